@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efficient_attn.modules.options import option
+from efficient_attn.options import option
 from efficient_attn.registry import BackendSpec, Capabilities
 
 PINNED = {"performer-pytorch": "1.1.4", "local-attention": "1.11.2", "linformer": "0.2.3"}

@@ -6,7 +6,7 @@
 The model is all-MiniLM-L6-v2; the texts are topics of Python's documentation, as the running version has
 them, and shipped books, in chunks of 512 tokens. An embedding is the mean of the last hidden states.
 Neighbours of a chunk are the chunks with the largest cosine, all embedded with the replaced attention. Every
-third topic served to choose sizes (`--tuning`) and to calibrate, and is not in the table.
+third topic served to choose sizes (`--tuning`), and is not in the table.
 """
 
 import argparse
@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import efficient_attn as ea
 from efficient_attn.integrations.transformers import swapped
 from efficient_attn.measure.checked import backends_in
 from efficient_attn.measure.environment import environment
@@ -44,7 +43,6 @@ SIZES: tuple[dict[str, float], ...] = (
     {},
     {"window": 32, "clusters": 32, "probes": 4, "global_tokens": 1},
     {"window": 24, "clusters": 48, "probes": 5, "global_tokens": 2},
-    {"window": 32, "clusters": 32, "target_error": 0.1, "global_tokens": 1},
     {"window": 32, "clusters": 32, "probes": 8, "global_tokens": 1},
 )
 
@@ -97,10 +95,8 @@ def _neighbours(embeddings: Tensor) -> Tensor:
     return cosines.topk(min(NEIGHBOURS, len(embeddings) - 1), dim=-1).indices
 
 
-def measure(
-    model: Any, ids: Tensor, sizes: Sequence[dict[str, float]], typical: Tensor
-) -> Iterator[dict[str, Any]]:
-    """One record per size of `window-clusters`; `typical` are other chunks, for calibration."""
+def measure(model: Any, ids: Tensor, sizes: Sequence[dict[str, float]]) -> Iterator[dict[str, Any]]:
+    """One record per size of `window-clusters`."""
     config, exact = model.config, hidden_states(model, ids)
     heads = config.num_attention_heads
     shape = {"num_heads": heads, "head_dim": config.hidden_size // heads, "tokens": ids.shape[1]}
@@ -110,9 +106,8 @@ def measure(
         (variant,) = select(["window-clusters"], settings)
         case: Case = variant.case(kind="error", **shape, **machine)
         with swapped(model, variant.target, **variant.options):
-            ea.calibrate(model, input_ids=typical)
             found = compare(hidden_states(model, ids), exact)
-            counted = [attention_flops(case, one.counted) or 0 for one in backends_in(model)]
+            counted = [attention_flops(case, layer.spec) or 0 for layer in backends_in(model)]
         operations = fmean(counted) / exact_operations(case)
         yield {"backend": variant.label, "chunks": len(ids), "operations": operations, **found}
 
@@ -145,10 +140,10 @@ def main() -> None:
     folder = Path(found.submodule_search_locations[0]) / "model"
     about = environment(command=["python", *sys.argv])
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids, typical = chunks(tokenizer, texts(tuning=given.tuning)), chunks(tokenizer, texts(tuning=True))
+    ids = chunks(tokenizer, texts(tuning=given.tuning))
     records, lines = [], [f"| {' | '.join(HEAD)} |", f"|{' --- |' * len(HEAD)}"]
     print(f"{len(ids)} chunks", *lines, sep="\n")
-    for record in measure(AutoModel.from_pretrained(folder).eval(), ids, SIZES, typical[:BATCH]):
+    for record in measure(AutoModel.from_pretrained(folder).eval(), ids, SIZES):
         records.append(record)
         lines.append(row(record))
         print(lines[-1], flush=True)

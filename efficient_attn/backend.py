@@ -1,6 +1,5 @@
 """A built backend: the module of an attention, wrapped in the checks that all backends share."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -118,28 +117,6 @@ class Backend(nn.Module):
         weights = self(q.to(wide), k.to(wide), unit, key_mask=key_mask)
         return weights if rows is None else weights[:, :, rows]
 
-    @torch.no_grad()
-    def estimate_error(self, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        """Estimated norm of the error of each output row, [batch heads q_tokens], in float32 or better.
-
-        The unit is that of the values; divided by the norm of the row the error is relative. An estimate, no
-        bound: 2.2 times it covered 92 to 100 % of the rows on each shipped layer. It takes time and memory of
-        its own, and `forward` never computes it.
-
-        Raises:
-            UnsupportedError: If the backend has no second moments of the keys that it summarises.
-        """
-        if not hasattr(self.core, "estimate_error"):
-            raise UnsupportedError(
-                f"Backend {self.spec.name!r} has no estimate of its error; 'window-clusters' has, and "
-                "ea.audit measures the error of any backend."
-            )
-        self._check(q, k, v, key_mask)
-        if 0 in (q.numel(), k.shape[2], v.shape[-1]):
-            return q.new_zeros(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-        with without_autocast(q):
-            return self.core.estimate_error(q, k, v, key_mask)
-
     def denominators(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """Row sums of signed features over the largest visible scale, [batch heads q_tokens].
 
@@ -205,12 +182,6 @@ class Backend(nn.Module):
         self.core.redraw(seed)
 
     @property
-    def counted(self) -> BackendSpec:
-        """The spec, with the operation counts of the calibrated core where they depend on calibration."""
-        operations = getattr(self.core, "operations", None)
-        return self.spec if operations is None else replace(self.spec, operations=operations)
-
-    @property
     def needs_calibration(self) -> bool:
         """Whether the backend must be calibrated before its first call."""
         return not getattr(self.core, "calibrated", True)
@@ -226,7 +197,6 @@ class Backend(nn.Module):
     ) -> None:
         """Fit data-dependent parameters to sample queries and keys; earlier states become invalid.
 
-        A target error of the output needs sample values as well; other parameters do not depend on them.
         Buffers hold the parameters, which are saved with the model and used until the next call. For causal
         use, calibrate on other sequences than the inputs, so that no later token leaks into an output. Omit
         padded queries; `key_mask` excludes padded keys.
@@ -235,7 +205,6 @@ class Backend(nn.Module):
             UnsupportedError: If the backend has no data-dependent parameters.
             DataError: If q, or an unmasked key or value, is not finite.
             ShapeError: If there is no query or no unmasked key.
-            CalibrationError: If the parameters depend on values and there are none.
         """
         if unknown:
             _refuse(unknown, ["key_mask"])

@@ -4,8 +4,6 @@ The unit is one multiplication with its addition. Masked entries are not counted
 nor is recomputation in a backward pass: the counts describe the algorithm, not its execution.
 """
 
-from collections.abc import Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 
@@ -39,20 +37,6 @@ class OperationCounts(NamedTuple):
     matmuls: tuple[MatMul, ...]
     learned: int = 0
     drawn: int = 0
-
-
-def mean_counts(heads: Sequence[OperationCounts]) -> OperationCounts:
-    """Mean over heads of the matrix products of the same algorithm, in whole numbers."""
-    products = zip(*(one.matmuls for one in heads), strict=True)
-    return OperationCounts(tuple(_mean(of_heads) for of_heads in products))
-
-
-def _mean(matmuls: Sequence[MatMul]) -> MatMul:
-    adds, exponentials, kept = (
-        round(fmean(getattr(one, name) for one in matmuls))
-        for name in ("multiply_adds", "exponentials", "kept")
-    )
-    return matmuls[0]._replace(multiply_adds=adds, exponentials=exponentials, kept=kept)
 
 
 def visible_pairs(tokens: int, *, back: int, ahead: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.external import BARE, function_at
-from efficient_attn.modules.options import one_of
+from efficient_attn.options import one_of
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, NoOptions
 

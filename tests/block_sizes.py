@@ -17,8 +17,7 @@ from unittest.mock import patch
 import torch
 
 import efficient_attn as ea
-from efficient_attn.ops.linear.fast import causal, causal_backward
-from efficient_attn.ops.linear.segments import chunks
+from efficient_attn.ops.linear import causal_exponential, scaled_chunks
 from efficient_attn.ops.window import blocks, blocks_backward, tiles
 
 DIM, FACTORS = 64, (0.5, 1.0, 2.0)
@@ -34,9 +33,10 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size("performer-positive", {"causal": True}, "CHUNK", (causal, causal_backward)),
-    Size("linear-relu", {"causal": True}, "CHUNK", (chunks,)),
-    Size("linear-relu", {"causal": True}, "_CACHED", (chunks,)),
+    Size("performer-positive", {"causal": True}, "CHUNK", (causal_exponential,)),
+    Size("performer-positive", {"causal": True}, "BACKWARD_CHUNK", (causal_exponential,)),
+    Size("linear-relu", {"causal": True}, "CHUNK", (scaled_chunks,)),
+    Size("linear-relu", {"causal": True}, "_CACHED", (scaled_chunks,)),
     Size("window", {"window": 257}, "BLOCK", (blocks, blocks_backward, tiles)),
     Size("window", {"window": 257}, "_SCORES", (blocks,)),
 )

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from twins import Positive, Softmax, band
 
+from efficient_attn.backends.linear_attention import RandomFeatureOptions
 from efficient_attn.distributed.keys import attend_keys
-from efficient_attn.modules.features import RandomFeatureOptions
 
 # Faults of masks -------------------------------------------------------------------------------------
 

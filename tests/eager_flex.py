@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 from efficient_attn.ops import paths
-from efficient_attn.ops.linear.fast import split_keys
+from efficient_attn.ops.linear import softmax_identity
 from efficient_attn.ops.softmax import flex
 
 
@@ -33,8 +33,8 @@ def on_flex(*, multiprocessors: int = 8, least_keys: int = 8) -> Iterator[None]:
     with (
         uncompiled_by_itself(),
         patch.object(paths, "kernels", lambda device, dtype: "flex"),
-        patch.object(split_keys, "_multiprocessors", lambda device: multiprocessors),
-        patch.object(split_keys, "_KEYS", least_keys),
+        patch.object(softmax_identity, "_multiprocessors", lambda device: multiprocessors),
+        patch.object(softmax_identity, "_KEYS", least_keys),
     ):
         yield
 

@@ -16,7 +16,7 @@ from reference import random_mask
 from torch import Tensor
 
 import efficient_attn as ea
-from efficient_attn.modules.linear import LinearAttention
+from efficient_attn.backends.linear_attention import LinearAttention
 from efficient_attn.ops import paths
 
 _ALL = slice(None)

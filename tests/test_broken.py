@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 from twins import Positive, Softmax, Window, WindowOptions
 
+from efficient_attn.backends.linear_attention import RandomFeatureOptions
 from efficient_attn.distributed.calls import EXCHANGES, Exchange
-from efficient_attn.modules.features import RandomFeatureOptions
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.testing import check_backend, check_names
 

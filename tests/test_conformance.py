@@ -9,7 +9,7 @@ import torch
 
 import efficient_attn as ea
 from efficient_attn.backends.window import WindowOptions
-from efficient_attn.modules.options import option
+from efficient_attn.options import option
 from efficient_attn.registry import Capabilities
 from efficient_attn.testing import BrokenPromiseError, check_backend, check_names
 
@@ -118,10 +118,11 @@ def test_linformer_that_pools_means_gives_a_constant_for_constant_values() -> No
 
 
 def test_a_name_a_spec_a_builder_and_a_built_backend_are_checked_alike() -> None:
-    from efficient_attn.backends.exact_dense import build
+
+    from efficient_attn.backends.exact import build_dense
 
     built = ea.build("exact-dense", head_dim=4)
-    for thing in ("exact-dense", ea.spec("exact-dense"), build, built):
+    for thing in ("exact-dense", ea.spec("exact-dense"), build_dense, built):
         (record,) = check_backend(thing, only=["blind_queries_give_zeros"])
         assert (record.backend, record.outcome) == ("exact-dense", "kept")
 

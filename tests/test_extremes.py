@@ -51,7 +51,7 @@ def test_a_constant_added_to_all_exponents_of_keys_cancels(constant, masked):
 @pytest.mark.parametrize("shift", [-200.0, 3.0, 200.0])
 def test_a_state_at_another_reference_is_the_same_state(kind, shift):
     tokens, every = tokens_with(None, kind=kind), slice(0, 70)
-    state = summarise(tokens.key_features(tokens.key_rows(every), every), tokens.values(every))
+    state = summarise(tokens.key_features(tokens.key_rows(every), every), tokens.real_rows(tokens.v, every))
     # A shift of every second head, so that no shift of all could hide.
     by = torch.tensor([0.0, shift], dtype=torch.float64)[None, :, None, None]
     moved = LinearState(state.sums * (-by).exp(), state.log_scale + by)

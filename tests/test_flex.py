@@ -10,7 +10,7 @@ from launches import counted
 from reference import random_qkv, reference_linear
 
 import efficient_attn as ea
-from efficient_attn.ops.linear.fast import split_keys
+from efficient_attn.ops.linear import softmax_identity
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.ops.softmax import flex
 
@@ -39,7 +39,7 @@ def performer(name, **options):
 @pytest.fixture
 def parts(monkeypatch):
     """The inputs of every call in parts, and the number of parts."""
-    found, num_parts, mean_values = [], split_keys.num_parts, split_keys.mean_values
+    found, num_parts, mean_values = [], softmax_identity.num_parts, softmax_identity.mean_values_of_parts
 
     def told(*args):
         found.append(num_parts(*args))
@@ -49,8 +49,8 @@ def parts(monkeypatch):
         found.append(inputs)
         return mean_values(inputs)
 
-    monkeypatch.setattr(split_keys, "num_parts", told)
-    monkeypatch.setattr(split_keys, "mean_values", asked)
+    monkeypatch.setattr(softmax_identity, "num_parts", told)
+    monkeypatch.setattr(softmax_identity, "mean_values_of_parts", asked)
     return found
 
 
@@ -188,12 +188,12 @@ def test_half_precision_errs_at_most_twice_as_much_as_plain_operators_with_the_s
     ],
 )
 def test_parts_occupy_the_multiprocessors_and_are_equal_where_that_suffices(keys, programs, parts):
-    assert split_keys.num_parts(keys, programs, 132) == parts
+    assert softmax_identity.num_parts(keys, programs, 132) == parts
 
 
 def test_a_part_is_a_view_of_keys_in_the_layout_of_models():
     for x in (torch.zeros(2, 64, 3, 16).transpose(1, 2), torch.zeros(1, 3, 64, 16)):
-        part = split_keys._split(x, 4)
+        part = softmax_identity._split(x, 4)
         assert part.shape == (4 * len(x), 3, 16, 16)
         assert part.data_ptr() == x.data_ptr()
         assert part._base is not None

@@ -9,7 +9,7 @@ from torch._dynamo.exc import TorchDynamoException
 
 import efficient_attn as ea
 from efficient_attn.ops import paths
-from efficient_attn.ops.linear.fast import split_keys
+from efficient_attn.ops.linear import softmax_identity
 from efficient_attn.ops.softmax import flex
 
 
@@ -115,7 +115,7 @@ def test_a_c_compiler_may_be_named_by_the_environment(machine):
 def served(machine):
     """FlexAttention serves the CPU until it is forgone."""
     machine.setattr(paths, "kernels", lambda _, dtype: "flex" if dtype in paths._FLEX_DTYPES else "cpu")
-    machine.setattr(split_keys, "_multiprocessors", lambda device: 8)
+    machine.setattr(softmax_identity, "_multiprocessors", lambda device: 8)
     flex._compiled.cache_clear()
     yield machine
     flex._compiled.cache_clear()

@@ -138,4 +138,4 @@ def test_a_question_of_the_host_is_a_synchronisation_with_its_line(monkeypatch):
     # On the CPU weak chunks are counted by the host.
     backend, inputs = prepared("linear-elu", causal=True, tokens=TOKENS, heads=2, head_dim=8)
     places = [place.partition(":")[0] for place in forward(backend, inputs).syncs]
-    assert places == ["ops/linear/segments/weak_chunks.py"]
+    assert places == ["ops/linear/weak_chunks.py"]

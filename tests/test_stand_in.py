@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import backend_registration
 
 from efficient_attn.ops.dtypes import float64_device
-from efficient_attn.ops.linear.calibration import moments
+from efficient_attn.ops.linear.kernel import moments
 from efficient_attn.transformer.positions import SinusoidalPositions, rotate
 
 

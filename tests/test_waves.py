@@ -4,8 +4,8 @@ import pytest
 import torch
 from reference import random_qkv
 
-from efficient_attn.ops.linear.fast.trigonometric import TrigKernel
 from efficient_attn.ops.linear.inputs import LinearInputs
+from efficient_attn.ops.linear.trigonometric import TrigKernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.modules.features import RandomFeatureOptions
-from efficient_attn.ops.linear.directions import draw_directions
+from efficient_attn.backends.linear_attention import RandomFeatureOptions
+from efficient_attn.ops.linear.features import draw_directions
 from efficient_attn.problem import AttentionProblem
 
 

@@ -1,21 +1,22 @@
-"""Opened clusters of `window-clusters` written out, one query and one run at a time."""
+"""Clusters of `window-clusters` written out, one query and one run at a time."""
 
-import math
 from functools import cache
 
 import torch
+
+from efficient_attn.ops import naive
 
 WINDOW, CLUSTERS, PROBES, SCALE = 8, 4, 2, 8**-0.5
 BLOCK = WINDOW // 2
 
 
-def real_ones(keys, positions):
+def real_positions(keys, positions):
     return [j for j in positions if j < len(keys) and keys[j] is not None]
 
 
 def directions(keys, positions):
     """Principal directions of the keys at some positions; the iteration begins with keys up to the last."""
-    real = real_ones(keys, positions)
+    real = real_positions(keys, positions)
     rows = [j - positions[0] for j in real]
     x = torch.zeros(rows[-1] + 1, len(keys[real[0]]), dtype=torch.float64)
     x[rows] = torch.stack([keys[j] for j in real])
@@ -29,7 +30,7 @@ def directions(keys, positions):
 
 def leaves(keys, positions, size, sharing):
     """Clusters of a run, lists of its real positions, halved along the principal directions of `sharing`."""
-    real = real_ones(keys, positions)
+    real = real_positions(keys, positions)
     if len(real) == 0 or len(positions) == size:
         return [real] if real else []
     basis = directions(keys, sharing)
@@ -58,44 +59,62 @@ def size_at(i, tokens, clusters, causal):
 def runs_at(i, tokens, size, causal):
     """Runs of far keys of query i, as ranges of positions: powers of two that grow away from its slice."""
     first, end = max(i // size - 1, 0), -(-tokens // size)
-    found, begin = [], 0
+    runs, begin = [], 0
     for digit in reversed(range(first.bit_length())):
         if first >> digit & 1:
-            found.append((begin, begin + 2**digit))
+            runs.append((begin, begin + 2**digit))
             begin += 2**digit
     begin = i // size + 2
     while begin < end and not causal:
         length = 1
         while begin % (2 * length) == 0:
             length *= 2
-        found.append((begin, begin + length))
+        runs.append((begin, begin + length))
         begin += length
-    return [range(low * size, high * size) for low, high in found]
+    return [range(low * size, high * size) for low, high in runs]
 
 
-def one_by_one(q, k, v, *, causal, clusters=CLUSTERS, probes=PROBES, first=0):
-    """The definition for one head: q [tokens dim], k and v [tokens dim]."""
-    q, tokens = q * SCALE, len(k)
-    keys = [None if j < first else k[j] for j in range(tokens)]
-    everything = range(tokens)
-    leaves_of = cache(lambda run, size: leaves(keys, list(run), size, run if causal else everything))
-    out = torch.zeros(tokens, v.shape[1], dtype=q.dtype)
+def opened(q, k, v, *, causal, clusters=CLUSTERS, probes=PROBES, first=0):
+    """Output of a head with opened clusters, q [tokens dim], k and v [tokens dim]."""
+    tokens = len(k)
+    keys = [None if j < first else k[j].detach() for j in range(tokens)]
+    leaves_of = cache(lambda run, size: leaves(keys, list(run), size, run if causal else range(tokens)))
+    rows = []
     for i in range(tokens):
         size = size_at(i, tokens, clusters, causal)
         begin = i // size * size
         near = {*range(max(begin - size, 0), min(begin + 2 * size, tokens)), *range(min(first, tokens))}
         near = [j for j in sorted(near) if j <= i or not causal]
-        found = [leaf for run in runs_at(i, tokens, size, causal) for leaf in leaves_of(run, size)]
-        means = [float(q[i] @ k[c].mean(dim=0)) for c in found]
-        spreads = [float(q[i].square() @ k[c].var(dim=0, correction=0)) for c in found]
-        masses = [math.log(len(c)) + mean for c, mean in zip(found, means, strict=True)]
-        best = sorted(range(len(found)), key=lambda c: -(masses[c] + 3 * spreads[c] ** 0.5))[:probes]
-        read = [(float(q[i] @ k[j]), v[j]) for c in best for j in found[c]]
-        read += [(float(q[i] @ k[j]), v[j]) for j in near]
-        for c, members in enumerate(found):
-            if c not in best:
-                half = spreads[c] / 2
-                read.append((masses[c] + math.log1p(half + half**2 / 2), v[members].mean(dim=0)))
-        scores, values = zip(*read, strict=True)
-        out[i] = torch.tensor(scores, dtype=q.dtype).softmax(dim=0) @ torch.stack(values)
-    return out
+        far = [leaf for run in runs_at(i, tokens, size, causal) for leaf in leaves_of(run, size)]
+        rows.append(naive.opened_clusters(SCALE * q[i], k, v, near=near, clusters=far, probes=probes))
+    return torch.stack(rows)
+
+
+def nearest_clusters(keys, clusters, steps):
+    """Centre that each key goes to, the centres being evenly spaced keys, then means."""
+    count = len(keys)
+    centres = keys[[c * (count - 1) // (clusters - 1) for c in range(clusters)]].clone()
+    nearest = torch.cdist(keys, centres).argmin(dim=1)
+    for _ in range(steps - 1):
+        for c in nearest.unique():
+            centres[c] = keys[nearest == c].mean(dim=0)
+        nearest = torch.cdist(keys, centres).argmin(dim=1)
+    return nearest
+
+
+def near_of(position, tokens):
+    """The slice of the block of a query: the block with a quarter of the window on either side."""
+    block = position // BLOCK * BLOCK
+    return range(max(block - BLOCK // 2, 0), min(block + BLOCK + BLOCK // 2, tokens))
+
+
+def closed(q, k, v, *, summary="kmeans", clusters=3, steps=1, first=0):
+    """Output of a head without opened clusters, q [tokens dim], k and v [tokens dim]."""
+    tokens = len(k)
+    cluster = torch.arange(tokens) * clusters // max(tokens, clusters)
+    if summary == "kmeans":
+        cluster = nearest_clusters(k.detach(), clusters, steps)
+    near = torch.zeros(tokens, tokens, dtype=torch.bool)
+    for i in range(tokens):
+        near[i, [*near_of(i, tokens), *range(min(first, tokens))]] = True
+    return naive.closed_clusters(q, k, v, scale=SCALE, near=near, cluster=cluster)

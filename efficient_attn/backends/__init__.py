@@ -1,4 +1,4 @@
-"""One file per backend. A file placed here is registered; nothing else needs editing."""
+"""Backends, a kind in each file. A file in this folder is imported, and registers its backends."""
 
 import importlib
 import pkgutil
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnknownNameError, UnsupportedError
 from efficient_attn.external import is_address, load, spec_of
-from efficient_attn.modules.options import resolved
+from efficient_attn.options import resolved
 from efficient_attn.plugins import load_plugin, plugins
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec
@@ -103,10 +103,10 @@ def attention(
 
 
 def _options(backend: BackendSpec, options: dict[str, Any]) -> Any:
-    known = [field.name for field in fields(backend.options_type)]
+    names = [field.name for field in fields(backend.options_type)]
     for option in options:
-        if option not in known:
-            raise UnknownNameError(f"option of backend {backend.name!r}", option, known)
+        if option not in names:
+            raise UnknownNameError(f"option of backend {backend.name!r}", option, names)
     return backend.options_type(**options)
 
 

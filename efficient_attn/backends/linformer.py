@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
-from efficient_attn.modules.options import one_of, option
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.linformer import linformer_attention
+from efficient_attn.options import one_of, option
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -92,10 +92,10 @@ def operations(
         for dim in (problem.head_dim, value_dim)
     )
     pairs_of_projections = (problem.num_heads or 1) if per_head else 1
-    entries = options.rank * (problem.max_tokens or tokens)
+    projection = options.rank * (problem.max_tokens or tokens)
     return OperationCounts(
         (*mixings, *softmax_matmuls(pairs, problem.head_dim, value_dim)),
-        learned=entries * pairs_of_projections * (1 if options.sharing in ("key-value", "layers") else 2),
+        learned=projection * pairs_of_projections * (1 if options.sharing in ("key-value", "layers") else 2),
     )
 
 

@@ -5,9 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from efficient_attn.backends.exact import MAX_DISTANCE, count, distance_bias
 from efficient_attn.errors import OptionError
-from efficient_attn.modules.options import option, whole_number
-from efficient_attn.modules.relative import MAX_DISTANCE, count, distance_bias
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import (
@@ -21,6 +20,7 @@ from efficient_attn.ops.softmax.relative import relative_attention
 from efficient_attn.ops.window.attention import window_attention
 from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, first_keys
 from efficient_attn.ops.window.streaming import WindowState, extend_window, slide_window
+from efficient_attn.options import option, whole_number
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 

@@ -1,4 +1,4 @@
-"""Exact softmax over near keys, and one summary for each cluster of far keys."""
+"""Exact softmax over near keys, and one summary for each cluster of far keys, of which some are opened."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,14 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.modules.options import one_of, option, positive_number, whole_number
-from efficient_attn.modules.probe_counts import ProbingSizes, probing_operations
-from efficient_attn.modules.probes import FittedProbes
-from efficient_attn.modules.probing import Probing
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
-from efficient_attn.ops.clusters.attention import window_clusters
-from efficient_attn.ops.clusters.estimate import clusters_with_errors
-from efficient_attn.ops.clusters.near import Layout as NearKeys
+from efficient_attn.ops.clusters.decoding import ClusterCache, extend_clusters
+from efficient_attn.ops.clusters.kmeans import window_clusters
+from efficient_attn.ops.clusters.probing import probe_clusters
+from efficient_attn.ops.clusters.slices import Layout as NearKeys
+from efficient_attn.ops.clusters.trees import causal_stages, full_stages, places, sorting_products
+from efficient_attn.options import one_of, option, whole_number
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -46,12 +45,6 @@ class WindowClustersOptions:
         "causal, else 0.",
         added=True,
     )
-    target_error: float | None = option(
-        None,
-        "Relative error of each head on the inputs of calibrate, which gives the head the fewest probes that "
-        "reach it. None: probes.",
-        added=True,
-    )
     global_tokens: int | None = option(
         None, "Number of tokens at the beginning that every query reads exactly. None: 4 with probes, else 0."
     )
@@ -66,16 +59,10 @@ class WindowClustersOptions:
         if self.global_tokens is not None:
             whole_number("global_tokens", self.global_tokens)
         one_of("summary", self.summary, _SUMMARIES)
-        if self.target_error is not None:
-            positive_number("target_error", self.target_error)
-            if self.probes:
-                raise OptionError(
-                    f"target_error={self.target_error} gives every head its own number of probes, and "
-                    f"probes={self.probes} gives all the same; set one of them."
-                )
-        if self.opens and self.summary != "auto":
-            asked = f"probes={self.probes}" if self.probes else f"target_error={self.target_error}"
-            raise OptionError(f"summary={self.summary!r} has no clusters to open; {asked} needs 'auto'.")
+        if self.probes and self.summary != "auto":
+            raise OptionError(
+                f"summary={self.summary!r} has no clusters to open; probes={self.probes} needs 'auto'."
+            )
         if self.window is not None and self.window % 4:
             below, above = self.window // 4 * 4, self.window // 4 * 4 + 4
             near = f"{above}" if below == 0 else f"{below} or {above}"
@@ -84,30 +71,25 @@ class WindowClustersOptions:
                 f"can: {near}."
             )
 
-    @property
-    def opens(self) -> bool:
-        """Whether queries open clusters."""
-        return bool(self.probes) or self.target_error is not None
-
     def resolved(self, *, causal: bool) -> "WindowClustersOptions":
         """The options with numbers in place of None; no probes are None if not causal."""
         probes = self.probes
         if not causal:
             probes = probes or None
-        elif probes is None and self.target_error is None and self.summary == "auto":
+        elif probes is None and self.summary == "auto":
             probes = _CAUSAL_PROBES
         window = (_CAUSAL_WINDOW if causal else _WINDOW) if self.window is None else self.window
         # Many heads give the first tokens most of their weight (Xiao et al. 2024, "Efficient Streaming
         # Language Models with Attention Sinks"); a cluster would hide them among other keys.
-        sinks = _SINKS if probes or self.target_error is not None else 0
+        sinks = _SINKS if probes else 0
         first = sinks if self.global_tokens is None else self.global_tokens
         return replace(self, probes=probes, window=window, global_tokens=first)
 
     @property
-    def sizes(self) -> ProbingSizes:
-        """Sizes of options that are resolved."""
+    def sizes(self) -> dict[str, int]:
+        """Sizes of `probe_clusters` for options that are resolved."""
         assert self.window is not None and self.global_tokens is not None
-        return ProbingSizes(self.window // 2, self.clusters, self.global_tokens)
+        return {"block": self.window // 2, "clusters": self.clusters, "first": self.global_tokens}
 
 
 class WindowClusters(nn.Module):
@@ -115,8 +97,12 @@ class WindowClusters(nn.Module):
 
     def __init__(self, problem: AttentionProblem, options: WindowClustersOptions) -> None:
         super().__init__()
-        self._scale, self._options = problem.factor, options
-        self._layout = _layout(options)
+        self._sizes: dict[str, Any] = {
+            "scale": problem.factor,
+            "layout": _layout(options),
+            "clusters": options.clusters,
+            "steps": None if options.summary == "segments" else options.steps,
+        }
 
     def forward(
         self,
@@ -127,41 +113,53 @@ class WindowClusters(nn.Module):
         positions: list[range] | None = None,
         total: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        return window_clusters(q, k, v, key_mask=key_mask, positions=positions, total=total, **self._sizes())
+        return window_clusters(q, k, v, key_mask=key_mask, positions=positions, total=total, **self._sizes)
 
-    def estimate_error(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return clusters_with_errors(q, k, v, key_mask=key_mask, **self._sizes())[..., -1]
 
-    def _sizes(self) -> dict[str, Any]:
-        return {
-            "scale": self._scale,
-            "layout": self._layout,
-            "clusters": self._options.clusters,
-            "steps": None if self._options.summary == "segments" else self._options.steps,
-        }
+class Probing(nn.Module):
+    """Attention to near keys, to the keys of a few far clusters, and to the other clusters."""
+
+    def __init__(self, problem: AttentionProblem, options: WindowClustersOptions) -> None:
+        super().__init__()
+        self._causal = problem.causal
+        self._sizes: dict[str, Any] = {"scale": problem.factor, "probes": options.probes, **options.sizes}
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        positions: list[range] | None = None,
+    ) -> Tensor:
+        return probe_clusters(
+            q, k, v, causal=self._causal, key_mask=key_mask, positions=positions, **self._sizes
+        )
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: ClusterCache | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, ClusterCache]:
+        return extend_clusters(q, k, v, state, key_mask, **self._sizes)
 
 
 def _layout(options: WindowClustersOptions) -> NearKeys:
-    block, _, first = options.sizes
+    block, first = options.sizes["block"], options.sizes["first"]
     return NearKeys(block, block // 2, block // 2, first)
 
 
 def operations(
     problem: AttentionProblem, options: WindowClustersOptions, tokens: int, value_dim: int
-) -> OperationCounts | None:
+) -> OperationCounts:
     """Products of every query with its slice, the global tokens outside it, and the cluster summaries.
 
     K-means adds products of every key with every centre at each step, and one with the mean query. Sums
     over clusters are additions, not products. With probes, opened clusters count as full, a summary has a
     third product, the spread of its scores, and all keys are multiplied with their directions, causal:
     the keys of every run with directions of its own.
-    Unknown for a target error: `calibrate` finds the probes.
     """
     options = options.resolved(causal=problem.causal)
-    if options.target_error is not None:
-        return None
     if options.probes:
-        return probing_operations(problem, options.sizes, tokens, value_dim, number=options.probes)
+        return probing_operations(problem, options, tokens, value_dim)
     layout, clusters = _layout(options), min(options.clusters, tokens)
     first, pairs = min(layout.first, tokens), tokens * clusters
     for start in range(0, tokens, layout.block):
@@ -171,6 +169,40 @@ def operations(
     steps = 0 if options.summary == "segments" else options.steps
     choice = MatMul(tokens * problem.head_dim * (steps * clusters + 1), gradients=0, shared=True)
     return OperationCounts((choice, *softmax_matmuls(pairs, problem.head_dim, value_dim)))
+
+
+def probing_operations(
+    problem: AttentionProblem, options: WindowClustersOptions, tokens: int, value_dim: int
+) -> OperationCounts:
+    """Products of every query with its slice, opened clusters and summaries, and of keys with directions."""
+    plan = causal_stages if problem.causal else full_stages
+    stages = plan(tokens, **options.sizes)
+    first = min(options.sizes["first"], tokens)
+    assert options.probes is not None
+    pairs = summaries = sorted_keys = 0
+    for stage in stages if problem.causal else stages[-1:]:
+        size = stage.layout.block
+        runs, read = places(stage.runs(tokens, problem.causal), -(-tokens // size))
+        if problem.causal:
+            sorted_keys += sum(size << level for level, _ in runs if level)
+        elif runs:
+            # All runs share one set of directions.
+            sorted_keys = tokens
+        for start, clusters in zip(range(stage.begin, stage.end, size), read, strict=True):
+            low, stop = max(start - size, 0), min(start + size, tokens)
+            high = stop if problem.causal else min(stop + size, tokens)
+            rows = stop - start
+            probes = options.probes if options.probes < options.clusters else len(clusters)
+            pairs += rows * (high - low + min(first, low) + min(probes, len(clusters)) * size)
+            pairs += rows * (0 if problem.causal else max(first - high, 0))
+            # Causal rows do not read later keys of their own block.
+            pairs -= rows * (rows - 1) // 2 if problem.causal else 0
+            summaries += rows * len(clusters)
+    spreads = MatMul(summaries * problem.head_dim)
+    choice = MatMul(sorted_keys * sorting_products(problem.head_dim), gradients=0, shared=True)
+    return OperationCounts(
+        (choice, spreads, *softmax_matmuls(pairs + summaries, problem.head_dim, value_dim))
+    )
 
 
 @register(
@@ -185,10 +217,8 @@ def operations(
 )
 def build(problem: AttentionProblem, options: WindowClustersOptions) -> nn.Module:
     options = options.resolved(causal=problem.causal)
-    if options.target_error is not None:
-        return FittedProbes(Probing(problem, options.sizes), problem, options.sizes, options.target_error)
     if options.probes:
-        return Probing(problem, options.sizes, options.probes)
+        return Probing(problem, options)
     if problem.causal:
         closed = f"summary={options.summary!r}" if options.probes is None else "probes=0"
         raise UnsupportedError(

@@ -9,7 +9,7 @@ from torch import Tensor
 from efficient_attn.backend import Backend
 from efficient_attn.distributed.exchange import all_tokens, total
 from efficient_attn.distributed.layout import Layout
-from efficient_attn.ops.clusters.placed import alike
+from efficient_attn.ops.clusters.slices import alike
 from efficient_attn.ops.softmax.kv_cache import KVCache, mask_of, summarise_tokens
 
 

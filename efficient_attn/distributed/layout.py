@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from efficient_attn.errors import ShapeError
-from efficient_attn.modules.options import one_of
+from efficient_attn.options import one_of
 
 KINDS = ("contiguous", "head-tail")
 # A gather brings every state to every rank; from more ranks a scan receives fewer.

@@ -16,10 +16,9 @@ from efficient_attn.distributed.exchange import gathered_near, largest, shifted,
 from efficient_attn.distributed.layout import Layout
 from efficient_attn.errors import ShapeError
 from efficient_attn.ops.dtypes import upcast, zero_masked
-from efficient_attn.ops.linear.backward import Outputs
 from efficient_attn.ops.linear.causal import causal_row_gradients, causal_rows
 from efficient_attn.ops.linear.full import key_gradients, query_gradients, read_state, whole_state
-from efficient_attn.ops.linear.inputs import LinearInputs
+from efficient_attn.ops.linear.inputs import LinearInputs, Outputs
 from efficient_attn.ops.linear.state import LinearState, Means, exponential, finite
 from efficient_attn.ops.linformer import attend_projected, real_weight, rescaled, row_sums
 from efficient_attn.ops.paths import product_dtype

@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from efficient_attn.distributed.calls import in_force
 from efficient_attn.distributed.layout import KINDS, layout_of
-from efficient_attn.modules.options import one_of
+from efficient_attn.options import one_of
 
 
 class ContextParallel(ParallelStyle):

@@ -10,7 +10,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.limits import CONFIG_BYTES, read_bytes
-from efficient_attn.modules.options import SEED
+from efficient_attn.options import SEED
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS
 

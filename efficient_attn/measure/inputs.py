@@ -14,7 +14,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from efficient_attn.errors import DataError, OptionError
-from efficient_attn.modules.options import whole_number
+from efficient_attn.options import whole_number
 from efficient_attn.problem import positive_count
 from efficient_attn.shapes import Keys, Queries, Values
 from efficient_attn.tensor_headers import load_tensors, read_header

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 from efficient_attn.errors import ShapeError, UnsupportedError
 
@@ -23,11 +23,11 @@ def check_one_device(**tensors: Tensor | None) -> None:
     Torch runs the fake implementation as soon as one argument lies on meta. The result then lies on the
     device of the other arguments and holds uninitialised memory.
     """
-    (first, given), *rest = ((name, x) for name, x in tensors.items() if x is not None)
+    (first, reference), *rest = ((name, x) for name, x in tensors.items() if x is not None)
     for name, x in rest:
-        if x.device != given.device:
+        if x.device != reference.device:
             raise ShapeError(
-                f"{name} lies on {x.device} and {first} on {given.device}; move one to the other."
+                f"{name} lies on {x.device} and {first} on {reference.device}; move one to the other."
             )
 
 
@@ -35,8 +35,11 @@ def transformed(*args: Any) -> bool:
     """Whether a transform of torch.func is active, or a tensor carries a forward-mode derivative."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._are_functorch_transforms_active() or any(
-        isinstance(x, Tensor) and unpack_dual(x).tangent is not None for x in args
+    if torch._C._are_functorch_transforms_active():
+        return True
+    # Outside of a dual level no tensor carries a derivative.
+    return forward_ad._current_level >= 0 and any(
+        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args
     )
 
 
@@ -55,7 +58,7 @@ def transformable(
     shared = [argument.name in _SHARED for argument in operator._opoverload._schema.arguments]
 
     def over_batches(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
-        if any(dim is not None for dim, one in zip(in_dims, shared, strict=True) if one):
+        if any(dim is not None for dim, without_batch in zip(in_dims, shared, strict=True) if without_batch):
             return _one_by_one(carrier.apply, info.batch_size, in_dims, args)
         return _folded(carrier.apply, info.batch_size, in_dims, args, shared)
 
@@ -67,7 +70,9 @@ def transformable(
         "vmap": over_batches,
     }
     carrier: Any = type(
-        operator._name, (torch.autograd.Function,), {name: staticmethod(one) for name, one in members.items()}
+        operator._name,
+        (torch.autograd.Function,),
+        {name: staticmethod(member) for name, member in members.items()},
     )
 
     def call(*args: Any) -> Any:
@@ -83,8 +88,8 @@ def _folded(
 ) -> tuple[tuple, tuple]:
     """One call on a batch of all mapped entries."""
     whole = [
-        x if one or not isinstance(x, Tensor) else _mapped_first(x, dim, size).flatten(0, 1)
-        for x, dim, one in zip(args, in_dims, shared, strict=True)
+        x if without_batch or not isinstance(x, Tensor) else _mapped_first(x, dim, size).flatten(0, 1)
+        for x, dim, without_batch in zip(args, in_dims, shared, strict=True)
     ]
     outputs = call(*whole)
     # The only output without a batch axis, the ends of chunks, is one-dimensional.

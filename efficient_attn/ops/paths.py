@@ -37,7 +37,7 @@ def constant_result(function: Callable[..., _T]) -> Callable[..., _T]:
 
 def tuned_for_cpu(x: Tensor) -> bool:
     """Whether the algorithms for the CPU serve a tensor."""
-    return x.device.type == "cpu" and not only_torch()
+    return x.device.type == "cpu" and os.environ.get(VARIABLE) != "torch"
 
 
 def product_dtype(x: Tensor) -> torch.dtype:

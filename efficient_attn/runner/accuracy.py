@@ -13,7 +13,7 @@ from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
 from efficient_attn.measure.checked import outputs_checked
-from efficient_attn.modules.options import SEED
+from efficient_attn.options import SEED
 from efficient_attn.runner.counting import attention_flops
 from efficient_attn.runner.inputs import Subject
 from efficient_attn.runner.record import SAME_INPUTS, Case, Record, replace
@@ -48,7 +48,7 @@ def measure_error(
             _errors(case, subject, metric, (backend(q, k, v) for backend in backends)),
             unsafe_rows=_unsafe(backends, q, k),
             num_directions=directions_of(backends[0]),
-            flops=attention_flops(case, backends[0].counted),
+            flops=attention_flops(case, backends[0].spec),
         )
 
     return measure_draws(variant, subject, "output", draws, measured, threads=threads)

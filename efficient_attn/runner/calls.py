@@ -89,7 +89,7 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
     alike = not of_attention or (
         len({tensor.shape[2:] for tensor in tensors}) == 1 and [x.shape[1] for x in tensors] == heads
     )
-    counting = module.counted if isinstance(module, Backend) else spec
+    counting = module.spec if isinstance(module, Backend) else spec
     counted, moved = (count(case, counting) if alike else None for count in (flops, moved_bytes))
     checked: Callable[[], object] = functools.partial(_checked, module, call, case)
     if case.execution is not None:

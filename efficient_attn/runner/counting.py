@@ -6,7 +6,7 @@ from typing import Any
 
 from efficient_attn.backends import resolve
 from efficient_attn.contained import contained
-from efficient_attn.modules.options import resolved
+from efficient_attn.options import resolved
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
 from efficient_attn.runner.predicted_bytes import ITEM_BYTES

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from efficient_attn.modules.options import SEED
+from efficient_attn.options import SEED
 from efficient_attn.runner.records import Case
 from efficient_attn.runner.variants import Variant
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
-from efficient_attn.modules.options import recorded, resolved
+from efficient_attn.options import recorded, resolved
 from efficient_attn.runner.proof import prove
 from efficient_attn.runner.record import Case
 

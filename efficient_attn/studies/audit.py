@@ -11,7 +11,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.limits import WHOLE_NUMBER
 from efficient_attn.measure.exact_rows import Floats, Sample, sample_rows
-from efficient_attn.modules.options import whole_number
+from efficient_attn.options import whole_number
 from efficient_attn.stats.significance import quantile
 
 # Degrees of freedom of an interval with few rows of each head, unless Satterthwaite's are fewer.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from efficient_attn.backends import resolve
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.modules.options import one_of, positive_number, probability
+from efficient_attn.options import one_of, positive_number, probability
 from efficient_attn.problem import positive_count
 from efficient_attn.sharding import check_alone
 from efficient_attn.transformer.layer import (

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from efficient_attn.errors import DtypeError, OptionError, ShapeError
-from efficient_attn.modules.options import whole_number
 from efficient_attn.ops.dtypes import float64_device
+from efficient_attn.options import whole_number
 from efficient_attn.problem import positive_count
 
 

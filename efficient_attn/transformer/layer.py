@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnknownNameError, UnsupportedError
-from efficient_attn.modules.options import one_of, positive_number
+from efficient_attn.options import one_of, positive_number
 from efficient_attn.problem import positive_count
 from efficient_attn.registry import BackendSpec
 from efficient_attn.sharding import at_positions, whole_tokens

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from efficient_attn import sharding
 from efficient_attn.backends import resolve
 from efficient_attn.errors import OptionError
-from efficient_attn.modules.options import probability
+from efficient_attn.options import probability
 from efficient_attn.registry import BackendSpec
 from efficient_attn.sharding import Hook, at_positions, installed
 from efficient_attn.transformer.block import build_norm

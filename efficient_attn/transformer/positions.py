@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, ShapeError
-from efficient_attn.modules.options import one_of
 from efficient_attn.ops.dtypes import float64_device, upcast
+from efficient_attn.options import one_of
 from efficient_attn.problem import positive_count
 
 KINDS = ("sinusoidal", "learned", "rotary", "relative")

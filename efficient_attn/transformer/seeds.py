@@ -3,7 +3,7 @@
 O'Neill 2015, "Developing a seed_seq alternative": https://www.pcg-random.org/posts/developing-a-seed_seq-alternative.html
 """
 
-from efficient_attn.modules.options import whole_number
+from efficient_attn.options import whole_number
 
 _WORD, _POOL = 2**32, 4
 

@@ -14,10 +14,9 @@ import efficient_attn as ea
 from efficient_attn.errors import OptionError
 from efficient_attn.operation_counts import MatMul
 from efficient_attn.ops.linear import causal as linear_causal
+from efficient_attn.ops.linear import causal_exponential, scaled_chunks
 from efficient_attn.ops.linear import full as linear_full
-from efficient_attn.ops.linear.fast import causal as fast_causal
 from efficient_attn.ops.linear.features import MAPS
-from efficient_attn.ops.linear.segments import chunks as segment_chunks
 from efficient_attn.ops.linear.state import Means
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.problem import AttentionProblem
@@ -123,7 +122,7 @@ def inputs_of_the_operator(name: str, **built: object) -> tuple:
 def as_any_map(monkeypatch):
     """Features without the shortcuts that some of them allow, which the counter cannot see into."""
     for kind, feature_map in MAPS.items():
-        monkeypatch.setitem(MAPS, kind, feature_map._replace(exponents=None, trigonometric=False))
+        monkeypatch.setitem(MAPS, kind, feature_map._replace(exponential=False, trigonometric=False))
 
 
 @pytest.mark.parametrize("name", PERFORMERS)
@@ -147,7 +146,7 @@ def test_the_linear_operator_does_what_is_counted_and_backward_makes_its_feature
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("name", PERFORMERS)
 def test_causal_linear_attention_adds_the_pairs_within_a_chunk(name, backward, monkeypatch) -> None:
-    for module in (segment_chunks, fast_causal):
+    for module in (scaled_chunks, causal_exponential):
         monkeypatch.setattr(module, "CHUNK", 4)
     directions = inputs_of_the_operator(name)[4]
     repeats = OPTIONS[name]["num_features"] // len(directions)
@@ -183,8 +182,8 @@ def test_the_causal_operator_does_what_is_counted_where_a_chunk_is_a_token(
 ) -> None:
     """So that no triangle is cut out of a square that was computed."""
     monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.setattr(segment_chunks, "CHUNK", 1)
-    monkeypatch.setattr(segment_chunks, "_CACHED", 1)
+    monkeypatch.setattr(scaled_chunks, "CHUNK", 1)
+    monkeypatch.setattr(scaled_chunks, "_CACHED", 1)
     inputs = inputs_of_the_operator(name, causal=True)
     features = OPTIONS[name]["num_features"]
     # The scan over the state before a segment and that of its one chunk is left out of the count.

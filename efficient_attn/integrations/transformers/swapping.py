@@ -14,7 +14,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
 from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
-from efficient_attn.modules.options import SEED
+from efficient_attn.options import SEED
 from efficient_attn.transformer.seeds import spawn_seeds
 
 

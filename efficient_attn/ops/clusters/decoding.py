@@ -5,25 +5,107 @@ sorted once for each length of a run that it lies in. Keys and values stay in th
 positions take 8 bytes for each key of a head, a second copy of keys and values as much as the cache.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.clusters.closed import Step, limits_of, read_closed
-from efficient_attn.ops.clusters.far import Summaries
-from efficient_attn.ops.clusters.near import MASKED
-from efficient_attn.ops.clusters.placed import alike
-from efficient_attn.ops.clusters.probing import probe_clusters
-from efficient_attn.ops.clusters.runs import Stage, causal_stages
-from efficient_attn.ops.clusters.sorted_runs import SortedRuns, advanced, far_keys, joined, no_runs
-from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.clusters.probing import Step, probe_clusters, read_closed
+from efficient_attn.ops.clusters.slices import MASKED, alike
+from efficient_attn.ops.clusters.trees import (
+    Stage,
+    Summaries,
+    before,
+    causal_stages,
+    clusters_at,
+    sort_runs,
+    summarise,
+)
+from efficient_attn.ops.dtypes import upcast, upcast_dtype
 from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.paths import tuned_for_cpu
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
+
+
+class SortedRuns(NamedTuple):
+    """Sorted positions of some runs, and the summaries of their clusters.
+
+    Attributes:
+        order: Positions of the keys, each run in the order of its tree, [batch kv_heads keys].
+        k: As of `Summaries`, which the next two are too; no clusters have no empty one either.
+    """
+
+    order: Tensor
+    k: Tensor
+    half_variance: Tensor
+    v: Tensor
+
+    @property
+    def clusters(self) -> int:
+        """Number of clusters."""
+        return max(self.k.shape[2] - 1, 0)
+
+    def part(self, rows: slice, keys: int, clusters: int) -> "SortedRuns":
+        """The runs of some batch entries, without padding."""
+        order, *summaries = (x[rows] for x in self)
+        return SortedRuns(order[:, :, :keys], *(x[:, :, : clusters + 1] for x in summaries))
+
+
+def advanced(runs: SortedRuns, k: Tensor, v: Tensor, counted: Tensor, stage: Stage, block: int) -> SortedRuns:
+    """Runs before the slice of the first block of a stage, from the runs of an earlier block.
+
+    Args:
+        k: [batch kv_heads tokens head_dim], where the first key of every batch entry is real.
+        counted: Keys that belong to clusters, bool [batch tokens].
+        block: Number of keys in the smallest clusters.
+    """
+    size, far, sorted_keys = stage.layout.block, far_keys(stage), runs.order.shape[2]
+    if sorted_keys == far == runs.clusters * size:
+        return runs
+    # Runs are binary digits of their number of keys, so that equal leading digits are equal runs.
+    differing = (sorted_keys // block ^ far // block).bit_length()
+    low, order = (far // block >> differing << differing) * block, runs.order
+    if low < far:
+        new = sort_runs(upcast(k[:, :, low:far]), counted[:, low:far], before((far - low) // size), size)
+        order = torch.cat([order[:, :, :low], new + low], dim=2)
+    # Larger clusters are cut from the same order.
+    low = low if sorted_keys == runs.clusters * size else 0
+    keys, values = (upcast(x[:, :, low:far]) for x in (k, v))
+    clusters = clusters_at(keys, values, counted[:, low:far], order[:, :, low:] - low, size)
+    parts = zip(runs[1:], summarise(clusters, _width(k, v)), strict=True)
+    return SortedRuns(order, *(torch.cat([old[:, :, : low // size], new], dim=2) for old, new in parts))
+
+
+def no_runs(k: Tensor, v: Tensor) -> SortedRuns:
+    """No runs of keys and values."""
+    # A view without elements would keep the memory of the caller's keys alive.
+    none = k.new_zeros(*k.shape[:2], 0, k.shape[3], dtype=upcast_dtype(k.dtype))
+    wide = none.new_zeros(*none.shape[:3], _width(k, v))
+    return SortedRuns(none[..., 0].long(), wide, none, wide)
+
+
+def joined(parts: list[SortedRuns]) -> SortedRuns:
+    """Runs of all batch entries, padded to the longest."""
+    if len(parts) == 1:
+        return parts[0]
+    longest = [max(x.shape[2] for x in of) for of in zip(*parts, strict=True)]
+    order, *summaries = (
+        [F.pad(x, (0, 0) * (x.ndim - 3) + (0, most - x.shape[2])) for x in of]
+        for of, most in zip(zip(*parts, strict=True), longest, strict=True)
+    )
+    return SortedRuns(torch.cat(order), *map(torch.cat, summaries))
+
+
+def far_keys(stage: Stage) -> int:
+    """Number of keys before the slice of the first block of a stage."""
+    return max(stage.begin - stage.layout.block, 0)
+
+
+def _width(k: Tensor, v: Tensor) -> int:
+    """Number of columns of keys with their score bias, and of values."""
+    return max(k.shape[3], v.shape[3]) + 1
 
 
 class ClusterCache(NamedTuple):
@@ -57,7 +139,7 @@ class _Task(NamedTuple):
     block: int
     first: int
     clusters: int
-    probes: Sequence[int]
+    probes: int
 
     def stages(self, tokens: int) -> list[Stage]:
         return causal_stages(tokens, block=self.block, clusters=self.clusters, first=self.first)
@@ -82,7 +164,7 @@ def extend_clusters(
     block: int,
     first: int,
     clusters: int,
-    probes: Sequence[int],
+    probes: int,
 ) -> tuple[Output, ClusterCache]:
     """`probe_clusters` of the tokens after a state, and the next state.
 
@@ -113,7 +195,7 @@ def extend_clusters(
         some_mask = None if mask is None else mask[rows, start:]
         out, later[number] = _extended(q[rows, :, padding:], some_k, some_v, some_mask, parts[number], task)
         outs.append(F.pad(out, (0, 0, padding, 0)))
-    same = all(one is other for one, other in zip(parts, later, strict=True))
+    same = all(old is new for old, new in zip(parts, later, strict=True))
     return torch.cat(outs), ClusterCache(*cache, *(runs if same else joined(later)))
 
 
@@ -129,17 +211,16 @@ def _extended(
     tokens, done, group = k.shape[2], k.shape[2] - q.shape[2], q.shape[1] // k.shape[1]
     real = torch.ones(k.shape[0], tokens, dtype=torch.bool, device=k.device) if mask is None else mask
     counted = real & (torch.arange(tokens, device=k.device) >= task.first)
-    most, limits = limits_of([one if one < task.clusters else tokens for one in task.probes], k)
+    probes = task.probes if task.probes < task.clusters else tokens
     # Queries at a time, which copy together about as many keys as there are.
-    few = max(task.clusters // (group * most), 1)
+    few = max(task.clusters // (group * probes), 1)
     outs, begin, scaled = [q.new_zeros(*q.shape[:2], 0, v.shape[3])], done, upcast(q) * task.scale
     while begin < tokens:
         stage = next(stage for stage in task.stages(tokens) if begin < stage.end).since(begin)
         end = min(begin + few, stage.begin + stage.layout.block, tokens)
         stage = stage._replace(end=end)
         runs = advanced(runs, k, v, counted, stage, task.block)
-        own = None if limits is None else limits.repeat_interleave(end - begin, dim=1)
-        out = _read(scaled[:, :, begin - done : end - done], k, v, real, counted, runs, stage, most, own)
+        out = _read(scaled[:, :, begin - done : end - done], k, v, real, counted, runs, stage, probes)
         outs.append(out.to(q.dtype))
         begin = end
     return torch.cat(outs, dim=2), runs
@@ -154,7 +235,6 @@ def _read(
     runs: SortedRuns,
     stage: Stage,
     probes: int,
-    limits: Tensor | None,
 ) -> Tensor:
     """Outputs of the last queries of a stage that has one block, [batch heads queries value_dim]."""
     (_, heads, new, head_dim), value_dim, clusters = q.shape, v.shape[3], runs.clusters
@@ -169,9 +249,9 @@ def _read(
     if not clusters:
         return (scores.softmax(dim=3) @ upcast(near_v)).unflatten(2, (-1, new)).flatten(1, 2)
     wide = F.pad(F.pad(rows, (0, 1), value=1.0), (0, runs.k.shape[3] - head_dim - 1))
-    every = Step(1, torch.arange(clusters, device=q.device)[None], None)
+    step = Step(1, torch.arange(clusters, device=q.device)[None], None)
     closed, closed_sum, chosen = (
-        x.squeeze(2) for x in read_closed(wide.unsqueeze(2), Summaries(*runs[1:]), every, probes, limits)
+        x.squeeze(2) for x in read_closed(wide.unsqueeze(2), Summaries(*runs[1:]), step, probes)
     )
     # [batch kv_heads rows keys] positions of the keys of the opened clusters of every row
     of = chosen.clamp_max(clusters - 1).flatten(2)[..., None]
@@ -193,8 +273,8 @@ def _keys_at(x: Tensor, at: Tensor) -> Tensor:
     if not tuned_for_cpu(x):
         return x.gather(2, at[..., None].expand(*at.shape, x.shape[3]))
     # The CPU copies whole rows only from two dimensions.
-    found = [one.index_select(0, rows) for one, rows in zip(x.flatten(0, 1), at.flatten(0, 1), strict=True)]
-    return torch.stack(found).unflatten(0, x.shape[:2])
+    heads = [y.index_select(0, rows) for y, rows in zip(x.flatten(0, 1), at.flatten(0, 1), strict=True)]
+    return torch.stack(heads).unflatten(0, x.shape[:2])
 
 
 def _seen_by_host(mask: Tensor) -> bool:

@@ -1,10 +1,43 @@
-"""Cluster assignment of keys: k-means in key space, or segments of the sequence.
+"""Softmax over near keys and over summaries of k-means clusters of far keys, in one call of the fused kernel.
 
-Assignments are discrete, and no gradient flows through them.
+A block of queries reads one slice of keys, the block and half a block on each side. Keys outside the slice
+are summed per cluster, so every key counts once for every query. Assignments are discrete, and no gradient
+flows through them.
+
+The softmax of a query q over the keys of a cluster needs Σ_j e^{q·k_j} and Σ_j e^{q·k_j} v_j. Around the mean
+query m, with weights w_j = e^{m·k_j}, W = Σ w_j and means under these weights, they are to first order
+W e^{(q−m)·k̄} and the same times v̄. The second-order term of the mass, ½ (q−m)ᵀΣ(q−m), is averaged over the
+queries, whose entries count as uncorrelated: ½ Σ_d s_d Σ_dd.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from efficient_attn.ops.clusters.slices import (
+    MASKED,
+    Layout,
+    after,
+    alignment,
+    biased_rows,
+    by_heads,
+    in_order,
+    near_slices,
+    padded_rows,
+    without,
+)
+from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.paths import held, tuned_for_cpu
+from efficient_attn.shapes import KeyMask, Keys, Queries, Values
+
+# Numbers per step on the CPU in the summaries of the blocks, so that they stay in cache, and bounds of the
+# number of blocks.
+_GROUP, _FEWEST, _MOST = 1 << 19, 2, 16
 
 
 @torch.no_grad()
@@ -59,3 +92,283 @@ def _means(keys: Tensor, real: Tensor, chosen: Tensor, centres: Tensor) -> Tenso
     sums.scatter_add_(2, chosen[..., None].expand_as(rows), rows)
     counts = sums[..., -1:]
     return torch.where(counts > 0, sums[..., :-1] / counts.clamp_min(1), centres)
+
+
+class QueryMoments(NamedTuple):
+    """Mean and variance of a key head's queries, scaled as in the scores.
+
+    Attributes:
+        mean: [batch heads 1 head_dim].
+        variance: Variance of each entry, [batch heads 1 head_dim].
+    """
+
+    mean: Tensor
+    variance: Tensor
+
+
+class Summary(NamedTuple):
+    """One key and one value for each cluster, as entries of a softmax.
+
+    Attributes:
+        k: Mean keys, [… clusters head_dim].
+        v: Mean values, [… clusters value_dim + 1]: an unused padding column matches the keys' bias column and
+            avoids a copy.
+        bias: Score bias, [… clusters 1]: logarithm of the number of ordinary keys that the cluster replaces.
+        alive: Whether the cluster has any key, bool [… clusters 1].
+    """
+
+    k: Tensor
+    v: Tensor
+    bias: Tensor
+    alive: Tensor
+
+
+def query_moments(
+    q: Tensor, real: Tensor | None, total: Callable[[Tensor], Tensor] | None = None
+) -> QueryMoments:
+    """Mean and variance over the real queries of the heads that share summaries.
+
+    Args:
+        q: [batch heads group tokens head_dim].
+        real: bool [batch tokens]; None: all are.
+        total: Sum over the ranks that hold the other queries; None: there are none.
+    """
+    if real is None and total is None:
+        variance, mean = torch.var_mean(q, dim=(2, 3), correction=0)
+        return QueryMoments(mean.unsqueeze(2), variance.unsqueeze(2))
+    if real is None:
+        real = q.new_ones(q.shape[0], q.shape[3], dtype=torch.bool)
+    total = total or (lambda x: x)
+    # Masking rather than a product with zero, since a padded query may be NaN.
+    padding = ~real[:, None, None, :, None]
+    count = total((real.sum(dim=-1) * q.shape[2]).to(q.dtype)[:, None, None, None]).clamp_min(1)
+    mean = total(q.masked_fill(padding, 0.0).sum(dim=(2, 3)).unsqueeze(2)) / count
+    squares = (q - mean.unsqueeze(2)).square().masked_fill(padding, 0.0)
+    variance = total(squares.sum(dim=(2, 3)).unsqueeze(2)) / count
+    return QueryMoments(mean, variance)
+
+
+class Members(NamedTuple):
+    """Weighted keys, to be summed per cluster and per cell, a stretch of the sequence.
+
+    Attributes:
+        rows: w · (k, v, ½ Σ_d s_d k_d², 1), [batch heads tokens head_dim + value_dim + 2].
+        chosen: Cluster index of each key, [batch heads tokens].
+        top: Largest exponent of each cluster, the reference of its weights, [batch heads clusters].
+    """
+
+    rows: Tensor
+    chosen: Tensor
+    top: Tensor
+
+    def sums(self, cell: Tensor, cells: int) -> Tensor:
+        """Sums over the members of each cluster in each cell, [batch heads cells clusters …].
+
+        Args:
+            cell: Cell index of each token, [tokens].
+        """
+        clusters, heads = self.top.shape[-1], self.rows.shape[:2]
+        # One `index_add_` over all rows replaces a product.
+        head = torch.arange(heads.numel(), device=cell.device).view(*heads, 1)
+        place = (head * cells + cell) * clusters + self.chosen
+        sums = self.rows.new_zeros(heads.numel() * cells * clusters, self.rows.shape[-1])
+        sums.index_add_(0, place.flatten(), self.rows.flatten(0, 2))
+        return sums.view(*heads, cells, clusters, -1)
+
+    def part(self, begin: int, end: int) -> "Members":
+        """The tokens from `begin` up to `end`."""
+        return Members(self.rows[:, :, begin:end], self.chosen[:, :, begin:end], self.top)
+
+
+def weighted_keys(
+    k: Tensor, v: Tensor, counted: Tensor, chosen: Tensor, queries: QueryMoments, clusters: int
+) -> Members:
+    """The keys of all clusters, weighted.
+
+    Args:
+        k: [batch heads tokens head_dim]; v: [batch heads tokens value_dim].
+        counted: Keys that enter the sums, bool [batch tokens].
+        chosen: Cluster index of each key, [batch heads tokens].
+    """
+    # Smaller weights change no sum but would be denormal numbers, which are slow.
+    floor = -300.0 if k.dtype == torch.float64 else -42.0
+    exponent = (k @ queries.mean.mT).squeeze(-1)
+    seen = counted[:, None, :].expand_as(exponent)
+    top = exponent.new_full((*exponent.shape[:2], clusters), -torch.inf)
+    top = top.scatter_reduce(2, chosen, exponent.detach().masked_fill(~seen, -torch.inf), "amax")
+    top = top.masked_fill(top.isinf(), 0.0)
+    # Exponents of seen keys are at most 0; the bound lies above, since a clamp's derivative at its bound
+    # depends on torch's version.
+    weight = (exponent - top.gather(2, chosen)).clamp(floor, 1.0).exp() * seen
+    bend = k.square() @ queries.variance.mT / 2
+    rows = torch.cat([k, v, bend, torch.ones_like(bend)], dim=-1) * weight[..., None]
+    return Members(rows, chosen, top)
+
+
+def beyond_slices(
+    members: Members, *, block: int, back: int, group: int, begin: int, end: int
+) -> Iterator[Tensor]:
+    """Sums over all members outside the slices of the blocks begin … end − 1, `group` blocks at a time.
+
+    Cells have `block` tokens, the first of them `back` tokens fewer, and the slice of block b is the cells b
+    and b + 1. Partial sums are only added, never subtracted, since differences would cancel small terms.
+
+    Yields:
+        [batch heads group clusters …].
+    """
+    tokens = members.rows.shape[2]
+    groups = -(-(end - begin) // group)
+    first = back - begin * block
+    cell = torch.arange(first, first + tokens, device=members.rows.device) // block
+    block_number = torch.arange(group, device=cell.device)[:, None]
+    cell_number = torch.arange(group + 2, device=cell.device)
+    # A block excludes two cells of the group, whose last cell is the next group's first.
+    outside = ((cell_number - block_number) // 2 != 0).to(members.rows.dtype)
+    if groups == 1:
+        # Cells that no block leaves out are one.
+        parts = members.sums(cell.clamp(-1, group + 1) % (group + 2), group + 2)
+        yield (outside @ parts.flatten(3)).unflatten(3, parts.shape[3:])
+        return
+    # Sums of the first cell of each group, of its other cells, and of all cells beyond.
+    beyond = (cell < 0) | (cell > groups * group)
+    place = (2 * (cell // group) + (cell % group > 0)).masked_fill(beyond, 2 * groups + 2)
+    coarse = members.sums(place, 2 * groups + 3)
+    firsts, rests = coarse[:, :, :-1:2].unbind(2), coarse[:, :, 1::2].unbind(2)
+    both = [left + right for left, right in zip(firsts, rests, strict=True)]
+    before = list(accumulate(both, initial=coarse[:, :, -1]))
+    after = list(accumulate(reversed(both), initial=torch.zeros_like(both[0])))[::-1]
+    for number in range(groups):
+        low, high = (max((begin + index * group) * block - back, 0) for index in (number, number + 1))
+        # The last two cells hold sums that are known already.
+        parts = members.part(low, high).sums(cell[low:high] - number * group, group + 2)
+        parts[:, :, group] = firsts[number + 1]
+        parts[:, :, group + 1] = before[number] + rests[number + 1] + after[number + 2]
+        blocks = min(group, end - begin - number * group)
+        yield (outside[:blocks] @ parts.flatten(3)).unflatten(3, parts.shape[3:])
+
+
+def summarise_clusters(sums: Tensor, top: Tensor, queries: QueryMoments, head_dim: int) -> Summary:
+    """Summaries of the clusters, from sums over members [batch heads blocks clusters …]."""
+    mass = sums[..., -1:]
+    alive = mass > 0
+    mass = torch.where(alive, mass, 1.0)
+    means = sums[..., :-1] / mass
+    k = means[..., :head_dim]
+    mean, variance = (x.unsqueeze(2).mT for x in queries)
+    spread = (means[..., -1:] - k.square() @ variance / 2).clamp_min(0)
+    bias = mass.log() + top[:, :, None, :, None] - k @ mean
+    return Summary(k, means[..., head_dim:], bias + (spread + spread.square() / 2).log1p(), alive)
+
+
+def window_clusters(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    scale: float,
+    layout: Layout,
+    clusters: int,
+    steps: int | None,
+    key_mask: KeyMask | None,
+    positions: Sequence[range] | None = None,
+    total: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Softmax attention with one summary for each cluster of far keys; queries and keys are the same tokens.
+
+    Args:
+        steps: Steps of k-means; None: clusters are segments of the sequence.
+        positions: See `Alignment`.
+        total: Sum over the ranks that hold the other queries; None: there are none.
+    """
+    attend = partial(
+        _attend_heads,
+        scale=scale,
+        layout=layout,
+        clusters=clusters,
+        steps=steps,
+        key_mask=key_mask,
+        positions=positions,
+        total=total,
+    )
+    return by_heads(attend, q, k, v)
+
+
+def _attend_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    layout: Layout,
+    clusters: int,
+    steps: int | None,
+    key_mask: Tensor | None,
+    positions: Sequence[range] | None,
+    total: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    inputs = alignment(upcast(q) * scale, k, v, key_mask, positions)
+    k, v, real = inputs.k, inputs.v, inputs.real
+    clusters = min(clusters, k.shape[2])
+    if steps is None:
+        chosen = segments(real, clusters)[:, None].expand(k.shape[:3])
+    else:
+        chosen = kmeans(k.detach(), real, clusters, steps)
+    # Summaries are made for the queries of one head, whatever other heads share its keys.
+    if q.shape[1] > k.shape[1]:
+        k, v, chosen = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, chosen))
+    queries = query_moments(inputs.q.unsqueeze(2), None if key_mask is None else inputs.real_queries(), total)
+    members = weighted_keys(k, v, inputs.counted(layout.first), chosen, queries, clusters)
+    outs = []
+    for rows, span in inputs.runs():
+        begin, end = span.start // layout.block, -(-span.stop // layout.block)
+        group = _group(members.top.numel() * (k.shape[3] + v.shape[3]), end - begin, k)
+        outside = beyond_slices(
+            members, block=layout.block, back=layout.back, group=group, begin=begin, end=end
+        )
+        summaries = (summarise_clusters(sums, members.top, queries, k.shape[3]) for sums in outside)
+        before = span.start - begin * layout.block
+        out = read_slices(after(rows, before), k, v, real, summaries, layout, group=group, begin=begin)
+        outs.append(without(out, before))
+    return inputs.restored(outs, causal=False).to(q.dtype)
+
+
+def _group(numbers: int, blocks: int, k: Tensor) -> int:
+    """Number of blocks per step, from the size of one block's summaries."""
+    if not tuned_for_cpu(k):
+        return min(blocks, held(numbers))
+    return min(blocks, _MOST, max(_FEWEST, _GROUP // numbers))
+
+
+def read_slices(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    real: Tensor,
+    summaries: Iterator[Summary],
+    layout: Layout,
+    *,
+    group: int,
+    begin: int = 0,
+) -> Tensor:
+    """Softmax of every block over its slice, the global tokens outside it, and its cluster summaries.
+
+    Args:
+        q: Queries from block `begin` on, [batch heads tokens head_dim].
+        summaries: [batch kv_heads blocks clusters …], `group` blocks at a time.
+    """
+    value_dim = v.shape[3]
+    slices = near_slices(q, k, v, real, layout, past=False, begin=begin)
+    widest = slices.rows.shape[-1]
+    out = []
+    for part, clusters in zip(slices.split(group), summaries, strict=True):
+        far_k = biased_rows(clusters.k, torch.where(clusters.alive, clusters.bias, MASKED), widest)
+        keys, values = part.near(far_k, padded_rows(clusters.v, widest))
+        out.append(_kernel(part.rows, keys, values)[..., :value_dim])
+    return in_order(torch.cat(out, dim=2), q, layout)
+
+
+def _kernel(rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Fused attention of [batch heads blocks …]; the rows of several heads follow one another in a block."""
+    q, k, v = (x.flatten(0, 1) for x in (rows, keys, values))
+    out = F.scaled_dot_product_attention(q, k, v, scale=1.0)
+    return out.unflatten(0, rows.shape[:2])

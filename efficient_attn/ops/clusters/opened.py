@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.clusters.far import Clusters
-from efficient_attn.ops.clusters.near import MASKED
+from efficient_attn.ops.clusters.slices import MASKED
+from efficient_attn.ops.clusters.trees import Clusters
 from efficient_attn.ops.paths import held, tuned_for_cpu
 from efficient_attn.ops.softmax.partial import eager, gradients, partial_softmax, softmax
 
@@ -52,8 +52,8 @@ def open_clusters(q: Tensor, chosen: Tensor, clusters: Clusters) -> tuple[Tensor
     """
     batch, heads, number = clusters.k.shape[:3]
     first = torch.arange(batch * heads, device=q.device).view(batch, heads, 1, 1) * number
-    every = torch.where(chosen < number, chosen + first, batch * heads * number)
-    tiles = _tiles(every.flatten(0, 2), batch * heads * number)
+    numbers = torch.where(chosen < number, chosen + first, batch * heads * number)
+    tiles = _tiles(numbers.flatten(0, 2), batch * heads * number)
     bias = torch.zeros_like(clusters.counted, dtype=q.dtype).masked_fill(~clusters.counted, MASKED)
     rows, k, v, bias = (x.flatten(0, 2) for x in (q, clusters.k, clusters.v, bias))
     if tuned_for_cpu(q) and eager(q, k, v):
@@ -115,9 +115,9 @@ class _Opened(torch.autograd.Function):
         grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
         # Four tensors of scores are held at a time.
         for places, rows, of in tiles.steps(max(_STEP // _numbers(k, v) // 4, 1)):
-            given, less, members = (_members(x, rows) for x in (grad_out, decrease, q))
+            grad_rows, less, members = (_members(x, rows) for x in (grad_out, decrease, q))
             keys, values, masked = (x.index_select(0, of) for x in (k, v, bias.unsqueeze(1)))
-            by_q, by_k, by_v = gradients(given, less, members, keys, values, masked, total[rows])
+            by_q, by_k, by_v = gradients(grad_rows, less, members, keys, values, masked, total[rows])
             by_place[places] = by_q.flatten(0, 1)
             grad_k.index_add_(0, of, by_k)
             grad_v.index_add_(0, of, by_v)

@@ -1,31 +1,150 @@
 """Softmax over near keys, over the far keys in clusters that a query opens, and over summaries of the others.
 
-Far keys lie in dyadic runs (`runs.py`), and every run is cut into clusters of equal size by a tree of its own
+Far keys lie in dyadic runs, and every run is cut into clusters of equal size by a tree of its own
 (`trees.py`), a causal one from its keys alone. A query reads every key once: in its slice, in a cluster that
 it opens, or in the summary of a cluster.
+
+Neighbouring blocks read nearly the same clusters, so that a few blocks share one product with the summaries
+of all clusters that one of them reads. Scores are [clusters queries]: a maximum or sum over clusters then
+runs over whole rows of numbers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.clusters.attention import by_heads
-from efficient_attn.ops.clusters.closed import limits_of, read_closed, steps
-from efficient_attn.ops.clusters.far import clusters_of, summarise
-from efficient_attn.ops.clusters.near import MASKED, Slices, in_order, near_slices
 from efficient_attn.ops.clusters.opened import open_clusters
-from efficient_attn.ops.clusters.placed import after, placed_queries, without
-from efficient_attn.ops.clusters.runs import Stage, causal_stages, full_stages, places, reach
+from efficient_attn.ops.clusters.slices import (
+    MASKED,
+    Slices,
+    after,
+    alignment,
+    by_heads,
+    in_order,
+    near_slices,
+    without,
+)
+from efficient_attn.ops.clusters.trees import (
+    Stage,
+    Summaries,
+    causal_stages,
+    clusters_of,
+    full_stages,
+    places,
+    reach,
+    summarise,
+)
 from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.paths import held, tuned_for_cpu
 from efficient_attn.ops.softmax.partial import partial_softmax
 from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 
+# A query opens the clusters with the largest mean score plus this many standard deviations of the scores of
+# the keys: a single key with a high score is far from the mean of its cluster.
+_DEVIATIONS = 3.0
+# Numbers in the scores of a step on the CPU, so that its few tensors of scores stay in cache.
+_STEP = 1 << 17
+# Clusters of which the largest score is found first.
+_TOGETHER = 4
 # Rows of a block at a time: the scores of all rows of long blocks would grow with the square of the tokens.
 _ROWS = 128
+
+
+class Step(NamedTuple):
+    """Blocks in groups of equally many that share products.
+
+    Attributes:
+        blocks: Number of blocks.
+        read: Clusters of each group, [groups clusters].
+        hidden: Clusters that a block does not read, bool [groups clusters blocks 1]; None: it reads all.
+    """
+
+    blocks: int
+    read: Tensor
+    hidden: Tensor | None
+
+
+def steps(read: list[list[int]], first: int, rows: Tensor, none: int) -> Iterator[Step]:
+    """Steps over all blocks.
+
+    Args:
+        read: Clusters that each block reads.
+        first: Number of the first block.
+        rows: [batch kv_heads blocks rows width].
+        none: Number of the empty cluster.
+    """
+    most = max(map(len, read))
+    numbers = rows.shape[0] * rows.shape[1] * rows.shape[3] * most
+    if not tuned_for_cpu(rows):
+        # Summaries are gathered for each block, so that all blocks of a step are one batched product.
+        numbers = rows.shape[0] * rows.shape[1] * most * (rows.shape[3] + 3 * rows.shape[4])
+        table = torch.tensor([cells + [none] * (most - len(cells)) for cells in read], device=rows.device)
+        yield from (Step(len(part), part, None) for part in table.split(held(numbers)))
+        return
+    share = 1 << (max(_STEP // numbers, 1)).bit_length() - 1
+    # The past of block 1 + m · share … (m + 1) · share has the same runs, but for the shortest.
+    cuts = [0, *(i for i in range(1, len(read)) if (first + i - 1) % share == 0), len(read)]
+    for begin, end in pairwise(cuts):
+        sets = [set(cells) for cells in read[begin:end]]
+        union = sorted(set().union(*sets))
+        hidden = None
+        if any(len(cells) < len(union) for cells in sets):
+            unread = [[[cluster not in cells] for cells in sets] for cluster in union]
+            hidden = torch.tensor([unread], device=rows.device)
+        yield Step(end - begin, torch.tensor([union or [none]], device=rows.device), hidden)
+
+
+def read_closed(rows: Tensor, summaries: Summaries, step: Step, probes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax of the queries of a step over closed clusters, and the clusters that they open.
+
+    Args:
+        rows: Queries of the step, [batch kv_heads blocks rows width].
+        probes: Number of clusters that a query opens, or more than there are.
+
+    Returns:
+        Outputs [batch kv_heads blocks rows width], log-sum-exps [… 1], and clusters [… probes]; the number
+        of the empty cluster stands for none.
+    """
+    blocks, far = rows.shape[2] // len(step.read), summaries.of(step.read)
+    q = rows.unflatten(2, (-1, blocks)).flatten(3, 4)
+    mean = far.k @ q.mT  # [batch kv_heads groups clusters queries]
+    half = far.half_variance @ q[..., : far.half_variance.shape[4]].square().mT
+    if step.hidden is not None:
+        mean = mean.unflatten(4, (blocks, -1)).masked_fill_(step.hidden, MASKED).flatten(4, 5)
+    with torch.no_grad():
+        bound = torch.add(mean, half.sqrt(), alpha=2**0.5 * _DEVIATIONS)
+        columns = _largest(bound, min(probes, bound.shape[3]))
+        closed = bound.gather(3, columns) < MASKED / 2
+        chosen = step.read[..., None].expand(*bound.shape).gather(3, columns)
+        chosen = chosen.masked_fill(closed, summaries.k.shape[2] - 1)
+    # An opened cluster is no reference of the exponents, since the other weights could all vanish.
+    mean = mean.scatter(3, columns, MASKED)
+    top = mean.detach().amax(dim=3, keepdim=True)
+    # 1 + a + a²/2 for half the variance a: the mass to second order, for the spread of the scores.
+    weights = (mean - top).exp_() * torch.addcmul(half + 1, half, half, value=0.5)
+    total = weights.sum(dim=3, keepdim=True)
+    out = (weights.mT @ far.v) / total.mT
+    log_sum = (top + total.log()).mT
+    by_blocks = (x.unflatten(3, (-1, rows.shape[3])).flatten(2, 3) for x in (out, log_sum, chosen.mT))
+    out, log_sum, chosen = by_blocks
+    return out, log_sum, chosen
+
+
+def _largest(x: Tensor, count: int) -> Tensor:
+    """Columns of the largest entries along dimension 3, in any order."""
+    columns = x.shape[3]
+    groups = columns // _TOGETHER
+    if not tuned_for_cpu(x) or columns % _TOGETHER or groups <= count:
+        return x.topk(count, dim=3, sorted=False).indices
+    # The largest entries lie in the groups with the largest maxima.
+    best = x.unflatten(3, (_TOGETHER, groups)).amax(dim=3).topk(count, dim=3, sorted=False).indices
+    candidates = torch.cat([best + groups * i for i in range(_TOGETHER)], dim=3)
+    return candidates.gather(3, x.gather(3, candidates).topk(count, dim=3, sorted=False).indices)
 
 
 class Task(NamedTuple):
@@ -34,8 +153,7 @@ class Task(NamedTuple):
     Attributes:
         real: bool [batch tokens].
         counted: Keys that belong to clusters, bool [batch tokens].
-        probes: Largest number of clusters that a query opens, or more than there are.
-        limits: Number of clusters that the queries of each head open, [kv_heads group]; None: `probes`.
+        probes: Number of clusters that a query opens, or more than there are.
     """
 
     k: Tensor
@@ -43,7 +161,6 @@ class Task(NamedTuple):
     real: Tensor
     counted: Tensor
     probes: int
-    limits: Tensor | None
     causal: bool
 
 
@@ -56,10 +173,9 @@ def probe_clusters(
     block: int,
     first: int,
     clusters: int,
-    probes: Sequence[int],
+    probes: int,
     causal: bool,
     key_mask: KeyMask | None,
-    read: Callable[[Task, Tensor, Stage], Tensor] | None = None,
     positions: Sequence[range] | None = None,
 ) -> Tensor:
     """Softmax attention that reads the far keys of some clusters one by one, and the others as summaries.
@@ -69,72 +185,66 @@ def probe_clusters(
             more than `clusters`.
         first: Number of global tokens at the beginning of the sequence, which every query reads.
         clusters: Largest number of clusters per query; causal: at least 2.
-        probes: Number of clusters that the queries of each head open; all, if not fewer than `clusters`.
-        read: Function that returns the rows of a stage; None: `_read`.
-        positions: See `Placed`.
+        probes: Number of clusters that a query opens, at least 1; all, if not fewer than `clusters`.
+        positions: See `Alignment`.
     """
     plan = partial(causal_stages if causal else full_stages, block=block, clusters=clusters, first=first)
     stages = plan(k.shape[2])
-    some = partial(
-        _some_heads,
+    attend = partial(
+        _attend_heads,
         scale=scale,
         stages=stages,
         clusters=clusters,
+        probes=probes if probes < clusters else k.shape[2],
         causal=causal,
         key_mask=key_mask,
-        read=read or _read,
         positions=positions,
     )
-    opened = [one if one < clusters else k.shape[2] for one in probes]
     # Causal stages have queries of their own, and so smaller tensors.
-    return by_heads(some, q, k, v, opened, stages=len(stages) if causal else 1)
+    return by_heads(attend, q, k, v, stages=len(stages) if causal else 1)
 
 
-def _some_heads(
+def _attend_heads(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    probes: Sequence[int],
     *,
     scale: float,
     stages: list[Stage],
     clusters: int,
+    probes: int,
     causal: bool,
     key_mask: Tensor | None,
-    read: Callable[[Task, Tensor, Stage], Tensor],
     positions: Sequence[range] | None,
 ) -> Tensor:
-    placed = placed_queries(upcast(q) * scale, k, v, key_mask, positions)
-    most, limits = limits_of(probes, k)
-    counted = placed.counted(stages[0].layout.first)
-    task = Task(placed.k, placed.v, placed.real, counted, most, limits, causal)
+    inputs = alignment(upcast(q) * scale, k, v, key_mask, positions)
+    counted = inputs.counted(stages[0].layout.first)
+    task = Task(inputs.k, inputs.v, inputs.real, counted, probes, causal)
     # The number of real tokens decides, so that padding changes no cluster.
-    extent = (torch.arange(1, k.shape[2] + 1, device=k.device) * placed.real).amax(dim=1)
+    extent = (torch.arange(1, k.shape[2] + 1, device=k.device) * inputs.real).amax(dim=1)
     extent = extent[:, None, None, None]
     if not (causal or key_mask is not None):
         stages = stages[-1:]
     outs = []
-    for rows, own in placed.runs():
-        found = [one for one in stages if max(one.begin, own.start) < min(one.end, own.stop)]
-        parts = [_rows(task, rows, own, stage, read) for stage in found]
+    for rows, span in inputs.runs():
+        overlapping = [x for x in stages if max(x.begin, span.start) < min(x.end, span.stop)]
+        parts = [_rows(task, rows, span, stage) for stage in overlapping]
         if causal:
             outs.append(torch.cat(parts, dim=2))
             continue
         output = parts.pop()
-        for stage, out in zip(found[-2::-1], parts[::-1], strict=True):
+        for stage, out in zip(overlapping[-2::-1], parts[::-1], strict=True):
             output = torch.where(extent <= reach(stage, clusters), out, output)
         outs.append(output)
-    return placed.restored(outs, causal=causal).to(q.dtype)
+    return inputs.restored(outs, causal=causal).to(q.dtype)
 
 
-def _rows(
-    task: Task, q: Tensor, own: range, stage: Stage, read: Callable[[Task, Tensor, Stage], Tensor]
-) -> Tensor:
-    """Outputs of the queries of a stage, out of consecutive ones at the positions `own`."""
-    stage = stage.since(own.start)._replace(end=min(stage.end, own.stop))
-    before = max(own.start - stage.begin, 0)
-    rows = after(q[:, :, max(stage.begin - own.start, 0) : stage.end - own.start], before)
-    return without(read(task, rows, stage), before)
+def _rows(task: Task, q: Tensor, span: range, stage: Stage) -> Tensor:
+    """Outputs of the queries of a stage, out of consecutive ones at the positions `span`."""
+    stage = stage.since(span.start)._replace(end=min(stage.end, span.stop))
+    before = max(span.start - stage.begin, 0)
+    rows = after(q[:, :, max(stage.begin - span.start, 0) : stage.end - span.start], before)
+    return without(_read(task, rows, stage), before)
 
 
 def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
@@ -149,17 +259,15 @@ def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     clusters = clusters_of(task.k, task.v, task.counted, runs, size, shared=not task.causal)
     rows, summaries = slices.rows, summarise(clusters, slices.rows.shape[4])
     none = clusters.k.shape[2]
-    # The rows of the heads of a group follow one another.
-    limits = None if task.limits is None else task.limits.repeat_interleave(size, dim=1)
     plan = list(steps(read, stage.begin // size, rows, none))
-    found = [
+    outputs = [
         (
-            *_softmax(some, size, causal=task.causal),
-            *read_closed(some.rows, summaries, step, task.probes, limits),
+            *_softmax(part, size, causal=task.causal),
+            *read_closed(part.rows, summaries, step, task.probes),
         )
-        for some, step in zip(slices.split([step.blocks for step in plan]), plan, strict=True)
+        for part, step in zip(slices.split([step.blocks for step in plan]), plan, strict=True)
     ]
-    *parts, choices = zip(*found, strict=True)
+    *parts, choices = zip(*outputs, strict=True)
     near, near_sum, closed, closed_sum = (torch.cat(x, dim=2) for x in parts)
     most = max(x.shape[4] for x in choices)
     chosen = torch.cat([F.pad(x, (0, most - x.shape[4]), value=none) for x in choices], dim=2)

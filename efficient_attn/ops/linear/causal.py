@@ -2,26 +2,40 @@
 
 Exponential features on the CPU have an algorithm of their own; all others go segment by segment. Memory
 excluding inputs, outputs and gradients does not depend on the length.
+
+A decoding step is one token after a state, without a mask, in few operations. With positive features, m_f
+the mean value of the past keys and z_f the logarithm of their summed features, the state after a key with
+exponents u and value v is z' = log(e^z + e^u), m' = m + e^(u − z') (v − m), and a query with exponents a
+reads Σ_f softmax_f(a + z') m'_f.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import without_autocast
-from efficient_attn.ops.linear.backward import CausalGradients, Outputs, keep_for_backward, new_outputs
-from efficient_attn.ops.linear.fast.causal import causal_exponential
-from efficient_attn.ops.linear.fast.causal_backward import causal_exponential_gradients
+from efficient_attn.ops.dtypes import upcast, without_autocast
+from efficient_attn.ops.grouped_queries import unfold
+from efficient_attn.ops.linear.causal_exponential import causal_exponential, causal_exponential_gradients
+from efficient_attn.ops.linear.features import Features
 from efficient_attn.ops.linear.full import whole_state
-from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.segments.backward import causal_gradients
-from efficient_attn.ops.linear.segments.chunks import segments
-from efficient_attn.ops.linear.segments.forward import attend
-from efficient_attn.ops.linear.state import LinearState, Means, empty_state, merge
-from efficient_attn.ops.linear.step import step
+from efficient_attn.ops.linear.inputs import LinearInputs, Outputs, new_outputs
+from efficient_attn.ops.linear.scaled_chunks import segments
+from efficient_attn.ops.linear.segments import attend, causal_gradients
+from efficient_attn.ops.linear.state import (
+    CausalGradients,
+    LinearState,
+    Means,
+    empty_state,
+    keep_for_backward,
+    merge,
+    with_ones,
+)
 from efficient_attn.ops.operators import check_one_device, transformable, transformed
 from efficient_attn.ops.paths import tuned_for_cpu
+
+_ALL = slice(None)
 
 
 def causal_linear_attention(inputs: LinearInputs) -> Outputs:
@@ -32,14 +46,14 @@ def causal_linear_attention(inputs: LinearInputs) -> Outputs:
 def causal_rows(inputs: LinearInputs, past: LinearState | None) -> Outputs:
     """Output of every query after the keys of `past`, without autograd; queries are the last positions."""
     outputs = new_outputs(inputs.q, inputs.v)
-    if _fast(inputs):
+    if inputs.map.exponential and tuned_for_cpu(inputs.q):
         causal_exponential(inputs, past, outputs)
         return outputs
     state = _past(inputs, 0) if past is None else past
     for part in segments(inputs):
         rows, state = attend(inputs, part, state)
-        for whole, some in zip(outputs, rows, strict=True):
-            whole[..., part, :] = some
+        for whole, part_rows in zip(outputs, rows, strict=True):
+            whole[..., part, :] = part_rows
     return outputs
 
 
@@ -47,7 +61,7 @@ def causal_row_gradients(
     inputs: LinearInputs, past: LinearState | None, grad_out: Tensor, outputs: Outputs, *, to_past: bool
 ) -> CausalGradients:
     """Gradients with respect to q, k, v and, if `to_past`, the state `past` of `causal_rows`."""
-    if _fast(inputs):
+    if inputs.map.exponential and tuned_for_cpu(inputs.q):
         return causal_exponential_gradients(inputs, past, grad_out, *outputs[:2], to_past=to_past)
     before = _past(inputs, 0) if past is None else past
     return causal_gradients(inputs, before, grad_out, outputs, to_past=to_past)
@@ -70,21 +84,15 @@ def extend_linear_attention(
 def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearState]:
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs[:3], *state))
     outputs = new_outputs(inputs.q, inputs.v)
-    if _fast(inputs) and not trained and not transformed(*inputs[:3]):
+    if inputs.map.exponential and tuned_for_cpu(inputs.q) and not trained and not transformed(*inputs[:3]):
         causal_exponential(inputs, state, outputs)
         return outputs.out, merge(state, whole_state(inputs)) if inputs.k.shape[-2] else state
     rows = [outputs.out[..., :0, :]]
     for part in segments(inputs):
-        some, state = attend(inputs, part, state)
-        rows.append(some.out)
+        outs, state = attend(inputs, part, state)
+        rows.append(outs.out)
     # The state is a view of the states of all chunks, which it would keep alive.
     return torch.cat(rows, dim=-2).to(inputs.q.dtype), LinearState(*(x.clone() for x in state))
-
-
-def _past_of(inputs: LinearInputs) -> LinearState | None:
-    """The state of the keys before the first query, if any."""
-    before = inputs.k.shape[-2] - inputs.q.shape[-2]
-    return _past(inputs, before) if before else None
 
 
 def _past(inputs: LinearInputs, before: int) -> LinearState:
@@ -95,10 +103,6 @@ def _past(inputs: LinearInputs, before: int) -> LinearState:
         return empty_state(keys, inputs.v.shape[-1])
     mask = inputs.mask(first)
     return whole_state(inputs._replace(k=inputs.k[..., first, :], v=inputs.v[..., first, :], key_mask=mask))
-
-
-def _fast(inputs: LinearInputs) -> bool:
-    return inputs.map.exponents is not None and tuned_for_cpu(inputs.q)
 
 
 @torch.library.custom_op("efficient_attn::causal_linear", mutates_args=())
@@ -113,8 +117,10 @@ def _causal(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
+    before = k.shape[-2] - q.shape[-2]
     with without_autocast(q):
-        return (*causal_rows(inputs, _past_of(inputs)),)
+        past = _past(inputs, before) if before else None
+        return (*causal_rows(inputs, past),)
 
 
 @_causal.register_fake
@@ -149,8 +155,10 @@ def _causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
     outputs = Outputs(out, logarithm, negative)
+    before = k.shape[-2] - q.shape[-2]
     with without_autocast(q):
-        return causal_row_gradients(inputs, _past_of(inputs), grad_out, outputs, to_past=False)[:3]
+        past = _past(inputs, before) if before else None
+        return causal_row_gradients(inputs, past, grad_out, outputs, to_past=False)[:3]
 
 
 @_causal_backward.register_fake
@@ -175,3 +183,59 @@ def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple:
 
 _attend = transformable(_causal, _backward, keep_for_backward)
 _differentiate = transformable(_causal_backward)
+
+
+def step(inputs: LinearInputs, state: LinearState | Means) -> tuple[Tensor, LinearState | Means]:
+    """Output of one token [batch heads 1 value_dim], and the state after it."""
+    shape = inputs.k.shape[:2]
+    flat = type(state)(*(x.flatten(0, 1) for x in state))
+    out, after = _step_of_means(inputs, flat) if isinstance(flat, Means) else _step_of_sums(inputs, flat)
+    return unfold(out.unflatten(0, shape), inputs.q.shape[1]), type(state)(
+        *(x.unflatten(0, shape) for x in after)
+    )
+
+
+def _step_of_means(inputs: LinearInputs, state: Means) -> tuple[Tensor, Means]:
+    q, (k, v) = inputs.flatten_heads(inputs.q, _ALL), inputs.flat_keys_and_values(_ALL)
+    if not inputs.map.exponential:
+        queries, keys = _both(_features(inputs, q, k).log_scale)
+    else:
+        w = inputs.expand_to_heads(inputs.exponents()).mT
+        below = torch.rsub(k @ k.mT, -math.log(w.shape[-1]) / 2, alpha=abs(inputs.scale) / 2)
+        keys = torch.baddbmm(below, k, w, alpha=math.sqrt(abs(inputs.scale)))
+        if inputs.log_weights is not None:
+            keys = keys + inputs.expand_to_heads(inputs.log_weights)
+    log_sums = torch.logaddexp(state.log_sums, keys)
+    means = torch.lerp(state.means, v, (keys - log_sums).exp().mT)
+    if not inputs.map.exponential:
+        exponents = queries + log_sums
+    else:
+        exponents = torch.baddbmm(log_sums, q, w, alpha=inputs.query_factor)
+    return exponents.softmax(dim=-1) @ means, Means(means, log_sums)
+
+
+def _step_of_sums(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearState]:
+    q, (k, v) = inputs.flatten_heads(inputs.q, _ALL), inputs.flat_keys_and_values(_ALL)
+    features = _features(inputs, q, k)
+    assert features.values is not None, "other features are kept as means"
+    (queries, keys), values = _both(features.values), with_ones(v)
+    if inputs.map.unscaled:
+        after = LinearState(torch.baddbmm(state.sums, keys.mT, values), torch.zeros_like(state.log_scale))
+    else:
+        _, scale = _both(features.log_scale)
+        largest = torch.maximum(state.log_scale, scale.detach())
+        past = state.sums * (state.log_scale - largest).exp()
+        after = LinearState(torch.baddbmm(past, keys.mT, values * (scale - largest).exp()), largest)
+    sums = queries @ after.sums
+    return sums[..., :-1] / sums[..., -1:], after
+
+
+def _features(inputs: LinearInputs, q: Tensor, k: Tensor) -> Features:
+    """Features of the rows of queries, then of the key, [flat_heads rows+1 …]."""
+    rows = torch.cat([q * inputs.query_factor, k * math.sqrt(abs(inputs.scale))], dim=-2)
+    directions = None if inputs.directions is None else upcast(inputs.directions).to(rows.dtype)
+    return inputs.map.features(rows, directions)
+
+
+def _both(rows: Tensor) -> tuple[Tensor, Tensor]:
+    return rows[:, :-1], rows[:, -1:]

@@ -1,8 +1,9 @@
-"""Feature maps whose inner products estimate exp(x·y), and feature maps of other kernels.
+"""Feature maps whose inner products estimate exp(x·y), maps of other kernels, and random directions.
 
 The interface to linear attention is one value: features with a separate logarithmic scale,
 feature = values · exp(log_scale). Each map has a pullback, so that a backward pass can recompute
-the features of a chunk instead of storing the features of all tokens.
+the features of a chunk instead of storing the features of all tokens. Each direction w has the marginal
+distribution N(0, I).
 """
 
 import math
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from efficient_attn.shapes import Directions, Vectors
 
@@ -41,8 +42,8 @@ class FeatureMap(NamedTuple):
             have to be; otherwise each feature is the exponential of its own scale.
         signed: Whether features, and hence their sums, may be negative.
         per_direction: Number of features per direction; 0 for a map without directions.
-        exponents: Function of the directions that returns the w of every feature, for features of the form
-            exp(w·x − |x|²/2 + constant); None for other maps.
+        exponential: Whether features are exp(w·x − |x|²/2 + constant), with w the directions or, for two
+            features per direction, the directions and then their opposites.
         trigonometric: Whether the features are the cosines, then the sines, of w·x, times
             exp(|x|²/2 + constant).
         fixed: Number of features of a map without directions, as a function of head_dim.
@@ -54,7 +55,7 @@ class FeatureMap(NamedTuple):
     has_values: bool
     signed: bool = False
     per_direction: int = 0
-    exponents: Callable[[Tensor], Tensor] | None = None
+    exponential: bool = False
     trigonometric: bool = False
     fixed: Callable[[int], int] | None = None
     unscaled: bool = False
@@ -102,14 +103,6 @@ def _trigonometric_pullback(x: Tensor, features: Features, grad: Features, direc
     cos, sin = features.values.chunk(2, dim=-1)
     grad_cos, grad_sin = grad.values.chunk(2, dim=-1)
     return (cos * grad_sin - sin * grad_cos) @ directions + x * grad.log_scale
-
-
-def _each_direction(directions: Tensor) -> Tensor:
-    return directions
-
-
-def _both_ways(directions: Tensor) -> Tensor:
-    return torch.cat([directions, -directions], dim=-2)
 
 
 def relu_features(x: Vectors, directions: Directions) -> Features:
@@ -190,10 +183,10 @@ def _finite_scale(x: Tensor, *, power: int) -> Tensor:
 
 MAPS = {
     "positive": FeatureMap(
-        positive_features, _positive_pullback, has_values=False, per_direction=1, exponents=_each_direction
+        positive_features, _positive_pullback, has_values=False, per_direction=1, exponential=True
     ),
     "hyperbolic": FeatureMap(
-        hyperbolic_features, _hyperbolic_pullback, has_values=False, per_direction=2, exponents=_both_ways
+        hyperbolic_features, _hyperbolic_pullback, has_values=False, per_direction=2, exponential=True
     ),
     "trigonometric": FeatureMap(
         trigonometric_features,
@@ -219,3 +212,74 @@ MAPS = {
         fixed=lambda d: (d + 1) * (d + 2) // 2,
     ),
 }
+
+
+def exponential_map(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """log [exp(Wx + b), exp(−Wx − b)], [… tokens 2·features] (Zhang et al. 2024, eq. 6)."""
+    projected = x @ weight.mT + bias
+    return torch.cat([projected, -projected], dim=-1)
+
+
+def softmax_map(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """log [softmax(Wx + b), softmax(−Wx − b)]: each half of the features sums to one."""
+    projected = x @ weight.mT + bias
+    return torch.cat([projected.log_softmax(dim=-1), (-projected).log_softmax(dim=-1)], dim=-1)
+
+
+LEARNED_MAPS = {"softmax": softmax_map, "exponential": exponential_map}
+
+
+def iid_directions(num_directions: int, head_dim: int, generator: Generator) -> Tensor:
+    """Independent rows of N(0, I), float64 [num_directions head_dim]."""
+    return torch.randn(num_directions, head_dim, generator=generator, dtype=torch.float64, device="cpu")
+
+
+def orthogonal_directions(num_directions: int, head_dim: int, generator: Generator) -> Tensor:
+    """Rows orthogonal within blocks of head_dim, with the lengths of Gaussian vectors.
+
+    Choromanski et al. 2021, section 2.4: each block is a uniformly distributed rotation whose rows are
+    scaled by independent chi variables, so that every row alone is N(0, I). Blocks are independent.
+    """
+    blocks = -(-num_directions // head_dim)
+    rotations = haar_rotations(blocks, head_dim, generator).flatten(0, 1)[:num_directions]
+    lengths = iid_directions(num_directions, head_dim, generator).norm(dim=-1, keepdim=True)
+    return rotations * lengths
+
+
+def simplex_directions(num_directions: int, head_dim: int, generator: Generator) -> Tensor:
+    """Rows at angles of cosine −1/(head_dim − 1) within blocks of head_dim, with Gaussian lengths.
+
+    Reid et al. 2023, "Simplex Random Features": each block is a rotated regular simplex, whose rows are
+    scaled as in `orthogonal_directions`.
+    """
+    if head_dim == 1:
+        return iid_directions(num_directions, head_dim, generator)
+    corners = torch.eye(head_dim, dtype=torch.float64, device="cpu") - 1 / head_dim
+    corners /= corners.norm(dim=-1, keepdim=True)
+    blocks = -(-num_directions // head_dim)
+    rotated = (corners @ haar_rotations(blocks, head_dim, generator)).flatten(0, 1)[:num_directions]
+    return rotated * iid_directions(num_directions, head_dim, generator).norm(dim=-1, keepdim=True)
+
+
+def haar_rotations(blocks: int, dim: int, generator: Generator) -> Tensor:
+    """Uniformly distributed orthogonal matrices, float64 [blocks dim dim].
+
+    The Q of a QR decomposition is uniform only once the signs of R's diagonal are moved into it
+    (Mezzadri 2007, section 5): without them Q is not isotropic, and positive features are biased.
+    """
+    gaussian = torch.randn(blocks, dim, dim, generator=generator, dtype=torch.float64, device="cpu")
+    rotation, triangle = torch.linalg.qr(gaussian)
+    signs = torch.where(triangle.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(rotation)
+    return rotation * signs.unsqueeze(-2)
+
+
+DRAWS: dict[str, Callable[[int, int, Generator], Tensor]] = {
+    "orthogonal": orthogonal_directions,
+    "simplex": simplex_directions,
+    "iid": iid_directions,
+}
+
+
+def draw_directions(kind: str, num_directions: int, head_dim: int, *, seed: int) -> Tensor:
+    """Directions of a named distribution; a seed gives the same float64 rows on every device."""
+    return DRAWS[kind](num_directions, head_dim, Generator().manual_seed(seed))

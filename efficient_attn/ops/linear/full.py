@@ -12,31 +12,26 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import without_autocast
 from efficient_attn.ops.grouped_queries import unfold
-from efficient_attn.ops.linear.backward import (
-    Outputs,
-    at_reference,
-    feature_gradients,
-    keep_for_backward,
-    new_outputs,
-    normalised,
-    output_gradients,
-)
-from efficient_attn.ops.linear.fast.softmax_identity import suits, two_softmaxes, two_softmaxes_gradients
-from efficient_attn.ops.linear.fast.trigonometric import trigonometric_attention, trigonometric_gradients
 from efficient_attn.ops.linear.features import MAPS
-from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.parts import chunks
+from efficient_attn.ops.linear.inputs import LinearInputs, Outputs, chunks, new_outputs
+from efficient_attn.ops.linear.softmax_identity import suits, two_softmaxes, two_softmaxes_gradients
 from efficient_attn.ops.linear.state import (
     LinearState,
+    at_reference,
     divide,
+    feature_gradients,
     finite,
+    keep_for_backward,
     log_sum,
     merge,
+    normalised,
+    output_gradients,
     query_weights,
     sees,
     summarise,
     with_ones,
 )
+from efficient_attn.ops.linear.trigonometric import trigonometric_attention, trigonometric_gradients
 from efficient_attn.ops.operators import check_one_device, transformable
 from efficient_attn.ops.paths import tuned_for_cpu
 from efficient_attn.ops.softmax.flex import NotCompiledError
@@ -50,12 +45,12 @@ def full_linear_attention(inputs: LinearInputs) -> Outputs:
 def whole_state(inputs: LinearInputs) -> LinearState:
     """The state of all keys."""
     states = (
-        summarise(inputs.key_features(inputs.key_rows(part), part), inputs.values(part))
+        summarise(inputs.key_features(inputs.key_rows(part), part), inputs.real_rows(inputs.v, part))
         for part in chunks(inputs, inputs.k.shape[-2])
     )
     state = next(states)
-    for other in states:
-        state = merge(state, other)
+    for following in states:
+        state = merge(state, following)
     return state
 
 
@@ -140,7 +135,7 @@ def _full_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
-    if inputs.map.exponents is not None:
+    if inputs.map.exponential:
         with without_autocast(q):
             return two_softmaxes_gradients(inputs, grad_out, out, logarithm, LinearState(sums, reference))
     outputs = Outputs(out, logarithm, negative)
@@ -176,7 +171,7 @@ def key_gradients(inputs: LinearInputs, reference: Tensor, query_sums: Tensor) -
         rows = inputs.key_rows(part)
         features = inputs.key_features(rows, part)
         keys = at_reference(features, -finite(reference))
-        grad_weights = with_ones(inputs.values(part)) @ query_sums.mT
+        grad_weights = with_ones(inputs.real_rows(inputs.v, part)) @ query_sums.mT
         grad_k[..., part, :] = inputs.key_gradient(rows, features, feature_gradients(keys, grad_weights))
         grad_v[..., part, :] = keys.weights @ query_sums[..., :-1]
     return grad_k, grad_v

@@ -1,14 +1,29 @@
-"""Inputs of linear attention, from which features are computed chunk by chunk."""
+"""Inputs of linear attention, from which features are computed chunk by chunk, and the sizes of chunks."""
 
+import functools
 import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
+from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.features import MAPS, FeatureMap, Features
+from efficient_attn.ops.linear.state import LOWEST
+from efficient_attn.ops.paths import held, tuned_for_cpu
+
+LOG2_E, LN_2 = math.log2(math.e), math.log(2)
+# Fewer tokens per chunk cost more calls than cache misses, and more save no call worth their memory.
+_LEAST, _MOST = 112, 512
+# Features per chunk over all heads, however large the cache: they and their gradients are memory of a call.
+_FEATURES = 2**18
+# Second-level cache of one core where the system does not state it.
+_CACHE_BYTES = 2**20
 
 
 class LinearInputs(NamedTuple):
@@ -64,24 +79,27 @@ class LinearInputs(NamedTuple):
 
     def exponents(self) -> Tensor:
         """The w of each feature of an exponential map, [features head_dim], or one matrix per key head."""
-        assert self.map.exponents is not None and self.directions is not None
-        return self.map.exponents(upcast(self.directions).to(upcast_dtype(self.q.dtype)))
+        assert self.map.exponential and self.directions is not None
+        w = self.directions.to(torch.promote_types(self.q.dtype, torch.float32))
+        return w if self.map.per_direction == 1 else torch.cat([w, -w], dim=-2)
 
-    def keys(self, part: slice) -> Tensor:
-        """Keys of a chunk, zero where masked, [batch kv_heads part head_dim]."""
-        return upcast(zero_masked(self.k[..., part, :], self.mask(part)))
+    def real_rows(self, x: Tensor, part: slice) -> Tensor:
+        """Keys or values of a chunk, zero where masked, [batch kv_heads part dim]."""
+        rows = upcast(x[..., part, :])
+        # A weight of zero is not enough: zero times NaN is NaN.
+        return rows if self.key_mask is None else rows.masked_fill(~self.key_mask[:, None, part, None], 0.0)
+
+    def flat_keys_and_values(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values of a chunk, zero where masked, [batch·kv_heads part dim]."""
+        return self.real_rows(self.k, part).flatten(0, 1), self.real_rows(self.v, part).flatten(0, 1)
 
     def key_rows(self, part: slice) -> Tensor:
         """Scaled keys of a chunk, zero where masked, [batch kv_heads part head_dim]."""
-        return self.keys(part) * math.sqrt(abs(self.scale))
-
-    def values(self, part: slice) -> Tensor:
-        """Values of a chunk, zero where masked, [batch kv_heads part value_dim]."""
-        return upcast(zero_masked(self.v[..., part, :], self.mask(part)))
+        return self.real_rows(self.k, part) * math.sqrt(abs(self.scale))
 
     def flatten_heads(self, x: Tensor, part: slice) -> Tensor:
         """Query-side rows of a chunk, [batch heads tokens dim] as [batch·kv_heads group·part dim]."""
-        return fold(upcast(x[..., part, :]), self.k.shape[1]).flatten(0, 1)
+        return upcast(x[..., part, :]).unflatten(1, (self.k.shape[1], -1)).flatten(2, 3).flatten(0, 1)
 
     def unflatten_heads(self, x: Tensor) -> Tensor:
         """Inverse of `flatten_heads`, [batch·kv_heads group·part dim] as [batch heads part dim]."""
@@ -90,14 +108,6 @@ class LinearInputs(NamedTuple):
     def grouped(self, x: Tensor) -> Tensor:
         """View of query-side rows as [batch kv_heads group tokens dim]."""
         return x.unflatten(1, (self.k.shape[1], self.group))
-
-    def flat_keys(self, part: slice) -> Tensor:
-        """Keys of a chunk, zero where masked, [batch·kv_heads part head_dim]."""
-        return self.keys(part).flatten(0, 1)
-
-    def flat_values(self, part: slice) -> Tensor:
-        """Values of a chunk, zero where masked, [batch·kv_heads part value_dim]."""
-        return self.values(part).flatten(0, 1)
 
     def expand_to_heads(self, x: Tensor) -> Tensor:
         """Rows of all heads, [rows dim], or of each key head, as [batch·kv_heads rows dim]."""
@@ -114,7 +124,7 @@ class LinearInputs(NamedTuple):
 
     def query_features(self, rows: Tensor) -> Features:
         """Features of query rows, without the scale common to a row, which cancels."""
-        if self.map.exponents is not None:
+        if self.map.exponential:
             return Features(rows @ self.exponents().mT, None)
         features = self.map.features(rows, self._directions(rows))
         if self.map.has_values:
@@ -133,7 +143,7 @@ class LinearInputs(NamedTuple):
 
     def query_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
         """Gradient with respect to the rows of queries, from the gradient of their features."""
-        if self.map.exponents is not None:
+        if self.map.exponential:
             grad_out = grad.log_scale @ self.exponents()
         else:
             if self.map.has_values:
@@ -152,3 +162,146 @@ class LinearInputs(NamedTuple):
     def mask(self, part: slice) -> Tensor | None:
         """Key mask of some positions."""
         return None if self.key_mask is None else self.key_mask[:, part]
+
+
+def parts(length: int, size: int) -> list[slice]:
+    """Consecutive parts of a sequence."""
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def chunks(inputs: LinearInputs, length: int, features: int = _FEATURES) -> list[slice]:
+    """Parts whose features, at most so many, fill a cache on the CPU, and what is held on other devices."""
+    if not tuned_for_cpu(inputs.q):
+        return parts(length, held_tokens(inputs))
+    fills = held_tokens(inputs, min(cache_bytes() // 4, features))
+    return parts(length, min(max(fills, _LEAST), _MOST))
+
+
+def held_tokens(inputs: LinearInputs, numbers: int | None = None) -> int:
+    """Tokens with this number of features over all heads, by default as many as are held; at least 1."""
+    features = max(inputs.q.shape[0] * inputs.q.shape[1] * inputs.num_features, 1)
+    return held(features) if numbers is None else max(numbers // features, 1)
+
+
+@functools.cache
+def cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Size of the second-level cache of a core as Linux states it, or a usual one."""
+    try:
+        sizes = [
+            file.with_name("size").read_text() for file in folder.glob("*/level") if file.read_text() == "2\n"
+        ]
+    except OSError:
+        return _CACHE_BYTES
+    match = re.fullmatch(r"(\d+)K\s*", sizes[0]) if sizes else None
+    return int(match[1]) * 1024 if match and int(match[1]) else _CACHE_BYTES
+
+
+class Outputs(NamedTuple):
+    """Results of a forward pass: the output and, for the backward pass, the normaliser of each row.
+
+    Attributes:
+        out: [batch heads q_tokens value_dim], in the dtype of q.
+        log_normaliser: Logarithm of |Σ_j φ(q)·φ(k_j)|, [batch heads q_tokens 1]; +inf: no key.
+        negative: Whether that sum is negative, bool [batch heads q_tokens 1].
+    """
+
+    out: Tensor
+    log_normaliser: Tensor
+    negative: Tensor
+
+    def put(self, part: slice, rows: "Outputs") -> None:
+        """Write the rows of a chunk, grouped by key head."""
+        for whole, part_rows in zip(self, rows, strict=True):
+            whole[..., part, :] = unfold(part_rows, whole.shape[1])
+
+    def normaliser(self, part: slice, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """Log normalisers and signs (1 or −1) of the rows, grouped by key head."""
+        logarithm, negative = (fold(x[..., part, :], kv_heads) for x in self[1:])
+        return logarithm, torch.where(negative, -1.0, 1.0).to(logarithm)
+
+
+def new_outputs(q: Tensor, v: Tensor) -> Outputs:
+    """Uninitialised outputs of queries q over values v."""
+    shape = q.shape[:-1]
+    logarithm = upcast(q.new_empty(0)).new_empty(*shape, 1)
+    return Outputs(q.new_empty(*shape, v.shape[-1]), logarithm, torch.empty_like(logarithm, dtype=torch.bool))
+
+
+@dataclass
+class Scratch:
+    """Named scratch buffers; a call with a name returns the same memory while it is large enough."""
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def __call__(self, name: str, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """An uninitialised tensor of this shape, with the dtype and device of `like`."""
+        buffer, size = self.buffers.get(name), math.prod(shape)
+        if buffer is None or buffer.numel() < size:
+            buffer = self.buffers[name] = like.new_empty(size)
+        return buffer[:size].view(shape)
+
+
+def power(exponents: Tensor) -> Tensor:
+    """2^exponents in place, with results below `LOWEST` flushed to zero."""
+    lowest = LOWEST[exponents.dtype] * LOG2_E
+    return F.threshold(exponents, lowest, -torch.inf, inplace=True).exp2_()
+
+
+class ExpKernel:
+    """Exponential features as powers of two, and the pullback of gradients through their exponents.
+
+    PyTorch computes powers of two three times as fast as powers of e: with w' = w / ln 2,
+    φ_f(x) = 2^(x·w'_f + b'). Batch and key heads form one dimension, `flat_heads`; exponents are written into
+    scratch buffers.
+
+    Args:
+        shared_buffer: Whether one buffer serves the exponents of queries and of keys, never needed together.
+    """
+
+    def __init__(self, inputs: LinearInputs, *, shared_buffer: bool = False) -> None:
+        self.inputs, self.scratch = inputs, Scratch()
+        self._names = ("either", "either") if shared_buffer else ("queries", "keys")
+        w = inputs.exponents() * (math.sqrt(abs(inputs.scale)) * LOG2_E)
+        self._keys, self.features = inputs.expand_to_heads(w).mT, w.shape[-2]
+        self._queries = self._keys if inputs.scale > 0 else -self._keys
+        self._constant = -math.log2(self.features) / 2
+        self._weights = None
+        if inputs.log_weights is not None:
+            self._weights = inputs.expand_to_heads(inputs.log_weights.to(w.dtype) * LOG2_E)
+
+    def query_exponents(self, rows: Tensor, offset: Tensor | None = None) -> Tensor:
+        """Exponents of query rows, plus an offset [flat_heads rows 1], [flat_heads rows features]."""
+        out = self.scratch(self._names[0], rows, (*rows.shape[:-1], self.features))
+        if offset is None:
+            return torch.bmm(rows, self._queries, out=out)
+        return torch.baddbmm(offset, rows, self._queries, out=out)
+
+    def key_exponents(self, keys: Tensor) -> Tensor:
+        """Exponents of all keys, masked or not, [flat_heads positions features]."""
+        below = torch.linalg.vector_norm(keys, dim=-1, keepdim=True).square_()
+        below.mul_(-abs(self.inputs.scale) / 2 * LOG2_E).add_(self._constant)
+        out = self.scratch(self._names[1], keys, (*keys.shape[:-1], self.features))
+        exponents = torch.baddbmm(below, keys, self._keys, out=out)
+        return exponents if self._weights is None else exponents.add_(self._weights)
+
+    def real_key_exponents(self, keys: Tensor, positions: slice) -> Tensor:
+        """Exponents of keys, −inf for masked keys, [flat_heads positions features]."""
+        return self.fill_masked_(self.key_exponents(keys), positions, -torch.inf)
+
+    def fill_masked_(self, x: Tensor, positions: slice, value: float) -> Tensor:
+        """Fill the rows of masked keys with a value, [flat_heads positions …]."""
+        real = None if self.inputs.key_mask is None else self.inputs.real(positions)
+        return x if real is None else x.masked_fill_(~real, value)
+
+    def query_gradient(self, grad_exponents: Tensor) -> Tensor:
+        """Gradient with respect to query rows, from the gradient of the natural exponents."""
+        return torch.bmm(grad_exponents, self._queries.mT).mul_(LN_2)
+
+    def key_gradient(self, keys: Tensor, grad_exponents: Tensor) -> Tensor:
+        """Gradient with respect to keys, from the gradient of the natural exponents."""
+        longer = grad_exponents.sum(dim=-1, keepdim=True).mul_(-abs(self.inputs.scale))
+        return torch.bmm(grad_exponents, self._keys.mT).mul_(LN_2).addcmul_(keys, longer)
+
+    def buffer(self, name: str, rows: Tensor) -> Tensor:
+        """Scratch buffer of one number per row and feature."""
+        return self.scratch(name, rows, (*rows.shape[:-1], self.features))

@@ -4,14 +4,23 @@
 Three operations suffice: `summarise` keys into a state, `merge` states, `read` a state by queries.
 Features may be as large as exp(1000), so a state is stored relative to its largest key, feature by
 feature, and a query adds that scale back before its own largest weight becomes one.
+
+Shared parts of the backward passes of full and causal linear attention.
+
+With p_tj the normalised weight of key j in row t and δ_t = g_t·out_t, the gradient with respect to the
+unnormalised weight is (g_t·v_j − δ_t) / normaliser_t: the product of [g_t, −δ_t] with [v_j, 1]. The same
+recurrence run over queries, with normalised query features and [g, −δ] in place of [v, 1], gives the
+key and value gradients.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.grouped_queries import fold
 from efficient_attn.ops.linear.features import Features
 
 # Smaller exponents become −inf: products of two such weights would be denormal numbers, which are six to
@@ -76,10 +85,10 @@ def summarise(keys: Features, v: Tensor) -> LinearState:
     return LinearState(keys.values.mT @ (with_ones(v) * scale), reference)
 
 
-def merge(one: LinearState, other: LinearState) -> LinearState:
+def merge(left: LinearState, right: LinearState) -> LinearState:
     """The state after the tokens of both; chunks may be merged in any grouping."""
-    reference = torch.maximum(one.log_scale, other.log_scale)
-    sums = [rescaling(state, reference).mT * state.sums for state in (one, other)]
+    reference = torch.maximum(left.log_scale, right.log_scale)
+    sums = [rescaling(state, reference).mT * state.sums for state in (left, right)]
     return LinearState(sums[0] + sums[1], reference)
 
 
@@ -100,17 +109,6 @@ def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]
     exponents = queries.log_scale + reference
     top = exponents.detach().amax(dim=-1, keepdim=True)
     return exponential(exponents - finite(top)), top
-
-
-def triangle_(scores: Tensor, *, before: int = 0) -> Tensor:
-    """Scores [… group·tokens before+tokens] with zeros for later keys, in place.
-
-    Args:
-        before: Number of columns of keys before the first row.
-    """
-    tokens = scores.shape[-1] - before
-    scores.unflatten(-2, (scores.shape[-2] // tokens, tokens)).tril_(before)
-    return scores
 
 
 def divide(sums: Tensor, seen: Tensor) -> Tensor:
@@ -146,3 +144,66 @@ def finite(reference: Tensor) -> Tensor:
 def with_ones(v: Tensor) -> Tensor:
     """Values with an extra column of ones, whose sum is the denominator."""
     return F.pad(v, (0, 1), value=1.0)
+
+
+class Scaled(NamedTuple):
+    """Features relative to a reference that keeps them in range.
+
+    Attributes:
+        weights: [… rows features].
+        scale: Factor between the map's values and `weights`, [… rows 1]; None for a positive map.
+    """
+
+    weights: Tensor
+    scale: Tensor | None
+
+
+class CausalGradients(NamedTuple):
+    """Gradients of causal attention after the keys of a state.
+
+    Attributes:
+        q: [batch heads q_tokens head_dim].
+        k: [batch kv_heads k_tokens head_dim].
+        v: [batch kv_heads k_tokens value_dim].
+        past_sums: Of the sums of that state, [batch kv_heads features value_dim+1]; None: not wanted.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    past_sums: Tensor | None
+
+
+def at_reference(features: Features, offset: Tensor) -> Scaled:
+    """Features times exp(offset)."""
+    scale = exponential(features.log_scale + offset)
+    return Scaled(scale, None) if features.values is None else Scaled(scale * features.values, scale)
+
+
+def normalised(queries: Features, reference: Tensor, logarithm: Tensor, sign: Tensor) -> Scaled:
+    """Query features at `reference` over the row's normaliser; zeros for a fully-masked row."""
+    weights, scale = at_reference(queries, finite(reference) - logarithm)
+    return Scaled(weights * sign, None if scale is None else scale * sign)
+
+
+def feature_gradients(scaled: Scaled, grad_weights: Tensor) -> Features:
+    """Gradients with respect to logarithmic scale and values, from the gradient of the weights."""
+    grad_log_scale = scaled.weights * grad_weights
+    if scaled.scale is None:
+        return Features(grad_log_scale, None)
+    return Features(grad_log_scale.sum(dim=-1, keepdim=True), scaled.scale * grad_weights)
+
+
+def output_gradients(grad_out: Tensor, out: Tensor, part: slice, kv_heads: int) -> Tensor:
+    """[g, −δ] of a chunk, [batch kv_heads group·part value_dim+1]."""
+    g, out = (fold(upcast(x[..., part, :]), kv_heads) for x in (grad_out, out))
+    return torch.cat([g, -(g * out).sum(dim=-1, keepdim=True)], dim=-1)
+
+
+def keep_for_backward(ctx: Any, inputs: tuple, output: tuple) -> None:
+    """Save the inputs, the output and each row's normaliser for the backward pass, but no features."""
+    *tensors, ctx.kind, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+    # Only the first output has a gradient; zero gradients of the others would be wasted.
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])

@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.texts import named_texts
-from efficient_attn.modules.options import positive_number
+from efficient_attn.options import positive_number
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
 from efficient_attn.runner.sizes import MODEL

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError
-from efficient_attn.modules.options import positive_number
+from efficient_attn.options import positive_number
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
 from efficient_attn.runner.variants import YARDSTICK, Variant, select

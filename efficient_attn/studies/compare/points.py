@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.measure.queued import COLD
-from efficient_attn.modules.options import SEED
+from efficient_attn.options import SEED
 from efficient_attn.runner.isolation import Measurer
 from efficient_attn.runner.layers import joint_name
 from efficient_attn.runner.variants import YARDSTICK, Variant

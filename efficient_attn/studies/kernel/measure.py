@@ -10,7 +10,7 @@ import torch
 from torch import Generator, Tensor
 
 from efficient_attn.measure.inputs import Activations
-from efficient_attn.ops.linear.directions import haar_rotations
+from efficient_attn.ops.linear.features import haar_rotations
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.accuracy import directions_of, measure_draws
 from efficient_attn.runner.counting import attention_flops

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from efficient_attn.errors import OptionError
-from efficient_attn.modules.options import SEED
+from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.sizes import sized
 from efficient_attn.runner.units import parse_sizes

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Annotated, Any
 
 from efficient_attn.errors import UnknownNameError
-from efficient_attn.modules.options import SEED
+from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.sizes import sized

@@ -19,7 +19,7 @@ from efficient_attn.calibration import calibrate
 from efficient_attn.measure import memory
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.measure.error import exact_output, output_error
-from efficient_attn.modules.options import SEED
+from efficient_attn.options import SEED
 from efficient_attn.runner import calls
 from efficient_attn.runner.accuracy import directions_of
 from efficient_attn.runner.record import Case, Record, replace

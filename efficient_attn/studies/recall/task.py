@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import OptionError
-from efficient_attn.modules.options import positive_number, whole_number
+from efficient_attn.options import positive_number, whole_number
 from efficient_attn.problem import positive_count
 
 # Training and test sequences come from random streams that share no number.

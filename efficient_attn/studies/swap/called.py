@@ -24,7 +24,7 @@ from efficient_attn.integrations.intercept.sites import Site
 from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.measure.checked import backends_in
 from efficient_attn.measure.outputs import cosine_distance, relative_error
-from efficient_attn.modules.options import SEED
+from efficient_attn.options import SEED
 from efficient_attn.runner.record import SAME_INPUTS, Case
 from efficient_attn.runner.sizes import MODEL, OWN
 from efficient_attn.runner.variants import Variant

@@ -6,7 +6,7 @@ from typing import Any
 
 from efficient_attn.measure.checked import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
-from efficient_attn.modules.options import SEED
+from efficient_attn.options import SEED
 from efficient_attn.runner.counting import attention_flops
 from efficient_attn.runner.record import Case, Record, replace
 from efficient_attn.runner.sizes import OWN

@@ -35,7 +35,7 @@ from efficient_attn.integrations.transformers.swapping import (
 )
 from efficient_attn.measure import outputs
 from efficient_attn.measure.texts import digest
-from efficient_attn.modules.options import SEED
+from efficient_attn.options import SEED
 from efficient_attn.runner.record import Case
 from efficient_attn.runner.sizes import MODEL, OWN
 from efficient_attn.runner.variants import Variant

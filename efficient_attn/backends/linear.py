@@ -1,0 +1,107 @@
+"""Linear transformers: features of kernels other than softmax."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from efficient_attn.backends.linear_attention import (
+    FixedFeatures,
+    LearnedFeatures,
+    LinearAttention,
+    RandomFeatureOptions,
+    RandomFeatures,
+    linear_operations,
+)
+from efficient_attn.operation_counts import MatMul, OperationCounts
+from efficient_attn.ops.linear.features import LEARNED_MAPS
+from efficient_attn.options import one_of, option
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import Capabilities, NoOptions, register
+
+_AVERAGES = Capabilities(causal=True, approximates_softmax=False, sharded="states")
+
+
+@register(
+    "linear-elu",
+    summary="Linear transformer, with features elu(x) + 1: a kernel other than softmax.",
+    paper="https://arxiv.org/abs/2006.16236",
+    capabilities=_AVERAGES,
+    operations=partial(linear_operations, "elu"),
+)
+def build_elu(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
+    return LinearAttention(FixedFeatures("elu"), problem)
+
+
+@register(
+    "linear-relu",
+    summary="Performer-ReLU, with rectified random projections: a kernel other than softmax.",
+    paper="https://arxiv.org/abs/2009.14794",
+    options=RandomFeatureOptions,
+    size_option="num_features",
+    capabilities=_AVERAGES,
+    operations=partial(linear_operations, "relu"),
+)
+def build_relu(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
+    return LinearAttention(RandomFeatures("relu", problem.head_dim, options), problem)
+
+
+@register(
+    "linear-taylor-1",
+    summary="First-order Taylor features, 1 + q·k: a kernel other than softmax, possibly negative.",
+    paper="https://arxiv.org/abs/2402.18668",
+    capabilities=replace(_AVERAGES, nonnegative=False),
+    operations=partial(linear_operations, "taylor-1"),
+)
+def build_taylor_1(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
+    return LinearAttention(FixedFeatures("taylor-1"), problem)
+
+
+@register(
+    "linear-taylor-2",
+    summary="Second-order Taylor features, 1 + q·k + (q·k)²/2: a kernel other than softmax.",
+    paper="https://arxiv.org/abs/2402.18668",
+    capabilities=_AVERAGES,
+    operations=partial(linear_operations, "taylor-2"),
+)
+def build_taylor_2(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
+    return LinearAttention(FixedFeatures("taylor-2"), problem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HedgehogOptions:
+    """Options of Hedgehog."""
+
+    features: str = option(
+        "softmax",
+        "softmax: softmax(Wx + b) and softmax(−Wx − b); exponential: exp(Wx + b) and exp(−Wx − b).",
+    )
+
+    def __post_init__(self) -> None:
+        one_of("features", self.features, LEARNED_MAPS)
+
+
+def hedgehog_operations(
+    problem: AttentionProblem, options: HedgehogOptions, tokens: int, value_dim: int
+) -> OperationCounts:
+    """Products of W with queries and keys, then linear attention with 2·head_dim features."""
+    dim, heads = problem.head_dim, problem.num_heads
+    doubled = replace(problem, head_dim=2 * dim)
+    linear = linear_operations("exponential", doubled, options, tokens, value_dim).matmuls
+    normalising = 2 * tokens * dim if options.features == "softmax" else 0
+    maps = (MatMul(tokens * dim * dim, exponentials=normalising, shared=shared) for shared in (False, True))
+    matmuls = (*maps, *linear)
+    if heads is not None:
+        # A key map for each query head leaves nothing that a group of heads could share.
+        matmuls = tuple(matmul._replace(shared=False) for matmul in matmuls)
+    return OperationCounts(matmuls, learned=2 * (heads or 1) * dim * (dim + 1))
+
+
+@register(
+    "linear-hedgehog",
+    summary="Hedgehog, with feature maps learned per head: a kernel other than softmax until trained.",
+    paper="https://arxiv.org/abs/2402.04347",
+    options=HedgehogOptions,
+    capabilities=_AVERAGES,
+    operations=hedgehog_operations,
+)
+def build_hedgehog(problem: AttentionProblem, options: HedgehogOptions) -> LinearAttention:
+    return LinearAttention(LearnedFeatures(problem, options.features), problem)

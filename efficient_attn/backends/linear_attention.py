@@ -1,0 +1,369 @@
+"""Linear attention with any feature map: fixed, random, calibrated or learned."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.errors import CalibrationError, OptionError, ShapeError, UnsupportedError
+from efficient_attn.operation_counts import MatMul, OperationCounts, visible_pairs
+from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
+from efficient_attn.ops.grouped_queries import unfold
+from efficient_attn.ops.linear import causal_exponential, scaled_chunks
+from efficient_attn.ops.linear.causal import causal_linear_attention, extend_linear_attention
+from efficient_attn.ops.linear.features import DRAWS, LEARNED_MAPS, MAPS, draw_directions
+from efficient_attn.ops.linear.full import full_linear_attention
+from efficient_attn.ops.linear.inputs import LinearInputs
+from efficient_attn.ops.linear.kernel import (
+    SOFTMAX_KERNELS,
+    Fit,
+    Moments,
+    denominators,
+    kernel_ratios,
+    kernel_weights,
+    moments,
+    rows_of,
+)
+from efficient_attn.ops.linear.state import LinearState, Means
+from efficient_attn.options import one_of, option, whole_number
+from efficient_attn.problem import AttentionProblem, positive_count
+
+_ALL = slice(None)
+_WITHOUT_EXPONENTIALS = ("relu", "taylor-1", "taylor-2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomFeatureOptions:
+    """Options of all backends with random features."""
+
+    num_features: int = option(256, "Outputs of the feature map.")
+    projection: str = option("orthogonal", "How the random directions are drawn: orthogonal, simplex or iid.")
+    seed: int = option(0, "Seed of the draw; the same seed gives the same features on every device.")
+
+    def __post_init__(self) -> None:
+        positive_count("num_features", self.num_features)
+        one_of("projection", self.projection, DRAWS)
+        whole_number("seed", self.seed)
+
+
+class FixedFeatures(nn.Module):
+    """Feature map without random directions.
+
+    Attributes:
+        kind: Name of the feature map in `ops.linear.features.MAPS`.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
+        """Inputs without directions."""
+        return LinearInputs(q, k, v, key_mask, None, None, self.kind, scale)
+
+
+def check_even(options: RandomFeatureOptions, why: str) -> None:
+    """Refuse an odd number of features for a map with two features per direction."""
+    size = options.num_features
+    if size % 2:
+        raise OptionError(f"num_features={size} is odd; {why}: {size - 1} or {size + 1}.")
+
+
+class Float32Buffers(nn.Module):
+    """Module whose buffers move with the model but stay in float32 or better.
+
+    `reset_parameters` recomputes buffers that leave the meta device, which holds no data.
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Float32Buffers":
+        buffers = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, tensor in buffers.items():
+            moved = getattr(self, name)
+            if moved.dtype in (torch.float16, torch.bfloat16):
+                setattr(self, name, tensor.to(moved.device))
+        if any(x.is_meta and not getattr(self, name).is_meta for name, x in buffers.items()):
+            self.reset_parameters()
+        return self
+
+    def reset_parameters(self) -> None:
+        """Reset the buffers to their initial values."""
+        raise NotImplementedError
+
+
+class RandomFeatures(Float32Buffers):
+    """Random directions of a feature map, drawn once and saved with the model.
+
+    Attributes:
+        kind: Name of the feature map in `ops.linear.features.MAPS`.
+        projection: Directions [directions head_dim], shared by all heads; float32 or better.
+    """
+
+    projection: Tensor
+
+    def __init__(self, kind: str, head_dim: int, options: RandomFeatureOptions) -> None:
+        super().__init__()
+        self.kind = kind
+        self._draw = options.projection
+        self._shape = (options.num_features // MAPS[kind].per_direction, head_dim)
+        self._seed = options.seed
+        # Directions are drawn on the CPU, then moved to the default device.
+        self.register_buffer("projection", self._directions().to(torch.get_default_device()))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
+        """Inputs with the random directions."""
+        return LinearInputs(q, k, v, key_mask, self.projection, None, self.kind, scale)
+
+    @torch.no_grad()
+    def redraw(self, seed: int) -> None:
+        """Replace the directions by a new draw; earlier states become invalid."""
+        whole_number("seed", seed)
+        if self.projection.is_meta:
+            raise UnsupportedError("redraw: the random features lie on meta; load the model first.")
+        self._seed = seed
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the directions of the seed again."""
+        self.projection.copy_(self._directions())
+
+    def _directions(self) -> Tensor:
+        # Rounded to float32 for every model, so that a float64 model differs by rounding alone. Contiguous,
+        # which a rotation is not, since torch.export writes strided buffers wrongly.
+        return draw_directions(self._draw, *self._shape, seed=self._seed).float().contiguous()
+
+
+class CalibratedFeatures(Float32Buffers):
+    """Dense-exponential features, with one fit per key head, set by a call and saved with the model.
+
+    Attributes:
+        random: Random directions, as for positive features.
+        curvatures, query_transform, key_transform, shift: Fit, see `ops.linear.kernel.Fit`; zero heads
+            before calibration.
+    """
+
+    curvatures: Tensor
+    query_transform: Tensor
+    key_transform: Tensor
+    shift: Tensor
+
+    def __init__(
+        self, fit: Callable[[Moments, Moments], Fit], head_dim: int, options: RandomFeatureOptions
+    ) -> None:
+        super().__init__()
+        self.random = RandomFeatures("positive", head_dim, options)
+        self._fit = fit
+        for name in Fit._fields:
+            square = (head_dim,) if name.endswith("transform") else ()
+            self.register_buffer(name, torch.empty(0, head_dim, *square))
+
+    @property
+    def calibrated(self) -> bool:
+        return self.curvatures.shape[0] > 0
+
+    def use(self, fit: Fit) -> None:
+        """Set the parameters to a fit."""
+        for name, value in zip(Fit._fields, fit, strict=True):
+            # Buffers are contiguous, since torch.export writes strided buffers wrongly.
+            setattr(self, name, value.to(getattr(self, name)).contiguous())
+
+    def reset_parameters(self) -> None:
+        """Discard the fit."""
+        self.use(Fit(*(getattr(self, name)[:0] for name in Fit._fields)))
+
+    def redraw(self, seed: int) -> None:
+        self.random.redraw(seed)
+
+    @torch.no_grad()
+    def calibrate(
+        self, q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None, scale: float
+    ) -> None:
+        """Fit the parameters to queries and unmasked keys; earlier states become invalid."""
+        inputs = self.random(q, k, k, key_mask, scale)
+        x, y = inputs.query_rows(_ALL), inputs.key_rows(_ALL)
+        keys = k.shape[0] * k.shape[2] if key_mask is None else int(key_mask.sum())
+        self.use(self._fit(moments(x, x.shape[0] * x.shape[2]), moments(y, keys)))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
+        """Inputs with transformed queries and keys, and the directions and weights of each head's fit."""
+        fit = self._fit_for(k.shape[1], upcast_dtype(k.dtype))
+        inputs = self.random(q, k, v, key_mask, scale)
+        if fit.shift.shape[0]:
+            moved_q = inputs.query_rows(_ALL) @ fit.query_transform.mT
+            moved_k = (inputs.key_rows(_ALL) - fit.shift.unsqueeze(1)) @ fit.key_transform.mT
+            q, k, scale = unfold(moved_q, q.shape[1]), moved_k, 1.0
+        a = fit.curvatures
+        assert inputs.directions is not None, "positive features have directions"
+        w = inputs.directions.to(a)
+        # The constants of both sides, a feature's weight, multiply the keys.
+        rest = torch.rsub(a, 1, alpha=4)
+        weights = torch.addmm(rest.log().sum(dim=-1, keepdim=True), a, w.square().mT, beta=0.5, alpha=2)
+        directions = w * rest.sqrt().unsqueeze(1)
+        # The compiler of torch 2.8 traces no `_replace`.
+        return LinearInputs(q, k, v, key_mask, directions, weights.unsqueeze(1), inputs.kind, scale)
+
+    def _fit_for(self, kv_heads: int, dtype: torch.dtype) -> Fit:
+        """Fit of each key head; a fit of fewer heads serves groups of neighbouring heads."""
+        fit = Fit(*(getattr(self, name) for name in Fit._fields))
+        heads = fit.curvatures.shape[0]
+        if not heads:
+            raise CalibrationError(
+                "This backend has to see typical queries and keys before it is used: call "
+                "backend.calibrate(q, k), or ea.calibrate(model, x) for all backends of a model."
+            )
+        if kv_heads % heads:
+            raise ShapeError(
+                f"k has {kv_heads} heads; this backend was calibrated on keys of {heads} heads, which serve "
+                f"{heads} or a multiple. Calibrate it on such keys, or build another."
+            )
+        if kv_heads == heads:
+            return Fit(*(x.to(dtype) for x in fit))
+        return Fit(*(x.to(dtype).repeat_interleave(kv_heads // heads, dim=0) for x in fit))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Resize the buffers to the number of heads in the state dict."""
+        for name in Fit._fields:
+            saved, buffer = state_dict.get(prefix + name), getattr(self, name)
+            if saved is not None and saved.shape[1:] == buffer.shape[1:]:
+                setattr(self, name, buffer.new_empty(saved.shape))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class LearnedFeatures(nn.Module):
+    """Features of Wx + b and −(Wx + b), with one W and b per query head for queries, and others for keys.
+
+    Without `num_heads` all heads share one pair of maps. Grouped key heads are repeated, since every query
+    head has a key map of its own. The initial W is the identity, the initial b is 0.
+
+    Attributes:
+        query_weight, key_weight: W, [heads head_dim head_dim].
+        query_bias, key_bias: b, [heads 1 head_dim].
+    """
+
+    query_weight: Tensor
+    query_bias: Tensor
+    key_weight: Tensor
+    key_bias: Tensor
+
+    def __init__(self, problem: AttentionProblem, kind: str) -> None:
+        super().__init__()
+        self._logarithms = LEARNED_MAPS[kind]
+        heads, dim = problem.num_heads or 1, problem.head_dim
+        for side in ("query", "key"):
+            identity = torch.eye(dim).expand(heads, dim, dim).clone(memory_format=torch.contiguous_format)
+            self.register_parameter(f"{side}_weight", nn.Parameter(identity))
+            self.register_parameter(f"{side}_bias", nn.Parameter(torch.zeros(heads, 1, dim)))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> LinearInputs:
+        """Inputs whose queries and keys are the logarithms of their features."""
+        factor = math.sqrt(abs(scale))
+        rows = upcast(q) * math.copysign(factor, scale)
+        # A masked key may be NaN, and would reach the gradient of W as 0 · NaN.
+        keys = upcast(zero_masked(k, key_mask)) * factor
+        values = upcast(v)
+        if len(self.key_weight) > k.shape[1]:
+            group = q.shape[1] // k.shape[1]
+            keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+        log_queries = self._logarithms(rows, self.query_weight.to(rows), self.query_bias.to(rows))
+        log_keys = self._logarithms(keys, self.key_weight.to(keys), self.key_bias.to(keys))
+        return LinearInputs(log_queries, log_keys, values, key_mask, None, None, "exponential", 1.0)
+
+
+class LinearAttention(nn.Module):
+    """Attention through features: linear in the number of inputs, full or causal.
+
+    `redraw` and `calibrate` exist if the feature map has them.
+    """
+
+    def __init__(self, features: nn.Module, problem: AttentionProblem) -> None:
+        super().__init__()
+        # A module that maps (q, k, v, key_mask, scale) to LinearInputs.
+        self.features: Any = features
+        self._scale, self._causal = problem.factor, problem.causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        attention = causal_linear_attention if self._causal else full_linear_attention
+        return attention(self.features(q, k, v, key_mask, self._scale)).out.to(q.dtype)
+
+    def inputs(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> LinearInputs:
+        """Arguments of the functions of `ops.linear`."""
+        return self.features(q, k, v, key_mask, self._scale)
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: LinearState | Means | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, LinearState | Means]:
+        out, state = extend_linear_attention(self.inputs(q, k, v, key_mask), state)
+        return out.to(q.dtype), state
+
+    def denominators(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
+        inputs = self.inputs(q, k, k, key_mask)
+        if not inputs.map.signed:
+            raise UnsupportedError(
+                "denominators are of interest for signed features, as in 'performer-trig'; "
+                "this backend's features are positive, and so is every sum of them."
+            )
+        return denominators(inputs, causal=self._causal)
+
+    def kernel_ratios(self, q: Tensor, k: Tensor) -> Tensor:
+        return kernel_ratios(self._softmax_inputs(q, k))
+
+    def kernel_rows(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rows_of(self._softmax_inputs(q, k))
+
+    def kernel_weights(self, q: Tensor, k: Tensor) -> Tensor:
+        return kernel_weights(self._softmax_inputs(q, k))
+
+    def _softmax_inputs(self, q: Tensor, k: Tensor) -> LinearInputs:
+        inputs = self.inputs(q, k, k, None)
+        if inputs.kind not in SOFTMAX_KERNELS:
+            raise UnsupportedError(f"{inputs.kind!r} features are of another kernel than that of softmax.")
+        return inputs
+
+    @property
+    def redraw(self) -> Callable[[int], None]:
+        return self.features.redraw
+
+    @property
+    def calibrate(self) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], None]:
+        return partial(self.features.calibrate, scale=self._scale)
+
+    @property
+    def calibrated(self) -> bool:
+        return self.features.calibrated
+
+
+def linear_operations(
+    kind: str,
+    problem: AttentionProblem,
+    options: object,
+    tokens: int,
+    value_dim: int,
+) -> OperationCounts:
+    """Products for features, state and output; if causal, also for the pairs of tokens within a chunk."""
+    directions = 0
+    if isinstance(options, RandomFeatureOptions):
+        directions = options.num_features // MAPS[kind].per_direction
+    features = MAPS[kind].num_features(directions, problem.head_dim)
+    projected, entries = tokens * directions * problem.head_dim, tokens * features
+    exponentials = 0 if kind in _WITHOUT_EXPONENTIALS else entries
+    steps = [
+        # Directions are random, so only the tokens' side of these products has a gradient.
+        MatMul(projected, exponentials=exponentials, gradients=1),
+        MatMul(projected, exponentials=exponentials, gradients=1, shared=True),
+        MatMul(entries * value_dim, kept=features * value_dim, shared=True),
+        # The denominator is a product with ones, which have no gradient.
+        MatMul(entries, gradients=1, kept=features, shared=True),
+        MatMul(entries * (value_dim + 1)),
+    ]
+    if problem.causal:
+        algorithm = causal_exponential if MAPS[kind].exponential else scaled_chunks
+        chunks, rest = divmod(tokens, algorithm.CHUNK)
+        pairs = chunks * visible_pairs(algorithm.CHUNK, back=algorithm.CHUNK, ahead=0)
+        pairs += visible_pairs(rest, back=rest, ahead=0)
+        steps += [MatMul(pairs * features), MatMul(pairs * value_dim), MatMul(pairs, gradients=1)]
+    return OperationCounts(tuple(steps), drawn=directions * problem.head_dim)

@@ -1,0 +1,117 @@
+"""Performers: random features that estimate the softmax kernel (Choromanski et al. 2021)."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from efficient_attn.backends.linear_attention import (
+    CalibratedFeatures,
+    LinearAttention,
+    RandomFeatureOptions,
+    RandomFeatures,
+    check_even,
+    linear_operations,
+)
+from efficient_attn.errors import DtypeError, OptionError
+from efficient_attn.operation_counts import MatMul, OperationCounts
+from efficient_attn.ops.linear.kernel import fit_full, fit_oprf, one_curvature
+from efficient_attn.options import option
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import Capabilities, register
+
+_PAPER = "https://arxiv.org/abs/2009.14794"
+_performer = partial(register, options=RandomFeatureOptions, size_option="num_features")
+
+
+@_performer(
+    "performer-positive",
+    summary="Positive random features: an unbiased kernel estimate, never negative.",
+    paper=_PAPER,
+    capabilities=Capabilities(causal=True, sharded="states"),
+    operations=partial(linear_operations, "positive"),
+)
+def build_positive(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
+    return LinearAttention(RandomFeatures("positive", problem.head_dim, options), problem)
+
+
+@_performer(
+    "performer-hyperbolic",
+    summary="Positive random features in pairs of opposite directions: unbiased, never negative.",
+    paper=_PAPER,
+    capabilities=Capabilities(causal=True, sharded="states"),
+    operations=partial(linear_operations, "hyperbolic"),
+)
+def build_hyperbolic(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
+    check_even(options, "hyperbolic features come in pairs of exp(w·x) and exp(−w·x)")
+    return LinearAttention(RandomFeatures("hyperbolic", problem.head_dim, options), problem)
+
+
+@_performer(
+    "performer-trig",
+    summary="Trigonometric random features (random Fourier features): unbiased, possibly negative.",
+    paper=_PAPER,
+    capabilities=Capabilities(causal=True, nonnegative=False, sharded="states"),
+    operations=partial(linear_operations, "trigonometric"),
+)
+def build_trigonometric(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
+    check_even(options, "trigonometric features come in pairs of a cosine and a sine")
+    return LinearAttention(RandomFeatures("trigonometric", problem.head_dim, options), problem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimalFeatureOptions(RandomFeatureOptions):
+    """Options of positive features with a quadratic exponent."""
+
+    a: float | None = option(
+        None, "A < 1/8 in exp(A|w|² + …); 0: performer-positive; None: set by calibrate."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.a is None:
+            return
+        if isinstance(self.a, bool) or not isinstance(self.a, (int, float)):
+            raise DtypeError(f"a is a number or None, not {self.a!r}.")
+        if not -math.inf < self.a < 1 / 8:
+            raise OptionError(
+                f"a is finite and below 1/8, not {self.a}: the variance is infinite from 1/8 on."
+            )
+
+
+@register(
+    "performer-oprf",
+    summary="Positive random features with the optimal quadratic exponent for sample activations (FAVOR++).",
+    paper="https://arxiv.org/abs/2205.15317",
+    options=OptimalFeatureOptions,
+    size_option="num_features",
+    capabilities=Capabilities(causal=True, needs_calibration=True, sharded="states"),
+    operations=partial(linear_operations, "positive"),
+)
+def build_oprf(problem: AttentionProblem, options: OptimalFeatureOptions) -> LinearAttention:
+    features = CalibratedFeatures(fit_oprf, problem.head_dim, options)
+    if options.a is not None:
+        features.use(one_curvature(torch.full((1, problem.head_dim), float(options.a))))
+    return LinearAttention(features, problem)
+
+
+def full_operations(
+    problem: AttentionProblem, options: RandomFeatureOptions, tokens: int, value_dim: int
+) -> OperationCounts:
+    """Products of positive features, after the transforms of queries and keys."""
+    positive = linear_operations("positive", problem, options, tokens, value_dim)
+    # The transforms are calibrated, so only the tokens' side of these products has a gradient.
+    transform = MatMul(tokens * problem.head_dim**2, gradients=1)
+    return positive._replace(matmuls=(transform, transform._replace(shared=True), *positive.matmuls))
+
+
+@_performer(
+    "performer-full",
+    summary="Positive random features fitted to means and covariances of sample activations (FAVOR#).",
+    paper="https://arxiv.org/abs/2302.00787",
+    capabilities=Capabilities(causal=True, needs_calibration=True, sharded="states"),
+    operations=full_operations,
+)
+def build_full(problem: AttentionProblem, options: RandomFeatureOptions) -> LinearAttention:
+    return LinearAttention(CalibratedFeatures(fit_full, problem.head_dim, options), problem)

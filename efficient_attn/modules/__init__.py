@@ -1,1 +1,0 @@
-"""Modules with parameters or buffers that several backends share."""

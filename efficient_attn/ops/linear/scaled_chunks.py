@@ -1,0 +1,291 @@
+"""Features of a chunk's queries and keys relative to scales of their own, and the sums of a chunk's keys.
+
+Scales are whole numbers, so that their sums and differences have no rounding, even far from 0.
+
+All tensors are in chunks, [flat_heads chunks rows …].
+
+Scan over the states of consecutive chunks.
+
+With S_j the sums of chunk j relative to e^(r_j), feature by feature, the state after chunk n is
+
+    R_n = max_{j≤n} r_j,   P_n = Σ_{j≤n} e^(r_j − R_n) S_j:
+
+for each feature one lower-triangular matrix of factors times the sums of all chunks.
+
+Segments of a sequence and their chunks: sizes, padding and layout.
+
+The axes of a tensor in chunks are [flat_heads chunks rows …]; a chunk of queries holds the rows of the
+first head of a group, then of the second.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.linear.features import Features
+from efficient_attn.ops.linear.inputs import LinearInputs, held_tokens, parts
+from efficient_attn.ops.linear.state import LinearState, with_ones
+from efficient_attn.ops.paths import tuned_for_cpu
+
+# Stands for −inf where a scale is subtracted: no exponent of a finite input is as low.
+_LOWEST = -1e30
+# Smaller scales mean that there is no key.
+UNSEEN = -1e29
+# Half the logarithm of the largest sum of products of a query's and a key's weights: sums use the whole range
+# of floats, within which the supports of a query's and a key's features may differ.
+_LARGEST = {torch.float32: 40.0, torch.float64: 300.0}
+# Chunks that one product takes; more are scanned in groups of this number, then over the groups.
+_RADIX = 160
+# Tokens per chunk, within which scores are computed directly: on the CPU, and on other devices.
+CHUNK, _LARGE_CHUNK = 64, 128
+# Chunks have a multiple of this number of tokens, as products on a GPU prefer.
+_MULTIPLE = 16
+# Features of the queries of a segment that stay in a CPU's cache, and chunks of a segment there at most.
+_CACHED, _FEW = 2**17, 8
+_ALL = slice(None)
+
+
+class ScaledKeys(NamedTuple):
+    """Keys as weights · exp(log_scale + reference).
+
+    Attributes:
+        weights: Exponentials, or the values of other features, [… size features].
+        log_scale: Scale of each key, [… size 1]; −inf for a masked key.
+        reference: Largest exponent of the chunk's keys, feature by feature, [… 1 features]; −inf: no key;
+            None: features that have values.
+    """
+
+    weights: Tensor
+    log_scale: Tensor
+    reference: Tensor | None
+
+
+class ScaledQueries(NamedTuple):
+    """Queries as weights · exp(log_scale − reference of the keys).
+
+    Attributes:
+        weights: [… rows features].
+        log_scale: [… rows 1]; None: 0.
+    """
+
+    weights: Tensor
+    log_scale: Tensor | None
+
+
+def floor(scale: Tensor) -> Tensor:
+    """The scale with a finite number in place of −inf, so that it can be subtracted."""
+    return scale.clamp_min(_LOWEST)
+
+
+def scaled_keys(features: Features) -> ScaledKeys:
+    """Keys at the largest exponents of their chunk, each at a scale of its own."""
+    if features.values is not None:
+        return ScaledKeys(features.values, features.log_scale, None)
+    reference = features.log_scale.detach().amax(dim=-2, keepdim=True)
+    exponents = features.log_scale - floor(reference)
+    return ScaledKeys(*_scaled(exponents), reference)
+
+
+def scaled_queries(features: Features, keys: ScaledKeys) -> ScaledQueries:
+    """Queries of the same chunks as the keys."""
+    if keys.reference is None:
+        assert features.values is not None
+        return ScaledQueries(features.values, None)
+    exponents = features.log_scale + floor(keys.reference)
+    return ScaledQueries(*_scaled(exponents))
+
+
+def _scaled(exponents: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights exp(exponents − scale) and the scale of each row, at which sums of products are the largest."""
+    largest = _LARGEST[exponents.dtype] - math.ceil(math.log(exponents.shape[-1]) / 2)
+    top = exponents.detach().amax(dim=-1, keepdim=True).round()
+    # The factor e^largest has no rounding of a large exponent; weights without it leave the range of floats.
+    roots = torch.add(floor(top) / -2, exponents, alpha=0.5).exp()
+    return torch.addcmul(roots.new_zeros(()), roots, roots, value=math.exp(largest)), top - largest
+
+
+def in_digits(sums: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Positive sums near 1 and their scale, so that their logarithm has no rounding of a large exponent."""
+    largest = _LARGEST[sums.dtype]
+    shift = sums.detach().log().round().clamp(-largest, largest)
+    return sums / shift.exp(), scale + shift
+
+
+def states(keys: ScaledKeys, values: Tensor) -> LinearState:
+    """The state of each chunk's keys and of their values with ones, [… size value_dim+1]."""
+    if keys.reference is not None:
+        return LinearState(keys.weights.mT @ (values * keys.log_scale.exp()), keys.reference)
+    largest = keys.log_scale.detach().amax(dim=-2, keepdim=True)
+    return LinearState(keys.weights.mT @ (values * (keys.log_scale - floor(largest)).exp()), largest)
+
+
+def visible_scale(keys: ScaledKeys, rows: int) -> Tensor:
+    """Scale of the keys of a chunk up to each row's own, [… rows 1]."""
+    scale = keys.log_scale.detach().cummax(dim=-2).values
+    if keys.reference is not None:
+        scale = scale + _LARGEST[scale.dtype]
+    group = rows // scale.shape[-2]
+    return scale.repeat(1, 1, group, 1) if group > 1 else scale
+
+
+def running_states(states: LinearState, *, reverse: bool = False) -> LinearState:
+    """The state after each chunk, or from each chunk on, [flat_heads chunks …]."""
+    if reverse:
+        turned = running_states(LinearState(*(x.flip(1) for x in states)))
+        return LinearState(*(x.flip(1) for x in turned))
+    chunks = states.sums.shape[1]
+    if chunks <= _RADIX:
+        return _running(states)
+    groups = -(-chunks // _RADIX)
+    missing = groups * _RADIX - chunks
+    padded = (
+        F.pad(x, (0, 0, 0, 0, 0, missing), value=value)
+        for x, value in zip(states, (0.0, -torch.inf), strict=True)
+    )
+    within = _running(LinearState(*(x.unflatten(1, (groups, _RADIX)).flatten(0, 1) for x in padded)))
+    within = LinearState(*(x.unflatten(0, (len(states.sums), groups)) for x in within))
+    totals = running_states(LinearState(*(x[:, :, -1] for x in within)))
+    before = (
+        F.pad(x[:, :-1], (0, 0, 0, 0, 1, 0), value=value).unsqueeze(2)
+        for x, value in zip(totals, (0.0, -torch.inf), strict=True)
+    )
+    return LinearState(*(x.flatten(1, 2)[:, :chunks] for x in _merged(within, LinearState(*before))))
+
+
+def _running(states: LinearState) -> LinearState:
+    reference = states.log_scale.detach().cummax(dim=1).values
+    # [flat_heads features|1 chunks …]: with one scale for all features their sums are one row.
+    scales, upto = (x.squeeze(2).mT for x in (states.log_scale, reference))
+    factors = (scales.unsqueeze(-2) - floor(upto).unsqueeze(-1)).exp().tril()
+    rows = states.sums.unflatten(2, (scales.shape[1], -1)).transpose(1, 2)
+    sums = factors @ rows.flatten(3)
+    return LinearState(sums.unflatten(3, rows.shape[3:]).transpose(1, 2).flatten(2, 3), reference)
+
+
+def _merged(left: LinearState, right: LinearState) -> LinearState:
+    reference = torch.maximum(left.log_scale, right.log_scale)
+    sums: list[Tensor] = [(x.log_scale - floor(reference)).exp().mT * x.sums for x in (left, right)]
+    return LinearState(sums[0] + sums[1], reference)
+
+
+def segments(inputs: LinearInputs, length: int | None = None) -> list[slice]:
+    """Consecutive segments of the queries, or of a length, in whole chunks."""
+    length = inputs.q.shape[-2] if length is None else length
+    if tuned_for_cpu(inputs.q):
+        return parts(length, max(min(held_tokens(inputs, _CACHED) // CHUNK, _FEW), 1) * CHUNK)
+    return parts(length, max(held_tokens(inputs) // _LARGE_CHUNK, 1) * _LARGE_CHUNK)
+
+
+def _chunk(inputs: LinearInputs) -> int:
+    return CHUNK if tuned_for_cpu(inputs.q) else _LARGE_CHUNK
+
+
+class Segment(NamedTuple):
+    """Some queries and the keys at their positions, padded to whole chunks.
+
+    Attributes:
+        inputs: The padded inputs.
+        part: Positions of the queries among all queries.
+        positions: Positions of the keys among all keys.
+        size: Tokens per chunk.
+    """
+
+    inputs: LinearInputs
+    part: slice
+    positions: slice
+    size: int
+
+    @classmethod
+    def of(cls, inputs: LinearInputs, part: slice) -> "Segment":
+        before, tokens = inputs.k.shape[-2] - inputs.q.shape[-2], part.stop - part.start
+        chunks = -(-tokens // _chunk(inputs))
+        size = -(-tokens // (chunks * _MULTIPLE)) * _MULTIPLE if chunks > 1 else tokens
+        positions = slice(part.start + before, part.stop + before)
+        mask, missing = inputs.mask(positions), chunks * size - tokens
+        if missing:
+            mask = inputs.q.new_ones(len(inputs.q), tokens, dtype=torch.bool) if mask is None else mask
+            mask = F.pad(mask, (0, missing))
+        q = _padded(inputs.q[..., part, :], missing)
+        k, v = (_padded(x[..., positions, :], missing) for x in (inputs.k, inputs.v))
+        return cls(inputs._replace(q=q, k=k, v=v, key_mask=mask), part, positions, size)
+
+    def query_rows(self) -> Tensor:
+        """Scaled queries, chunk by chunk, [batch kv_heads chunks·rows head_dim]."""
+        return self._by_chunks(upcast(self.inputs.q)) * self.inputs.query_factor
+
+    def key_rows(self) -> Tensor:
+        """Scaled keys, [batch kv_heads chunks·size head_dim]."""
+        return self.inputs.key_rows(_ALL)
+
+    def query_features(self, rows: Tensor) -> Features:
+        """Features of query rows, in chunks."""
+        return _each(self.inputs.query_features(rows), _flat, self.size * self.inputs.group)
+
+    def key_features(self, rows: Tensor) -> Features:
+        """Features of key rows, in chunks; scale −inf for masked keys."""
+        return _each(self.inputs.key_features(rows, _ALL), _flat, self.size)
+
+    def query_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
+        """Gradient with respect to the queries [batch heads tokens head_dim], from their features'."""
+        whole = (_each(x, _whole, self.inputs.k.shape[1]) for x in (features, grad))
+        return self._tokens(self.inputs.query_gradient(rows, *whole))
+
+    def key_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
+        """Gradient with respect to the keys [batch kv_heads tokens head_dim], from their features'."""
+        whole = (_each(x, _whole, self.inputs.k.shape[1]) for x in (features, grad))
+        return self.inputs.key_gradient(rows, *whole)[..., : self._length, :]
+
+    def values(self) -> Tensor:
+        """Values with a column of ones, in chunks."""
+        return _flat(with_ones(self.inputs.real_rows(self.inputs.v, _ALL)), self.size)
+
+    def value_gradient(self, grad: Tensor) -> Tensor:
+        """Gradient with respect to the values, [batch kv_heads tokens value_dim], from that in chunks."""
+        return _whole(grad, self.inputs.k.shape[1])[..., : self._length, :]
+
+    def rows(self, x: Tensor, fill: float = 0.0) -> Tensor:
+        """Rows of this segment in chunks, out of [batch heads q_tokens dim]."""
+        padded = _padded(upcast(x[..., self.part, :]), self.inputs.q.shape[-2] - self._length, fill)
+        return _flat(self._by_chunks(padded), self.size * self.inputs.group)
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """Rows in chunks as [batch heads tokens dim], the inverse of `rows`."""
+        return self._tokens(_whole(rows, self.inputs.k.shape[1]))
+
+    @property
+    def _length(self) -> int:
+        return self.part.stop - self.part.start
+
+    def _tokens(self, rows: Tensor) -> Tensor:
+        chunks = rows.unflatten(2, (-1, self.inputs.group, self.size))
+        return chunks.transpose(2, 3).flatten(3, 4).flatten(1, 2)[..., : self._length, :]
+
+    def _by_chunks(self, x: Tensor) -> Tensor:
+        """[batch heads tokens dim] as [batch kv_heads chunks·group·size dim]."""
+        groups = (self.inputs.k.shape[1], self.inputs.group)
+        chunks = x.unflatten(1, groups).unflatten(3, (x.shape[2] // self.size, self.size))
+        return chunks.transpose(2, 3).flatten(2, 4)
+
+
+def _flat(x: Tensor, rows: int) -> Tensor:
+    """[batch kv_heads chunks·rows dim] as [flat_heads chunks rows dim]."""
+    return x.flatten(0, 1).unflatten(1, (x.shape[2] // rows, rows))
+
+
+def _whole(x: Tensor, kv_heads: int) -> Tensor:
+    """Inverse of `_flat`."""
+    return x.flatten(1, 2).unflatten(0, (-1, kv_heads))
+
+
+def _each(features: Features, change: Callable[[Tensor, int], Tensor], number: int) -> Features:
+    scale, values = features
+    return Features(change(scale, number), None if values is None else change(values, number))
+
+
+def _padded(x: Tensor, missing: int, fill: float = 0.0) -> Tensor:
+    return F.pad(x, (0, 0, 0, missing), value=fill) if missing else x

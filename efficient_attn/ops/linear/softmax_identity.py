@@ -1,0 +1,262 @@
+"""Full linear attention with exponential features as two softmaxes, by fused kernels.
+
+With φ_f(q) = exp(q·w_f) and φ_f(k) = exp(k·w_f + b_k), b_k = −|k|²/2,
+
+    Σ_f φ_f(q) Σ_j φ_f(k_j) v_j / Σ_f φ_f(q) Σ_j φ_f(k_j) = Σ_f softmax_f(q·w_f + z_f) m_f,
+    z_f = log Σ_j exp(k_j·w_f + b_j),   m_f = Σ_j softmax_j(k_j·w_f + b_j) v_j:
+
+attention of the directions to the keys, then of the queries to the directions. Features are never
+materialised, no exponent leaves the range, so that no guard is needed, and the state has denominators of 1.
+
+Backward, with p_tf = softmax_f(q_t·w_f + z_f) and r_fj = softmax_j(k_j·w_f + b_j), the output is
+Σ_f p_tf m_f. With δ_t = g_t·out_t, the gradients of the exponents s_tf of queries and u_jf of keys are
+
+    ∂s_tf = p_tf (g_t·m_f − δ_t),   M_f = Σ_t p_tf g_t,   ε_f = Σ_t p_tf δ_t,
+    ∂u_jf = r_fj (v_j·M_f − ε_f),   ∂v_j = Σ_f r_fj M_f.
+
+On a GPU attention of some hundred directions to all keys has few blocks of rows, which would occupy few
+multiprocessors: 16 heads of 256 directions are 32 programs. The keys are therefore split into parts in the
+batch, and means over parts are merged by their log-sum-exps.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
+from efficient_attn.ops.grouped_queries import fold, unfold
+from efficient_attn.ops.linear.inputs import (
+    LOG2_E,
+    ExpKernel,
+    LinearInputs,
+    Outputs,
+    chunks,
+    new_outputs,
+    power,
+)
+from efficient_attn.ops.linear.state import LinearState, finite, with_ones
+from efficient_attn.ops.softmax import cpu_flash, flex
+
+# Programs for each multiprocessor: with some of each, none waits long for the last.
+_PROGRAMS = 4
+# Keys of the shortest part, below which the directions are read for few keys.
+_KEYS = 256
+# Tokens per kernel call if they have to be converted or masked first; otherwise one call takes all tokens.
+# From 768 rows on the kernel processes 256 rows at a time instead of 64.
+_PIECE = 768
+
+
+def num_parts(keys: int, programs: int, multiprocessors: int) -> int:
+    """Parts of the keys, a power of two.
+
+    Args:
+        programs: Number of programs without a split.
+    """
+    most = max(min(math.ceil(_PROGRAMS * multiprocessors / programs), keys // _KEYS), 1)
+    parts = 2 ** (most.bit_length() - 1)
+    # Unequal parts are padded, which copies all keys: fewer, equal parts that occupy the device are better.
+    equal = math.gcd(parts, keys)
+    return equal if equal * programs >= multiprocessors else parts
+
+
+def rounded_directions(inputs: LinearInputs) -> LinearInputs:
+    """The same inputs with directions in the dtype of q, as the kernel reads them.
+
+    Rounding then draws other directions, for queries and keys alike; directions rounded on one side alone
+    would add an error to every exponent.
+    """
+    assert inputs.directions is not None
+    return inputs._replace(directions=inputs.directions.to(inputs.q.dtype))
+
+
+def mean_values_of_parts(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
+    """float32 means of the values, [batch kv_heads features value_dim], and log-sum-exps of the exponents."""
+    batch, kv_heads, keys = inputs.k.shape[:3]
+    rows = math.ceil(inputs.num_features / flex.BLOCK_ROWS)
+    parts = num_parts(keys, batch * kv_heads * rows, _multiprocessors(inputs.k.device))
+    k, v = (zero_masked(x, inputs.key_mask) for x in (inputs.k, inputs.v))
+    bias = torch.linalg.vector_norm(k, dim=-1, keepdim=True, dtype=upcast_dtype(k.dtype))
+    bias = bias.square_().mul_(-abs(inputs.scale) / 2)
+    if inputs.key_mask is not None:
+        bias = bias.masked_fill_(~inputs.key_mask[:, None, :, None], -torch.inf)
+    tensors = _split(k, parts), _split(v, parts), _split(bias, parts, -torch.inf).mT
+    outputs = flex.attend(_directions(inputs, batch * parts), *tensors, math.sqrt(abs(inputs.scale)))
+    means, log_sums = _joined_parts(*(upcast(x).unflatten(0, (batch, parts)) for x in outputs))
+    if inputs.key_mask is not None:
+        log_sums = log_sums.masked_fill_(~inputs.key_mask.any(dim=-1)[:, None, None], -torch.inf)
+    return means, log_sums
+
+
+def read_fused(inputs: LinearInputs, means: Tensor, log_sums: Tensor) -> Outputs:
+    """Attention of the queries to the directions, with the mean values of the keys."""
+    w = _directions(inputs, len(inputs.k)) * math.copysign(1.0, inputs.scale)
+    factor = math.sqrt(abs(inputs.scale))
+    out, logarithm = flex.attend(inputs.q, w, means.to(w.dtype), log_sums.unsqueeze(-2), factor)
+    logarithm = logarithm.unsqueeze(-1)
+    if inputs.key_mask is not None:
+        logarithm = logarithm.masked_fill(~inputs.key_mask.any(dim=-1)[:, None, None, None], torch.inf)
+    return Outputs(out.contiguous(), logarithm, torch.zeros_like(logarithm, dtype=torch.bool))
+
+
+def _split(x: Tensor, parts: int, padding: float = 0.0) -> Tensor:
+    """[batch kv_heads keys dim] as [batch·parts kv_heads keys/parts dim], padded to equal parts."""
+    size = math.ceil(x.shape[2] / parts)
+    if missing := parts * size - x.shape[2]:
+        x = F.pad(x, (0, 0, 0, missing), value=padding)
+    return x.unflatten(2, (parts, size)).transpose(1, 2).flatten(0, 1)
+
+
+def _joined_parts(means: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Means over the keys of all parts [batch parts …], and their joint log-sum-exps."""
+    joint = log_sums.logsumexp(dim=1)
+    shares = (log_sums - joint.unsqueeze(1)).exp_().unsqueeze(-1)
+    return (shares * means).sum(dim=1), joint
+
+
+def _directions(inputs: LinearInputs, batch: int) -> Tensor:
+    """The w of each feature, [batch kv_heads features head_dim]."""
+    w = inputs.exponents().to(inputs.q.dtype)
+    return w.expand(batch, inputs.k.shape[1], *w.shape[-2:]).contiguous()
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def suits(inputs: LinearInputs) -> bool:
+    """Whether the features are exponential and a fused kernel supports these tensors."""
+    return inputs.map.exponential and (cpu_flash.available(*inputs[:3]) or flex.available(*inputs[:3]))
+
+
+def two_softmaxes(inputs: LinearInputs) -> tuple[Outputs, LinearState]:
+    """The output of every query, and the state of all keys.
+
+    Raises:
+        NotCompiledError: If a GPU's kernel cannot be compiled.
+    """
+    on_gpu = flex.available(*inputs[:3])
+    inputs = rounded_directions(inputs) if on_gpu else inputs
+    means, log_sums = (mean_values_of_parts if on_gpu else _mean_values)(inputs)
+    log_sums = log_sums - math.log(inputs.num_features) / 2
+    if inputs.log_weights is not None:
+        log_sums = log_sums + inputs.log_weights.to(log_sums.dtype).squeeze(-2)
+    log_sums = log_sums.contiguous()
+    out = (read_fused if on_gpu else _read)(inputs, means, log_sums)
+    return out, LinearState(with_ones(means[..., : inputs.v.shape[-1]]), log_sums.unsqueeze(-2))
+
+
+def _mean_values(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
+    """m [batch kv_heads features dim], and z [batch kv_heads features] without the constants of features."""
+    w, factor = inputs.exponents(), math.sqrt(abs(inputs.scale))
+    w = _pad_width(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs)
+    means, log_sums = None, None
+    for part in _pieces(inputs.k, inputs, masked=inputs.key_mask is not None):
+        part_means, logarithm = _mean_values_of(inputs, part, w, factor)
+        if means is None or log_sums is None:
+            means, log_sums = part_means, logarithm
+        else:
+            means, log_sums = _join(means, log_sums, part_means, logarithm)
+    assert means is not None and log_sums is not None
+    return means, log_sums
+
+
+def _mean_values_of(inputs: LinearInputs, part: slice, w: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Means over a chunk of keys, and their log-sum-exps."""
+    k, v = (_pad_width(inputs.real_rows(x, part), inputs) for x in (inputs.k, inputs.v))
+    bias = torch.linalg.vector_norm(k, dim=-1).square_().mul_(-abs(inputs.scale) / 2)
+    real = None if inputs.key_mask is None else inputs.key_mask[:, None, part]
+    if real is not None:
+        bias = bias.masked_fill_(~real, -torch.inf)
+    means, logarithm = cpu_flash.attend(w, k, v, bias.unsqueeze(-2), factor)
+    if real is not None:
+        logarithm = logarithm.masked_fill(~real.any(dim=-1, keepdim=True), -torch.inf)
+    return means, logarithm
+
+
+def _join(means: Tensor, log_sums: Tensor, others: Tensor, logarithms: Tensor) -> tuple[Tensor, Tensor]:
+    """Means over the keys of both chunks, and their joint log-sum-exps."""
+    both = torch.logaddexp(log_sums, logarithms)
+    reference = finite(both)
+    share, other_share = ((x - reference).exp().unsqueeze(-1) for x in (log_sums, logarithms))
+    return share * means + other_share * others, both
+
+
+def _read(inputs: LinearInputs, means: Tensor, log_sums: Tensor) -> Outputs:
+    """Attention of the queries to the directions, with the mean values of the keys."""
+    w = inputs.exponents()
+    w = _pad_width(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs) * math.copysign(1.0, inputs.scale)
+    pieces = _pieces(inputs.q, inputs, masked=False)
+    # One call in the right dtype returns the output itself, without a copy.
+    if len(pieces) == 1 and inputs.q.dtype is means.dtype:
+        rows = _read_rows(inputs, pieces[0], w, means, log_sums)
+        return Outputs(*(unfold(x, inputs.q.shape[1]).contiguous() for x in rows))
+    outputs = new_outputs(inputs.q, inputs.v)
+    for part in pieces:
+        outputs.put(part, _read_rows(inputs, part, w, means, log_sums))
+    return outputs
+
+
+def _read_rows(inputs: LinearInputs, part: slice, w: Tensor, means: Tensor, log_sums: Tensor) -> Outputs:
+    """Outputs of a chunk of queries, grouped by key head."""
+    rows = _pad_width(fold(upcast(inputs.q[..., part, :]), inputs.k.shape[1]), inputs)
+    factor = math.sqrt(abs(inputs.scale))
+    out, logarithm = cpu_flash.attend(rows, w, means, log_sums.unsqueeze(-2), factor)
+    logarithm = logarithm.unsqueeze(-1)
+    if inputs.key_mask is not None:
+        fully_masked = (log_sums == -torch.inf).all(dim=-1)[..., None, None]
+        logarithm.masked_fill_(fully_masked, torch.inf)
+    return Outputs(out[..., : inputs.v.shape[-1]], logarithm, torch.zeros_like(logarithm, dtype=torch.bool))
+
+
+def _pieces(x: Tensor, inputs: LinearInputs, *, masked: bool) -> list[slice]:
+    length, untouched = x.shape[-2], x.dtype is upcast(x[:0]).dtype and not masked
+    if untouched and inputs.q.shape[-1] == inputs.v.shape[-1]:
+        return [slice(0, length)]
+    return [slice(start, min(start + _PIECE, length)) for start in range(0, length, _PIECE)]
+
+
+def _pad_width(x: Tensor, inputs: LinearInputs) -> Tensor:
+    """`x` padded to the common width that the kernel requires; zero columns change no product."""
+    missing = max(inputs.q.shape[-1], inputs.v.shape[-1]) - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+
+
+def two_softmaxes_gradients(
+    inputs: LinearInputs, grad_out: Tensor, out: Tensor, logarithm: Tensor, state: LinearState
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients with respect to q, k and v.
+
+    Args:
+        grad_out: Output gradient, [batch heads q_tokens value_dim].
+        logarithm: Log denominator of each row, [batch heads q_tokens 1]; +inf: no key.
+        state: State of all keys.
+    """
+    if flex.available(*inputs[:3]):
+        inputs = rounded_directions(inputs)
+    kernel = ExpKernel(inputs, shared_buffer=True)
+    grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
+    ones = state.sums[..., -1:]
+    means = (state.sums[..., :-1] / ones.masked_fill(ones == 0, 1.0)).flatten(0, 1)
+    sums = finite(state.log_scale + ones.mT.log()).mul_(LOG2_E).flatten(0, 1)
+    grad_means, deltas = torch.zeros_like(means), torch.zeros_like(means[..., :1])
+    for part in chunks(inputs, inputs.q.shape[-2]):
+        g = inputs.flatten_heads(grad_out, part)
+        delta = (g * inputs.flatten_heads(out, part)).sum(dim=-1, keepdim=True)
+        rows, offset = (
+            inputs.flatten_heads(inputs.q, part),
+            inputs.flatten_heads(logarithm, part).mul(-LOG2_E),
+        )
+        p = power(kernel.query_exponents(rows, offset).add_(sums))
+        grad = torch.baddbmm(delta, g, means.mT, beta=-1, out=kernel.buffer("gradients", rows)).mul_(p)
+        grad_q[..., part, :] = inputs.unflatten_heads(kernel.query_gradient(grad))
+        grad_means.baddbmm_(p.mT, g)
+        deltas.baddbmm_(p.mT, delta)
+    for part in chunks(inputs, inputs.k.shape[-2]):
+        keys, v = inputs.flat_keys_and_values(part)
+        r = power(kernel.real_key_exponents(keys, part).sub_(sums))
+        grad = torch.bmm(v, grad_means.mT, out=kernel.buffer("gradients", keys)).sub_(deltas.mT).mul_(r)
+        grad_k[..., part, :] = kernel.key_gradient(keys, grad).view_as(grad_k[..., part, :])
+        grad_v[..., part, :] = torch.bmm(r, grad_means).view_as(grad_v[..., part, :])
+    return grad_q, grad_k, grad_v

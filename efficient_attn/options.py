@@ -1,0 +1,68 @@
+"""Fields of options classes, and checks of options."""
+
+from collections.abc import Iterable
+from dataclasses import field, fields
+from typing import Any
+
+from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
+from efficient_attn.problem import LARGEST
+
+# Name of the option that makes a backend a random draw.
+SEED = "seed"
+
+
+def option(default: Any, help: str, *, added: bool = False) -> Any:
+    """Field of an options class, with its default and one line of help for listings and command lines.
+
+    Args:
+        added: Whether records exist that were written before the option: at its default a case leaves it
+            out, so that it equals the cases of these.
+    """
+    return field(default=default, metadata={"help": help, "added": added})
+
+
+def resolved(options: Any, *, causal: bool) -> Any:
+    """The options with the defaults that depend on causality, if any do."""
+    return options.resolved(causal=causal) if hasattr(type(options), "resolved") else options
+
+
+def recorded(options: Any) -> dict[str, Any]:
+    """Options by name, as cases and checkpoints hold them."""
+    return {
+        item.name: value
+        for item in fields(options)
+        if (value := getattr(options, item.name)) != item.default or not item.metadata.get("added")
+    }
+
+
+def one_of(name: str, value: object, choices: Iterable[str]) -> None:
+    """Refuse a value outside the choices."""
+    names = list(choices)
+    if value not in names:
+        raise UnknownNameError(f"choice of {name}", str(value), names)
+
+
+def probability(name: str, value: object) -> None:
+    """Refuse anything but a number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise DtypeError(f"{name} is a number, not {value!r}.")
+    if not 0 <= value < 1:
+        raise OptionError(f"{name} is at least 0 and below 1, not {value}.")
+
+
+def whole_number(name: str, value: object) -> None:
+    """Refuse anything but a whole number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise DtypeError(f"{name} is a whole number, not {value!r}.")
+    if not 0 <= value <= LARGEST:
+        bound = "at least 0" if value < 0 else f"at most {LARGEST}"
+        raise OptionError(f"{name} is {bound}, not {value}.")
+
+
+def positive_number(name: str, value: float) -> float:
+    """The value; refuse anything but a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise DtypeError(f"{name} is a number, not {value!r}.")
+    if not 0 < value < float("inf"):
+        raise OptionError(f"{name} is a finite number above 0, not {value}.")
+    return value

@@ -1,0 +1,84 @@
+"""Output of a backend by its definition in `efficient_attn.ops.naive`, with the parameters that it holds."""
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import efficient_attn as ea
+from efficient_attn.ops import naive
+
+
+def by_definition(
+    backend: ea.Backend, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None
+) -> Tensor:
+    """Output of any backend but `window-clusters`, differentiable in inputs and parameters."""
+    name, problem, core = backend.spec.name, backend.problem, backend.core
+    masked = {"scale": problem.factor, "key_mask": key_mask}
+    if name == "linformer":
+        mixing = {"mix_keys": core.mix_keys, "mix_values": core.mix_values}
+        return naive.linformer(q, k, v, **mixing, **masked)
+    masked["causal"] = problem.causal
+    if name in ("exact", "exact-dense"):
+        return naive.softmax_attention(q, k, v, **masked)
+    if name == "window":
+        sizes = {"window": backend.options.window, "global_tokens": backend.options.global_tokens}
+        return naive.softmax_attention(q, k, v, **masked, **sizes)
+    if name in ("performer-oprf", "performer-full"):
+        return dense_exponential(core.features, q, k, v, **masked)
+    if name == "linear-hedgehog":
+        return hedgehog(core.features, q, k, v, backend.options.features == "softmax", **masked)
+    if name in FIXED:
+        return naive.linear_attention(q, k, v, FIXED[name], **masked)
+    features = partial(RANDOM[name], w=core.features.projection.double())
+    return naive.linear_attention(q, k, v, features, **masked)
+
+
+RANDOM = {
+    "performer-positive": naive.positive_features,
+    "performer-hyperbolic": naive.hyperbolic_features,
+    "performer-trig": naive.trigonometric_features,
+    "linear-relu": naive.relu_features,
+}
+FIXED = {
+    "linear-elu": naive.elu_features,
+    "linear-taylor-1": partial(naive.taylor_features, order=1),
+    "linear-taylor-2": partial(naive.taylor_features, order=2),
+}
+
+
+def dense_exponential(fit, q, k, v, *, scale, **options):
+    """Each key head has parameters of its own, and transforms of queries and keys if they were fitted."""
+    outs = []
+    for head, (keys, values) in enumerate(zip(k.split(1, dim=1), v.split(1, dim=1), strict=True)):
+        queries = q.chunk(k.shape[1], dim=1)[head]
+        if len(fit.shift):
+            # √s q and √s k are transformed, and stand here without their scale.
+            root = abs(scale) ** 0.5
+            queries = math.copysign(root, scale) * queries @ fit.query_transform[head].mT
+            keys = (root * keys - fit.shift[head]) @ fit.key_transform[head].mT
+        features = partial(
+            naive.dense_exponential_features,
+            w=fit.random.projection.double(),
+            a=fit.curvatures[head % len(fit.curvatures)].double(),
+        )
+        factor = 1.0 if len(fit.shift) else scale
+        outs.append(naive.linear_attention(queries, keys, values, features, scale=factor, **options))
+    return torch.cat(outs, dim=1)
+
+
+def hedgehog(maps, q, k, v, normalised, **options):
+    """Each query head has maps of its own, or all heads have the same."""
+    k, v = (naive.for_query_heads(x, q) for x in (k, v))
+    outs = []
+    for head in range(q.shape[1]):
+        index = head if len(maps.query_weight) > 1 else 0
+        sides = ((maps.query_weight, maps.query_bias), (maps.key_weight, maps.key_bias))
+        of_queries, of_keys = (
+            partial(naive.hedgehog_features, weight=weight[index], bias=bias[index, 0], normalised=normalised)
+            for weight, bias in sides
+        )
+        one_head = (x[:, head : head + 1] for x in (q, k, v))
+        outs.append(naive.linear_attention(*one_head, of_queries, key_features=of_keys, **options))
+    return torch.cat(outs, dim=1)

@@ -1,0 +1,397 @@
+"""Chunks of linear attention: sizes, scales, weak rows and states, against the definition in float64."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from definitions import by_definition
+from reference import random_mask, random_qkv, reference_linear, worst_row
+
+import efficient_attn as ea
+from efficient_attn.ops import paths
+from efficient_attn.ops.linear import causal_exponential, scaled_chunks, segments, weak_chunks
+from efficient_attn.ops.linear import inputs as linear_inputs
+from efficient_attn.ops.linear import state as linear_state
+from efficient_attn.ops.linear.scaled_chunks import running_states
+from efficient_attn.ops.linear.state import LinearState
+from efficient_attn.ops.paths import VARIABLE, tuned_for_cpu
+
+SIGNED_AND_POSITIVE = ["performer-trig", "linear-elu"]
+LINEAR = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
+
+
+def built(name, scale=None, *, head_dim=4, causal=True):
+    size = ea.spec(name).size_option
+    sizes = {size: 2 * head_dim} if size else {}
+    backend = ea.build(name, head_dim=head_dim, causal=causal, scale=scale, **sizes).double()
+    if backend.needs_calibration:
+        backend.calibrate(*random_qkv(1, 4, 2, 32, 32, head_dim, seed=9)[:2])
+    return backend
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "path"), [("linear-elu", ""), ("linear-elu", "torch"), ("performer-positive", "torch")]
+)
+def test_scales_far_from_zero_lose_no_digits(name, path, dtype, monkeypatch):
+    monkeypatch.setenv(VARIABLE, path)
+    backend = built(name)
+    tensors = [x.to(dtype).requires_grad_() for x in random_qkv(2, 4, 2, 192, 192, head_dim=4)]
+    actual = backend.to(dtype)(*tensors)
+    precise = [x.detach().double().requires_grad_() for x in tensors]
+    expected = by_definition(backend.double(), *precise)
+    grad = torch.randn_like(expected).to(dtype)
+    # Some roundings of exponents below 4 and of sums of 192 terms; exponents of 300 or 40 would have more.
+    bound = 16 * torch.finfo(dtype).eps
+    for left, right in zip(
+        (actual, *torch.autograd.grad(actual, tensors, grad)),
+        (expected, *torch.autograd.grad(expected, precise, grad.double())),
+        strict=True,
+    ):
+        assert (left - right).norm() <= bound * right.norm()
+
+
+@pytest.mark.parametrize("weak", [False, True])
+@pytest.mark.parametrize("path", ["", "torch"])
+@pytest.mark.parametrize("name", ["linear-elu", "linear-relu", "performer-positive", "performer-trig"])
+def test_outputs_and_gradients_over_ragged_segments_are_those_of_the_definition(
+    name, path, weak, monkeypatch
+):
+    monkeypatch.setenv(VARIABLE, path)
+    backend = built(name)
+    q, k, v = (x.requires_grad_() for x in random_qkv(2, 4, 2, 45, 53, head_dim=4))
+    # Chunks of 8 tokens, 4 of them in the first segment and 13 tokens in the second; a scan in groups of 2.
+    for constant, size in {"CHUNK": 8, "_LARGE_CHUNK": 8, "_MULTIPLE": 4}.items():
+        monkeypatch.setattr(scaled_chunks, constant, size)
+    inputs = backend.core.features(q, k, v, None, 1.0)
+    for module, constant in ((scaled_chunks, "_CACHED"), (paths, "HELD")):
+        monkeypatch.setattr(module, constant, 32 * 2 * 4 * inputs.num_features)
+    assert scaled_chunks.segments(inputs) == [slice(0, 32), slice(32, 45)]
+    monkeypatch.setattr(scaled_chunks, "_RADIX", 2)
+    monkeypatch.setattr(weak_chunks, "_BLOCK", 2)
+    if weak:
+        # Every row of exponential features is weak.
+        monkeypatch.setitem(weak_chunks._WEAK, torch.float64, 1e4)
+    # No key is visible to the rows of the first three chunks.
+    mask = random_mask(2, 53)
+    mask[1, :34] = False
+    expected = by_definition(backend, q, k, v, key_mask=mask)
+    actual = backend(q, k, v, key_mask=mask)
+    for left, right in zip(
+        (actual, *torch.autograd.grad(actual.sin().sum(), (q, k, v))),
+        (expected, *torch.autograd.grad(expected.sin().sum(), (q, k, v))),
+        strict=True,
+    ):
+        # Relative to the largest: trigonometric rows near a zero sum dominate.
+        assert (left - right).abs().max() <= 1e-10 * right.abs().max()
+
+
+@pytest.mark.parametrize("features", [1, 3])
+@pytest.mark.parametrize("number", [1, 2, 3, 5, 9])
+def test_running_states_are_sums_over_the_chunks_up_to_each(number, features, monkeypatch):
+    # Groups of groups of two.
+    monkeypatch.setattr(scaled_chunks, "_RADIX", 2)
+    generator = torch.Generator().manual_seed(number)
+    sums = torch.randn(2, number, 3, 4, generator=generator, dtype=torch.float64)
+    scales = 5 * torch.randn(2, number, 1, features, generator=generator, dtype=torch.float64)
+    scales[0, :2], sums[0, :2] = -torch.inf, 0.0
+    for reverse in (False, True):
+        actual = running_states(LinearState(sums, scales), reverse=reverse)
+        for chunk in range(number):
+            part = slice(chunk, None) if reverse else slice(0, chunk + 1)
+            largest = scales[:, part].amax(dim=1, keepdim=True)
+            factors = (scales[:, part] - largest.clamp_min(-1e30)).exp().mT
+            assert torch.equal(actual.log_scale[:, chunk], largest[:, 0])
+            # Nine terms of at most four, each with the rounding of a power and of a product.
+            expected = (factors * sums[:, part]).sum(dim=1)
+            assert (actual.sums[:, chunk] - expected).abs().max() <= 9 * 4 * 8 * torch.finfo(sums.dtype).eps
+
+
+@pytest.mark.parametrize(
+    ("path", "scale", "masked"),
+    [("", None, False), ("", -0.4, False), ("", None, True), ("torch", None, False), ("torch", -0.4, True)],
+)
+@pytest.mark.parametrize("name", LINEAR)
+def test_tokens_after_a_state_have_the_rows_of_one_call(name, path, scale, masked, monkeypatch):
+    monkeypatch.setenv(VARIABLE, path)
+    backend, inputs = built(name, scale), random_qkv(2, 4, 2, 24, 24, head_dim=4)
+    # The longest key comes with a decoding step, and the state goes to its scale.
+    inputs[1][..., 9, :] *= 3
+    mask = random_mask(2, 24) if masked else None
+    expected = backend(*inputs, key_mask=mask)
+    for constant, size in {"CHUNK": 8, "_LARGE_CHUNK": 8, "_MULTIPLE": 4}.items():
+        monkeypatch.setattr(scaled_chunks, constant, size)
+    state, rows = None, []
+    # Two chunks with padding, decoding steps, and padding again.
+    for start, stop in pairwise([0, 9, 10, 11, 24]):
+        part = None if mask is None else mask[:, start:stop]
+        out, state = backend.extend(*(x[..., start:stop, :] for x in inputs), state, key_mask=part)
+        rows.append(out)
+    assert (torch.cat(rows, dim=-2) - expected).abs().max() <= 1e-11 * expected.abs().max()
+
+
+def test_a_share_of_all_chunks_is_computed_again_on_other_devices(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "torch")
+    monkeypatch.setattr(weak_chunks, "_FEATURES", 1)
+    (actual,) = weak_chunks.weak_chunks(torch.ones(2, 64, 4, 1, dtype=torch.bool), 8)
+    assert len(actual) == 2 * 64 // weak_chunks._SHARE
+
+
+@pytest.mark.parametrize(("path", "masked"), [("", False), ("torch", False), ("torch", True)])
+@pytest.mark.parametrize("name", LINEAR)
+def test_gradients_through_a_state_are_those_of_one_call(name, path, masked, monkeypatch):
+    monkeypatch.setenv(VARIABLE, path)
+    backend = built(name)
+    inputs = [x.requires_grad_() for x in random_qkv(2, 4, 2, 24, 24, head_dim=4)]
+    # The first keys of a batch entry are masked, one more than the first call has.
+    mask = (torch.arange(24) > torch.tensor([[-1], [9]])) if masked else None
+    masks = (None, None) if mask is None else mask.split([9, 15], dim=1)
+    expected = torch.autograd.grad(backend(*inputs, key_mask=mask).sin().sum(), inputs)
+    first, state = backend.extend(*(x[..., :9, :] for x in inputs), key_mask=masks[0])
+    second, _ = backend.extend(*(x[..., 9:, :] for x in inputs), state, key_mask=masks[1])
+    actual = torch.autograd.grad(torch.cat([first, second], dim=-2).sin().sum(), inputs)
+    for left, right in zip(actual, expected, strict=True):
+        assert (left - right).abs().max() <= 1e-10 * right.abs().max()
+
+
+@pytest.mark.parametrize("path", ["", "torch"])
+def test_gradients_through_a_state_stay_finite_where_keys_grow(path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, path)
+    q, k, v = (x.float() for x in random_qkv(1, 2, 2, 40, 40, head_dim=4))
+    inputs = [x.requires_grad_() for x in (q, k * torch.linspace(0.05, 60, 40)[:, None], v)]
+    for name in LINEAR:
+        backend = built(name).float()
+        _, state = backend.extend(*(x[..., :10, :] for x in inputs))
+        out, _ = backend.extend(*(x[..., 10:, :] for x in inputs), state)
+        for gradient in torch.autograd.grad(out.sin().sum(), inputs):
+            assert gradient.isfinite().all(), name
+
+
+def test_the_variable_chooses_the_path_of_other_devices(monkeypatch):
+    x = torch.ones(1)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert tuned_for_cpu(x)
+    assert not tuned_for_cpu(x.to("meta"))
+    monkeypatch.setenv(VARIABLE, "torch")
+    assert not tuned_for_cpu(x)
+
+
+def rising(norm):
+    """Inputs whose keys grow, so that early rows of a chunk see only keys far below its largest."""
+    q, k, v = random_qkv(1, 2, 2, 150, 150, head_dim=8, value_dim=4)
+    growth = torch.linspace(0.05, norm, 150, dtype=torch.float64)[:, None]
+    return [q, k * growth, v]
+
+
+@pytest.mark.parametrize("path", ["", "torch"])
+@pytest.mark.parametrize("name", ["performer-positive", "linear-elu"])
+def test_gradients_are_right_where_weak_chunks_are_computed_again(name, path, monkeypatch):
+    actual, read = [], weak_chunks.weak_chunks
+
+    def recorded(*args):
+        for chunks in read(*args):
+            actual.extend(chunks.tolist())
+            yield chunks
+
+    for module in (weak_chunks, segments):
+        monkeypatch.setattr(module, "weak_chunks", recorded)
+    # Every row is weak; in float64 rounding hides nothing.
+    monkeypatch.setitem(weak_chunks._WEAK, torch.float64, 1e4)
+    monkeypatch.setenv(VARIABLE, path)
+    monkeypatch.setattr(causal_exponential, "BACKWARD_CHUNK", 16)
+    backend, inputs = built(name, head_dim=8), [x.requires_grad_() for x in rising(6.0)]
+    expected = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)
+    gradients = torch.autograd.grad(backend(*inputs).sin().sum(), inputs)
+    # Two heads of 150 tokens, forward and backward.
+    chunks = -(-150 // (scaled_chunks._LARGE_CHUNK if path else scaled_chunks.CHUNK))
+    taken = path or name == "linear-elu"
+    assert len(actual) == (2 * 2 * chunks if taken else 0)
+    for left, right in zip(gradients, expected, strict=True):
+        assert (left - right).abs().max() <= 1e-9 * right.abs().max()
+
+
+def test_other_devices_compute_a_fixed_number_of_weak_chunks_again(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "torch")
+    rows = torch.zeros(2, 3, 4, 1, dtype=torch.bool)
+    rows[0, 2, :2], rows[1, 1, :3] = True, True
+    monkeypatch.setattr(weak_chunks, "_FEATURES", 2 * 4 * 8)
+    (actual,) = weak_chunks.weak_chunks(rows, 8)
+    assert actual.tolist() == [4, 2]
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setattr(weak_chunks, "_FEATURES", 1)
+    assert [x.tolist() for x in weak_chunks.weak_chunks(rows, 8)] == [[2], [4]]
+
+
+def test_gradients_are_right_where_pieces_of_exponential_features_are_halved(monkeypatch):
+    pieces, query_gradients = [], causal_exponential._query_gradients
+    monkeypatch.setenv(VARIABLE, "")
+
+    def recorded(*args):
+        actual = query_gradients(*args)
+        pieces.extend(actual[1])
+        return actual
+
+    monkeypatch.setattr(causal_exponential, "_query_gradients", recorded)
+    monkeypatch.setitem(linear_state.TINY, torch.float64, 0.25)
+    backend, inputs = built("performer-positive", head_dim=8), [x.requires_grad_() for x in rising(6.0)]
+    expected = torch.autograd.grad(by_definition(backend, *inputs).sin().sum(), inputs)
+    actual = torch.autograd.grad(backend(*inputs).sin().sum(), inputs)
+    assert len(pieces) > math.ceil(150 / causal_exponential.BACKWARD_CHUNK), "nothing was halved"
+    for left, right in zip(actual, expected, strict=True):
+        assert (left - right).abs().max() <= 1e-9 * right.abs().max()
+
+
+@pytest.mark.parametrize("path", ["", "torch"])
+@pytest.mark.parametrize("name", ["performer-positive", *SIGNED_AND_POSITIVE])
+def test_gradients_stay_finite_where_early_rows_lie_far_below_their_chunk(name, path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, path)
+    inputs = [x.float().requires_grad_() for x in rising(60.0)]
+    out = built(name, head_dim=8)(*inputs)
+    for tensor in (out, *torch.autograd.grad(out.sin().sum(), inputs)):
+        assert tensor.isfinite().all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_scale_below_zero_is_the_scale_above_it_for_turned_queries(name, causal):
+    inputs = [x.requires_grad_() for x in random_qkv(1, 4, 2, 90, 90, head_dim=8)]
+    turned = [-inputs[0], *inputs[1:]]
+    below, above = (built(name, scale, head_dim=8, causal=causal) for scale in (-0.4, 0.4))
+    above.load_state_dict(below.state_dict())
+
+    def results(backend, tokens):
+        out = backend(*tokens)
+        tensors = [out, *torch.autograd.grad(out.sin().sum(), inputs)]
+        state = None
+        for start, stop in [(0, 70), (70, 71), (71, 90)] if causal else []:
+            out, state = backend.extend(*(x[..., start:stop, :] for x in tokens), state)
+            tensors.append(out)
+        return tensors
+
+    for left, right in zip(results(below, inputs), results(above, turned), strict=True):
+        assert (left - right).abs().max() <= 1e-11 * right.abs().max()
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Whether each chunk was taken without guards, in order."""
+    told, moderate = [], causal_exponential.moderate
+    monkeypatch.setenv(VARIABLE, "")
+
+    def recorded(*exponents_and_values):
+        told.append(moderate(*exponents_and_values))
+        return told[-1]
+
+    monkeypatch.setattr(causal_exponential, "moderate", recorded)
+    monkeypatch.setattr(causal_exponential, "CHUNK", 16)
+    return told
+
+
+def output(q, k, v, **options):
+    backend = ea.build("performer-positive", head_dim=16, causal=True, num_features=64)
+    expected = reference_linear(
+        q, k, v, backend.core.features.projection, "positive", scale=0.25, causal=True, **options
+    )
+    return backend(q, k, v, **options), expected
+
+
+def test_a_call_leaves_the_moderate_for_good_and_goes_on_from_its_sums(taken):
+    q, k, v = (x.float() for x in random_qkv(1, 2, 1, 96, 96, head_dim=16))
+    q[..., 40:50, :] *= 20
+    k[..., 40:50, :] *= 20
+    mask = torch.arange(96)[None] != 41
+    out, expected = output(q, k, v, key_mask=mask)
+    # Chunks 0 and 1 are moderate; after the third nobody asks.
+    assert taken == [True, True, False]
+    # What float32 is promised at norms of 20 times Gaussian.
+    assert worst_row(out, expected).max() < 1e-3
+    calm = worst_row(out, expected)[..., :32]
+    # Exponents below 32 are rounded to 32 · 6e-8, and a row's weights are off by a few of these.
+    assert calm.max() < 8 * 32 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.parametrize("size", [1e30, 1e-30])
+def test_values_that_would_leave_the_range_of_floats_are_guarded(taken, size):
+    q, k, v = (x.float() for x in random_qkv(1, 1, 1, 32, 32, head_dim=16))
+    out, expected = output(q, k, v * size)
+    assert taken == [False]
+    assert worst_row(out.double() / size, expected / size).max() < 1e-4
+
+
+@pytest.mark.parametrize("size", [2.0**-13, 1.0, 2.0**13])
+def test_exponents_of_any_moderate_size_keep_all_digits(taken, size):
+    q, k, v = (x.float() for x in random_qkv(1, 1, 1, 48, 48, head_dim=16))
+    # Products of features as small and as large as are let through, in one row.
+    direction = ea.build(
+        "performer-positive", head_dim=16, causal=True, num_features=64
+    ).core.features.projection[0]
+    q[..., 5, :], q[..., 20, :], k[..., 7, :] = 1.9 * direction, -1.9 * direction, 1.2 * direction
+    out, expected = output(q, k, v * size)
+    assert taken == [True, True, True]
+    assert worst_row(out.double() / size, expected / size).max() < 8 * 40 * torch.finfo(torch.float32).eps
+
+
+def test_nan_is_not_moderate():
+    x = torch.ones(1, 2, 2)
+    assert causal_exponential.moderate(x, x, x)
+    assert causal_exponential.moderate(x, x, 0 * x)
+    for number in range(3):
+        part = [x.clone() for _ in range(3)]
+        part[number][0, 0, 0] = torch.nan
+        assert not causal_exponential.moderate(*part)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exponents_whose_sums_would_leave_the_range_of_floats_are_not_moderate(dtype):
+    x = torch.ones(1, 2, 2, dtype=dtype)
+    # Sums of 2^30 products of two features and a value of 2^16.
+    large = x * (math.log2(torch.finfo(dtype).max) - 30 - 16) / 2 + 1
+    assert not causal_exponential.moderate(large, x, x)
+    assert not causal_exponential.moderate(x, -large, x)
+
+
+def longest_chunk(monkeypatch, heads, features, cache):
+    """Tokens of the longest chunk of a call at 4096 tokens of this many heads."""
+    monkeypatch.delenv("EFFICIENT_ATTN_KERNELS", raising=False)
+    monkeypatch.setattr(linear_inputs, "cache_bytes", lambda: cache)
+    backend = ea.build("linear-relu", head_dim=8, num_features=features)
+    inputs = backend.core._inputs(*(torch.zeros(1, heads, 4096, 8) for _ in range(3)), None)
+    return max(part.stop - part.start for part in linear_inputs.chunks(inputs, 4096))
+
+
+@pytest.mark.parametrize(
+    ("heads", "features", "cache", "tokens"),
+    [
+        (8, 128, 2**20, 256),
+        (8, 128, 2**19, 128),
+        (4, 128, 2**20, 512),
+        # Neither fewer nor more, whatever the cache is.
+        (32, 128, 2**20, 112),
+        (1, 16, 2**20, 512),
+        # A larger cache is not filled: what a chunk holds is memory of a call.
+        (8, 128, 2**22, 256),
+    ],
+)
+def test_the_features_of_a_chunk_fill_the_cache_of_a_core(heads, features, cache, tokens, monkeypatch):
+    assert longest_chunk(monkeypatch, heads, features, cache) == tokens
+
+
+def cache_folder(folder, *caches):
+    for number, (level, size) in enumerate(caches):
+        index = folder / f"index{number}"
+        index.mkdir()
+        (index / "level").write_text(f"{level}\n")
+        (index / "size").write_text(size)
+    return folder
+
+
+def test_the_size_of_the_second_level_cache_is_read_where_linux_states_it(tmp_path):
+    folder = cache_folder(tmp_path, (1, "32K\n"), (1, "32K\n"), (2, "2048K\n"), (3, "32768K\n"))
+    assert linear_inputs.cache_bytes(folder) == 2**21
+
+
+@pytest.mark.parametrize("caches", [(), ((1, "32K\n"),), ((2, "0K\n"),), ((2, ""),), ((2, "many"),)])
+def test_an_unknown_cache_is_taken_for_a_usual_one(caches, tmp_path):
+    assert linear_inputs.cache_bytes(cache_folder(tmp_path, *caches)) == 2**20
+    assert linear_inputs.cache_bytes(tmp_path / "absent") == 2**20

@@ -1,0 +1,127 @@
+"""Linformer is softmax over mixtures that stay averages of real tokens."""
+
+import copy
+
+import pytest
+import torch
+from definitions import by_definition
+from reference import random_mask, random_qkv, reference_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import efficient_attn as ea
+
+TOKENS = 12
+
+
+def linformer(**options):
+    return ea.build("linformer", head_dim=8, num_heads=4, max_tokens=TOKENS, **options).double()
+
+
+def set_mixing(backend, mix_keys, mix_values=None):
+    with torch.no_grad():
+        backend.core.mix_keys.copy_(mix_keys)
+        backend.core.mix_values.copy_(mix_keys if mix_values is None else mix_values)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("tokens", [1, 5, TOKENS])
+@pytest.mark.parametrize("sharing", ["heads", "none", "key-value", "layers"])
+def test_identity_mixing_equals_exact_attention_for_every_mask_and_length(sharing, tokens, masked):
+    backend = linformer(rank=TOKENS, sharing=sharing)
+    set_mixing(backend, torch.eye(TOKENS))
+    q, k, v = random_qkv(q_tokens=4, k_tokens=tokens)
+    mask = random_mask(2, tokens) if masked else None
+    reference = reference_attention(q, k, v, scale=8**-0.5, key_mask=mask)
+    assert (backend(q, k, v, key_mask=mask) - reference).abs().max() <= 1e-12
+
+
+# One to four tokens to a mixture: 1/2 and 1/4, unlike 1/3, are stored without rounding.
+@pytest.mark.parametrize("rank", [3, 6, TOKENS])
+@pytest.mark.parametrize("tokens", [1, 4, TOKENS])
+def test_untrained_mean_pooling_is_an_average_over_real_tokens(rank, tokens):
+    q, k, _ = random_qkv(k_tokens=tokens)
+    mask = random_mask(2, tokens)
+    mask[:, 0] = True
+    weights = linformer(rank=rank).attention_weights(q, k, key_mask=mask)
+    assert (weights.sum(-1) - 1).abs().max() <= 1e-12
+    assert (weights >= 0).all()
+    assert (weights * ~mask[:, None, None, :] == 0).all()
+
+
+def test_gaussian_mixing_has_the_variance_of_the_paper():
+    mix = ea.build("linformer", head_dim=8, max_tokens=2048, rank=64, init="gaussian").core.mix_keys
+    # The variance of n Gaussian entries has a relative standard error of √(2/n).
+    assert abs(mix.var().item() * 64 - 1) < 4.5 * (2 / mix.numel()) ** 0.5
+
+
+@pytest.mark.parametrize(("sharing", "entries"), [("heads", 2), ("none", 8), ("key-value", 1), ("layers", 1)])
+def test_each_level_of_sharing_keeps_its_number_of_projections(sharing, entries):
+    backend = linformer(rank=5, sharing=sharing)
+    assert sum(p.numel() for p in backend.parameters()) == entries * 5 * TOKENS
+    q, k, v = random_qkv(k_tokens=TOKENS)
+    backend(q, k, v).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in backend.parameters())
+
+
+def test_what_linformer_cannot_do_is_refused():
+    with pytest.raises(ea.UnsupportedError, match=r"'linformer' cannot be causal. Causal backends: exact,"):
+        ea.build("linformer", head_dim=8, max_tokens=8, causal=True)
+    with pytest.raises(ea.UnsupportedError, match=r"longest sequence: build it with max_tokens"):
+        ea.build("linformer", head_dim=8)
+    with pytest.raises(ea.OptionError, match=r"rank=9 is more than max_tokens=8.*rank=8 or less"):
+        ea.build("linformer", head_dim=8, max_tokens=8, rank=9)
+    with pytest.raises(ea.OptionError, match=r"sharing='none'.*num_heads"):
+        ea.build("linformer", head_dim=8, max_tokens=8, rank=4, sharing="none")
+    with pytest.raises(ea.ShapeError, match=r"at most 12 tokens and k has 13.*max_tokens=13"):
+        linformer(rank=4)(*random_qkv(k_tokens=13))
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sharing", ["heads", "none", "key-value"])
+def test_half_precision_beyond_one_piece_is_float64_rounded_once(sharing, dtype):
+    tokens = 1100
+    q, k, v = (x.to(dtype) for x in random_qkv(1, 4, 2, tokens, tokens))
+    backend = ea.build("linformer", head_dim=8, num_heads=4, max_tokens=tokens, rank=8, sharing=sharing)
+    # Every piece matters: values grow along the sequence.
+    v = (v + torch.linspace(0, 4, tokens)[:, None]).to(dtype)
+    actual, expected = [], []
+    for to, results in ((dtype, actual), (torch.float64, expected)):
+        leaves = [x.to(to).requires_grad_() for x in (q, k, v)]
+        out = copy.deepcopy(backend).to(to)(*leaves)
+        results += [out, *torch.autograd.grad(out.sum(), leaves)]
+    # A tensor is rounded once on its way out; what is summed before is wider.
+    for left, right in zip(actual, expected, strict=True):
+        assert (left - right).abs().max() <= 2 * torch.finfo(dtype).eps * right.abs().max()
+
+
+@pytest.mark.parametrize("sharing", ["heads", "none"])
+def test_a_mixture_whose_values_are_mixed_from_no_token_takes_no_part(sharing):
+    backend = linformer(rank=3, sharing=sharing, init="gaussian")
+    with torch.no_grad():
+        backend.core.mix_values[..., 1, :9] = 0.0
+    q, k, v = random_qkv(q_tokens=4, k_tokens=9)
+    remaining = linformer(rank=2, sharing=sharing)
+    set_mixing(remaining, backend.core.mix_keys[..., [0, 2], :], backend.core.mix_values[..., [0, 2], :])
+    torch.testing.assert_close(backend(q, k, v), remaining(q, k, v), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("sharing", ["heads", "none"])
+def test_gradients_of_the_gradients_lack_no_factor(sharing, masked):
+    backend = linformer(rank=3, sharing=sharing, init="gaussian")
+    leaves = [*random_qkv(q_tokens=4, k_tokens=TOKENS), *backend.parameters()]
+    mask = random_mask(2, TOKENS) if masked else None
+
+    def second(out):
+        gradients = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in gradients), leaves)
+
+    for x in leaves:
+        x.requires_grad_()
+    # PyTorch's fused kernels have no second derivatives and raise; its operators have, on every device.
+    with sdpa_kernel(SDPBackend.MATH):
+        actual = second(backend(*leaves[:3], key_mask=mask))
+    expected = second(by_definition(backend, *leaves[:3], key_mask=mask))
+    for left, right in zip(actual, expected, strict=True):
+        assert (left - right).norm() <= 1e-12 * right.norm()
