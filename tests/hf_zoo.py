@@ -20,7 +20,7 @@ from transformers.models.auto import modeling_auto
 
 from efficient_attn.errors import AttentionError
 from efficient_attn.integrations.transformers import ignored, register, swapped
-from efficient_attn.integrations.transformers.attention_sites import find_sites
+from efficient_attn.integrations.transformers.sites import find_sites
 
 MAPPINGS: dict[str, Any] = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,

@@ -8,7 +8,7 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 from called import command
 
 from efficient_attn.integrations.called import called_model
-from efficient_attn.integrations.called_outputs import output_vector
+from efficient_attn.integrations.called import output_vector
 
 pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")
 

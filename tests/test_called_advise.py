@@ -11,7 +11,7 @@ import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.external import object_at
 from efficient_attn.integrations.called import maker_of
-from efficient_attn.integrations.intercept.finding import OUTSIDE
+from efficient_attn.integrations.intercept.replaced import OUTSIDE
 from efficient_attn.measure.outputs import cosine_distance
 from efficient_attn.runner.record import Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN

@@ -12,7 +12,7 @@ from called import OPTIONS, command, projected, the_pair
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
-from efficient_attn.integrations.called_capture import captured_model
+from efficient_attn.integrations.capture import captured_model
 from efficient_attn.measure.inputs import read_activations
 
 pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")

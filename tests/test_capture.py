@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, MissingPackageError, OptionError
-from efficient_attn.integrations.capture import capture, save
+from efficient_attn.integrations.capture import capture_folder as capture, save_activations as save
 from efficient_attn.measure.inputs import Captured, read_activations
 from efficient_attn.studies import find
 

@@ -22,7 +22,7 @@ from hf_models import (
 import efficient_attn as ea
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers import attach, register, swapped
-from efficient_attn.integrations.transformers.attention_sites import find_sites
+from efficient_attn.integrations.transformers.sites import find_sites
 
 register()
 

@@ -12,8 +12,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 import efficient_attn as ea
 from efficient_attn.integrations.transformers import attach, register
-from efficient_attn.integrations.transformers.attend import _refuse, _scaled
-from efficient_attn.integrations.transformers.masks import make_mask, visible_in
+from efficient_attn.integrations.transformers.attend import _refuse_arguments, _scaled_queries
+from efficient_attn.integrations.transformers.masking import make_mask, visible_in
 
 
 def visible(mask, function=bidirectional_mask_function, **sizes):
@@ -41,12 +41,12 @@ def test_keys_that_are_not_written_yet_are_none_and_a_mask_without_padding_is_no
 def test_scores_have_the_factor_that_the_model_asks_for_whatever_the_backend_was_built_with(scaling):
     backend, query = ea.build("exact", head_dim=16, scale=0.5), torch.randn(1, 1, 3, 16)
     wanted = 0.25 if scaling is None else scaling
-    torch.testing.assert_close(_scaled(query, scaling, backend) * 0.5, query * wanted)
+    torch.testing.assert_close(_scaled_queries(query, scaling, backend) * 0.5, query * wanted)
 
 
 def test_attention_outputs_are_refused_by_the_call_itself():
     with pytest.raises(ea.UnsupportedError, match="output_attentions"):
-        _refuse(None, {"output_attentions": True})
+        _refuse_arguments(None, {"output_attentions": True})
 
 
 def test_one_padded_mask_belongs_to_every_text_of_a_batch():
@@ -60,7 +60,7 @@ def test_a_prepared_mask_of_finite_numbers_is_read_and_a_learned_one_is_a_bias()
     assert visible_in(hidden, 1, 3, 3, causal=False).key_mask.tolist() == [[False, True, True]]
     learned = torch.zeros(1, 1, 3, 3, requires_grad=True)
     pattern = visible_in(learned, 1, 3, 3, causal=False).pattern
-    assert pattern.other == "a mask [1, 1, 3, 3] of queries and keys"
+    assert pattern.irregular == "a mask [1, 1, 3, 3] of queries and keys"
 
 
 @pytest.mark.parametrize("name", ["exact", "window"])

@@ -13,7 +13,7 @@ from hf_models import ROUNDING, SIZES, TOKENS, bart, bert, inputs, llama, logits
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers import StateCache, attach, register, swapped
 from efficient_attn.integrations.transformers.attend import attention_function
-from efficient_attn.integrations.transformers.attention_sites import find_sites
+from efficient_attn.integrations.transformers.sites import find_sites
 
 register()
 

@@ -34,9 +34,9 @@ from transformers.masking_utils import (
 
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers import attach, register, swapped
-from efficient_attn.integrations.transformers.attention_sites import find_sites
-from efficient_attn.integrations.transformers.masks import Mask, Visible, make_mask
-from efficient_attn.integrations.transformers.patterns import CAUSAL
+from efficient_attn.integrations.transformers.sites import find_sites
+from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, make_mask
+from efficient_attn.integrations.masks import CAUSAL
 
 register()
 
@@ -171,7 +171,7 @@ def test_whoever_moves_our_mask_or_asks_for_its_shape_gets_it(mask):
 
 def test_a_mask_of_real_keys_alone_has_no_mask_to_move():
     mask = make_mask(2, 4, 4)
-    assert mask.clone().visible == mask.visible == Visible(CAUSAL, 0, 4, None)
+    assert mask.clone().visible == mask.visible == VisibleKeys(CAUSAL, 0, 4, None)
 
 
 @pytest.mark.parametrize("make", [gpt2, llama])

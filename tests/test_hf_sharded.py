@@ -15,7 +15,7 @@ from hf_models import SIZES, TOKENS, bart, gemma3, inputs, llama, ready
 
 import efficient_attn as ea
 from efficient_attn.integrations.transformers import attach
-from efficient_attn.integrations.transformers.masks import visible_in
+from efficient_attn.integrations.transformers.masking import visible_in
 from efficient_attn.ops.sharded.layout import Layout, in_force
 
 POSITIONS = {"position_ids": torch.arange(TOKENS)[None]}
@@ -88,7 +88,7 @@ def test_scores_and_masks_that_only_the_code_of_a_model_computes_are_refused():
 
 def test_a_mask_of_real_tokens_is_a_mask_on_every_process():
     """A process without padding would otherwise call the backend differently from the others."""
-    from efficient_attn.integrations.transformers.masks import make_mask
+    from efficient_attn.integrations.transformers.masking import make_mask
 
     sizes = {"q_length": 3, "kv_length": 3, "attention_mask": torch.ones(1, 3)}
     assert visible_in(make_mask(1, **sizes), 1, 3, 3, causal=True).key_mask is None

@@ -24,7 +24,7 @@ from intercepted import (
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.integrations.intercept import masks
+from efficient_attn.integrations import masks
 from efficient_attn.measure.inputs import read_activations
 
 __all__ = ["slow_path"]  # a fixture of every test here
@@ -126,10 +126,10 @@ def bias(shown, low=-math.inf):
     ],
 )
 def test_masks_of_keys_and_causal_masks_are_read_back(mask, keys, causal):
-    found = masks.read(mask, batch=2, q_tokens=mask.shape[-2], k_tokens=TOKENS)
+    found = masks.read_mask(mask, batch=2, q_tokens=mask.shape[-2], k_tokens=TOKENS)
     assert found is not None
     assert found.causal is causal
-    assert (found.keys is None) if keys is None else torch.equal(found.keys, keys)
+    assert (found.key_mask is None) if keys is None else torch.equal(found.key_mask, keys)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_masks_of_keys_and_causal_masks_are_read_back(mask, keys, causal):
     ],
 )
 def test_other_masks_are_left_to_exact_attention(mask):
-    assert masks.read(mask, batch=2, q_tokens=TOKENS, k_tokens=mask.shape[-1]) is None
+    assert masks.read_mask(mask, batch=2, q_tokens=TOKENS, k_tokens=mask.shape[-1]) is None
 
 
 def change_by_numpy(mask):

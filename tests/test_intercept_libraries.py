@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import efficient_attn as ea
-from efficient_attn.integrations.called_capture import captured_model
-from efficient_attn.integrations.called_outputs import output_vector
+from efficient_attn.integrations.capture import captured_model
+from efficient_attn.integrations.called import output_vector
 
 # Arguments of timm.create_model, of small sizes.
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 3}

@@ -14,8 +14,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import spec
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.attend import NAME, STATE, SUBMODULE, serving
-from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
-from efficient_attn.integrations.transformers.wrapped import unwrap
+from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, unwrap
 from efficient_attn.ops.sharded.layout import whole_tokens
 
 

@@ -10,7 +10,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.attachment import swapped
 from efficient_attn.integrations.transformers.attend import SUBMODULE
-from efficient_attn.integrations.transformers.wrapped import unwrap
+from efficient_attn.integrations.transformers.sites import unwrap
 from efficient_attn.ops.dtypes import upcast
 
 

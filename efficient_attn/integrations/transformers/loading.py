@@ -63,7 +63,7 @@ def open_model(
     with data_errors(f"Cannot load the tokenizer of {folder}"), quiet():
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with data_errors(f"Cannot load a model from {folder}"), quiet():
-        model, found = kind.from_pretrained(
+        model, report = kind.from_pretrained(
             path,
             dtype=getattr(torch, dtype),
             local_files_only=True,
@@ -71,11 +71,16 @@ def open_model(
             use_safetensors=True,
             output_loading_info=True,
         )
-    check_complete(path, model, found)
+    check_complete(path, model, report)
+    digest = hashlib.sha256()
+    for weight_file in weights:
+        with weight_file.open("rb") as file:
+            while block := file.read(_READ_BYTES):
+                digest.update(block)
     about = {
         "model": name or path.resolve().name,
         "class": kind.__name__,
-        "weights_sha256": _digest(weights),
+        "weights_sha256": digest.hexdigest(),
         "transformers": transformers.__version__,
     }
     return Opened(model.to(device).eval(), tokenizer, about)
@@ -91,11 +96,6 @@ def token_ids(opened: Opened, text: str, *, most: int) -> Tensor:
         ids = opened.tokenizer(text, truncation=True, max_length=most, return_tensors="pt")[
             "input_ids"
         ].long()
-    return _embedded(opened, ids)
-
-
-def _embedded(opened: Opened, ids: Tensor) -> Tensor:
-    """Ids on the model's device; refuses ids beyond its embeddings."""
     rows = opened.model.get_input_embeddings().num_embeddings
     if ids.numel() and int(ids.max()) >= rows:
         raise DataError(f"The tokenizer has ids up to {int(ids.max())}, this model only {rows} embeddings.")
@@ -107,7 +107,7 @@ def positions(opened: Opened) -> int | None:
     table = next(
         (m for name, m in opened.model.named_modules() if name.endswith("position_embeddings")), None
     )
-    known = [
+    limits = [
         getattr(opened.model.config, "max_position_embeddings", None),
         getattr(opened.model.config, "n_positions", None),
         # If positions start after the padding index, the first rows of the table are unused.
@@ -116,7 +116,7 @@ def positions(opened: Opened) -> int | None:
         else None,
         getattr(opened.tokenizer, "model_max_length", None),
     ]
-    return min((number for number in known if number and number < _NO_LIMIT), default=None)
+    return min((number for number in limits if number and number < _NO_LIMIT), default=None)
 
 
 def check_length(opened: Opened, tokens: int, *, name: str) -> None:
@@ -135,23 +135,25 @@ def model_class(config: Any, path: Path) -> Any:
     raise DataError(f"{path}/config.json names the class {config.architectures}, which transformers lacks.")
 
 
-def check_complete(path: Path, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
+def check_complete(path: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
     """Refuse missing tensors, which transformers would initialise randomly with a warning.
 
     A model that was saved without its optional pooler has none again.
     """
-    missing = set(found["missing_keys"])
+    missing = set(report["missing_keys"])
     pooler = {name for name in model.state_dict() if name.startswith("pooler.")}
     if pooler and pooler <= missing and "add_pooling_layer" in signature(type(model)).parameters:
         model.pooler = None
         missing -= pooler
-    _check(path, "lacks", missing)
-    _check(path, "has in another shape", [str(entry[0]) for entry in found["mismatched_keys"]])
+    _refuse_tensors(path, "lacks", missing)
+    _refuse_tensors(path, "has in another shape", [str(entry[0]) for entry in report["mismatched_keys"]])
 
 
-def check_nothing_else(path: Path, found: Mapping[str, Any], ours: str) -> None:
+def check_nothing_else(path: Path, report: Mapping[str, Any], ours: str) -> None:
     """Refuse extra tensors, which transformers would ignore with a warning, except names with `ours`."""
-    _check(path, "has, beyond the model,", [name for name in found["unexpected_keys"] if ours not in name])
+    _refuse_tensors(
+        path, "has, beyond the model,", [name for name in report["unexpected_keys"] if ours not in name]
+    )
 
 
 @contextmanager
@@ -183,7 +185,7 @@ def quiet() -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
-def _check(path: Path, what: str, names: Any) -> None:
+def _refuse_tensors(path: Path, what: str, names: Any) -> None:
     if names:
         raise DataError(f"The safetensors of {path} belong to another model: it {what} {min(names)}.")
 
@@ -225,12 +227,3 @@ def check_config(path: Path) -> None:
             f"{path} requires code of its own (auto_map in config.json), and no code of a model is run; only "
             "models with a class in transformers are supported."
         )
-
-
-def _digest(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            while block := file.read(_READ_BYTES):
-                digest.update(block)
-    return digest.hexdigest()

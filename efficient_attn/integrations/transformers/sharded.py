@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from efficient_attn.errors import ShapeError, UnsupportedError
-from efficient_attn.integrations.transformers.attention_sites import ignored
+from efficient_attn.integrations.transformers.sites import ignored
 from efficient_attn.ops.sharded.layout import layout_in_force
 
 _POSITIONS = "position_ids"

@@ -13,12 +13,12 @@ from torch import Tensor
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
-from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
+from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites
 from efficient_attn.modules.options import SEED
 from efficient_attn.transformer.seeds import spawn_seeds
 
 
-class Outputs(NamedTuple):
+class ModelOutputs(NamedTuple):
     """Outputs of a model for one text.
 
     Attributes:
@@ -67,11 +67,11 @@ def sites_of(model: Any) -> AttentionSites:
             f"{type(model).__name__} is an encoder-decoder; only encoders and decoders are measured. "
             "Use `swapped` to compare such a model yourself."
         )
-    found = find_sites(model)
+    sites = find_sites(model)
     for kind in ("full", "sliding"):
-        chosen = tuple(site for site in found if site.kind == kind)
+        chosen = tuple(site for site in sites if site.kind == kind)
         if chosen:
-            return AttentionSites(chosen, tuple(site for site in found if site.kind != kind))
+            return AttentionSites(chosen, tuple(site for site in sites if site.kind != kind))
     raise UnsupportedError(f"{type(model).__name__} has no self-attention.")
 
 
@@ -109,17 +109,17 @@ def build_layers(
         if site.layer in chosen:
             backend, options = chosen[site.layer]
             if SEED in options:
-                own = spawn_seeds(seed + options[SEED], len(sites.every))[place]
-                options = {**options, SEED: own}
+                seeds = spawn_seeds(seed + options[SEED], len(sites.every))
+                options = {**options, SEED: seeds[place]}
             choices[site.path] = Choice(backend, options)
     return build_all(sites.every, choices, max_tokens, seed)
 
 
-def run(model: Any, ids: Tensor, *, predicts: bool) -> Outputs:
+def run(model: Any, ids: Tensor, *, predicts: bool) -> ModelOutputs:
     """Last hidden states of one text, ids [1 tokens], and next-token logits if the model predicts them."""
     with torch.no_grad():
-        given = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
-    return Outputs(given.hidden_states[-1][0], given.logits[0] if predicts else None)
+        output = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
+    return ModelOutputs(output.hidden_states[-1][0], output.logits[0] if predicts else None)
 
 
 def predicts_next(model: Any, sites: AttentionSites) -> bool:

@@ -1,4 +1,4 @@
-"""The key mask and the causality that an attention mask of queries and keys encodes."""
+"""Masks of queries and keys, read as a pattern of visible keys and a mask of real keys."""
 
 from typing import NamedTuple
 
@@ -11,20 +11,56 @@ from efficient_attn.ops.softmax.definition import causal_mask
 _HIDDEN = -1e4
 
 
-class Visible(NamedTuple):
-    """The keys that a mask shows.
+class Pattern(NamedTuple):
+    """Keys i−back … i+ahead are visible to position i; None: unlimited on that side.
 
     Attributes:
-        keys: bool [batch k_tokens], True for a real key; None: all are.
+        irregular: Description of a pattern that is no such range; None: it is one.
+    """
+
+    back: int | None
+    ahead: int | None
+    irregular: str | None = None
+
+    @property
+    def causal(self) -> bool:
+        return self.ahead == 0
+
+    @property
+    def sliding(self) -> bool:
+        return self.back is not None
+
+    @property
+    def window(self) -> int | None:
+        """Width as in the option of the `window` backend; None without a window."""
+        if self.back is None or self.ahead is None:
+            return None
+        return self.back + self.ahead + 1
+
+    def __str__(self) -> str:
+        if self.irregular is not None:
+            return self.irregular
+        kind = "causal" if self.causal else "bidirectional"
+        return f"{kind} over {self.window} keys" if self.sliding else f"{kind} over all keys"
+
+
+FULL, CAUSAL = Pattern(None, None), Pattern(None, 0)
+
+
+class ShownKeys(NamedTuple):
+    """Keys that a mask shows.
+
+    Attributes:
+        key_mask: bool [batch k_tokens], True for a real key; None: all are.
         causal: Whether a query sees no later key; queries are the last positions of the keys.
     """
 
-    keys: Tensor | None
+    key_mask: Tensor | None
     causal: bool
 
 
-def read(mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> Visible | None:
-    """The keys that the mask shows; None if it encodes another pattern, or a bias.
+def read_mask(mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> ShownKeys | None:
+    """Keys that the mask shows; None if it encodes another pattern, or a bias.
 
     Every call reads the entries: NumPy and `.data` change them without a trace in torch's version counter.
     """
@@ -34,28 +70,28 @@ def read(mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> Visible |
     # Heads and rows that are copies of each other are read once.
     mask = mask[:, :1] if not mask.stride(1) else mask
     mask = mask[:, :, :1] if not mask.stride(2) else mask
-    shown, legible = _shown(mask)
+    shown, legible = _shown_entries(mask)
     if not bool(legible) or (shown.shape[1] > 1 and not bool((shown == shown[:, :1]).all())):
         return None
     shown = shown[:, :1]
     keys = shown[:, 0, -1].expand(batch, k_tokens)
-    real = None if bool(keys.all()) else keys
+    key_mask = None if bool(keys.all()) else keys
     # Rows of most causal masks already differ at their ends.
     if bool((shown[:, :, 0] == shown[:, :, -1]).all()) and bool((shown == shown[:, :, -1:]).all()):
-        return Visible(real, causal=False)
+        return ShownKeys(key_mask, causal=False)
     if q_tokens > k_tokens or not bool(_fits_triangle(shown, keys, k_tokens).all()):
         return None
-    return Visible(real, causal=True)
+    return ShownKeys(key_mask, causal=True)
 
 
-def read_compiled(mask: Tensor, *, causal: bool, is_causal: bool, batch: int, k_tokens: int) -> Tensor:
-    """The key mask of a mask whose causality is known, checked when the compiled code runs.
+def read_compiled_mask(mask: Tensor, *, causal: bool, is_causal: bool, batch: int, k_tokens: int) -> Tensor:
+    """Key mask of a mask of known causality, checked when the compiled code runs.
 
     Args:
         causal: Whether the call is causal, by its mask or by `is_causal`.
         is_causal: Whether torch hides later keys in addition to the mask.
     """
-    shown, legible = _shown(mask[(None,) * (4 - mask.ndim)])
+    shown, legible = _shown_entries(mask[(None,) * (4 - mask.ndim)])
     torch._assert_async(legible, "the mask has entries other than 0 and -inf")
     keys = shown[:, 0, -1].expand(batch, k_tokens)
     if is_causal:
@@ -65,8 +101,8 @@ def read_compiled(mask: Tensor, *, causal: bool, is_causal: bool, batch: int, k_
     return keys
 
 
-def _shown(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """True for a visible key, and whether every entry shows or hides a key."""
+def _shown_entries(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """True for a visible key, and whether all entries show or hide a key."""
     if mask.dtype is torch.bool:
         return mask, torch.ones((), dtype=torch.bool, device=mask.device)
     shown = ~mask.bool()
@@ -78,7 +114,7 @@ def _shown(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fits_triangle(shown: Tensor, keys: Tensor, k_tokens: int) -> Tensor:
-    """Rows that are causal over the real keys; a row of padding may also show every key or none."""
+    """Rows that are causal over the real keys; a row of padding may also show all keys or none."""
     rows = shown.shape[-2]
     fits = (shown == (keys[:, None, None] & causal_mask(rows, k_tokens, shown.device))).all(dim=-1)
     # Libraries show everything to a row without a visible key, whose softmax would be NaN. An entry without

@@ -6,7 +6,7 @@ tensor [batch 1 1 keys], which models pass on and transformers accepts as a prep
 computes with it computes with the mask of queries and keys that transformers would have built.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -17,20 +17,14 @@ from torch.compiler import assume_constant_result
 from torch.utils._pytree import tree_map_only
 from transformers import MODEL_MAPPING
 from transformers.masking_utils import (
+    bidirectional_mask_function,
     causal_mask_function,
     eager_mask,
     sdpa_mask,
 )
 
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.intercept.masks import read
-from efficient_attn.integrations.transformers.patterns import (
-    CAUSAL,
-    FULL,
-    Pattern,
-    pattern_compiled,
-    read_pattern,
-)
+from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern, read_mask
 from efficient_attn.integrations.transformers.sharded import check_no_pairs, check_own_mask
 from efficient_attn.ops.sharded.layout import layout_in_force
 
@@ -42,8 +36,17 @@ _DESCRIBING = {
 }
 _MOVING = {"to", "cpu", "cuda", "contiguous", "clone", "detach"}
 
+# Mask functions whose keys are no range around the query, and their description.
+_IRREGULAR = {
+    "packed_sequence_mask_function": "several sequences packed into one row",
+    "remap_positions_for_packed_sequence": "several sequences packed into one row",
+    "chunked_overlay": "keys in chunks",
+    "blockwise_overlay": "keys in bidirectional blocks",
+    "or_masks": "a union of mask patterns",
+}
 
-class Visible(NamedTuple):
+
+class VisibleKeys(NamedTuple):
     """Visible keys of one forward pass.
 
     Attributes:
@@ -67,11 +70,11 @@ class Mask(Tensor):
             models without sdpa the numbers that are added to the scores.
     """
 
-    visible: Visible
+    visible: VisibleKeys
     written: Callable[[], Tensor]
 
     @classmethod
-    def made(cls, entries: Tensor, visible: Visible, written: Callable[[], Tensor]) -> "Mask":
+    def of(cls, entries: Tensor, visible: VisibleKeys, written: Callable[[], Tensor]) -> "Mask":
         """The mask with the entries of a tensor."""
         mask = entries.as_subclass(cls)
         mask.visible, mask.written = visible, written
@@ -91,12 +94,12 @@ class Mask(Tensor):
                 moved, real = func(*args, **(kwargs or {})), mask.visible.key_mask
                 if moved.dtype == mask.dtype:
                     real = None if real is None else real.to(moved.device)
-                    return cls.made(moved, mask.visible._replace(key_mask=real), mask.written)
-            args, kwargs = tree_map_only(Mask, _written, (args, kwargs or {}))
+                    return cls.of(moved, mask.visible._replace(key_mask=real), mask.written)
+            args, kwargs = tree_map_only(Mask, _pairs_of, (args, kwargs or {}))
             return func(*args, **kwargs)
 
 
-def _written(mask: Mask) -> Tensor:
+def _pairs_of(mask: Mask) -> Tensor:
     check_no_pairs("This model", "computes with the mask of queries and keys")
     return mask.written().to(mask.device)
 
@@ -123,27 +126,33 @@ def make_mask(
     Raises:
         UnsupportedError: If the model of the configuration ignores its attention function.
     """
-    _check_heard(config)
+    kind = type(config)
+    name = getattr(config, "_attn_implementation", None) or ""
+    if "." in name and not _calls_interface(kind):
+        raise UnsupportedError(
+            f"{kind.__name__}: this model computes attention in its own code, so that "
+            f"attn_implementation={name!r} has no effect; use attn_implementation='eager'."
+        )
     if torch.compiler.is_compiling():
         bidirectional = allow_is_bidirectional_skip is not None
         plain = not use_vmap and (bidirectional or allow_is_causal_skip)
         width = local_size if plain and getattr(config, "attention_chunk_size", None) is None else None
-        pattern = pattern_compiled(mask_function, width, bidirectional)
+        pattern = _compiled_pattern(mask_function, width, bidirectional)
     else:
-        pattern = read_pattern(mask_function)
+        pattern = _read_pattern(mask_function)
     keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
     check_own_mask(attention_mask, keys)
     key_mask = _real_keys(attention_mask, kv_offset, keys)
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
     entries = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
-    added = not _reads_bool(_kind(config))
+    added = not _reads_bool(kind)
     if added:
         hidden = torch.finfo(dtype).min
         entries = torch.zeros_like(entries, dtype=dtype).masked_fill(~entries, hidden)
 
     def written() -> Tensor:
         build = partial(eager_mask, dtype=dtype) if added else partial(sdpa_mask, allow_is_causal_skip=False)
-        made: Tensor = build(
+        pairs: Tensor = build(
             batch_size,
             q_length,
             kv_length,
@@ -154,21 +163,11 @@ def make_mask(
             use_vmap=use_vmap,
             device=entries.device,
         )
-        return made
+        return pairs
 
     if not torch.compiler.is_compiling():
         written = cache(written)
-    return Mask.made(entries, Visible(pattern, kv_offset, keys, key_mask), written)
-
-
-def _check_heard(config: Any) -> None:
-    """Refuse models whose own code computes attention, whatever attn_implementation names."""
-    name, kind = getattr(config, "_attn_implementation", None) or "", _kind(config)
-    if "." in name and not _hears(kind):
-        raise UnsupportedError(
-            f"{kind.__name__}: this model computes attention in its own code, so that "
-            f"attn_implementation={name!r} has no effect; use attn_implementation='eager'."
-        )
+    return Mask.of(entries, VisibleKeys(pattern, kv_offset, keys, key_mask), written)
 
 
 @cache
@@ -177,15 +176,11 @@ def _model_of(config: Any) -> Any:
     return MODEL_MAPPING.get(config, None)
 
 
-def _kind(config: Any) -> Any:
-    return type(config)
-
-
 @assume_constant_result
-def _hears(config: Any) -> bool:
+def _calls_interface(config: Any) -> bool:
     """Whether the model of a configuration calls the attention interface, as far as transformers knows."""
-    known = _model_of(config)
-    return known is None or known._can_set_attn_implementation()
+    model = _model_of(config)
+    return model is None or model._can_set_attn_implementation()
 
 
 @assume_constant_result
@@ -194,7 +189,7 @@ def _reads_bool(config: Any) -> bool:
     return getattr(_model_of(config), "_supports_sdpa", True)
 
 
-def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) -> Visible | None:
+def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) -> VisibleKeys | None:
     """The visible keys that `make_mask` stored, or that a prepared mask shows; None without a mask.
 
     Args:
@@ -215,11 +210,13 @@ def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) 
     fits = mask.ndim == 4 and mask.shape[-1] in (1, keys) and mask.shape[0] in (1, batch)
     # A mask that is learned is a bias, zero at first or not.
     fits = fits and not mask.requires_grad
-    shown = read(mask, batch=batch, q_tokens=queries, k_tokens=keys) if fits else None
+    shown = read_mask(mask, batch=batch, q_tokens=queries, k_tokens=keys) if fits else None
     if shown is None:
-        return Visible(Pattern(None, None, f"a mask {list(mask.shape)} of queries and keys"), 0, keys, None)
+        return VisibleKeys(
+            Pattern(None, None, f"a mask {list(mask.shape)} of queries and keys"), 0, keys, None
+        )
     triangle = shown.causal or (causal and queries == 1)
-    return Visible(CAUSAL if triangle else FULL, 0, keys, shown.keys)
+    return VisibleKeys(CAUSAL if triangle else FULL, 0, keys, shown.key_mask)
 
 
 def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor | None:
@@ -229,6 +226,65 @@ def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor |
     real = attention_mask[:, first : first + keys].bool()
     # As in transformers, keys beyond the end of the mask are padding.
     real = F.pad(real, (0, keys - real.shape[1]))
-    # A compiled graph has one form for every mask, and so have the ranks of a distributed sequence.
-    kept = torch.compiler.is_compiling() or layout_in_force() is not None
-    return None if not kept and bool(real.all()) else real
+    # A compiled graph has one form for all masks, and so have the ranks of a distributed sequence.
+    uniform = torch.compiler.is_compiling() or layout_in_force() is not None
+    return None if not uniform and bool(real.all()) else real
+
+
+def _read_pattern(mask_function: Callable) -> Pattern:
+    """The pattern of one of transformers' mask functions."""
+    back = ahead = None
+    for part in _intersected(mask_function):
+        name = _function_name(part)
+        if part is causal_mask_function:
+            ahead = 0
+        elif name == "sliding_window_overlay":
+            back = _closure_value(part, "sliding_window") - 1
+        elif name == "sliding_window_bidirectional_overlay":
+            back = ahead = _closure_value(part, "sliding_window")
+        elif part is not bidirectional_mask_function:
+            return Pattern(None, None, _IRREGULAR.get(name, f"keys by the pattern {name!r}"))
+    return Pattern(back, ahead)
+
+
+def _compiled_pattern(mask_function: Callable, width: int | None, bidirectional: bool) -> Pattern:
+    """As `_read_pattern`, in code that is compiled, where closures are not read.
+
+    Args:
+        width: Width of a window, from the other arguments of a mask function; None: no window is certain.
+    """
+    if mask_function is causal_mask_function:
+        return CAUSAL
+    if mask_function is bidirectional_mask_function:
+        return FULL
+    # The compiler of torch 2.8 reads no `__qualname__` of an inner function, but puts it into `__name__`.
+    if width is not None and mask_function.__name__.endswith("and_mask"):
+        return Pattern(width, width) if bidirectional else Pattern(width - 1, 0)
+    return Pattern(
+        None, None, "a mask that compiled code does not name (without packed sequences, pass attention_mask)"
+    )
+
+
+def _intersected(mask_function: Callable) -> Iterator[Callable]:
+    """The mask functions whose intersection this mask function is."""
+    if _function_name(mask_function) != "and_masks":
+        yield mask_function
+        return
+    for part in _closure_value(mask_function, "mask_functions"):
+        yield from _intersected(part)
+
+
+def _function_name(function: Callable) -> str:
+    """Name of the function, or of the transformers function that created it."""
+    return getattr(function, "__qualname__", repr(function)).partition(".<locals>")[0]
+
+
+def _closure_value(function: Any, name: str) -> Any:
+    """The value of a closure variable of a function."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if name not in cells:
+        raise UnsupportedError(
+            f"This version of transformers builds the mask {_function_name(function)!r} in a way that "
+            "efficient_attn does not know; use attn_implementation='sdpa'."
+        )
+    return cells[name].cell_contents

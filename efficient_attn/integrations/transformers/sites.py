@@ -1,4 +1,4 @@
-"""The attention modules of a transformers model: their kind, scale and mask pattern."""
+"""The transformers model inside a module, and its attention modules: kind, scale and mask pattern."""
 
 import inspect
 import re
@@ -7,18 +7,17 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.transformers.patterns import CAUSAL, FULL, Pattern
-
-KINDS = ("full", "sliding", "cross")
+from efficient_attn.errors import DtypeError, UnsupportedError
+from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern
 
 # Attributes of attention modules that only exact attention supports, and their meaning.
 _EXACT = {
     "attn_logit_softcapping": "caps its scores (attn_logit_softcapping)",
     "softcap": "caps its scores (softcap)",
     "sinks": "has attention sinks (sinks)",
-    # Layers without a bias of their own get the bias of the first layer.
+    # Layers without this attribute get the bias of the first layer.
     "has_relative_attention_bias": "adds a position bias to its scores (relative_attention_bias)",
 }
 # Attributes of attention modules that select keys, and their meaning.
@@ -52,6 +51,31 @@ class AttentionSite(NamedTuple):
     only_exact: str | None = None
 
 
+def unwrap(model: Any) -> PreTrainedModel:
+    """The outermost transformers model of a module, such as a PeftModel.
+
+    Raises:
+        DtypeError: If there is none.
+        UnsupportedError: If there are several side by side.
+    """
+    models = _outermost_models(model) if isinstance(model, nn.Module) else []
+    if not models:
+        raise DtypeError(f"model is a transformers model, or holds one, not {type(model).__name__}.")
+    if len(models) > 1:
+        kinds = " and ".join(type(x).__name__ for x in models[:2])
+        raise UnsupportedError(
+            f"{type(model).__name__} holds {len(models)} transformers models, {kinds}; attach to one of them."
+        )
+    return models[0]
+
+
+def _outermost_models(module: nn.Module) -> list[PreTrainedModel]:
+    if isinstance(module, PreTrainedModel):
+        return [module]
+    models = [model for child in module.children() for model in _outermost_models(child)]
+    return list({id(model): model for model in models}.values())
+
+
 def find_sites(model: nn.Module) -> list[AttentionSite]:
     """All modules whose attention goes through transformers' attention interface.
 
@@ -75,7 +99,12 @@ def ignored(model: nn.Module) -> dict[str, str]:
         The class name of every such module, by its path; recognised by "Attention" in the name of the class.
     """
     calling = {path for path, _ in _calling(model)}
-    named = {path: type(m).__name__ for path, m in model.named_modules() if _is_attention(m)}
+    kinds = {path: type(module).__name__ for path, module in model.named_modules()}
+    named = {
+        path: kind
+        for path, kind in kinds.items()
+        if "attention" in kind.lower() and not kind.lower().endswith("output")
+    }
     # A container of attention modules computes none itself.
     containers = {parent for path in calling | named.keys() for parent in _parents(path)}
     return {
@@ -85,11 +114,6 @@ def ignored(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _is_attention(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    return "attention" in name and not name.endswith("output")
-
-
 def _parents(path: str) -> list[str]:
     """The paths of all modules around a module."""
     names = path.split(".")
@@ -97,6 +121,7 @@ def _parents(path: str) -> list[str]:
 
 
 def _calling(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules whose code calls transformers' attention interface, with their paths."""
     for path, module in model.named_modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
@@ -110,31 +135,35 @@ def _site(path: str, module: Any) -> AttentionSite:
             raise UnsupportedError(f"{path} {feature}, which no backend supports; nothing was attached.")
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
     layer = int(number[1]) if number else 0
-    kind = _kind(path, module, config, layer)
-    heads = _first(module, config, "num_heads", "num_attention_heads", "n_heads")
+    kind = _site_kind(path, module, config, layer)
+    heads = _first_value("num_heads", "num_attention_heads", "n_heads", of=(module, config))
+    kv_heads = _first_value("num_key_value_heads", "num_kv_heads", of=(module, config))
+    # In latent attention (MLA), `head_dim` is the part of queries and keys with positions.
+    head_dim = _first_value("qk_head_dim", "head_dim", "attention_head_size", of=(module,))
+    if not head_dim:
+        head_dim = getattr(config, "head_dim", None)
     return AttentionSite(
         path=path,
         module=module,
         layer=layer,
         kind=kind,
-        pattern=_pattern(kind, module, config),
-        # In latent attention (MLA), `head_dim` is the part of queries and keys with positions.
-        head_dim=_first(module, None, "qk_head_dim", "head_dim", "attention_head_size")
-        or _head_dim(config, heads),
+        pattern=_site_pattern(kind, module, config),
+        head_dim=head_dim or config.hidden_size // (heads or config.num_attention_heads),
         num_heads=heads,
-        scale=_first(module, None, "scaling", "scale"),
-        max_tokens=_first(config, None, "max_position_embeddings", "n_positions"),
-        num_kv_heads=_kv_heads(module, config, heads),
-        only_exact=_only_exact(module, config, layer),
+        scale=_first_value("scaling", "scale", of=(module,)),
+        max_tokens=_first_value("max_position_embeddings", "n_positions", of=(config,)),
+        num_kv_heads=None if kv_heads == heads else kv_heads,
+        only_exact=_exact_feature(module, config, layer),
     )
 
 
-def _kv_heads(module: Any, config: Any, heads: int | None) -> int | None:
-    found = _first(module, config, "num_key_value_heads", "num_kv_heads")
-    return None if found == heads else found
+def _first_value(*names: str, of: tuple[Any, ...]) -> Any:
+    """The first of these attributes that the first, or else the next, object has."""
+    values = (getattr(thing, name, None) for thing in of for name in names)
+    return next((value for value in values if value is not None), None)
 
 
-def _only_exact(module: Any, config: Any, layer: int) -> str | None:
+def _exact_feature(module: Any, config: Any, layer: int) -> str | None:
     for attribute, feature in _EXACT.items():
         if getattr(module, attribute, None) is not None:
             return feature
@@ -142,13 +171,13 @@ def _only_exact(module: Any, config: Any, layer: int) -> str | None:
     return "reads keys in chunks" if layer < len(types) and types[layer] == "chunked_attention" else None
 
 
-def _kind(path: str, module: Any, config: Any, layer: int) -> str:
+def _site_kind(path: str, module: Any, config: Any, layer: int) -> str:
     if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
         return "cross"
     # Encoder-decoders like BART use one class for self- and cross-attention; only is_causal differs, and
     # in Pegasus-X and NLLB-MoE only the name.
-    own = path.rpartition(".")[2].startswith("self")
-    if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True) and not own:
+    named_self = path.rpartition(".")[2].startswith("self")
+    if getattr(module, "is_decoder", False) and not getattr(module, "is_causal", True) and not named_self:
         return "cross"
     types = getattr(config, "layer_types", None)
     if types is not None and layer < len(types):
@@ -158,17 +187,14 @@ def _kind(path: str, module: Any, config: Any, layer: int) -> str:
             )
         # Layers of other types, such as layers of hybrids, are verified by the mask of every call.
         return "sliding" if types[layer] == "sliding_attention" else "full"
-    slides = getattr(module if hasattr(module, "sliding_window") else config, "sliding_window", None)
-    return "full" if slides is None or not _makes_sliding_masks(module) else "sliding"
-
-
-def _makes_sliding_masks(module: Any) -> bool:
-    """Whether the model code builds sliding-window masks; some configurations set an unused width."""
+    width = getattr(module if hasattr(module, "sliding_window") else config, "sliding_window", None)
+    # Some configurations set a width that their model's code never uses in a mask.
     names = vars(sys.modules[type(module).__module__])
-    return any("sliding_window" in name and "mask" in name for name in names)
+    masks = any("sliding_window" in name and "mask" in name for name in names)
+    return "full" if width is None or not masks else "sliding"
 
 
-def _pattern(kind: str, module: Any, config: Any) -> Pattern:
+def _site_pattern(kind: str, module: Any, config: Any) -> Pattern:
     """The expected mask pattern of the module; calls with another pattern are refused."""
     reads_back = getattr(module, "is_causal", False) or getattr(module, "is_decoder", False)
     causal = reads_back and getattr(config, "is_causal", True) and kind != "cross"
@@ -178,13 +204,3 @@ def _pattern(kind: str, module: Any, config: Any) -> Pattern:
     # on one side if bidirectional. Attributes of modules differ between models.
     width = config.sliding_window
     return Pattern(width - 1, 0) if causal else Pattern(width, width)
-
-
-def _first(one: Any, other: Any, *names: str) -> Any:
-    """The first of these attributes that one object has, or else the other object."""
-    found = (getattr(thing, name, None) for thing in (one, other) if thing is not None for name in names)
-    return next((value for value in found if value is not None), None)
-
-
-def _head_dim(config: Any, heads: int | None) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // (heads or config.num_attention_heads)
