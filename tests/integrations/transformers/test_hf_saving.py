@@ -1,0 +1,278 @@
+"""Saved and loaded, a model says what it said; what does not fit it is refused in one line."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
+
+from integrations.hf_models import NO_DROPOUT, SIZES, bert, gemma3, gpt2, inputs, llama, modernbert
+from integrations.hf_models import saved as saved_with_tokenizer
+
+import efficient_attn as ea
+from efficient_attn.backend import Backend
+from efficient_attn.errors import DataError, DtypeError, UnsupportedError
+from efficient_attn.integrations.transformers import attach, load, register
+from efficient_attn.integrations.transformers.loading import open_model
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.ERROR, "efficient_attn")
+
+
+def logits(model):
+    batch = inputs()
+    with torch.no_grad():
+        return model(**batch).logits[batch["attention_mask"].bool()]
+
+
+def linformer(**options):
+    """A BERT whose mixtures have been trained a little."""
+    model = attach(bert(), "linformer", rank=8, **options)
+    with torch.no_grad():
+        for backend in (m for m in model.modules() if isinstance(m, Backend)):
+            for parameter in backend.parameters():
+                parameter.add_(torch.randn(parameter.shape) / 100)
+    return model
+
+
+def calibrated():
+    model = attach(llama(), "performer-full", num_features=16)
+    ea.calibrate(model, inputs(left=0, right=0)["input_ids"])
+    return model
+
+
+def redrawn():
+    model = attach(gpt2(), "performer-positive", num_features=16)
+    model.transformer.h[1].attn.efficient_attn.redraw(7)
+    return model
+
+
+MADE = {
+    "linformer": linformer,
+    "linformer, keys as values": lambda: linformer(sharing="key-value"),
+    "calibrated": calibrated,
+    "redrawn": redrawn,
+    "by layer": lambda: attach(bert(), {"0-1": ("window", {"window": 7}), 2: "performer-trig"}),
+    "sliding": lambda: attach(gemma3(), sliding="window", full="performer-positive"),
+    "exact": lambda: attach(modernbert(), "exact"),
+}
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_a_saved_model_is_loaded_with_its_backends_options_and_what_they_keep(made, tmp_path):
+    model = MADE[made]()
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert type(loaded) is type(model)
+    assert loaded.config.efficient_attn == model.config.efficient_attn
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_shards_are_read_too(tmp_path):
+    model = linformer()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert torch.equal(logits(load(tmp_path)), logits(model))
+
+
+def test_what_is_loaded_may_be_saved_again(tmp_path):
+    model = linformer()
+    model.save_pretrained(tmp_path / "one")
+    load(tmp_path / "one").save_pretrained(tmp_path / "two")
+    assert torch.equal(logits(load(tmp_path / "two")), logits(model))
+
+
+def test_a_plan_fits_a_model_with_and_without_its_head(tmp_path):
+    model = llama()
+    attach(model.model, "performer-positive")
+    model.save_pretrained(tmp_path / "whole")
+    assert torch.equal(logits(load(tmp_path / "whole")), logits(model))
+    attach(model, "performer-positive", seed=1).model.save_pretrained(tmp_path / "body")
+    ids = inputs()["input_ids"]
+    with torch.no_grad():
+        expected = model.model(ids).last_hidden_state
+        assert torch.equal(load(tmp_path / "body")(ids).last_hidden_state, expected)
+
+
+def test_an_encoder_that_was_saved_without_its_pooler_has_none_again(tmp_path):
+    config = transformers.BertConfig(**SIZES, **NO_DROPOUT)
+    model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    ids = inputs()["input_ids"]
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        output = open_model(saved_with_tokenizer(model, tmp_path / "exact")).model(ids)
+        assert torch.equal(output.last_hidden_state, expected) and output.pooler_output is None
+        attach(model, "window", window=3).save_pretrained(tmp_path / "window")
+        assert torch.equal(load(tmp_path / "window")(ids).last_hidden_state, model(ids).last_hidden_state)
+
+
+def test_a_pooler_that_is_missing_in_part_is_refused(tmp_path):
+    saved_with_tokenizer(transformers.BertModel(transformers.BertConfig(**SIZES)), tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors.pop("pooler.dense.bias"))
+    with pytest.raises(DataError, match=r"it lacks pooler\.dense\.bias"):
+        open_model(tmp_path)
+
+
+def test_plain_from_pretrained_runs_no_model_without_its_backends(saved):
+    register()
+    loaded = transformers.AutoModel.from_pretrained(saved)
+    with pytest.raises(
+        UnsupportedError, match=r"No backend is attached to this BertSelfAttention.*load\(path\)"
+    ):
+        loaded(**inputs())
+
+
+WITHOUT_US = """
+import sys
+from transformers import AutoModel
+try:
+    AutoModel.from_pretrained(sys.argv[1])
+except ValueError as error:
+    print(error)
+assert "efficient_attn" not in sys.modules
+"""
+
+
+def test_a_process_without_efficient_attn_refuses_a_model_with_backends(saved):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_US, str(saved)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'attn_implementation="efficient_attn"` is not supported' in done.stdout
+
+
+def test_a_model_with_backends_is_not_opened_for_a_comparison_without_them(saved):
+    with pytest.raises(DataError, match="holds a model with attached backends"):
+        open_model(saved)
+
+
+def test_from_pretrained_leaves_backends_away_where_it_is_asked_for_sdpa(tmp_path):
+    model = linformer()
+    model.save_pretrained(tmp_path)
+    plain = transformers.BertForMaskedLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    assert plain.config._attn_implementation == "sdpa"
+    assert not [name for name in plain.state_dict() if "efficient_attn" in name]
+    torch.testing.assert_close(logits(plain), logits(bert()), rtol=1e-5, atol=1e-4)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    linformer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_config(folder, change):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def change_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def first_layer(config):
+    return next(iter(config["efficient_attn"]["layers"].values()))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda c: c.pop("efficient_attn"), "names no backends"),
+        (lambda c: c.update(efficient_attn=[1]), "not a plan of format 1"),
+        (lambda c: c["efficient_attn"].update(format=2), "not a plan of format 1"),
+        (lambda c: c["efficient_attn"].update(layers=3), "lacks one of the fields"),
+        (lambda c: first_layer(c).pop("options"), "lacks one of the fields"),
+        (
+            lambda c: first_layer(c).update(backend="evil.py:attention"),
+            "'evil.py:attention', which is not registered",
+        ),
+        (lambda c: first_layer(c).update(backend="gone"), "'gone', which is not registered"),
+        (lambda c: first_layer(c).update(options={"rank": -1}), "rank is at least 1"),
+        (lambda c: first_layer(c).update(options={"ranks": 4}), "Did you mean 'rank'"),
+        (lambda c: c["efficient_attn"]["layers"].popitem(), "belong to another model"),
+        (
+            lambda c: first_layer(c)["options"].update(rank=64, sharing="none"),
+            "needs 32768 numbers, 1024 are",
+        ),
+        (lambda c: first_layer(c).update(max_tokens=1 << 40), r"needs \d+ numbers, 1024 are saved"),
+        (lambda c: first_layer(c)["options"].update(sharing=[]), "sharing"),
+        (lambda c: c.update(architectures=["Nothing"]), "which transformers lacks"),
+        (lambda c: c.update(architectures={"a": 1}), "which transformers lacks|Cannot load a model"),
+        (lambda c: c.update(architectures=[1]), "which transformers lacks|Cannot load a model"),
+        (lambda c: c.update(dtype="nothing"), "Cannot load a model"),
+        (lambda c: c.update(hidden_size="x"), "Cannot load a model"),
+        (lambda c: c.update(architectures=["logging"]), "which transformers lacks"),
+        (lambda c: c.update(hidden_size=64), "another model|size mismatch|Cannot load"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(saved, change, match):
+    change_config(saved, change)
+    with pytest.raises(DataError, match=match):
+        load(saved)
+
+
+MIX = "bert.encoder.layer.0.attention.self.efficient_attn.core.mix_keys"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t.pop(MIX), "needs 1024 numbers, 512 are saved"),
+        (lambda t: t.update({f"{MIX}_": t.pop(MIX)}), "do not fit backend 'linformer'.*Missing"),
+        (lambda t: t.update({MIX: torch.zeros(64, 8)}), "do not fit backend 'linformer'.*size mismatch"),
+        (lambda t: t.update({f"{MIX}_too": torch.zeros(1)}), "do not fit backend 'linformer'.*Unexpected"),
+        (lambda t: t.pop("bert.encoder.layer.1.output.dense.weight"), "to another model: it lacks"),
+        (lambda t: t.update(strange=torch.zeros(1)), "to another model: it has, beyond the model, strange"),
+    ],
+)
+def test_parameters_of_another_model_are_refused(saved, change, match):
+    change_tensors(saved, change)
+    with pytest.raises(DataError, match=match):
+        load(saved)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 8, 100, -1])
+def test_a_file_that_was_cut_off_is_refused(saved, keep):
+    path = saved / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(
+        DataError, match=r"Cannot load a model|is not a valid safetensors file|has a header of"
+    ):
+        load(saved)
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff" * 64, (1 << 40).to_bytes(8, "little") + b"{}", b"\x80\x04\x95pickle" * 9]
+)
+def test_a_hostile_file_is_refused(saved, content):
+    (saved / "model.safetensors").write_bytes(content)
+    with pytest.raises(
+        DataError, match=r"Cannot load a model|is not a valid safetensors file|has a header of"
+    ):
+        load(saved)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"holds no config\.json"):
+        load(tmp_path)
+    with pytest.raises(DtypeError, match="folder is a path, not None"):
+        load(None)
+
+
+def test_a_backend_without_a_registered_name_is_not_restored(tmp_path):
+    model = attach(bert(), torch.nn.functional.scaled_dot_product_attention)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="had no registered name"):
+        load(tmp_path)
