@@ -1,6 +1,6 @@
 """Verdicts on exact attention in every architecture of transformers' mappings.
 
-Run as a script, it writes its rows to tests/integrations/transformers/hf_zoo.tsv, from which docs/hugging_face_models.py writes a page.
+Run as a script, it writes its rows to hf_zoo.tsv, from which docs/hugging_face_models.py writes a page.
 """
 
 import csv

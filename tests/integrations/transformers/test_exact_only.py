@@ -1,7 +1,5 @@
 """Features of scores and masks that only exact attention supports; other backends are refused in words."""
 
-import logging
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,11 +16,6 @@ from efficient_attn.integrations.transformers.sites import find_sites
 register()
 
 SMALL = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog):
-    caplog.set_level(logging.ERROR, "efficient_attn")
 
 
 def gemma2():
@@ -48,9 +41,9 @@ def t5():
 
 
 def llama4():
-    own = {"attention_chunk_size": 6, "layer_types": ["chunked_attention", "full_attention"]}
+    chunks = {"attention_chunk_size": 6, "layer_types": ["chunked_attention", "full_attention"]}
     experts = {"num_local_experts": 2, "intermediate_size_mlp": 48}
-    return ready(transformers.Llama4ForCausalLM, transformers.Llama4TextConfig(**SMALL, **own, **experts))
+    return ready(transformers.Llama4ForCausalLM, transformers.Llama4TextConfig(**SMALL, **chunks, **experts))
 
 
 MODELS = {
@@ -61,19 +54,19 @@ MODELS = {
 }
 
 
-def given(model):
+def batch_of(model):
     batch = inputs()
     if model.config.is_encoder_decoder:
         return {**batch, "decoder_input_ids": batch["input_ids"][:, :7]}
     return {**batch, "use_cache": False}
 
 
-def of(model):
+def real_logits(model):
     """The logits of real tokens."""
-    batch = given(model)
+    batch = batch_of(model)
     with torch.no_grad():
-        found = model(**batch).logits
-    return found if model.config.is_encoder_decoder else found[batch["attention_mask"].bool()]
+        out = model(**batch).logits
+    return out if model.config.is_encoder_decoder else out[batch["attention_mask"].bool()]
 
 
 @pytest.mark.parametrize("feature", MODELS)
@@ -81,11 +74,11 @@ def of(model):
 def test_exact_attention_has_every_feature_of_the_scores(feature, backend):
     model = MODELS[feature][0]()
     model.set_attn_implementation("eager")
-    expected = of(model)
+    expected = real_logits(model)
     with swapped(model, backend):
-        torch.testing.assert_close(of(model), expected, **ROUNDING)
+        torch.testing.assert_close(real_logits(model), expected, **ROUNDING)
     model.set_attn_implementation(f"efficient_attn.{backend}")
-    torch.testing.assert_close(of(model), expected, **ROUNDING)
+    torch.testing.assert_close(real_logits(model), expected, **ROUNDING)
 
 
 @pytest.mark.parametrize("feature", MODELS)
@@ -100,16 +93,16 @@ def test_other_backends_are_refused_by_the_feature_and_nothing_is_attached(featu
     assert model.config._attn_implementation == before
     model.set_attn_implementation("efficient_attn.window")
     with pytest.raises(UnsupportedError, match=r"which backend 'window' does not support; 'exact' does"):
-        model(**given(model))
+        model(**batch_of(model))
 
 
 def test_layers_without_the_feature_take_any_backend():
     model = llama4()
-    expected = of(model)
+    expected = real_logits(model)
     with swapped(model, {1: ("window", {"window": 999})}):
-        torch.testing.assert_close(of(model), expected, **ROUNDING)
+        torch.testing.assert_close(real_logits(model), expected, **ROUNDING)
     with swapped(model, {1: ("window", {"window": 3})}):
-        assert not torch.allclose(of(model), expected, **ROUNDING)
+        assert not torch.allclose(real_logits(model), expected, **ROUNDING)
 
 
 @pytest.mark.parametrize("feature", ["capped scores", "attention sinks"])
@@ -117,14 +110,6 @@ def test_no_state_is_kept_of_capped_scores_and_sinks(feature):
     model = attach(MODELS[feature][0](), "exact")
     with pytest.raises(UnsupportedError, match="which no state supports; use transformers' own cache"):
         StateCache(model)
-
-
-def test_a_state_meets_no_mask_of_queries_and_keys():
-    model = attach(llama(), "exact")
-    ids = inputs()["input_ids"][2:, :4]
-    pattern = torch.eye(4, dtype=torch.bool)[None, None]
-    with pytest.raises(UnsupportedError, match="that no state supports; use transformers' own cache"):
-        model(ids, attention_mask=pattern, past_key_values=StateCache(model))
 
 
 @pytest.mark.parametrize("feature", ["capped scores", "attention sinks", "chunks"])
@@ -137,39 +122,35 @@ def test_text_is_generated_with_the_cache_of_transformers(feature):
         assert torch.equal(model.generate(**text), expected)
 
 
-def packed():
-    """Three texts in one row, as position ids."""
-    return torch.cat([torch.arange(n) for n in (7, 12, 5)])[None]
-
-
 def test_packed_sequences_do_not_read_each_other():
     model, ids = llama(), inputs()["input_ids"][2:]
+    packed = torch.cat([torch.arange(n) for n in (7, 12, 5)])[None]
     with torch.no_grad():
         alone = [model(part).logits for part in ids.split([7, 12, 5], dim=1)]
         with swapped(model, "exact"):
-            found = model(ids, position_ids=packed(), use_cache=False).logits
-    torch.testing.assert_close(found, torch.cat(alone, dim=1), **ROUNDING)
+            actual = model(ids, position_ids=packed, use_cache=False).logits
+    torch.testing.assert_close(actual, torch.cat(alone, dim=1), **ROUNDING)
     with (
         swapped(model, "performer-positive"),
         pytest.raises(UnsupportedError, match=r"several sequences packed into one row.*'exact' does"),
     ):
-        model(ids, position_ids=packed(), use_cache=False)
+        model(ids, position_ids=packed, use_cache=False)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("given", [("cu_seq_lens_q", "cu_seq_lens_k"), ("cu_seq_lens_k",)])
-def test_cumulative_lengths_separate_packed_sequences(causal, given):
+@pytest.mark.parametrize("names", [("cu_seq_lens_q", "cu_seq_lens_k"), ("cu_seq_lens_k",)])
+def test_cumulative_lengths_separate_packed_sequences(causal, names):
     q, k, v = torch.randn(3, 1, 2, TOKENS, 8)
     lengths = [7, 12, 5]
     ends = torch.tensor([0, 7, 19, 24], dtype=torch.int32)
     layer = torch.nn.Identity()
     layer.is_causal = causal
-    out, _ = attention_function("exact")(layer, q, k, v, None, **dict.fromkeys(given, ends))
+    out, _ = attention_function("exact")(layer, q, k, v, None, **dict.fromkeys(names, ends))
     parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
     expected = [F.scaled_dot_product_attention(*part, is_causal=causal) for part in parts]
     torch.testing.assert_close(out, torch.cat(expected, dim=2).transpose(1, 2))
     with pytest.raises(UnsupportedError, match=r"packs sequences into one row \(cu_seq_lens_\w\)"):
-        attention_function("window")(layer, q, k, v, None, **dict.fromkeys(given, ends))
+        attention_function("window")(layer, q, k, v, None, **dict.fromkeys(names, ends))
 
 
 def test_a_mask_of_queries_and_keys_is_served_by_exact_and_refused_by_the_rest():
@@ -179,10 +160,14 @@ def test_a_mask_of_queries_and_keys_is_served_by_exact_and_refused_by_the_rest()
     with torch.no_grad():
         expected = model(batch["input_ids"], attention_mask=pattern).logits
         with swapped(model, "exact"):
-            found = model(batch["input_ids"], attention_mask=pattern).logits
-    torch.testing.assert_close(found, expected, **ROUNDING)
+            actual = model(batch["input_ids"], attention_mask=pattern).logits
+    torch.testing.assert_close(actual, expected, **ROUNDING)
     with swapped(model, "window"), pytest.raises(UnsupportedError, match=r"a mask \[3, 1, 24, 24\] of"):
         model(batch["input_ids"], attention_mask=pattern)
+    decoder = attach(llama(), "exact")
+    pattern = torch.eye(4, dtype=torch.bool)[None, None]
+    with pytest.raises(UnsupportedError, match="that no state supports; use transformers' own cache"):
+        decoder(batch["input_ids"][2:, :4], attention_mask=pattern, past_key_values=StateCache(decoder))
 
 
 @pytest.mark.parametrize("backend", ["exact", "window"])
@@ -193,8 +178,8 @@ def test_a_prepared_mask_of_real_keys_is_read_as_one(backend, counted):
     with swapped(model, backend), torch.no_grad():
         expected = model(**batch).logits
         counted.clear()
-        found = model(batch["input_ids"], attention_mask=prepared).logits
-    torch.testing.assert_close(found[real], expected[real], **ROUNDING)
+        actual = model(batch["input_ids"], attention_mask=prepared).logits
+    torch.testing.assert_close(actual[real], expected[real], **ROUNDING)
     assert len(counted) == 3
 
 
@@ -210,8 +195,7 @@ def mla():
 
     ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 9}
     dims = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
-    own = {name: size for name, size in SIZES.items() if name != "head_dim"}
-    return ready(DeepseekV3ForCausalLM, DeepseekV3Config(**own, **ranks, **dims, num_key_value_heads=4))
+    return ready(DeepseekV3ForCausalLM, DeepseekV3Config(**SIZES, **ranks, **dims, num_key_value_heads=4))
 
 
 @pytest.mark.parametrize("backend", ["exact", "exact-dense", "window", "performer-positive"])
@@ -220,11 +204,11 @@ def test_latent_attention_is_served_in_the_size_of_its_queries(backend):
     expected = logits(model, batch)
     assert {site.head_dim for site in find_sites(model)} == {24}
     with swapped(model, backend):
-        found = logits(model, batch)
+        actual = logits(model, batch)
     if backend == "performer-positive":
-        assert found.isfinite().all()
+        assert actual.isfinite().all()
     else:
-        torch.testing.assert_close(found, expected, **ROUNDING)
+        torch.testing.assert_close(actual, expected, **ROUNDING)
 
 
 def test_decoders_that_only_their_names_tell_from_cross_attention_are_causal():
@@ -235,6 +219,7 @@ def test_decoders_that_only_their_names_tell_from_cross_attention_are_causal():
     model = ready(transformers.PegasusXForConditionalGeneration, config)
     decoder = [(s.kind, s.pattern.causal) for s in find_sites(model) if ".decoder." in s.path]
     assert decoder == [("full", True), ("cross", False)]
+    assert {site.kind for site in find_sites(bart())} == {"full", "cross"}
     batch = {**inputs(), "decoder_input_ids": inputs()["input_ids"][:, :7]}
     with torch.no_grad():
         expected = model(**batch).logits
@@ -242,10 +227,6 @@ def test_decoders_that_only_their_names_tell_from_cross_attention_are_causal():
             torch.testing.assert_close(model(**batch).logits, expected, **ROUNDING)
         with swapped(model, full=("window", {"window": 3})):
             assert not torch.allclose(model(**batch).logits, expected, **ROUNDING)
-
-
-def test_bart_is_still_known_by_its_causality():
-    assert {site.kind for site in find_sites(bart())} == {"full", "cross"}
 
 
 def test_cumulative_lengths_are_honoured_with_sinks_and_with_a_bias():
