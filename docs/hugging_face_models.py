@@ -31,7 +31,7 @@ with padding on both sides), with `attach(model, "exact")` and with
 - *Not built tiny*: no small configuration was found.
 
 *Before* counts the verdicts at commit 990d42b, before `exact` served every feature of scores and masks.
-`pytest -m slow tests/integrations/transformers/test_hf_zoo.py` repeats all verdicts.
+`pytest -m slow tests/integrations/transformers/test_zoo.py` repeats all verdicts.
 
 """
 

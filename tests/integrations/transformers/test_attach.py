@@ -1,4 +1,4 @@
-"""Backends in transformers models: which layers are served, by which names, and the earlier state afterwards."""
+"""Backends in transformers models: layers that are served, names that work, and what swapping restores."""
 
 import copy
 import logging
