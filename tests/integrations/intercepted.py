@@ -88,18 +88,9 @@ def translation():
     return model, lambda: model(source, target, tgt_mask=later, tgt_is_causal=True)
 
 
-MODELS = pytest.mark.parametrize("made", [own, padded_encoder, translation], ids=lambda made: made.__name__)
+MODELS = pytest.mark.parametrize("make", [own, padded_encoder, translation], ids=lambda make: make.__name__)
 
 
 TRIANGLE = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
 REAL = ~padding()
 LEFT = REAL.flip(1)
-
-
-@pytest.fixture(autouse=True)
-def slow_path():
-    """torch's fused path of nn.TransformerEncoderLayer calls no attention function and rounds elsewhere."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    yield
-    torch.backends.mha.set_fastpath_enabled(before)

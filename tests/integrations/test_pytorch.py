@@ -38,8 +38,8 @@ def test_every_mask_means_what_it_means_in_torch(
         keys = KEYS if crosses else TOKENS
         sizes = (BATCH, TOKENS) if batch_first else (TOKENS, BATCH)
         x = draw(*sizes, DIM)
-        other = draw(*((BATCH, keys) if batch_first else (keys, BATCH)), DIM, seed=5) if crosses else x
-        assert_same_call(theirs, ours, [x, other, other], **call, **masks(keys, kind))
+        context = draw(*((BATCH, keys) if batch_first else (keys, BATCH)), DIM, seed=5) if crosses else x
+        assert_same_call(theirs, ours, [x, context, context], **call, **masks(keys, kind))
 
 
 @pytest.mark.parametrize("sizes", [{"kdim": 8}, {"vdim": 9, "bias": False}, {"kdim": 8, "vdim": 9}])
@@ -87,10 +87,15 @@ def test_causal_calls(causal: bool, weights: bool, padded: bool) -> None:
     )
 
 
-def test_state_dicts_load_both_ways() -> None:
+def test_state_dicts_load_both_ways_and_a_seed_gives_the_same_weights() -> None:
     theirs, ours = twins(kdim=8)
     assert list(ours.state_dict()) == list(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
+    layers = []
+    for kind in (nn.MultiheadAttention, ea.MultiheadAttention):
+        torch.manual_seed(3)
+        layers.append(kind(DIM, HEADS))
+    assert all(map(torch.equal, *(layer.state_dict().values() for layer in layers)))
 
 
 def test_what_a_backend_keeps_stays_where_a_checkpoint_of_torch_has_nothing_of_it() -> None:
@@ -116,20 +121,20 @@ def test_a_backend_gets_the_heads_and_the_padding() -> None:
     rows = layer.in_proj_weight.chunk(3)
     q, k, v = ((x @ weight.mT).unflatten(-1, (HEADS, -1)).permute(1, 2, 0, 3) for weight in rows)
     heads = layer.backend(q, k, v, key_mask=~padding)
-    wanted = heads.permute(2, 0, 1, 3).flatten(2) @ layer.out_proj.weight.mT
+    expected = heads.permute(2, 0, 1, 3).flatten(2) @ layer.out_proj.weight.mT
     for mask in (padding, as_numbers(padding)):
-        got = layer(x, x, x, key_padding_mask=mask, need_weights=False)[0]
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+        actual = layer(x, x, x, key_padding_mask=mask, need_weights=False)[0]
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 def test_a_causal_backend_takes_the_causal_mask_in_every_form() -> None:
     layer = ea.MultiheadAttention(DIM, HEADS, backend="window", window=3, causal=True, dtype=torch.float64)
     x = draw(TOKENS, BATCH, DIM)
-    wanted = layer(x, x, x, need_weights=False, is_causal=True)[0]
+    expected = layer(x, x, x, need_weights=False, is_causal=True)[0]
     for mask in (LATER, as_numbers(LATER), LATER.expand(BATCH * HEADS, -1, -1)):
         for hint in (False, True):
-            got = layer(x, x, x, need_weights=False, attn_mask=mask, is_causal=hint)[0]
-            assert torch.equal(got, wanted)
+            actual = layer(x, x, x, need_weights=False, attn_mask=mask, is_causal=hint)[0]
+            assert torch.equal(actual, expected)
 
 
 def test_rows_that_may_read_nothing_give_zeros_before_the_output_projection() -> None:
@@ -152,8 +157,8 @@ def test_padding_may_hold_anything() -> None:
     broken[0, -2:] = torch.nan
     for weights in (True, False):
         for mask in (call, {"key_padding_mask": call["key_padding_mask"]}):
-            wanted, got = (ours(y, y, y, need_weights=weights, **mask)[0] for y in (x, broken))
-            assert torch.equal(got[0, :-2], wanted[0, :-2]) and torch.equal(got[1], wanted[1])
+            expected, actual = (ours(y, y, y, need_weights=weights, **mask)[0] for y in (x, broken))
+            assert torch.equal(actual[0, :-2], expected[0, :-2]) and torch.equal(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("call", [{}, {"need_weights": False}, {"need_weights": False, "attn_mask": LATER}])
@@ -170,38 +175,29 @@ def test_dropout_is_of_weights_and_of_training(call: dict[str, Any]) -> None:
     assert (off <= 6 * draws.std(dim=0) / 400**0.5 + 1e-12).all()
 
 
-def test_one_seed_gives_both_the_same_weights_to_begin_with() -> None:
-    layers = []
-    for kind in (nn.MultiheadAttention, ea.MultiheadAttention):
-        torch.manual_seed(3)
-        layers.append(kind(DIM, HEADS))
-    assert all(map(torch.equal, *(layer.state_dict().values() for layer in layers)))
-
-
 @pytest.mark.parametrize("weights", [False, True])
 def test_autocast_rounds_as_torch_rounds(weights: bool) -> None:
     theirs, ours = (layer.float() for layer in twins())
     x = draw(TOKENS, BATCH, DIM).float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        wanted, got = (layer(x, x, x, need_weights=weights) for layer in (theirs, ours))
+        expected, actual = (layer(x, x, x, need_weights=weights) for layer in (theirs, ours))
+    assert (actual[1] is None) == (expected[1] is None)
     # One rounding to 8 bits of each of the largest entries, where sums are taken in another order.
-    for one, other in zip(got, wanted, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or (
-            one.dtype is other.dtype and (one - other).abs().max() <= 2**-7 * other.abs().max()
-        )
+    for ours_, theirs_ in zip(actual[: 1 + weights], expected[: 1 + weights], strict=True):
+        assert ours_.dtype is theirs_.dtype
+        assert (ours_ - theirs_).abs().max() <= 2**-7 * theirs_.abs().max()
 
 
 @pytest.mark.parametrize("backend", ["exact", "performer-positive", "window"])
 def test_autocast_computes_in_its_dtype(backend: str) -> None:
     layer = ea.MultiheadAttention(DIM, HEADS, backend=backend)
     x = draw(TOKENS, BATCH, DIM).float()
-    wanted = layer(x, x, x, need_weights=False)[0]
+    expected = layer(x, x, x, need_weights=False)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = layer(x, x, x, need_weights=False)[0]
-    assert got.dtype is torch.bfloat16
+        actual = layer(x, x, x, need_weights=False)[0]
+    assert actual.dtype is torch.bfloat16
     # Inputs, projections and outputs are rounded to 8 bits each: a few roundings of the largest entry.
-    assert (got - wanted).abs().max() <= 8 * 2**-8 * wanted.abs().max()
+    assert (actual - expected).abs().max() <= 8 * 2**-8 * expected.abs().max()
 
 
 @pytest.mark.compile

@@ -19,7 +19,6 @@ from integrations.intercepted import (
     OwnModel,
     own,
     padded_encoder,
-    slow_path,
 )
 
 import efficient_attn as ea
@@ -27,20 +26,18 @@ from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.integrations import masks
 from efficient_attn.measure.inputs import read_activations
 
-__all__ = ["slow_path"]  # a fixture of every test here
-
 
 @MODELS
 @torch.no_grad()
-def test_a_measured_model_computes_the_same_bits(made):
-    model, run = made()
+def test_a_measured_model_computes_the_same_bits(make):
+    model, run = make()
     alone = run()
     with ea.intercept.measure(model, ["exact", "performer-positive"]) as measured:
         assert torch.equal(run(), alone)
-    for one in measured.sites.values():
-        assert one.errors["exact"] < 1e-5 < one.errors["performer-positive"]
-        assert not one.exact_because
-        assert 0 < one.entropy <= one.uniform_entropy
+    for site in measured.sites.values():
+        assert site.errors["exact"] < 1e-5 < site.errors["performer-positive"]
+        assert not site.exact_because
+        assert 0 < site.entropy <= site.uniform_entropy
     assert 0 < measured.to_pandas()["time_share"].sum() < 1
 
 
@@ -57,14 +54,12 @@ def test_the_fused_path_of_torchs_layers_is_off_while_they_are_intercepted():
 
 
 def test_sites_are_named_by_their_module_and_keep_the_name_in_loops():
-    x = torch.randn(1, TOKENS, DIM)
-    twice, looped = OwnModel(layers=1, calls=2), Looped()
-    with torch.no_grad(), ea.intercept.measure(twice) as measured:
-        twice(x), twice(x)
-    assert {str(site): one.calls for site, one in measured.sites.items()} == {"layers.0": 2, "layers.0#1": 2}
-    with torch.no_grad(), ea.intercept.measure(looped) as measured:
-        looped(x)
-    assert {str(site): one.calls for site, one in measured.sites.items()} == {"layer": 3}
+    x, twice = torch.randn(1, TOKENS, DIM), OwnModel(layers=1, calls=2)
+    for model, runs, calls in ((twice, 2, {"layers.0": 2, "layers.0#1": 2}), (Looped(), 1, {"layer": 3})):
+        with torch.no_grad(), ea.intercept.measure(model) as measured:
+            for _ in range(runs):
+                model(x)
+        assert {str(name): site.calls for name, site in measured.sites.items()} == calls
 
 
 @torch.no_grad()
@@ -157,21 +152,13 @@ def test_other_masks_are_left_to_exact_attention(mask):
     assert masks.read_mask(mask, batch=2, q_tokens=TOKENS, k_tokens=mask.shape[-1]) is None
 
 
-def change_by_numpy(mask):
-    mask.numpy()[0, ..., 3:] = -math.inf
-
-
-def change_by_data(mask):
-    mask.data[0, ..., 3:] = -math.inf
-
-
-@pytest.mark.parametrize("change", [change_by_numpy, change_by_data])
+@pytest.mark.parametrize("entries", [lambda mask: mask.numpy(), lambda mask: mask.data])
 @torch.no_grad()
-def test_a_mask_that_changes_unseen_by_torch_is_read_again(change):
+def test_a_mask_that_changes_unseen_by_torch_is_read_again(entries):
     model, x, mask = OwnModel(layers=1).eval(), torch.randn(2, TOKENS, DIM), bias(REAL[:, None, None])
     with ea.intercept.measure(model, ["exact"]) as measured:
         model(x, mask)
-        change(mask)
+        entries(mask)[0, ..., 3:] = -math.inf
         model(x, mask)
     (site,) = measured.sites.values()
     assert site.calls == 2 and site.errors["exact"] < 1e-5
@@ -225,21 +212,23 @@ def test_a_call_is_read_measured_captured_and_served_as_torch_computes_it(name):
     assert bool(captured.captured().patterns) == ("causal" in mask)
 
 
-@pytest.mark.parametrize("name", ["row", "2-D", "axes of keys", "learned bias"])
-def test_a_call_of_another_form_stays_exact_while_it_is_measured(name):
-    q, k, v = qkv()
-    arguments, options, reason = {
-        "row": ((q, k, v), {"attn_mask": REAL[1:, None, :, None]}, "its mask is no key mask and not causal"),
-        "2-D": ((q[0, 0, :5], k[0, 0], v[0, 0]), {}, "its tensors have 2 axes"),
-        "axes of keys": ((q[:1], k[0], v[0]), {}, "its queries, keys and values have 4, 3 and 3 axes"),
-        "learned bias": (
-            (q, k, v),
-            {"attn_mask": torch.zeros(TOKENS, TOKENS, requires_grad=True)},
-            "its mask is learned (it requires a gradient)",
-        ),
-    }[name]
+Q, K, V = qkv()
+OTHER_FORMS = {
+    "row": ((Q, K, V), {"attn_mask": REAL[1:, None, :, None]}, "its mask is no key mask and not causal"),
+    "2-D": ((Q[0, 0, :5], K[0, 0], V[0, 0]), {}, "its tensors have 2 axes"),
+    "axes of keys": ((Q[:1], K[0], V[0]), {}, "its queries, keys and values have 4, 3 and 3 axes"),
+    "learned bias": (
+        (Q, K, V),
+        {"attn_mask": torch.zeros(TOKENS, TOKENS, requires_grad=True)},
+        "its mask is learned (it requires a gradient)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("tensors", "options", "reason"), OTHER_FORMS.values(), ids=OTHER_FORMS)
+def test_a_call_of_another_form_stays_exact_while_it_is_measured(tensors, options, reason):
     with ea.intercept.measure(backends=["exact"]) as measured, ea.intercept.capture() as captured:
-        F.scaled_dot_product_attention(*arguments, **options)
+        F.scaled_dot_product_attention(*tensors, **options)
     (site,) = measured.sites.values()
     assert site.exact_because == {"all": reason}
     assert list(captured.left_out.values()) == [reason]
@@ -287,7 +276,6 @@ def test_captured_causal_sites_say_so_and_wrong_requests_are_refused(tmp_path):
         ea.intercept.capture(model, only="layers.7")
     with pytest.raises(DataError, match=r"No call .* with its own softmax must call F\."):
         ea.intercept.capture(model).captured()
-    with pytest.raises(OptionError, match="entry"), ea.intercept.capture(model, entry=2):
-        run()
-    with pytest.raises(OptionError, match="only"), ea.intercept.capture(model, most_bytes=100):
-        run()
+    for options, match in (({"entry": 2}, "entry"), ({"most_bytes": 100}, "only")):
+        with pytest.raises(OptionError, match=match), ea.intercept.capture(model, **options):
+            run()

@@ -1,7 +1,7 @@
 """Interception in models of other libraries: bits, captured calls, and models from files.
 
-Models of transformers are in test_hf_intercept.py. timm and diffusers are in no extra: their cases are
-skipped where they are not installed.
+timm and diffusers are in no extra: their cases are
+skipped where they are not installed. Models of transformers are in test_intercept_transformers.py.
 """
 
 from contextlib import contextmanager
@@ -56,8 +56,8 @@ def dit():
     model = diffusers.DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=16, num_layers=2, sample_size=8, norm_num_groups=8
     )
-    given = {"timestep": torch.tensor([3]), "class_labels": torch.tensor([1])}
-    return model, {"hidden_states": torch.randn(1, 4, 8, 8), **given}
+    labels = {"timestep": torch.tensor([3]), "class_labels": torch.tensor([1])}
+    return model, {"hidden_states": torch.randn(1, 4, 8, 8), **labels}
 
 
 def padded():
@@ -71,8 +71,8 @@ def padded():
 def seq2seq():
     model = torch.nn.Transformer(32, 2, 1, 2, 64, batch_first=True)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(7)
-    given = {"tgt_mask": mask, "tgt_is_causal": True}
-    return model, {"src": torch.randn(1, 9, 32), "tgt": torch.randn(1, 7, 32), **given}
+    masks = {"tgt_mask": mask, "tgt_is_causal": True}
+    return model, {"src": torch.randn(1, 9, 32), "tgt": torch.randn(1, 7, 32), **masks}
 
 
 class Written(torch.nn.Module):
@@ -94,7 +94,7 @@ def written():
     return Written(), (torch.randn(2, 12, 32),)
 
 
-MADE = {
+MODELS = {
     "timm vit": lambda: timm_model("vit_tiny_patch16_224"),
     "timm deit3": lambda: timm_model("deit3_small_patch16_224"),
     "timm eva02": eva,
@@ -107,19 +107,11 @@ MADE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_path():
-    """Torch's layers off their fused path, as within interception; it computes padded rows otherwise."""
-    torch.backends.mha.set_fastpath_enabled(False)
-    yield
-    torch.backends.mha.set_fastpath_enabled(True)
-
-
-@pytest.fixture(params=MADE)
-def made(request):
+@pytest.fixture(params=MODELS)
+def built(request):
     """A call that runs a model in evaluation, and the model."""
     torch.manual_seed(0)
-    model, inputs = MADE[request.param]()
+    model, inputs = MODELS[request.param]()
     model.eval()
     run = (lambda: model(**inputs)) if isinstance(inputs, dict) else (lambda: model(*inputs))
     return model, inputs, lambda: output_vector(run())
@@ -141,8 +133,8 @@ def calls_seen(monkeypatch):
 
 
 @torch.no_grad()
-def test_measured_and_captured_models_compute_the_same_bits_and_no_call_is_missed(made, monkeypatch):
-    model, _, run = made
+def test_measured_and_captured_models_compute_the_same_bits_and_no_call_is_missed(built, monkeypatch):
+    model, _, run = built
     with calls_seen(monkeypatch) as seen:
         alone = run()
     with ea.intercept.measure(model, {"exact": {}}) as measured:
@@ -162,8 +154,8 @@ def test_measured_and_captured_models_compute_the_same_bits_and_no_call_is_misse
 
 
 @torch.no_grad()
-def test_exact_in_place_of_every_call_gives_the_same_output(made):
-    model, _, run = made
+def test_exact_in_place_of_every_call_gives_the_same_output(built):
+    model, _, run = built
     expected = run()
     with ea.intercept.replace(model, "exact", example=run) as replaced:
         assert replaced.served and not {*replaced.left.values()} - {
@@ -172,8 +164,8 @@ def test_exact_in_place_of_every_call_gives_the_same_output(made):
         torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_the_activations_of_a_pair_are_captured_and_its_attention_is_swapped(made):
-    model, inputs, _ = made
+def test_the_activations_of_a_pair_are_captured_and_its_attention_is_swapped(built):
+    model, inputs, _ = built
     # Layers of different scales need a choice.
     assert captured_model((model, inputs), layers=[0]).layers
     results = ea.swap((model, inputs), ["exact"], rounds=1, name="mine")

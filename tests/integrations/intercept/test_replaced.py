@@ -19,8 +19,6 @@ from integrations.intercepted import (
     OwnModel,
     encoder,
     own,
-    padded_encoder,
-    slow_path,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -28,13 +26,11 @@ from torch.utils.checkpoint import checkpoint
 import efficient_attn as ea
 from efficient_attn.errors import OptionError, UnknownNameError, UnsupportedError
 
-__all__ = ["slow_path"]  # a fixture of every test here
-
 
 @MODELS
 @torch.no_grad()
-def test_exact_in_the_place_of_torchs_function_changes_rounding_alone(made):
-    model, run = made()
+def test_exact_in_the_place_of_torchs_function_changes_rounding_alone(make):
+    model, run = make()
     alone, names = run(), list(model.state_dict())
     with ea.intercept.replace(model, "exact", example=run, strict=True) as replaced:
         torch.testing.assert_close(run(), alone, rtol=1e-5, atol=1e-5)
@@ -46,8 +42,8 @@ def test_exact_in_the_place_of_torchs_function_changes_rounding_alone(made):
 
 @MODELS
 @torch.no_grad()
-def test_replaced_attention_travels_with_copies_state_dicts_and_pickles(made):
-    model, run = made()
+def test_replaced_attention_travels_with_copies_state_dicts_and_pickles(make):
+    model, run = make()
     with ea.intercept.replace(model, "performer-positive", example=run, num_features=16):
         expected = run()
         state = model.state_dict()
@@ -64,8 +60,8 @@ def test_a_copy_has_backends_of_its_own(copied):
     model, run = own()
     x = torch.randn(1, TOKENS, DIM)
     with ea.intercept.replace(model, "performer-positive", example=run, num_features=16):
-        expected, other = model(x), copied(model)
-    assert torch.equal(other(x), expected)
+        expected, copy_ = model(x), copied(model)
+    assert torch.equal(copy_(x), expected)
     assert not torch.equal(model(x), expected)
 
 
@@ -75,13 +71,13 @@ def test_parameters_of_backends_are_trained_and_a_checkpoint_computes_them_again
     ea.intercept.replace(model, "linformer", example=lambda: model(x), rank=4)
     mixing = [name for name, _ in model.named_parameters() if "efficient_attn" in name]
     assert mixing
-    wanted = [dict(model.named_parameters())[name] for name in mixing]
-    direct = torch.autograd.grad(model(x).square().sum(), wanted)
+    parameters = [dict(model.named_parameters())[name] for name in mixing]
+    direct = torch.autograd.grad(model(x).square().sum(), parameters)
     # The second forward runs within the backward pass, outside of every block.
-    again = torch.autograd.grad(checkpoint(model, x, use_reentrant=False).square().sum(), wanted)
-    for one, other in zip(direct, again, strict=True):
-        assert one.abs().max() > 0
-        torch.testing.assert_close(one, other)
+    again = torch.autograd.grad(checkpoint(model, x, use_reentrant=False).square().sum(), parameters)
+    for gradient, recomputed in zip(direct, again, strict=True):
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(gradient, recomputed)
 
 
 @torch.no_grad()
@@ -263,7 +259,7 @@ def test_backends_that_need_calibration_are_calibrated_on_the_example():
         run()
     with ea.intercept.replace(model, "performer-full", example=run, strict=True):
         assert not torch.equal(run(), alone)
-    assert all(one.errors["performer-full"] > 0 for one in measured.sites.values())
+    assert all(site.errors["performer-full"] > 0 for site in measured.sites.values())
 
 
 @torch.no_grad()
@@ -294,30 +290,31 @@ def test_a_module_around_another_that_calls_attention_stays_exact():
         assert replaced.calls == {"inner": {"served": 1}}
 
 
-@torch.no_grad()
-def test_torchs_fused_encoder_layer_does_not_pass_by_a_backend():
-    model, run = padded_encoder()
-    torch.backends.mha.set_fastpath_enabled(True)
-    with ea.intercept.replace(model, "window", example=run, window=3) as replaced:
-        run()
-        assert set(replaced.calls) == set(replaced.served)
-        assert all(counts == {"served": 1} for counts in replaced.calls.values())
-
-
-def test_wrong_requests_name_the_argument_and_change_nothing():
+@pytest.mark.parametrize(
+    ("backend", "options", "error", "match"),
+    [
+        ("window", {"only": "layer.*"}, UnknownNameError, "call site"),
+        (
+            "window",
+            {"example": lambda: None},
+            UnsupportedError,
+            r"nowhere: .* code with its own softmax",
+        ),
+        ("linformer", {}, UnsupportedError, r"layers\.0 cannot be served: .*causal"),
+        ({"*": "window"}, {"window": 3}, OptionError, "With a mapping of backends, options and patterns"),
+        ("windoww", {}, UnknownNameError, "windoww"),
+    ],
+)
+def test_wrong_requests_name_the_argument_and_change_nothing(backend, options, error, match):
     model, run = own()
     names = list(model.state_dict())
-    with pytest.raises(UnknownNameError, match="call site"):
-        ea.intercept.replace(model, "window", example=run, only="layer.*")
-    with pytest.raises(UnsupportedError, match=r"nowhere: .* code with its own softmax must call F"):
-        ea.intercept.replace(model, "window", example=lambda: None)
-    with pytest.raises(UnsupportedError, match=r"layers\.0 cannot be served: .*causal"):
-        ea.intercept.replace(model, "linformer", example=run)
-    with pytest.raises(OptionError, match="With a mapping of backends, options and patterns belong into it"):
-        ea.intercept.replace(model, {"*": "window"}, example=run, window=3)
-    with pytest.raises(UnknownNameError, match="windoww"):
-        ea.intercept.replace(model, "windoww", example=run)
+    with pytest.raises(error, match=match):
+        ea.intercept.replace(model, backend, **{"example": run, **options})
     assert list(model.state_dict()) == names
+
+
+def test_a_model_with_backends_takes_no_others():
+    model, run = own()
     refused = pytest.raises(OptionError, match=r"undo\(\) it first")
     with ea.intercept.replace(model, "window", example=run), refused:
         ea.intercept.replace(model, "window", example=run)
@@ -326,8 +323,8 @@ def test_wrong_requests_name_the_argument_and_change_nothing():
 @pytest.mark.compile
 @MODELS
 @torch.no_grad()
-def test_a_compiled_model_with_backends_is_one_graph(made):
-    model, run = made()
+def test_a_compiled_model_with_backends_is_one_graph(make):
+    model, run = make()
     with ea.intercept.replace(model, "performer-positive", example=run, num_features=16):
         expected, forward = run(), model.forward
         model.forward = torch.compile(forward, fullgraph=True, backend="aot_eager")

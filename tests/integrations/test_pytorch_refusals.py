@@ -9,6 +9,7 @@ from integrations.multihead_twins import BATCH, DIM, HEADS, KEYS, LATER, TOKENS,
 import efficient_attn as ea
 
 REFUSED_WHEN_BUILT = [
+    ({"num_heads": 5}, "embed_dim=12 is not divisible by num_heads=5"),
     ({"add_bias_kv": True}, "add_bias_kv=True adds a key, which no backend supports"),
     ({"add_zero_attn": True}, "add_zero_attn=True adds a key, which no backend supports"),
     ({"backend": "window", "dropout": 0.1}, "has no attention weights to drop.*backend='exact'"),
@@ -22,12 +23,7 @@ REFUSED_WHEN_BUILT = [
 @pytest.mark.parametrize(("arguments", "message"), REFUSED_WHEN_BUILT)
 def test_what_cannot_be_built_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ea.AttentionError, match=message):
-        ea.MultiheadAttention(DIM, HEADS, **arguments)
-
-
-def test_embed_dim_is_divided_by_num_heads() -> None:
-    with pytest.raises(ea.OptionError, match="embed_dim=12 is not divisible by num_heads=5"):
-        ea.MultiheadAttention(DIM, 5)
+        ea.MultiheadAttention(**{"embed_dim": DIM, "num_heads": HEADS, **arguments})
 
 
 OTHER = draw(BATCH * HEADS, TOKENS, TOKENS)
