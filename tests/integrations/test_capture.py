@@ -10,8 +10,7 @@ from safetensors.torch import save_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, MissingPackageError, OptionError
-from efficient_attn.integrations.capture import capture_folder as capture
-from efficient_attn.integrations.capture import save_activations as save
+from efficient_attn.integrations.capture import capture_folder, save_activations
 from efficient_attn.measure.inputs import Captured, read_activations
 from efficient_attn.studies import find
 
@@ -56,7 +55,7 @@ def projections(folder, text):
 
 
 def test_what_is_captured_is_what_the_models_projections_give(folder):
-    captured = capture(folder, TEXT)
+    captured = capture_folder(folder, TEXT)
     expected = projections(folder, TEXT)
     assert list(captured.layers) == list(range(LAYERS))
     assert captured.scale == HEAD_DIM**-0.5
@@ -67,49 +66,49 @@ def test_what_is_captured_is_what_the_models_projections_give(folder):
 
 
 def test_captured_layers_are_written_and_read_back_in_half_precision(folder, tmp_path):
-    captured = capture(folder, TEXT, layers=[2, 0], name="tiny")
-    save(captured, tmp_path / "tiny.safetensors")
-    kept = read_activations(tmp_path / "tiny.safetensors")
-    assert list(kept.layers) == [0, 2]
-    assert kept.tokens == captured.tokens == ("[CLS]", *TEXT.split(), "[SEP]")
-    assert kept.scale == captured.scale
-    assert kept.about == captured.about
-    assert kept.about["model"] == "tiny"
-    assert torch.equal(kept.layers[2].v, captured.layers[2].v.half())
+    captured = capture_folder(folder, TEXT, layers=[2, 0], name="tiny")
+    save_activations(captured, tmp_path / "tiny.safetensors")
+    stored = read_activations(tmp_path / "tiny.safetensors")
+    assert list(stored.layers) == [0, 2]
+    assert stored.tokens == captured.tokens == ("[CLS]", *TEXT.split(), "[SEP]")
+    assert stored.scale == captured.scale
+    assert stored.about == captured.about
+    assert stored.about["model"] == "tiny"
+    assert torch.equal(stored.layers[2].v, captured.layers[2].v.half())
 
 
 def test_mse_and_compare_capture_a_folder_in_memory(folder, tmp_path):
-    found = ea.mse(["window"], model=folder, text=TEXT, layers=[1], sizes=[3], draws=1)
-    save(capture(folder, TEXT), tmp_path / "tiny.safetensors")
+    results = ea.mse(["window"], model=folder, text=TEXT, layers=[1], sizes=[3], draws=1)
+    save_activations(capture_folder(folder, TEXT), tmp_path / "tiny.safetensors")
     filed = ea.mse(["window"], inputs=tmp_path / "tiny.safetensors", layers=[1], sizes=[3], draws=1)
-    one, other = (
+    direct, from_file = (
         next(r for r in runs.records if r.case.backend == "window").output_relative_error
-        for runs in (found, filed)
+        for runs in (results, filed)
     )
-    assert one == pytest.approx(other, rel=2**-9)  # the file holds eleven bits of each entry
+    assert direct == pytest.approx(from_file, rel=2**-9)  # the file holds eleven bits of each entry
     digest = hashlib.sha256(TEXT.encode()).hexdigest()[:8]
-    assert {r.case.inputs for r in found.records} == {f"{folder.name} on 1 text #{digest}(layer=1)"}
+    assert {r.case.inputs for r in results.records} == {f"{folder.name} on 1 text #{digest}(layer=1)"}
     plan = find("compare").plan(["window"], model=str(folder), text=TEXT, seq_len=4, isolate="none")
     assert {point.case.tokens for point in plan.points} == {4}
 
 
 def test_a_long_text_is_cut_to_the_tokens_asked_for_and_to_what_the_model_can_take(folder):
-    assert len(capture(folder, TEXT, max_tokens=5).tokens) == 5
-    assert len(capture(folder, 20 * TEXT, max_tokens=500).tokens) == 32
+    assert len(capture_folder(folder, TEXT, max_tokens=5).tokens) == 5
+    assert len(capture_folder(folder, 20 * TEXT, max_tokens=500).tokens) == 32
 
 
 @pytest.mark.parametrize("layers", [[3], [-1], []])
 def test_layers_that_the_model_does_not_have_are_refused(folder, layers):
     with pytest.raises(OptionError, match="layers are from 0 to 2 in this model, not"):
-        capture(folder, TEXT, layers=layers)
+        capture_folder(folder, TEXT, layers=layers)
 
 
 def test_more_than_the_size_asked_for_is_refused_before_the_model_runs(folder):
     # Two layers of three tensors with nine tokens of eight entries, two bytes each.
     size = 2 * 3 * 9 * HEADS * HEAD_DIM * 2
-    assert len(capture(folder, TEXT, layers=[0, 1], max_tokens=9, most_bytes=size).layers) == 2
+    assert len(capture_folder(folder, TEXT, layers=[0, 1], max_tokens=9, most_bytes=size).layers) == 2
     with pytest.raises(OptionError, match="2 layers of 9 tokens take up to 864 B, more than 863 B"):
-        capture(folder, TEXT, layers=[0, 1], max_tokens=9, most_bytes=size - 1)
+        capture_folder(folder, TEXT, layers=[0, 1], max_tokens=9, most_bytes=size - 1)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "modernbert"])
@@ -122,14 +121,14 @@ def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
 
     (text, *_) = texts().values()
     model = MODELS[name]()
-    captured = capture(saved(model, tmp_path), text)
-    save(captured, tmp_path / "x.safetensors")
-    kept = read_activations(tmp_path / "x.safetensors")
+    captured = capture_folder(saved(model, tmp_path), text)
+    save_activations(captured, tmp_path / "x.safetensors")
+    stored = read_activations(tmp_path / "x.safetensors")
     patterns = {"gpt2": "causal over all keys", "llama": "causal over all keys"}
     expected = (
         {1: "bidirectional over 9 keys"} if name == "modernbert" else dict.fromkeys(range(3), patterns[name])
     )
-    assert kept.patterns == captured.patterns == expected
+    assert stored.patterns == captured.patterns == expected
     outputs = {}
     for site in sites_of(model).every:
         projection = getattr(site.module, "c_proj", None) or getattr(site.module, "o_proj", None)
@@ -142,11 +141,11 @@ def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
         model(tokenizer(text, return_tensors="pt")["input_ids"])
     for layer, (q, k, v) in captured.layers.items():
         told = captured.patterns.get(layer, "")
-        own = ea.attention(
+        output = ea.attention(
             q, k, v, "window" if "over 9" in told else "exact", causal="causal" in told, scale=captured.scale,
             **({"window": 9} if "over 9" in told else {}),
         )  # fmt: skip
-        torch.testing.assert_close(own.transpose(1, 2).flatten(2), outputs[layer], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output.transpose(1, 2).flatten(2), outputs[layer], rtol=1e-5, atol=1e-5)
         assert k.shape[1] == (2 if name == "llama" else 4)
 
 
@@ -155,10 +154,10 @@ def test_layers_that_are_causal_are_measured_causally_and_sliding_ones_refused(t
     from integrations.hf_models import gpt2, saved, texts
 
     (text, *_) = texts().values()
-    save(capture(saved(gpt2(), tmp_path), text), tmp_path / "x.safetensors")
+    save_activations(capture_folder(saved(gpt2(), tmp_path), text), tmp_path / "x.safetensors")
     found = ea.mse(["exact"], inputs=[tmp_path / "x.safetensors"]).records
     assert {record.case.causal for record in found} == {True}
-    assert all(one.output_relative_error < 1e-5 for one in found if one.case.backend == "exact")
+    assert all(r.output_relative_error < 1e-5 for r in found if r.case.backend == "exact")
     tensors = {f"layer.0.{letter}": torch.ones(1, 2, 2) for letter in "qkv"}
     about = {"patterns": '{"0": "causal over 5 keys"}'}
     save_file(tensors, tmp_path / "y.safetensors", metadata=about)
@@ -184,31 +183,28 @@ def test_patterns_that_are_none_are_refused(told, tmp_path):
         read_activations(tmp_path / "x.safetensors")
 
 
-def test_a_folder_without_safetensors_is_refused_before_anything_is_loaded(folder, tmp_path):
+def test_a_folder_that_is_no_model_is_refused_in_one_line(folder, tmp_path):
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
     with pytest.raises(DataError, match=r"as pytorch_model\.bin and no model\.safetensors"):
-        capture(tmp_path, TEXT)
-
-
-def test_a_folder_that_is_no_model_is_refused_in_one_line(tmp_path):
-    pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+        capture_folder(tmp_path, TEXT)
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(DataError, match=r"holds no config\.json"):
-        capture(tmp_path, TEXT)
     (tmp_path / "config.json").write_text('{"model_type": "none of them"}')
     with pytest.raises(DataError, match="Cannot load a model from") as caught:
-        capture(tmp_path, TEXT)
+        capture_folder(tmp_path, TEXT)
     assert "\n" not in str(caught.value)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(DataError, match=r"holds no config\.json"):
+        capture_folder(tmp_path, TEXT)
 
 
 def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
     ours = ("efficient_attn.integrations.transformers", "efficient_attn.studies.swap.model")
-    for name in [one for one in sys.modules if one.startswith(ours)]:
+    for name in [name for name in sys.modules if name.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    for ask in (lambda: capture(tmp_path, TEXT), lambda: ea.swap(tmp_path, ["exact"])):
+    for ask in (lambda: capture_folder(tmp_path, TEXT), lambda: ea.swap(tmp_path, ["exact"])):
         with pytest.raises(MissingPackageError, match=r"pip install 'transformers>=5\.14' tokenizers"):
             ask()
 
@@ -216,7 +212,9 @@ def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
 def test_what_cannot_be_stored_or_written_is_said(tmp_path):
     vast = torch.full((1, 1, 2, 2), 1e6)
     with pytest.raises(DataError, match=r"layer\.0\.q has entries beyond the range of float16"):
-        save(Captured(layers={0: (vast, vast, vast)}, about={}), tmp_path / "vast.safetensors")
+        save_activations(Captured(layers={0: (vast, vast, vast)}, about={}), tmp_path / "vast.safetensors")
     small = torch.ones(1, 1, 2, 2)
     with pytest.raises(DataError, match=r"Cannot write activations to .*: No such file or directory"):
-        save(Captured(layers={0: (small, small, small)}, about={}), tmp_path / "absent" / "x.safetensors")
+        save_activations(
+            Captured(layers={0: (small, small, small)}, about={}), tmp_path / "absent" / "x.safetensors"
+        )
