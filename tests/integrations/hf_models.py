@@ -37,21 +37,21 @@ def modernbert(**changes: Any) -> Any:
     """Layers 0 and 2 read everything, layer 1 four tokens on each side."""
     from transformers import ModernBertConfig, ModernBertForMaskedLM
 
-    own = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
-    return ready(ModernBertForMaskedLM, ModernBertConfig(**{**SIZES, **own, **changes}))
+    fields = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
+    return ready(ModernBertForMaskedLM, ModernBertConfig(**{**SIZES, **fields, **changes}))
 
 
 def eurobert(**changes: Any) -> Any:
     from transformers import EuroBertConfig, EuroBertForMaskedLM
 
-    own = {"num_key_value_heads": 2, "mask_token_id": 3}
-    return ready(EuroBertForMaskedLM, EuroBertConfig(**{**SIZES, **own, **changes}))
+    fields = {"num_key_value_heads": 2, "mask_token_id": 3}
+    return ready(EuroBertForMaskedLM, EuroBertConfig(**{**SIZES, **fields, **changes}))
 
 
 def gpt2(**changes: Any) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    own = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
+    fields = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
     special = {
         "bos_token_id": 1,
         "eos_token_id": None,
@@ -59,7 +59,7 @@ def gpt2(**changes: Any) -> Any:
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
     }
-    return ready(GPT2LMHeadModel, GPT2Config(**{**own, **special, **changes}))
+    return ready(GPT2LMHeadModel, GPT2Config(**{**fields, **special, **changes}))
 
 
 def llama(**changes: Any) -> Any:
@@ -72,24 +72,24 @@ def mistral(**changes: Any) -> Any:
     """All layers read the last five tokens."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    own = {"num_key_value_heads": 2, "sliding_window": WINDOW}
-    return ready(MistralForCausalLM, MistralConfig(**{**SIZES, **own, **changes}))
+    fields = {"num_key_value_heads": 2, "sliding_window": WINDOW}
+    return ready(MistralForCausalLM, MistralConfig(**{**SIZES, **fields, **changes}))
 
 
 def gemma3(**changes: Any) -> Any:
     """Layers 0 and 1 read the last five tokens, layer 2 everything before it; a scale of its own."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    own = {"num_key_value_heads": 2, "sliding_window": WINDOW, "head_dim": 8, "query_pre_attn_scalar": 20}
+    fields = {"num_key_value_heads": 2, "sliding_window": WINDOW, "head_dim": 8, "query_pre_attn_scalar": 20}
     types = ["sliding_attention", "sliding_attention", "full_attention"]
-    return ready(Gemma3ForCausalLM, Gemma3TextConfig(**{**SIZES, **own, "layer_types": types, **changes}))
+    return ready(Gemma3ForCausalLM, Gemma3TextConfig(**{**SIZES, **fields, "layer_types": types, **changes}))
 
 
 def bart(**changes: Any) -> Any:
     """An encoder and a decoder that reads it: three kinds of attention, two layers each."""
     from transformers import BartConfig, BartForConditionalGeneration
 
-    own = {
+    fields = {
         "vocab_size": VOCABULARY,
         "d_model": 32,
         "max_position_embeddings": 64,
@@ -101,29 +101,29 @@ def bart(**changes: Any) -> Any:
         for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 32))
     }
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "forced_eos_token_id": None}
-    return ready(BartForConditionalGeneration, BartConfig(**{**own, **sides, **special, **changes}))
+    return ready(BartForConditionalGeneration, BartConfig(**{**fields, **sides, **special, **changes}))
 
 
 def opt(**changes: Any) -> Any:
     """Scales its queries itself and asks the attention function for a factor of 1."""
     from transformers import OPTConfig, OPTForCausalLM
 
-    own = {"vocab_size": VOCABULARY, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
+    fields = {"vocab_size": VOCABULARY, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
     sizes = {
         "hidden_size": 32,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "max_position_embeddings": 64,
     }
-    return ready(OPTForCausalLM, OPTConfig(**{**own, **sizes, **changes}))
+    return ready(OPTForCausalLM, OPTConfig(**{**fields, **sizes, **changes}))
 
 
 def moshi(**changes: Any) -> Any:
     """The configuration has the width of a window, which no mask of the model reads."""
     from transformers import MoshiConfig, MoshiForCausalLM
 
-    own = {"num_key_value_heads": 2, "sliding_window": WINDOW, "head_dim": 8, "ffn_dim": 48}
-    return ready(MoshiForCausalLM, MoshiConfig(**{**SIZES, **own, **changes}))
+    fields = {"num_key_value_heads": 2, "sliding_window": WINDOW, "head_dim": 8, "ffn_dim": 48}
+    return ready(MoshiForCausalLM, MoshiConfig(**{**SIZES, **fields, **changes}))
 
 
 ENCODERS: dict[str, Callable[..., Any]] = {"bert": bert, "modernbert": modernbert, "eurobert": eurobert}

@@ -36,8 +36,8 @@ def assert_same_call(theirs: nn.Module, ours: nn.Module, inputs: list[Tensor], *
         leaves = {id(x): x.clone().requires_grad_() for x in inputs}
         out, weights = layer(*(leaves[id(x)] for x in inputs), **call)
         loss = out.square().sum() + (0.0 if weights is None else weights.square().sum())
-        wanted = [*leaves.values(), *layer.parameters()]
-        answers.append((out, weights, torch.autograd.grad(loss, wanted)))
+        leaves_and_parameters = [*leaves.values(), *layer.parameters()]
+        answers.append((out, weights, torch.autograd.grad(loss, leaves_and_parameters)))
     (out, weights, gradients), (our_out, our_weights, our_gradients) = answers
     torch.testing.assert_close(our_out, out, rtol=0, atol=1e-12)
     assert (weights is None) == (our_weights is None)

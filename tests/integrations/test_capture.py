@@ -47,7 +47,7 @@ def projections(folder, text):
     seen = []
     for layer in model.encoder.layer:
         for linear in (layer.attention.self.query, layer.attention.self.key, layer.attention.self.value):
-            linear.register_forward_hook(lambda module, given, output: seen.append(output))
+            linear.register_forward_hook(lambda module, arguments, output: seen.append(output))
     with torch.no_grad():
         model(ids)
     heads = [output.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for output in seen]
@@ -60,9 +60,9 @@ def test_what_is_captured_is_what_the_models_projections_give(folder):
     assert list(captured.layers) == list(range(LAYERS))
     assert captured.scale == HEAD_DIM**-0.5
     for layer, activations in captured.layers.items():
-        for tensor, other in zip(activations, expected[layer], strict=True):
+        for tensor, expected_tensor in zip(activations, expected[layer], strict=True):
             # Float32 sums of 8 to 16 terms through three layers, taken in another order.
-            torch.testing.assert_close(tensor, other, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(tensor, expected_tensor, rtol=1e-5, atol=1e-5)
 
 
 def test_captured_layers_are_written_and_read_back_in_half_precision(folder, tmp_path):
@@ -134,7 +134,7 @@ def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
         projection = getattr(site.module, "c_proj", None) or getattr(site.module, "o_proj", None)
         projection = projection or site.module.Wo
         projection.register_forward_pre_hook(
-            lambda module, given, layer=site.layer: outputs.update({layer: given[0]})
+            lambda module, arguments, layer=site.layer: outputs.update({layer: arguments[0]})
         )
     tokenizer = __import__("transformers").AutoTokenizer.from_pretrained(tmp_path)
     with torch.no_grad():
@@ -155,9 +155,9 @@ def test_layers_that_are_causal_are_measured_causally_and_sliding_ones_refused(t
 
     (text, *_) = texts().values()
     save_activations(capture_folder(saved(gpt2(), tmp_path), text), tmp_path / "x.safetensors")
-    found = ea.mse(["exact"], inputs=[tmp_path / "x.safetensors"]).records
-    assert {record.case.causal for record in found} == {True}
-    assert all(r.output_relative_error < 1e-5 for r in found if r.case.backend == "exact")
+    records = ea.mse(["exact"], inputs=[tmp_path / "x.safetensors"]).records
+    assert {record.case.causal for record in records} == {True}
+    assert all(r.output_relative_error < 1e-5 for r in records if r.case.backend == "exact")
     tensors = {f"layer.0.{letter}": torch.ones(1, 2, 2) for letter in "qkv"}
     about = {"patterns": '{"0": "causal over 5 keys"}'}
     save_file(tensors, tmp_path / "y.safetensors", metadata=about)
@@ -168,11 +168,11 @@ def test_layers_that_are_causal_are_measured_causally_and_sliding_ones_refused(t
 def test_of_a_file_with_both_the_bidirectional_layers_are_measured_unless_all_are_causal(tmp_path):
     tensors = {f"layer.{layer}.{x}": torch.randn(1, 6, 4) for layer in (0, 1) for x in "qkv"}
     save_file(tensors, tmp_path / "x.safetensors", metadata={"patterns": '{"1": "causal over all keys"}'})
-    given = {"inputs": tmp_path / "x.safetensors", "seq_len": 6}
+    arguments = {"inputs": tmp_path / "x.safetensors", "seq_len": 6}
     for causal, layers in ((False, {0}), (True, {0, 1})):
-        points = find("compare").plan(["exact"], causal=causal, **given).points
-        found = {(point.case.inputs, point.case.causal) for point in points if point.case.kind == "error"}
-        assert found == {(f"x.safetensors(layer={layer})", causal) for layer in layers}
+        points = find("compare").plan(["exact"], causal=causal, **arguments).points
+        records = {(point.case.inputs, point.case.causal) for point in points if point.case.kind == "error"}
+        assert records == {(f"x.safetensors(layer={layer})", causal) for layer in layers}
 
 
 @pytest.mark.parametrize("told", ["[]", "{", '{"0": 1}', '{"a": "b"}'])

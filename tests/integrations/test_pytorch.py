@@ -103,11 +103,11 @@ def test_what_a_backend_keeps_stays_where_a_checkpoint_of_torch_has_nothing_of_i
     linformer = ea.MultiheadAttention(
         DIM, HEADS, backend="linformer", rank=2, max_tokens=TOKENS, dtype=torch.float64
     )
-    kept = copy.deepcopy(linformer.backend.state_dict())
+    state = copy.deepcopy(linformer.backend.state_dict())
     # Inside a model, where names have a prefix.
     nn.Sequential(linformer).load_state_dict(nn.Sequential(theirs).state_dict())
     torch.testing.assert_close(linformer.in_proj_weight, theirs.in_proj_weight)
-    torch.testing.assert_close(linformer.backend.state_dict(), kept)
+    torch.testing.assert_close(linformer.backend.state_dict(), state)
     half = dict(linformer.state_dict())
     del half["backend.core.mix_keys"]
     with pytest.raises(RuntimeError, match="Missing key"):

@@ -143,7 +143,7 @@ def test_torchs_own_paths_would_have_gone_past_the_backend() -> None:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_undoing_gives_back_the_layers_with_what_was_learned_since() -> None:
     model = nn.TransformerEncoder(encoder_layer(dropout=0.1), 2).double()
-    other = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     hooked: list[int] = []
     model.layers[0].self_attn.register_forward_hook(lambda *_: hooked.append(1))
     parameters = list(model.parameters())
@@ -152,21 +152,21 @@ def test_undoing_gives_back_the_layers_with_what_was_learned_since() -> None:
     model(X)
     assert hooked == [1]
     with torch.no_grad():
-        for p, q in zip(parameters, other.parameters(), strict=True):
+        for p, q in zip(parameters, copied.parameters(), strict=True):
             p += 1
             q += 1
     again = ea.replace_attention(model, "window", window=3)
     again.undo()
     assert {layer.backend.spec.name for layer in replaced.layers.values()} == {"linformer"}
     replaced.undo()
-    assert list(model.state_dict()) == list(other.state_dict())
-    assert [type(m) for m in model.modules()] == [type(m) for m in other.modules()]
+    assert list(model.state_dict()) == list(copied.state_dict())
+    assert [type(m) for m in model.modules()] == [type(m) for m in copied.modules()]
     assert model.layers[0].self_attn.dropout == 0.1 and model.use_nested_tensor
     model.eval()
-    other.eval()
+    copied.eval()
     for padding in (None, PADDING):
         with torch.no_grad():
-            assert torch.equal(*(m(X, src_key_padding_mask=padding) for m in (model, other)))
+            assert torch.equal(*(m(X, src_key_padding_mask=padding) for m in (model, copied)))
 
 
 def test_layers_are_chosen_by_name_and_draw_each_their_own() -> None:
@@ -199,7 +199,7 @@ def test_linformer_may_share_its_mixing_over_all_layers() -> None:
     assert sum("mix_keys" in name for name in model.state_dict()) == 1
 
 
-class Own(nn.MultiheadAttention):
+class Custom(nn.MultiheadAttention):
     """Somebody's layer that computes in a way of its own."""
 
 
@@ -225,10 +225,10 @@ REFUSED = [
         r"^decoder\.layers\.0\.multihead_attn: .*no cross-attention: only='\*\.self_attn'",
     ),
     (
-        lambda: nn.ModuleList([encoder_layer(), Own(DIM, HEADS)]),
+        lambda: nn.ModuleList([encoder_layer(), Custom(DIM, HEADS)]),
         "exact",
         {},
-        "^1: Own has its own implementation",
+        "^1: Custom has its own implementation",
     ),
     (
         lambda: nn.MultiheadAttention(DIM, HEADS, add_zero_attn=True),
@@ -274,8 +274,8 @@ def test_a_replaced_model_can_be_copied_and_pickled() -> None:
     model = nn.TransformerEncoder(encoder_layer(), 2).double().eval()
     ea.replace_attention(model, "performer-positive", num_features=8)
     expected = model(X, src_key_padding_mask=PADDING)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(X, src_key_padding_mask=PADDING), expected)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(X, src_key_padding_mask=PADDING), expected)
 
 
 @pytest.mark.compile

@@ -1,9 +1,9 @@
 """Attaching backends to transformers models, and detaching them."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
@@ -23,7 +23,6 @@ from efficient_attn.integrations.transformers.attend import (
     NO_WEIGHTS,
     PATTERN,
     SUBMODULE,
-    attend_attached,
     attention_function,
 )
 from efficient_attn.integrations.transformers.masking import make_mask
@@ -48,7 +47,7 @@ def register() -> tuple[str, ...]:
     of the same name is registered too, without which transformers would silently drop all masks.
     """
     names = {f"{NAME}.{name}": attention_function(name) for name in list_backends()}
-    for name, function in {NAME: attend_attached, **names}.items():
+    for name, function in {NAME: attention_function(None), **names}.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
     return tuple(names)
@@ -83,7 +82,7 @@ def attach(
 
     Raises:
         UnsupportedError: If a backend does not support a layer; no backend is attached then.
-            UnknownNameError, OptionError, DtypeError: If the request is invalid.
+        UnknownNameError, OptionError, DtypeError: If the request is invalid.
     """
     kinds = {"full": full, "sliding": sliding, "cross": cross}
     inner = unwrap(model)
@@ -129,17 +128,17 @@ def installed(
     model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]
 ) -> Iterator[None]:
     """Context manager that installs built backends on entry and restores the model on exit."""
-    before = _state_before(model)
+    restore = _snapshot(model)
     try:
         install(model, sites, backends)
         yield
     finally:
-        _restore_state(model, before)
+        restore()
 
 
 def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]) -> None:
     """Install built backends in their modules and register them in the model's configuration."""
-    before = _state_before(model)
+    restore = _snapshot(model)
     try:
         register()
         model.set_attn_implementation(NAME)
@@ -161,7 +160,7 @@ def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mappin
         if not hasattr(model, _HOOK):
             setattr(model, _HOOK, model.register_forward_pre_hook(_refuse_call, with_kwargs=True))
     except BaseException:
-        _restore_state(model, before)
+        restore()
         raise
 
 
@@ -235,16 +234,8 @@ def _build_request(
     return sites, build_all(sites, choose_backends(sites, backend, kinds, options), max_tokens, seed)
 
 
-class _Before(NamedTuple):
-    """State of a model before attaching."""
-
-    backends: list[tuple[nn.Module, nn.Module]]
-    implementations: list[tuple[PreTrainedConfig, str | None]]
-    entries: dict[str, Any]
-    hooked: bool
-
-
-def _state_before(model: PreTrainedModel) -> _Before:
+def _snapshot(model: PreTrainedModel) -> Callable[[], None]:
+    """Remember the attention of a model; returns its restoration."""
     attached = [
         (m, getattr(m, SUBMODULE))
         for m in model.modules()
@@ -257,21 +248,22 @@ def _state_before(model: PreTrainedModel) -> _Before:
     }
     implementations = [(config, config._attn_implementation) for config in configs.values()]
     entries = {name: value for name, value in vars(model.config).items() if name in (NAME, _FUNCTION)}
-    return _Before(attached, implementations, entries, hasattr(model, _HOOK))
+    hooked = hasattr(model, _HOOK)
 
+    def restore() -> None:
+        for module in list(model.modules()):
+            if isinstance(getattr(module, SUBMODULE, None), Backend):
+                delattr(module, SUBMODULE)
+        for module, backend in attached:
+            setattr(module, SUBMODULE, backend)
+        # Setting a configuration also sets its nested configurations, which come later in this list.
+        for config, implementation in implementations:
+            config._attn_implementation = implementation
+        for name in (NAME, _FUNCTION):
+            vars(model.config).pop(name, None)
+        vars(model.config).update(entries)
+        if hasattr(model, _HOOK) and not hooked:
+            getattr(model, _HOOK).remove()
+            delattr(model, _HOOK)
 
-def _restore_state(model: PreTrainedModel, before: _Before) -> None:
-    for module in list(model.modules()):
-        if isinstance(getattr(module, SUBMODULE, None), Backend):
-            delattr(module, SUBMODULE)
-    for module, backend in before.backends:
-        setattr(module, SUBMODULE, backend)
-    # Setting a configuration also sets its nested configurations, which come later in this list.
-    for config, implementation in before.implementations:
-        config._attn_implementation = implementation
-    for name in (NAME, _FUNCTION):
-        vars(model.config).pop(name, None)
-    vars(model.config).update(before.entries)
-    if hasattr(model, _HOOK) and not before.hooked:
-        getattr(model, _HOOK).remove()
-        delattr(model, _HOOK)
+    return restore

@@ -59,48 +59,12 @@ _SDPA = {
 }
 
 
-def attend_attached(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    **arguments: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention with the backend that `attach` has added to the module.
+def attention_function(name: str | None) -> Callable[..., tuple[Tensor, None]]:
+    """The function that transformers calls for a stateless backend; None: for attached backends.
 
     Raises:
         UnsupportedError: If no backend is attached, or it does not support an argument.
     """
-    backend = getattr(module, SUBMODULE, None)
-    if backend is None:
-        raise UnsupportedError(
-            f"No backend is attached to this {type(module).__name__}; call attach(model, …), or load(path) "
-            "for a saved model, both of efficient_attn.integrations.transformers."
-        )
-    _refuse_arguments(module, arguments)
-    expected = getattr(backend, PATTERN)
-    visible = _visible_keys(module, query, key, attention_mask, is_causal, expected)
-    feature = exact_only_feature(visible.pattern, arguments)
-    if feature is not None or expected is None:
-        check_no_pairs(type(module).__name__, feature or "computes its scores in its own code")
-    if feature is None and expected is not None:
-        _check_built_for(backend, visible.pattern)
-        query = _scaled_queries(query, scaling, backend)
-        if dropout:
-            backend = _with_dropout(backend, dropout, module)
-        return _run_backend(backend, query, key, value, visible), None
-    if backend.spec.name not in EXACT and not (expected is not None and expected.sliding):
-        raise _exact_only_error(module, feature, backend.spec.name)
-    out = attend_as_written(module, query, key, value, attention_mask, scaling, dropout, is_causal, arguments)
-    return out, None
-
-
-def attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
-    """The attention function of a stateless backend, for transformers' table."""
 
     def attend(
         module: Any,
@@ -113,25 +77,46 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         is_causal: bool | None = None,
         **arguments: Any,
     ) -> tuple[Tensor, None]:
+        attached = _attached_backend(module) if name is None else None
         _refuse_arguments(module, arguments)
-        visible = _visible_keys(module, query, key, attention_mask, is_causal, None)
-        feature = exact_only_feature(visible.pattern, arguments)
-        if feature is not None:
-            check_no_pairs(type(module).__name__, feature)
-            if name not in EXACT:
-                raise _exact_only_error(module, feature, name)
-            out = attend_as_written(
+        expected = None if attached is None else getattr(attached, PATTERN)
+        visible = _visible_keys(module, query, key, attention_mask, is_causal, expected)
+        feature = _exact_only_feature(visible.pattern, arguments)
+        if feature is not None or (attached is not None and expected is None):
+            check_no_pairs(type(module).__name__, feature or "computes its scores in its own code")
+            served = name if attached is None else attached.spec.name
+            if served not in EXACT and not (expected is not None and expected.sliding):
+                raise UnsupportedError(
+                    f"{type(module).__name__} {feature}, which backend {served!r} does not support; 'exact' "
+                    "does."
+                )
+            out = _attend_as_written(
                 module, query, key, value, attention_mask, scaling, dropout, is_causal, arguments
             )
             return out, None
-        pattern = visible.pattern
-        place: str = _stateless(name, query.shape[-1], pattern.back, pattern.ahead, scaling)
-        backend = getattr(_BUILT, place)
+        if attached is None:
+            pattern = visible.pattern
+            place: str = _stateless(name, query.shape[-1], pattern.back, pattern.ahead, scaling)
+            backend: Backend = getattr(_BUILT, place)
+        else:
+            backend = attached
+            _check_built_for(backend, visible.pattern)
+            query = _scaled_queries(query, scaling, backend)
         if dropout:
             backend = _with_dropout(backend, dropout, module)
         return _run_backend(backend, query, key, value, visible), None
 
     return attend
+
+
+def _attached_backend(module: Any) -> Any:
+    backend = getattr(module, SUBMODULE, None)
+    if backend is None:
+        raise UnsupportedError(
+            f"No backend is attached to this {type(module).__name__}; call attach(model, …), or load(path) "
+            "for a saved model, both of efficient_attn.integrations.transformers."
+        )
+    return backend
 
 
 def serving(name: str, pattern: Pattern) -> tuple[str, dict[str, int]]:
@@ -175,12 +160,6 @@ def _refuse_arguments(module: Any, arguments: dict[str, Any]) -> None:
         raise UnsupportedError(NO_WEIGHTS)
 
 
-def _exact_only_error(module: Any, feature: str | None, name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{type(module).__name__} {feature}, which backend {name!r} does not support; 'exact' does."
-    )
-
-
 def _scaled_queries(query: Tensor, scaling: float | None, backend: Backend) -> Tensor:
     """Rescale the queries if the model passes another scale than its module declares.
 
@@ -191,7 +170,7 @@ def _scaled_queries(query: Tensor, scaling: float | None, backend: Backend) -> T
 
 
 def _check_built_for(backend: Backend, pattern: Pattern) -> None:
-    """Refuse a pattern other than that of the configuration at the time of `attach`."""
+    """Refuse a pattern other than the pattern of the configuration at the time of `attach`."""
     expected = getattr(backend, PATTERN)
     if pattern != expected:
         raise UnsupportedError(
@@ -273,7 +252,7 @@ def _dropout_field(config: Any, dropout: float) -> str:
     return fitting[0] if fitting else "attention_dropout"
 
 
-def exact_only_feature(pattern: Pattern, arguments: dict[str, Any]) -> str | None:
+def _exact_only_feature(pattern: Pattern, arguments: dict[str, Any]) -> str | None:
     """The feature of a call that only exact attention supports, in words; None if it has none."""
     for name, words in (_EAGER | _SDPA).items():
         if arguments.get(name) is not None:
@@ -281,7 +260,7 @@ def exact_only_feature(pattern: Pattern, arguments: dict[str, Any]) -> str | Non
     return None if pattern.irregular is None else f"reads {pattern.irregular}"
 
 
-def attend_as_written(
+def _attend_as_written(
     module: Any,
     query: Tensor,
     key: Tensor,

@@ -55,23 +55,13 @@ def open_model(
     """
     path = Path(folder)
     weights = _weights(path)
-    with data_errors(f"Cannot load a model from {folder}"):
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = read_config(path)
     if config._attn_implementation == NAME:
         raise DataError(f"{folder} holds a model with attached backends; use a folder without backends.")
     kind = model_class(config, path)
-    with data_errors(f"Cannot load the tokenizer of {folder}"), quiet():
+    with data_errors(f"Cannot load the tokenizer of {folder}"), _quiet():
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    with data_errors(f"Cannot load a model from {folder}"), quiet():
-        model, report = kind.from_pretrained(
-            path,
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    check_complete(path, model, report)
+    model, _ = read_model(path, kind, dtype=getattr(torch, dtype))
     digest = hashlib.sha256()
     for weight_file in weights:
         with weight_file.open("rb") as file:
@@ -126,20 +116,36 @@ def check_length(opened: Opened, tokens: int, *, name: str) -> None:
         raise OptionError(f"{name} is at most the {most} positions of this model, not {tokens}.")
 
 
+def read_config(path: Path) -> Any:
+    """The configuration in a folder."""
+    with data_errors(f"Cannot load a model from {path}"):
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
 def model_class(config: Any, path: Path) -> Any:
     """The saved class, if it is a transformers model class."""
-    named = config.architectures[:1] if isinstance(config.architectures, list) else []
-    kind = getattr(transformers, str(*named), None)
+    names = config.architectures[:1] if isinstance(config.architectures, list) else []
+    kind = getattr(transformers, str(*names), None)
     if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
         return kind
     raise DataError(f"{path}/config.json names the class {config.architectures}, which transformers lacks.")
 
 
-def check_complete(path: Path, model: PreTrainedModel, report: Mapping[str, Any]) -> None:
-    """Refuse missing tensors, which transformers would initialise randomly with a warning.
+def read_model(path: Path, kind: Any, **arguments: Any) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """Load a model and transformers' report on its tensors.
 
-    A model that was saved without its optional pooler has none again.
+    Missing tensors, which transformers would initialise randomly with a warning, are refused. A model that
+    was saved without its optional pooler has none again.
     """
+    with data_errors(f"Cannot load a model from {path}"), _quiet():
+        model, report = kind.from_pretrained(
+            path,
+            **arguments,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     missing = set(report["missing_keys"])
     pooler = {name for name in model.state_dict() if name.startswith("pooler.")}
     if pooler and pooler <= missing and "add_pooling_layer" in signature(type(model)).parameters:
@@ -147,6 +153,7 @@ def check_complete(path: Path, model: PreTrainedModel, report: Mapping[str, Any]
         missing -= pooler
     _refuse_tensors(path, "lacks", missing)
     _refuse_tensors(path, "has in another shape", [str(entry[0]) for entry in report["mismatched_keys"]])
+    return model, report
 
 
 def check_nothing_else(path: Path, report: Mapping[str, Any], ours: str) -> None:
@@ -171,7 +178,7 @@ def data_errors(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Silence transformers' progress bars and its report of extra tensors, which are checked afterwards."""
     level = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
@@ -205,10 +212,10 @@ def _weights(path: Path) -> list[Path]:
         for file in weights:
             check_header(file)
         return weights
-    others = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
-    if others:
+    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    if pickles:
         raise DataError(
-            f"{path} holds its weights as {others[0]} and no model.safetensors. Reading a pickle can run "
+            f"{path} holds its weights as {pickles[0]} and no model.safetensors. Reading a pickle can run "
             "code, so only safetensors are read; save_pretrained writes them."
         )
     raise DataError(f"{path} holds no model.safetensors.")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
@@ -21,12 +21,12 @@ from efficient_attn.integrations.transformers.assignment import SavedTensors, bu
 from efficient_attn.integrations.transformers.attachment import attach, install, register, second_names
 from efficient_attn.integrations.transformers.attend import SUBMODULE
 from efficient_attn.integrations.transformers.loading import (
-    check_complete,
     check_config,
     check_nothing_else,
     data_errors,
     model_class,
-    quiet,
+    read_config,
+    read_model,
 )
 from efficient_attn.integrations.transformers.sites import find_sites, unwrap
 from efficient_attn.limits import CONFIG_BYTES, read_bytes
@@ -106,8 +106,7 @@ def load(
     check_config(path)
     for file in path.glob("*.safetensors"):
         check_header(file)
-    with data_errors(f"Cannot load a model from {folder}"):
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = read_config(path)
     saved = getattr(config, SUBMODULE, None)
     if plan is not None and saved is not None:
         raise OptionError(
@@ -117,16 +116,7 @@ def load(
     kind = model_class(config, path)
     # The configuration names the attention function of attached models.
     register()
-    with data_errors(f"Cannot load a model from {folder}"), quiet():
-        model, report = kind.from_pretrained(
-            path,
-            **arguments,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    check_complete(path, model, report)
+    model, report = read_model(path, kind, **arguments)
     check_nothing_else(path, report, ours=f".{SUBMODULE}.")
     if layers is None:
         return attach(model, plan)

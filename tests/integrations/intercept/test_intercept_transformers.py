@@ -18,7 +18,7 @@ def test_padded_models_compute_the_same_bits_while_measured_and_captured(name):
     with ea.intercept.measure(model, ["exact"]) as measured, ea.intercept.capture(model) as captured:
         assert torch.equal(logits(model, batch), alone)
     assert len(measured.sites) == model.config.num_hidden_layers
-    assert all(one.errors["exact"] < 1e-5 for one in measured.sites.values() if one.mask != "other")
+    assert all(site.errors["exact"] < 1e-5 for site in measured.sites.values() if site.mask != "other")
     assert {*captured.sites, *captured.left_out} == set(measured.sites)
 
 

@@ -141,16 +141,16 @@ def test_measured_and_captured_models_compute_the_same_bits_and_no_call_is_misse
         assert torch.equal(run(), alone)
     with ea.intercept.capture(model) as captured:
         assert torch.equal(run(), alone)
-    assert sum(one.calls for one in measured.sites.values()) == len(seen) > 0
+    assert sum(site.calls for site in measured.sites.values()) == len(seen) > 0
     assert {*captured.sites, *captured.left_out} == {*measured.sites}
-    errors = [one.errors["exact"] for one in measured.sites.values() if not one.exact_because]
+    errors = [site.errors["exact"] for site in measured.sites.values() if not site.exact_because]
     assert errors and max(errors) < 1e-5
     stored = iter(captured.sites.values())
     for (q, k, v), site in zip(seen, measured.sites, strict=True):
         if site not in captured.left_out:
-            for tensor, kept in zip((q, k, v), next(stored), strict=True):
+            for tensor, half in zip((q, k, v), next(stored), strict=True):
                 # Of the first entry of the batch, real tokens alone.
-                assert torch.equal(kept, tensor[:1, :, : kept.shape[2]].to(kept.dtype))
+                assert torch.equal(half, tensor[:1, :, : half.shape[2]].to(half.dtype))
 
 
 @torch.no_grad()

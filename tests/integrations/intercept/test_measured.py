@@ -67,29 +67,29 @@ def test_a_measured_error_is_that_of_the_backend_on_these_tensors():
     model, run = padded_encoder()
     with (
         ea.intercept.measure(model, {"window": {"window": 3}}) as measured,
-        ea.intercept.capture(model) as kept,
+        ea.intercept.capture(model) as stored,
     ):
         run()
-    site, one = next(iter(measured.sites.items()))
-    captured, whole = kept.sites[site], []
+    name, site = next(iter(measured.sites.items()))
+    captured, whole = stored.sites[name], []
     with ea.intercept.capture(model, entry=1) as second:
         run()
-    for q, k, v in (captured, second.sites[site]):
+    for q, k, v in (captured, second.sites[name]):
         out = ea.attention(q, k, v, "window", window=3)
         exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
         whole.append(((out - exact).square().sum(), exact.square().sum()))
     errors, norms = map(sum, zip(*whole, strict=True))
-    assert one.errors["window(window=3)"] == pytest.approx(math.sqrt(errors / norms), rel=1e-5)
-    assert [x.q.shape[-2] for x in (captured, second.sites[site])] == [TOKENS, 9]
+    assert site.errors["window(window=3)"] == pytest.approx(math.sqrt(errors / norms), rel=1e-5)
+    assert [x.q.shape[-2] for x in (captured, second.sites[name])] == [TOKENS, 9]
 
 
 def test_equal_keys_have_the_entropy_of_uniform_weights():
     q, k = torch.randn(1, 2, 70, 8), torch.ones(1, 1, 70, 8)
     with ea.intercept.measure() as measured:
         F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
-    (one,) = measured.sites.values()
-    assert one.entropy == pytest.approx(one.uniform_entropy, rel=1e-12)
-    assert one.shape == (1, 2, 1, 70, 70, 8)
+    (site,) = measured.sites.values()
+    assert site.entropy == pytest.approx(site.uniform_entropy, rel=1e-12)
+    assert site.shape == (1, 2, 1, 70, 70, 8)
 
 
 def bias(shown, low=-math.inf):
@@ -121,10 +121,10 @@ def bias(shown, low=-math.inf):
     ],
 )
 def test_masks_of_keys_and_causal_masks_are_read_back(mask, keys, causal):
-    found = masks.read_mask(mask, batch=2, q_tokens=mask.shape[-2], k_tokens=TOKENS)
-    assert found is not None
-    assert found.causal is causal
-    assert (found.key_mask is None) if keys is None else torch.equal(found.key_mask, keys)
+    shown = masks.read_mask(mask, batch=2, q_tokens=mask.shape[-2], k_tokens=TOKENS)
+    assert shown is not None
+    assert shown.causal is causal
+    assert (shown.key_mask is None) if keys is None else torch.equal(shown.key_mask, keys)
 
 
 @pytest.mark.parametrize(
@@ -258,10 +258,10 @@ def test_captured_sites_are_read_as_layers_by_the_measurements(tmp_path):
     with ea.intercept.capture(model, entry=1) as captured:
         run()
     captured.save(tmp_path / "qkv.safetensors")
-    kept = read_activations(tmp_path / "qkv.safetensors")
-    assert list(kept.layers) == [0, 1]
-    assert torch.equal(kept.layers[1].q, captured.sites[list(captured.sites)[1]].q.half())
-    assert kept.about["sites"] == '["layers.0.self_attn", "layers.1.self_attn"]'
+    stored = read_activations(tmp_path / "qkv.safetensors")
+    assert list(stored.layers) == [0, 1]
+    assert torch.equal(stored.layers[1].q, captured.sites[list(captured.sites)[1]].q.half())
+    assert stored.about["sites"] == '["layers.0.self_attn", "layers.1.self_attn"]'
     errors = ea.mse(["window"], sizes=[3], inputs=str(tmp_path / "qkv.safetensors")).to_pandas()
     assert set(errors["status"]) == {"ok"}
 

@@ -66,16 +66,16 @@ def batch(mapping: str, model: Any) -> tuple[dict[str, Any], Tensor | None]:
     if mapping == "seq2seq":
         return {"input_ids": ids * mask, "attention_mask": mask, "decoder_input_ids": ids[:, :10]}, None
     mask[0, :3] = 0
-    given: dict[str, Any] = {"input_ids": ids * mask, "attention_mask": mask}
-    return ({**given, "use_cache": False} if mapping == "causal" else given), mask.bool()
+    arguments: dict[str, Any] = {"input_ids": ids * mask, "attention_mask": mask}
+    return ({**arguments, "use_cache": False} if mapping == "causal" else arguments), mask.bool()
 
 
-def output(model: Any, given: dict[str, Any], real: Tensor | None) -> Tensor:
+def output(model: Any, arguments: dict[str, Any], real: Tensor | None) -> Tensor:
     with torch.no_grad():
-        found = model(**given)
+        outputs = model(**arguments)
     names = ("logits", "last_hidden_state", "prediction_logits")
     first: Tensor = next(
-        (found[name] for name in names if name in found and found[name] is not None), found[0]
+        (outputs[name] for name in names if name in outputs and outputs[name] is not None), outputs[0]
     )
     return first if real is None else first[real]
 
@@ -99,25 +99,25 @@ def judged(mapping: str, model_type: str, class_name: str) -> tuple[str, str]:
     try:
         with limited(), silent():
             model = tiny_model(model_type, class_name, decoder=mapping == "causal")
-            given, real = batch(mapping, model)
+            arguments, real = batch(mapping, model)
             model.set_attn_implementation("eager")
-            expected = output(model, given, real)
+            expected = output(model, arguments, real)
         if not bool(expected.isfinite().all()):
             return NOT_BUILT, "its output is not finite"
     except Exception as error:
         return NOT_BUILT, words(error)
     try:
         with limited(), silent():
-            return compared(model, given, real, expected)
+            return compared(model, arguments, real, expected)
     except TooSlow as error:
         return NOT_BUILT, words(error)
 
 
-def compared(model: Any, given: dict[str, Any], real: Tensor | None, expected: Tensor) -> tuple[str, str]:
+def compared(model: Any, arguments: dict[str, Any], real: Tensor | None, expected: Tensor) -> tuple[str, str]:
     """The verdict on exact attention, attached and by name, and on an attached window that has to matter."""
 
     def change() -> float:
-        return float((output(model, given, real) - expected).abs().max() / expected.abs().max())
+        return float((output(model, arguments, real) - expected).abs().max() / expected.abs().max())
 
     verdict, reason = tried(lambda: with_backend(model, change, "exact"))
     by_name, why = tried(lambda: named(model, change))
@@ -262,7 +262,7 @@ SPECIAL = {
     ),
 }
 # Architectures whose sizes depend on each other.
-OWN: dict[str, dict[str, Any]] = {
+BY_MODEL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
     "bit": {"hidden_sizes": [16, 32], "depths": [1, 1], "embedding_size": 8, "num_groups": 4},
     "cohere_compass_text": {"num_hidden_layers": 3, "first_k_dense_replace": 1},
@@ -306,39 +306,39 @@ OWN: dict[str, dict[str, Any]] = {
 
 def tiny_config(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
     """The default configuration with small sizes, also of the configurations inside."""
-    given, aliases = kind().to_dict(), getattr(kind, "attribute_map", {})
-    own = {
+    arguments, aliases = kind().to_dict(), getattr(kind, "attribute_map", {})
+    fields = {
         name: value
         for name, value in {**SIZES, **SPECIAL}.items()
-        if (name in given or hasattr(kind, name))
+        if (name in arguments or hasattr(kind, name))
         and not isinstance(getattr(kind, name, None), property)
         and name not in aliases
-        and not isinstance(given.get(name), dict | list)
-        and not (name in ("sliding_window", "q_lora_rank") and given.get(name) is None)
+        and not isinstance(arguments.get(name), dict | list)
+        and not (name in ("sliding_window", "q_lora_rank") and arguments.get(name) is None)
     }
-    own |= {
+    fields |= {
         name: 0.0
-        for name, value in given.items()
+        for name, value in arguments.items()
         if ("drop" in name or name.endswith("pdrop"))
         and isinstance(value, int | float)
         and not isinstance(value, bool)
     }
-    if (groups := given.get("num_key_value_heads")) is not None:
-        own["num_key_value_heads"] = 4 if groups == given.get("num_attention_heads") else 2
-    if types := given.get("layer_types"):
-        own["layer_types"] = (list(dict.fromkeys(types)) * 3)[:3]
+    if (groups := arguments.get("num_key_value_heads")) is not None:
+        fields["num_key_value_heads"] = 4 if groups == arguments.get("num_attention_heads") else 2
+    if types := arguments.get("layer_types"):
+        fields["layer_types"] = (list(dict.fromkeys(types)) * 3)[:3]
     for name in kind.sub_configs:
-        inner = given.get(name)
+        inner = arguments.get(name)
         if isinstance(inner, dict) and inner.get("model_type") in CONFIG_MAPPING:
-            own[name] = tiny_config(CONFIG_MAPPING[inner["model_type"]]).to_dict()
+            fields[name] = tiny_config(CONFIG_MAPPING[inner["model_type"]]).to_dict()
         elif (
             isinstance(inner, dict)
             and isinstance(kind.sub_configs[name], type)
             and issubclass(kind.sub_configs[name], PreTrainedConfig)
         ):
-            own[name] = tiny_config(kind.sub_configs[name]).to_dict()
-    own |= OWN.get(kind.model_type, {})
-    return kind(**{name: value for name, value in own.items() if value is not ...})
+            fields[name] = tiny_config(kind.sub_configs[name]).to_dict()
+    fields |= BY_MODEL.get(kind.model_type, {})
+    return kind(**{name: value for name, value in fields.items() if value is not ...})
 
 
 def tiny_model(model_type: str, class_name: str, *, decoder: bool) -> Any:

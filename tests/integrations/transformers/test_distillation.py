@@ -38,9 +38,9 @@ def test_every_layer_is_called_as_exactly_as_without_backends(make):
 
 def test_the_loss_is_the_squared_relative_error_of_the_backend():
     model, batch = attach(bert(), "window", window=3), inputs()
-    calls, found = losses(model, batch)
+    calls, loss_values = losses(model, batch)
     assert calls[0].key_mask is not None
-    for call, loss in zip(calls, found, strict=True):
+    for call, loss in zip(calls, loss_values, strict=True):
         out = ea.attention(call.q, call.k, call.v, "window", window=3, key_mask=call.key_mask)
         expected = ((out - call.out).norm() / call.out.norm()) ** 2
         torch.testing.assert_close(loss, expected)

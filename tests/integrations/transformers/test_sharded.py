@@ -76,8 +76,10 @@ def test_masks_of_other_tokens_than_those_of_a_process_are_refused():
 
 def test_scores_and_masks_that_only_the_code_of_a_model_computes_are_refused():
     texts = {"input_ids": inputs()["input_ids"], "use_cache": False}
-    own = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 2.0}
-    capped = attach(ready(transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**SIZES, **own)), "exact")
+    fields = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 2.0}
+    capped = attach(
+        ready(transformers.Gemma2ForCausalLM, transformers.Gemma2Config(**SIZES, **fields)), "exact"
+    )
     refused(capped, "caps its scores", **texts, **POSITIONS)
     unheard = attach(gemma3(attn_logit_softcapping=5.0), "exact")
     refused(unheard, "computes its scores in its own code", **texts, **POSITIONS)

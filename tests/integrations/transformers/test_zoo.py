@@ -52,20 +52,20 @@ FEW = [
 def test_a_few_architectures_have_the_verdict_of_the_table(model, rows):
     entry = next(entry for entry in hf_zoo.architectures() if entry[1] == model)
     of_the_table = {rows[entry[:2]].verdict}
-    others = set() if version("transformers") == MEASURED else {hf_zoo.RIGHT, hf_zoo.REFUSED}
-    assert hf_zoo.judged(*entry)[0] in of_the_table | others
+    newer = set() if version("transformers") == MEASURED else {hf_zoo.RIGHT, hf_zoo.REFUSED}
+    assert hf_zoo.judged(*entry)[0] in of_the_table | newer
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mapping", hf_zoo.MAPPINGS)
 def test_every_architecture_has_the_verdict_of_the_table(mapping, rows):
-    other = {}
+    differing = {}
     for entry in hf_zoo.architectures([mapping]):
         verdict, reason = hf_zoo.judged(*entry)
-        known = rows.get(entry[:2])
-        expected = known.verdict if known is not None else hf_zoo.RIGHT
+        row = rows.get(entry[:2])
+        expected = row.verdict if row is not None else hf_zoo.RIGHT
         if version("transformers") == MEASURED and verdict != expected:
-            other[entry[1]] = f"{verdict} ({reason}), not {expected}"
+            differing[entry[1]] = f"{verdict} ({reason}), not {expected}"
         elif verdict in (hf_zoo.WRONG, hf_zoo.ERROR):
-            other[entry[1]] = f"{verdict} ({reason})"
-    assert not other
+            differing[entry[1]] = f"{verdict} ({reason})"
+    assert not differing
