@@ -1,4 +1,4 @@
-"""A model with its inputs, which a function in a Python file makes, and its output as a vector.
+"""Models with inputs from a function in a file, and their outputs.
 
 The function returns a call without arguments that runs the model once, or a pair (module, inputs) whose
 inputs are a tuple of positional or a dict of keyword arguments. The model is set to evaluation mode. A
@@ -65,7 +65,7 @@ class CalledModel:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the modules that a call runs, with which the names of its sites begin."""
+        """Names of a call's modules, the beginnings of its site names."""
         return tuple(name for name, _ in self.module.named_children()) if self.is_call else ()
 
     def run(self) -> Any:
@@ -96,7 +96,7 @@ class _Caller(nn.Module):
 
 
 def is_called(model: Any) -> bool:
-    """Whether a model is an address, a pair or a call, as opposed to a folder or a model of transformers."""
+    """Whether a model is an address, a pair or a call."""
     if isinstance(model, (str, Path)):
         name = str(model)
         return (is_address(name) or name.endswith(".py")) and not Path(name).is_dir()
@@ -162,7 +162,7 @@ class Maker:
 
 
 def maker_of(model: Any, *, name: str | None = None) -> Maker:
-    """The function at an address `file.py:function`, one with `seq_len`, or one that returns a pair or call.
+    """Function that makes a model: at an address, or from an object.
 
     Args:
         name: Name in records; None: the file and the function.
@@ -189,12 +189,12 @@ def maker_of(model: Any, *, name: str | None = None) -> Maker:
 
 
 def called_model(model: Any, *, name: str | None = None) -> CalledModel:
-    """The model at an address, of a pair (module, inputs) or of a call; errors as in `maker_of`."""
+    """Model of an address, pair or call, with errors as in `maker_of`."""
     return maker_of(model, name=name).model()
 
 
 def refuse_beside(model: Any, **options: Any) -> None:
-    """Refuse options that decide the inputs, dtype or device of a model which has its own."""
+    """Refuse options beside a model that makes its inputs."""
     for name, value in options.items():
         if value is not None:
             raise OptionError(
@@ -213,7 +213,7 @@ def _bound(module: nn.Module, inputs: Any) -> Callable[[], Any]:
 
 
 def _outermost_modules(call: Callable[[], Any]) -> list[nn.Module]:
-    """Modules that a call runs outside of other modules, in evaluation mode from their first run."""
+    """Outermost modules of a call, in evaluation mode from their first run."""
     outermost: dict[nn.Module, None] = {}
     inside: list[nn.Module] = []
 
@@ -237,7 +237,7 @@ def _outermost_modules(call: Callable[[], Any]) -> list[nn.Module]:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Random numbers of Python, numpy and torch from a seed; as before afterwards."""
+    """Seed Python, numpy and torch, and restore their generators."""
     python, array = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         torch.manual_seed(seed)

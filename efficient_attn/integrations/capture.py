@@ -1,4 +1,4 @@
-"""q, k and v of a model as they enter softmax(scale · q·k) v, as input of `mse` and `compare`.
+"""Captured q, k and v of a model, as input of `mse` and `compare`.
 
 A Hugging Face model is read from a local folder, from safetensors only; nothing is fetched, and no code from
 the folder is run. Any other model is captured at its calls of `F.scaled_dot_product_attention`.
@@ -43,7 +43,7 @@ def captured_model(
     max_tokens: int | None = None,
     name: str | None = None,
 ) -> Captured:
-    """Capture a model with its inputs, or a Hugging Face folder on a text.
+    """Capture a model with inputs, or a folder on a text.
 
     Raises:
         OptionError: If a folder has no text, or a text or length accompanies a model with its own inputs.
@@ -63,7 +63,7 @@ def captured_model(
 
 
 def site_notes(sites: Mapping[int, str], left: Mapping[str, str]) -> list[str]:
-    """The call site of each layer number, and the sites without a number with their reasons."""
+    """Call sites by layer number, and sites left out with reasons."""
     named = ", ".join(f"{number} is {site}" for number, site in sites.items())
     reasons = [f"Left out: {site}: {why.rstrip('.')}." for site, why in left.items()]
     return [f"Layers are call sites: {named}.", *reasons]
@@ -106,7 +106,7 @@ def capture_folder(
     name: str | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> Captured:
-    """Capture a local encoder or decoder on the first `max_tokens` tokens of a text.
+    """Capture a local encoder or decoder on a text.
 
     The text is cut to the maximum sequence length of the model. The visible keys of each layer are stored
     with its activations, unless all keys are visible.
@@ -178,7 +178,7 @@ def _chosen_sites(sites: Sequence[Any], layers: Sequence[int] | None) -> list[An
 
 
 def _chosen_numbers(numbers: Mapping[int, Any], layers: Sequence[int] | None) -> list[int]:
-    """The requested numbers in order; None requests all."""
+    """Requested numbers in order. None requests all."""
     chosen = sorted(numbers if layers is None else set(layers))
     unknown = [layer for layer in chosen if layer not in numbers]
     if unknown or not chosen:
@@ -188,7 +188,7 @@ def _chosen_numbers(numbers: Mapping[int, Any], layers: Sequence[int] | None) ->
 
 
 class Capturing(SiteMode):
-    """Inputs of the calls of attention inside a `with` block: one batch entry, real tokens only.
+    """Captured calls of a `with` block: one batch entry, real tokens.
 
     Of several calls of a site the first is kept.
 
@@ -207,7 +207,7 @@ class Capturing(SiteMode):
         self._bytes = 0
 
     def attend(self, call: Call) -> Tensor:
-        """torch's own output; the tensors are copied."""
+        """Copy the tensors and return torch's output."""
         site = self.next_site()
         check_exact_alone(str(site), "ea.intercept.capture runs the attention of the model itself")
         if site not in self.sites and fnmatchcase(str(site), self._only):
@@ -241,7 +241,7 @@ class Capturing(SiteMode):
         self._causal[site], self._scales[site] = shown.causal, float(call.factor)
 
     def captured(self, layers: Sequence[int] | None = None) -> Captured:
-        """The activations with a number for each site, which `mse` and `compare` name a layer.
+        """Activations with a layer number for each site.
 
         Args:
             layers: Numbers of the sites to keep; None keeps all.
@@ -287,7 +287,7 @@ class Capturing(SiteMode):
 def capture(
     model: nn.Module | None = None, *, only: str = "*", entry: int = 0, most_bytes: int = MOST_BYTES
 ) -> Capturing:
-    """A `with` block that keeps q, k and v of all calls of `F.scaled_dot_product_attention` in it.
+    """Capture all calls of `F.scaled_dot_product_attention` in a `with` block.
 
     The output of the model stays the same bit for bit. A compiled model runs with graph breaks.
 

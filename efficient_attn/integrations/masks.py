@@ -1,4 +1,4 @@
-"""Masks of queries and keys, read as a pattern of visible keys and a mask of real keys."""
+"""Masks of queries and keys, read as a pattern and a key mask."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ _HIDDEN = -1e4
 
 
 class Pattern(NamedTuple):
-    """Keys i−back … i+ahead are visible to position i; None: unlimited on that side.
+    """Keys i−back … i+ahead visible to position i. None: no limit.
 
     Attributes:
         irregular: Description of a pattern that is no such range; None: it is one.
@@ -32,7 +32,7 @@ class Pattern(NamedTuple):
 
     @property
     def window(self) -> int | None:
-        """Width as in the option of the `window` backend; None without a window."""
+        """Option `window` of the backend `window`. None: no window."""
         if self.back is None or self.ahead is None:
             return None
         return self.back + self.ahead + 1
@@ -60,7 +60,7 @@ class ShownKeys(NamedTuple):
 
 
 def read_mask(mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> ShownKeys | None:
-    """Keys that the mask shows; None if it encodes another pattern, or a bias.
+    """Keys that a mask shows. None for other patterns and biases.
 
     Every call reads the entries: NumPy and `.data` change them without a trace in torch's version counter.
     """
@@ -85,7 +85,7 @@ def read_mask(mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> Show
 
 
 def read_compiled_mask(mask: Tensor, *, causal: bool, is_causal: bool, batch: int, k_tokens: int) -> Tensor:
-    """Key mask of a mask of known causality, checked when the compiled code runs.
+    """Key mask in compiled code, checked when the code runs.
 
     Args:
         causal: Whether the call is causal, by its mask or by `is_causal`.
@@ -102,7 +102,7 @@ def read_compiled_mask(mask: Tensor, *, causal: bool, is_causal: bool, batch: in
 
 
 def _shown_entries(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """True for a visible key, and whether all entries show or hide a key."""
+    """Visible keys, and whether all entries show or hide a key."""
     if mask.dtype is torch.bool:
         return mask, torch.ones((), dtype=torch.bool, device=mask.device)
     shown = ~mask.bool()
@@ -114,7 +114,7 @@ def _shown_entries(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fits_triangle(shown: Tensor, keys: Tensor, k_tokens: int) -> Tensor:
-    """Rows that are causal over the real keys; a row of padding may also show all keys or none."""
+    """Rows that are causal over the real keys, or padding."""
     rows = shown.shape[-2]
     fits = (shown == (keys[:, None, None] & causal_mask(rows, k_tokens, shown.device))).all(dim=-1)
     # Libraries show everything to a row without a visible key, whose softmax would be NaN. An entry without

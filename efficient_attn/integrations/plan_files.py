@@ -1,4 +1,4 @@
-"""Files of plans: the backend of every attention of a model, with its options, and no tensors."""
+"""Plans: backends and options of a model's attentions, without tensors."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ _FIELDS: dict[str, Any] = {"backend": str, "options": dict, "max_tokens": (int, 
 
 
 def plan_of_backends(backends: Mapping[str, Backend]) -> dict[str, Any] | None:
-    """Plan of the backends of a model's attentions, by name; None if one has no registered name."""
+    """Plan of backends. None if a backend has no registered name."""
     if any(SPECS.get(x.spec.name) is not x.spec for x in backends.values()):
         return None
     layers = {
@@ -85,7 +85,7 @@ def check_plan(plan: Any, place: str) -> dict[str, dict[str, Any]]:
 def check_size(
     layer: Mapping[str, Any], problem: AttentionProblem, parameters: int, *, saved: int | None = None
 ) -> None:
-    """Refuse unknown and huge options, and more numbers than the model has, before memory is allocated.
+    """Refuse unknown and huge options before memory is allocated.
 
     Args:
         parameters: Numbers of the model.

@@ -125,13 +125,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """The output in query's layout, and the weights or None; arguments and masks as in torch.
+        """Output in query's layout and weights or None, as in torch.
 
         Args:
             query: [queries batch embed_dim], or [batch queries embed_dim] if batch_first, or one
                 sequence [queries embed_dim].
             key: Likewise, with kdim features.
-                value: Likewise, with vdim features.
+            value: Likewise, with vdim features.
             key_padding_mask: [batch keys], True for padding, or a float mask that is added to the scores.
             need_weights: Whether to return the weights, [batch queries keys]; exact backends only.
             attn_mask: [queries keys] or [batch · num_heads queries keys], True where masked, or a float
@@ -141,7 +141,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Raises:
             UnsupportedError: If the backend does not support an argument.
-                ShapeError, DtypeError: If an argument has the wrong shape or dtype.
+            ShapeError, DtypeError: If an argument has the wrong shape or dtype.
         """
         _check_call(self, query, key, value, need_weights)
         batched = query.ndim == 3
@@ -169,7 +169,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _rows(
         self, query: Tensor, key: Tensor, value: Tensor, batched: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """All three as [batch tokens dim]; tensors that were one object remain one."""
+        """Inputs as [batch tokens dim]. Equal objects stay equal."""
         if batched and self.batch_first:
             return query, key, value
         axis = (lambda x: x.transpose(0, 1)) if batched else (lambda x: x.unsqueeze(0))
@@ -223,7 +223,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 def build_for(
     backend: Any, head_dim: int, num_heads: int, *, dropout: float, causal: bool, **options: Any
 ) -> Backend:
-    """Build the backend of a layer, with torch's dropout as its option if it has attention weights.
+    """Build the backend of a layer, with torch's dropout.
 
     Raises:
         UnsupportedError: If the backend has no attention weights to drop.
@@ -241,7 +241,7 @@ def build_for(
 
 
 def use_backend(layer: nn.MultiheadAttention, backend: Backend) -> None:
-    """Install a backend in a torch layer, in place: parameters, hooks and references to it remain."""
+    """Install a backend in a torch layer, in place."""
     layer.__class__ = MultiheadAttention
     weight = layer.out_proj.weight
     layer.add_module("backend", backend.to(device=weight.device, dtype=weight.dtype).train(layer.training))
@@ -251,7 +251,7 @@ def use_backend(layer: nn.MultiheadAttention, backend: Backend) -> None:
 
 
 def _check_call(layer: Any, query: Tensor, key: Tensor, value: Tensor, need_weights: bool) -> None:
-    """Refuse arguments that do not fit the layer or that its backend does not support.
+    """Refuse arguments that the layer or its backend does not support.
 
     Raises:
         UnsupportedError, ShapeError, DtypeError: If an argument does not fit.
@@ -300,11 +300,15 @@ def _read_masks(
     queries: Tensor,
     keys: Tensor,
 ) -> Masks:
-    """Convert both masks of a call; queries and keys are [batch tokens dim], the padding [batch keys].
+    """Convert both masks of a call.
+
+    Args:
+        key_padding_mask: [batch keys].
+        queries, keys: [batch tokens dim].
 
     Raises:
         UnsupportedError: If the backend does not support a mask.
-            ShapeError, DtypeError: If a mask has the wrong shape or dtype.
+        ShapeError, DtypeError: If a mask has the wrong shape or dtype.
     """
     batch, q_tokens, k_tokens = len(queries), queries.shape[1], keys.shape[1]
     if key_padding_mask is not None:
@@ -336,7 +340,7 @@ def _check_mask(mask: Any, name: str, shapes: list[tuple[int, ...]], axes: str) 
 
 
 def _padding(backend: Backend, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The padding as a key mask if possible, else as a bias on each key's scores."""
+    """Padding as a key mask, or else as a bias of scores."""
     if mask is None or mask.dtype is torch.bool:
         return None if mask is None else ~mask, None
     # torch's own layers pass boolean masks on as −inf and 0.
@@ -362,7 +366,7 @@ def _padding(backend: Backend, mask: Tensor | None) -> tuple[Tensor | None, Tens
 def _pattern_bias(
     backend: Backend, mask: Tensor | None, is_causal: bool, q_tokens: int, k_tokens: int, like: Tensor
 ) -> Tensor | None:
-    """Bias of the scores [… queries keys]; None if the backend applies the pattern itself."""
+    """Bias of the scores. None if the backend applies the pattern."""
     name, built_causal = backend.spec.name, backend.problem.causal
     if mask is None and not is_causal:
         if built_causal:
@@ -395,7 +399,7 @@ def _pattern_bias(
 
 
 def _is_triangle(mask: Tensor | None, q_tokens: int, k_tokens: int, backend: Backend) -> bool:
-    """Whether a mask is causal, with the queries as the last positions of the keys."""
+    """Whether a mask is causal, aligned at the last keys."""
     if mask is None:
         return False
     if torch.compiler.is_compiling():
@@ -407,7 +411,7 @@ def _is_triangle(mask: Tensor | None, q_tokens: int, k_tokens: int, backend: Bac
 
 
 def _added_mask(mask: Tensor, like: Tensor) -> Tensor:
-    """The mask as a bias of the scores: −inf for True, 0 for False; float masks unchanged."""
+    """Mask as a bias of the scores: −inf for True."""
     if mask.is_floating_point():
         return mask
     dtype = like.dtype if like.is_floating_point() else torch.float32

@@ -30,7 +30,7 @@ class ReplacedLayers:
     _restore: list[Callable[[], None]]
 
     def undo(self) -> None:
-        """Restore all layers; parameters keep their trained values."""
+        """Restore all layers. Parameters keep their trained values."""
         while self._restore:
             self._restore.pop()()
 
@@ -46,7 +46,7 @@ def replace_attention(
     seed: int = 0,
     **options: Any,
 ) -> ReplacedLayers:
-    """Replace the attention of every nn.MultiheadAttention of a model, in place; `undo()` reverts it.
+    """Replace the attention of nn.MultiheadAttention layers in place, until `undo()`.
 
     This includes the attention of nn.TransformerEncoderLayer and nn.TransformerDecoderLayer, in training and
     in evaluation. Layers keep their parameters, hooks and state-dict names. If a layer cannot be replaced, no
@@ -105,7 +105,7 @@ def replace_attention(
 
 
 def _restore_layer(layer: nn.MultiheadAttention, dropout: float, backend: Backend | None) -> None:
-    """Give a layer its earlier dropout and backend; None: it was a layer of torch."""
+    """Restore dropout and backend of a layer. None: a torch layer."""
     layer.dropout = dropout
     if backend is not None:
         use_backend(layer, backend)
@@ -158,7 +158,7 @@ def _check_layer(model: nn.Module, name: str, backend: Backend) -> None:
 
 
 def refuse_alone(model: nn.Module, name: str, site: str, reason: str) -> Callable[[], None]:
-    """Let the forward of a module that stays exact refuse `context_parallel`; returns the removal.
+    """Refuse `context_parallel` in a module, and return the removal.
 
     Args:
         site: Name of the call in messages.
@@ -189,14 +189,14 @@ def _forward_whole(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """The forward of a module around attention that stays exact, unless a backend serves it by now."""
+    """Run a forward around attention that stays exact."""
     if not isinstance(module, MultiheadAttention):
         check_exact_alone(site, reason)
     return type(owner).forward(owner, *args, **options) if before is None else before(*args, **options)
 
 
 def nesting(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.TransformerEncoder]:
-    """Encoders that hold some of the layers and pack padded sequences into nested tensors."""
+    """Encoders of the layers that use nested tensors."""
     encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor]
     chosen = {id(layer) for layer in layers}
     return [encoder for encoder in encoders if any(id(m) in chosen for m in encoder.modules())]

@@ -31,7 +31,11 @@ CALL_SDPA = (
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Arguments of one call; `attn_mask` is bool, True for a visible key, or a bias of the scores."""
+    """Arguments of a call of `F.scaled_dot_product_attention`.
+
+    Attributes:
+        attn_mask: Bool, True for a visible key, or a bias of the scores.
+    """
 
     query: Tensor
     key: Tensor
@@ -69,7 +73,7 @@ class Call:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as [batch heads tokens dim], in the dtype of autocast.
+        """q, k and v [batch heads tokens dim] in autocast's dtype.
 
         Tensors without heads get one; a batch of one entry serves all entries of the others.
         """
@@ -88,7 +92,7 @@ class Call:
         return mask[:, None] if mask is not None and self.query.ndim == mask.ndim == 3 else mask
 
     def shown_keys(self) -> ShownKeys | None:
-        """Keys that the queries see; None if the mask encodes another pattern."""
+        """Visible keys. None if the mask encodes another pattern."""
         if self.mask is None:
             return ShownKeys(None, causal=self.is_causal)
         q, k, _ = self.tensors
@@ -96,7 +100,7 @@ class Call:
         return None if shown is None else ShownKeys(shown.key_mask, shown.causal or self.is_causal)
 
     def problem(self, shown: ShownKeys, max_tokens: int | None) -> AttentionProblem:
-        """Problem of calls like this one; at least `max_tokens` tokens."""
+        """Problem of such calls, of at least `max_tokens` tokens."""
         q, k, _ = self.tensors
         return AttentionProblem(
             head_dim=q.shape[-1],
@@ -115,7 +119,7 @@ class Call:
         shown: ShownKeys,
         seed: int,
     ) -> Backend:
-        """Build a backend on the device of the call, calibrated on the call if it needs that.
+        """Build a backend on the device of the call, and calibrate it.
 
         Raises:
             AttentionError: If the backend does not serve such calls.
@@ -137,7 +141,7 @@ class Call:
         return output[:, 0] if self.query.ndim == 3 else output
 
     def mismatch(self, problem: AttentionProblem, causal: bool) -> str | None:
-        """Reason for which a backend of that problem does not serve the call, which is causal or not."""
+        """Reason why a backend of a problem cannot serve the call."""
         # The only query of a decoding step sees all keys, causal or not.
         if causal != problem.causal and self.query.shape[-2] != 1:
             return "its causality is not that of the example"
@@ -190,7 +194,7 @@ class AttentionMode(TorchFunctionMode):
     """Passes calls of attention to `attend`, also inside `nn.MultiheadAttention`."""
 
     def attend(self, call: Call) -> Tensor:
-        """Output of a call; the mode is off meanwhile."""
+        """Output of a call, computed outside of the mode."""
         raise NotImplementedError
 
     def unreached(self, reason: str) -> None:
@@ -216,7 +220,7 @@ class AttentionMode(TorchFunctionMode):
 
 
 class _Again(TorchFunctionMode):
-    """A mode inside its own call: torch turns it off there, and calls of attention would not be seen."""
+    """A mode inside its call, where torch turns it off and would see no call of attention."""
 
     def __init__(self, mode: AttentionMode) -> None:
         super().__init__()
@@ -227,7 +231,7 @@ class _Again(TorchFunctionMode):
 
 
 def _composite(function: Any) -> Callable[..., Any]:
-    """A function of torch that is computed under a mode instead of being handed to it once more.
+    """A function of torch that is computed under a mode.
 
     Its check of the mask's shape, which the compiler cannot follow under a mode, is left to the operators.
     """
@@ -244,7 +248,7 @@ _MULTI_HEAD = _composite(F.multi_head_attention_forward)
 
 
 class SiteMode(AttentionMode):
-    """A mode that names the site of each call, from the module that runs now.
+    """A mode that names call sites by the running module.
 
     A module that runs several times, in a loop, at each step of a diffusion or again for a checkpoint, counts
     anew, so that a site keeps its name.

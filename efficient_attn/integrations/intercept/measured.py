@@ -1,4 +1,4 @@
-"""Measurement of the attention of a model: shapes, entropy, share of time, errors of backends."""
+"""Measured attention of a model: shapes, entropy, time, errors of backends."""
 
 import math
 import time
@@ -62,7 +62,7 @@ class MeasuredSite:
 
     @property
     def errors(self) -> dict[str, float]:
-        """‖out − exact‖ / ‖exact‖ of each backend, over real queries of the calls that it serves."""
+        """‖out − exact‖ / ‖exact‖ of each backend over real queries."""
         return {
             label: math.sqrt(total / self.exact_squares[label]) if self.exact_squares[label] else math.nan
             for label, total in self.squares.items()
@@ -70,9 +70,10 @@ class MeasuredSite:
 
 
 class Measured(SiteMode):
-    """Calls of attention inside a `with` block; the model computes the same bits as without it.
+    """Measured calls of attention in a `with` block.
 
-    Times are those of torch's own function, with the device's queue emptied before and after each call.
+    The model computes the same bits as without it. Times are those of torch's own function, with the device's
+    queue emptied before and after each call.
 
     Attributes:
         sites: Measurements by site, in the order of first calls.
@@ -98,7 +99,7 @@ class Measured(SiteMode):
         super().__exit__(*error)
 
     def attend(self, call: Call) -> Tensor:
-        """torch's own output; the call is measured beforehand."""
+        """Measure the call and return torch's output."""
         name = self.next_site()
         check_exact_alone(str(name), "ea.intercept.measure runs the attention of the model itself")
         output, seconds = _timed_call(call.exact, call.query.device)
@@ -155,7 +156,7 @@ class Measured(SiteMode):
             site.exact_squares[label] = site.exact_squares.get(label, 0.0) + norm
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """One row per site: shape, mask, calls, share of time, entropies, and errors by backend."""
+        """One row per site: shape, mask, calls, times, entropies, errors."""
         with naming_missing("to_pandas"):
             import pandas
 
@@ -227,7 +228,7 @@ def _mask_name(call: Call, shown: ShownKeys | None) -> str:
 
 
 def _real_queries(call: Call, shown: ShownKeys) -> Tensor:
-    """1 for a real query, 0 for padding, [batch 1 q_tokens 1] or no axes."""
+    """1 for real queries, 0 for padding, [batch 1 q_tokens 1]."""
     q_tokens, k_tokens = call.query.shape[-2], call.key.shape[-2]
     if shown.key_mask is None or q_tokens != k_tokens:
         return torch.ones((), device=call.query.device)
@@ -235,7 +236,7 @@ def _real_queries(call: Call, shown: ShownKeys) -> Tensor:
 
 
 def _add_entropy(site: MeasuredSite, call: Call, shown: ShownKeys) -> None:
-    """Add entropies of evenly spaced rows, of the exact weights and of uniform weights over visible keys."""
+    """Add entropies of evenly spaced rows of exact and of uniform weights."""
     q, k, _ = call.tensors
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
     if not q_tokens or not k_tokens:

@@ -1,4 +1,4 @@
-"""Backends in place of `F.scaled_dot_product_attention` at the call sites of a model, and their removal.
+"""Backends at the call sites of a model, and their removal.
 
 The module that calls attention gets the backend as a submodule, so that optimisers, state dicts, copies and
 `.to` find it, and its forward runs inside a mode for it alone: a checkpoint that computes it again, a
@@ -57,7 +57,7 @@ class SiteBackends(nn.ModuleDict):
         self.calls: dict[str, Counter[str]] = {number: Counter() for number in backends}
 
     def attend(self, number: str, call: Call) -> Tensor:
-        """Output of the backend, or of torch's function where the backend cannot serve the call."""
+        """Output of the backend, or else of torch's function."""
         if number not in self:
             return call.exact() if int(number) < self.num_calls else self._exact(number, call, _UNSEEN)
         backend: Any = self[number]
@@ -74,7 +74,7 @@ class SiteBackends(nn.ModuleDict):
         return output
 
     def _shown_keys(self, backend: Backend, call: Call) -> ShownKeys | str:
-        """The visible keys as the backend takes them, or the reason why it cannot."""
+        """Visible keys, or the reason why the backend cannot serve them."""
         if call.refusal is not None:
             return call.refusal
         mask = call.mask
@@ -103,7 +103,7 @@ class SiteBackends(nn.ModuleDict):
 
 
 class _Serving(AttentionMode):
-    """Passes the calls of one run of a module's forward to its backends, by their number."""
+    """Passes the calls of a run to backends, by their number."""
 
     def __init__(self, backends: SiteBackends) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class _Serving(AttentionMode):
 
 
 def _forward_served(module: nn.Module, before: Callable[..., Any] | None, *args: Any, **options: Any) -> Any:
-    """The forward of a module with backends; `before` is the forward that its instance had.
+    """Run the forward of a module with backends, `before` if its instance had one.
 
     Raises:
         UnsupportedError: If the run skips a call of the example, which shifts the numbers of later calls.
@@ -141,12 +141,12 @@ def _forward_served(module: nn.Module, before: Callable[..., Any] | None, *args:
 
 
 def _no_change(module: nn.Module, args: Any) -> None:
-    """A hook that keeps an enclosing nn.TransformerEncoderLayer from its fused path, which skips modules."""
+    """Keep an enclosing nn.TransformerEncoderLayer from its fused path, as any hook."""
 
 
 @dataclass(kw_only=True)
 class ReplacedSites:
-    """Call sites that backends serve; also a context manager, which removes them at its end.
+    """Served call sites. As a context manager it ends with `undo`.
 
     Attributes:
         served: {site: name of its backend}.
@@ -160,7 +160,7 @@ class ReplacedSites:
 
     @property
     def calls(self) -> dict[str, dict[str, int]]:
-        """{site: {"served" or the reason why a call stayed exact: count}}, without calls of compiled code."""
+        """{site: {"served" or reason of an exact call: count}}, without compiled code."""
         return {
             str(Site(name, int(number))): dict(counts)
             for name, owner in self._owners.items()
@@ -168,7 +168,7 @@ class ReplacedSites:
         }
 
     def undo(self) -> None:
-        """Remove all backends; the model calls torch's function again."""
+        """Remove all backends, so that the model calls torch's function."""
         while self._restore:
             self._restore.pop()()
         self._owners.clear()
@@ -191,7 +191,7 @@ def replace(
     max_tokens: int | None = None,
     **options: Any,
 ) -> ReplacedSites:
-    """Serve the attention of a model by a backend, whatever library the model is from.
+    """Serve the attention of a model of any library by backends.
 
     The example shows the call sites and their shapes; it is run once without gradients, in evaluation.
     A site keeps its backend at other lengths and scales. Calls that a backend cannot serve stay exact and are
@@ -254,7 +254,7 @@ def replace(
 
 
 def _install_backends(owner: nn.Module, backends: SiteBackends) -> Callable[[], None]:
-    """Let the forward of a module use backends; returns the removal."""
+    """Let the forward of a module use backends, and return the removal."""
     before = owner.__dict__.get("forward")
     owner.add_module(ATTRIBUTE, backends)
     owner.forward = partial(_forward_served, owner, before)
@@ -305,7 +305,7 @@ def _requests_by_pattern(
 
 
 class _SiteSearch(SiteMode):
-    """Builds a backend for each site that a pattern names, from the first call of the site.
+    """Builds the backends of sites from their first calls.
 
     Attributes:
         reasons: {site: reason why it stays exact, or None}.
@@ -333,7 +333,7 @@ class _SiteSearch(SiteMode):
         self.reasons.setdefault(site, reason)
 
     def _build(self, site: Site, call: Call) -> str | None:
-        """The reason why the site stays exact; None if it has a backend now."""
+        """Build the backend of a site. A reason says why it stays exact."""
         matching = [request for key, request in self._requests.items() if fnmatchcase(str(site), key)]
         if not matching:
             return _UNNAMED
@@ -375,7 +375,7 @@ class _SiteSearch(SiteMode):
                 self.built.pop(site, None)
 
     def check(self, *, strict: bool) -> None:
-        """Refuse patterns without a site, models without a served site and, if strict, any exact one."""
+        """Refuse patterns and models without a site, and exact sites if strict."""
         names = [str(site) for site in self.reasons]
         if not names:
             raise UnsupportedError(f"The example calls F.scaled_dot_product_attention nowhere: {CALL_SDPA}.")
@@ -389,7 +389,7 @@ class _SiteSearch(SiteMode):
 
 
 def uneven_modules(calls: Mapping[Site, int]) -> set[str]:
-    """Modules whose runs differ in their number of calls, from the calls of each site."""
+    """Modules whose runs differ in their number of calls."""
     counts = Counter(module for module, _ in {(site.module, count) for site, count in calls.items()})
     return {module for module, variants in counts.items() if variants > 1}
 

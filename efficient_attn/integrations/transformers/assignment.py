@@ -1,4 +1,4 @@
-"""Assignment of backends to attention modules, by a request or a plan, and their construction."""
+"""Assignment of backends to attention modules, and their construction."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ EXACT = Choice("exact", {})
 def choose_backends(
     sites: list[AttentionSite], backend: Any, kinds: Mapping[str, Any], options: Mapping[str, Any]
 ) -> dict[str, Choice]:
-    """The choice for every attention module; modules without a choice stay exact.
+    """Choices by attention module, exact by default.
 
     Raises:
         OptionError, DtypeError, UnknownNameError: If the request is invalid.
@@ -128,7 +128,7 @@ def _check_window(site: AttentionSite, options: Mapping[str, Any], width: int) -
 
 
 def _choices_by_layer(sites: list[AttentionSite], backends: Mapping[Any, Any]) -> dict[int, Choice]:
-    """The choices in a mapping from layers, such as 3 or "0-5,8", to backends."""
+    """Choices from a mapping of layers, such as 3 or "0-5,8"."""
     choices: dict[int, Choice] = {}
     last = max(site.layer for site in sites)
     for key, value in backends.items():
@@ -200,10 +200,10 @@ def build_plan(
 
 
 def plan_of(model: PreTrainedModel, backends: Mapping[str, Backend]) -> dict[str, Any] | None:
-    """Plan of the attached backends for the configuration; None if a backend has no registered name."""
+    """Plan of backends. None if a backend has no registered name."""
     return plan_of_backends({_name_in_plan(model, path): backend for path, backend in backends.items()})
 
 
 def _name_in_plan(model: PreTrainedModel, path: str) -> str:
-    """The path relative to the base model, so that a plan fits a model with and without its head."""
+    """Path in the base model, equal with and without a head."""
     return path.removeprefix(f"{model.base_model_prefix}.")

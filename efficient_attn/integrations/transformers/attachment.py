@@ -64,9 +64,9 @@ def attach(
     seed: int = 0,
     **options: Any,
 ) -> M:
-    """Replace the attention of a model by backends, in place; returns the same model.
+    """Replace the attention of a model by backends, in place.
 
-    The model may be inside a module of another library, such as a PeftModel or a SentenceTransformer.
+    Returns the same model, which may be inside a module of another library, such as a PeftModel.
 
     Layers without a choice stay exact. For sliding-window layers, `exact` and `window` compute softmax over
     the model's own window, and other backends are refused.
@@ -113,7 +113,7 @@ def swapped(
     seed: int = 0,
     **options: Any,
 ) -> Iterator[M]:
-    """Context manager that attaches backends on entry and restores the model on exit.
+    """Attach backends, and restore the model on exit.
 
     The arguments are the arguments of `attach`.
     """
@@ -127,7 +127,7 @@ def swapped(
 def installed(
     model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]
 ) -> Iterator[None]:
-    """Context manager that installs built backends on entry and restores the model on exit."""
+    """Install built backends, and restore the model on exit."""
     restore = _snapshot(model)
     try:
         install(model, sites, backends)
@@ -165,7 +165,7 @@ def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mappin
 
 
 def _move(backend: Backend, model: nn.Module, site: AttentionSite) -> Backend:
-    """Move the backend to the dtype of its module's parameters and the device of their computation.
+    """Move a backend to the dtype and device of its module.
 
     accelerate keeps an offloaded parameter on meta until its module is called; its hook knows the device.
     """
@@ -235,7 +235,7 @@ def _build_request(
 
 
 def _snapshot(model: PreTrainedModel) -> Callable[[], None]:
-    """Remember the attention of a model; returns its restoration."""
+    """Remember the attention of a model, and return its restoration."""
     attached = [
         (m, getattr(m, SUBMODULE))
         for m in model.modules()

@@ -1,4 +1,4 @@
-"""The attention functions that transformers calls; unsupported arguments are refused.
+"""The attention functions that transformers calls.
 
 Features that no kernel of this package has are computed as the code of the model defines them: capped scores
 and attention sinks by the eager function of the model's file; position biases, packed sequences and other
@@ -60,7 +60,7 @@ _SDPA = {
 
 
 def attention_function(name: str | None) -> Callable[..., tuple[Tensor, None]]:
-    """The function that transformers calls for a stateless backend; None: for attached backends.
+    """Attention function of a stateless backend. None: of attached backends.
 
     Raises:
         UnsupportedError: If no backend is attached, or it does not support an argument.
@@ -137,7 +137,7 @@ def serving(name: str, pattern: Pattern) -> tuple[str, dict[str, int]]:
 def _visible_keys(
     module: Any, query: Tensor, key: Tensor, mask: Any, is_causal: bool | None, expected: Pattern | None
 ) -> VisibleKeys:
-    """The visible keys according to the mask, or without a mask according to the module."""
+    """Visible keys by the mask, or else by the module."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     fits_causal = causal if expected is None else expected == CAUSAL
     visible = visible_in(mask, query.shape[0], query.shape[2], key.shape[2], causal=fits_causal)
@@ -170,7 +170,7 @@ def _scaled_queries(query: Tensor, scaling: float | None, backend: Backend) -> T
 
 
 def _check_built_for(backend: Backend, pattern: Pattern) -> None:
-    """Refuse a pattern other than the pattern of the configuration at the time of `attach`."""
+    """Refuse another pattern than at the time of `attach`."""
     expected = getattr(backend, PATTERN)
     if pattern != expected:
         raise UnsupportedError(
@@ -204,7 +204,7 @@ _PLACES: dict[tuple[str, int, Pattern, float | None], str] = {}
 
 @assume_constant_result
 def _stateless(name: str, head_dim: int, back: int | None, ahead: int | None, scale: float | None) -> str:
-    """Build a backend once; returns its attribute."""
+    """Build a backend once, and return its attribute."""
     pattern = Pattern(back, ahead)
     key = (name, head_dim, pattern, scale)
     if key in _PLACES:
@@ -253,7 +253,7 @@ def _dropout_field(config: Any, dropout: float) -> str:
 
 
 def _exact_only_feature(pattern: Pattern, arguments: dict[str, Any]) -> str | None:
-    """The feature of a call that only exact attention supports, in words; None if it has none."""
+    """Feature of a call that only exact attention supports, in words."""
     for name, words in (_EAGER | _SDPA).items():
         if arguments.get(name) is not None:
             return words
@@ -312,7 +312,7 @@ def _attend_as_written(
 
 
 def _eager_function(module: Any) -> Callable[..., tuple[Tensor, Any]]:
-    """The function with which the code of a module falls back to written-out attention."""
+    """Eager attention function in the code of a module."""
     code: Any = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     names = vars(sys.modules[type(module).__module__])
     for name in code.co_names:
@@ -325,7 +325,7 @@ def _eager_function(module: Any) -> Callable[..., tuple[Tensor, Any]]:
 
 
 def _packed_pairs(query: Tensor, key: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-    """The pairs of query and key in the same sequence, from cumulative lengths; None without these."""
+    """Pairs in the same packed sequence. None without cumulative lengths."""
     q_ends, k_ends = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
     if q_ends is None and k_ends is None:
         return None

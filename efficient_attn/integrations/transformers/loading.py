@@ -1,4 +1,4 @@
-"""A model and its tokenizer from a local folder, without network access or code from the folder.
+"""Models and tokenizers from local folders, without network access.
 
 Weights are read from safetensors only. A pickle can run code when it is read, and a class from the folder
 when it is used; both are refused.
@@ -45,7 +45,7 @@ class Opened(NamedTuple):
 def open_model(
     folder: str | Path, *, dtype: str = "float32", device: str = "cpu", name: str | None = None
 ) -> Opened:
-    """Load the model of a folder, in the class that it was saved from, and its tokenizer.
+    """Load the model of a folder and its tokenizer.
 
     Args:
         name: Name of the model; None: the name of the folder.
@@ -77,7 +77,7 @@ def open_model(
 
 
 def token_ids(opened: Opened, text: str, *, most: int) -> Tensor:
-    """The first `most` tokens of a text, special ones included, [1 tokens] on the model's device.
+    """First `most` tokens of a text, [1 tokens].
 
     Raises:
         DataError: If the tokenizer fails on the text, or belongs to another model.
@@ -93,7 +93,7 @@ def token_ids(opened: Opened, text: str, *, most: int) -> Tensor:
 
 
 def positions(opened: Opened) -> int | None:
-    """Maximum sequence length of the model and its tokenizer; None if neither has one."""
+    """Maximum sequence length of model and tokenizer, if they have any."""
     table = next(
         (m for name, m in opened.model.named_modules() if name.endswith("position_embeddings")), None
     )
@@ -110,7 +110,7 @@ def positions(opened: Opened) -> int | None:
 
 
 def check_length(opened: Opened, tokens: int, *, name: str) -> None:
-    """Refuse sequences longer than the model's positions; the message calls the argument `name`."""
+    """Refuse sequences longer than the model's positions; `name` is the argument in messages."""
     most = positions(opened)
     if most is not None and tokens > most:
         raise OptionError(f"{name} is at most the {most} positions of this model, not {tokens}.")
@@ -157,7 +157,7 @@ def read_model(path: Path, kind: Any, **arguments: Any) -> tuple[PreTrainedModel
 
 
 def check_nothing_else(path: Path, report: Mapping[str, Any], ours: str) -> None:
-    """Refuse extra tensors, which transformers would ignore with a warning, except names with `ours`."""
+    """Refuse extra tensors, except names with `ours`."""
     _refuse_tensors(
         path, "has, beyond the model,", [name for name in report["unexpected_keys"] if ours not in name]
     )
@@ -179,7 +179,7 @@ def data_errors(what: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and its report of extra tensors, which are checked afterwards."""
+    """Silence transformers' progress bars and report of extra tensors."""
     level = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
@@ -198,7 +198,7 @@ def _refuse_tensors(path: Path, what: str, names: Any) -> None:
 
 
 def _weights(path: Path) -> list[Path]:
-    """The files of the weights; refuses folders with pickles only."""
+    """Files of the weights. Refuses folders with pickles only."""
     if not path.is_dir():
         raise DataError(
             f"{path} is not a folder. Models are read from local folders; download a model of the Hub by "

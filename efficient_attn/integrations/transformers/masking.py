@@ -121,7 +121,7 @@ def make_mask(
     allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> Tensor:
-    """The mask function of all our attention functions; transformers calls it once per pattern.
+    """Mask function of all our attention functions, called once per pattern.
 
     Raises:
         UnsupportedError: If the model of the configuration ignores its attention function.
@@ -172,13 +172,13 @@ def make_mask(
 
 @cache
 def _model_of(config: Any) -> Any:
-    """The class of the models of a configuration; None if transformers has none."""
+    """Model class of a configuration, if transformers has one."""
     return MODEL_MAPPING.get(config, None)
 
 
 @assume_constant_result
 def _calls_interface(config: Any) -> bool:
-    """Whether the model of a configuration calls the attention interface, as far as transformers knows."""
+    """Whether models of a configuration call the attention interface."""
     model = _model_of(config)
     return model is None or model._can_set_attn_implementation()
 
@@ -190,7 +190,7 @@ def _reads_bool(config: Any) -> bool:
 
 
 def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) -> VisibleKeys | None:
-    """The visible keys that `make_mask` stored, or that a prepared mask shows; None without a mask.
+    """Visible keys of a mask of `make_mask`, or of a prepared mask.
 
     Args:
         causal: Whether the layer is causal, which a prepared mask of one query does not show.
@@ -220,7 +220,7 @@ def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) 
 
 
 def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor | None:
-    """The part of the mask [batch all_tokens] for these keys; None if all are real."""
+    """Key mask of these keys. None if all are real."""
     if attention_mask is None:
         return None
     real = attention_mask[:, first : first + keys].bool()

@@ -39,7 +39,7 @@ _PLAN, _TENSORS = "efficient_attn.json", "efficient_attn.safetensors"
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
-    """Save a model with its backends in the format of its own library, by its `save_pretrained`.
+    """Save a model with its backends, by its `save_pretrained`.
 
     Objects of other libraries, such as a PeftModel that saves its adapter alone, get two files of their own
     for plan and tensors of the backends.
@@ -65,7 +65,7 @@ def save(model: nn.Module, folder: str | Path) -> None:
 
 
 def _backend_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of all backends by their names in the model, tied ones once."""
+    """Tensors of all backends, tied tensors once."""
     tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, Backend) and path.endswith(f".{SUBMODULE}"):
@@ -78,7 +78,7 @@ def _backend_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def load(
     folder: str | Path, *, into: M | None = None, plan: str | Path | None = None, **arguments: Any
 ) -> M | PreTrainedModel:
-    """Load a model that `save_pretrained` or `save` wrote, with its backends, their options and their state.
+    """Load a saved model with its backends.
 
     Args:
         folder: A local folder.
@@ -149,7 +149,7 @@ def _checked_layers(plan: Any, file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Path) -> None:
-    """Install the layers of a plan, with the tensors that were saved with the file of the plan."""
+    """Install the layers of a plan with its saved tensors."""
     sites, folder = find_sites(model), plan.parent
     with data_errors(f"Cannot read the safetensors of {folder}"):
         tensors = dict(_saved_tensors(plan))

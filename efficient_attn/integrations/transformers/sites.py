@@ -1,4 +1,4 @@
-"""The transformers model inside a module, and its attention modules: kind, scale and mask pattern."""
+"""The transformers model inside a module, and its attention modules."""
 
 import inspect
 import re
@@ -158,7 +158,7 @@ def _site(path: str, module: Any) -> AttentionSite:
 
 
 def _first_value(*names: str, of: tuple[Any, ...]) -> Any:
-    """The first of these attributes that the first, or else the next, object has."""
+    """First of these attributes of the first object that has any."""
     values = (getattr(thing, name, None) for thing in of for name in names)
     return next((value for value in values if value is not None), None)
 
@@ -195,7 +195,7 @@ def _site_kind(path: str, module: Any, config: Any, layer: int) -> str:
 
 
 def _site_pattern(kind: str, module: Any, config: Any) -> Pattern:
-    """The expected mask pattern of the module; calls with another pattern are refused."""
+    """Expected mask pattern of the module."""
     reads_back = getattr(module, "is_causal", False) or getattr(module, "is_decoder", False)
     causal = reads_back and getattr(config, "is_causal", True) and kind != "cross"
     if kind != "sliding":

@@ -1,4 +1,4 @@
-"""One backend in all supported layers of a model, and the outputs of the model with it.
+"""Backends in all supported layers of a model, and its outputs.
 
 Only full-attention layers get the backend. Sliding-window layers stay exact unless the model has no others,
 and cross-attention stays exact.
@@ -84,7 +84,7 @@ def build_for(
     max_tokens: int,
     seed: int,
 ) -> dict[str, Backend]:
-    """Build a backend for every module: the chosen one in swapped layers, exact attention elsewhere.
+    """Build the chosen backend in swapped layers, and exact attention elsewhere.
 
     Args:
         layer: The only layer to swap; None: all.
@@ -116,7 +116,7 @@ def build_layers(
 
 
 def run(model: Any, ids: Tensor, *, predicts: bool) -> ModelOutputs:
-    """Last hidden states of one text, ids [1 tokens], and next-token logits if the model predicts them."""
+    """Hidden states and next-token logits of a text, ids [1 tokens]."""
     with torch.no_grad():
         output = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
     return ModelOutputs(output.hidden_states[-1][0], output.logits[0] if predicts else None)
@@ -139,7 +139,7 @@ def _no_cache(model: Any) -> dict[str, bool]:
 
 
 def calibrate_on(model: Any, backends: Sequence[Backend], ids: Tensor) -> bool:
-    """Calibrate the backends of a model on a text; returns whether any backend needed it."""
+    """Calibrate backends on a text, and return whether any needed it."""
     from efficient_attn.calibration import calibrate
 
     if not any(backend.needs_calibration for backend in backends):
