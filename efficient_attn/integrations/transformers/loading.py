@@ -22,7 +22,6 @@ from efficient_attn.integrations.transformers.attend import NAME
 from efficient_attn.limits import CONFIG_BYTES, read_bytes
 from efficient_attn.tensor_headers import check_header
 
-_READ_BYTES = 1 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 _LONGEST_MESSAGE = 200
 
@@ -65,8 +64,7 @@ def open_model(
     digest = hashlib.sha256()
     for weight_file in weights:
         with weight_file.open("rb") as file:
-            while block := file.read(_READ_BYTES):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     about = {
         "model": name or path.resolve().name,
         "class": kind.__name__,
