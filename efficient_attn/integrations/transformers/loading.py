@@ -196,7 +196,7 @@ def _refuse_tensors(path: Path, what: str, names: Any) -> None:
 
 
 def _weights(path: Path) -> list[Path]:
-    """Files of the weights. Refuses folders with pickles only."""
+    """Files of the weights. Refuses folders with unsafe only."""
     if not path.is_dir():
         raise DataError(
             f"{path} is not a folder. Models are read from local folders; download a model of the Hub by "
@@ -210,10 +210,10 @@ def _weights(path: Path) -> list[Path]:
         for file in weights:
             check_header(file)
         return weights
-    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
-    if pickles:
+    unsafe = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    if unsafe:
         raise DataError(
-            f"{path} holds its weights as {pickles[0]} and no model.safetensors. Reading a pickle can run "
+            f"{path} holds its weights as {unsafe[0]} and no model.safetensors. Reading a pickle can run "
             "code, so only safetensors are read; save_pretrained writes them."
         )
     raise DataError(f"{path} holds no model.safetensors.")
