@@ -1,4 +1,4 @@
-"""Writes docs/hugging-face-models.md from hf_zoo.tsv in tests/; to be run after hf_zoo.py beside it."""
+"""Writes docs/hugging-face-models.md from hf_zoo.tsv of the tests; to be run after hf_zoo.py beside it."""
 
 import csv
 from collections import Counter
@@ -18,7 +18,7 @@ _MAPPINGS = {
 _HEAD = """\
 # Hugging Face: every architecture
 
-<!-- Written by docs/hugging_face_models.py from hf_zoo.tsv in tests/; run hf_zoo.py beside it again. -->
+<!-- Written by docs/hugging_face_models.py from hf_zoo.tsv; run hf_zoo.py beside it to measure again. -->
 
 Every entry of four mappings of transformers 5.23 as a tiny random model (2 or 3 layers, 4 heads, 24 tokens
 with padding on both sides), with `attach(model, "exact")` and with

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from integrations.intercepted import DIM, TOKENS, encoder
-from integrations.intercepted import own as own_model
+from integrations.intercepted import written_model as own_model
 from threads import drawn, join
 
 import efficient_attn as ea

@@ -50,7 +50,9 @@ class Case:
     options: Annotated[Options, Meta(description="All options of the backend.")] = field(default_factory=dict)
     of: Annotated[
         str,
-        Meta(description="Subject: attention, block, encoder or model; of an error output, weights, kernel."),
+        Meta(
+            description="Subject: attention, block, encoder or model; of an error output, weights, kernel."
+        ),
     ] = "attention"
     layers: Annotated[Size | None, Meta(description="Number of blocks of an encoder.")] = None
     batch: Annotated[Size, Meta(description="Batch size.")] = 1

@@ -133,4 +133,4 @@ def wordless():
     return lambda: str(F.scaled_dot_product_attention(q, q, q))
 
 
-made = 3
+number = 3

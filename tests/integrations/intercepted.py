@@ -68,7 +68,7 @@ def padding():
     return hidden
 
 
-def own():
+def written_model():
     torch.manual_seed(0)
     model, x = OwnModel().eval(), torch.randn(2, TOKENS, DIM)
     return model, lambda: model(x)
@@ -88,7 +88,9 @@ def translation():
     return model, lambda: model(source, target, tgt_mask=later, tgt_is_causal=True)
 
 
-MODELS = pytest.mark.parametrize("make", [own, padded_encoder, translation], ids=lambda make: make.__name__)
+MODELS = pytest.mark.parametrize(
+    "make", [written_model, padded_encoder, translation], ids=lambda make: make.__name__
+)
 
 
 TRIANGLE = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()

@@ -25,7 +25,10 @@ pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")
         ("absent.py:make", "There is no file 'absent.py' to take a model from."),
         ("models.py:make_par", "Did you mean 'make_pair'?"),
         ("models.py", "model 'models.py' names no function: write models.py:make_model."),
-        ("models.py:made", "models.py:made is a function that returns a call without arguments, or a pair"),
+        (
+            "models.py:number",
+            "models.py:number is a function that returns a call without arguments, or a pair",
+        ),
         ("models.py:raising", "models.py:raising fails: ValueError: no weights here."),
         ("models.py:leaving", "models.py:leaving fails: SystemExit: bye."),
         ("models.py:failing", "models.py:failing fails: TypeError: Model.forward() missing 2 required"),

@@ -126,20 +126,6 @@ def test_exact_attention_in_the_place_of_torchs_follows_the_mask_of_each_call(
     torch.testing.assert_close(output(), before, rtol=0, atol=1e-12)
 
 
-def test_torchs_own_paths_would_have_gone_past_the_backend() -> None:
-    """What the counting is for: with torch's flags as they were, evaluation never reaches the layer."""
-    model = nn.TransformerEncoder(encoder_layer(), 1).double().eval()
-    replaced = ea.replace_attention(model, "window", window=1)
-    calls = Calls(model)
-    with torch.no_grad():
-        model(X)
-        assert calls.number == 1
-        for layer in replaced.layers.values():
-            layer._qkv_same_embed_dim = True
-        model(X)
-        assert calls.number == 1
-
-
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_undoing_gives_back_the_layers_with_what_was_learned_since() -> None:
     model = nn.TransformerEncoder(encoder_layer(dropout=0.1), 2).double()

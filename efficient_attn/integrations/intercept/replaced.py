@@ -141,7 +141,7 @@ def _forward_served(module: nn.Module, before: Callable[..., Any] | None, *args:
 
 
 def _no_change(module: nn.Module, args: Any) -> None:
-    """Keep an enclosing nn.TransformerEncoderLayer from its fused path, as any hook."""
+    """Hook that keeps an enclosing nn.TransformerEncoderLayer from its fused path."""
 
 
 @dataclass(kw_only=True)
@@ -333,7 +333,7 @@ class _SiteSearch(SiteMode):
         self.reasons.setdefault(site, reason)
 
     def _build(self, site: Site, call: Call) -> str | None:
-        """Build the backend of a site. A reason says why it stays exact."""
+        """Build the backend of a site, or return why it stays exact."""
         matching = [request for key, request in self._requests.items() if fnmatchcase(str(site), key)]
         if not matching:
             return _UNNAMED

@@ -60,21 +60,6 @@ def dit():
     return model, {"hidden_states": torch.randn(1, 4, 8, 8), **labels}
 
 
-def padded():
-    layer = torch.nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
-    model = torch.nn.TransformerEncoder(layer, 2)
-    padding = torch.zeros(2, 12, dtype=torch.bool)
-    padding[0, 9:] = True
-    return model, {"src": torch.randn(2, 12, 32), "src_key_padding_mask": padding}
-
-
-def seq2seq():
-    model = torch.nn.Transformer(32, 2, 1, 2, 64, batch_first=True)
-    mask = torch.nn.Transformer.generate_square_subsequent_mask(7)
-    masks = {"tgt_mask": mask, "tgt_is_causal": True}
-    return model, {"src": torch.randn(1, 9, 32), "tgt": torch.randn(1, 7, 32), **masks}
-
-
 class Written(torch.nn.Module):
     """A causal model by hand, with grouped heads in the second layer."""
 
@@ -101,8 +86,6 @@ MODELS = {
     "timm siglip": siglip,
     "diffusers unet": unet,
     "diffusers dit": dit,
-    "torch encoder": padded,
-    "torch transformer": seq2seq,
     "hand-written": written,
 }
 

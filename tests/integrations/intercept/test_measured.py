@@ -17,8 +17,8 @@ from integrations.intercepted import (
     Called,
     Looped,
     OwnModel,
-    own,
     padded_encoder,
+    written_model,
 )
 
 import efficient_attn as ea
@@ -268,7 +268,7 @@ def test_captured_sites_are_read_as_layers_by_the_measurements(tmp_path):
 
 @torch.no_grad()
 def test_captured_causal_sites_say_so_and_wrong_requests_are_refused(tmp_path):
-    model, run = own()
+    model, run = written_model()
     with ea.intercept.capture(model, only="layers.1") as captured:
         run()
     assert captured.captured().patterns == {0: "causal over all keys"}

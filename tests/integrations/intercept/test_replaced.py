@@ -18,7 +18,7 @@ from integrations.intercepted import (
     OwnAttention,
     OwnModel,
     encoder,
-    own,
+    written_model,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -57,7 +57,7 @@ def test_replaced_attention_travels_with_copies_state_dicts_and_pickles(make):
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @torch.no_grad()
 def test_a_copy_has_backends_of_its_own(copied):
-    model, run = own()
+    model, run = written_model()
     x = torch.randn(1, TOKENS, DIM)
     with ea.intercept.replace(model, "performer-positive", example=run, num_features=16):
         expected, copy_ = model(x), copied(model)
@@ -82,7 +82,7 @@ def test_parameters_of_backends_are_trained_and_a_checkpoint_computes_them_again
 
 @torch.no_grad()
 def test_each_site_may_have_its_own_backend():
-    model, run = own()
+    model, run = written_model()
     choice = {"layers.0": ("window", {"window": 3}), "layers.1": "performer-positive"}
     with ea.intercept.replace(model, choice, example=run) as replaced:
         assert replaced.served == {"layers.0": "window", "layers.1": "performer-positive"}
@@ -93,7 +93,7 @@ def test_each_site_may_have_its_own_backend():
 
 @torch.no_grad()
 def test_random_features_differ_by_site_and_repeat_by_seed():
-    model, run = own()
+    model, run = written_model()
 
     def projections(seed):
         with ea.intercept.replace(model, "performer-positive", example=run, seed=seed):
@@ -107,7 +107,7 @@ def test_random_features_differ_by_site_and_repeat_by_seed():
 
 @torch.no_grad()
 def test_calls_that_cannot_be_served_stay_exact_with_their_reason():
-    model, run = own()
+    model, run = written_model()
     x, sliding = torch.randn(2, TOKENS, DIM), TRIANGLE & ~TRIANGLE.tril(-4)
     alone = model(x, sliding)
     with ea.intercept.replace(model, "performer-positive", example=run) as replaced:
@@ -244,7 +244,7 @@ def test_a_module_whose_runs_differ_within_the_example_stays_exact():
 
 @torch.no_grad()
 def test_autocast_reaches_the_backend():
-    model, run = own()
+    model, run = written_model()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         alone = run()
         with ea.intercept.replace(model, "exact", example=run, strict=True):
@@ -253,7 +253,7 @@ def test_autocast_reaches_the_backend():
 
 @torch.no_grad()
 def test_backends_that_need_calibration_are_calibrated_on_the_example():
-    model, run = own()
+    model, run = written_model()
     alone = run()
     with ea.intercept.measure(model, ["performer-full"]) as measured:
         run()
@@ -306,7 +306,7 @@ def test_a_module_around_another_that_calls_attention_stays_exact():
     ],
 )
 def test_wrong_requests_name_the_argument_and_change_nothing(backend, options, error, match):
-    model, run = own()
+    model, run = written_model()
     names = list(model.state_dict())
     with pytest.raises(error, match=match):
         ea.intercept.replace(model, backend, **{"example": run, **options})
@@ -314,7 +314,7 @@ def test_wrong_requests_name_the_argument_and_change_nothing(backend, options, e
 
 
 def test_a_model_with_backends_takes_no_others():
-    model, run = own()
+    model, run = written_model()
     refused = pytest.raises(OptionError, match=r"undo\(\) it first")
     with ea.intercept.replace(model, "window", example=run), refused:
         ea.intercept.replace(model, "window", example=run)
