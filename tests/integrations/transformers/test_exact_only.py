@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import ROUNDING, SIZES, TOKENS, bart, bert, inputs, llama, logits, ready
+from integrations.hf_models import ROUNDING, SIZES, TOKENS, bart, bert, inputs, llama, logits, mistral, ready
 
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers import StateCache, attach, register, swapped
@@ -122,18 +122,17 @@ def test_text_is_generated_with_the_cache_of_transformers(feature):
         assert torch.equal(model.generate(**text), expected)
 
 
-def test_packed_sequences_do_not_read_each_other():
-    model, ids = llama(), inputs()["input_ids"][2:]
+@pytest.mark.parametrize("make", [llama, mistral])
+def test_packed_sequences_do_not_read_each_other(make):
+    model, ids = make(), inputs()["input_ids"][2:]
     packed = torch.cat([torch.arange(n) for n in (7, 12, 5)])[None]
     with torch.no_grad():
         alone = [model(part).logits for part in ids.split([7, 12, 5], dim=1)]
         with swapped(model, "exact"):
             actual = model(ids, position_ids=packed, use_cache=False).logits
     torch.testing.assert_close(actual, torch.cat(alone, dim=1), **ROUNDING)
-    with (
-        swapped(model, "performer-positive"),
-        pytest.raises(UnsupportedError, match=r"several sequences packed into one row.*'exact' does"),
-    ):
+    refused = pytest.raises(UnsupportedError, match=r"several sequences packed into one row.*'exact' does")
+    with swapped(llama(), "performer-positive") as model, refused:
         model(ids, position_ids=packed, use_cache=False)
 
 

@@ -26,7 +26,8 @@ def lines(tmp_path_factory):
     tests = Path(__file__).parents[2]
     command = [sys.executable, str(tests / "ranks_hf.py"), str(tmp_path_factory.mktemp("hf") / "store")]
     # Python may leave the folder of a script off its path.
-    environment = {**os.environ, "PYTHONPATH": str(tests)}
+    places = filter(None, (str(tests), os.environ.get("PYTHONPATH")))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
