@@ -56,11 +56,10 @@ def capture_command(
     chosen = None if layers is None else parse_layers(layers, name="--layers")
     words = None if text is None else read_text(text)
 
-    from efficient_attn.integrations.called_capture import captured_model, notes_of
-    from efficient_attn.integrations.capture import save
+    from efficient_attn.integrations.capture import captured_model, notes_of, save_activations
 
     captured = captured_model(model, text=words, layers=chosen, max_tokens=max_tokens, name=name)
-    save(captured, out)
+    save_activations(captured, out)
     kept = ", ".join(map(str, captured.layers))
     tokens = max(one.k.shape[-2] for one in captured.layers.values())
     for note in notes_of(captured):

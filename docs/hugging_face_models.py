@@ -1,4 +1,4 @@
-"""Writes docs/hugging-face-models.md from tests/hf_zoo.tsv; to be run after tests/hf_zoo.py."""
+"""Writes docs/hugging-face-models.md from hf_zoo.tsv of the tests; to be run after hf_zoo.py beside it."""
 
 import csv
 from collections import Counter
@@ -6,7 +6,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER / "hugging-face-models.md"
-TABLE = FOLDER.parent / "tests" / "hf_zoo.tsv"
+TABLE = FOLDER.parent / "tests" / "integrations" / "transformers" / "hf_zoo.tsv"
 
 _VERDICTS = ("right", "refused in words", "silently wrong", "error without words", "not built tiny")
 _MAPPINGS = {
@@ -18,7 +18,7 @@ _MAPPINGS = {
 _HEAD = """\
 # Hugging Face: every architecture
 
-<!-- Written by docs/hugging_face_models.py from tests/hf_zoo.tsv; run tests/hf_zoo.py to measure again. -->
+<!-- Written by docs/hugging_face_models.py from hf_zoo.tsv; run hf_zoo.py beside it to measure again. -->
 
 Every entry of four mappings of transformers 5.23 as a tiny random model (2 or 3 layers, 4 heads, 24 tokens
 with padding on both sides), with `attach(model, "exact")` and with
@@ -31,7 +31,7 @@ with padding on both sides), with `attach(model, "exact")` and with
 - *Not built tiny*: no small configuration was found.
 
 *Before* counts the verdicts at commit 990d42b, before `exact` served every feature of scores and masks.
-`pytest -m slow tests/test_hf_zoo.py` repeats all verdicts.
+`pytest -m slow tests/integrations/transformers/test_zoo.py` repeats all verdicts.
 
 """
 

@@ -184,7 +184,7 @@ def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def called_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of its own to run in, with `models.py:…` that make models or fail to."""
     monkeypatch.chdir(tmp_path)
-    shutil.copy(Path(__file__).parent / "called_models.py", tmp_path / "models.py")
+    shutil.copy(Path(__file__).parent / "integrations" / "called_models.py", tmp_path / "models.py")
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture(scope="session")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny BERT of transformers, to be left as it is."""
-    from hf_models import bert, saved
+    from integrations.hf_models import bert, saved
 
     return saved(bert(), tmp_path_factory.mktemp("encoder"))
 
@@ -214,7 +214,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny GPT-2 of transformers, to be left as it is."""
-    from hf_models import gpt2, saved
+    from integrations.hf_models import gpt2, saved
 
     return saved(gpt2(), tmp_path_factory.mktemp("decoder"))
 
@@ -222,7 +222,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def given_times(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     """Times of models as in hf_advice.TIMES_S on an idle machine; attention alone is not timed."""
-    from hf_advice import timed
+    from integrations.hf_advice import timed
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", timed)
     monkeypatch.setattr("efficient_attn.studies.advise.model.PROBE", ())
@@ -232,7 +232,7 @@ def given_times(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
 @pytest.fixture
 def advised(encoder: Path, given_times: None) -> Any:
     """The advice for the tiny BERT at a cosine of 0.9."""
-    from hf_advice import advice
+    from integrations.hf_advice import advice
 
     return advice(encoder)
 

@@ -110,7 +110,7 @@ class Problem:
 
 def linear_weights(core: LinearAttention, q: Tensor, k: Tensor) -> Tensor:
     """φ(q)·φ(k), each row and all keys of a head by their largest scale, [batch heads q_tokens k_tokens]."""
-    inputs = core._inputs(q, k, k, None)
+    inputs = core.inputs(q, k, k, None)
     x, y = (rows.to(q.dtype) for rows in (inputs.query_rows(_ALL), inputs.key_rows(_ALL)))
     directions = None if inputs.directions is None else inputs.directions.to(q.dtype)
     queries, keys = (inputs.map.features(rows, directions) for rows in (x, y))

@@ -34,7 +34,7 @@ class Quick:
 
 
 def tiny_model(folder: Path) -> None:
-    from hf_models import bert, saved, texts
+    from integrations.hf_models import bert, saved, texts
 
     saved(bert(), folder / "tiny")
     for name, text in zip(("text.txt", "second.txt"), texts().values(), strict=False):

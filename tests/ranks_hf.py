@@ -9,7 +9,7 @@ import os
 import torch
 import torch.distributed as dist
 from forked import join, report, run
-from hf_models import TOKENS, bert, gpt2, inputs, llama, mistral, modernbert
+from integrations.hf_models import TOKENS, bert, gpt2, inputs, llama, mistral, modernbert
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from efficient_attn.distributed import context_parallel, shard, unshard

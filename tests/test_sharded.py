@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from intercepted import DIM, TOKENS, encoder
-from intercepted import own as own_model
+from integrations.intercepted import DIM, TOKENS, encoder
+from integrations.intercepted import written_model as own_model
 from threads import assert_ranks_are_the_whole, bytes_sent, drawn, join
 
 import efficient_attn as ea

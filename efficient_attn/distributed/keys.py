@@ -39,7 +39,7 @@ def attend_clusters(
     """
     k, v, key_mask = all_keys(k, v, key_mask, layout)
     attend: Callable[..., Tensor] = backend.core
-    if not backend.options.opens:
+    if not backend.options.probes:
         attend = partial(attend, total=partial(total, layout=layout))
     positions = layout.positions(q.shape[2])
     if key_mask is None:

@@ -1,1 +1,1 @@
-"""Integrations with optional packages; each is imported only when used."""
+"""Integrations with optional packages, each imported when used."""

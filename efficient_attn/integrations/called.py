@@ -1,4 +1,4 @@
-"""A model of the user's own with its inputs: a function in a Python file makes both.
+"""Models with inputs from a function in a file, and their outputs.
 
 The function returns a call without arguments that runs the model once, or a pair (module, inputs) whose
 inputs are a tuple of positional or a dict of keyword arguments. The model is set to evaluation mode. A
@@ -12,12 +12,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from efficient_attn.contained import running
@@ -38,7 +39,7 @@ class CalledModel:
         name: Name in records, `file.py:function`.
         module: Module whose names name the call sites.
         call: One run of the module.
-        seed: Seed of random numbers in every compared run.
+        seed: Seed of random numbers in compared runs.
         source: Digest of the file that makes it; None: made in Python.
     """
 
@@ -51,11 +52,11 @@ class CalledModel:
     @property
     def digest(self) -> str:
         """Digest of the file and of the parameters."""
-        found = sha256((self.source or "").encode())
+        digest = sha256((self.source or "").encode())
         for name, tensor in self.module.named_parameters():
-            found.update(name.encode())
-            found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
-        return found.hexdigest()
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
 
     @property
     def is_call(self) -> bool:
@@ -64,7 +65,7 @@ class CalledModel:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Names of the modules that a call runs, with which the names of its sites begin."""
+        """Names of a call's modules, the beginnings of its site names."""
         return tuple(name for name, _ in self.module.named_children()) if self.is_call else ()
 
     def run(self) -> Any:
@@ -73,7 +74,7 @@ class CalledModel:
             return self.call()
 
     def seeded(self) -> Any:
-        """Output of a run whose random numbers are the same every time."""
+        """Output of a run whose random numbers are always the same."""
         with _seeded(self.seed):
             return self.run()
 
@@ -84,7 +85,7 @@ class _Caller(nn.Module):
     def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__()
         self._call = call
-        for module in _outermost(call):
+        for module in _outermost_modules(call):
             name = type(module).__name__
             while hasattr(self, name):
                 name += "_"
@@ -95,7 +96,7 @@ class _Caller(nn.Module):
 
 
 def is_called(model: Any) -> bool:
-    """Whether a model is an address, a pair or a call, as opposed to a folder or a model of transformers."""
+    """Whether a model is an address, a pair or a call."""
     if isinstance(model, (str, Path)):
         name = str(model)
         return (is_address(name) or name.endswith(".py")) and not Path(name).is_dir()
@@ -133,14 +134,14 @@ class Maker:
             DtypeError: If it returns another form.
         """
         with running(self.label), _seeded(_FIRST):
-            made = self._made(seq_len)
-            if _is_pair(made):
-                module, call = made[0].eval(), _bound(*made)
+            result = self._call(seq_len)
+            if _is_pair(result):
+                module, call = result[0].eval(), _bound(*result)
                 return CalledModel(name=self.label, module=module, call=call, source=self.source)
-            if callable(made) and not isinstance(made, nn.Module):
-                caller = _Caller(made)
+            if callable(result) and not isinstance(result, nn.Module):
+                caller = _Caller(result)
                 return CalledModel(name=self.label, module=caller, call=caller, source=self.source)
-        raise DtypeError(f"{self.label} returns {_FORM}, not {type(made).__name__}.")
+        raise DtypeError(f"{self.label} returns {_FORM}, not {type(result).__name__}.")
 
     def again(self, model: CalledModel, *, seq_len: int | None = None) -> CalledModel:
         """The same module on inputs from other random numbers.
@@ -151,17 +152,17 @@ class Maker:
         if model.is_call:
             return replace(model, seed=_SECOND)
         with running(self.label), _seeded(_SECOND):
-            made = self._made(seq_len)
-        if not _is_pair(made):
+            result = self._call(seq_len)
+        if not _is_pair(result):
             raise DataError(f"{self.label} returns a pair (module, inputs) once and another form again.")
-        return replace(model, call=_bound(model.module, made[1]), seed=_SECOND)
+        return replace(model, call=_bound(model.module, result[1]), seed=_SECOND)
 
-    def _made(self, seq_len: int | None) -> Any:
+    def _call(self, seq_len: int | None) -> Any:
         return self.make() if seq_len is None else self.make(seq_len=seq_len)
 
 
 def maker_of(model: Any, *, name: str | None = None) -> Maker:
-    """The function at an address `file.py:function`, one with `seq_len`, or one that returns a pair or call.
+    """Function that makes a model: at an address, or from an object.
 
     Args:
         name: Name in records; None: the file and the function.
@@ -173,8 +174,8 @@ def maker_of(model: Any, *, name: str | None = None) -> Maker:
         DtypeError: If the object is no function.
     """
     if not isinstance(model, (str, Path)):
-        given = Maker(name or str(getattr(model, "__name__", "model")), model)
-        return given if given.takes_length else replace(given, make=lambda: model)
+        maker = Maker(name or str(getattr(model, "__name__", "model")), model)
+        return maker if maker.takes_length else replace(maker, make=lambda: model)
     address = str(model)
     if not is_address(address):
         raise OptionError(f"model {address!r} names no function: write {address}:make_model.")
@@ -188,13 +189,13 @@ def maker_of(model: Any, *, name: str | None = None) -> Maker:
 
 
 def called_model(model: Any, *, name: str | None = None) -> CalledModel:
-    """The model at an address, of a pair (module, inputs) or of a call; errors as in `maker_of`."""
+    """Model of an address, pair or call, with errors as in `maker_of`."""
     return maker_of(model, name=name).model()
 
 
-def refuse_beside(model: Any, **given: Any) -> None:
-    """Refuse options that decide the inputs, dtype or device of a model which has its own."""
-    for name, value in given.items():
+def refuse_beside(model: Any, **options: Any) -> None:
+    """Refuse options beside a model that makes its inputs."""
+    for name, value in options.items():
         if value is not None:
             raise OptionError(
                 f"{name} belongs to a Hugging Face folder; {str(model)!r} decides its own inputs, dtype and "
@@ -202,23 +203,23 @@ def refuse_beside(model: Any, **given: Any) -> None:
             )
 
 
-def _is_pair(made: Any) -> bool:
-    is_pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)
-    return is_pair and isinstance(made[1], (tuple, Mapping))
+def _is_pair(result: Any) -> bool:
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)
+    return is_pair and isinstance(result[1], (tuple, Mapping))
 
 
 def _bound(module: nn.Module, inputs: Any) -> Callable[[], Any]:
     return partial(module, *inputs) if isinstance(inputs, tuple) else partial(module, **inputs)
 
 
-def _outermost(call: Callable[[], Any]) -> list[nn.Module]:
-    """Modules that a call runs outside of other modules, in evaluation mode from their first run."""
-    found: dict[nn.Module, None] = {}
+def _outermost_modules(call: Callable[[], Any]) -> list[nn.Module]:
+    """Outermost modules of a call, in evaluation mode from their first run."""
+    outermost: dict[nn.Module, None] = {}
     inside: list[nn.Module] = []
 
     def enter(module: nn.Module, args: Any) -> None:
-        if not inside and module not in found:
-            found[module.eval()] = None
+        if not inside and module not in outermost:
+            outermost[module.eval()] = None
         inside.append(module)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -231,12 +232,12 @@ def _outermost(call: Callable[[], Any]) -> list[nn.Module]:
     finally:
         for hook in hooks:
             hook.remove()
-    return list(found)
+    return list(outermost)
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Random numbers of Python, numpy and torch from a seed; as before afterwards."""
+    """Seed Python, numpy and torch, and restore their generators."""
     python, array = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -247,3 +248,30 @@ def _seeded(seed: int) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(array)
+
+
+def output_vector(output: Any) -> Tensor:
+    """All floating-point tensors of nested tuples, lists and dicts as one vector.
+
+    An object of another class counts by its first tensor of more than one number.
+
+    Raises:
+        DataError: If there is none.
+    """
+    vectors = [tensor.detach().flatten() for tensor in _output_tensors(output)]
+    if not vectors:
+        raise DataError(f"The model returns {type(output).__name__} without a floating-point tensor.")
+    return torch.cat([tensor.to(vectors[0].device) for tensor in vectors])
+
+
+def _output_tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield from [output] if output.is_floating_point() else []
+    elif isinstance(output, (tuple, list)) or type(output) is dict:
+        for part in output.values() if isinstance(output, dict) else output:
+            yield from _output_tensors(part)
+    else:
+        parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+        # A loss, a single number, stands first in many outputs.
+        direct = (part for part in parts.values() if isinstance(part, Tensor) and part.numel() > 1)
+        yield from islice((tensor for part in direct for tensor in _output_tensors(part)), 1)

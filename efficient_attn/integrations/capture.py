@@ -1,24 +1,32 @@
-"""q, k and v of the layers of a Hugging Face model, as they enter softmax(scale · q·k) v.
+"""Captured q, k and v of a model, as input of `mse` and `compare`.
 
-The model is read from a local folder, from safetensors only; nothing is fetched, and no code from the
-folder is run. Its attention is replaced by exact attention with a hook that records the inputs.
+A Hugging Face model is read from a local folder, from safetensors only; nothing is fetched, and no code from
+the folder is run. Any other model is captured at its calls of `F.scaled_dot_product_attention`.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save as to_bytes
-from torch import Tensor
+from torch import Tensor, nn
 
-from efficient_attn.errors import DataError, OptionError, UnsupportedError
-from efficient_attn.measure.inputs import Activations, Captured
+from efficient_attn.contained import running
+from efficient_attn.errors import DataError, OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.integrations.called import called_model, is_called, refuse_beside
+from efficient_attn.integrations.intercept.calls import CALL_SDPA, PATTERN, Call, Site, SiteMode
+from efficient_attn.integrations.masks import FULL, ShownKeys
+from efficient_attn.measure.inputs import CAUSAL, Activations, Captured
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.units import show_bytes
+from efficient_attn.sharding import check_exact_alone
 
 FORMAT = "efficient-attn activations 1"
 DEFAULT_MAX_TOKENS = 512
@@ -27,7 +35,69 @@ MOST_BYTES = 1 << 30
 _HALF_BYTES = 2
 
 
-def capture(
+def captured_model(
+    model: Any,
+    *,
+    text: str | None = None,
+    layers: Sequence[int] | None = None,
+    max_tokens: int | None = None,
+    name: str | None = None,
+) -> Captured:
+    """Capture a model with inputs, or a folder on a text.
+
+    Raises:
+        OptionError: If a folder has no text, or a text or length accompanies a model with its own inputs.
+        DataError: If no attention can be captured.
+    """
+    if is_called(model):
+        refuse_beside(model, text=text, max_tokens=max_tokens)
+        called = called_model(model, name=name)
+        with running(called.name), capture(called.module) as capturing:
+            called.seeded()
+        captured = capturing.captured(layers)
+        return replace(captured, about={**captured.about, "model": called.name})
+    if text is None:
+        raise OptionError(f"text (--text FILE) is needed with the folder {str(model)!r}.")
+    most = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+    return capture_folder(model, text, layers=layers, max_tokens=most, name=name)
+
+
+def site_notes(sites: Mapping[int, str], left: Mapping[str, str]) -> list[str]:
+    """Call sites by layer number, and sites left out with reasons."""
+    named = ", ".join(f"{number} is {site}" for number, site in sites.items())
+    reasons = [f"Left out: {site}: {why.rstrip('.')}." for site, why in left.items()]
+    return [f"Layers are call sites: {named}.", *reasons]
+
+
+def notes_of(captured: Captured) -> list[str]:
+    """`site_notes` of activations, if they are of call sites."""
+    sites = json.loads(captured.about.get("sites", "[]"))
+    left = json.loads(captured.about.get("left_out", "{}"))
+    return site_notes({layer: sites[layer] for layer in captured.layers}, left) if sites else []
+
+
+def save_activations(captured: Captured, path: str | Path) -> None:
+    """Write the activations as float16 safetensors, with tokens and origin in the metadata."""
+    tensors = {}
+    for layer, activations in captured.layers.items():
+        for part, tensor in zip(Activations._fields, activations, strict=True):
+            name = f"layer.{layer}.{part}"
+            half = tensor.squeeze(0).to(torch.float16).contiguous()
+            if not half.isfinite().all():
+                raise DataError(f"{name} has entries beyond the range of float16 and cannot be stored.")
+            tensors[name] = half
+    about = {**captured.about, "tokens": json.dumps(captured.tokens, ensure_ascii=False)}
+    if captured.scale is not None:
+        about["scale"] = json.dumps(captured.scale)
+    if captured.patterns:
+        about["patterns"] = json.dumps({str(layer): told for layer, told in captured.patterns.items()})
+    try:
+        Path(path).write_bytes(to_bytes(tensors, metadata=about))
+    except OSError as error:
+        raise DataError(f"Cannot write activations to {path}: {error.strerror}.") from None
+
+
+def capture_folder(
     model_folder: str | Path,
     text: str,
     *,
@@ -36,7 +106,7 @@ def capture(
     name: str | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> Captured:
-    """Record the activations of a local encoder or decoder on the first `max_tokens` tokens of a text.
+    """Capture a local encoder or decoder on a text.
 
     The text is cut to the maximum sequence length of the model. The visible keys of each layer are stored
     with its activations, unless all keys are visible.
@@ -53,29 +123,42 @@ def capture(
     """
     from efficient_attn.integrations.transformers.attachment import installed
     from efficient_attn.integrations.transformers.loading import open_model, positions, token_ids
-    from efficient_attn.integrations.transformers.patterns import FULL
     from efficient_attn.integrations.transformers.swapping import build_for, sites_of
 
     positive_count("max_tokens", max_tokens)
     opened = open_model(model_folder, name=name)
     sites = sites_of(opened.model)
-    chosen = _choose(sites.every, layers)
+    chosen = _chosen_sites(sites.every, layers)
     ids = token_ids(opened, text, most=min(max_tokens, positions(opened) or max_tokens))
     if ids.numel() == 0:
         raise DataError("The text holds no tokens.")
-    _check_size(chosen, ids.shape[1], most_bytes)
+    # Grouped heads count as separate heads.
+    entries = sum(3 * (site.num_heads or 1) * site.head_dim for site in chosen)
+    num_bytes = _HALF_BYTES * ids.shape[1] * entries
+    if num_bytes > most_bytes:
+        raise OptionError(
+            f"{len(chosen)} layers of {ids.shape[1]} tokens take up to {show_bytes(num_bytes)}, more than "
+            f"{show_bytes(most_bytes)}; name fewer layers or tokens."
+        )
     backends = build_for(sites, "exact", {}, layer=None, max_tokens=ids.shape[1], seed=0)
-    kept: dict[int, Activations] = {}
+    stored: dict[int, Activations] = {}
+
+    def store(layer: int, backend: Any, tensors: tuple[Tensor, ...]) -> None:
+        stored[layer] = Activations(*(tensor.clone() for tensor in tensors))
+
     with installed(opened.model, sites.every, backends), ExitStack() as stack, torch.inference_mode():
         for site in chosen:
-            hook = backends[site.path].register_forward_pre_hook(_keeper(kept, site.layer))
+            hook = backends[site.path].register_forward_pre_hook(partial(store, site.layer))
             stack.callback(hook.remove)
         opened.model(input_ids=ids)
+    scales = {backends[site.path].problem.factor for site in chosen}
+    if len(scales) > 1:
+        raise UnsupportedError("The layers of this model have different scales; choose a single layer.")
     about = {key: opened.about[key] for key in ("model", "weights_sha256", "transformers")}
     return Captured(
-        layers={layer: kept[layer] for layer in sorted(kept)},
+        layers={layer: stored[layer] for layer in sorted(stored)},
         tokens=tuple(opened.tokenizer.convert_ids_to_tokens(ids[0].tolist())),
-        scale=_one_scale({site.layer: backends[site.path].problem.factor for site in chosen}),
+        scale=scales.pop(),
         patterns={site.layer: str(site.pattern) for site in chosen if site.pattern != FULL},
         about={
             "format": FORMAT,
@@ -86,67 +169,139 @@ def capture(
     )
 
 
-def save(captured: Captured, path: str | Path) -> None:
-    """Write the activations as float16 safetensors, with tokens and origin in the metadata."""
-    tensors = {
-        f"layer.{layer}.{name}": _half(tensor, f"layer.{layer}.{name}")
-        for layer, activations in captured.layers.items()
-        for name, tensor in zip(Activations._fields, activations, strict=True)
-    }
-    about = {**captured.about, "tokens": json.dumps(captured.tokens, ensure_ascii=False)}
-    if captured.scale is not None:
-        about["scale"] = json.dumps(captured.scale)
-    if captured.patterns:
-        about["patterns"] = json.dumps({str(layer): told for layer, told in captured.patterns.items()})
-    try:
-        Path(path).write_bytes(to_bytes(tensors, metadata=about))
-    except OSError as error:
-        raise DataError(f"Cannot write activations to {path}: {error.strerror}.") from None
-
-
-def _keeper(kept: dict[int, Activations], layer: int) -> Callable[[Any, tuple[Tensor, ...]], None]:
-    """A forward hook that stores the inputs of a backend."""
-
-    def keep(backend: Any, tensors: tuple[Tensor, ...]) -> None:
-        q, k, v = (tensor.clone() for tensor in tensors)
-        kept[layer] = Activations(q, k, v)
-
-    return keep
-
-
-def _choose(sites: Sequence[Any], layers: Sequence[int] | None) -> list[Any]:
+def _chosen_sites(sites: Sequence[Any], layers: Sequence[int] | None) -> list[Any]:
     """The attention modules of the layers."""
-    known = {site.layer: site for site in sites}
-    if len(known) < len(sites):
+    by_layer = {site.layer: site for site in sites}
+    if len(by_layer) < len(sites):
         raise UnsupportedError("Two attentions of this model share a layer number; capture cannot name them.")
-    kept = sorted(known) if layers is None else sorted(set(layers))
-    beyond = [layer for layer in kept if layer not in known]
-    if beyond or not kept:
-        asked = ", ".join(map(str, beyond)) or "none"
-        raise OptionError(f"layers are from {min(known)} to {max(known)} in this model, not {asked}.")
-    return [known[layer] for layer in kept]
+    return [by_layer[layer] for layer in _chosen_numbers(by_layer, layers)]
 
 
-def _check_size(sites: Sequence[Any], tokens: int, most_bytes: int) -> None:
-    """Refuse files above the limit, with grouped heads counted as separate ones."""
-    entries = sum(3 * (site.num_heads or 1) * site.head_dim for site in sites)
-    needed = _HALF_BYTES * tokens * entries
-    if needed > most_bytes:
-        raise OptionError(
-            f"{len(sites)} layers of {tokens} tokens take up to {show_bytes(needed)}, more than "
-            f"{show_bytes(most_bytes)}; name fewer layers or tokens."
+def _chosen_numbers(numbers: Mapping[int, Any], layers: Sequence[int] | None) -> list[int]:
+    """Requested numbers in order. None requests all."""
+    chosen = sorted(numbers if layers is None else set(layers))
+    unknown = [layer for layer in chosen if layer not in numbers]
+    if unknown or not chosen:
+        request = ", ".join(map(str, unknown)) or "none"
+        raise OptionError(f"layers are from {min(numbers)} to {max(numbers)} in this model, not {request}.")
+    return chosen
+
+
+class Capturing(SiteMode):
+    """Captured calls of a `with` block: one batch entry, real tokens.
+
+    Of several calls of a site the first is kept.
+
+    Attributes:
+        sites: Activations by site, in the order of calls.
+        left_out: {site: reason} of calls that cannot be stored.
+    """
+
+    def __init__(self, model: nn.Module | None, only: str, entry: int, most_bytes: int) -> None:
+        super().__init__(model)
+        self.sites: dict[Site, Activations] = {}
+        self.left_out: dict[Site, str] = {}
+        self._causal: dict[Site, bool] = {}
+        self._scales: dict[Site, float] = {}
+        self._only, self._entry, self._most_bytes = only, entry, most_bytes
+        self._bytes = 0
+
+    def attend(self, call: Call) -> Tensor:
+        """Copy the tensors and return torch's output."""
+        site = self.next_site()
+        check_exact_alone(str(site), "ea.intercept.capture runs the attention of the model itself")
+        if site not in self.sites and fnmatchcase(str(site), self._only):
+            shown = None if call.refusal else call.shown_keys()
+            if shown is None:
+                self.left_out.setdefault(site, call.refusal or PATTERN)
+            else:
+                self._store(site, call, shown)
+        return call.exact()
+
+    def unreached(self, reason: str) -> None:
+        """Record an attention without `F.scaled_dot_product_attention`."""
+        self.left_out.setdefault(self.next_site(), reason)
+
+    def _store(self, site: Site, call: Call, shown: ShownKeys) -> None:
+        tensors = call.tensors
+        if not self._entry < tensors[0].shape[0]:
+            raise OptionError(f"entry is below the batch size, {tensors[0].shape[0]}, not {self._entry}.")
+        q, k, v = (tensor[self._entry : self._entry + 1].detach() for tensor in tensors)
+        if shown.key_mask is not None:
+            real = shown.key_mask[self._entry]
+            q = q[..., real, :] if q.shape[-2] == k.shape[-2] else q
+            k, v = k[..., real, :], v[..., real, :]
+        self._bytes += sum(_HALF_BYTES * tensor.numel() for tensor in (q, k, v))
+        if self._bytes > self._most_bytes:
+            raise OptionError(
+                f"The activations take more than {show_bytes(self._most_bytes)}: name fewer sites with only, "
+                "or raise most_bytes."
+            )
+        self.sites[site] = Activations(q.clone(), k.clone(), v.clone())
+        self._causal[site], self._scales[site] = shown.causal, float(call.factor)
+
+    def captured(self, layers: Sequence[int] | None = None) -> Captured:
+        """Activations with a layer number for each site.
+
+        Args:
+            layers: Numbers of the sites to keep; None keeps all.
+
+        Raises:
+            DataError: If no call was captured, or the sites have different scales.
+            OptionError: If a number belongs to no site.
+        """
+        if not self.sites:
+            left = (f"{site} cannot be stored: {why}" for site, why in self.left_out.items())
+            why = next(left, CALL_SDPA)
+            raise DataError(f"No call of F.scaled_dot_product_attention was captured: {why}.")
+        sites = dict(enumerate(self.sites))
+        chosen = {number: sites[number] for number in _chosen_numbers(sites, layers)}
+        scales = {self._scales[site] for site in chosen.values()}
+        usual = all(self._scales[site] == self.sites[site].q.shape[-1] ** -0.5 for site in chosen.values())
+        if len(scales) > 1 and not usual:
+            raise DataError(
+                "The sites have different scales; capture sites of one scale with only or layers."
+            )
+        about = {
+            "format": FORMAT,
+            "model": type(self._model).__name__ if self._model is not None else "unnamed",
+            "sites": json.dumps([str(site) for site in self.sites]),
+            "torch": torch.__version__,
+        }
+        if self.left_out:
+            about["left_out"] = json.dumps({str(site): why for site, why in self.left_out.items()})
+        return Captured(
+            layers={number: self.sites[site] for number, site in chosen.items()},
+            tokens=(),
+            # A reader takes 1/√head_dim of each layer where the file names no scale.
+            scale=scales.pop() if len(scales) == 1 else None,
+            patterns={number: CAUSAL for number, site in chosen.items() if self._causal[site]},
+            about=about,
         )
 
-
-def _one_scale(scales: dict[int, float]) -> float:
-    """The scale that all layers share."""
-    if len(set(scales.values())) > 1:
-        raise UnsupportedError("The layers of this model have different scales; choose a single layer.")
-    return next(iter(scales.values()))
+    def save(self, path: str | Path) -> None:
+        """Write the activations as float16 safetensors, which `mse --inputs` and `compare --inputs` read."""
+        save_activations(self.captured(), path)
 
 
-def _half(tensor: Tensor, name: str) -> Tensor:
-    half = tensor.squeeze(0).to(torch.float16).contiguous()
-    if not half.isfinite().all():
-        raise DataError(f"{name} has entries beyond the range of float16 and cannot be stored.")
-    return half
+def capture(
+    model: nn.Module | None = None, *, only: str = "*", entry: int = 0, most_bytes: int = MOST_BYTES
+) -> Capturing:
+    """Capture all calls of `F.scaled_dot_product_attention` in a `with` block.
+
+    The output of the model stays the same bit for bit. A compiled model runs with graph breaks.
+
+    Args:
+        model: Module whose names name the sites; None: all calls belong to one unnamed module.
+        only: Shell-style pattern of the sites to keep.
+        entry: Index of the batch entry to keep.
+        most_bytes: Upper limit on the size of the file.
+
+    Raises:
+        UnknownNameError: If the model has no module of a name that `only` spells out.
+    """
+    if model is not None and not any(letter in only for letter in "*?[#"):
+        names = dict(model.named_modules())
+        if only not in names:
+            raise UnknownNameError("module", only, names)
+    return Capturing(model, only, entry, most_bytes)

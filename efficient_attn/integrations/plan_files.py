@@ -1,4 +1,4 @@
-"""Files of plans: the backend of every attention of a model, with its options, and no tensors."""
+"""Plans: backends and options of a model's attentions, without tensors."""
 
 import json
 from collections.abc import Mapping
@@ -26,16 +26,16 @@ _FIELDS: dict[str, Any] = {"backend": str, "options": dict, "max_tokens": (int, 
 
 
 def plan_of_backends(backends: Mapping[str, Backend]) -> dict[str, Any] | None:
-    """Plan of the backends of a model's attentions, by name; None if one has no registered name."""
-    if any(SPECS.get(own.spec.name) is not own.spec for own in backends.values()):
+    """Plan of backends. None if a backend has no registered name."""
+    if any(SPECS.get(x.spec.name) is not x.spec for x in backends.values()):
         return None
     layers = {
         name: {
-            "backend": own.spec.name,
-            "options": asdict(own.options),
-            "max_tokens": own.problem.max_tokens,
+            "backend": backend.spec.name,
+            "options": asdict(backend.options),
+            "max_tokens": backend.problem.max_tokens,
         }
-        for name, own in backends.items()
+        for name, backend in backends.items()
     }
     return {"format": PLAN_FORMAT, "layers": layers}
 
@@ -64,13 +64,13 @@ def check_plan(plan: Any, place: str) -> dict[str, dict[str, Any]]:
     Raises:
         DataError: If it is no plan; `place` is its origin in the message.
     """
-    known = plan.get("format") if isinstance(plan, Mapping) else None
-    if known != PLAN_FORMAT or isinstance(known, bool):
+    version = plan.get("format") if isinstance(plan, Mapping) else None
+    if version != PLAN_FORMAT or isinstance(version, bool):
         raise DataError(f"{place}: efficient_attn is not a plan of format {PLAN_FORMAT}.")
     layers = plan.get("layers")
     if layers == {}:
         raise DataError(f"{place}: efficient_attn names no layer.")
-    if not isinstance(layers, Mapping) or not all(_is_layer(layer) for layer in layers.values()):
+    if not isinstance(layers, Mapping) or not all(_has_fields(layer) for layer in layers.values()):
         raise DataError(f"{place}: a layer in efficient_attn lacks one of the fields {', '.join(_FIELDS)}.")
     # Only registered names, never an address such as file.py:object: loading a model runs none of its code.
     unknown = {layer["backend"] for layer in layers.values()} - set(list_backends())
@@ -85,7 +85,7 @@ def check_plan(plan: Any, place: str) -> dict[str, dict[str, Any]]:
 def check_size(
     layer: Mapping[str, Any], problem: AttentionProblem, parameters: int, *, saved: int | None = None
 ) -> None:
-    """Refuse unknown and huge options, and more numbers than the model has, before memory is allocated.
+    """Refuse unknown and huge options before memory is allocated.
 
     Args:
         parameters: Numbers of the model.
@@ -96,12 +96,13 @@ def check_size(
         DataError: If the backend needs more numbers.
     """
     chosen = spec(layer["backend"])
-    known = [one.name for one in fields(chosen.options_type)]
-    for option in layer["options"].keys() - {*known}:
-        raise UnknownNameError(f"option of backend {chosen.name!r}", option, known)
+    names = [option.name for option in fields(chosen.options_type)]
+    for option in layer["options"].keys() - {*names}:
+        raise UnknownNameError(f"option of backend {chosen.name!r}", option, names)
     # Beyond the length, more steps, clusters or keys of a window take time and memory without effect.
     most = max(_LARGEST, problem.max_tokens or 0)
-    large = [name for name, value in layer["options"].items() if name != SEED and _above(value, most)]
+    numbers = {name: x for name, x in layer["options"].items() if isinstance(x, (int, float))}
+    large = [name for name, x in numbers.items() if name != SEED and x > most]
     if large:
         raise DataError(f"{large[0]} of backend {chosen.name!r} is above {most}.")
     if chosen.operations is None:
@@ -109,17 +110,13 @@ def check_size(
     counts = chosen.operations(problem, chosen.options_type(**layer["options"]), 1, problem.head_dim)
     if counts is None:
         return
-    needed, numbers = counts.learned + counts.drawn, max(parameters, _ALWAYS) if saved is None else saved
-    if needed > numbers:
-        limit = "are the most here" if saved is None else "are saved"
-        raise DataError(f"backend {chosen.name!r} needs {needed} numbers, {numbers} {limit}.")
+    needed, limit = counts.learned + counts.drawn, max(parameters, _ALWAYS) if saved is None else saved
+    if needed > limit:
+        what = "are the most here" if saved is None else "are saved"
+        raise DataError(f"backend {chosen.name!r} needs {needed} numbers, {limit} {what}.")
 
 
-def _above(value: Any, most: int) -> bool:
-    return isinstance(value, (int, float)) and value > most
-
-
-def _is_layer(layer: Any) -> bool:
+def _has_fields(layer: Any) -> bool:
     return (
         isinstance(layer, Mapping)
         and layer.keys() == _FIELDS.keys()

@@ -19,34 +19,20 @@ from efficient_attn.transformer.seeds import spawn_seeds
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replaced:
-    """Layers changed by `replace_attention`, and their earlier state.
+class ReplacedLayers:
+    """Layers changed by `replace_attention`.
 
     Attributes:
         layers: Replaced layers, which are the model's own modules, by name.
-        before: Dropout and backend of each layer before; the backend of a torch layer is None.
-        encoders: Enclosing nn.TransformerEncoder modules whose nested tensors were turned off.
     """
 
     layers: Mapping[str, nn.MultiheadAttention]
-    before: Mapping[str, tuple[float, Backend | None]]
-    encoders: tuple[nn.TransformerEncoder, ...]
     _restore: list[Callable[[], None]]
 
     def undo(self) -> None:
-        """Restore every layer; parameters keep their trained values."""
+        """Restore all layers. Parameters keep their trained values."""
         while self._restore:
             self._restore.pop()()
-        for name, layer in self.layers.items():
-            layer.dropout, backend = self.before[name]
-            if backend is not None:
-                use_backend(layer, backend)
-            elif isinstance(layer, MultiheadAttention):
-                del layer.backend
-                layer.__class__ = nn.MultiheadAttention  # type: ignore[assignment]  # a class, not an attribute
-                layer._qkv_same_embed_dim = layer.in_proj_weight is not None
-        for encoder in self.encoders:
-            encoder.use_nested_tensor = True
 
 
 def replace_attention(
@@ -59,8 +45,8 @@ def replace_attention(
     max_tokens: int | None = None,
     seed: int = 0,
     **options: Any,
-) -> Replaced:
-    """Replace the attention of every nn.MultiheadAttention of a model, in place; `undo()` reverts it.
+) -> ReplacedLayers:
+    """Replace the attention of nn.MultiheadAttention layers in place, until `undo()`.
 
     This includes the attention of nn.TransformerEncoderLayer and nn.TransformerDecoderLayer, in training and
     in evaluation. Layers keep their parameters, hooks and state-dict names. If a layer cannot be replaced, no
@@ -82,46 +68,54 @@ def replace_attention(
         UnknownNameError: If no layer matches `only`, or the backend or an option does not exist.
         UnsupportedError: If the backend does not support a layer; the message names the layer.
     """
-    spec, found = resolve(backend), _layers(model, only)
+    spec, chosen = resolve(backend), _chosen_layers(model, only)
     backends = {}
-    for (name, layer), layer_seed in zip(found.items(), spawn_seeds(seed, len(found)), strict=True):
+    for (name, layer), layer_seed in zip(chosen.items(), spawn_seeds(seed, len(chosen)), strict=True):
         try:
             backends[name] = build_for(
                 spec,
                 layer.head_dim,
                 layer.num_heads,
                 dropout=layer.dropout if dropout is None else dropout,
-                causal=_causal(model, name, spec, causal),
+                causal=_is_causal(model, name, spec, causal),
                 max_tokens=max_tokens,
                 **seeded(spec, options, layer_seed),
             )
-            _check(model, name, backends[name])
+            _check_layer(model, name, backends[name])
         except AttentionError as error:
             error.args = (f"{name}: {error}",)
             raise
     # All checks are done: the model is modified only from here on, where no error can occur.
-    replaced = Replaced(
-        layers=found,
-        before={name: (layer.dropout, getattr(layer, "backend", None)) for name, layer in found.items()},
-        encoders=tuple(nesting(model, list(found.values()))),
-        _restore=[],
-    )
+    restore: list[Callable[[], None]] = []
     for name, layer in model.named_modules():
-        served = name in found or isinstance(layer, MultiheadAttention)
+        served = name in chosen or isinstance(layer, MultiheadAttention)
         if isinstance(layer, nn.MultiheadAttention) and not served:
-            replaced._restore.append(refuse_alone(model, name, name, f"only={only!r} leaves it out"))
-    for name, layer in found.items():
+            restore.append(refuse_alone(model, name, name, f"only={only!r} leaves it out"))
+    for name, layer in chosen.items():
+        restore.append(partial(_restore_layer, layer, layer.dropout, getattr(layer, "backend", None)))
         use_backend(layer, backends[name])
         layer.dropout = layer.dropout if dropout is None else dropout
-    layers: Any = list(found.values())  # share_layers is of our own layers, and reads their backends only
+    layers: Any = list(chosen.values())  # share_layers is of our own layers, and reads their backends only
     share_layers(layers)
-    # In evaluation the encoder would pack padded sequences into nested tensors and drop the mask.
-    for encoder in replaced.encoders:
+    for encoder in nesting(model, layers):
+        # In evaluation the encoder would pack padded sequences into nested tensors and drop the mask.
         encoder.use_nested_tensor = False
-    return replaced
+        restore.append(partial(setattr, encoder, "use_nested_tensor", True))
+    return ReplacedLayers(layers=chosen, _restore=restore)
 
 
-def _layers(model: nn.Module, only: str) -> dict[str, nn.MultiheadAttention]:
+def _restore_layer(layer: nn.MultiheadAttention, dropout: float, backend: Backend | None) -> None:
+    """Restore dropout and backend of a layer. None: a torch layer."""
+    layer.dropout = dropout
+    if backend is not None:
+        use_backend(layer, backend)
+    elif isinstance(layer, MultiheadAttention):
+        del layer.backend
+        layer.__class__ = nn.MultiheadAttention  # type: ignore[assignment]  # a class, not an attribute
+        layer._qkv_same_embed_dim = layer.in_proj_weight is not None
+
+
+def _chosen_layers(model: nn.Module, only: str) -> dict[str, nn.MultiheadAttention]:
     """Attention layers of a model whose names match a pattern."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.MultiheadAttention)}
     fitting = {name: layer for name, layer in layers.items() if fnmatchcase(name, only)}
@@ -132,7 +126,13 @@ def _layers(model: nn.Module, only: str) -> dict[str, nn.MultiheadAttention]:
     return fitting
 
 
-def _reads_another_sequence(model: nn.Module, name: str) -> bool:
+def _is_causal(model: nn.Module, name: str, spec: BackendSpec, causal: bool | None) -> bool:
+    if causal is not None:
+        return causal and not _is_cross(model, name)
+    return name.endswith("self_attn") and _in_decoder_layer(model, name) and not spec.capabilities.exact
+
+
+def _is_cross(model: nn.Module, name: str) -> bool:
     return name.endswith("multihead_attn") and _in_decoder_layer(model, name)
 
 
@@ -140,30 +140,25 @@ def _in_decoder_layer(model: nn.Module, name: str) -> bool:
     return isinstance(model.get_submodule(name.rpartition(".")[0]), nn.TransformerDecoderLayer)
 
 
-def _causal(model: nn.Module, name: str, spec: BackendSpec, causal: bool | None) -> bool:
-    if causal is None:
-        decodes = name.endswith("self_attn") and _in_decoder_layer(model, name)
-        return decodes and not spec.capabilities.exact
-    return causal and not _reads_another_sequence(model, name)
-
-
-def _check(model: nn.Module, name: str, backend: Backend) -> None:
+def _check_layer(model: nn.Module, name: str, backend: Backend) -> None:
     """Refuse a layer with features that `MultiheadAttention` or the backend does not support."""
     layer = model.get_submodule(name)
     if type(layer) not in (nn.MultiheadAttention, MultiheadAttention):
         kind = type(layer).__name__
         raise UnsupportedError(f"{kind} has its own implementation; exclude it by `only`.")
     if layer.add_zero_attn or layer.bias_k is not None:
-        asked = "add_zero_attn" if layer.add_zero_attn else "add_bias_kv"
-        raise UnsupportedError(f"{asked}=True adds a key, which no backend supports; exclude it by `only`.")
-    if _reads_another_sequence(model, name) and not backend.spec.capabilities.cross:
+        argument = "add_zero_attn" if layer.add_zero_attn else "add_bias_kv"
+        raise UnsupportedError(
+            f"{argument}=True adds a key, which no backend supports; exclude it by `only`."
+        )
+    if _is_cross(model, name) and not backend.spec.capabilities.cross:
         raise UnsupportedError(
             f"Backend {backend.spec.name!r} has no cross-attention: only='*.self_attn' excludes such layers."
         )
 
 
 def refuse_alone(model: nn.Module, name: str, site: str, reason: str) -> Callable[[], None]:
-    """Let the forward of a module that stays exact refuse `context_parallel`; returns the removal.
+    """Refuse `context_parallel` in a module, and return the removal.
 
     Args:
         site: Name of the call in messages.
@@ -194,14 +189,14 @@ def _forward_whole(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """The forward of a module around attention that stays exact, unless a backend serves it by now."""
+    """Run a forward around attention that stays exact."""
     if not isinstance(module, MultiheadAttention):
         check_exact_alone(site, reason)
     return type(owner).forward(owner, *args, **options) if before is None else before(*args, **options)
 
 
 def nesting(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.TransformerEncoder]:
-    """Encoders that hold some of the layers and pack padded sequences into nested tensors."""
+    """Encoders of the layers that use nested tensors."""
     encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor]
-    ours = {id(layer) for layer in layers}
-    return [encoder for encoder in encoders if any(id(m) in ours for m in encoder.modules())]
+    chosen = {id(layer) for layer in layers}
+    return [encoder for encoder in encoders if any(id(m) in chosen for m in encoder.modules())]

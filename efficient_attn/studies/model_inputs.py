@@ -69,7 +69,7 @@ def sources(
         raise OptionError(f"inputs ({named[0]}) and model ({model}) exclude each other; name one of them.")
 
     from efficient_attn.integrations.called import is_called
-    from efficient_attn.integrations.called_capture import captured_model, notes_of
+    from efficient_attn.integrations.capture import captured_model, notes_of
 
     captured = captured_model(model, text=text, max_tokens=None if is_called(model) else max_tokens)
     return [captured], notes_of(captured)

@@ -356,7 +356,7 @@ def longest_chunk(monkeypatch, heads, features, cache):
     monkeypatch.delenv("EFFICIENT_ATTN_KERNELS", raising=False)
     monkeypatch.setattr(linear_inputs, "cache_bytes", lambda: cache)
     backend = ea.build("linear-relu", head_dim=8, num_features=features)
-    inputs = backend.core._inputs(*(torch.zeros(1, heads, 4096, 8) for _ in range(3)), None)
+    inputs = backend.core.inputs(*(torch.zeros(1, heads, 4096, 8) for _ in range(3)), None)
     return max(part.stop - part.start for part in linear_inputs.chunks(inputs, 4096))
 
 

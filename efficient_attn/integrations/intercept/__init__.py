@@ -21,7 +21,7 @@ from efficient_attn.integrations.intercept.measured import measure
 from efficient_attn.integrations.intercept.replaced import replace
 
 if TYPE_CHECKING:
-    from efficient_attn.integrations.intercept.captured import capture as capture
+    from efficient_attn.integrations.capture import capture as capture
 
 __all__ = ["capture", "measure", "replace"]
 
@@ -31,6 +31,6 @@ def __getattr__(name: str) -> Any:
     if name != "capture":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with naming_missing("efficient_attn.intercept.capture"):
-        from efficient_attn.integrations.intercept.captured import capture
+        from efficient_attn.integrations.capture import capture
     globals()[name] = capture
     return capture

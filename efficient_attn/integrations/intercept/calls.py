@@ -1,21 +1,27 @@
-"""One call of `F.scaled_dot_product_attention`, and the mode that receives the calls of a model."""
+"""Calls of `F.scaled_dot_product_attention`: arguments, call sites, and the mode that receives them."""
 
 import math
 import types
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from efficient_attn.backend import Backend
-from efficient_attn.integrations.intercept.masks import Visible
+from efficient_attn.backends import build
+from efficient_attn.integrations.masks import ShownKeys, read_mask
 from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import BackendSpec
+from efficient_attn.transformer.parts import seeded
+from efficient_attn.transformer.seeds import spawn_seeds
 
 SDPA = F.scaled_dot_product_attention
+PATTERN = "its mask is no key mask and not causal"
 WEIGHTS_ASKED = "its caller asks for the weights (need_weights=True)"
 CALL_SDPA = (
     "a model from transformers needs attn_implementation='sdpa', nn.MultiheadAttention need_weights=False, "
@@ -25,7 +31,11 @@ CALL_SDPA = (
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Arguments of one call; `attn_mask` is bool, True for a visible key, or a bias of the scores."""
+    """Arguments of a call of `F.scaled_dot_product_attention`.
+
+    Attributes:
+        attn_mask: Bool, True for a visible key, or a bias of the scores.
+    """
 
     query: Tensor
     key: Tensor
@@ -44,7 +54,7 @@ class Call:
         return cls(**dict(zip(names[: len(args)], args, strict=True)), **options)
 
     def exact(self) -> Tensor:
-        """The output of torch's own function."""
+        """Output of torch's own function."""
         return SDPA(
             self.query,
             self.key,
@@ -63,9 +73,9 @@ class Call:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v as [batch heads tokens dim], in the dtype of autocast.
+        """q, k and v [batch heads tokens dim] in autocast's dtype.
 
-        Tensors without heads get one; a batch of one entry serves every entry of the others.
+        Tensors without heads get one; a batch of one entry serves all entries of the others.
         """
         q, k, v = (x[:, None] if x.ndim == 3 else x for x in (self.query, self.key, self.value))
         if torch.is_autocast_enabled(q.device.type):
@@ -81,20 +91,58 @@ class Call:
         mask = self.attn_mask
         return mask[:, None] if mask is not None and self.query.ndim == mask.ndim == 3 else mask
 
-    def served(self, backend: Backend, visible: Visible) -> Tensor:
-        """The output of a backend without a mismatch, with the scale of the call."""
+    def shown_keys(self) -> ShownKeys | None:
+        """Visible keys. None if the mask encodes another pattern."""
+        if self.mask is None:
+            return ShownKeys(None, causal=self.is_causal)
+        q, k, _ = self.tensors
+        shown = read_mask(self.mask, batch=q.shape[0], q_tokens=q.shape[-2], k_tokens=k.shape[-2])
+        return None if shown is None else ShownKeys(shown.key_mask, shown.causal or self.is_causal)
+
+    def problem(self, shown: ShownKeys, max_tokens: int | None) -> AttentionProblem:
+        """Problem of such calls, of at least `max_tokens` tokens."""
+        q, k, _ = self.tensors
+        return AttentionProblem(
+            head_dim=q.shape[-1],
+            num_heads=q.shape[1],
+            max_tokens=max(k.shape[-2], max_tokens or 0),
+            causal=shown.causal,
+            # A scale may be a NumPy number or a tensor.
+            scale=None if self.scale is None else float(self.scale),
+        )
+
+    def build(
+        self,
+        spec: BackendSpec,
+        options: Mapping[str, Any],
+        problem: AttentionProblem,
+        shown: ShownKeys,
+        seed: int,
+    ) -> Backend:
+        """Build a backend on the device of the call, and calibrate it.
+
+        Raises:
+            AttentionError: If the backend does not serve such calls.
+        """
+        backend = build(spec, **asdict(problem), **seeded(spec, options, seed)).to(self.tensors[0].device)
+        if backend.needs_calibration:
+            backend.calibrate(*self.tensors, key_mask=shown.key_mask)
+        return backend
+
+    def served(self, backend: Backend, shown: ShownKeys) -> Tensor:
+        """Output of a backend without a mismatch, with the scale of the call."""
         q, k, v = self.tensors
         if self.factor != backend.problem.factor:
             # As in feature maps, queries and keys each take the square root, and queries the sign.
             ratio = self.factor / backend.problem.factor
             root = math.sqrt(abs(ratio))
             q, k = q * math.copysign(root, ratio), k * root
-        output = backend(q, k, v, key_mask=visible.keys)
+        output = backend(q, k, v, key_mask=shown.key_mask)
         return output[:, 0] if self.query.ndim == 3 else output
 
     def mismatch(self, problem: AttentionProblem, causal: bool) -> str | None:
-        """Reason for which a backend of that problem does not serve the call, which is causal or not."""
-        # The only query of a decoding step sees every key, causal or not.
+        """Reason why a backend of a problem cannot serve the call."""
+        # The only query of a decoding step sees all keys, causal or not.
         if causal != problem.causal and self.query.shape[-2] != 1:
             return "its causality is not that of the example"
         if problem.factor == 0 and self.factor != 0:
@@ -121,11 +169,32 @@ class Call:
         return None
 
 
+class Site(NamedTuple):
+    """Call site of attention in a model.
+
+    Attributes:
+        module: Name of the module whose forward calls attention; "" is the model itself.
+        number: 0 for the first call in one run of that forward.
+    """
+
+    module: str
+    number: int
+
+    def __str__(self) -> str:
+        name = self.module or "model"
+        return f"{name}#{self.number}" if self.number else name
+
+
+def seed_of(seed: int, index: int) -> int:
+    """Seed of the call site of that index."""
+    return spawn_seeds(seed, index + 1)[index]
+
+
 class AttentionMode(TorchFunctionMode):
     """Passes calls of attention to `attend`, also inside `nn.MultiheadAttention`."""
 
     def attend(self, call: Call) -> Tensor:
-        """Output of a call; the mode is off meanwhile."""
+        """Output of a call, computed outside of the mode."""
         raise NotImplementedError
 
     def unreached(self, reason: str) -> None:
@@ -151,7 +220,7 @@ class AttentionMode(TorchFunctionMode):
 
 
 class _Again(TorchFunctionMode):
-    """A mode inside its own call: torch turns it off there, and calls of attention would not be seen."""
+    """A mode inside its call, where torch turns it off and would see no call of attention."""
 
     def __init__(self, mode: AttentionMode) -> None:
         super().__init__()
@@ -162,7 +231,7 @@ class _Again(TorchFunctionMode):
 
 
 def _composite(function: Any) -> Callable[..., Any]:
-    """A function of torch that is computed under a mode instead of being handed to it once more.
+    """A function of torch that is computed under a mode.
 
     Its check of the mask's shape, which the compiler cannot follow under a mode, is left to the operators.
     """
@@ -176,3 +245,47 @@ def _composite(function: Any) -> Callable[..., Any]:
 
 
 _MULTI_HEAD = _composite(F.multi_head_attention_forward)
+
+
+class SiteMode(AttentionMode):
+    """A mode that names call sites by the running module.
+
+    A module that runs several times, in a loop, at each step of a diffusion or again for a checkpoint, counts
+    anew, so that a site keeps its name.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        super().__init__()
+        self._model = model
+        self._running: list[list[Any]] = [["", 0]]
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        for name, module in () if self._model is None else self._model.named_modules():
+            enter = module.register_forward_pre_hook(partial(self._enter_module, name))
+            leave = module.register_forward_hook(self._leave_module, always_call=True)
+            self._hooks += [enter, leave]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    @property
+    def outside(self) -> bool:
+        """Whether no forward of a module of the model runs."""
+        return len(self._running) == 1
+
+    def next_site(self) -> Site:
+        """Site of a call that is made now."""
+        name, number = self._running[-1]
+        self._running[-1][1] += 1
+        return Site(name, number)
+
+    def _enter_module(self, name: str, module: nn.Module, args: Any) -> None:
+        self._running.append([name, 0])
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()

@@ -1,9 +1,8 @@
-"""Measurement of the attention of a model: shapes, entropy, share of time, errors of backends."""
+"""Measured attention of a model: shapes, entropy, time, errors of backends."""
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,18 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
+from efficient_attn.backends import resolve
 from efficient_attn.errors import AttentionError, UnsupportedError, naming_missing
-from efficient_attn.integrations.intercept.backends import (
-    PATTERN,
-    built_for,
-    problem_of,
-    seed_of,
-    specs_of,
-    visible_keys,
-)
-from efficient_attn.integrations.intercept.calls import AttentionMode, Call
-from efficient_attn.integrations.intercept.masks import Visible
-from efficient_attn.integrations.intercept.sites import Position, Site
+from efficient_attn.integrations.intercept.calls import PATTERN, Call, Site, SiteMode, seed_of
+from efficient_attn.integrations.masks import ShownKeys
+from efficient_attn.registry import BackendSpec
 from efficient_attn.sharding import check_exact_alone
 
 if TYPE_CHECKING:
@@ -70,117 +62,119 @@ class MeasuredSite:
 
     @property
     def errors(self) -> dict[str, float]:
-        """‖out − exact‖ / ‖exact‖ of each backend, over real queries of the calls that it serves."""
+        """‖out − exact‖ / ‖exact‖ of each backend over real queries."""
         return {
             label: math.sqrt(total / self.exact_squares[label]) if self.exact_squares[label] else math.nan
             for label, total in self.squares.items()
         }
 
 
-class Measured(AttentionMode):
-    """Calls of attention inside a `with` block; the model computes the same bits as without it.
+class Measured(SiteMode):
+    """Measured calls of attention in a `with` block.
 
-    Times are those of torch's own function, with the device's queue emptied before and after each call.
+    The model computes the same bits as without it. Times are those of torch's own function, with the device's
+    queue emptied before and after each call.
 
     Attributes:
         sites: Measurements by site, in the order of first calls.
+        not_reached: Sites that do not call `F.scaled_dot_product_attention`, with the reason.
         total_s: Seconds of the block without the measuring.
     """
 
     def __init__(self, model: nn.Module | None, backends: Any, *, seed: int, max_tokens: int | None) -> None:
-        super().__init__()
+        super().__init__(model)
         self.sites: dict[Site, MeasuredSite] = {}
-        self.total_s = 0.0
-        self._model, self._seed, self._max_tokens = model, seed, max_tokens
-        self._specs = specs_of(backends)
-        self._position, self._stack = Position(), ExitStack()
         self.not_reached: list[tuple[str, str]] = []
+        self.total_s = 0.0
+        self._seed, self._max_tokens = seed, max_tokens
+        self._specs = _specs_by_label(backends)
 
     def __enter__(self) -> "Measured":
-        self._stack.enter_context(self._position.followed(self._model))
-        self.total_s -= time.perf_counter()
         super().__enter__()
+        self.total_s -= time.perf_counter()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
         self.total_s += time.perf_counter()
-        self._stack.close()
+        super().__exit__(*error)
 
     def attend(self, call: Call) -> Tensor:
-        """torch's own output; the call is measured beforehand."""
-        site = self._position.next_site()
-        check_exact_alone(str(site), "ea.intercept.measure runs the attention of the model itself")
-        output, seconds = _timed(call.exact, call.query.device)
+        """Measure the call and return torch's output."""
+        name = self.next_site()
+        check_exact_alone(str(name), "ea.intercept.measure runs the attention of the model itself")
+        output, seconds = _timed_call(call.exact, call.query.device)
         start = time.perf_counter()
         with torch.no_grad():
-            self._take_in(site, call, output, seconds)
+            self._measure_call(name, call, output, seconds)
         self.total_s -= time.perf_counter() - start
         return output
 
     def unreached(self, reason: str) -> None:
-        """Keep the name of an attention without `F.scaled_dot_product_attention`."""
-        self.not_reached.append((str(self._position.next_site()), reason))
+        """Record an attention without `F.scaled_dot_product_attention`."""
+        self.not_reached.append((str(self.next_site()), reason))
 
-    def _take_in(self, site: Site, call: Call, output: Tensor, seconds: float) -> None:
+    def _measure_call(self, name: Site, call: Call, output: Tensor, seconds: float) -> None:
         refusal = call.refusal
-        visible = None if refusal else visible_keys(call)
-        if site not in self.sites:
-            q = call.tensors[0]
-            self.sites[site] = MeasuredSite(
-                site=site, shape=_shape(call), dtype=q.dtype, device=q.device, mask=_mask(call, visible)
+        shown = None if refusal else call.shown_keys()
+        if name not in self.sites:
+            q, k, _ = call.tensors
+            self.sites[name] = MeasuredSite(
+                site=name,
+                shape=(q.shape[0], q.shape[1], k.shape[1], q.shape[-2], k.shape[-2], q.shape[-1]),
+                dtype=q.dtype,
+                device=q.device,
+                mask=_mask_name(call, shown),
             )
-        one = self.sites[site]
-        one.calls += 1
-        one.seconds += seconds
-        if visible is None:
-            one.exact_because.setdefault("all", refusal or PATTERN)
+        site = self.sites[name]
+        site.calls += 1
+        site.seconds += seconds
+        if shown is None:
+            site.exact_because.setdefault("all", refusal or PATTERN)
             return
-        _add_entropy(one, call, visible)
-        self._add_errors(one, call, visible, output)
+        _add_entropy(site, call, shown)
+        self._add_errors(site, call, shown, output)
 
-    def _add_errors(self, one: MeasuredSite, call: Call, visible: Visible, output: Tensor) -> None:
-        real = _real_queries(call, visible)
+    def _add_errors(self, site: MeasuredSite, call: Call, shown: ShownKeys, output: Tensor) -> None:
+        real = _real_queries(call, shown)
         real = real[:, 0] if output.ndim == 3 and real.ndim else real
         norm = float((output.double().square() * real).sum())
+        seed = seed_of(self._seed, list(self.sites).index(site.site))
         for label, (spec, options) in self._specs.items():
             try:
-                if label not in one.backends:
-                    index = list(self.sites).index(one.site)
-                    problem = problem_of(call, visible, self._max_tokens)
-                    seed = seed_of(self._seed, index)
-                    one.backends[label] = built_for(call, visible, spec, options, problem, seed=seed)
-                mismatch = call.mismatch(one.backends[label].problem, visible.causal)
+                if label not in site.backends:
+                    problem = call.problem(shown, self._max_tokens)
+                    site.backends[label] = call.build(spec, options, problem, shown, seed)
+                mismatch = call.mismatch(site.backends[label].problem, shown.causal)
                 if mismatch is not None:
                     raise UnsupportedError(mismatch)
-                approximate = call.served(one.backends[label], visible)
+                approximate = call.served(site.backends[label], shown)
             except AttentionError as error:
-                one.exact_because.setdefault(label, str(error))
+                site.exact_because.setdefault(label, str(error))
                 continue
             squares = (approximate.double() - output.double()).square()
-            one.squares[label] = one.squares.get(label, 0.0) + float((squares * real).sum())
-            one.exact_squares[label] = one.exact_squares.get(label, 0.0) + norm
+            site.squares[label] = site.squares.get(label, 0.0) + float((squares * real).sum())
+            site.exact_squares[label] = site.exact_squares.get(label, 0.0) + norm
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """One row per site: shape, mask, calls, share of time, entropies, and errors by backend."""
+        """One row per site: shape, mask, calls, times, entropies, errors."""
         with naming_missing("to_pandas"):
             import pandas
 
         names = ("batch", "num_heads", "num_kv_heads", "q_tokens", "k_tokens", "head_dim")
         return pandas.DataFrame(
             {
-                "site": str(site),
-                **dict(zip(names, one.shape, strict=True)),
-                "mask": one.mask,
-                "calls": one.calls,
-                "time_s": one.seconds,
-                "time_share": one.seconds / self.total_s if self.total_s > 0 else math.nan,
-                "entropy_nats": one.entropy,
-                "uniform_entropy_nats": one.uniform_entropy,
-                **{f"relative_error_{label}": error for label, error in one.errors.items()},
-                "exact_because": "; ".join(f"{label}: {why}" for label, why in one.exact_because.items()),
+                "site": str(name),
+                **dict(zip(names, site.shape, strict=True)),
+                "mask": site.mask,
+                "calls": site.calls,
+                "time_s": site.seconds,
+                "time_share": site.seconds / self.total_s if self.total_s > 0 else math.nan,
+                "entropy_nats": site.entropy,
+                "uniform_entropy_nats": site.uniform_entropy,
+                **{f"relative_error_{label}": error for label, error in site.errors.items()},
+                "exact_because": "; ".join(f"{label}: {why}" for label, why in site.exact_because.items()),
             }
-            for site, one in self.sites.items()
+            for name, site in self.sites.items()
         )
 
     def _repr_html_(self) -> str:
@@ -207,7 +201,17 @@ def measure(
     return Measured(model, backends, seed=seed, max_tokens=max_tokens)
 
 
-def _timed(call: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
+def _specs_by_label(backends: Any) -> dict[str, tuple[BackendSpec, dict[str, Any]]]:
+    options_of = backends if isinstance(backends, Mapping) else {backend: {} for backend in backends}
+    specs = {}
+    for backend, options in options_of.items():
+        spec = resolve(backend)
+        shown = ", ".join(f"{name}={value}" for name, value in options.items())
+        specs[f"{spec.name}({shown})" if shown else spec.name] = (spec, dict(options))
+    return specs
+
+
+def _timed_call(call: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
     synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
     synchronise(device)
     start = time.perf_counter()
@@ -216,28 +220,23 @@ def _timed(call: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, fl
     return output, time.perf_counter() - start
 
 
-def _shape(call: Call) -> tuple[int, int, int, int, int, int]:
-    q, k, _ = call.tensors
-    return q.shape[0], q.shape[1], k.shape[1], q.shape[-2], k.shape[-2], q.shape[-1]
-
-
-def _mask(call: Call, visible: Visible | None) -> str:
-    if visible is None:
+def _mask_name(call: Call, shown: ShownKeys | None) -> str:
+    if shown is None:
         return "none" if call.attn_mask is None else "other"
-    names = ("causal" if visible.causal else "", "keys" if visible.keys is not None else "")
+    names = ("causal" if shown.causal else "", "keys" if shown.key_mask is not None else "")
     return " ".join(filter(None, names)) or "none"
 
 
-def _real_queries(call: Call, visible: Visible) -> Tensor:
-    """1 for a real query, 0 for padding, [batch 1 q_tokens 1] or no axes."""
+def _real_queries(call: Call, shown: ShownKeys) -> Tensor:
+    """1 for real queries, 0 for padding, [batch 1 q_tokens 1]."""
     q_tokens, k_tokens = call.query.shape[-2], call.key.shape[-2]
-    if visible.keys is None or q_tokens != k_tokens:
+    if shown.key_mask is None or q_tokens != k_tokens:
         return torch.ones((), device=call.query.device)
-    return visible.keys[:, None, :, None]
+    return shown.key_mask[:, None, :, None]
 
 
-def _add_entropy(one: MeasuredSite, call: Call, visible: Visible) -> None:
-    """Entropies of evenly spaced rows, of the exact weights and of uniform weights over the visible keys."""
+def _add_entropy(site: MeasuredSite, call: Call, shown: ShownKeys) -> None:
+    """Add entropies of evenly spaced rows of exact and of uniform weights."""
     q, k, _ = call.tensors
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
     if not q_tokens or not k_tokens:
@@ -246,13 +245,13 @@ def _add_entropy(one: MeasuredSite, call: Call, visible: Visible) -> None:
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = call.factor * (q[..., rows, :].double() @ keys.double().mT)
     seen = torch.ones(1, 1, len(rows), k_tokens, dtype=torch.bool, device=q.device)
-    if visible.causal:
+    if shown.causal:
         seen = (torch.arange(k_tokens, device=q.device) <= (rows + k_tokens - q_tokens)[:, None])[None, None]
-    if visible.keys is not None:
-        seen = seen & visible.keys[:, None, None]
+    if shown.key_mask is not None:
+        seen = seen & shown.key_mask[:, None, None]
     weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).nan_to_num()
-    real = _real_queries(call, visible).expand(*q.shape[:-1], 1)
+    real = _real_queries(call, shown).expand(*q.shape[:-1], 1)
     counts = real[..., rows, 0].double()
-    one.rows += int(counts.sum())
-    one.entropy_sum += float((torch.special.entr(weights).sum(dim=-1) * counts).sum())
-    one.uniform_sum += float((seen.sum(dim=-1).clamp_min(1).double().log() * counts).sum())
+    site.rows += int(counts.sum())
+    site.entropy_sum += float((torch.special.entr(weights).sum(dim=-1) * counts).sum())
+    site.uniform_sum += float((seen.sum(dim=-1).clamp_min(1).double().log() * counts).sum())

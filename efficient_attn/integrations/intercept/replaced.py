@@ -1,33 +1,45 @@
-"""Backends in place of `F.scaled_dot_product_attention` at the call sites of a model, and their removal.
+"""Backends at the call sites of a model, and their removal.
 
 The module that calls attention gets the backend as a submodule, so that optimisers, state dicts, copies and
-`.to` find it, and its forward runs inside a mode of its own: a checkpoint that computes it again, a compiled
-graph and another thread use the same backend.
+`.to` find it, and its forward runs inside a mode for it alone: a checkpoint that computes it again, a
+compiled graph and another thread use the same backend.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
-from efficient_attn.integrations.intercept.backends import PATTERN, visible_keys
-from efficient_attn.integrations.intercept.calls import AttentionMode, Call
-from efficient_attn.integrations.intercept.finding import Finding, Wanted, evaluating
-from efficient_attn.integrations.intercept.masks import Visible, read_compiled
-from efficient_attn.integrations.intercept.sites import Site
-from efficient_attn.integrations.plan_files import is_plan_file, read_plan
+from efficient_attn.backends import resolve
+from efficient_attn.errors import AttentionError, DataError, OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.integrations.intercept.calls import (
+    CALL_SDPA,
+    PATTERN,
+    AttentionMode,
+    Call,
+    Site,
+    SiteMode,
+    seed_of,
+)
+from efficient_attn.integrations.masks import ShownKeys, read_compiled_mask
+from efficient_attn.integrations.plan_files import check_size, is_plan_file, read_plan
 from efficient_attn.integrations.pytorch_replace import nesting, refuse_alone
 from efficient_attn.sharding import check_exact_alone
 
 # The submodule that holds the backends of a module.
 ATTRIBUTE = "efficient_attn"
+
+OUTER = "a module inside this one calls attention too"
+UNEVEN = "the runs of its module differ in their number of calls"
+OUTSIDE = "it is called outside the forward of a module of the model"
+_UNNAMED = "no pattern names it"
 _UNSEEN = "the example makes no such call"
 
 
@@ -45,64 +57,53 @@ class SiteBackends(nn.ModuleDict):
         self.calls: dict[str, Counter[str]] = {number: Counter() for number in backends}
 
     def attend(self, number: str, call: Call) -> Tensor:
-        """Output of the backend, or of torch's function where the backend cannot serve the call."""
+        """Output of the backend, or else of torch's function."""
         if number not in self:
             return call.exact() if int(number) < self.num_calls else self._exact(number, call, _UNSEEN)
         backend: Any = self[number]
-        visible = self._visible(backend, call)
-        if isinstance(visible, str):
-            return self._exact(number, call, visible)
+        shown = self._shown_keys(backend, call)
+        if isinstance(shown, str):
+            return self._exact(number, call, shown)
         if torch.compiler.is_compiling():
-            return call.served(backend, visible)
+            return call.served(backend, shown)
         try:
-            output = call.served(backend, visible)
+            output = call.served(backend, shown)
         except AttentionError as error:
             return self._exact(number, call, str(error))
         self.calls[number]["served"] += 1
         return output
 
-    def _visible(self, backend: Backend, call: Call) -> Visible | str:
-        """The visible keys as the backend takes them, or the reason why it cannot."""
+    def _shown_keys(self, backend: Backend, call: Call) -> ShownKeys | str:
+        """Visible keys, or the reason why the backend cannot serve them."""
         if call.refusal is not None:
             return call.refusal
         mask = call.mask
         if mask is None or not torch.compiler.is_compiling():
-            visible = visible_keys(call)
-            return PATTERN if visible is None else call.mismatch(backend.problem, visible.causal) or visible
+            shown = call.shown_keys()
+            return PATTERN if shown is None else call.mismatch(backend.problem, shown.causal) or shown
         # A mask in a compiled graph has the causality of the backend, or else the graph fails.
         causal = backend.problem.causal or call.is_causal
         mismatch = call.mismatch(backend.problem, causal)
         if mismatch is not None:
             return mismatch
         q, k, _ = call.tensors
-        keys = read_compiled(
+        keys = read_compiled_mask(
             mask, causal=causal, is_causal=call.is_causal, batch=q.shape[0], k_tokens=k.shape[-2]
         )
-        return Visible(keys, causal)
-
-    def check_number(self, number: int) -> None:
-        """Refuse a run with a skipped call, which shifts the numbers of later calls.
-
-        Raises:
-            UnsupportedError: If a run makes calls, but fewer than the example.
-        """
-        if 0 < number < self.num_calls:
-            raise UnsupportedError(
-                f"{self.owner or 'model'} makes {number} of the {self.num_calls} calls of the example, and "
-                "backends are assigned by the number of the call: replace with an example of such a run."
-            )
+        return ShownKeys(keys, causal)
 
     def _exact(self, number: str, call: Call, reason: str) -> Tensor:
-        check_exact_alone(str(Site(self.owner, int(number))), reason)
+        site = Site(self.owner, int(number))
+        check_exact_alone(str(site), reason)
         if self.strict:
-            raise UnsupportedError(f"{Site(self.owner, int(number))} cannot be served: {reason}.")
+            raise UnsupportedError(f"{site} cannot be served: {reason}.")
         if not torch.compiler.is_compiling():
             self.calls.setdefault(number, Counter())[reason] += 1
         return call.exact()
 
 
 class _Serving(AttentionMode):
-    """Passes the calls of one run of a module's forward to its backends, by their number."""
+    """Passes the calls of a run to backends, by their number."""
 
     def __init__(self, backends: SiteBackends) -> None:
         super().__init__()
@@ -118,25 +119,34 @@ class _Serving(AttentionMode):
             raise UnsupportedError(f"{self._backends.owner} cannot be served: {reason}.")
 
 
-def _forward(module: nn.Module, before: Callable[..., Any] | None, *args: Any, **options: Any) -> Any:
-    """The forward of a module with backends; `before` is the forward that its instance had."""
-    backends = getattr(module, ATTRIBUTE)
+def _forward_served(module: nn.Module, before: Callable[..., Any] | None, *args: Any, **options: Any) -> Any:
+    """Run the forward of a module with backends, `before` if its instance had one.
+
+    Raises:
+        UnsupportedError: If the run skips a call of the example, which shifts the numbers of later calls.
+    """
+    backends: Any = getattr(module, ATTRIBUTE)
     serving = _Serving(backends)
     with serving:
         output = (
             type(module).forward(module, *args, **options) if before is None else before(*args, **options)
         )
-    backends.check_number(serving.number)
+    if 0 < serving.number < backends.num_calls:
+        raise UnsupportedError(
+            f"{backends.owner or 'model'} makes {serving.number} of the {backends.num_calls} calls of the "
+            "example, and backends are assigned by the number of the call: replace with an example of such a "
+            "run."
+        )
     return output
 
 
-def _nothing(module: nn.Module, args: Any) -> None:
-    """A hook that keeps an enclosing nn.TransformerEncoderLayer from its fused path, which skips modules."""
+def _no_change(module: nn.Module, args: Any) -> None:
+    """Hook that keeps an enclosing nn.TransformerEncoderLayer from its fused path."""
 
 
 @dataclass(kw_only=True)
-class Replaced:
-    """Call sites that backends serve; also a context manager, which removes them at its end.
+class ReplacedSites:
+    """Served call sites. As a context manager it ends with `undo`.
 
     Attributes:
         served: {site: name of its backend}.
@@ -150,7 +160,7 @@ class Replaced:
 
     @property
     def calls(self) -> dict[str, dict[str, int]]:
-        """{site: {"served" or the reason why a call stayed exact: count}}, without calls of compiled code."""
+        """{site: {"served" or reason of an exact call: count}}, without compiled code."""
         return {
             str(Site(name, int(number))): dict(counts)
             for name, owner in self._owners.items()
@@ -158,12 +168,12 @@ class Replaced:
         }
 
     def undo(self) -> None:
-        """Remove every backend; the model calls torch's function again."""
+        """Remove all backends, so that the model calls torch's function."""
         while self._restore:
             self._restore.pop()()
         self._owners.clear()
 
-    def __enter__(self) -> "Replaced":
+    def __enter__(self) -> "ReplacedSites":
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -180,8 +190,8 @@ def replace(
     seed: int = 0,
     max_tokens: int | None = None,
     **options: Any,
-) -> Replaced:
-    """Serve the attention of a model by a backend, whatever library the model is from.
+) -> ReplacedSites:
+    """Serve the attention of a model of any library by backends.
 
     The example shows the call sites and their shapes; it is run once without gradients, in evaluation.
     A site keeps its backend at other lengths and scales. Calls that a backend cannot serve stay exact and are
@@ -205,34 +215,50 @@ def replace(
         OptionError: If options accompany a mapping or a plan, or the model has backends already.
         DataError: If the file of a plan cannot be read, or a backend of it is larger than the model.
     """
-    wanted = _by_pattern(backend, only, options, max_tokens)
+    requests = _requests_by_pattern(backend, only, options, max_tokens)
     occupied = [name for name, module in model.named_modules() if isinstance(module, SiteBackends)]
     if occupied:
         raise OptionError(f"{occupied[0]} serves this model already: undo() it first.")
-    finding = Finding(model, wanted, seed)
-    with evaluating(model), torch.no_grad(), torch.random.fork_rng(), finding:
-        example()
-    finding.check(strict=strict)
-    replaced = Replaced(served=finding.served, left=finding.left, _owners={}, _restore=[])
-    for name, backends in finding.backends.items():
-        module = SiteBackends(name, backends, num_calls=finding.num_calls(name), strict=strict)
-        _install(replaced, model.get_submodule(name), name, module)
-    for site, reason in finding.exact_sites.items():
-        replaced._restore.append(refuse_alone(model, site.module, str(site), reason))
-    layers = list(replaced._owners.values())
-    for encoder in nesting(model, layers):
+    search = _SiteSearch(model, requests, seed)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(), search:
+            example()
+    finally:
+        for module in training:
+            module.training = True
+    search.settle()
+    search.check(strict=strict)
+    exact = {site: why for site, why in search.reasons.items() if why is not None}
+    replaced = ReplacedSites(
+        served={str(site): backend.spec.name for site, backend in search.built.items()},
+        left={str(site): why for site, why in exact.items()},
+        _owners={},
+        _restore=[],
+    )
+    for name in dict.fromkeys(site.module for site in search.built):
+        backends = {str(site.number): x for site, x in search.built.items() if site.module == name}
+        num_calls = sum(site.module == name for site in search.reasons)
+        module = SiteBackends(name, backends, num_calls=num_calls, strict=strict)
+        owner = replaced._owners[name] = model.get_submodule(name)
+        replaced._restore.append(_install_backends(owner, module))
+    for site, why in exact.items():
+        if why != OUTSIDE:
+            replaced._restore.append(refuse_alone(model, site.module, str(site), why))
+    for encoder in nesting(model, list(replaced._owners.values())):
         # In evaluation the encoder would pack padded sequences into nested tensors and drop the mask.
         encoder.use_nested_tensor = False
         replaced._restore.append(partial(setattr, encoder, "use_nested_tensor", True))
     return replaced
 
 
-def _install(replaced: Replaced, owner: nn.Module, name: str, backends: SiteBackends) -> None:
+def _install_backends(owner: nn.Module, backends: SiteBackends) -> Callable[[], None]:
+    """Let the forward of a module use backends, and return the removal."""
     before = owner.__dict__.get("forward")
     owner.add_module(ATTRIBUTE, backends)
-    owner.forward = partial(_forward, owner, before)
-    hook = owner.register_forward_pre_hook(_nothing)
-    replaced._owners[name] = owner
+    owner.forward = partial(_forward_served, owner, before)
+    hook = owner.register_forward_pre_hook(_no_change)
 
     def restore() -> None:
         hook.remove()
@@ -242,26 +268,132 @@ def _install(replaced: Replaced, owner: nn.Module, name: str, backends: SiteBack
         else:
             owner.forward = before
 
-    replaced._restore.append(restore)
+    return restore
 
 
-def _by_pattern(
+class _Request(NamedTuple):
+    """Backend for the sites of a pattern.
+
+    Attributes:
+        plan: File of the plan that names it, whose sizes are not trusted; None: the caller names it.
+    """
+
+    backend: Any
+    options: Mapping[str, Any]
+    max_tokens: int | None
+    plan: str | None = None
+
+
+def _requests_by_pattern(
     backend: Any, only: str, options: Mapping[str, Any], max_tokens: int | None
-) -> dict[str, Wanted]:
-    """{pattern of sites: backend}."""
-    planned = is_plan_file(backend)
-    if not planned and not isinstance(backend, Mapping):
-        return {only: Wanted(backend, dict(options), max_tokens)}
+) -> dict[str, _Request]:
+    plan = str(backend) if is_plan_file(backend) else None
+    if plan is None and not isinstance(backend, Mapping):
+        return {only: _Request(backend, dict(options), max_tokens)}
     if options or only != "*":
-        given = "the file of a plan" if planned else "a mapping of backends"
-        raise OptionError(f"With {given}, options and patterns belong into it.")
-    if planned:
-        layers = read_plan(backend).items()
+        source = "a mapping of backends" if plan is None else "the file of a plan"
+        raise OptionError(f"With {source}, options and patterns belong into it.")
+    if plan is not None:
         return {
-            escape(site): Wanted(one["backend"], one["options"], one["max_tokens"], planned=str(backend))
-            for site, one in layers
+            escape(site): _Request(layer["backend"], layer["options"], layer["max_tokens"], plan)
+            for site, layer in read_plan(backend).items()
         }
     if not backend:
         raise OptionError("The mapping of backends names no site.")
-    pairs = {key: one if isinstance(one, tuple) else (one, {}) for key, one in backend.items()}
-    return {key: Wanted(one, dict(of), max_tokens) for key, (one, of) in pairs.items()}
+    pairs = {key: value if isinstance(value, tuple) else (value, {}) for key, value in backend.items()}
+    return {key: _Request(name, dict(options), max_tokens) for key, (name, options) in pairs.items()}
+
+
+class _SiteSearch(SiteMode):
+    """Builds the backends of sites from their first calls.
+
+    Attributes:
+        reasons: {site: reason why it stays exact, or None}.
+        built: {site: its backend}.
+    """
+
+    def __init__(self, model: nn.Module, requests: Mapping[str, _Request], seed: int) -> None:
+        super().__init__(model)
+        self._requests, self._seed = requests, seed
+        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._calls: Counter[Site] = Counter()
+        self.reasons: dict[Site, str | None] = {}
+        self.built: dict[Site, Backend] = {}
+
+    def attend(self, call: Call) -> Tensor:
+        outside, site = self.outside, self.next_site()
+        self._calls[site] += 1
+        if site not in self.reasons:
+            self.reasons[site] = OUTSIDE if outside else self._build(site, call)
+        return call.exact()
+
+    def unreached(self, reason: str) -> None:
+        site = self.next_site()
+        self._calls[site] += 1
+        self.reasons.setdefault(site, reason)
+
+    def _build(self, site: Site, call: Call) -> str | None:
+        """Build the backend of a site, or return why it stays exact."""
+        matching = [request for key, request in self._requests.items() if fnmatchcase(str(site), key)]
+        if not matching:
+            return _UNNAMED
+        if call.refusal is not None:
+            return call.refusal
+        shown = call.shown_keys()
+        if shown is None:
+            return PATTERN
+        request, seed = matching[0], seed_of(self._seed, len(self.reasons))
+        spec = resolve(request.backend)
+        try:
+            problem = call.problem(shown, request.max_tokens)
+            if request.plan is not None:
+                layer = {"backend": request.backend, "options": request.options}
+                try:
+                    check_size(layer, problem, self._num_parameters)
+                except (AttentionError, TypeError) as error:
+                    raise DataError(f"{request.plan}, {site}: {error}") from None
+            backend = call.build(spec, request.options, problem, shown, seed)
+            call.served(backend, shown)
+        except (OptionError, UnknownNameError, DataError):
+            raise
+        except AttentionError as error:
+            return str(error)
+        self.built[site] = backend
+        return None
+
+    def settle(self) -> None:
+        """Leave sites exact whose calls have no sure number.
+
+        The mode of a module around another one that calls attention would see the calls of both.
+        """
+        modules = {site.module for site in self.reasons}
+        outer = {name: OUTER for name in modules if any(inside(inner, name) for inner in modules - {name})}
+        exact = dict.fromkeys(uneven_modules(self._calls), UNEVEN) | outer
+        for site, reason in self.reasons.items():
+            self.reasons[site] = reason or exact.get(site.module)
+            if site.module in exact:
+                self.built.pop(site, None)
+
+    def check(self, *, strict: bool) -> None:
+        """Refuse patterns and models without a site, and exact sites if strict."""
+        names = [str(site) for site in self.reasons]
+        if not names:
+            raise UnsupportedError(f"The example calls F.scaled_dot_product_attention nowhere: {CALL_SDPA}.")
+        for pattern in self._requests:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise UnknownNameError("call site", pattern, names)
+        exact = [(site, why) for site, why in self.reasons.items() if why not in (None, _UNNAMED)]
+        if exact and (strict or not self.built):
+            site, why = exact[0]
+            raise UnsupportedError(f"{site} cannot be served: {str(why).rstrip('.')}.")
+
+
+def uneven_modules(calls: Mapping[Site, int]) -> set[str]:
+    """Modules whose runs differ in their number of calls."""
+    counts = Counter(module for module, _ in {(site.module, count) for site, count in calls.items()})
+    return {module for module, variants in counts.items() if variants > 1}
+
+
+def inside(module: str, outer: str) -> bool:
+    """Whether the module of a name lies within another."""
+    return not outer or module.startswith(f"{outer}.")

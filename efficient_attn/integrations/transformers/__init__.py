@@ -16,7 +16,6 @@ if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 14):
     )
 
 from efficient_attn.integrations.transformers.attachment import attach, register, swapped
-from efficient_attn.integrations.transformers.attention_sites import ignored
 from efficient_attn.integrations.transformers.caches import StateCache
 from efficient_attn.integrations.transformers.distillation import (
     AttentionCall,
@@ -24,6 +23,7 @@ from efficient_attn.integrations.transformers.distillation import (
     exact_calls,
 )
 from efficient_attn.integrations.transformers.saving import load, save
+from efficient_attn.integrations.transformers.sites import ignored
 
 __all__ = [
     "AttentionCall",

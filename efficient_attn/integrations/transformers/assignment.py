@@ -1,16 +1,25 @@
 """Assignment of backends to attention modules, and their construction."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
-from efficient_attn.errors import DtypeError, OptionError, UnsupportedError
+from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.integrations.plan_files import check_size, plan_of_backends
 from efficient_attn.integrations.transformers.attend import EXACT as EXACT_NAMES
 from efficient_attn.integrations.transformers.attend import serving
-from efficient_attn.integrations.transformers.attention_sites import AttentionSite
+from efficient_attn.integrations.transformers.loading import data_errors
+from efficient_attn.integrations.transformers.sites import AttentionSite
+from efficient_attn.problem import AttentionProblem
 from efficient_attn.transformer.parts import seeded
 from efficient_attn.transformer.seeds import spawn_seeds
+
+# Saved tensors of the backend of each attention module, by their names in the backend.
+SavedTensors = dict[str, dict[str, Tensor]]
 
 
 class Choice(NamedTuple):
@@ -23,30 +32,33 @@ class Choice(NamedTuple):
 EXACT = Choice("exact", {})
 
 
-def choose(
+def choose_backends(
     sites: list[AttentionSite], backend: Any, kinds: Mapping[str, Any], options: Mapping[str, Any]
 ) -> dict[str, Choice]:
-    """The choice for every attention module; modules without a choice stay exact.
+    """Choices by attention module, exact by default.
 
     Raises:
         OptionError, DtypeError, UnknownNameError: If the request is invalid.
     """
-    named = {kind: _choice(given) for kind, given in kinds.items() if given is not None}
-    if named or isinstance(backend, Mapping):
-        _refuse_options(options)
-    if not named and (backend is None or backend == {}):
+    by_kind = {kind: _choice(value) for kind, value in kinds.items() if value is not None}
+    if options and (by_kind or isinstance(backend, Mapping)):
+        name = next(iter(options))
+        raise OptionError(
+            f"{name}=…: with several backends, options belong to one of them: ('window', {{'window': 65}})."
+        )
+    if not by_kind and (backend is None or backend == {}):
         raise OptionError("Name a backend: attach(model, 'window'), or full=…, sliding=…, cross=….")
-    missing = [kind for kind in named if not any(site.kind == kind for site in sites)]
+    missing = [kind for kind in by_kind if not any(site.kind == kind for site in sites)]
     if missing:
         has = ", ".join(sorted({site.kind for site in sites}))
         raise OptionError(f"{missing[0]}=…: this model has no such layers; its layers are {has}.")
+    by_path = {}
     if isinstance(backend, Mapping):
-        rest = _by_layer(sites, backend)
+        layers = _choices_by_layer(sites, backend)
+        by_path = {site.path: layers[site.layer] for site in sites if site.layer in layers}
     elif backend is not None:
-        rest = {site.path: Choice(backend, options) for site in sites}
-    else:
-        rest = {}
-    return {site.path: named.get(site.kind) or rest.get(site.path, EXACT) for site in sites}
+        by_path = {site.path: Choice(backend, options) for site in sites}
+    return {site.path: by_kind.get(site.kind) or by_path.get(site.path, EXACT) for site in sites}
 
 
 def build_all(
@@ -55,16 +67,16 @@ def build_all(
     """Build a backend for every attention module, without attaching any.
 
     Args:
-        seed: Random seed, from which each layer gets a seed of its own; None: seeds from the options.
+        seed: Random seed, from which the seeds of all layers derive; None: seeds from the options.
     """
     seeds = [None] * len(sites) if seed is None else spawn_seeds(seed, len(sites))
     return {
-        site.path: _build(site, choices[site.path], max_tokens, own)
-        for site, own in zip(sites, seeds, strict=True)
+        site.path: _build_choice(site, choices[site.path], max_tokens, site_seed)
+        for site, site_seed in zip(sites, seeds, strict=True)
     }
 
 
-def _build(site: AttentionSite, choice: Choice, max_tokens: int | None, seed: int | None) -> Backend:
+def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, seed: int | None) -> Backend:
     chosen, options = resolve(choice.backend), dict(choice.options)
     if site.kind == "cross" and not chosen.capabilities.cross:
         raise UnsupportedError(
@@ -83,9 +95,11 @@ def _build(site: AttentionSite, choice: Choice, max_tokens: int | None, seed: in
             f"{site.path} {site.only_exact}, which backend {chosen.name!r} does not support; 'exact' does, "
             "and a mapping such as {'0-3': 'exact', '4-7': 'window'} sets it by layer."
         )
-    name, own = (chosen.name, {}) if site.only_exact else serving(chosen.name, site.pattern)
-    if own:
-        chosen, options = resolve(name), _model_width(site, options, own)
+    if site.only_exact is None:
+        name, window_options = serving(chosen.name, site.pattern)
+        if window_options:
+            _check_window(site, options, window_options["window"])
+            chosen, options = resolve(name), dict(window_options)
     if seed is not None:
         options = seeded(chosen, options, seed)
     return build(
@@ -99,60 +113,97 @@ def _build(site: AttentionSite, choice: Choice, max_tokens: int | None, seed: in
     )
 
 
-def _model_width(site: AttentionSite, options: dict[str, Any], own: dict[str, int]) -> dict[str, Any]:
-    """Options of a sliding-window layer, whose window is fixed by the model."""
-    if options.get("window", own["window"]) != own["window"]:
+def _check_window(site: AttentionSite, options: Mapping[str, Any], width: int) -> None:
+    """Refuse options of a sliding-window layer, whose window is fixed by the model."""
+    if options.get("window", width) != width:
         raise OptionError(
-            f"window={options['window']}: {site.path} slides over {own['window']} keys, a width fixed by "
-            f"the model; full=('window', {{'window': {options['window']}}}) sets the other layers."
+            f"window={options['window']}: {site.path} slides over {width} keys, a width fixed by the model; "
+            f"full=('window', {{'window': {options['window']}}}) sets the other layers."
         )
     if count := options.get("global_tokens"):
         raise OptionError(
-            f"global_tokens={count}: {site.path} slides over {own['window']} keys, and its cache drops the "
-            f"first tokens; full=('window', {{'global_tokens': {count}}}) sets the other layers."
+            f"global_tokens={count}: {site.path} slides over {width} keys, and its cache drops the first "
+            f"tokens; full=('window', {{'global_tokens': {count}}}) sets the other layers."
         )
-    return own
 
 
-def _by_layer(sites: list[AttentionSite], given: Mapping[Any, Any]) -> dict[str, Choice]:
-    """The choices in a mapping from layers, such as 3 or "0-5,8", to backends."""
-    layers: dict[int, Choice] = {}
+def _choices_by_layer(sites: list[AttentionSite], backends: Mapping[Any, Any]) -> dict[int, Choice]:
+    """Choices from a mapping of layers, such as 3 or "0-5,8"."""
+    choices: dict[int, Choice] = {}
     last = max(site.layer for site in sites)
-    for key, value in given.items():
-        for layer in _layers(key, last):
-            if layer in layers:
+    for key, value in backends.items():
+        for layer in _layer_numbers(key, last):
+            if layer in choices:
                 raise OptionError(f"Layer {layer} is named twice; the second time by {key!r}.")
-            layers[layer] = _choice(value)
-    return {site.path: layers[site.layer] for site in sites if site.layer in layers}
+            choices[layer] = _choice(value)
+    return choices
 
 
-def _layers(key: Any, last: int) -> list[int]:
-    found: list[int] = []
+def _layer_numbers(key: Any, last: int) -> list[int]:
+    layers: list[int] = []
     for part in str(key).split(","):
         first, _, end = part.strip().partition("-")
-        numbers = (first, end or first)
-        if not all(one.isdecimal() for one in numbers) or int(numbers[0]) > int(numbers[1]):
+        end = end or first
+        if not (first.isdecimal() and end.isdecimal()) or int(first) > int(end):
             raise OptionError(f"Layers are named by numbers and ranges, such as '0-5,8', not {key!r}.")
-        found += range(int(first), int(end or first) + 1)
-    if not found or max(found) > last:
+        layers += range(int(first), int(end) + 1)
+    if not layers or max(layers) > last:
         raise OptionError(f"Layers are from 0 to {last} in this model, not {key!r}.")
-    return found
+    return layers
 
 
-def _choice(given: Any) -> Choice:
+def _choice(request: Any) -> Choice:
     """Parse a backend, or a pair of a backend and its options."""
-    if not isinstance(given, tuple):
-        return Choice(given, {})
-    if len(given) != 2 or not isinstance(given[1], Mapping):
+    if not isinstance(request, tuple):
+        return Choice(request, {})
+    if len(request) != 2 or not isinstance(request[1], Mapping):
         raise DtypeError(
-            f"A backend with options is a pair such as ('window', {{'window': 65}}), not {given!r}."
+            f"A backend with options is a pair such as ('window', {{'window': 65}}), not {request!r}."
         )
-    return Choice(*given)
+    return Choice(*request)
 
 
-def _refuse_options(options: Mapping[str, Any]) -> None:
-    if options:
-        name = next(iter(options))
-        raise OptionError(
-            f"{name}=…: with several backends, options belong to one of them: ('window', {{'window': 65}})."
-        )
+def build_plan(
+    model: PreTrainedModel,
+    sites: Sequence[AttentionSite],
+    layers: Mapping[str, Mapping[str, Any]],
+    source: str,
+    saved: SavedTensors | None = None,
+) -> dict[str, Backend]:
+    """Build the planned backend of all attention modules.
+
+    Args:
+        source: Origin of the plan, for messages.
+        saved: Saved tensors, whose numbers the backends must not exceed; None: as many as the model has.
+    """
+    by_name = {_name_in_plan(model, site.path): site for site in sites}
+    if by_name.keys() != layers.keys():
+        raise DataError(f"{source}: the layers in efficient_attn belong to another model.")
+    backends: dict[str, Backend] = {}
+    for name, site in by_name.items():
+        layer = layers[name]
+        choice = {site.path: Choice(layer["backend"], layer["options"])}
+        count = None if saved is None else sum(tensor.numel() for tensor in saved[site.path].values())
+        try:
+            with data_errors(f"backend {layer['backend']!r} cannot be built"):
+                problem = AttentionProblem(
+                    head_dim=site.head_dim,
+                    num_heads=site.num_heads,
+                    max_tokens=layer["max_tokens"] or site.max_tokens,
+                    causal=site.pattern.causal,
+                )
+                check_size(layer, problem, model.num_parameters(), saved=count)
+                backends |= build_all([site], choice, layer["max_tokens"], None)
+        except AttentionError as error:
+            raise DataError(f"{source}, {site.path}: {error}") from None
+    return backends
+
+
+def plan_of(model: PreTrainedModel, backends: Mapping[str, Backend]) -> dict[str, Any] | None:
+    """Plan of backends. None if a backend has no registered name."""
+    return plan_of_backends({_name_in_plan(model, path): backend for path, backend in backends.items()})
+
+
+def _name_in_plan(model: PreTrainedModel, path: str) -> str:
+    """Path in the base model, equal with and without a head."""
+    return path.removeprefix(f"{model.base_model_prefix}.")

@@ -1,9 +1,9 @@
 """Attaching backends to transformers models, and detaching them."""
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
@@ -12,20 +12,22 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import list_backends
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.integrations.plan_files import is_plan_file, read_plan
-from efficient_attn.integrations.transformers.assignment import build_all, choose
+from efficient_attn.integrations.transformers.assignment import (
+    build_all,
+    build_plan,
+    choose_backends,
+    plan_of,
+)
 from efficient_attn.integrations.transformers.attend import (
     NAME,
     NO_WEIGHTS,
     PATTERN,
     SUBMODULE,
-    attend_attached,
     attention_function,
 )
-from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites, ignored
-from efficient_attn.integrations.transformers.masks import make_mask
-from efficient_attn.integrations.transformers.plans import build_plan, plan_of
+from efficient_attn.integrations.transformers.masking import make_mask
 from efficient_attn.integrations.transformers.sharded import check_model
-from efficient_attn.integrations.transformers.wrapped import unwrap
+from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, ignored, unwrap
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -39,13 +41,13 @@ _log = logging.getLogger(__name__)
 
 
 def register() -> tuple[str, ...]:
-    """Register every backend with transformers as attn_implementation="efficient_attn.<name>".
+    """Register all backends with transformers as attn_implementation="efficient_attn.<name>".
 
     Stateless backends work by that name alone; the others raise an error that names `attach`. A mask function
     of the same name is registered too, without which transformers would silently drop all masks.
     """
     names = {f"{NAME}.{name}": attention_function(name) for name in list_backends()}
-    for name, function in {NAME: attend_attached, **names}.items():
+    for name, function in {NAME: attention_function(None), **names}.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
     return tuple(names)
@@ -62,9 +64,9 @@ def attach(
     seed: int = 0,
     **options: Any,
 ) -> M:
-    """Replace the attention of a model by backends, in place; returns the same model.
+    """Replace the attention of a model by backends, in place.
 
-    The model may be inside a module of another library, such as a PeftModel or a SentenceTransformer.
+    Returns the same model, which may be inside a module of another library, such as a PeftModel.
 
     Layers without a choice stay exact. For sliding-window layers, `exact` and `window` compute softmax over
     the model's own window, and other backends are refused.
@@ -76,15 +78,15 @@ def attach(
         full, sliding, cross: Backend for the layers of this kind; takes precedence over `backend`.
         max_tokens: Maximum sequence length, for backends that require it; None: the number of positions of
             the model.
-        seed: Random seed, from which each layer's random features get a seed of their own.
+        seed: Random seed, from which the seeds of all layers derive.
 
     Raises:
         UnsupportedError: If a backend does not support a layer; no backend is attached then.
-            UnknownNameError, OptionError, DtypeError: If the request is invalid.
+        UnknownNameError, OptionError, DtypeError: If the request is invalid.
     """
     kinds = {"full": full, "sliding": sliding, "cross": cross}
     inner = unwrap(model)
-    sites, backends = _build(inner, backend, kinds, options, max_tokens, seed)
+    sites, backends = _build_request(inner, backend, kinds, options, max_tokens, seed)
     install(inner, sites, backends)
     _log.warning(
         "%s attends through efficient_attn. save_pretrained saves its backends and "
@@ -111,13 +113,13 @@ def swapped(
     seed: int = 0,
     **options: Any,
 ) -> Iterator[M]:
-    """Context manager that attaches backends on entry and restores the model on exit.
+    """Attach backends, and restore the model on exit.
 
     The arguments are the arguments of `attach`.
     """
     kinds = {"full": full, "sliding": sliding, "cross": cross}
     inner = unwrap(model)
-    with installed(inner, *_build(inner, backend, kinds, options, max_tokens, seed)):
+    with installed(inner, *_build_request(inner, backend, kinds, options, max_tokens, seed)):
         yield model
 
 
@@ -125,40 +127,45 @@ def swapped(
 def installed(
     model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]
 ) -> Iterator[None]:
-    """Context manager that installs built backends on entry and restores the model on exit."""
-    before = _remember(model)
+    """Install built backends, and restore the model on exit."""
+    restore = _snapshot(model)
     try:
         install(model, sites, backends)
         yield
     finally:
-        _restore(model, before)
+        restore()
 
 
 def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]) -> None:
     """Install built backends in their modules and register them in the model's configuration."""
-    before = _remember(model)
+    restore = _snapshot(model)
     try:
         register()
         model.set_attn_implementation(NAME)
         for site in sites:
-            own: Any = _move(backends[site.path], model, site).train(site.module.training)
+            backend: Any = _move(backends[site.path], model, site).train(site.module.training)
             # transformers reads this attribute to find tied parameters before it saves them.
-            own._tied_weights_keys = second_names(own)
-            setattr(own, PATTERN, None if site.only_exact else site.pattern)
-            setattr(site.module, SUBMODULE, own)
-        _check_heard(sites)
+            backend._tied_weights_keys = second_names(backend)
+            setattr(backend, PATTERN, None if site.only_exact else site.pattern)
+            setattr(site.module, SUBMODULE, backend)
+        for site in sites:
+            # transformers only warns about models whose attention it does not replace.
+            if site.module.config._attn_implementation != NAME:
+                raise UnsupportedError(
+                    f"The attention of {site.path} cannot be replaced; nothing was attached."
+                )
         model.config.efficient_attn = plan_of(model, backends)
         # A saved model loaded without its backends would silently compute something else.
         setattr(model.config, _FUNCTION, NAME)
         if not hasattr(model, _HOOK):
             setattr(model, _HOOK, model.register_forward_pre_hook(_refuse_call, with_kwargs=True))
     except BaseException:
-        _restore(model, before)
+        restore()
         raise
 
 
 def _move(backend: Backend, model: nn.Module, site: AttentionSite) -> Backend:
-    """Move the backend to the dtype of its module's parameters and the device of their computation.
+    """Move a backend to the dtype and device of its module.
 
     accelerate keeps an offloaded parameter on meta until its module is called; its hook knows the device.
     """
@@ -169,10 +176,11 @@ def _move(backend: Backend, model: nn.Module, site: AttentionSite) -> Backend:
     if parameter.is_meta:
         names = site.path.split(".")
         parents = (model.get_submodule(".".join(names[:n])) for n in reversed(range(len(names))))
-        hooks = (getattr(module, "_hf_hook", None) for module in (*site.module.modules(), *parents))
-        each = (one for hook in hooks for one in getattr(hook, "hooks", [hook]))
-        devices = (getattr(one, "execution_device", None) for one in each)
-        device = next((found for found in devices if found is not None), None)
+        device = None
+        for module in (*site.module.modules(), *parents):
+            hook = getattr(module, "_hf_hook", None)
+            for part in getattr(hook, "hooks", [hook]):
+                device = getattr(part, "execution_device", None) if device is None else device
     if device is None:
         raise UnsupportedError(
             f"The parameters of {site.path} are on meta and no accelerate hook names a device; load the "
@@ -198,14 +206,7 @@ def _refuse_call(model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> No
     check_model(model, args, named)
 
 
-def _check_heard(sites: list[AttentionSite]) -> None:
-    """Refuse models whose attention transformers would not replace, with only a warning."""
-    deaf = [site.path for site in sites if site.module.config._attn_implementation != NAME]
-    if deaf:
-        raise UnsupportedError(f"The attention of {deaf[0]} cannot be replaced; nothing was attached.")
-
-
-def _build(
+def _build_request(
     model: PreTrainedModel,
     backend: Any,
     kinds: Mapping[str, Any],
@@ -226,23 +227,15 @@ def _build(
         )
     if is_plan_file(backend):
         of_plan = {**kinds, **options, "max_tokens": max_tokens, "seed": seed or None}
-        given = [name for name, value in of_plan.items() if value is not None]
-        if given:
-            raise OptionError(f"{given[0]}=…: the file {backend} sets the backend of every layer itself.")
+        passed = [name for name, value in of_plan.items() if value is not None]
+        if passed:
+            raise OptionError(f"{passed[0]}=…: the file {backend} sets the backend of every layer itself.")
         return sites, build_plan(model, sites, read_plan(backend), str(backend))
-    return sites, build_all(sites, choose(sites, backend, kinds, options), max_tokens, seed)
+    return sites, build_all(sites, choose_backends(sites, backend, kinds, options), max_tokens, seed)
 
 
-class _Before(NamedTuple):
-    """State of a model before attaching."""
-
-    backends: list[tuple[nn.Module, nn.Module]]
-    implementations: list[tuple[PreTrainedConfig, str | None]]
-    entries: dict[str, Any]
-    hooked: bool
-
-
-def _remember(model: PreTrainedModel) -> _Before:
+def _snapshot(model: PreTrainedModel) -> Callable[[], None]:
+    """Remember the attention of a model, and return its restoration."""
     attached = [
         (m, getattr(m, SUBMODULE))
         for m in model.modules()
@@ -255,21 +248,22 @@ def _remember(model: PreTrainedModel) -> _Before:
     }
     implementations = [(config, config._attn_implementation) for config in configs.values()]
     entries = {name: value for name, value in vars(model.config).items() if name in (NAME, _FUNCTION)}
-    return _Before(attached, implementations, entries, hasattr(model, _HOOK))
+    hooked = hasattr(model, _HOOK)
 
+    def restore() -> None:
+        for module in list(model.modules()):
+            if isinstance(getattr(module, SUBMODULE, None), Backend):
+                delattr(module, SUBMODULE)
+        for module, backend in attached:
+            setattr(module, SUBMODULE, backend)
+        # Setting a configuration also sets its nested configurations, which come later in this list.
+        for config, implementation in implementations:
+            config._attn_implementation = implementation
+        for name in (NAME, _FUNCTION):
+            vars(model.config).pop(name, None)
+        vars(model.config).update(entries)
+        if hasattr(model, _HOOK) and not hooked:
+            getattr(model, _HOOK).remove()
+            delattr(model, _HOOK)
 
-def _restore(model: PreTrainedModel, before: _Before) -> None:
-    for module in list(model.modules()):
-        if isinstance(getattr(module, SUBMODULE, None), Backend):
-            delattr(module, SUBMODULE)
-    for module, backend in before.backends:
-        setattr(module, SUBMODULE, backend)
-    # Setting a configuration also sets its nested configurations, which come later in this list.
-    for config, implementation in before.implementations:
-        config._attn_implementation = implementation
-    for name in (NAME, _FUNCTION):
-        vars(model.config).pop(name, None)
-    vars(model.config).update(before.entries)
-    if hasattr(model, _HOOK) and not before.hooked:
-        getattr(model, _HOOK).remove()
-        delattr(model, _HOOK)
+    return restore

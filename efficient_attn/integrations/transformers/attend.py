@@ -1,19 +1,27 @@
-"""The attention functions that transformers calls; unsupported arguments are refused."""
+"""The attention functions that transformers calls.
 
+Features that no kernel of this package has are computed as the code of the model defines them: capped scores
+and attention sinks by the eager function of the model's file; position biases, packed sequences and other
+masks of queries and keys by transformers' sdpa function.
+"""
+
+import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.compiler import assume_constant_result
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, spec
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.transformers.as_written import STATE, attend_as_written, beyond_backends
-from efficient_attn.integrations.transformers.masks import Visible, visible_in
-from efficient_attn.integrations.transformers.patterns import CAUSAL, FULL, Pattern
+from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern
+from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, visible_in
 from efficient_attn.integrations.transformers.sharded import check_no_pairs
 
 # attn_implementation of attached models, and the prefix of ".<backend>".
@@ -22,6 +30,8 @@ NAME = "efficient_attn"
 SUBMODULE = "efficient_attn"
 # Attribute of an attached backend that holds the expected pattern.
 PATTERN = "_efficient_attn_pattern"
+# Attribute that attaches the layer of a StateCache to its keys.
+STATE = "_efficient_attn_state"
 # Backends that serve features of a model's scores and masks that no kernel here has.
 EXACT = ("exact", "exact-dense")
 
@@ -36,50 +46,25 @@ _REFUSED = {
     "indices": "reads the keys of an index (indices)",
     "block_indices": "reads the keys of an index (block_indices)",
 }
+# Arguments of attention functions that change the scores, by the function that computes them.
+_EAGER = {
+    "softcap": "caps its scores (softcap)",
+    "s_aux": "has attention sinks (s_aux)",
+    "sinks": "has attention sinks (sinks)",
+}
+_SDPA = {
+    "position_bias": "adds a position bias to its scores (position_bias)",
+    "cu_seq_lens_q": "packs sequences into one row (cu_seq_lens_q)",
+    "cu_seq_lens_k": "packs sequences into one row (cu_seq_lens_k)",
+}
 
 
-def attend_attached(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention with the backend that `attach` has added to the module.
+def attention_function(name: str | None) -> Callable[..., tuple[Tensor, None]]:
+    """Attention function of a stateless backend. None: of attached backends.
 
     Raises:
         UnsupportedError: If no backend is attached, or it does not support an argument.
     """
-    backend = getattr(module, SUBMODULE, None)
-    if backend is None:
-        raise UnsupportedError(
-            f"No backend is attached to this {type(module).__name__}; call attach(model, …), or load(path) "
-            "for a saved model, both of efficient_attn.integrations.transformers."
-        )
-    _refuse(module, others)
-    expected = getattr(backend, PATTERN)
-    visible = _visible(module, query, key, attention_mask, is_causal, expected)
-    beyond = beyond_backends(visible.pattern, others)
-    if beyond is not None or expected is None:
-        check_no_pairs(type(module).__name__, beyond or "computes its scores in its own code")
-    if beyond is None and expected is not None:
-        _check_built_for(backend, visible.pattern)
-        query = _scaled(query, scaling, backend)
-        if dropout:
-            backend = _with_dropout(backend, dropout, module)
-        return _run(backend, query, key, value, visible), None
-    if backend.spec.name not in EXACT and not (expected is not None and expected.sliding):
-        raise _only_exact(module, beyond, backend.spec.name)
-    out = attend_as_written(module, query, key, value, attention_mask, scaling, dropout, is_causal, others)
-    return out, None
-
-
-def attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
-    """The attention function of a stateless backend, for transformers' table."""
 
     def attend(
         module: Any,
@@ -90,27 +75,48 @@ def attention_function(name: str) -> Callable[..., tuple[Tensor, None]]:
         scaling: float | None = None,
         dropout: float = 0.0,
         is_causal: bool | None = None,
-        **others: Any,
+        **arguments: Any,
     ) -> tuple[Tensor, None]:
-        _refuse(module, others)
-        visible = _visible(module, query, key, attention_mask, is_causal, None)
-        beyond = beyond_backends(visible.pattern, others)
-        if beyond is not None:
-            check_no_pairs(type(module).__name__, beyond)
-            if name not in EXACT:
-                raise _only_exact(module, beyond, name)
-            out = attend_as_written(
-                module, query, key, value, attention_mask, scaling, dropout, is_causal, others
+        attached = _attached_backend(module) if name is None else None
+        _refuse_arguments(module, arguments)
+        expected = None if attached is None else getattr(attached, PATTERN)
+        visible = _visible_keys(module, query, key, attention_mask, is_causal, expected)
+        feature = _exact_only_feature(visible.pattern, arguments)
+        if feature is not None or (attached is not None and expected is None):
+            check_no_pairs(type(module).__name__, feature or "computes its scores in its own code")
+            served = name if attached is None else attached.spec.name
+            if served not in EXACT and not (expected is not None and expected.sliding):
+                raise UnsupportedError(
+                    f"{type(module).__name__} {feature}, which backend {served!r} does not support; 'exact' "
+                    "does."
+                )
+            out = _attend_as_written(
+                module, query, key, value, attention_mask, scaling, dropout, is_causal, arguments
             )
             return out, None
-        pattern = visible.pattern
-        place: str = _stateless(name, query.shape[-1], pattern.back, pattern.ahead, scaling)
-        backend = getattr(_BUILT, place)
+        if attached is None:
+            pattern = visible.pattern
+            place: str = _stateless(name, query.shape[-1], pattern.back, pattern.ahead, scaling)
+            backend: Backend = getattr(_BUILT, place)
+        else:
+            backend = attached
+            _check_built_for(backend, visible.pattern)
+            query = _scaled_queries(query, scaling, backend)
         if dropout:
             backend = _with_dropout(backend, dropout, module)
-        return _run(backend, query, key, value, visible), None
+        return _run_backend(backend, query, key, value, visible), None
 
     return attend
+
+
+def _attached_backend(module: Any) -> Any:
+    backend = getattr(module, SUBMODULE, None)
+    if backend is None:
+        raise UnsupportedError(
+            f"No backend is attached to this {type(module).__name__}; call attach(model, …), or load(path) "
+            "for a saved model, both of efficient_attn.integrations.transformers."
+        )
+    return backend
 
 
 def serving(name: str, pattern: Pattern) -> tuple[str, dict[str, int]]:
@@ -128,10 +134,10 @@ def serving(name: str, pattern: Pattern) -> tuple[str, dict[str, int]]:
     )
 
 
-def _visible(
+def _visible_keys(
     module: Any, query: Tensor, key: Tensor, mask: Any, is_causal: bool | None, expected: Pattern | None
-) -> Visible:
-    """The visible keys according to the mask, or without a mask according to the module."""
+) -> VisibleKeys:
+    """Visible keys by the mask, or else by the module."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     fits_causal = causal if expected is None else expected == CAUSAL
     visible = visible_in(mask, query.shape[0], query.shape[2], key.shape[2], causal=fits_causal)
@@ -141,26 +147,20 @@ def _visible(
         raise UnsupportedError(
             f"{type(module).__name__} has a sliding window but got no mask; use attn_implementation='sdpa'."
         )
-    return Visible(CAUSAL if causal else FULL, 0, key.shape[2], None)
+    return VisibleKeys(CAUSAL if causal else FULL, 0, key.shape[2], None)
 
 
-def _refuse(module: Any, others: dict[str, Any]) -> None:
+def _refuse_arguments(module: Any, arguments: dict[str, Any]) -> None:
     for name, what in _REFUSED.items():
-        if others.get(name) is not None:
+        if arguments.get(name) is not None:
             raise UnsupportedError(
                 f"{type(module).__name__} {what}, which no backend supports; use attn_implementation='eager'."
             )
-    if others.get("output_attentions"):
+    if arguments.get("output_attentions"):
         raise UnsupportedError(NO_WEIGHTS)
 
 
-def _only_exact(module: Any, beyond: str | None, name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{type(module).__name__} {beyond}, which backend {name!r} does not support; 'exact' does."
-    )
-
-
-def _scaled(query: Tensor, scaling: float | None, backend: Backend) -> Tensor:
+def _scaled_queries(query: Tensor, scaling: float | None, backend: Backend) -> Tensor:
     """Rescale the queries if the model passes another scale than its module declares.
 
     Some models scale the queries themselves, although an attribute declares a scale, and pass a factor of 1.
@@ -170,7 +170,7 @@ def _scaled(query: Tensor, scaling: float | None, backend: Backend) -> Tensor:
 
 
 def _check_built_for(backend: Backend, pattern: Pattern) -> None:
-    """Refuse a pattern other than that of the configuration at the time of `attach`."""
+    """Refuse another pattern than at the time of `attach`."""
     expected = getattr(backend, PATTERN)
     if pattern != expected:
         raise UnsupportedError(
@@ -179,7 +179,7 @@ def _check_built_for(backend: Backend, pattern: Pattern) -> None:
         )
 
 
-def _run(backend: Backend, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
+def _run_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys) -> Tensor:
     """The output in transformers' layout [batch tokens heads value_dim]."""
     layer = getattr(key, STATE, None)
     if layer is not None:
@@ -204,24 +204,24 @@ _PLACES: dict[tuple[str, int, Pattern, float | None], str] = {}
 
 @assume_constant_result
 def _stateless(name: str, head_dim: int, back: int | None, ahead: int | None, scale: float | None) -> str:
-    """Build a backend once; returns its attribute."""
+    """Build a backend once, and return its attribute."""
     pattern = Pattern(back, ahead)
-    known = (name, head_dim, pattern, scale)
-    if known in _PLACES:
-        return _PLACES[known]
+    key = (name, head_dim, pattern, scale)
+    if key in _PLACES:
+        return _PLACES[key]
     served, options = serving(name, pattern)
-    keeps = spec(served).capabilities.needs_max_tokens
-    if not keeps:
+    stateful = spec(served).capabilities.needs_max_tokens
+    if not stateful:
         backend = build(served, head_dim=head_dim, causal=pattern.causal, scale=scale, **options)
-        keeps = any(True for _ in backend.parameters()) or any(True for _ in backend.buffers())
-    if keeps:
+        stateful = any(True for _ in backend.parameters()) or any(True for _ in backend.buffers())
+    if stateful:
         raise UnsupportedError(
             f"Backend {name!r} has parameters or random features, which must be part of the model: "
             f"attach(model, {name!r}) of efficient_attn.integrations.transformers adds them."
         )
     place = f"backend_{len(_PLACES)}"
     setattr(_BUILT, place, backend)
-    _PLACES[known] = place
+    _PLACES[key] = place
     return place
 
 
@@ -243,10 +243,97 @@ def _dropping(name: str, problem: Any, options: tuple[tuple[str, Any], ...], dro
 
 def _dropout_field(config: Any, dropout: float) -> str:
     """The configuration field of the attention dropout."""
-    known = config.to_dict() if config is not None else {}
+    values = config.to_dict() if config is not None else {}
     fitting = [
         name
-        for name, value in known.items()
+        for name, value in values.items()
         if ("drop" in name and name.startswith(("attention", "attn"))) and value == dropout
     ]
     return fitting[0] if fitting else "attention_dropout"
+
+
+def _exact_only_feature(pattern: Pattern, arguments: dict[str, Any]) -> str | None:
+    """Feature of a call that only exact attention supports, in words."""
+    for name, words in (_EAGER | _SDPA).items():
+        if arguments.get(name) is not None:
+            return words
+    return None if pattern.irregular is None else f"reads {pattern.irregular}"
+
+
+def _attend_as_written(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    is_causal: bool | None,
+    arguments: dict[str, Any],
+) -> Tensor:
+    """The output in transformers' layout, [batch tokens heads value_dim].
+
+    Raises:
+        UnsupportedError: If the model has no such function, or its keys are in a state.
+    """
+    if getattr(key, STATE, None) is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__} has scores or a mask that no state supports; use transformers' own "
+            "cache."
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    eager = any(arguments.get(name) is not None for name in _EAGER)
+    pairs = mask.written().to(key.device) if isinstance(mask, Mask) else mask
+    packed = _packed_pairs(query, key, arguments)
+    if pairs is None and causal and (packed is not None or eager):
+        # Queries are the last positions of the keys.
+        queries, keys = query.shape[2], key.shape[2]
+        pairs = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device)
+        pairs = pairs.tril(keys - queries)
+    if packed is not None:
+        if pairs is None:
+            pairs = packed
+        elif pairs.dtype == torch.bool:
+            pairs = pairs & packed
+        else:
+            pairs = pairs.masked_fill(~packed, torch.finfo(pairs.dtype).min)
+    if eager:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if pairs is not None and pairs.dtype == torch.bool:
+            hidden = torch.finfo(query.dtype).min
+            scores = torch.zeros(pairs.shape, dtype=query.dtype, device=query.device)
+            pairs = scores.masked_fill(~pairs, hidden)
+        attend = _eager_function(module)
+        return attend(module, query, key, value, pairs, scaling=scaling, dropout=dropout, **arguments)[0]
+    bias = {"position_bias": arguments.get("position_bias")}
+    return sdpa_attention_forward(
+        module, query, key, value, pairs, dropout=dropout, scaling=scaling, is_causal=is_causal, **bias
+    )[0]
+
+
+def _eager_function(module: Any) -> Callable[..., tuple[Tensor, Any]]:
+    """Eager attention function in the code of a module."""
+    code: Any = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    names = vars(sys.modules[type(module).__module__])
+    for name in code.co_names:
+        function: Any = names.get(name)
+        if "eager" in name and callable(function):
+            return function
+    raise UnsupportedError(
+        f"{type(module).__name__} has no eager attention function that computes its scores."
+    )
+
+
+def _packed_pairs(query: Tensor, key: Tensor, arguments: dict[str, Any]) -> Tensor | None:
+    """Pairs in the same packed sequence. None without cumulative lengths."""
+    q_ends, k_ends = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
+    if q_ends is None and k_ends is None:
+        return None
+    q_row = _sequence_numbers(query, k_ends if q_ends is None else q_ends)
+    k_row = _sequence_numbers(key, q_ends if k_ends is None else k_ends)
+    return (q_row[:, None] == k_row)[None, None]
+
+
+def _sequence_numbers(x: Tensor, ends: Any) -> Tensor:
+    """Number of the sequence of each token."""
+    return torch.bucketize(torch.arange(x.shape[2], device=x.device), ends.to(x.device), right=True)

@@ -1,4 +1,4 @@
-"""A cache for generation that stores the state of each layer in place of its keys and values.
+"""Cache for generation with a state for each layer.
 
 The state of linear attention is a sum, and the state of a window its last keys and values: neither grows with
 the text. The state of exact attention is the usual KV cache.
@@ -14,13 +14,12 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import spec
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.attend import NAME, STATE, SUBMODULE, serving
-from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
-from efficient_attn.integrations.transformers.wrapped import unwrap
+from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, unwrap
 from efficient_attn.sharding import whole_tokens
 
 
 class StateCache(Cache):
-    """States of every layer of a decoder; use it as `generate(past_key_values=StateCache(model))`.
+    """States of a decoder, for `generate(past_key_values=StateCache(model))`.
 
     The cache is bound to the backends attached at its creation. `crop` is not supported, since tokens cannot
     be removed from a sum.
@@ -52,7 +51,7 @@ class StateLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return the new keys and values; their attribute leads the attention function to this layer."""
+        """Return new keys and values, with this layer as an attribute."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.seen += whole_tokens(key_states.shape[-2])
@@ -61,7 +60,7 @@ class StateLayer(CacheLayerMixin):
         return key_states, value_states
 
     def extend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """The output of the new tokens; updates the state."""
+        """Output of the new tokens. Updates the state."""
         out, self.state = backend.extend(q, k, v, self.state, key_mask=key_mask)
         return out
 
@@ -99,7 +98,7 @@ class StateLayer(CacheLayerMixin):
         )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to every tensor of the state; the first dimension is the batch."""
+        """Apply a function to all tensors of the state, [batch …]."""
         if self.state is not None:
             self.state = type(self.state)(*map(change, self.state))
 

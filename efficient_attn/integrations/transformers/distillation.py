@@ -10,7 +10,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.attachment import swapped
 from efficient_attn.integrations.transformers.attend import SUBMODULE
-from efficient_attn.integrations.transformers.wrapped import unwrap
+from efficient_attn.integrations.transformers.sites import unwrap
 from efficient_attn.ops.dtypes import upcast
 
 
@@ -33,7 +33,7 @@ class AttentionCall(NamedTuple):
 
 
 def distillation_loss(call: AttentionCall) -> Tensor:
-    """‖backend − exact‖² / ‖exact‖² of one layer's output (Zhang et al. 2024, section 4.2).
+    """‖backend − exact‖² / ‖exact‖² of a layer (Zhang et al. 2024, section 4.2).
 
     The paper compares attention weights, which a backend need not have; this compares outputs.
     """
@@ -44,7 +44,7 @@ def distillation_loss(call: AttentionCall) -> Tensor:
 
 @contextmanager
 def exact_calls(model: nn.Module) -> Iterator[list[AttentionCall]]:
-    """Context manager in which a model attends exactly and its attention calls are collected.
+    """Collect the attention calls of a model that attends exactly.
 
     Each call comes with the backend that `attach` gave its layer. The backends are back in place afterwards.
 

@@ -1,4 +1,4 @@
-"""A model and its tokenizer from a local folder, without network access or code from the folder.
+"""Models and tokenizers from local folders, without network access.
 
 Weights are read from safetensors only. A pickle can run code when it is read, and a class from the folder
 when it is used; both are refused.
@@ -22,7 +22,6 @@ from efficient_attn.integrations.transformers.attend import NAME
 from efficient_attn.limits import CONFIG_BYTES, read_bytes
 from efficient_attn.tensor_headers import check_header
 
-_READ_BYTES = 1 << 20
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 _LONGEST_MESSAGE = 200
 
@@ -45,7 +44,7 @@ class Opened(NamedTuple):
 def open_model(
     folder: str | Path, *, dtype: str = "float32", device: str = "cpu", name: str | None = None
 ) -> Opened:
-    """Load the model of a folder, in the class that it was saved from, and its tokenizer.
+    """Load the model of a folder and its tokenizer.
 
     Args:
         name: Name of the model; None: the name of the folder.
@@ -55,34 +54,28 @@ def open_model(
     """
     path = Path(folder)
     weights = _weights(path)
-    with data_errors(f"Cannot load a model from {folder}"):
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = read_config(path)
     if config._attn_implementation == NAME:
         raise DataError(f"{folder} holds a model with attached backends; use a folder without backends.")
     kind = model_class(config, path)
-    with data_errors(f"Cannot load the tokenizer of {folder}"), quiet():
+    with data_errors(f"Cannot load the tokenizer of {folder}"), _quiet():
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    with data_errors(f"Cannot load a model from {folder}"), quiet():
-        model, found = kind.from_pretrained(
-            path,
-            dtype=getattr(torch, dtype),
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    check_complete(path, model, found)
+    model, _ = read_model(path, kind, dtype=getattr(torch, dtype))
+    digest = hashlib.sha256()
+    for weight_file in weights:
+        with weight_file.open("rb") as file:
+            hashlib.file_digest(file, lambda: digest)
     about = {
         "model": name or path.resolve().name,
         "class": kind.__name__,
-        "weights_sha256": _digest(weights),
+        "weights_sha256": digest.hexdigest(),
         "transformers": transformers.__version__,
     }
     return Opened(model.to(device).eval(), tokenizer, about)
 
 
 def token_ids(opened: Opened, text: str, *, most: int) -> Tensor:
-    """The first `most` tokens of a text, special ones included, [1 tokens] on the model's device.
+    """First `most` tokens of a text, [1 tokens].
 
     Raises:
         DataError: If the tokenizer fails on the text, or belongs to another model.
@@ -91,11 +84,6 @@ def token_ids(opened: Opened, text: str, *, most: int) -> Tensor:
         ids = opened.tokenizer(text, truncation=True, max_length=most, return_tensors="pt")[
             "input_ids"
         ].long()
-    return _embedded(opened, ids)
-
-
-def _embedded(opened: Opened, ids: Tensor) -> Tensor:
-    """Ids on the model's device; refuses ids beyond its embeddings."""
     rows = opened.model.get_input_embeddings().num_embeddings
     if ids.numel() and int(ids.max()) >= rows:
         raise DataError(f"The tokenizer has ids up to {int(ids.max())}, this model only {rows} embeddings.")
@@ -103,11 +91,11 @@ def _embedded(opened: Opened, ids: Tensor) -> Tensor:
 
 
 def positions(opened: Opened) -> int | None:
-    """Maximum sequence length of the model and its tokenizer; None if neither has one."""
+    """Maximum sequence length of model and tokenizer, if they have any."""
     table = next(
         (m for name, m in opened.model.named_modules() if name.endswith("position_embeddings")), None
     )
-    known = [
+    limits = [
         getattr(opened.model.config, "max_position_embeddings", None),
         getattr(opened.model.config, "n_positions", None),
         # If positions start after the padding index, the first rows of the table are unused.
@@ -116,42 +104,61 @@ def positions(opened: Opened) -> int | None:
         else None,
         getattr(opened.tokenizer, "model_max_length", None),
     ]
-    return min((number for number in known if number and number < _NO_LIMIT), default=None)
+    return min((number for number in limits if number and number < _NO_LIMIT), default=None)
 
 
 def check_length(opened: Opened, tokens: int, *, name: str) -> None:
-    """Refuse sequences longer than the model's positions; the message calls the argument `name`."""
+    """Refuse sequences longer than the model's positions; `name` is the argument in messages."""
     most = positions(opened)
     if most is not None and tokens > most:
         raise OptionError(f"{name} is at most the {most} positions of this model, not {tokens}.")
 
 
+def read_config(path: Path) -> Any:
+    """The configuration in a folder."""
+    with data_errors(f"Cannot load a model from {path}"):
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+
+
 def model_class(config: Any, path: Path) -> Any:
     """The saved class, if it is a transformers model class."""
-    named = config.architectures[:1] if isinstance(config.architectures, list) else []
-    kind = getattr(transformers, str(*named), None)
+    names = config.architectures[:1] if isinstance(config.architectures, list) else []
+    kind = getattr(transformers, str(*names), None)
     if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
         return kind
     raise DataError(f"{path}/config.json names the class {config.architectures}, which transformers lacks.")
 
 
-def check_complete(path: Path, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
-    """Refuse missing tensors, which transformers would initialise randomly with a warning.
+def read_model(path: Path, kind: Any, **arguments: Any) -> tuple[PreTrainedModel, Mapping[str, Any]]:
+    """Load a model and transformers' report on its tensors.
 
-    A model that was saved without its optional pooler has none again.
+    Missing tensors, which transformers would initialise randomly with a warning, are refused. A model that
+    was saved without its optional pooler has none again.
     """
-    missing = set(found["missing_keys"])
+    with data_errors(f"Cannot load a model from {path}"), _quiet():
+        model, report = kind.from_pretrained(
+            path,
+            **arguments,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    missing = set(report["missing_keys"])
     pooler = {name for name in model.state_dict() if name.startswith("pooler.")}
     if pooler and pooler <= missing and "add_pooling_layer" in signature(type(model)).parameters:
         model.pooler = None
         missing -= pooler
-    _check(path, "lacks", missing)
-    _check(path, "has in another shape", [str(entry[0]) for entry in found["mismatched_keys"]])
+    _refuse_tensors(path, "lacks", missing)
+    _refuse_tensors(path, "has in another shape", [str(entry[0]) for entry in report["mismatched_keys"]])
+    return model, report
 
 
-def check_nothing_else(path: Path, found: Mapping[str, Any], ours: str) -> None:
-    """Refuse extra tensors, which transformers would ignore with a warning, except names with `ours`."""
-    _check(path, "has, beyond the model,", [name for name in found["unexpected_keys"] if ours not in name])
+def check_nothing_else(path: Path, report: Mapping[str, Any], ours: str) -> None:
+    """Refuse extra tensors, except names with `ours`."""
+    _refuse_tensors(
+        path, "has, beyond the model,", [name for name in report["unexpected_keys"] if ours not in name]
+    )
 
 
 @contextmanager
@@ -169,8 +176,8 @@ def data_errors(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and its report of extra tensors, which are checked afterwards."""
+def _quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and report of extra tensors."""
     level = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
@@ -183,13 +190,13 @@ def quiet() -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
-def _check(path: Path, what: str, names: Any) -> None:
+def _refuse_tensors(path: Path, what: str, names: Any) -> None:
     if names:
         raise DataError(f"The safetensors of {path} belong to another model: it {what} {min(names)}.")
 
 
 def _weights(path: Path) -> list[Path]:
-    """The files of the weights; refuses folders with pickles only."""
+    """Files of the weights. Refuses folders with unsafe only."""
     if not path.is_dir():
         raise DataError(
             f"{path} is not a folder. Models are read from local folders; download a model of the Hub by "
@@ -203,10 +210,10 @@ def _weights(path: Path) -> list[Path]:
         for file in weights:
             check_header(file)
         return weights
-    others = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
-    if others:
+    unsafe = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    if unsafe:
         raise DataError(
-            f"{path} holds its weights as {others[0]} and no model.safetensors. Reading a pickle can run "
+            f"{path} holds its weights as {unsafe[0]} and no model.safetensors. Reading a pickle can run "
             "code, so only safetensors are read; save_pretrained writes them."
         )
     raise DataError(f"{path} holds no model.safetensors.")
@@ -225,12 +232,3 @@ def check_config(path: Path) -> None:
             f"{path} requires code of its own (auto_map in config.json), and no code of a model is run; only "
             "models with a class in transformers are supported."
         )
-
-
-def _digest(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            while block := file.read(_READ_BYTES):
-                digest.update(block)
-    return digest.hexdigest()

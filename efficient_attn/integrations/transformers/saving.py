@@ -5,31 +5,30 @@ the model's own. No saved code is run: backends are looked up by name, tensors r
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.plan_files import check_plan
+from efficient_attn.integrations.transformers.assignment import SavedTensors, build_plan
 from efficient_attn.integrations.transformers.attachment import attach, install, register, second_names
 from efficient_attn.integrations.transformers.attend import SUBMODULE
-from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
 from efficient_attn.integrations.transformers.loading import (
-    check_complete,
     check_config,
     check_nothing_else,
     data_errors,
     model_class,
-    quiet,
+    read_config,
+    read_model,
 )
-from efficient_attn.integrations.transformers.plans import Kept, build_plan
-from efficient_attn.integrations.transformers.wrapped import unwrap
+from efficient_attn.integrations.transformers.sites import find_sites, unwrap
 from efficient_attn.limits import CONFIG_BYTES, read_bytes
 from efficient_attn.tensor_headers import check_header
 
@@ -40,7 +39,7 @@ _PLAN, _TENSORS = "efficient_attn.json", "efficient_attn.safetensors"
 
 
 def save(model: nn.Module, folder: str | Path) -> None:
-    """Save a model with its backends in the format of its own library, by its `save_pretrained`.
+    """Save a model with its backends, by its `save_pretrained`.
 
     Objects of other libraries, such as a PeftModel that saves its adapter alone, get two files of their own
     for plan and tensors of the backends.
@@ -54,32 +53,32 @@ def save(model: nn.Module, folder: str | Path) -> None:
         raise UnsupportedError(
             "No backend with a registered name is attached; save_pretrained saves the model without backends."
         )
-    own: Any = model
-    own.save_pretrained(path)
+    saving: Any = model
+    saving.save_pretrained(path)
     if isinstance(model, PreTrainedModel):
         # Files of an earlier adapter in the same folder would be read in place of the model's own.
         for name in (_PLAN, _TENSORS):
             (path / name).unlink(missing_ok=True)
     else:
-        save_file(_tensors_of(inner), path / _TENSORS)
+        save_file(_backend_tensors(inner), path / _TENSORS)
         (path / _PLAN).write_text(json.dumps(plan), encoding="utf-8")
 
 
-def _tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The tensors of all backends by their names in the model, tied ones once."""
-    found: dict[str, Tensor] = {}
+def _backend_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Tensors of all backends, tied tensors once."""
+    tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         if isinstance(module, Backend) and path.endswith(f".{SUBMODULE}"):
             tied = second_names(module)
             state = {name: x.contiguous() for name, x in module.state_dict().items() if name not in tied}
-            found |= {f"{path}.{name}": x for name, x in state.items()}
-    return found
+            tensors |= {f"{path}.{name}": x for name, x in state.items()}
+    return tensors
 
 
 def load(
     folder: str | Path, *, into: M | None = None, plan: str | Path | None = None, **arguments: Any
 ) -> M | PreTrainedModel:
-    """Load a model that `save_pretrained` or `save` wrote, with its backends, their options and their state.
+    """Load a saved model with its backends.
 
     Args:
         folder: A local folder.
@@ -100,66 +99,46 @@ def load(
             raise OptionError(
                 f"{next(iter(arguments), 'plan')}=…: the model given by into=… is loaded already."
             )
-        _restore(unwrap(into), path)
+        _attach_saved(unwrap(into), path)
         return into
     if not (path / "config.json").is_file():
         raise DataError(f"{folder} holds no config.json; load reads a folder that save_pretrained wrote.")
     check_config(path)
     for file in path.glob("*.safetensors"):
         check_header(file)
-    with data_errors(f"Cannot load a model from {folder}"):
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    config = read_config(path)
     saved = getattr(config, SUBMODULE, None)
     if plan is not None and saved is not None:
         raise OptionError(
             f"plan={plan}: {folder} holds a model with backends of its own; load it without plan."
         )
-    layers = None if plan is not None else _layers(saved, path / "config.json")
+    layers = None if plan is not None else _checked_layers(saved, path / "config.json")
     kind = model_class(config, path)
     # The configuration names the attention function of attached models.
     register()
-    with data_errors(f"Cannot load a model from {folder}"), quiet():
-        model, found = kind.from_pretrained(
-            path,
-            **arguments,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    check_complete(path, model, found)
-    check_nothing_else(path, found, ours=f".{SUBMODULE}.")
+    model, report = read_model(path, kind, **arguments)
+    check_nothing_else(path, report, ours=f".{SUBMODULE}.")
     if layers is None:
         return attach(model, plan)
-    _install(model, layers, path / "config.json")
+    _install_plan(model, layers, path / "config.json")
     return model
 
 
-def _restore(model: PreTrainedModel, path: Path) -> None:
+def _attach_saved(model: PreTrainedModel, path: Path) -> None:
     """Attach the saved backends to a model without its backends."""
     file = path / _PLAN if (path / _PLAN).is_file() else path / "config.json"
     if not file.is_file():
         raise DataError(f"{path} holds neither {_PLAN} nor config.json; load reads folders that save wrote.")
     with data_errors(f"Cannot read {file}"):
-        given = json.loads(read_bytes(file, CONFIG_BYTES))
-    if file.name != _PLAN and isinstance(given, dict):
-        given = given.get(SUBMODULE)
+        plan = json.loads(read_bytes(file, CONFIG_BYTES))
+    if file.name != _PLAN and isinstance(plan, dict):
+        plan = plan.get(SUBMODULE)
     for weights in path.glob("*.safetensors"):
         check_header(weights)
-    _install(model, _layers(given, file), file)
+    _install_plan(model, _checked_layers(plan, file), file)
 
 
-def _install(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Path) -> None:
-    """Install the layers of a plan, with the tensors that were saved with the file of the plan."""
-    sites = find_sites(model)
-    with data_errors(f"Cannot read the safetensors of {plan.parent}"):
-        kept = _kept(sites, plan)
-    backends = build_plan(model, sites, layers, str(plan), kept)
-    _fill(backends, kept, plan.parent)
-    install(model, sites, backends)
-
-
-def _layers(plan: Any, file: Path) -> dict[str, dict[str, Any]]:
+def _checked_layers(plan: Any, file: Path) -> dict[str, dict[str, Any]]:
     """The layers of a plan, in the form that `attach` writes."""
     if plan is None:
         raise DataError(
@@ -169,27 +148,28 @@ def _layers(plan: Any, file: Path) -> dict[str, dict[str, Any]]:
     return check_plan(plan, str(file))
 
 
-def _fill(backends: Mapping[str, Backend], kept: Kept, path: Path) -> None:
-    """Load the saved tensors into the backends, strictly."""
-    for site, backend in backends.items():
-        own = kept[site]
-        own |= {name: own[first] for name, first in second_names(backend).items() if first in own}
+def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Path) -> None:
+    """Install the layers of a plan with its saved tensors."""
+    sites, folder = find_sites(model), plan.parent
+    with data_errors(f"Cannot read the safetensors of {folder}"):
+        tensors = dict(_saved_tensors(plan))
+    saved: SavedTensors = {site.path: {} for site in sites}
+    for name, tensor in tensors.items():
+        path, _, rest = name.partition(f".{SUBMODULE}.")
+        if path in saved:
+            saved[path][rest] = tensor
+    backends = build_plan(model, sites, layers, str(plan), saved)
+    for path, backend in backends.items():
+        state = saved[path]
+        state |= {name: state[first] for name, first in second_names(backend).items() if first in state}
         with data_errors(
-            f"{path}: the tensors saved for {site}.{SUBMODULE} do not fit backend {backend.spec.name!r}"
+            f"{folder}: the tensors saved for {path}.{SUBMODULE} do not fit backend {backend.spec.name!r}"
         ):
-            backend.load_state_dict(own)
+            backend.load_state_dict(state)
+    install(model, sites, backends)
 
 
-def _kept(sites: list[AttentionSite], plan: Path) -> Kept:
-    tensors = dict(_tensors(plan))
-    prefixes = {site.path: f"{site.path}.{SUBMODULE}." for site in sites}
-    return {
-        site: {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-        for site, prefix in prefixes.items()
-    }
-
-
-def _tensors(plan: Path) -> Iterator[tuple[str, Tensor]]:
+def _saved_tensors(plan: Path) -> Iterator[tuple[str, Tensor]]:
     folder = plan.parent
     for file in [folder / _TENSORS] if plan.name == _PLAN else sorted(folder.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as opened:

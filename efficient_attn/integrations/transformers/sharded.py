@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from efficient_attn import sharding
 from efficient_attn.errors import ShapeError, UnsupportedError
-from efficient_attn.integrations.transformers.attention_sites import ignored
+from efficient_attn.integrations.transformers.sites import ignored
 
 _POSITIONS = "position_ids"
 # Rotary positions with frequencies that depend on the largest position of a call.

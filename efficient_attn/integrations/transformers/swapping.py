@@ -1,4 +1,4 @@
-"""One backend in all supported layers of a model, and the outputs of the model with it.
+"""Backends in all supported layers of a model, and its outputs.
 
 Only full-attention layers get the backend. Sliding-window layers stay exact unless the model has no others,
 and cross-attention stays exact.
@@ -13,12 +13,12 @@ from torch import Tensor
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
-from efficient_attn.integrations.transformers.attention_sites import AttentionSite, find_sites
+from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites
 from efficient_attn.options import SEED
 from efficient_attn.transformer.seeds import spawn_seeds
 
 
-class Outputs(NamedTuple):
+class ModelOutputs(NamedTuple):
     """Outputs of a model for one text.
 
     Attributes:
@@ -67,11 +67,11 @@ def sites_of(model: Any) -> AttentionSites:
             f"{type(model).__name__} is an encoder-decoder; only encoders and decoders are measured. "
             "Use `swapped` to compare such a model yourself."
         )
-    found = find_sites(model)
+    sites = find_sites(model)
     for kind in ("full", "sliding"):
-        chosen = tuple(site for site in found if site.kind == kind)
+        chosen = tuple(site for site in sites if site.kind == kind)
         if chosen:
-            return AttentionSites(chosen, tuple(site for site in found if site.kind != kind))
+            return AttentionSites(chosen, tuple(site for site in sites if site.kind != kind))
     raise UnsupportedError(f"{type(model).__name__} has no self-attention.")
 
 
@@ -84,7 +84,7 @@ def build_for(
     max_tokens: int,
     seed: int,
 ) -> dict[str, Backend]:
-    """Build a backend for every module: the chosen one in swapped layers, exact attention elsewhere.
+    """Build the chosen backend in swapped layers, and exact attention elsewhere.
 
     Args:
         layer: The only layer to swap; None: all.
@@ -109,17 +109,17 @@ def build_layers(
         if site.layer in chosen:
             backend, options = chosen[site.layer]
             if SEED in options:
-                own = spawn_seeds(seed + options[SEED], len(sites.every))[place]
-                options = {**options, SEED: own}
+                seeds = spawn_seeds(seed + options[SEED], len(sites.every))
+                options = {**options, SEED: seeds[place]}
             choices[site.path] = Choice(backend, options)
     return build_all(sites.every, choices, max_tokens, seed)
 
 
-def run(model: Any, ids: Tensor, *, predicts: bool) -> Outputs:
-    """Last hidden states of one text, ids [1 tokens], and next-token logits if the model predicts them."""
+def run(model: Any, ids: Tensor, *, predicts: bool) -> ModelOutputs:
+    """Hidden states and next-token logits of a text, ids [1 tokens]."""
     with torch.no_grad():
-        given = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
-    return Outputs(given.hidden_states[-1][0], given.logits[0] if predicts else None)
+        output = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
+    return ModelOutputs(output.hidden_states[-1][0], output.logits[0] if predicts else None)
 
 
 def predicts_next(model: Any, sites: AttentionSites) -> bool:
@@ -139,7 +139,7 @@ def _no_cache(model: Any) -> dict[str, bool]:
 
 
 def calibrate_on(model: Any, backends: Sequence[Backend], ids: Tensor) -> bool:
-    """Calibrate the backends of a model on a text; returns whether any backend needed it."""
+    """Calibrate backends on a text, and return whether any needed it."""
     from efficient_attn.calibration import calibrate
 
     if not any(backend.needs_calibration for backend in backends):

@@ -254,7 +254,8 @@ def _pairs(rows: Rows, keys: Keys) -> Pairs:
         factors = factors * rows.sign
     # At the scales of float32 products are near its smallest number, and gradients of long texts below it.
     lift = _LIFT if factors.dtype == torch.float32 and queries.log_scale is not None else 1.0
-    grad_scores = _triangle(factors * ((lift * rows.g) @ keys.values.mT), size)
+    upstream = rows.g if lift == 1.0 else lift * rows.g
+    grad_scores = _triangle(factors * (upstream @ keys.values.mT), size)
     scores = _triangle(factors * (queries.weights @ keys.scaled.weights.mT), size)
     pairs = Pairs(
         _gradients(queries.weights, grad_scores @ keys.scaled.weights, rows.features, lift),

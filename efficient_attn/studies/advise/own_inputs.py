@@ -6,10 +6,9 @@ import torch
 
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, UnsupportedError
-from efficient_attn.integrations.called import CalledModel, Maker
-from efficient_attn.integrations.called_outputs import output_vector
-from efficient_attn.integrations.intercept.finding import OUTSIDE
-from efficient_attn.integrations.intercept.sites import Site
+from efficient_attn.integrations.called import CalledModel, Maker, output_vector
+from efficient_attn.integrations.intercept.calls import Site
+from efficient_attn.integrations.intercept.replaced import OUTSIDE
 from efficient_attn.runner.record import replace
 from efficient_attn.studies.advise.shapes import HELD_OUT, SAME_AGAIN
 from efficient_attn.studies.swap.called import CallSubject

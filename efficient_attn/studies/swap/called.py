@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, UnsupportedError
-from efficient_attn.integrations.called import CalledModel
-from efficient_attn.integrations.called_capture import site_notes
-from efficient_attn.integrations.called_outputs import output_vector
-from efficient_attn.integrations.intercept.backends import seed_of
-from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, Call
-from efficient_attn.integrations.intercept.finding import OUTER, UNEVEN, inside, uneven_modules
+from efficient_attn.integrations.called import CalledModel, output_vector
+from efficient_attn.integrations.capture import site_notes
+from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, Call, Site, seed_of
 from efficient_attn.integrations.intercept.measured import MeasuredSite, measure
-from efficient_attn.integrations.intercept.replaced import SiteBackends, replace
-from efficient_attn.integrations.intercept.sites import Site
+from efficient_attn.integrations.intercept.replaced import (
+    OUTER,
+    UNEVEN,
+    SiteBackends,
+    inside,
+    replace,
+    uneven_modules,
+)
 from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.measure.checked import backends_in
 from efficient_attn.measure.outputs import cosine_distance, relative_error

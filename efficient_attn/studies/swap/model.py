@@ -12,6 +12,7 @@ from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.integrations.transformers.assignment import plan_of
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.attend import SUBMODULE
 from efficient_attn.integrations.transformers.loading import (
@@ -21,10 +22,8 @@ from efficient_attn.integrations.transformers.loading import (
     positions,
     token_ids,
 )
-from efficient_attn.integrations.transformers.plans import plan_of
 from efficient_attn.integrations.transformers.swapping import (
     AttentionSites,
-    Outputs,
     build_for,
     build_layers,
     calibrate_on,
@@ -33,6 +32,7 @@ from efficient_attn.integrations.transformers.swapping import (
     run,
     sites_of,
 )
+from efficient_attn.integrations.transformers.swapping import ModelOutputs as Outputs
 from efficient_attn.measure import outputs
 from efficient_attn.measure.texts import digest
 from efficient_attn.options import SEED

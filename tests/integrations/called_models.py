@@ -1,0 +1,136 @@
+"""Models for tests of models of the user's own, copied as models.py: functions that make them or fail."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass
+class Size:
+    dim: int = 16
+
+
+class Attention(nn.Module):
+    def __init__(self, causal):
+        super().__init__()
+        self.causal, self.projection, self.dropout = causal, nn.Linear(Size().dim, 48), nn.Dropout(0.5)
+
+    def forward(self, x, real):
+        q, k, v = self.projection(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        mask = None if self.causal else real[:, None, None]
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal)
+        return x + self.dropout(y.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.masked, self.causal = Attention(False), Attention(True)
+
+    def forward(self, x, real):
+        return self.causal(self.masked(x, real), real)
+
+
+def make_pair():
+    print("a model is made")
+    real = torch.ones(1, 12, dtype=torch.bool)
+    real[0, 9:] = False
+    return Model(), {"x": 2 * torch.randn(1, 12, 16), "real": real}
+
+
+def make_call():
+    model, inputs = make_pair()
+
+    def run():
+        inner = model(**inputs) + 0.1 * torch.randn(1, 12, 16)
+        q = inner[:, None]
+        biased = F.scaled_dot_product_attention(q, q, q, torch.rand(12, 12))
+        return {"pair": (biased, [model.causal(inner, None)]), "ids": torch.arange(3)}
+
+    return run
+
+
+def make_plain():
+    q, k, v = torch.randn(3, 1, 2, 12, 8)
+    return lambda: F.scaled_dot_product_attention(q, k, v)
+
+
+def make_cross():
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 12, 8)
+    return lambda: F.scaled_dot_product_attention(q, k, k)
+
+
+class Repeated(nn.Module):
+    def forward(self, x, times):
+        for _ in range(times):
+            x = F.scaled_dot_product_attention(x, x, x)
+        return x
+
+
+def make_uneven():
+    model, x = Repeated(), torch.randn(1, 2, 12, 8)
+    return lambda: model(model(x, 2), 1)
+
+
+def make_number():
+    q = torch.randn(1, 2, 12, 8)
+    return lambda: F.scaled_dot_product_attention(q, q, q).mean()
+
+
+def make_nan():
+    q = torch.randn(1, 2, 12, 8)
+    return lambda: F.scaled_dot_product_attention(q, q, q / 0)
+
+
+def make_other():
+    inputs = iter(range(1, 99))
+
+    def run():
+        q = torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(next(inputs)))
+        return F.scaled_dot_product_attention(q, q, q)
+
+    return run
+
+
+def make_numpy():
+    import random
+
+    import numpy
+
+    def run():
+        noise = torch.from_numpy(numpy.random.randn(1, 2, 12, 8)).float() + random.random()
+        return F.scaled_dot_product_attention(noise, noise, noise)
+
+    return run
+
+
+def raising():
+    raise ValueError("no weights\nhere")
+
+
+def leaving():
+    raise SystemExit("bye")
+
+
+def failing():
+    return Model(), ()
+
+
+def nothing():
+    return Model()
+
+
+def without():
+    return nn.Linear(2, 2), (torch.ones(1, 2),)
+
+
+def wordless():
+    q = torch.randn(1, 2, 12, 8)
+    return lambda: str(F.scaled_dot_product_attention(q, q, q))
+
+
+number = 3

@@ -1,0 +1,51 @@
+"""Advice for tiny models of transformers, whose times are given."""
+
+from functools import cache
+
+from integrations.hf_models import TOKENS, texts
+
+import efficient_attn as ea
+from efficient_attn.runner.record import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+
+# Seconds of one forward pass, by backend.
+TIMES_S = {
+    OWN: 1.0,
+    "exact": 1.0,
+    MEAN_OF_VALUES: 0.25,
+    "window": 0.4,
+    "linformer": 1.6,
+    "plan": 0.5,
+    "performer-positive": 0.4,
+}
+
+
+def timed(case, variant, subject, *, seconds):
+    """A time of TIMES_S, as a measurement would give it."""
+    return Record(case=case, times_s=(TIMES_S[case.backend],), round_sizes=(1,))
+
+
+def advise(model, **changes):
+    given = {
+        "backends": ["window", "linformer"],
+        "options": {"window": {"window": [5, 15]}, "linformer": {"rank": [12]}},
+        "texts": texts(4),
+        "seq_lens": (TOKENS,),
+        **changes,
+    }
+    return ea.advise(model, **given)
+
+
+@cache
+def advice(encoder):
+    """The advice at a cosine of 0.9, measured once."""
+    return advise(encoder, min_cosine=0.9)
+
+
+def plans(results):
+    """{label: layers} of the plans that were measured."""
+    return {
+        one.case.label: one.chosen_layers
+        for one in results.records
+        if one.case.backend == "plan" and one.case.kind == "swap" and one.status == "ok"
+    }

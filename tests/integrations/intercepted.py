@@ -1,0 +1,98 @@
+"""Models of torch's layers and of one's own that call F.scaled_dot_product_attention, for interception."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+HEADS, HEAD_DIM, TOKENS = 4, 8, 12
+DIM = HEADS * HEAD_DIM
+
+
+class OwnAttention(nn.Module):
+    """Attention as people write it: one projection, causal or by mask, `calls` times in one forward."""
+
+    def __init__(self, calls=1, dropout=0.0):
+        super().__init__()
+        self.projection, self.calls, self.dropout = nn.Linear(DIM, 3 * DIM), calls, dropout
+
+    def forward(self, x, mask=None):
+        for _ in range(self.calls):
+            q, k, v = self.projection(x).unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+            causal, dropout = mask is None, self.dropout if self.training else 0.0
+            x = x + F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout
+            ).transpose(1, 2).flatten(2)
+        return x
+
+
+class OwnModel(nn.Module):
+    def __init__(self, layers=2, **options):
+        super().__init__()
+        self.layers = nn.ModuleList(OwnAttention(**options) for _ in range(layers))
+
+    def forward(self, x, mask=None):
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+class Looped(nn.Module):
+    """One layer three times."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = OwnAttention()
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.layer(x)
+        return x
+
+
+class Called(nn.Module):
+    """One call of attention with the arguments of the forward."""
+
+    def forward(self, q, k, v, **options):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 2 * DIM, batch_first=True, dropout=0.0)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def padding():
+    hidden = torch.zeros(2, TOKENS, dtype=torch.bool)
+    hidden[1, 9:] = True
+    return hidden
+
+
+def written_model():
+    torch.manual_seed(0)
+    model, x = OwnModel().eval(), torch.randn(2, TOKENS, DIM)
+    return model, lambda: model(x)
+
+
+def padded_encoder():
+    torch.manual_seed(0)
+    model, x = encoder().eval(), torch.randn(2, TOKENS, DIM)
+    return model, lambda: model(x, src_key_padding_mask=padding()).masked_fill(padding()[..., None], 0.0)
+
+
+def translation():
+    torch.manual_seed(0)
+    model = nn.Transformer(DIM, HEADS, 1, 2, 2 * DIM, batch_first=True, dropout=0.0).eval()
+    source, target = torch.randn(2, TOKENS, DIM), torch.randn(2, 7, DIM)
+    later = nn.Transformer.generate_square_subsequent_mask(7)
+    return model, lambda: model(source, target, tgt_mask=later, tgt_is_causal=True)
+
+
+MODELS = pytest.mark.parametrize(
+    "make", [written_model, padded_encoder, translation], ids=lambda make: make.__name__
+)
+
+
+TRIANGLE = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+REAL = ~padding()
+LEFT = REAL.flip(1)

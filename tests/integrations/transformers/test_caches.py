@@ -1,0 +1,213 @@
+"""Generation without a cache, with the caches of transformers and with states gives the same text."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
+
+from integrations.hf_models import DECODERS, ROUNDING, VOCABULARY, WINDOW, bert, gemma3, gpt2, llama, mistral
+
+import efficient_attn as ea
+from efficient_attn.errors import DtypeError, UnsupportedError
+from efficient_attn.integrations.transformers import StateCache, attach, register, swapped
+from efficient_attn.integrations.transformers.attend import attention_function
+from efficient_attn.integrations.transformers.caches import StateLayer
+
+NEW = 6
+register()
+
+
+def prompt():
+    """Two texts, the second padded on the left by more than one token."""
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.ones(2, 9, dtype=torch.int64)
+    mask[1, :3] = 0
+    return {
+        "input_ids": torch.randint(4, VOCABULARY, mask.shape, generator=generator),
+        "attention_mask": mask,
+    }
+
+
+def generated(model, **choices):
+    """Generated tokens and the logits that chose them."""
+    out = model.generate(
+        **prompt(),
+        max_new_tokens=NEW,
+        min_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **choices,
+    )
+    return out.sequences, torch.stack(out.logits)
+
+
+def assert_same(actual, expected):
+    """The promised 1e-5, of the largest logit where logits are larger than one."""
+    tolerance = 1e-5 * max(1.0, float(expected[1].abs().max()))
+    torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=tolerance)
+    assert torch.equal(actual[0], expected[0])
+
+
+def assert_all_caches(model, expected):
+    assert_same(generated(model), expected)
+    assert_same(generated(model, past_key_values=StateCache(model)), expected)
+    assert_same(generated(model, cache_implementation="static", disable_compile=True), expected)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_exact_generates_the_text_of_sdpa_with_all_caches(name):
+    model = DECODERS[name]()
+    expected = generated(model)
+    model.set_attn_implementation("efficient_attn.exact")
+    assert_same(generated(model, use_cache=False), expected)
+    assert_all_caches(model, expected)
+
+
+PAIRS = [(llama, name) for name in ea.list_backends(causal=True)]
+
+
+@pytest.mark.parametrize(("make", "backend"), [*PAIRS, (gpt2, "performer-positive"), (gpt2, "window")])
+def test_no_cache_kept_keys_and_a_state_agree(make, backend):
+    model = make()
+    attach(model, backend, **({"window": WINDOW} if backend == "window" else {}))
+    ea.calibrate(model, torch.randint(4, VOCABULARY, (2, 30)))
+    assert_all_caches(model, generated(model, use_cache=False))
+
+
+@pytest.mark.parametrize("make", [llama, gemma3, mistral])
+def test_the_state_of_linear_attention_and_of_windows_does_not_grow(make):
+    model = make()
+    if make is mistral:
+        attach(model, sliding="window")
+    else:
+        attach(model, full=("performer-positive", {"num_features": 16}))
+    cache, sizes = StateCache(model), set()
+    with torch.no_grad():
+        for _ in range(4):
+            model(torch.randint(4, VOCABULARY, (1, 8)), past_key_values=cache)
+            sizes.add(sum(x.nbytes for layer in cache.layers for x in layer.state))
+    assert cache.get_seq_length() == 32 and len(sizes) == 1
+    if make is mistral:
+        # A window keeps one key less than it reads.
+        assert {layer.state.k.shape[2] for layer in cache.layers} == {WINDOW - 1}
+
+
+@pytest.mark.parametrize("backend", ["exact", "performer-positive"])
+def test_beams_are_reordered_with_their_states(backend):
+    model = attach(llama(), backend)
+    choices = {"num_beams": 3, "num_return_sequences": 2}
+    expected = generated(model, **choices)
+    assert torch.equal(generated(model, past_key_values=StateCache(model), **choices)[0], expected[0])
+
+
+def test_a_text_may_come_in_pieces():
+    model, ids = attach(llama(), "performer-positive"), torch.randint(4, VOCABULARY, (2, 20))
+    cache = StateCache(model)
+    with torch.no_grad():
+        whole = model(ids).logits
+        pieces = [model(part, past_key_values=cache).logits for part in ids.split([7, 1, 12], dim=1)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-5, atol=1e-4)
+
+
+@pytest.fixture(params=["exact", "performer-positive", "window"])
+def streamed(request):
+    """A model, a cache that has read two texts, the texts, and the next tokens of three."""
+    model = attach(llama(), request.param)
+    generator = torch.Generator().manual_seed(0)
+    texts, following = (
+        torch.randint(4, VOCABULARY, shape, generator=generator) for shape in ((2, 9), (3, 4))
+    )
+    cache = StateCache(model)
+    with torch.no_grad():
+        model(texts, past_key_values=cache)
+    return model, cache, texts, following
+
+
+def assert_continues(model, cache, texts, following):
+    """The cache continues texts as no cache does."""
+    with torch.no_grad():
+        actual = model(following, past_key_values=cache).logits
+        whole = torch.cat([texts, following], dim=1)
+        expected = model(whole, use_cache=False).logits[:, texts.shape[1] :]
+    torch.testing.assert_close(actual, expected, **ROUNDING)
+
+
+def test_selected_rows_take_their_states_along(streamed):
+    model, cache, texts, following = streamed
+    rows = torch.tensor([1, 0, 1])
+    cache.batch_select_indices(rows)
+    assert_continues(model, cache, texts[rows], following)
+
+
+def test_repeated_rows_lie_side_by_side(streamed):
+    model, cache, texts, following = streamed
+    cache.batch_repeat_interleave(2)
+    following = torch.cat([following, following[:1]])
+    assert_continues(model, cache, texts.repeat_interleave(2, dim=0), following)
+
+
+def test_a_cache_that_is_reset_begins_with_another_text(streamed):
+    model, cache, texts, following = streamed
+    assert cache.get_seq_length() == texts.shape[1]
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert_continues(model, cache, following[:, :0], following)
+
+
+def test_a_state_that_has_read_nothing_has_nothing_to_select():
+    cache = StateCache(attach(llama(), "performer-positive"))
+    cache.reorder_cache(torch.tensor([0]))
+    assert [layer.state for layer in cache.layers] == [None] * 3
+
+
+def test_states_are_refused_where_they_cannot_be_kept_shortened_or_offloaded():
+    cache = StateCache(attach(llama(), "performer-positive"))
+    for act, error, match in (
+        (lambda: StateCache(llama()), UnsupportedError, "attach first"),
+        (lambda: StateCache(attach(bert(), "exact")), UnsupportedError, "for decoders"),
+        (lambda: StateCache(3), DtypeError, "transformers model, or holds one, not int"),
+        (lambda: cache.crop(-1), UnsupportedError, "cannot remove tokens"),
+        (lambda: cache.layers[0].offload(), UnsupportedError, "cannot be offloaded"),
+    ):
+        with pytest.raises(error, match=match):
+            act()
+
+
+@pytest.mark.parametrize("make", [llama, mistral])
+def test_a_state_that_does_not_reach_the_attention_is_noticed(make, monkeypatch):
+    model = attach(make(), "exact")
+    cache = StateCache(model)
+
+    def without_mark(self, k, v, *_, **__):
+        self.seen += k.shape[-2]
+        return k, v
+
+    monkeypatch.setattr(StateLayer, "update", without_mark)
+    ids = torch.randint(4, VOCABULARY, (1, 3))
+    model(ids, past_key_values=cache)
+    with pytest.raises(UnsupportedError, match="copies or changes the keys of its cache"):
+        model(ids, past_key_values=cache)
+
+
+def test_a_cache_that_is_made_inside_swapped_serves_there():
+    model = llama()
+    before = generated(model)
+    with swapped(model, "exact"):
+        assert_same(generated(model, past_key_values=StateCache(model)), before)
+    assert torch.equal(generated(model)[1], before[1])
+
+
+@pytest.mark.parametrize("causal", [None, True, False])
+@pytest.mark.parametrize("layer_causal", [None, False])
+def test_without_a_mask_the_call_says_whether_it_is_causal_and_then_the_layer(causal, layer_causal):
+    q, k, v = torch.randn(3, 1, 2, 6, 8)
+    layer = torch.nn.Identity()
+    if layer_causal is not None:
+        layer.is_causal = layer_causal
+    expected_causal = layer_causal is None if causal is None else causal
+    out, weights = attention_function("exact")(layer, q, k, v, None, is_causal=causal)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=expected_causal)
+    torch.testing.assert_close(out, expected.transpose(1, 2))
+    assert weights is None and out.is_contiguous()

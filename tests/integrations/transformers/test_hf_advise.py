@@ -1,0 +1,235 @@
+"""The advice for a model: tiny, random, made here; its times are given."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
+
+from integrations.hf_advice import TIMES_S, advise, plans
+from integrations.hf_models import TOKENS, gpt2, saved, texts
+
+from efficient_attn.errors import DataError, OptionError, UnsupportedError
+from efficient_attn.integrations.transformers import attach, load
+from efficient_attn.measure.outputs import cosine_distance
+from efficient_attn.runner.record import Record
+from efficient_attn.stats.predicted_time import Predicted
+from efficient_attn.studies import find
+from efficient_attn.studies.advise.model_view import LAYERS
+from efficient_attn.studies.swap import measure
+
+pytestmark = pytest.mark.usefixtures("given_times")
+
+
+def test_the_plan_is_within_the_target_faster_and_told_with_its_layers(advised):
+    (sentence, code) = advised.sentences()
+    assert sentence.startswith(f"From {TOKENS} tokens: 2.00x as fast at {TOKENS} tokens, cosine, mean pool")
+    assert "window(window=" in sentence and "in layers 0–2" in sentence
+    assert f'attach(model, "{LAYERS}")' in code
+
+
+def test_the_fastest_by_prediction_is_tried_first(encoder, monkeypatch):
+    speeds = {"linformer(rank=12)": 3.0, "window(window=15)": 2.0, "window(window=5)": 1.5}
+    unknown = Predicted(None, None, None)
+    predicted = {label: Predicted(value, value, value) for label, value in speeds.items()}
+    models = {
+        label: SimpleNamespace(speed=lambda exact, tokens, label=label: predicted.get(label, unknown))
+        for label in ("exact", *speeds)
+    }
+    monkeypatch.setattr("efficient_attn.studies.advise.model.time_models", lambda *arguments: models)
+    monkeypatch.setattr("efficient_attn.studies.advise.model.PROBE", (1,))
+    results = advise(encoder, min_cosine=0.9)
+    cases = [one.case for one in results.records if one.case.kind == "swap" and one.case.layer is None]
+    assert [case.label for case in cases if case.label in speeds] == list(speeds)
+
+
+def test_slower_backends_are_not_tried_layer_by_layer(advised):
+    alone = {one.case.label for one in advised.records if one.case.layer is not None}
+    assert alone == {"window(window=5)", "window(window=15)"}
+
+
+def test_layers_that_lose_too_much_stay_exact(encoder):
+    whole = advise(encoder, min_cosine=0.0)
+    alone = {
+        (one.case.label, one.case.layer): one.mean_pool_distance
+        for one in whole.records
+        if one.case.layer is not None
+    }
+    wide = sorted(value for (label, _), value in alone.items() if label == "window(window=15)")
+    # Room for two of the three layers with the wider window.
+    limit = 1.02 * (wide[0] + wide[1])
+    results = advise(encoder, min_cosine=1 - limit, backends=["window"], options={"window": {"window": [15]}})
+    (plan,) = (one for one in results.records if one.case.label == "plan" and one.case.kind == "swap")
+    assert 1 <= len(json.loads(plan.chosen_layers)) <= 2
+
+
+def test_the_attached_plan_reproduces_the_verified_cosine(encoder, advised, tmp_path):
+    (tmp_path / LAYERS).write_text(advised.files()[LAYERS])
+    (plan,) = (one for one in advised.records if one.case.label == "plan" and one.case.kind == "swap")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
+    # Every second text verifies.
+    held_out = list(texts(4).values())[1::2]
+    own = transformers.AutoModel.from_pretrained(encoder).eval()
+    model = attach(transformers.AutoModel.from_pretrained(encoder).eval(), tmp_path / LAYERS)
+    loaded = load(encoder, plan=tmp_path / LAYERS).eval()
+    distances = []
+    for text in held_out:
+        ids = tokenizer(text, truncation=True, max_length=TOKENS, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            exact, changed = (one(input_ids=ids).last_hidden_state[0].double() for one in (own, model))
+            logits, wanted = loaded(input_ids=ids), model(input_ids=ids)
+        distances.append(cosine_distance(changed.mean(dim=0), exact.mean(dim=0)))
+        hidden = loaded.base_model(input_ids=ids).last_hidden_state
+        torch.testing.assert_close(hidden, wanted.last_hidden_state, rtol=1e-5, atol=1e-5)
+        assert logits is not None
+    assert sum(distances) / len(distances) == pytest.approx(plan.mean_pool_distance, abs=1e-6)
+
+
+def test_without_a_plan_exact_attention_stays_and_the_reason_is_given(encoder):
+    results = advise(encoder, min_cosine=1.0)
+    (sentence,) = results.sentences()
+    assert sentence.startswith(f"Nothing is faster on this machine up to {TOKENS} tokens at cosine")
+    assert "attention takes about 75% of the time" in sentence and "at most about 4.00x" in sentence
+    assert "nearest: " in sentence and LAYERS not in results.files()
+
+
+def test_under_load_the_plan_is_named_and_its_speed_left_open(encoder, monkeypatch):
+    monkeypatch.setattr("efficient_attn.studies.run.between", lambda *moments, **named: {"others_share": 0.5})
+    results = advise(encoder, min_cosine=0.9)
+    (sentence, _) = results.sentences()
+    assert (
+        sentence.startswith("Within the target: at 24 tokens")
+        and "could not tell on this machine" in sentence
+    )
+    assert "as fast" not in sentence and LAYERS in results.files()
+    (sentence,) = advise(encoder, min_cosine=1.0).sentences()
+    assert sentence.startswith("No plan up to 24 tokens") and "could not tell on this machine" in sentence
+
+
+def test_a_causal_model_is_judged_by_its_next_tokens(decoder):
+    results = advise(decoder, backends=["window"], options={"window": {"window": [5, 15]}}, max_kl=10.0)
+    (sentence, _) = results.sentences()
+    assert "divergence of the next token, nats" in sentence and "2.00x as fast" in sentence
+
+
+def test_the_texts_of_the_choice_do_not_verify(advised):
+    inputs = {one.case.inputs for one in advised.records if one.case.label in ("plan", "plan 1")}
+    assert len(inputs) == 2 and any(one.endswith(", held out") for one in inputs)
+
+
+def test_lengths_that_model_or_texts_lack_are_named(encoder):
+    results = advise(encoder, seq_lens=(TOKENS, 36, 60, 100), min_cosine=0.9)
+    text = " ".join(results.notes)
+    assert "Not measured at 60 tokens: 0 of 4 texts are that long" in text
+    assert "Not measured at 100 tokens: the model has 64 positions" in text
+    assert "Lengths measured: 24, 36." in results.sentences()[0]
+    with pytest.raises(DataError, match="No length can be measured"):
+        advise(encoder, seq_lens=(60,))
+
+
+def test_a_plan_keeps_the_random_features_that_its_layers_had_alone(encoder):
+    own = {"performer-positive": {"seed": [7]}}
+    results = advise(encoder, min_cosine=0.0, backends=list(own), options=own)
+    distances = {
+        (one.case.label, one.case.inputs): one.mean_pool_distance
+        for one in results.records
+        if one.case.kind == "swap" and one.case.layer is None
+    }
+    (inputs,) = {inputs for _, inputs in distances if not inputs.endswith("held out")}
+    label = "performer-positive(seed=7)"
+    assert plans(results)["plan 1"] == json.dumps(dict.fromkeys(map(str, range(3)), label))
+    assert distances["plan 1", inputs] == distances[label, inputs]
+
+
+def test_a_backend_without_a_name_is_planned_as_a_mapping_and_a_failure_of_a_plan_is_a_record(
+    encoder, monkeypatch
+):
+    def mine(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    monkeypatch.setitem(TIMES_S, "mine", 0.4)
+    results = advise(encoder, min_cosine=0.1, backends=[mine], options=None)
+    assert LAYERS not in results.files()
+    code = results.sentences()[1]
+    assert "without a registered name" in code
+    assert "attach(model, {0: ('mine', {}), 1: ('mine', {}), 2: ('mine', {})})" in code
+
+    def broken(*arguments, **named):
+        raise RuntimeError("no memory for this plan")
+
+    monkeypatch.setattr("efficient_attn.studies.swap.model.TextSubject.plan", broken)
+    results = advise(encoder, min_cosine=0.9)
+    failed = [one.case.label for one in results.records if "no memory for this plan" in (one.reason or "")]
+    assert failed == ["plan 1"] and not results.files()
+    assert "not measured to the end at 24 tokens" in results.sentences()[0]
+
+
+def test_options_without_effect_and_targets_out_of_range_are_refused(encoder, decoder):
+    for given, message in (
+        ({"min_cosine": 99.0}, "min_cosine is a number from 0 to 1, not 99.0"),
+        ({"max_kl": float("nan")}, "max_kl is a number from 0 to 1000, not nan"),
+        ({"max_kl": -1.0}, "max_kl is a number"),
+        # Values that are the defaults as well.
+        (
+            {"max_kl": 0.05},
+            r"max_kl has no effect with this model; its target is min_cosine \(--min-cosine\)",
+        ),
+        ({"max_error": 0.1}, r"max_error has no effect with this model; .*--min-cosine.*--max-kl"),
+        ({"draws": 2}, "draws has no effect with this model"),
+        ({"causal": False}, "causal has no effect with this model"),
+        ({"timeout_s": 60.0}, "timeout_s has no effect with this model"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            advise(encoder, **given)
+    for value in (0.99, 0.95):
+        with pytest.raises(
+            OptionError, match=r"min_cosine has no effect .*; its target is max_kl \(--max-kl\)"
+        ):
+            advise(decoder, min_cosine=value)
+    # A target below all losses divides by nothing.
+    (sentence,) = advise(decoder, max_kl=1e-320, backends=["performer-positive"], options=None).sentences()
+    assert "stay with exact" in sentence
+
+
+def test_equal_texts_are_not_held_out_from_themselves(encoder):
+    (text, other, *_) = texts(4).values()
+    with pytest.raises(DataError, match="1 of 2 texts are that long and differ"):
+        advise(encoder, texts=[text, f"{text} {other}"])
+
+
+def test_a_failed_backend_is_measured_once(encoder, monkeypatch):
+    real = measure.distance
+
+    def failing(case, *arguments, **named):
+        if case.backend == "linformer":
+            return Record(case=case, status="error", reason="broken")
+        return real(case, *arguments, **named)
+
+    monkeypatch.setattr(measure, "distance", failing)
+    results = advise(encoder, min_cosine=0.9)
+    assert [one.case.kind for one in results.records if one.case.backend == "linformer"] == ["swap"]
+
+
+def test_a_uniform_window_is_no_candidate_for_a_plan(decoder):
+    plan = find("advise").plan(decoder, texts=texts(4), seq_lens=(TOKENS,))
+    candidates = plan.about["candidates"]
+    assert "window" in candidates and not any("global_tokens" in name for name in candidates)
+    asked = find("advise").plan(
+        decoder, ["window"], texts=texts(4), seq_lens=(TOKENS,), options={"window": {"global_tokens": [4]}}
+    )
+    assert "window(global_tokens=4)" in asked.about["candidates"]
+
+
+def test_outputs_beyond_the_memory_limit_are_not_kept_and_no_score_matrices_unasked(decoder, encoder):
+    with pytest.raises(DataError, match="the output of the model needs about"):
+        advise(decoder, memory_limit=2_000)
+    plan = find("advise").plan(encoder, texts=texts(4), seq_lens=(TOKENS,))
+    assert "window" in plan.about["candidates"] and "exact-dense" not in plan.about["candidates"]
+
+
+def test_a_causal_model_without_a_head_is_refused(tmp_path):
+    folder = saved(gpt2().transformer, tmp_path / "body")
+    with pytest.raises(UnsupportedError, match="an encoder, or a decoder with a language-model head"):
+        advise(folder)

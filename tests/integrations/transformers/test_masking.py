@@ -1,0 +1,297 @@
+"""Masks of transformers models: their pattern, the real keys, and what model code that reads a mask gets."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
+
+from integrations.hf_models import (
+    ROUNDING,
+    TOKENS,
+    bert,
+    gemma3,
+    gpt2,
+    inputs,
+    llama,
+    logits,
+    mistral,
+    modernbert,
+    moshi,
+    ready,
+)
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    create_bidirectional_mask,
+    create_bidirectional_sliding_window_mask,
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+    eager_mask,
+    sdpa_mask,
+)
+
+import efficient_attn as ea
+from efficient_attn.errors import UnsupportedError
+from efficient_attn.integrations.masks import CAUSAL
+from efficient_attn.integrations.transformers import attach, register, swapped
+from efficient_attn.integrations.transformers.attend import _refuse_arguments, _scaled_queries
+from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, make_mask, visible_in
+from efficient_attn.integrations.transformers.sites import find_sites
+
+register()
+
+
+def visible(mask, function=bidirectional_mask_function, **sizes):
+    built = make_mask(1, mask_function=function, attention_mask=mask, **sizes)
+    return visible_in(built, 1, sizes["q_length"], sizes["kv_length"], causal=False)
+
+
+def test_the_real_keys_of_a_mask_are_those_that_exist_and_that_it_reaches():
+    keys = visible(torch.ones(1, 3), q_length=3, kv_length=5)
+    assert keys.key_mask.tolist() == [[True, True, True, False, False]]
+    mask = torch.tensor([[0, 0, 0, 1, 0, 1]])
+    keys = visible(mask, causal_mask_function, q_length=1, kv_length=3, q_offset=5, kv_offset=3)
+    # A cache has dropped the first three keys.
+    assert (keys.first_key, keys.keys) == (3, 3) and keys.key_mask.tolist() == [[True, False, True]]
+    keys = visible(torch.ones(1, 9), causal_mask_function, q_length=2, kv_length=9, q_offset=4)
+    # A static cache has keys that are not written yet.
+    assert keys.keys == 6 and keys.key_mask is None
+
+
+@pytest.mark.parametrize("scaling", [None, 1.0, 0.125])
+def test_scores_have_the_factor_of_the_model_whatever_the_backend_was_built_with(scaling):
+    backend, query = ea.build("exact", head_dim=16, scale=0.5), torch.randn(1, 1, 3, 16)
+    factor = 0.25 if scaling is None else scaling
+    torch.testing.assert_close(_scaled_queries(query, scaling, backend) * 0.5, query * factor)
+
+
+def test_attention_outputs_are_refused_by_the_call_itself():
+    with pytest.raises(ea.UnsupportedError, match="output_attentions"):
+        _refuse_arguments(None, {"output_attentions": True})
+
+
+def test_a_prepared_mask_belongs_to_all_texts_and_a_learned_mask_is_a_bias():
+    for shown in (torch.tensor([[[[False, True, True]]]]), torch.tensor([[[[-1e4, 0.0, 0.0]]]])):
+        keys = visible_in(shown, 4, 3, 3, causal=False)
+        assert keys.key_mask.tolist() == [[False, True, True]] * 4
+    learned = torch.zeros(1, 1, 3, 3, requires_grad=True)
+    pattern = visible_in(learned, 1, 3, 3, causal=False).pattern
+    assert pattern.irregular == "a mask [1, 1, 3, 3] of queries and keys"
+
+
+@pytest.mark.parametrize("name", ["exact", "window"])
+def test_a_prepared_mask_of_one_query_fits_a_causal_layer(name):
+    model, ids = llama(), inputs()["input_ids"]
+    shown = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().expand(len(ids), 1, -1, -1).clone()
+    shown[0, :, :, :3] = False
+    # Rows of padding show every key.
+    shown[0, :, :3] = True
+    attached = attach(copy.deepcopy(model), name)
+    model.set_attn_implementation(f"efficient_attn.{name}")
+    for decoder in (attached, model):
+        with torch.no_grad():
+            expected = decoder(ids, attention_mask=shown).logits[:, -1:]
+            cache = decoder(ids[:, :-1], attention_mask=shown[..., :-1, :-1]).past_key_values
+            last = decoder(ids[:, -1:], attention_mask=shown[..., -1:, :], past_key_values=cache)
+        torch.testing.assert_close(last.logits, expected, **ROUNDING)
+
+
+def test_a_width_that_no_mask_of_the_model_reads_makes_no_layer_slide(counted):
+    model, batch = moshi(), inputs()
+    expected = logits(model, batch)
+    assert {site.kind for site in find_sites(model)} == {"full"}
+    with swapped(model, "exact"):
+        torch.testing.assert_close(logits(model, batch), expected, **ROUNDING)
+    assert {name for name, _ in counted} == {"exact"}
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "changes", "match"),
+    [
+        (mistral, {}, {"sliding_window": None}, "reads causal over all keys.*causal over 5 keys"),
+        (mistral, {"sliding_window": None}, {"sliding_window": 5}, "causal over 5 keys.*causal over all"),
+        (mistral, {}, {"sliding_window": 7}, "reads causal over 7 keys.*causal over 5 keys"),
+        (bert, {}, {"is_decoder": True}, "reads causal over all keys.*bidirectional over all keys"),
+        (bert, {"is_decoder": True}, {"is_decoder": False}, "reads bidirectional over all .*causal over all"),
+    ],
+)
+def test_a_call_with_another_pattern_than_the_attached_layer_is_refused(make, options, changes, match):
+    # A window that the user chose, of the width of a sliding layer, does not make the layer slide.
+    for backend in ({"full": ("window", {"window": 5})}, {"backend": "exact"}):
+        model = make(**options)
+        kinds = {site.kind for site in find_sites(model)}
+        attach(model, **(backend if kinds == {"full"} else {"backend": "window"}))
+        logits(model, inputs())
+        for name, value in changes.items():
+            setattr(model.config, name, value)
+        with pytest.raises(UnsupportedError, match=match):
+            model(**inputs())
+
+
+@pytest.mark.parametrize("backend", ["exact", "exact-dense"])
+def test_a_model_that_adds_our_mask_to_its_scores_gets_the_mask_of_transformers(backend):
+    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIDE.items()}
+    special = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.BigBirdPegasusConfig(**sides, **special, d_model=32, max_position_embeddings=64)
+    model = ready(transformers.BigBirdPegasusForConditionalGeneration, config)
+    batch = {**inputs(), "decoder_input_ids": inputs()["input_ids"][:, :7]}
+    with torch.no_grad():
+        expected = model(**batch).logits
+        model.set_attn_implementation(f"efficient_attn.{backend}")
+        torch.testing.assert_close(model(**batch).logits, expected, **ROUNDING)
+
+
+SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
+Q = torch.randn(2, 3, 4, 8)
+READERS = {
+    "as a float": lambda mask: mask.to(torch.float32),
+    "as another tensor's dtype": lambda mask: mask.to(Q),
+    "as bool": lambda mask: mask.bool(),
+    "inverted": lambda mask: ~mask,
+    "compared": lambda mask: mask == 0,
+    "where": lambda mask: torch.where(mask, 0.0, -torch.inf),
+    "filled": lambda mask: torch.zeros(2, 3, 4, 4).masked_fill(mask, 1.0),
+    "sdpa": lambda mask: F.scaled_dot_product_attention(Q, Q, Q, attn_mask=mask),
+    "sliced": lambda mask: mask[..., :2],
+    "expanded": lambda mask: mask.expand(2, 3, 4, 4),
+    "summed": lambda mask: mask.sum(),
+    "asked": lambda mask: bool(mask.all()),
+    "listed": lambda mask: mask.tolist(),
+    "as an array": lambda mask: np.asarray(mask),
+    "transposed": lambda mask: mask.mT,
+    "its data": lambda mask: mask.data,
+    "joined": lambda mask: torch.cat([mask, mask]),
+    "added to scores": lambda mask: torch.zeros(2, 3, 4, 4).masked_fill(~mask, -1.0) + mask,
+}
+REAL = torch.tensor([[True, True, True, False], [True, True, True, True]])
+
+
+@pytest.fixture
+def mask():
+    return make_mask(2, 4, 4, attention_mask=REAL)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_whoever_computes_with_our_mask_computes_with_the_mask_of_sdpa(reader, mask):
+    theirs = sdpa_mask(2, 4, 4, attention_mask=REAL, allow_is_causal_skip=False)
+    actual, expected = READERS[reader](mask), READERS[reader](theirs)
+    assert not isinstance(actual, Mask)
+    assert type(actual) is type(expected) and np.array_equal(actual, expected)
+
+
+def test_models_without_sdpa_compute_with_the_mask_of_eager_attention():
+    config = transformers.BigBirdPegasusConfig()
+    mask = make_mask(2, 4, 4, attention_mask=REAL, config=config, dtype=torch.float64)
+    assert mask.dtype == torch.float64 and mask.shape == (2, 1, 1, 4)
+    theirs = eager_mask(2, 4, 4, attention_mask=REAL, dtype=torch.float64)
+    assert torch.equal(mask + 1.0, theirs + 1.0) and (theirs < -1e30).any()
+
+
+def test_whoever_moves_our_mask_or_asks_for_its_shape_gets_it(mask):
+    assert (mask.shape, mask.ndim, mask.size(-1), len(mask)) == ((2, 1, 1, 4), 4, 4, 2)
+    assert (mask.dtype, mask.device.type, mask.is_contiguous()) == (torch.bool, "cpu", True)
+    assert "True" in repr(mask)
+    for moved in (mask.to("cpu"), mask.contiguous(), mask.clone(), mask.detach(), mask.to("meta")):
+        assert isinstance(moved, Mask)
+        assert moved.visible.pattern == CAUSAL
+        assert moved.visible.key_mask.device == moved.device
+        assert moved.device.type == "meta" or torch.equal(moved.visible.key_mask, mask.visible.key_mask)
+    unmasked = make_mask(2, 4, 4)
+    assert unmasked.clone().visible == unmasked.visible == VisibleKeys(CAUSAL, 0, 4, None)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_models_that_compute_their_activations_again_keep_our_mask(make):
+    model, batch = make(), inputs()
+    model.set_attn_implementation("efficient_attn.exact")
+    model.train()
+    gradients = []
+    for again in (False, True):
+        if again:
+            # Its name in transformers 5.22 and earlier.
+            former = getattr(model, "gradient_checkpointing_enable", None)
+            getattr(model, "activation_checkpointing_enable", former)()
+        model.zero_grad()
+        model(**batch, use_cache=False).logits.square().mean().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for gradient, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def breaks(model, batch):
+    torch._dynamo.reset()
+    with torch.no_grad():
+        return torch._dynamo.explain(model)(**batch).graph_break_count
+
+
+def decoded(model, batch):
+    """The inputs of a decoder without its cache."""
+    return {**batch, "use_cache": False} if model.config.model_type in DECODERS else batch
+
+
+DECODERS = ("gpt2", "llama", "mistral", "gemma3_text")
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("make", [bert, modernbert, gpt2, llama, mistral, gemma3])
+def test_a_compiled_model_has_no_graph_breaks_that_sdpa_has_not(make):
+    model = make()
+    batch = decoded(model, inputs())
+    allowed = breaks(model, batch)
+    model.set_attn_implementation("efficient_attn.exact")
+    assert breaks(model, batch) <= allowed
+    attach(model, "exact" if make in (modernbert, mistral, gemma3) else "performer-positive")
+    assert breaks(model, batch) <= allowed
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("make", [bert, modernbert, llama, mistral, gemma3])
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_compiled_model_reads_our_mask(make, attached):
+    torch._dynamo.reset()
+    model = make()
+    batch = decoded(model, inputs())
+    expected = logits(model, batch)
+    if attached:
+        attach(model, "exact")
+    else:
+        model.set_attn_implementation("efficient_attn.exact")
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(logits(compiled, batch), expected, **ROUNDING)
+
+
+PATTERNS = {
+    "causal": (create_causal_mask, {}),
+    "bidirectional": (create_bidirectional_mask, {}),
+    "causal in a window": (create_sliding_window_causal_mask, {"sliding_window": 3}),
+    "bidirectional in a window": (create_bidirectional_sliding_window_mask, {"sliding_window": 3}),
+    "chunks": (create_chunked_causal_mask, {"attention_chunk_size": 3}),
+    "chunks next to a window": (create_chunked_causal_mask, {"attention_chunk_size": 3, "sliding_window": 3}),
+}
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_compiled_code_reads_the_pattern_or_none(pattern):
+    create, options = PATTERNS[pattern]
+    config = transformers.LlamaConfig(attn_implementation="efficient_attn.exact")
+    for name, value in options.items():
+        setattr(config, name, value)
+    embeds = torch.zeros(1, 8, 4)
+    arguments = {"config": config, "attention_mask": torch.ones(1, 8)}
+    if "bidirectional" not in pattern:
+        arguments["past_key_values"] = None
+
+    def read(embeds):
+        return create(inputs_embeds=embeds, **arguments).visible.pattern, embeds + 1
+
+    eager = read(embeds)[0]
+    torch._dynamo.reset()
+    compiled = torch.compile(read, backend="eager")(embeds)[0]
+    assert (compiled.irregular is None) == (eager.irregular is None)
+    assert eager.irregular is not None or compiled == eager

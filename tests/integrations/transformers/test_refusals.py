@@ -1,0 +1,168 @@
+"""Requests that cannot be honoured in a transformers model are refused by name, and nothing is attached."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
+
+from integrations.hf_models import bart, bert, gpt2, inputs, llama, mistral, modernbert
+
+from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.integrations.transformers import attach, load, register, save, swapped
+from efficient_attn.integrations.transformers.attend import attention_function
+
+register()
+
+
+def indexed():
+    model = llama()
+    model.config.layer_types = ["full_attention", "indexed_attention", "full_attention"]
+    return model
+
+
+def with_indexer():
+    model = llama()
+    model.model.layers[1].self_attn.indexer = nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "request_", "error", "match"),
+    [
+        (gpt2, {"backend": "linformer"}, UnsupportedError, "cannot be causal"),
+        (bert, {"backend": "perfomer-positive"}, UnknownNameError, "Did you mean 'performer-positive'"),
+        (bert, {"backend": "performer-positive", "num_feature": 3}, UnknownNameError, "num_features"),
+        (bert, {}, OptionError, "Name a backend"),
+        (bert, {"backend": {}}, OptionError, "Name a backend"),
+        (bert, {"backend": {"2-1": "window"}}, OptionError, "numbers and ranges"),
+        (bert, {"sliding": "window"}, OptionError, "no such layers; its layers are full"),
+        (bert, {"backend": {"0-3": "window"}}, OptionError, "Layers are from 0 to 2"),
+        (bert, {"backend": {"first": "window"}}, OptionError, "numbers and ranges"),
+        (bert, {"backend": {"0-1": "window", 1: "exact"}}, OptionError, "named twice"),
+        (bert, {"backend": {0: ("window", 7)}}, DtypeError, "pair"),
+        (bert, {"backend": {0: "window"}, "window": 7}, OptionError, "options belong to one of them"),
+        (bert, {"backend": "linformer", "sharing": "layers", "rank": 4}, UnsupportedError, "key-value"),
+        (bart, {"backend": "window"}, UnsupportedError, r"has no cross-attention.*cross='exact'"),
+        (modernbert, {"backend": "performer-positive"}, UnsupportedError, "full='performer-positive'"),
+        (modernbert, {"backend": "window", "window": 65}, OptionError, "slides over 9 keys"),
+        (modernbert, {"backend": "window", "global_tokens": 4}, OptionError, "cache drops the first tokens"),
+        (bert, {"backend": "exact", "max_distance": 4}, UnsupportedError, "4: a trained model has"),
+        (mistral, {"sliding": ("window", {"max_distance": 4})}, UnsupportedError, "positions of its own"),
+        (mistral, {"backend": {"1": "performer-trig"}}, UnsupportedError, "causal over 5 keys"),
+        (indexed, {"backend": "exact"}, UnsupportedError, r"layers\.1\.self_attn is a layer of type 'index"),
+        (with_indexer, {"backend": "exact"}, UnsupportedError, r"1\.self_attn reads the keys of an index"),
+    ],
+)
+def test_a_bad_request_is_refused_and_nothing_is_attached(make, request_, error, match):
+    model = make()
+    state, config = list(model.state_dict()), model.config.to_dict()
+    with pytest.raises(error, match=match):
+        attach(model, **request_)
+    assert (list(model.state_dict()), model.config.to_dict()) == (state, config)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_modules_without_a_single_model_of_transformers_are_refused():
+    for module, error, match in (
+        (nn.Linear(2, 2), DtypeError, "transformers model, or holds one, not Linear"),
+        (3, DtypeError, "transformers model, or holds one, not int"),
+        (nn.ModuleList([bert(), llama()]), UnsupportedError, "2 transformers models, BertForMaskedLM and Ll"),
+    ):
+        with pytest.raises(error, match=match):
+            attach(module, "exact")
+
+
+def test_a_model_that_transformers_leaves_as_it_is_is_refused(monkeypatch):
+    model = bert()
+    monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda _: False))
+    state = list(model.state_dict())
+    with pytest.raises(UnsupportedError, match="cannot be replaced"):
+        attach(model, "performer-positive")
+    assert list(model.state_dict()) == state
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, llama])
+def test_attention_outputs_are_refused(make):
+    model, batch = make(), inputs()
+    with swapped(model, "exact"), pytest.raises(UnsupportedError, match=r"output_attentions.*'eager'"):
+        model(**batch, output_attentions=True)
+    # Outside nothing is left of the refusal.
+    assert model(**batch, output_attentions=True).logits.isfinite().all()
+
+
+def test_implementations_without_a_backend_are_refused():
+    model = bert()
+    with pytest.raises(ValueError, match=r"efficient_attn\.exacct"):
+        model.set_attn_implementation("efficient_attn.exacct")
+    assert model.config._attn_implementation == "sdpa"
+    model.set_attn_implementation("efficient_attn")
+    with pytest.raises(UnsupportedError, match=r"attach\(model, …\), or load\(path\)"):
+        model(**inputs())
+
+
+@pytest.mark.parametrize("argument", ["cache", "block_table", "indices", "block_indices"])
+def test_pages_and_selected_keys_are_refused_by_the_name_of_their_argument(argument):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(UnsupportedError, match=rf"Identity .*\({argument}\), which no backend supports"):
+        attention_function("exact")(nn.Identity(), q, q, q, None, **{argument: torch.ones(1)})
+
+
+def test_a_layer_that_slides_is_refused_without_a_mask():
+    q, layer = torch.randn(1, 2, 4, 8), nn.Identity()
+    layer.sliding_window = 3
+    with pytest.raises(UnsupportedError, match="Identity has a sliding window but got no mask"):
+        attention_function("exact")(layer, q, q, q, None)
+
+
+def plan_text(**changes):
+    """A plan for all layers of the tiny BERT."""
+    layer = {"backend": "window", "options": {}, "max_tokens": None, **changes}
+    layers = {f"encoder.layer.{number}.attention.self": layer for number in range(3)}
+    return json.dumps({"format": 1, "layers": layers})
+
+
+HUGE_RANK = {"backend": "linformer", "options": {"rank": 10**9}, "max_tokens": 10**9}
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("{", "Cannot read the plan"),
+        ('{"format": 7}', "not a plan of format 1"),
+        ('{"format": true, "layers": {}}', "not a plan of format 1"),
+        ('{"format": 1, "layers": {}}', "efficient_attn names no layer"),
+        (plan_text().replace("encoder", "decoder"), "belong to another model"),
+        (plan_text(options={"head_dim": 8}), "No option of backend 'window' is called 'head_dim'"),
+        (plan_text(options={"causal": True}), "No option of backend 'window' is called 'causal'"),
+        (plan_text(options={"window": "x"}), "window"),
+        (plan_text(max_tokens=-5), "max_tokens is at least 1"),
+        (plan_text(backend="performer-positive", options={"num_features": 10**12}), "is above 65536"),
+        (plan_text(**HUGE_RANK), r"needs \d+ numbers, \d+ are the"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_before_it_takes_memory(encoder, tmp_path, text, match):
+    model = transformers.AutoModel.from_pretrained(encoder).eval()
+    (tmp_path / "layers.json").write_text(text)
+    with pytest.raises(DataError, match=match):
+        attach(model, tmp_path / "layers.json")
+
+
+@pytest.mark.parametrize("options", [{"window": 5}, {"max_tokens": 60}, {"seed": 3}, {"full": "window"}])
+def test_a_plan_sets_the_options_of_its_backends_itself(options, tmp_path):
+    (name,) = options
+    with pytest.raises(OptionError, match=f"{name}=…: the file .* sets the backend of every"):
+        attach(bert(), tmp_path / "layers.json", **options)
+
+
+def test_load_refuses_a_plan_that_it_would_drop_or_that_would_drop_backends(encoder, tmp_path):
+    model, plan = transformers.AutoModel.from_pretrained(encoder).eval(), tmp_path / "layers.json"
+    with pytest.raises(DataError, match="Cannot read the plan"):
+        attach(model, plan)
+    with pytest.raises(OptionError, match="plan=…: the model given by into"):
+        load(encoder, into=model, plan=plan)
+    save(attach(model, "window", window=5), tmp_path / "saved")
+    with pytest.raises(OptionError, match="holds a model with backends of its own"):
+        load(tmp_path / "saved", plan=plan)

@@ -1,0 +1,379 @@
+"""Saved and loaded, a model has the same outputs; files that do not fit it are refused in one line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
+
+from integrations.hf_models import NO_DROPOUT, SIZES, bert, gemma3, gpt2, inputs, llama, logits, modernbert
+from integrations.hf_models import saved as saved_with_tokenizer
+
+import efficient_attn as ea
+from efficient_attn.backend import Backend
+from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.integrations.transformers import StateCache, attach, load, register, save, swapped
+from efficient_attn.integrations.transformers.loading import open_model
+
+SIZE = {"num_features": 16}
+BATCH = inputs()
+
+
+def assert_same(model, expected):
+    """Equal logits of two models, bit for bit."""
+    assert torch.equal(logits(model, BATCH), logits(expected, BATCH))
+
+
+def linformer(**options):
+    """A BERT whose mixtures have been trained a little."""
+    model = attach(bert(), "linformer", rank=8, **options)
+    with torch.no_grad():
+        for backend in (m for m in model.modules() if isinstance(m, Backend)):
+            for parameter in backend.parameters():
+                parameter.add_(torch.randn(parameter.shape) / 100)
+    return model
+
+
+def calibrated():
+    model = attach(llama(), "performer-full", num_features=16)
+    ea.calibrate(model, inputs(left=0, right=0)["input_ids"])
+    return model
+
+
+def redrawn():
+    model = attach(gpt2(), "performer-positive", num_features=16)
+    model.transformer.h[1].attn.efficient_attn.redraw(7)
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        linformer,
+        lambda: linformer(sharing="key-value"),
+        calibrated,
+        redrawn,
+        lambda: attach(bert(), {"0-1": ("window", {"window": 7}), 2: "performer-trig"}),
+        lambda: attach(gemma3(), sliding="window", full="performer-positive"),
+        lambda: attach(modernbert(), "exact"),
+    ],
+    ids=["linformer", "keys as values", "calibrated", "redrawn", "by layer", "sliding", "exact"],
+)
+def test_a_saved_model_is_loaded_with_its_backends_options_and_state_and_saved_again(make, tmp_path):
+    model = make()
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert type(loaded) is type(model)
+    assert loaded.config.efficient_attn == model.config.efficient_attn
+    assert_same(loaded, model)
+    loaded.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert_same(load(tmp_path / "shards"), model)
+
+
+def test_a_plan_fits_a_model_with_and_without_its_head(tmp_path):
+    model = llama()
+    attach(model.model, "performer-positive")
+    model.save_pretrained(tmp_path / "whole")
+    assert_same(load(tmp_path / "whole"), model)
+    attach(model, "performer-positive", seed=1).model.save_pretrained(tmp_path / "body")
+    ids = inputs()["input_ids"]
+    with torch.no_grad():
+        expected = model.model(ids).last_hidden_state
+        assert torch.equal(load(tmp_path / "body")(ids).last_hidden_state, expected)
+
+
+def test_an_encoder_that_was_saved_without_its_pooler_has_none_again(tmp_path):
+    config = transformers.BertConfig(**SIZES, **NO_DROPOUT)
+    model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    ids = inputs()["input_ids"]
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        output = open_model(saved_with_tokenizer(model, tmp_path / "exact")).model(ids)
+        assert torch.equal(output.last_hidden_state, expected) and output.pooler_output is None
+        attach(model, "window", window=3).save_pretrained(tmp_path / "window")
+        assert torch.equal(load(tmp_path / "window")(ids).last_hidden_state, model(ids).last_hidden_state)
+
+
+def test_a_pooler_that_is_missing_in_part_is_refused(tmp_path):
+    saved_with_tokenizer(transformers.BertModel(transformers.BertConfig(**SIZES)), tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors.pop("pooler.dense.bias"))
+    with pytest.raises(DataError, match=r"it lacks pooler\.dense\.bias"):
+        open_model(tmp_path)
+
+
+def test_plain_from_pretrained_runs_no_model_without_its_backends(saved):
+    register()
+    loaded = transformers.AutoModel.from_pretrained(saved)
+    with pytest.raises(
+        UnsupportedError, match=r"No backend is attached to this BertSelfAttention.*load\(path\)"
+    ):
+        loaded(**inputs())
+
+
+WITHOUT_US = """
+import sys
+from transformers import AutoModel
+try:
+    AutoModel.from_pretrained(sys.argv[1])
+except ValueError as error:
+    print(error)
+assert "efficient_attn" not in sys.modules
+"""
+
+
+def test_a_process_without_efficient_attn_refuses_a_model_with_backends(saved):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_US, str(saved)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'attn_implementation="efficient_attn"` is not supported' in done.stdout
+
+
+def test_from_pretrained_leaves_backends_away_where_sdpa_is_requested(saved):
+    with pytest.raises(DataError, match="holds a model with attached backends"):
+        open_model(saved)
+    plain = transformers.BertForMaskedLM.from_pretrained(saved, attn_implementation="sdpa")
+    assert plain.config._attn_implementation == "sdpa"
+    assert not [name for name in plain.state_dict() if "efficient_attn" in name]
+    torch.testing.assert_close(logits(plain, BATCH), logits(bert(), BATCH), rtol=1e-5, atol=1e-4)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    linformer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_config(folder, change):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+
+
+def change_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def first_layer(config):
+    return next(iter(config["efficient_attn"]["layers"].values()))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda c: c.pop("efficient_attn"), "names no backends"),
+        (lambda c: c.update(efficient_attn=[1]), "not a plan of format 1"),
+        (lambda c: c["efficient_attn"].update(format=2), "not a plan of format 1"),
+        (lambda c: c["efficient_attn"].update(layers=3), "lacks one of the fields"),
+        (lambda c: first_layer(c).pop("options"), "lacks one of the fields"),
+        (
+            lambda c: first_layer(c).update(backend="evil.py:attention"),
+            "'evil.py:attention', which is not registered",
+        ),
+        (lambda c: first_layer(c).update(backend="gone"), "'gone', which is not registered"),
+        (lambda c: first_layer(c).update(options={"rank": -1}), "rank is at least 1"),
+        (lambda c: first_layer(c).update(options={"ranks": 4}), "Did you mean 'rank'"),
+        (lambda c: c["efficient_attn"]["layers"].popitem(), "belong to another model"),
+        (
+            lambda c: first_layer(c)["options"].update(rank=64, sharing="none"),
+            "needs 32768 numbers, 1024 are",
+        ),
+        (lambda c: first_layer(c).update(max_tokens=1 << 40), r"needs \d+ numbers, 1024 are saved"),
+        (lambda c: first_layer(c)["options"].update(sharing=[]), "sharing"),
+        (lambda c: c.update(architectures=["Nothing"]), "which transformers lacks"),
+        (lambda c: c.update(architectures={"a": 1}), "which transformers lacks|Cannot load a model"),
+        (lambda c: c.update(architectures=[1]), "which transformers lacks|Cannot load a model"),
+        (lambda c: c.update(dtype="nothing"), "Cannot load a model"),
+        (lambda c: c.update(hidden_size="x"), "Cannot load a model"),
+        (lambda c: c.update(architectures=["logging"]), "which transformers lacks"),
+        (lambda c: c.update(hidden_size=64), "another model|size mismatch|Cannot load"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(saved, change, match):
+    change_config(saved, change)
+    with pytest.raises(DataError, match=match):
+        load(saved)
+
+
+MIX = "bert.encoder.layer.0.attention.self.efficient_attn.core.mix_keys"
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t.pop(MIX), "needs 1024 numbers, 512 are saved"),
+        (lambda t: t.update({f"{MIX}_": t.pop(MIX)}), "do not fit backend 'linformer'.*Missing"),
+        (lambda t: t.update({MIX: torch.zeros(64, 8)}), "do not fit backend 'linformer'.*size mismatch"),
+        (lambda t: t.update({f"{MIX}_too": torch.zeros(1)}), "do not fit backend 'linformer'.*Unexpected"),
+        (lambda t: t.pop("bert.encoder.layer.1.output.dense.weight"), "to another model: it lacks"),
+        (lambda t: t.update(strange=torch.zeros(1)), "to another model: it has, beyond the model, strange"),
+    ],
+)
+def test_parameters_of_another_model_are_refused(saved, change, match):
+    change_tensors(saved, change)
+    with pytest.raises(DataError, match=match):
+        load(saved)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(lambda whole, n=n: whole[:n] for n in (0, 4, 8, 100, -1)),
+        lambda _: b"\xff" * 64,
+        lambda _: (1 << 40).to_bytes(8, "little") + b"{}",
+        lambda _: b"\x80\x04\x95pickle" * 9,
+    ],
+)
+def test_a_file_that_was_cut_off_or_is_hostile_is_refused(saved, content):
+    path = saved / "model.safetensors"
+    path.write_bytes(content(path.read_bytes()))
+    refused = r"Cannot load a model|is not a valid safetensors file|has a header of"
+    with pytest.raises(DataError, match=refused):
+        load(saved)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"holds no config\.json"):
+        load(tmp_path)
+    with pytest.raises(DtypeError, match="folder is a path, not None"):
+        load(None)
+
+
+def test_a_backend_without_a_registered_name_is_not_restored(tmp_path):
+    model = attach(bert(), torch.nn.functional.scaled_dot_product_attention)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="had no registered name"):
+        load(tmp_path)
+
+
+class Adapter(nn.Module):
+    """A module around a model that saves a part of it, as PEFT does."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = nn.ModuleDict({"model": model})
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, **batch):
+        return self.base_model["model"](**batch)
+
+    def save_pretrained(self, folder):
+        folder.mkdir(exist_ok=True)
+        save_file({"scale": self.scale.data}, folder / "adapter_model.safetensors")
+
+
+def test_a_model_inside_a_module_is_attached_and_put_back():
+    wrapped = Adapter(bert())
+    expected = logits(wrapped, BATCH)
+    with swapped(wrapped, "performer-positive", **SIZE) as same:
+        assert same is wrapped
+        approximated = logits(wrapped, BATCH)
+    assert not torch.allclose(approximated, expected)
+    assert torch.equal(logits(wrapped, BATCH), expected)
+    assert attach(wrapped, "performer-positive", **SIZE) is wrapped
+    assert torch.equal(logits(wrapped, BATCH), approximated)
+    assert StateCache(attach(Adapter(llama()), "exact")).layers
+
+
+def test_backends_are_saved_next_to_an_adapter_and_loaded_into_a_new_adapter(tmp_path):
+    first = attach(Adapter(bert()), "linformer", rank=4, sharing="key-value", seed=3)
+    save(first, tmp_path / "saved")
+    assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
+    again = Adapter(bert())
+    assert load(tmp_path / "saved", into=again) is again
+    assert_same(again, first)
+    # In the folder of its base model, too.
+    bert().save_pretrained(tmp_path)
+    first = attach(Adapter(bert()), "performer-positive", **SIZE, seed=3)
+    save(first, tmp_path)
+    assert_same(load(tmp_path, into=Adapter(bert())), first)
+
+
+def test_a_whole_model_is_saved_in_its_own_form(tmp_path):
+    model = attach(bert(), "performer-positive", **SIZE)
+    save(model, tmp_path)
+    assert not (tmp_path / "efficient_attn.json").exists()
+    assert_same(load(tmp_path), model)
+    assert_same(load(tmp_path, into=bert()), model)
+
+
+class Encoder(Adapter):
+    """A module around a model that saves all of it, as Sentence Transformers does."""
+
+    def save_pretrained(self, folder):
+        self.base_model["model"].save_pretrained(folder)
+
+
+def test_a_module_that_saves_its_whole_model_is_loaded_as_a_module_and_as_a_model(tmp_path):
+    first = attach(Encoder(bert()), "performer-positive", **SIZE, seed=3)
+    save(first, tmp_path)
+    assert_same(load(tmp_path, into=Encoder(bert())), first)
+    assert_same(load(tmp_path), first)
+
+
+@pytest.mark.parametrize("earlier", ["linformer", "performer-positive"])
+def test_a_whole_model_replaces_the_backends_of_an_adapter_in_the_same_folder(earlier, tmp_path):
+    options = {"linformer": {"rank": 4}, "performer-positive": SIZE}
+    save(attach(Adapter(bert()), earlier, seed=1, **options[earlier]), tmp_path)
+    model = attach(bert(), "performer-positive", **SIZE, seed=2)
+    model.save_pretrained(tmp_path)
+    assert_same(load(tmp_path), model)
+    save(model, tmp_path)
+    assert_same(load(tmp_path, into=bert()), model)
+
+
+def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match="No backend with a registered name is attached"):
+        save(bert(), tmp_path)
+    with pytest.raises(DataError, match=r"neither efficient_attn\.json nor config\.json"):
+        load(tmp_path, into=bert())
+    with pytest.raises(OptionError, match=r"dtype=…: the model given by into=… is loaded already"):
+        load(tmp_path, into=bert(), dtype="float32")
+    bert().save_pretrained(tmp_path)
+    with pytest.raises(DataError, match=r"config\.json names no backends"):
+        load(tmp_path, into=bert())
+    (tmp_path / "efficient_attn.json").write_text(json.dumps({"format": 1, "layers": {"0": {}}}))
+    with pytest.raises(DataError, match=r"efficient_attn\.json: a layer in efficient_attn lacks"):
+        load(tmp_path, into=bert())
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_peft_model_keeps_its_backends(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed; no extra installs it")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    model = attach(peft.get_peft_model(llama(), config), "performer-positive", **SIZE)
+    expected = logits(model, BATCH)
+    save(model, tmp_path)
+    again = load(tmp_path, into=peft.PeftModel.from_pretrained(llama(), tmp_path))
+    assert torch.equal(logits(again, BATCH), expected)
+    assert torch.allclose(logits(again.merge_and_unload(), BATCH), expected, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_a_sentence_transformer_keeps_its_backends(tmp_path):
+    library = pytest.importorskip(
+        "sentence_transformers", reason="sentence_transformers is not installed; no extra installs it"
+    )
+    folder = saved_with_tokenizer(bert(), tmp_path / "model")
+    model = library.SentenceTransformer(str(folder), local_files_only=True)
+    texts = ["w1 w2 w3 w4", "w5 w6 w1"]
+    exact = torch.as_tensor(model.encode(texts))
+    attach(model, "performer-positive", **SIZE)
+    expected = torch.as_tensor(model.encode(texts))
+    assert not torch.allclose(exact, expected)
+    save(model, tmp_path / "saved")
+    arguments = {"attn_implementation": "sdpa"}
+    plain = library.SentenceTransformer(str(tmp_path / "saved"), model_kwargs=arguments)
+    torch.testing.assert_close(torch.as_tensor(plain.encode(texts)), exact)
+    again = load(tmp_path / "saved", into=plain)
+    torch.testing.assert_close(torch.as_tensor(again.encode(texts)), expected)

@@ -1,0 +1,71 @@
+"""Exact attention in every architecture of transformers' mappings: right, or refused in words."""
+
+import runpy
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
+
+from integrations.transformers import hf_zoo
+
+ROOT = Path(__file__).parents[3]
+
+# The committed table belongs to this version; other versions have other architectures.
+MEASURED = "5.23.0"
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {(row.mapping, row.model): row for row in hf_zoo.read()}
+
+
+def test_the_page_of_architectures_is_fresh():
+    written = runpy.run_path(str(ROOT / "docs" / "hugging_face_models.py"))
+    assert written["PAGE"].read_text(encoding="utf-8") == written["page"](), (
+        "run: python docs/hugging_face_models.py"
+    )
+
+
+def test_the_table_has_every_architecture_and_none_is_silently_wrong(rows):
+    if version("transformers") == MEASURED:
+        assert [(mapping, model) for mapping, model, _ in hf_zoo.architectures()] == list(rows)
+    assert {row.verdict for row in rows.values()} <= {hf_zoo.RIGHT, hf_zoo.REFUSED, hf_zoo.NOT_BUILT}
+
+
+FEW = [
+    "bert",
+    "deberta",
+    "deepseek_v3",
+    "falcon",
+    "gemma2",
+    "gpt_oss",
+    "jamba",
+    "t5",
+    "nllb-moe",
+    "pegasus_x",
+]
+
+
+@pytest.mark.parametrize("model", FEW)
+def test_a_few_architectures_have_the_verdict_of_the_table(model, rows):
+    entry = next(entry for entry in hf_zoo.architectures() if entry[1] == model)
+    of_the_table = {rows[entry[:2]].verdict}
+    newer = set() if version("transformers") == MEASURED else {hf_zoo.RIGHT, hf_zoo.REFUSED}
+    assert hf_zoo.judged(*entry)[0] in of_the_table | newer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mapping", hf_zoo.MAPPINGS)
+def test_every_architecture_has_the_verdict_of_the_table(mapping, rows):
+    differing = {}
+    for entry in hf_zoo.architectures([mapping]):
+        verdict, reason = hf_zoo.judged(*entry)
+        row = rows.get(entry[:2])
+        expected = row.verdict if row is not None else hf_zoo.RIGHT
+        if version("transformers") == MEASURED and verdict != expected:
+            differing[entry[1]] = f"{verdict} ({reason}), not {expected}"
+        elif verdict in (hf_zoo.WRONG, hf_zoo.ERROR):
+            differing[entry[1]] = f"{verdict} ({reason})"
+    assert not differing
