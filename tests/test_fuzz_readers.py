@@ -128,8 +128,8 @@ def _compare(folder):
 
 
 def _go_on(folder):
-    earlier = begin(folder, [], {"command": []}, resume=True, force=True)
-    assert all(line(record) for record in earlier.records.values())
+    stored = begin(folder, [], {"command": []}, resume=True, force=True)
+    assert all(line(row) for row in stored.rows)
 
 
 def _draw(folder):
