@@ -50,11 +50,6 @@ QUICK = {
     ),
     "compare": Quick("--seq-len 16 --draws 1 --rounds 1 --isolate none"),
     "bench": Quick("--seq-len 16 --num-heads 2 --head-dim 8 --isolate none --rounds 1"),
-    "kernel": Quick(
-        "--size 4,8 --norm 0.25 --angle 90 --head-dim 4 --draws 32",
-        selection="--backend performer-positive",
-        codes={"performer-positive,own.py:broken": 3, "own.py:broken": 4},
-    ),
     "mse": Quick("--inputs gaussian --seq-len 24 --head-dim 4 --size 4,8 --norm 0.5 --draws 2"),
     "recall": Quick(
         "--pairs 4 --classes 2 --queries 2 --gap 4 --steps 1 --seeds 1 --size 4 --batch 2 --head-dim 4",

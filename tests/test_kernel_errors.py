@@ -9,8 +9,8 @@ from drawn import texts
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.studies.kernel.analysis import entries, entry_panels
-from efficient_attn.studies.kernel.measure import PAIRS, pairs
+from efficient_attn.studies.mse.kernel import PAIRS, pairs
+from efficient_attn.studies.mse.kernel_view import entries, entry_panels
 
 RANDOM = ["performer-positive", "performer-hyperbolic", "performer-trig", "performer-oprf", "performer-full"]
 STANDARD_ERRORS = 4.5
@@ -24,11 +24,15 @@ def test_pairs_have_the_norm_and_angle_that_was_asked_for():
     torch.testing.assert_close((x * y).sum(dim=-1), norms**2 * math.cos(math.radians(120)))
 
 
+ONE_ENTRY = {"of": "kernel", "sizes": (8,), "norms": (0.5,), "angles": (90,), "draws": 2}
+
+
 @pytest.mark.parametrize("projection", ["iid", "orthogonal", "simplex"])
 @pytest.mark.parametrize("head_dim", [4, 8, 16, 64])
 def test_measured_errors_are_those_of_theory(projection, head_dim):
-    results = ea.kernel(
+    results = ea.mse(
         RANDOM,
+        of="kernel",
         sizes=(32,),
         norms=(0.5,),
         angles=(100,),
@@ -46,7 +50,9 @@ def test_measured_errors_are_those_of_theory(projection, head_dim):
 
 
 def test_an_error_that_so_many_draws_cannot_tell_is_said_beside_theory():
-    results = ea.kernel(["performer-positive", "performer-trig"], sizes=(16,), norms=(1.5,), angles=(60,))
+    results = ea.mse(
+        ["performer-positive", "performer-trig"], of="kernel", sizes=(16,), norms=(1.5,), angles=(60,)
+    )
     lost, found = results.records
     assert (lost.status, lost.kernel_mse) == ("skipped", None)
     assert "would come out too small" in lost.reason
@@ -60,8 +66,8 @@ def test_an_error_that_so_many_draws_cannot_tell_is_said_beside_theory():
 
 
 def test_the_plot_has_a_chart_for_each_norm_and_angle(tmp_path):
-    results = ea.kernel(
-        ["performer-trig"], sizes=(8, 16), norms=(0.5, 1), angles=(90, 120), draws=4, head_dim=4,
+    results = ea.mse(
+        ["performer-trig"], of="kernel", sizes=(8, 16), norms=(0.5, 1), angles=(90, 120), draws=4, head_dim=4,
         out=tmp_path / "out",
     )  # fmt: skip
     assert {"kernel_mse.png", "report.html"} <= {path.name for path in (tmp_path / "out").iterdir()}
@@ -80,27 +86,31 @@ def test_the_plot_has_a_chart_for_each_norm_and_angle(tmp_path):
 
 def test_by_default_only_what_estimates_the_kernel_is_measured_and_others_are_refused_by_name():
     small = {"sizes": (8,), "norms": (0.5,), "angles": (90,), "draws": 2, "head_dim": 4}
-    assert {r.case.backend for r in ea.kernel(**small).records} == set(RANDOM)
-    window, relu = ea.kernel(["window", "linear-relu"], **{**small, "sizes": (9,)}).records
+    assert {r.case.backend for r in ea.mse(of="kernel", **small).records} == set(RANDOM)
+    window, relu = ea.mse(["window", "linear-relu"], of="kernel", **{**small, "sizes": (9,)}).records
     assert (window.status, relu.status) == ("unsupported", "unsupported")
     assert "has no features that estimate the softmax kernel" in window.reason
     assert "of another kernel than that of softmax" in relu.reason
     with pytest.raises(OptionError, match="angle is from 0 to 180 degrees, not 181"):
-        ea.kernel(**{**small, "angles": (181,)})
+        ea.mse(of="kernel", **{**small, "angles": (181,)})
     with pytest.raises(UnsupportedError, match="'exact' has no features"):
         ea.build("exact", head_dim=4).kernel_ratios(*torch.zeros(2, 1, 1, 3, 4))
 
 
 def test_what_is_calibrated_is_calibrated_on_the_pairs_and_the_record_says_so():
-    (record,) = ea.kernel(["performer-oprf"], sizes=(8,), norms=(0.5,), angles=(90,), draws=2).records
+    (record,) = ea.mse(
+        ["performer-oprf"], of="kernel", sizes=(8,), norms=(0.5,), angles=(90,), draws=2
+    ).records
     assert record.calibrated_on == "the inputs measured"
 
 
 def test_a_record_without_an_entry_or_a_size_is_left_out_of_lines():
-    (record,) = ea.kernel(["performer-trig"], sizes=(8,), norms=(0.5,), angles=(90,), draws=2).records
+    (record,) = ea.mse(
+        ["performer-trig"], of="kernel", sizes=(8,), norms=(0.5,), angles=(90,), draws=2
+    ).records
     sizeless = replace(record, case=replace(record.case, label="performer-trig"))
     for strange in (sizeless, replace(record, kernel_value=0.0)):
         assert (
             entry_panels([strange]) == ()
-            and ea.Results([strange], environment={"study": "kernel"}).tables() == []
+            and ea.Results([strange], environment={"study": "mse"}).tables() == []
         )

@@ -192,6 +192,9 @@ def test_a_function_is_measured_once_and_what_breaks_is_a_record_with_its_reason
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
+        ({"of": "heads"}, OptionError, "of is output or kernel, not 'heads'"),
+        ({"angles": (60.0,)}, OptionError, "angles has no effect on the error of the output"),
+        ({"of": "kernel"}, OptionError, "inputs has no effect on the error of the kernel"),
         ({"metric": "msee"}, UnknownNameError, "No metric is called 'msee'. Did you mean 'mse'"),
         ({"data_seeds": 0}, OptionError, "data_seeds is at least 1, not 0"),
         ({"draws": 0}, OptionError, "draws is at least 1, not 0"),

@@ -38,7 +38,9 @@ def drawings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, str]]
 
 
 def measure(**options):
-    return ea.kernel(["performer-positive"], sizes=(4, 8), norms=(0.5,), angles=(90,), draws=2, **options)
+    return ea.mse(
+        ["performer-positive"], of="kernel", sizes=(4, 8), norms=(0.5,), angles=(90,), draws=2, **options
+    )
 
 
 def test_a_run_in_a_notebook_has_one_bar_that_ends_full(drawings) -> None:

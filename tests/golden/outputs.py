@@ -21,7 +21,7 @@ STORED = FOLDER / "outputs.json"
 
 COMMANDS = {
     "mse": "mse --inputs gaussian,encoder --size 16,64 --seq-len 128 --layer 1 --draws 2 --threads 1",
-    "kernel": "kernel --size 16,64 --draws 8 --threads 1",
+    "kernel": "mse --of kernel --size 16,64 --draws 8 --threads 1",
     "compare": "compare --inputs encoder --layer 1 --rounds 1 --draws 2 --threads 1",
     "compare causal": "compare --inputs decoder --layer 19 --rounds 1 --draws 1 --threads 1 "
     "--backend exact,window,linear-elu,performer-positive",

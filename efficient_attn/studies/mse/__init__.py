@@ -1,4 +1,4 @@
-"""Error of backends against exact softmax attention, size by size."""
+"""Error of backends against exact softmax attention, or of features at kernel entries, size by size."""
 
 from efficient_attn.runner.quantity import QUANTITIES
 from efficient_attn.studies.mse.plan import plan
@@ -15,6 +15,9 @@ STUDY = Study(
             "output_relative_error",
             "output_mse",
             "unsafe_rows",
+            "kernel_mse",
+            "expected_kernel_mse",
+            "kernel_value",
             "flops",
             "num_directions",
         )

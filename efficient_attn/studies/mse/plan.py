@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from typing import Annotated, Any
 
-from efficient_attn.errors import UnknownNameError
+from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
 from efficient_attn.runner.record import Record
@@ -20,6 +21,11 @@ from efficient_attn.studies.workload import Workload, settle
 # Performer's figure 4 (Choromanski et al. 2021): sequences of 4096 tokens, vectors of 16.
 _TOKENS, _HEAD_DIM = 4096, 16
 _INPUTS = ("gaussian", "encoder", "decoder")
+
+_ANGLES = (60.0, 90.0, 120.0)
+
+# Options that the error of kernel entries does not have.
+_OF_THE_OUTPUT = ("inputs", "model", "text", "metric", "data_seeds", "seq_len", "layers", "device", "dtype")
 
 # Operations of the metric per token and entry of a head, in the unit of a backend's own count.
 _METRIC = 100
@@ -38,9 +44,15 @@ def plan(
     model: Model = None,
     text: Text = None,
     sizes: shared.Sizes = (16, 32, 64, 128, 256, 512, 1024),
+    of: Annotated[
+        str, Option(help="Error of the output, or of entries of the softmax kernel.", metavar="output|kernel")
+    ] = "output",
     metric: Annotated[str, Option(help="Metric: relative or mse.", metavar="NAME")] = "relative",
     norms: shared.Norms = (0.5, 1.0),
-    draws: Annotated[int | None, Option(help="Number of random-feature draws; 6.", least=1)] = None,
+    angles: Annotated[Sequence[float] | None, shared.usually(shared.Angles, "60,90,120")] = None,
+    draws: Annotated[
+        int | None, Option(help="Number of random-feature draws; 6, of entries 64.", least=1)
+    ] = None,
     data_seeds: Annotated[int, Option(help="Number of seeds of Gaussian inputs.", least=1)] = 2,
     seq_len: shared.SeqLen = _TOKENS,
     head_dim: shared.HeadDim = _HEAD_DIM,
@@ -55,10 +67,19 @@ def plan(
     """Measure the error of backends against exact softmax attention in float64, size by size.
 
     The baseline is uniform attention, the mean of the values. Layers that are causal in their model are
-    measured causally.
+    measured causally. An entry of the kernel is exp(x·y) for x = q/d^¼ and y = k/d^¼ of a given norm and
+    angle, in float64; its error is compared with theory.
 
     Example: efficient-attn mse --inputs encoder --backend window,my_file.py:my_attention
+
+    Example: efficient-attn mse --of kernel --norm 0.5,1 --angle 60,90,120
     """
+    given = locals()
+    if of not in ("output", "kernel"):
+        raise OptionError(f"of is output or kernel, not {of!r}.")
+    _refuse_without_effect(given, ("angles",) if of == "output" else _OF_THE_OUTPUT, of)
+    if of == "kernel":
+        return _kernel_plan(given)
     from efficient_attn.runner.accuracy import DRAWS, METRICS
     from efficient_attn.runner.inputs import subjects
 
@@ -69,7 +90,7 @@ def plan(
     wanted = parse_sizes(sizes, name="sizes")
     variants = select(backends, options, exclude=exclude)
     workload = settle(Workload(device=device, dtype=dtype, threads=threads))
-    given, notes = sources(inputs, model, text, default=_INPUTS)
+    named, notes = sources(inputs, model, text, default=_INPUTS)
 
     def placed(source: Any) -> list[Any]:
         made = subjects(
@@ -83,7 +104,7 @@ def plan(
         )
         return [one.placed(dtype=workload.dtype, device=workload.device) for one in made]
 
-    found, left_out = those_that_fit(given, placed, default=_INPUTS)
+    found, left_out = those_that_fit(named, placed, default=_INPUTS)
     chosen = [one for made in found for one in made]
     question = {"metric": metric, "threads": workload.threads or 1}
     return Plan(
@@ -94,6 +115,40 @@ def plan(
         notes=[*notes, *left_out],
         about={PAIR_NORMS: {subject.name: subject.pair_norm for subject in chosen}},
     )
+
+
+def _refuse_without_effect(given: Mapping[str, Any], names: Sequence[str], of: str) -> None:
+    """Reject options of the other error that have another value than their default."""
+    for name in names:
+        # The command line has lists in place of tuples.
+        value, default = (
+            tuple(x) if isinstance(x, list) else x
+            for x in (given[name], signature(plan).parameters[name].default)
+        )
+        if value != default:
+            raise OptionError(f"{name} has no effect on the error of the {of}.")
+
+
+def _kernel_plan(given: Mapping[str, Any]) -> Plan:
+    """Entries of the kernel, of all random features unless backends are named."""
+    from efficient_attn.studies.mse.kernel import DRAWS, entry_steps
+
+    draws = DRAWS if given["draws"] is None else given["draws"]
+    positive_count("draws", draws)
+    variants = select(given["backends"], given["options"], exclude=given["exclude"])
+    if given["backends"] is None:
+        variants = tuple(variant for variant in variants if SEED in variant.options)
+    steps = entry_steps(
+        variants,
+        sizes=parse_sizes(given["sizes"], name="sizes"),
+        norms=given["norms"],
+        angles=_ANGLES if given["angles"] is None else given["angles"],
+        draws=draws,
+        head_dim=given["head_dim"],
+        threads=settle(Workload(device="cpu", threads=given["threads"])).threads or 1,
+        seed=given["seed"],
+    )
+    return Plan(steps=steps)
 
 
 def _points(

@@ -1,7 +1,8 @@
 """Error of the softmax kernel at single pairs: measured over draws, and predicted by theory."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -9,14 +10,17 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from efficient_attn.errors import OptionError
 from efficient_attn.measure.inputs import Activations
 from efficient_attn.ops.linear.features import haar_rotations
 from efficient_attn.problem import positive_count
-from efficient_attn.runner.accuracy import directions_of, measure_draws
+from efficient_attn.runner.accuracy import at_sizes, directions_of, error_case, measure_draws
 from efficient_attn.runner.counting import attention_flops
 from efficient_attn.runner.inputs import Subject
 from efficient_attn.runner.record import Case, Record, replace
+from efficient_attn.runner.sizes import sized
 from efficient_attn.runner.variants import Variant
+from efficient_attn.studies.points import Point, Steps, in_lists, interleaved
 from efficient_attn.theory import kernel
 from efficient_attn.theory.kernel import Floats, log_coupled_error, log_oprf_error, standard_error
 
@@ -28,6 +32,63 @@ _MOST_UNCERTAIN = 0.2
 
 # Features whose error theory predicts.
 _KINDS = ("positive", "hyperbolic", "trigonometric")
+
+
+# Draws of kernel entries, which are cheap and scatter.
+DRAWS = 64
+
+
+def entry_steps(
+    variants: Sequence[Variant],
+    *,
+    sizes: Sequence[int],
+    norms: Sequence[float],
+    angles: Sequence[float],
+    draws: int,
+    head_dim: int,
+    threads: int,
+    seed: int,
+) -> Callable[[], Steps]:
+    """Steps that measure entries exp(x·y) of every norm and angle, size by size."""
+    lists = [
+        interleaved(_line(subject, variant, sizes, draws, threads) for variant in variants)
+        for subject in _subjects(norms, angles, head_dim=head_dim, seed=seed)
+    ]
+    return partial(in_lists, lists)
+
+
+def _subjects(norms: Sequence[float], angles: Sequence[float], *, head_dim: int, seed: int) -> list[Subject]:
+    """Pairs of a query and a key, one subject for each norm and angle of their scaled vectors."""
+    if not norms or not angles:
+        raise OptionError("norms and angles must not be empty.")
+    for angle in angles:
+        if not 0 <= angle <= 180:
+            raise OptionError(f"angle is from 0 to 180 degrees, not {angle!r}.")
+    return [
+        Subject(
+            f"pair(norm={norm:g}, angle={angle:g})",
+            pairs(norm=norm, angle=angle, head_dim=head_dim, seed=seed),
+            head_dim**-0.5,
+            seed,
+        )
+        for norm in norms
+        for angle in angles
+    ]
+
+
+def _line(
+    subject: Subject, variant: Variant, sizes: Sequence[int], draws: int, threads: int | None
+) -> Iterator[Point]:
+    """The points of a variant, by rising size."""
+    for sized_variant in at_sizes(variant, subject, sizes):
+        case = error_case(sized_variant, subject, "kernel", threads=threads)
+        yield Point(
+            case=case,
+            measure=partial(measure, sized_variant, subject, draws, threads=threads),
+            label=f"{case.label} at {case.inputs}",
+            series=sized(case).series,
+            cost=float(draws * (sized(case).size or 1)),
+        )
 
 
 def pairs(*, norm: float, angle: float, head_dim: int, seed: int) -> Activations:
