@@ -32,19 +32,6 @@ def options() -> list[str]:
     return table(["option", "meaning", "commands (default)"], rows)
 
 
-def former() -> list[str]:
-    """Former flags, which are accepted for one release."""
-    from efficient_attn.studies import studies
-
-    rows = [
-        [f"`{flag}`", f"`{one.flag}`", f"`{study.name}`"]
-        for study in studies().values()
-        for one in study.parameters()
-        for flag in one.option.old
-    ]
-    return table(["former", "now", "command"], sorted(rows))
-
-
 def quantities() -> list[str]:
     """Every quantity, with its unit, direction and kind of scatter."""
     from efficient_attn.runner.quantity import CONDITIONS, QUANTITIES
@@ -121,7 +108,7 @@ def _line(text: str | None) -> str:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    one.__name__: one for one in (commands, options, former, quantities, fields, kinds)
+    one.__name__: one for one in (commands, options, quantities, fields, kinds)
 }
 
 

@@ -259,6 +259,17 @@ def test_remaining_time_knows_that_points_grow():
         assert durations.remaining_s([(long, ROUNDS)]) == ROUNDS * durations.next_s(long)
 
 
+def test_the_memory_of_a_long_call_is_predicted_from_its_time():
+    (time,), (memory,), (long_time,), (long,) = entries("a", lengths=(16, 1600), growth=2)
+    durations = Durations(0.1)
+    # A short call takes a microsecond, and counting its memory a quarter of a second.
+    durations.learn(time, Record(case=time.case, times_s=(1e-6,)), 0.1)
+    durations.learn(memory, Record(case=memory.case, peak_bytes=1), 0.25)
+    assert durations.next_s(long) == pytest.approx(0.25 + 3 * 1e-6 * 100**2)
+    durations.learn(long_time, Record(case=long_time.case, times_s=(0.5,)), 2.0)
+    assert durations.next_s(long) == pytest.approx(0.25 + 3 * 0.5)
+
+
 def test_progress_counts_up_to_the_end():
     _, _, steps = run_all(entries("a", "b"))
     assert [step.done for step in steps] == list(range(1, 9))

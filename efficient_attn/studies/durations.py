@@ -33,6 +33,10 @@ class Durations:
     def next_s(self, point: Point) -> float:
         """Seconds of the point, or of its next round; 0 where nothing of its series was measured."""
         last = self._last.get(_key(point))
+        timed = self._last.get((point.series, "time"))
+        if point.case.kind == "memory" and timed is not None and timed.call_s is not None:
+            # Counting takes most of a short point, calls most of a long one.
+            return (0.0 if last is None else last.seconds) + _CALLS * timed.call_s * point.cost / timed.cost
         if last is None or not last.cost:
             return 0.0
         if not point.rounds:
