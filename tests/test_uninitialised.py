@@ -9,7 +9,13 @@ import pytest
 
 HERE = Path(__file__).parent
 # Values of every backend, states, gradients in halved chunks, pieces and ends of windows.
-SUITE = [f"test_{name}.py" for name in ("golden", "states", "linear_gradients", "linformer", "window")]
+SUITE = (
+    "test_golden.py",
+    "test_states.py",
+    "ops/test_linear_chunks.py",
+    "ops/test_linformer.py",
+    "test_window.py",
+)
 
 
 def run(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
