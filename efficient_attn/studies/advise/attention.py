@@ -70,7 +70,7 @@ def attention_steps(
     measurer: Measurer,
     limit_bytes: int | None,
 ) -> Steps:
-    """Errors at the real lengths, short calls, long calls of what may be faster, errors at other lengths.
+    """For each model errors at its length and one round of calls; then all rounds; errors at other lengths.
 
     The beginning of a causal sequence is a real sequence: its activations do not depend on later tokens.
 
@@ -90,17 +90,19 @@ def attention_steps(
         shared = {**vars(workload), **shape}
         costs = Costs(shared=shared, measure=measurer, rounds=rounds, limit_bytes=limit_bytes)
         sources.append(Source(layers, variants, costs))
+    calls: list[Point] = []
     for source in sources:
         source.errors = yield from _errors(source, source.layers[0].tokens, workload, draws=draws)
-    for source in sources:
-        calls = [
+        short = [
             source.costs.time(variant, tokens)
             for tokens in sorted({*PROBE, *(length for length in lengths if length <= PROBE[-1])})
             for variant in source.candidates
         ]
-        source.short = yield calls
-    for source in sources:
-        yield from _long_calls(source, [length for length in lengths if length > PROBE[-1]])
+        source.short = yield [replace(call, rounds=1) for call in short]
+        long = yield from _long_calls(source, [length for length in lengths if length > PROBE[-1]])
+        yield [replace(call, rounds=1) for call in long]
+        calls += [*short, *long]
+    yield calls
     for source in sources:
         if source.layers[0].causal:
             for tokens in lengths:
@@ -136,20 +138,21 @@ def _errors(source: Source, tokens: int, workload: Workload, *, draws: int) -> A
     return medians
 
 
-def _long_calls(source: Source, lengths: Sequence[int]) -> Steps:
-    """Predicted speeds, then one round of every call that may be faster, then all rounds."""
+def _long_calls(source: Source, lengths: Sequence[int]) -> Any:
+    """Yield the predicted speeds; returns exact attention and the calls that may be faster by prediction."""
     calls: list[Point] = []
     for tokens in lengths:
         speeds = source.speeds(tokens)
         for variant in source.candidates:
             point, speed = source.costs.time(variant, tokens), speeds.get(variant.label)
+            slower = False
             if speed is not None:
-                yield _prediction(point.case, speed)
-            slower = speed is not None and speed.high is not None and speed.high < 1
+                # A resumed run decides by the stored prediction, whatever rounds came after it.
+                high = (yield _prediction(point.case, speed)).predicted_speed_high
+                slower = high is not None and high < 1
             if variant.backend == YARDSTICK or not (slower or variant.backend == DENSE):
                 calls.append(point)
-    yield [replace(call, rounds=1) for call in calls]
-    yield calls
+    return calls
 
 
 def _prediction(timed: Case, speed: Predicted) -> Point:
