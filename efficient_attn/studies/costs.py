@@ -56,6 +56,16 @@ class Costs:
         )
 
 
+def shape_of_subject(subject: Any) -> dict[str, Any]:
+    """Fields of a case that the heads of a subject decide."""
+    return {
+        "num_heads": subject.activations.q.shape[1],
+        "num_kv_heads": subject.num_kv_heads,
+        "head_dim": subject.head_dim,
+        "causal": subject.causal,
+    }
+
+
 def measurer_for(
     variants: Sequence[Variant],
     workload: Workload,

@@ -14,7 +14,7 @@ from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.advise.shapes import PROBE
 from efficient_attn.studies.compare.points import error_points
-from efficient_attn.studies.costs import Costs
+from efficient_attn.studies.costs import Costs, shape_of_subject
 from efficient_attn.studies.points import Point, Steps
 from efficient_attn.studies.workload import Workload
 
@@ -79,15 +79,7 @@ def attention_steps(
     """
     sources = []
     for layers in shipped:
-        first = layers[0]
-        shape = {
-            "num_heads": first.activations.q.shape[1],
-            "num_kv_heads": first.num_kv_heads,
-            "head_dim": first.head_dim,
-            "causal": first.causal,
-            "inputs": "gaussian",
-        }
-        shared = {**vars(workload), **shape}
+        shared = {**vars(workload), **shape_of_subject(layers[0]), "inputs": "gaussian"}
         costs = Costs(shared=shared, measure=measurer, rounds=rounds, limit_bytes=limit_bytes)
         sources.append(Source(layers, variants, costs))
     calls: list[Point] = []

@@ -13,7 +13,7 @@ from efficient_attn.runner.isolation import Measurer
 from efficient_attn.runner.layers import joint_name
 from efficient_attn.runner.variants import YARDSTICK, Variant
 from efficient_attn.stats.candidates import exact_operations
-from efficient_attn.studies.costs import Costs
+from efficient_attn.studies.costs import Costs, shape_of_subject
 from efficient_attn.studies.points import Point, Steps
 from efficient_attn.studies.workload import Workload
 
@@ -89,15 +89,9 @@ def steps(
             else:
                 working.append(named[label])
         first = subjects[0]
-        shape = {
-            "num_heads": first.activations.q.shape[1],
-            "num_kv_heads": first.num_kv_heads,
-            "head_dim": first.head_dim,
-            "causal": first.causal,
-            "inputs": joint_name([subject.name for subject in subjects]),
-        }
+        inputs_name = joint_name([subject.name for subject in subjects])
         costs = Costs(
-            shared={**vars(workload), **shape},
+            shared={**vars(workload), **shape_of_subject(first), "inputs": inputs_name},
             measure=measurer,
             rounds=rounds,
             limit_bytes=limit_bytes,
