@@ -17,19 +17,35 @@ from .options import JsonToOption, OutOption, as_json
 
 _BUDGET = "Time for measuring, such as 90s, 2m or 1h; points that do not fit are skipped."
 _RESUME = "Continue the run in --out; measured points are kept."
-_FORCE = "Continue it also under another torch, thread count or processor, or with edited code."
 _DRY_RUN = "List the points of the run without measuring any."
 _QUIET = "Print the folder of the results alone: no progress, tables or notes."
+_ALL = "Show all options and exit."
+
+
+def _show_all(context: typer.Context, wanted: bool) -> None:
+    """Print the help text with the options that are rarely needed."""
+    if wanted:
+        hidden = [parameter for parameter in context.command.params if getattr(parameter, "hidden", False)]
+        for parameter in hidden:
+            parameter.hidden = False  # type: ignore[attr-defined]  # only options are hidden
+        typer.echo(context.get_help())
+        for parameter in hidden:
+            parameter.hidden = True  # type: ignore[attr-defined]
+        raise typer.Exit
+
 
 # Options of every run, by parameter: annotation and default.
 _OF_A_RUN: dict[str, tuple[Any, Any]] = {
     "budget": (Annotated[str | None, typer.Option(metavar="TIME", help=_BUDGET)], None),
     "out": (OutOption, None),
     "resume": (Annotated[bool, typer.Option("--resume", help=_RESUME)], False),
-    "force_resume": (Annotated[bool, typer.Option("--force-resume", help=_FORCE)], False),
-    "dry_run": (Annotated[bool, typer.Option("--dry-run", help=_DRY_RUN)], False),
+    "dry_run": (Annotated[bool, typer.Option("--dry-run", help=_DRY_RUN, hidden=True)], False),
     "json_to": (JsonToOption, None),
-    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help=_QUIET)], False),
+    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help=_QUIET, hidden=True)], False),
+    "help_all": (
+        Annotated[bool, typer.Option("--help-all", help=_ALL, is_eager=True, callback=_show_all)],
+        False,
+    ),
 }
 
 _METAVARS: dict[Any, str] = {int: "N", int | None: "N", float: "X", float | None: "X"}
@@ -43,10 +59,10 @@ def command_of(study: Study) -> Callable[..., None]:
         budget: str | None,
         out: Any,
         resume: bool,
-        force_resume: bool,
         dry_run: bool,
         json_to: str | None,
         quiet: bool,
+        help_all: bool,
         **given: Any,
     ) -> None:
         from efficient_attn.runner.units import parse_seconds
@@ -56,7 +72,7 @@ def command_of(study: Study) -> Callable[..., None]:
             raise OptionError(
                 f"Values are joined by commas, as in --backend a,b; {context.args[0]!r} stands alone."
             )
-        if (resume or force_resume) and out is None:
+        if resume and out is None:
             raise OptionError("--resume needs --out, the folder of the run to go on with.")
         to_stdout = as_json(json_to)
         options = by_option(study, given)
@@ -72,7 +88,7 @@ def command_of(study: Study) -> Callable[..., None]:
 
         # A wrong request must leave no folder behind, so the plan is made first.
         asked = study.plan(**options)
-        folder = open_folder(out or run_folder(study.name), name="--out", fresh=not (resume or force_resume))
+        folder = open_folder(out or run_folder(study.name), name="--out", fresh=not resume)
         # Text that a backend prints goes to stderr: stdout holds the results alone.
         with redirect_stdout(sys.stderr):
             results = run_plan(
@@ -80,7 +96,6 @@ def command_of(study: Study) -> Callable[..., None]:
                 lambda: asked,
                 out=folder,
                 resume=resume,
-                force_resume=force_resume,
                 budget_s=budget_s,
                 command=command_line(),
                 progress=None if quiet else console.show_step,
@@ -112,12 +127,12 @@ def _declared(one: Parameter) -> tuple[str, Any, Any]:
         kind = list[str] if option.several else str
         kind, default = (kind | None, None) if default is None else (kind, joined(default))
     switch = one.type in (bool, bool | None) and option.parse is None
-    flag = f"{one.flag}/--no-{one.flag.removeprefix('--')}" if switch else one.flag
+    flag = f"{one.flag}/--no-{one.flag.removeprefix('--')}" if switch and default is not False else one.flag
     form = None if switch else _METAVARS.get(one.type, one.name.upper())
     about: dict[str, Any] = {"help": option.help, "metavar": option.metavar or form}
     if option.argument:
         return one.name, Annotated[kind, typer.Argument(**about)], default
-    about |= {"min": option.least, "max": option.most}
+    about |= {"min": option.least, "max": option.most, "hidden": option.rare, "show_default": not switch}
     return one.name, Annotated[kind, typer.Option(flag, **about)], default
 
 

@@ -1,7 +1,9 @@
-"""`efficient-attn list`: the backends and their promises."""
+"""`efficient-attn list`: the backends, their promises, options and formulas."""
 
 from dataclasses import MISSING, asdict, fields
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from . import console
 from .options import JsonOption
@@ -11,27 +13,56 @@ _SHOWN = ("causal", "cross", "key_mask", "exact", "averages")
 _POWERS = {1: "n", 2: "n²"}
 
 
-def list_command(as_json: JsonOption = False) -> None:
-    """List the backends with their promises, options and papers."""
-    from efficient_attn.backends import list_backends, spec
+NameArgument = Annotated[
+    str | None, typer.Argument(metavar="NAME", help="The backend to describe; all if omitted.")
+]
+
+
+def list_command(name: NameArgument = None, as_json: JsonOption = False) -> None:
+    """List the backends, or one with its formula, paper, options and promises."""
+    from efficient_attn.backends import list_backends, resolve
     from efficient_attn.plugins import complaints, plugins
 
     names = list_backends()
-    specs = [spec(name) for name in names]
+    if name is not None:
+        spec = resolve(name)
+        if as_json:
+            console.put_json(_row(spec))
+        else:
+            _describe(spec)
+        return
+    specs = [resolve(name) for name in names]
     # Named, not imported: the promises of a plug-in are known once its backend is used.
-    others = [one for name, one in sorted(plugins().items()) if name not in names]
+    outside = [plugin for name, plugin in sorted(plugins().items()) if name not in names]
     for complaint in complaints(names):
         console.say(complaint)
     if as_json:
-        rows = [_row(one) for one in specs]
-        rows += [dict.fromkeys(rows[0]) | {"name": one.name, "plugin": one._asdict()} for one in others]
+        rows = [_row(spec) for spec in specs]
+        rows += [dict.fromkeys(rows[0]) | {"name": one.name, "plugin": one._asdict()} for one in outside]
         console.put_json(rows)
         return
-    console.print_tables([_table(specs), *([_plugin_table(others)] if others else [])])
+    console.print_tables([_table(specs), *([_plugin_table(outside)] if outside else [])])
+
+
+def _describe(spec: Any) -> None:
+    """Print everything that is declared of a backend, a line each."""
+    options = {f"option {name}": value for name, value in _options(spec).items()}
+    promises = {name.replace("_", " "): value for name, value in asdict(spec.capabilities).items()}
+    about = {"formula": spec.formula, "paper": spec.paper, "size": spec.size_option}
+    console.put(f"{spec.name}: {spec.summary}")
+    for name, value in {**about, **options, **promises}.items():
+        if value is not None:
+            console.put(f"  {name:21}{_cell(value)}")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
 def _row(one: Any) -> dict[str, Any]:
-    about = {name: getattr(one, name) for name in ("name", "summary", "paper", "size_option")}
+    about = {name: getattr(one, name) for name in ("name", "summary", "formula", "paper", "size_option")}
     return {**about, "options": _options(one), "plugin": None, **asdict(one.capabilities)}
 
 

@@ -54,29 +54,31 @@ def _options_of_all(
 COMMANDS = (
     "list",
     "advise",
-    "compare",
     "show",
     "bench",
     "mse",
     "recall",
     "diff",
     "report",
-    "capture",
     "swap",
     "check",
     "env",
 )
 
 
+# Help texts use this many columns of a terminal.
+_WIDE = {"max_content_width": 100}
+
+
 def _register(name: str) -> None:
     if name in studies():
         command = command_of(studies()[name])
-        app.command(name, help=_help(command), context_settings={"allow_extra_args": True})(command)
+        app.command(name, help=_help(command), context_settings={"allow_extra_args": True, **_WIDE})(command)
         return
     module = import_module(f".{name}", __package__)
     parser = getattr(module, "CommandClass", None)
     command = getattr(module, f"{name}_command", None) or getattr(module, name)
-    app.command(name, cls=parser, help=_help(command))(command)
+    app.command(name, cls=parser, help=_help(command), context_settings=_WIDE)(command)
 
 
 def _help(command: Callable[..., Any]) -> str:

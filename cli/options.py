@@ -21,7 +21,7 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        metavar="BACKEND.OPTION=VALUE[,VALUE…]",
+        metavar="NAME.OPTION=V[,V…]",
         help="An option of a backend; several values make several variants.",
     ),
 ]
@@ -32,7 +32,7 @@ OutOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
 JsonToOption = Annotated[
-    str | None, typer.Option("--json", metavar="-", help="Print one JSON document to stdout.")
+    str | None, typer.Option("--json", metavar="-", help="Print one JSON document to stdout.", hidden=True)
 ]
 
 

@@ -54,7 +54,7 @@ def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
     if isinstance(thing, BackendSpec):
         return thing
     for known in SPECS.values():
-        if known.builder is thing:
+        if thing in (known.builder, known.function):
             return known
     if isinstance(thing, Backend):
         return replace(thing.spec, options_type=NoOptions, builder=partial(_core_of, thing))

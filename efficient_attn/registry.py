@@ -1,7 +1,8 @@
 """Registry of backends: names, capabilities, options and builders."""
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from efficient_attn.operation_counts import OperationCounts
@@ -75,9 +76,11 @@ class BackendSpec:
         operations: Function of (problem, options, tokens, value_dim) that returns the operation counts of one
             head's forward pass, or None where a calibration decides; None: unknown.
         paper: Address of the paper.
+        formula: Its definition in one line of text; `efficient_attn.ops.naive` holds all of them as code.
         also: Settings of further variants, which comparisons measure beside the default unless backends are
             named.
         outside: Whether it wraps a function without a table of capabilities: undeclared ones are unknown.
+        function: Registered function of q, k and v; None: a builder is registered.
     """
 
     name: str
@@ -88,8 +91,10 @@ class BackendSpec:
     size_option: str | None = None
     operations: Callable[[Any, Any, int, int], OperationCounts | None] | None = None
     paper: str | None = None
+    formula: str | None = None
     also: tuple[Mapping[str, Any], ...] = ()
     outside: bool = False
+    function: Callable[..., Any] | None = None
 
     def flops(self, problem: Any, options: Any, tokens: int) -> int | None:
         """Operations of one head's forward pass, two for each multiplication with its addition.
@@ -108,26 +113,52 @@ SPECS: dict[str, BackendSpec] = {}
 def register(
     name: str,
     *,
-    summary: str,
-    capabilities: Capabilities,
+    summary: str | None = None,
+    capabilities: Capabilities | None = None,
+    causal: bool = False,
+    key_mask: bool = False,
+    cross: bool = False,
+    exact: bool = False,
     options: type = NoOptions,
     size_option: str | None = None,
     paper: str | None = None,
+    formula: str | None = None,
     operations: Callable[[Any, Any, int, int], OperationCounts | None] | None = None,
     also: tuple[Mapping[str, Any], ...] = (),
 ) -> Callable[[Callable], Callable]:
-    """Register the decorated builder under `name`.
+    """Register the decorated function of (q, k, v) under `name`, or, with `capabilities`, a builder.
+
+    Args:
+        summary: One line for listings; None: the first line of the docstring.
+        causal, key_mask, cross, exact: Promises of a function, as of `adapt`.
 
     Raises:
         RuntimeError: If the name is taken.
     """
 
     def add(builder: Callable) -> Callable:
-        if name in SPECS:
+        # A file that is imported again, or a cell of a notebook, registers its function anew.
+        if name in SPECS and _origin(SPECS[name].function or SPECS[name].builder) != _origin(builder):
             raise RuntimeError(f"Two backends are called {name!r}; rename one of them.")
+        line = (inspect.getdoc(builder) or name).partition("\n")[0] if summary is None else summary
+        if capabilities is None:
+            from efficient_attn.signatures import adapt
+
+            spec = adapt(builder, causal=causal, key_mask=key_mask, cross=cross, exact=exact)
+            SPECS[name] = replace(
+                spec,
+                name=name,
+                summary=line,
+                paper=paper,
+                formula=formula,
+                operations=operations,
+                function=builder,
+            )
+            return builder
         SPECS[name] = BackendSpec(
             name=name,
-            summary=summary,
+            summary=line,
+            formula=formula,
             paper=paper,
             options_type=options,
             size_option=size_option,
@@ -139,3 +170,7 @@ def register(
         return builder
 
     return add
+
+
+def _origin(function: Any) -> tuple[str, str]:
+    return getattr(function, "__module__", ""), getattr(function, "__qualname__", "")

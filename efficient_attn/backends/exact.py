@@ -125,6 +125,7 @@ def dense_operations(
 @register(
     "exact",
     summary="Exact softmax attention by PyTorch's fused kernel.",
+    formula="out_i = Σ_j softmax_j(s q_i·k_j) v_j, s = 1/√head_dim",
     paper="https://arxiv.org/abs/1706.03762",
     options=ExactOptions,
     capabilities=Capabilities(causal=True, exact=True, sharded="keys", time_growth=2),
@@ -137,6 +138,7 @@ def build(problem: AttentionProblem, options: ExactOptions) -> FusedAttention:
 @register(
     "exact-dense",
     summary="Exact softmax attention with materialised scores (naive attention), the papers' baseline.",
+    formula="out_i = Σ_j softmax_j(s q_i·k_j) v_j, s = 1/√head_dim",
     paper="https://arxiv.org/abs/1706.03762",
     options=DropoutOptions,
     capabilities=Capabilities(

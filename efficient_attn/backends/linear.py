@@ -23,6 +23,7 @@ _AVERAGES = Capabilities(causal=True, approximates_softmax=False, sharded="state
 @register(
     "linear-elu",
     summary="Linear transformer, with features elu(x) + 1: a kernel other than softmax.",
+    formula="out_i = Σ_j φ(√s q_i)·φ(√s k_j) v_j / Σ_j φ(√s q_i)·φ(√s k_j), φ(x) = elu(x) + 1",
     paper="https://arxiv.org/abs/2006.16236",
     capabilities=_AVERAGES,
     operations=partial(linear_operations, "elu"),
@@ -34,6 +35,7 @@ def build_elu(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
 @register(
     "linear-relu",
     summary="Performer-ReLU, with rectified random projections: a kernel other than softmax.",
+    formula="out_i = Σ_j φ(√s q_i)·φ(√s k_j) v_j / Σ_j φ(√s q_i)·φ(√s k_j), φ(x) = max(w·x, 0)/√m + 0.001",
     paper="https://arxiv.org/abs/2009.14794",
     options=RandomFeatureOptions,
     size_option="num_features",
@@ -47,6 +49,7 @@ def build_relu(problem: AttentionProblem, options: RandomFeatureOptions) -> Line
 @register(
     "linear-taylor-1",
     summary="First-order Taylor features, 1 + q·k: a kernel other than softmax, possibly negative.",
+    formula="out_i = Σ_j w_ij v_j / Σ_j w_ij, w_ij = 1 + s q_i·k_j",
     paper="https://arxiv.org/abs/2402.18668",
     capabilities=replace(_AVERAGES, nonnegative=False),
     operations=partial(linear_operations, "taylor-1"),
@@ -58,6 +61,7 @@ def build_taylor_1(problem: AttentionProblem, options: NoOptions) -> LinearAtten
 @register(
     "linear-taylor-2",
     summary="Second-order Taylor features, 1 + q·k + (q·k)²/2: a kernel other than softmax.",
+    formula="out_i = Σ_j w_ij v_j / Σ_j w_ij, w_ij = 1 + s q_i·k_j + (s q_i·k_j)²/2",
     paper="https://arxiv.org/abs/2402.18668",
     capabilities=_AVERAGES,
     operations=partial(linear_operations, "taylor-2"),
@@ -98,6 +102,8 @@ def hedgehog_operations(
 @register(
     "linear-hedgehog",
     summary="Hedgehog, with feature maps learned per head: a kernel other than softmax until trained.",
+    formula="out_i = Σ_j φ(√s q_i)·φ(√s k_j) v_j / Σ_j φ(√s q_i)·φ(√s k_j), "
+    "φ(x) = [softmax(Wx + b), softmax(−Wx − b)]",
     paper="https://arxiv.org/abs/2402.04347",
     options=HedgehogOptions,
     capabilities=_AVERAGES,

@@ -102,6 +102,7 @@ def operations(
 @register(
     "linformer",
     summary="Softmax over learned low-rank projections of keys and values; a pooling until trained.",
+    formula="out_i = Σ_r softmax_r(s q_i·(E k)_r) (F v)_r, E and F of shape [rank, tokens]",
     paper="https://arxiv.org/abs/2006.04768",
     options=LinformerOptions,
     size_option="rank",

@@ -28,6 +28,7 @@ _performer = partial(register, options=RandomFeatureOptions, size_option="num_fe
 @_performer(
     "performer-positive",
     summary="Positive random features: an unbiased kernel estimate, never negative.",
+    formula="exp(s q·k) ≈ φ(√s q)·φ(√s k), φ(x) = exp(w·x − |x|²/2)/√m, rows w of random orthogonal blocks",
     paper=_PAPER,
     capabilities=Capabilities(causal=True, sharded="states"),
     operations=partial(linear_operations, "positive"),
@@ -39,6 +40,7 @@ def build_positive(problem: AttentionProblem, options: RandomFeatureOptions) -> 
 @_performer(
     "performer-hyperbolic",
     summary="Positive random features in pairs of opposite directions: unbiased, never negative.",
+    formula="exp(s q·k) ≈ φ(√s q)·φ(√s k), φ(x) = [exp(w·x), exp(−w·x)] exp(−|x|²/2)/√2m",
     paper=_PAPER,
     capabilities=Capabilities(causal=True, sharded="states"),
     operations=partial(linear_operations, "hyperbolic"),
@@ -51,6 +53,7 @@ def build_hyperbolic(problem: AttentionProblem, options: RandomFeatureOptions) -
 @_performer(
     "performer-trig",
     summary="Trigonometric random features (random Fourier features): unbiased, possibly negative.",
+    formula="exp(s q·k) ≈ φ(√s q)·φ(√s k), φ(x) = [cos(w·x), sin(w·x)] exp(|x|²/2)/√m",
     paper=_PAPER,
     capabilities=Capabilities(causal=True, nonnegative=False, sharded="states"),
     operations=partial(linear_operations, "trigonometric"),
@@ -83,6 +86,7 @@ class OptimalFeatureOptions(RandomFeatureOptions):
 @register(
     "performer-oprf",
     summary="Positive random features with the optimal quadratic exponent for sample activations (FAVOR++).",
+    formula="exp(s q·k) ≈ φ(√s q)·φ(√s k), φ(x) = (1 − 4a)^{d/4} exp(a|w|² + √(1 − 4a) w·x − |x|²/2)/√m",
     paper="https://arxiv.org/abs/2205.15317",
     options=OptimalFeatureOptions,
     size_option="num_features",
@@ -109,6 +113,8 @@ def full_operations(
 @_performer(
     "performer-full",
     summary="Positive random features fitted to means and covariances of sample activations (FAVOR#).",
+    formula="exp(s q·k) ≈ φ(q')·φ(k'), "
+    "φ(x) = Π_l (1 − 4a_l)^¼ exp(Σ_l a_l w_l² + Σ_l √(1 − 4a_l) w_l x_l − |x|²/2)/√m",
     paper="https://arxiv.org/abs/2302.00787",
     capabilities=Capabilities(causal=True, needs_calibration=True, sharded="states"),
     operations=full_operations,

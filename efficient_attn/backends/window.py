@@ -130,6 +130,8 @@ def operations(
 @register(
     "window",
     summary="Softmax over a window of neighbouring keys, exact within the window.",
+    formula="out_i = Σ_{j ∈ N(i)} softmax_j(s q_i·k_j) v_j, "
+    "N(i) the `window` keys around i (causal: up to i) and the global ones",
     paper="https://arxiv.org/abs/1706.03762",
     options=WindowOptions,
     size_option="window",

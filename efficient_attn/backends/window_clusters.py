@@ -208,6 +208,8 @@ def probing_operations(
 @register(
     "window-clusters",
     summary="Exact softmax over near keys, and one summary for each cluster of far keys.",
+    formula="softmax over the near keys, the keys of `probes` clusters and, for every other cluster c, "
+    "its mean with score s q·k̄_c + log n_c + log(1 + a_c + a_c²/2)",
     options=WindowClustersOptions,
     size_option="clusters",
     # Opened clusters of a fixed number grow with the tokens; without them the time is linear.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.shapes import Keys, Output, Queries, Values
@@ -24,9 +25,20 @@ class OutputError(NamedTuple):
     mse: float
 
 
-def exact_output(q: Queries, k: Keys, v: Values, *, scale: float, causal: bool = False) -> Output:
-    """softmax(scale · q kᵀ) v in float64, in blocks of queries."""
+def exact_output(
+    q: Queries, k: Keys, v: Values, *, scale: float, causal: bool = False, rows: Tensor | None = None
+) -> Output:
+    """softmax(scale · q kᵀ) v in float64, in blocks of queries.
+
+    Args:
+        rows: Positions of the queries to compute, [rows]; None: all.
+    """
     q, k, v = q.double(), k.double(), v.double()
+    if rows is not None:
+        visible = torch.arange(k.shape[-2], device=q.device) <= rows[:, None] + k.shape[-2] - q.shape[-2]
+        return F.scaled_dot_product_attention(
+            q[..., rows, :], k, v, attn_mask=visible if causal else None, scale=scale, enable_gqa=True
+        )
     parts = [
         softmax_attention(
             q[..., rows, :], k[..., :end, :], v[..., :end, :], scale=scale, causal=causal, key_mask=None

@@ -1,6 +1,8 @@
 """Error of a backend against exact attention: one record per backend, size and input."""
 
 import copy
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
@@ -15,7 +17,7 @@ from efficient_attn.measure import error as measure
 from efficient_attn.measure.checked import outputs_checked
 from efficient_attn.options import SEED
 from efficient_attn.runner.counting import attention_flops
-from efficient_attn.runner.inputs import Subject
+from efficient_attn.runner.inputs import Subject, read_given
 from efficient_attn.runner.record import SAME_INPUTS, Case, Record, replace
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, possible, with_size
 from efficient_attn.runner.variants import Variant
@@ -27,6 +29,9 @@ METRICS = {RELATIVE: ("output_relative_error", "output_mse"), "mse": ("output_ms
 
 # Fewest draws that give a median a 95 % interval.
 DRAWS = 6
+
+# Errors at more tokens are measured on some queries: all of them in float64 would take longer than the calls.
+MOST_COMPARED, SAMPLED_QUERIES = 1024, 256
 
 # The uniform-attention baseline.
 MEAN = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=None)
@@ -65,6 +70,38 @@ def measure_mean(
         return _errors(case, subject, metric, [measure.mean_of_values(q, v.double(), causal=subject.causal)])
 
     return answer(case, measured)
+
+
+def error_of_case(case: Case, target: Any, path: str) -> Record:
+    """Measure the error of a case whose inputs lie in a file of `write_given`.
+
+    Args:
+        target: Backend to build, if `case.backend` is not sufficient: an object, or a path.
+    """
+    subject = _given_subject(path, case.dtype, case.device, case.tokens, case.causal, case.seed)
+    if case.backend == MEAN_OF_VALUES:
+        record = measure_mean(subject, threads=case.threads)
+    else:
+        target = case.backend if target is None else target
+        variant = Variant(backend=case.backend, label=case.label, target=target, options=case.options)
+        record = measure_error(variant, subject, threads=case.threads)
+    return replace(record, case=case, compared_queries=None if subject.rows is None else len(subject.rows))
+
+
+# Cached: all backends at a length are compared with the same exact output.
+@functools.lru_cache(maxsize=2)
+def _given_subject(path: str, dtype: str, device: str, tokens: int, causal: bool, seed: int) -> Subject:
+    rows = sampled_queries(tokens, seed).to(device) if tokens > MOST_COMPARED else None
+    subject = read_given(path, dtype, device, tokens)
+    return dataclasses.replace(subject, seed=seed, causal=causal, rows=rows)
+
+
+def sampled_queries(tokens: int, seed: int) -> Tensor:
+    """A random position in each of SAMPLED_QUERIES equal parts, [SAMPLED_QUERIES]."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    width = tokens / SAMPLED_QUERIES
+    starts = torch.arange(SAMPLED_QUERIES, device="cpu", dtype=torch.float64) * width
+    return (starts + width * torch.rand(SAMPLED_QUERIES, generator=generator, dtype=torch.float64)).long()
 
 
 def measure_draws(
@@ -165,7 +202,7 @@ def _calibrate(backends: list[Any], subject: Subject) -> str | None:
 
 def _errors(case: Case, subject: Subject, metric: str, outputs: Iterable[Tensor]) -> Record:
     """The fields of a metric, each with its mean and one entry per draw."""
-    found = [measure.output_error(output, subject.exact) for output in outputs]
+    found = [subject.error_of(output) for output in outputs]
     draws = {
         "output_relative_error": tuple(one.relative for one in found),
         "output_mse": tuple(one.mse for one in found),

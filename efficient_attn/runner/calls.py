@@ -65,7 +65,7 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
     spec = _PLAIN.get(case.backend) or resolve(own)
     if case.backward and not spec.capabilities.gradients:
         raise UnsupportedError(f"Backend {spec.name!r} has no gradients; measure it without --backward.")
-    given = None if inputs is None else read_given(inputs, case.dtype, case.device, case.batch)
+    given = None if inputs is None else read_given(inputs, case.dtype, case.device, case.tokens, case.batch)
     module = (
         _build(case, spec, None if given is None else given.scale)
         .to(device=case.device, dtype=getattr(torch, case.dtype))

@@ -38,6 +38,7 @@ class Subject:
         scale: Factor on q·k.
         seed: Random seed of Gaussian inputs, and of the first draw of random features.
         causal: Causal masking.
+        rows: Positions of the queries whose outputs are compared with exact ones, [rows]; None: all.
     """
 
     name: str
@@ -45,11 +46,16 @@ class Subject:
     scale: float
     seed: int = 0
     causal: bool = False
+    rows: Tensor | None = None
 
     @functools.cached_property
     def exact(self) -> Tensor:
-        """Exact output in float64."""
-        return measure.exact_output(*self.activations, scale=self.scale, causal=self.causal)
+        """Exact output of the compared queries in float64."""
+        return measure.exact_output(*self.activations, scale=self.scale, causal=self.causal, rows=self.rows)
+
+    def error_of(self, output: Tensor) -> measure.OutputError:
+        """Error of an output [batch heads tokens value_dim] on the compared queries."""
+        return measure.output_error(output if self.rows is None else output[..., self.rows, :], self.exact)
 
     @property
     def pair_norm(self) -> float:
@@ -195,11 +201,12 @@ def write_given(path: str | Path, subject: Subject) -> None:
     save_file(tensors, path, metadata={"scale": repr(subject.scale)})
 
 
-# Cached: all backends of a comparison share the same inputs.
+# Cached: all backends at a length share the same inputs.
 @functools.lru_cache(maxsize=1)
-def read_given(path: str, dtype: str, device: str, batch: int = 1) -> Subject:
-    """A batch of copies of the q, k, v that `write_given` wrote."""
+def read_given(path: str, dtype: str, device: str, tokens: int, batch: int = 1) -> Subject:
+    """A batch of copies of the first tokens of the q, k, v that `write_given` wrote."""
     captured = read_activations(path)
     ((layer, activations),) = captured.layers.items()
     scale = activations.q.shape[-1] ** -0.5 if captured.scale is None else captured.scale
-    return Subject(f"layer {layer}", activations, scale).placed(dtype=dtype, device=device, batch=batch)
+    subject = Subject(f"layer {layer}", activations, scale)
+    return subject.placed(dtype=dtype, device=device, tokens=tokens, batch=batch)

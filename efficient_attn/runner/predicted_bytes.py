@@ -27,7 +27,7 @@ def predict_bytes(case: Case, memory_growth: int) -> int:
     scores = item * case.batch * case.num_heads * case.tokens**2 if memory_growth > 1 else 0
     layers = case.layers or 1
     dense = _DENSE_SCORES + (layers if case.backward else 0)
-    if case.of == "attention":
+    if case.of in ("attention", "output"):
         return _ATTENTION_VECTORS[case.backward] * vector + dense * scores
     weights = layers * _SQUARES * item * case.model_dim**2
     vectors = _BLOCK_VECTORS + (layers * _KEPT_VECTORS if case.backward else 0)

@@ -14,7 +14,7 @@ from efficient_attn.runner.quantity import (
 # Parts of conditions in a comparison.
 _CEILING, _STATE = "reference of shares", "reason for an unclear device time"
 
-# Costs: `bench`, `compare`.
+# Costs: `bench`.
 register(
     Quantity(
         name="time_s",
@@ -117,7 +117,7 @@ register(
     setting("answers", "", "Number of answers behind the accuracy."),
 )
 
-# Approximation errors: `mse`, `compare`, `kernel`.
+# Approximation errors: `bench`, `mse`.
 register(
     error("output_mse", "squared", "Mean squared error of the output, mean over draws.", rounding=2),
     error("output_relative_error", "relative", "Norm of the error of the output over that of the output."),
@@ -126,5 +126,12 @@ register(
     mean_error("unsafe_rows", "share", "Share of rows with a zero or negative denominator, mean over draws."),
     setting("expected_output_mse", "squared", "Theoretical expectation of output_mse.", type="number"),
     setting("expected_kernel_mse", "squared", "Theoretical expectation of kernel_mse.", type="number"),
+    condition(
+        "compared_queries",
+        "",
+        "Number of queries of each head in the error, drawn at random; null: all.",
+        "named in the notes",
+        type="whole number",
+    ),
     kinds={"error": "approximation error"},
 )

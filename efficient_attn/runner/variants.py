@@ -88,7 +88,6 @@ def select(
     settings: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
     *,
     rehearse: bool = True,
-    exclude: Sequence[str] | None = None,
     also: bool = False,
 ) -> tuple[Variant, ...]:
     """The variants of the named backends, one per combination of the set options.
@@ -98,20 +97,12 @@ def select(
 
     Args:
         rehearse: Whether to make a trial call there too, for studies that call backends in this process.
-        exclude: Names to leave out.
         also: Whether None selects the further variants of the backends too, unless options of theirs are set.
     """
     targets = _near_softmax() if backends is None else list(backends)
-    every = [(target if isinstance(target, str) else _name(target), target) for target in targets]
-    names = [name for name, _ in every]
-    for name in exclude or ():
-        if name not in names:
-            raise UnknownNameError("selected backend to exclude", name, names)
-    named = [(name, target) for name, target in every if name not in (exclude or ())]
-    if not named:
-        raise OptionError(f"exclude leaves no backend of {', '.join(names)}.")
+    named = [(target if isinstance(target, str) else _name(target), target) for target in targets]
     chosen = ", ".join(name for name, _ in named)
-    if CEILING in names:
+    if CEILING in dict(named):
         raise OptionError(f"{CEILING!r} is not a backend: it is measured with every block automatically.")
     for backend in settings or {}:
         if backend not in dict(named):

@@ -1,4 +1,4 @@
-"""Points of times and peak memory, which several studies measure in the same way."""
+"""Points of times, peak memory and errors, which several studies measure in the same way."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ from typing import Any
 
 from efficient_attn.measure.environment import available_bytes
 from efficient_attn.problem import positive_count
+from efficient_attn.runner import isolation
 from efficient_attn.runner.isolation import NONE, Measurer, limits_memory
 from efficient_attn.runner.predicted_bytes import predict_bytes
 from efficient_attn.runner.record import Record
@@ -18,7 +19,7 @@ from efficient_attn.studies.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Points of the time and the peak memory of calls that differ in backend and length.
+    """Points of time, peak memory and error of calls that differ in backend and length.
 
     Attributes:
         shared: Fields common to all cases.
@@ -45,6 +46,11 @@ class Costs:
         """The peak memory of a call."""
         return self._point(variant, tokens, "memory", None)
 
+    def error(self, variant: Variant, tokens: int) -> Point:
+        """The error of an output against exact attention."""
+        point = self._point(variant, tokens, "error", None)
+        return replace(point, label=f"{variant.label}, {tokens} tokens of {point.case.inputs}, error")
+
     def _point(self, variant: Variant, tokens: int, kind: str, l2: str | None) -> Point:
         case = variant.case(kind=kind, tokens=tokens, l2=l2, **self.shared)
         return Point(
@@ -70,7 +76,7 @@ def measurer_for(
     variants: Sequence[Variant],
     workload: Workload,
     *,
-    isolate: str,
+    isolate: str | None,
     timeout_s: float,
     memory_limit: str | int,
 ) -> tuple[Measurer, int | None, list[str]]:
@@ -78,6 +84,7 @@ def measurer_for(
 
     Objects that exist in this process only are measured here, and all others with them.
     """
+    isolate = isolation.DEFAULT_ISOLATION if isolate is None else isolate
     limit = parse_bytes(memory_limit, name="memory_limit", available=available_bytes(workload.device))
     here = [variant.label for variant in variants if not has_address(variant.target)]
     # A driver of CUDA reserves more addresses than any limit allows.

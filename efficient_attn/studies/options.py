@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from efficient_attn.limits import WHOLE_NUMBER
-from efficient_attn.runner.isolation import ISOLATIONS
 from efficient_attn.runner.units import parse_bytes, parse_seconds, parse_sizes
 from efficient_attn.runner.variants import parse_settings
 from efficient_attn.studies.study import Option
@@ -97,18 +96,8 @@ INPUTS_HELP = "Shipped encoder (512 tokens) and decoder (4096, causal), gaussian
 Backends = Annotated[
     Sequence[Any] | None,
     Option(
-        help="Backends, by name or as path/file.py:function; all that approximate softmax if omitted. "
-        f"{RUNS_CODE}",
+        help=f"Names or path/file.py:function; all that approximate softmax if omitted. {RUNS_CODE}",
         flag="--backend",
-        metavar="NAME[,NAME…]",
-        parse=parse_names,
-        several=True,
-    ),
-]
-Exclude = Annotated[
-    Sequence[str] | None,
-    Option(
-        help="Backends to leave out of the selection.",
         metavar="NAME[,NAME…]",
         parse=parse_names,
         several=True,
@@ -119,7 +108,7 @@ Settings = Annotated[
     Option(
         help="Option of a backend; several values make several variants.",
         flag="--set",
-        metavar="BACKEND.OPTION=VALUE[,VALUE…]",
+        metavar="NAME.OPTION=V[,V…]",
         parse=parse_options,
         several=True,
     ),
@@ -151,17 +140,15 @@ SeqLen = Annotated[
         parse=parse_length,
     ),
 ]
-Causal = Annotated[bool, Option(help="Causal masking: each token attends to itself and earlier tokens.")]
+Causal = Annotated[bool, Option(help="Each token attends to itself and earlier tokens.")]
 Backward = Annotated[bool, Option(help="Forward and backward pass together.")]
-Batch = Annotated[int, Option(help="Batch size.", least=1)]
+Batch = Annotated[int, Option(help="Batch size.", least=1, rare=True)]
 NumHeads = Annotated[int, Option(help="Number of heads.", least=1)]
 HeadDim = Annotated[int, Option(help="Head dimension.", least=1)]
-Layer = Annotated[int | None, Option(help="Index of the only layer, from 0; all layers if omitted.", least=0)]
 Layers = Annotated[
     Sequence[int] | None,
     Option(
         help="Indices of layers, from 0; all layers if omitted.",
-        flag="--layer",
         metavar="N[,N…]",
         parse=parse_layers,
     ),
@@ -185,22 +172,22 @@ Angles = Annotated[
     ),
 ]
 Device = Annotated[str, Option(help="auto, cpu, cuda or cuda:1.")]
-Dtype = Annotated[str, Option(help="auto (float32 on the CPU, bfloat16 or float16 on CUDA) or a dtype.")]
-Threads = Annotated[int | None, Option(help="CPU threads; torch's default if omitted.", least=1)]
-Seed = Annotated[int, Option(help="Random seed.", least=0, most=WHOLE_NUMBER)]
+Dtype = Annotated[str, Option(help="auto (float32 on the CPU, half precision on CUDA) or a dtype.")]
+Threads = Annotated[int | None, Option(help="CPU threads; torch's default if omitted.", least=1, rare=True)]
+Seed = Annotated[int, Option(help="Random seed.", least=0, most=WHOLE_NUMBER, rare=True)]
 Draws = Annotated[int, Option(help="Number of random-feature draws.", least=1)]
 Seeds = Annotated[int, Option(help="Number of seeds; each is a training of its own.")]
-LearningRate = Annotated[float, Option(help="Peak learning rate.", flag="--learning-rate")]
-Rounds = Annotated[int, Option(help="Timing rounds per point; more rounds narrow the interval.", least=1)]
+LearningRate = Annotated[float, Option(help="Peak learning rate.", flag="--learning-rate", rare=True)]
+Rounds = Annotated[
+    int, Option(help="Timing rounds per point; more rounds narrow the interval.", least=1, rare=True)
+]
 MemoryLimit = Annotated[
     str | int,
-    Option(help="Memory above which points are skipped: 70% or 8GiB.", metavar="AMOUNT", parse=parse_limit),
-]
-Isolate = Annotated[
-    str,
     Option(
-        help="Measure in this process, or in a child process that is replaced after a failure.",
-        metavar="|".join(ISOLATIONS),
+        help="Memory above which points are skipped: 70% or 8GiB.",
+        metavar="AMOUNT",
+        parse=parse_limit,
+        rare=True,
     ),
 ]
 Timeout = Annotated[
@@ -210,6 +197,7 @@ Timeout = Annotated[
         flag="--timeout",
         metavar="TIME",
         parse=parse_seconds,
+        rare=True,
     ),
 ]
 
@@ -218,3 +206,9 @@ def usually(declared: Any, value: Any) -> Option:
     """Declaration of a shared option whose default is None, so that a typed value can be refused."""
     option: Option = get_args(declared)[1]
     return replace(option, help=f"{option.help.removesuffix('.')}; {value} if omitted.")
+
+
+def rarely(declared: Any) -> Option:
+    """Declaration of a shared option that --help-all alone shows."""
+    option: Option = get_args(declared)[1]
+    return replace(option, rare=True)

@@ -36,7 +36,6 @@ def run_plan(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    force_resume: bool = False,
     budget_s: float | None = None,
     command: Sequence[str] = (),
     executor: Any = None,
@@ -49,7 +48,6 @@ def run_plan(
         UnsupportedError: If one of several processes of a launcher would write the folder.
         DataError: If the folder cannot be written, holds another run, or one of another environment.
     """
-    resume = resume or force_resume
     if resume and out is None:
         raise OptionError("resume needs out, the folder of the run to go on with.")
     if budget_s is not None and not budget_s > 0:
@@ -68,7 +66,7 @@ def run_plan(
             stack.enter_context(only_writer(folder))
             if resume:
                 refuse_other_study(folder, machine)
-            stored = begin(folder, cases, machine, resume=resume, force=force_resume, fixed=plan.fixed)
+            stored = begin(folder, cases, machine, resume=resume, fixed=plan.fixed)
         path = None if folder is None else folder / RECORDS
         store = Store(path, stored.rows, retry_over_budget=budget_s is not None)
         start = moment()
@@ -100,7 +98,6 @@ def run_plan(
 _OF_A_RUN = {
     "out": "Folder to which every record is written as soon as it exists.",
     "resume": "Continue the run in `out`; measured points are kept.",
-    "force_resume": "Continue it also under another torch, thread count or processor, or with edited code.",
     "budget_s": "Seconds of measuring; points that do not fit are skipped.",
     "executor": "Object with submit, such as a ProcessPoolExecutor; it measures runs without timed points.",
     "progress": "Function of a `Progress` after each record; a bar in notebooks if omitted.",

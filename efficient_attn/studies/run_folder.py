@@ -162,20 +162,18 @@ def begin(
     machine: Mapping[str, Any],
     *,
     resume: bool,
-    force: bool,
     fixed: Sequence[str] = (),
 ) -> Stored:
     """The stored rows of a resumed run; the files that describe the run are written.
 
     Args:
-        force: Continue although the environment is another one.
         fixed: Entries of the environment on which the study decides.
 
     Raises:
         DataError: If it was measured with another torch, other code or threads, on another processor, or for
             another question.
     """
-    stored = _stored(folder, cases, machine, force=force, fixed=fixed) if resume else Stored()
+    stored = _stored(folder, cases, machine, fixed=fixed) if resume else Stored()
     write_json(folder / ENVIRONMENT, stored.environment or machine)
     if stored.environment is None:
         write(folder / COMMAND, " ".join(machine["command"]) + "\n")
@@ -183,7 +181,7 @@ def begin(
 
 
 def _stored(
-    folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, force: bool, fixed: Sequence[str]
+    folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, fixed: Sequence[str]
 ) -> Stored:
     """The rows in the folder, made ready for more: a last line that was cut off is removed."""
     path = folder / RECORDS
@@ -204,14 +202,9 @@ def _stored(
         _other_threads(records.values(), cases),
     ]
     unlike = "; ".join(filter(None, found)) if records else ""
-    if unlike and not force:
-        raise DataError(
-            f"out: {folder} was measured in another environment: {unlike}. "
-            "Name a new folder, or mix them with --force-resume."
-        )
-    notes = [f"Two environments are mixed here: {unlike}."] if unlike else []
-    if _cut_torn_line(path):
-        notes.append(f"The last line of {RECORDS} was cut off; it was dropped.")
+    if unlike:
+        raise DataError(f"out: {folder} was measured in another environment: {unlike}. Name a new folder.")
+    notes = [f"The last line of {RECORDS} was cut off; it was dropped."] if _cut_torn_line(path) else []
     # Code without a result that is kept, of an added backend or a mended one, is that of now.
     code = {name: text for name, text in _code(known).items() if name in _successful(records.values())}
     known = {**known, CODE: {**_code(machine), **code}} if known else known

@@ -30,6 +30,7 @@ class Option:
         least: Smallest number; `most` is the largest.
         several: The flag may be repeated; `parse` gets the list of texts.
         argument: A positional argument instead of a flag.
+        rare: Shown by --help-all alone.
     """
 
     help: str
@@ -40,6 +41,7 @@ class Option:
     most: float | None = None
     several: bool = False
     argument: bool = False
+    rare: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from efficient_attn.runner.record import Case, Record
 from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant
 from efficient_attn.stats.predicted_time import Predicted, time_models
+from efficient_attn.studies.advise.errors import error_points
 from efficient_attn.studies.advise.shapes import PROBE
-from efficient_attn.studies.compare.points import error_points
 from efficient_attn.studies.costs import Costs, shape_of_subject
 from efficient_attn.studies.points import Point, Steps
 from efficient_attn.studies.workload import Workload

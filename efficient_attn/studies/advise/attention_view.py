@@ -25,9 +25,9 @@ from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.curves import curves
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
 from efficient_attn.studies.advise.shapes import Shape, shape_of
+from efficient_attn.studies.bench.comparison import error_limit
 from efficient_attn.studies.bench.crossover import Gain, gains
 from efficient_attn.studies.bench.tables import crossover_cells
-from efficient_attn.studies.compare.analysis import asked_error
 from efficient_attn.studies.view import Environment
 
 _NONE = "–"
@@ -98,7 +98,7 @@ def _sentences(records: Sequence[Record], environment: Environment) -> list[str]
     rows, times = rows_of(records), [one for one in records if one.case.kind == "time"]
     if not times:
         return []
-    limit = asked_error(environment)
+    limit = error_limit(environment)
     known = [row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE, MEAN_OF_VALUES)]
     places = sorted({place for row in rows for place in row.errors})
     # A backend that failed on a layer or at a length is not known to be near.

@@ -16,7 +16,7 @@ from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant, select
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.compare.plan import DEFAULT_MAX_ERROR, MAX_ERROR
+from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR, MAX_ERROR
 from efficient_attn.studies.costs import measurer_for
 from efficient_attn.studies.points import Plan, Steps
 from efficient_attn.studies.study import Option
@@ -78,7 +78,6 @@ def plan(
         Option(help="Relative output error without a model; 0.1 is 10 %. 0.1 if omitted."),
     ] = None,
     options: shared.Settings = None,
-    exclude: shared.Exclude = None,
     draws: Annotated[int | None, shared.usually(shared.Draws, 2)] = None,
     causal: Annotated[bool | None, get_args(shared.Causal)[1]] = None,
     dtype: Annotated[str | None, shared.usually(shared.Dtype, "float32")] = None,
@@ -86,7 +85,7 @@ def plan(
     threads: shared.Threads = None,
     rounds: shared.Rounds = 4,
     memory_limit: Annotated[str | int | None, shared.usually(shared.MemoryLimit, "70%")] = None,
-    isolate: Annotated[str | None, shared.usually(shared.Isolate, DEFAULT_ISOLATION)] = None,
+    isolate: str | None = None,
     timeout_s: Annotated[float | None, shared.usually(shared.Timeout, f"{DEFAULT_TIMEOUT_S:g}s")] = None,
     name: Annotated[str | None, Option(help="Name of the model in records; the folder's if omitted.")] = None,
     seed: shared.Seed = 0,
@@ -128,7 +127,7 @@ def plan(
             seed=seed,
         )
     )
-    chosen = select(backends, options, exclude=exclude, also=True)
+    chosen = select(backends, options, also=True)
     if backends is None:
         # Loss hides that a window loses recall, which no target here measures.
         chosen = tuple(variant for variant in chosen if not variant.options.get("global_tokens"))

@@ -18,8 +18,7 @@ from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.runner.variants import DENSE, YARDSTICK
 from efficient_attn.stats.estimates import RUN_SHIFT
 from efficient_attn.studies.advise.attention_view import Row, by_shape, rows_of
-from efficient_attn.studies.bench.plot import cost_plot
-from efficient_attn.studies.compare.plot import HIGHEST, MARKS
+from efficient_attn.studies.bench.plot import HIGHEST, MARKS, cost_plot
 
 
 def advice_plot(records: Sequence[Record], max_error: float) -> Plot:

@@ -9,8 +9,8 @@ from efficient_attn.studies.advise.attention_view import attention_sentences, at
 from efficient_attn.studies.advise.model_view import model_files, model_sentences, model_tables
 from efficient_attn.studies.advise.plan import LIMIT
 from efficient_attn.studies.advise.plot import advice_plot
+from efficient_attn.studies.bench.comparison import error_limit
 from efficient_attn.studies.bench.plot import cost_plot
-from efficient_attn.studies.compare.analysis import asked_error
 from efficient_attn.studies.view import Environment, Plots
 
 
@@ -31,7 +31,7 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
         return {}
     if _of_model(records, environment):
         return {"advise": cost_plot(times)}
-    return {"advise": advice_plot(records, asked_error(environment))}
+    return {"advise": advice_plot(records, error_limit(environment))}
 
 
 def files(records: Sequence[Record], environment: Environment) -> dict[str, str]:

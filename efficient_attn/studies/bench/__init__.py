@@ -1,4 +1,4 @@
-"""Time and peak memory of backends at several lengths."""
+"""Error, time and peak memory of backends at several lengths."""
 
 from efficient_attn.runner.quantity import QUANTITIES
 from efficient_attn.studies.bench.plan import plan
@@ -8,10 +8,18 @@ STUDY = Study(
     name="bench",
     plan=plan,
     folder=__name__,
-    kinds=("time", "memory"),
+    kinds=("time", "memory", "error"),
     quantities=tuple(
         QUANTITIES[name]
-        for name in ("time_s", "device_time_s", "peak_bytes", "parameter_bytes", "state_bytes")
+        for name in (
+            "time_s",
+            "device_time_s",
+            "peak_bytes",
+            "parameter_bytes",
+            "state_bytes",
+            "output_relative_error",
+            "output_mse",
+        )
     ),
     budget="90s",
 )

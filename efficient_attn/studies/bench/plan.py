@@ -1,78 +1,120 @@
-"""Plan of a benchmark: times and peak memory, length by length."""
+"""Plan of a benchmark: times, peak memory and errors, from short to long."""
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure.queued import COLD, L2
-from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
+from efficient_attn.options import positive_number
+from efficient_attn.runner.isolation import DEFAULT_TIMEOUT_S, Measurer
+from efficient_attn.runner.layers import joint_name
 from efficient_attn.runner.record import COMPILED, CUDA_GRAPH
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import YARDSTICK, Variant, ceiling, is_ours, select
+from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.costs import Costs, measurer_for
+from efficient_attn.studies.costs import Costs, measurer_for, shape_of_subject
 from efficient_attn.studies.points import Plan, Point, Steps
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import SUBJECTS, Workload, workloads
+
+# Key of a run's environment that holds the error limit.
+MAX_ERROR = "max_error"
+DEFAULT_MAX_ERROR = 0.1
+
+EAGER = "eager"
+_EXECUTIONS = (EAGER, COMPILED, CUDA_GRAPH)
+
+_LENGTHS = (256, 512, 1024, 2048, 4096)
+_NUM_HEADS, _HEAD_DIM = 8, 64
+
+
+# Inputs of errors by default, and what their cases have whatever is timed.
+_INPUTS, _CAUSAL_INPUTS = "encoder", "decoder"
+_ERROR = {"of": "output", "batch": 1, "backward": False, "layers": None}
+
+
+class _Errors(NamedTuple):
+    """Errors on one layer, which has this many tokens."""
+
+    tokens: int
+    costs: Costs
 
 
 def plan(
     backends: shared.Backends = None,
     *,
-    seq_lens: shared.SeqLens = (256, 512, 1024, 2048, 4096),
+    seq_lens: shared.SeqLens = _LENGTHS,
     of: Annotated[
         str | Sequence[str],
         Option(
-            help="Attention alone, in a block, in a stack of blocks; several: a,b.",
+            help="Attention alone, in a block, in a stack of 3 blocks; several: a,b.",
             metavar="|".join(SUBJECTS),
             parse=shared.parse_words,
         ),
     ] = "attention",
-    layers: Annotated[int | None, Option(help="Blocks of an encoder; 3.", least=1)] = None,
-    backward: shared.Backward = False,
+    inputs: Annotated[
+        Any,
+        Option(
+            help="Inputs of errors and times: encoder (512 tokens), decoder (4096, causal) or FILE; "
+            "if omitted, times on Gaussian draws.",
+            metavar="NAME",
+            parse=shared.parse_text,
+        ),
+    ] = None,
+    error: Annotated[bool, Option(help="Measure output errors of attention.")] = True,
+    max_error: Annotated[
+        float, Option(help="Relative error of the verdict; 0.1 is 10 %.")
+    ] = DEFAULT_MAX_ERROR,
     causal: shared.Causal = False,
+    backward: shared.Backward = False,
     batch: shared.Batch = 1,
-    num_heads: shared.NumHeads = 8,
-    head_dim: shared.HeadDim = 64,
+    num_heads: Annotated[int | None, Option(help="Heads of Gaussian draws; 8 if omitted.", least=1)] = None,
+    head_dim: Annotated[
+        int | None, Option(help="Head dimension of Gaussian draws; 64 if omitted.", least=1)
+    ] = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     threads: shared.Threads = None,
-    compile: Annotated[bool, Option(help="Measure every backend compiled by torch.compile too.")] = False,
-    cuda_graph: Annotated[bool, Option(help="Measure every backend replayed from a CUDA graph too.")] = False,
-    l2: Annotated[
-        str | None,
-        Option(
-            help="L2 cache of a GPU when a call begins whose device time is measured; cold.",
-            metavar="|".join(L2),
-        ),
-    ] = None,
-    options: shared.Settings = None,
-    exclude: shared.Exclude = None,
-    rounds: shared.Rounds = 4,
-    memory_limit: shared.MemoryLimit = "70%",
-    isolate: shared.Isolate = DEFAULT_ISOLATION,
     timeout_s: shared.Timeout = DEFAULT_TIMEOUT_S,
-    seed: shared.Seed = 0,
+    execution: Annotated[
+        str | Sequence[str],
+        Option(
+            help="eager, compiled by torch.compile, or replayed from a CUDA graph; several: a,b.",
+            metavar="|".join(_EXECUTIONS),
+            parse=shared.parse_words,
+            rare=True,
+        ),
+    ] = EAGER,
+    options: shared.Settings = None,
+    rounds: shared.Rounds = 4,
+    seed: int = 0,
+    layers: Sequence[int] | None = None,
+    l2: str | None = None,
+    memory_limit: shared.MemoryLimit = "70%",
+    isolate: str | None = None,
 ) -> Plan:
-    """Measure time and peak memory of backends at several lengths.
+    """Measure error, time and peak memory of backends at several lengths.
 
-    Points are measured in a child process, so that a crash costs one record; an object that exists in this
-    process only, such as a function of a notebook, is measured here, and all others with it.
+    Errors are measured against exact attention in float64, in the forward pass, on q, k, v of a real model of
+    that length. Points are measured in a child process, so that a crash costs one record; objects that exist
+    in this process only are measured here.
 
-    Example: efficient-attn bench --seq-len 256:4096:x2 --backend window,own.py:attend
-
-    Example: efficient-attn bench --backend new.py:attend,old.py:attend --rounds 16
+    Example: efficient-attn bench --inputs encoder --seq-len 128,512 --backend window,own.py:attend
     """
+    positive_number("max_error", max_error)
     lengths = parse_sizes(seq_lens, name="seq_lens")
     settled = workloads(
         Workload(
-            layers=layers,
             batch=batch,
-            num_heads=num_heads,
-            head_dim=head_dim,
+            num_heads=_NUM_HEADS if num_heads is None else num_heads,
+            head_dim=_HEAD_DIM if head_dim is None else head_dim,
             causal=causal,
             backward=backward,
             dtype=dtype,
@@ -83,51 +125,77 @@ def plan(
         of=of,
     )
     first = settled[0]
-    executions = [None, *([CUDA_GRAPH] if cuda_graph else []), *([COMPILED] if compile else [])]
-    _check_device(first.device, executions, l2)
+    executions = _executions(execution, first.device, l2)
     # Calls are made where their time is limited, and their failures are records.
-    chosen = select(backends, options, rehearse=False, exclude=exclude, also=True)
+    chosen = select(backends, options, rehearse=False, also=True)
     if not any(variant.backend == YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
     # The baseline comes first, in case the budget ends.
     chosen = tuple(sorted(chosen, key=lambda variant: variant.backend != YARDSTICK))
+    subjects: list[Any] = []
+    if inputs is not None or (error and first.of == "attention"):
+        subjects = _subjects(inputs, layers, first)
+    if inputs is not None:
+        if (num_heads, head_dim) != (None, None) or [one.of for one in settled] != ["attention"]:
+            raise OptionError(
+                "inputs decide the shape of attention alone: leave out of, num_heads and head_dim."
+            )
+        lengths = _lengths_of_inputs(lengths, subjects)
+        # All lengths have the same layers.
+        subjects = [subject for subject in subjects if subject.tokens >= max(lengths)]
     measurer, limit, notes = measurer_for(
         chosen, first, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
+    )
+    costs_of = partial(Costs, measure=measurer, rounds=rounds, limit_bytes=limit)
+    timed = (
+        {}
+        if inputs is None
+        else {**shape_of_subject(subjects[0]), "inputs": joint_name([s.name for s in subjects])}
     )
     settings = []
     for workload in settled:
         _try_options(chosen, workload, max(lengths))
-        costs = Costs(
-            shared={**vars(workload), "inputs": "gaussian"},
-            measure=measurer,
-            rounds=rounds,
-            limit_bytes=limit,
+        costs = costs_of(
+            shared={**vars(workload), "inputs": "gaussian", **timed},
             l2=(l2 or COLD) if first.device.startswith("cuda") else None,
         )
         settings.append((costs, chosen if workload.of == "attention" else (ceiling(), *chosen)))
+    errors = [
+        _Errors(
+            tokens=subject.tokens,
+            costs=costs_of(
+                shared={**vars(first), **shape_of_subject(subject), **_ERROR, "inputs": subject.name}
+            ),
+        )
+        for subject in (subjects if error else [])
+    ]
     # From short to long; compiling, which takes longest, comes last.
     groups = [
-        (costs, [variant.executed(execution) for variant in variants], tokens)
-        for execution in executions
+        (costs, [variant.executed(kind) for variant in variants], tokens)
+        for kind in executions
         for tokens in lengths
         for costs, variants in settings
     ]
     return Plan(
-        steps=partial(_steps, groups),
+        steps=partial(_steps, groups, errors),
         device=first.device,
         timeout_s=timeout_s,
         notes=notes,
-        resources=measurer,
+        about={MAX_ERROR: max_error, CANDIDATES: [variant.label for variant in chosen]},
+        resources=_handing_over(measurer, subjects),
     )
 
 
-def _steps(groups: Sequence[tuple[Costs, Sequence[Variant], int]]) -> Steps:
-    """One round of every call and its memory, then further rounds of all calls."""
+def _steps(groups: Sequence[tuple[Costs, Sequence[Variant], int]], errors: Sequence[_Errors]) -> Steps:
+    """One round of every call, its error and its memory, then further rounds of all calls."""
     calls: list[Point] = []
     for costs, variants, tokens in groups:
         times = [costs.time(variant, tokens) for variant in variants]
         records = yield [replace(point, rounds=1) for point in times]
         calls += [point for point, record in zip(times, records, strict=True) if record.status == "ok"]
+        if costs.shared["of"] == "attention" and variants[0].execution is None:
+            timed = [one for one, record in zip(variants, records, strict=True) if record.status == "ok"]
+            yield from _error_steps([one.costs for one in errors if tokens <= one.tokens], timed, tokens)
         for variant in variants:
             # The memory of a graph is allocated when it is captured, none of it in a call.
             if variant.execution != CUDA_GRAPH:
@@ -135,13 +203,77 @@ def _steps(groups: Sequence[tuple[Costs, Sequence[Variant], int]]) -> Steps:
     yield calls
 
 
-def _check_device(device: str, executions: Sequence[str | None], l2: str | None) -> None:
-    """Refuse options that only a GPU has on another device, and unknown states of its cache."""
+def _error_steps(layers: Sequence[Costs], variants: Sequence[Variant], tokens: int) -> Steps:
+    """Errors layer by layer, whose exact output is computed once; after a failure the others are left out."""
+    from efficient_attn.runner.accuracy import MEAN
+
+    failed = set()
+    for costs in layers:
+        for variant in (MEAN, *variants):
+            if variant.label not in failed and (yield costs.error(variant, tokens)).status != "ok":
+                failed.add(variant.label)
+
+
+def _subjects(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> list[Any]:
+    """q, k, v of each layer of the inputs, at its whole length."""
+    from efficient_attn.runner.inputs import subjects
+
+    source = (_CAUSAL_INPUTS if workload.causal else _INPUTS) if inputs is None else inputs
+    if source == "gaussian":
+        raise OptionError("inputs are of a model: encoder, decoder or a safetensors file, not gaussian.")
+    # Layers of all lengths are taken.
+    found = list(subjects([source], layers=layers, seq_len=1, seed=workload.seed, causal=workload.causal))
+    if len({(subject.causal, *shape_of_subject(subject).values()) for subject in found}) > 1:
+        raise OptionError(f"layers of {source} differ in shape or causality; name one of them: layers=[N].")
+    for subject in found:
+        if subject.activations.q.shape[-2] != subject.tokens:
+            raise OptionError(
+                f"inputs {subject.name} have {subject.activations.q.shape[-2]} queries for {subject.tokens} "
+                "keys; the numbers must be equal."
+            )
+    return found
+
+
+def _lengths_of_inputs(lengths: Sequence[int], subjects: Sequence[Any]) -> tuple[int, ...]:
+    """The lengths that the inputs have; of the default ones those that fit."""
+    longest = max(subject.tokens for subject in subjects)
+    fitting = tuple(tokens for tokens in lengths if tokens <= longest)
+    if len(fitting) < len(lengths) and (tuple(lengths) != _LENGTHS or not fitting):
+        name = subjects[0].name.partition("(")[0]
+        raise OptionError(
+            f"{max(lengths)} tokens are more than the {longest} of {name}, which cannot be extended."
+        )
+    return fitting
+
+
+@contextmanager
+def _handing_over(measurer: Measurer, subjects: Sequence[Any]) -> Iterator[None]:
+    """Files of q, k, v for the processes that measure; a joint name stands for the middle layer."""
+    from efficient_attn.runner.inputs import write_given
+
+    with measurer, tempfile.TemporaryDirectory() as folder:
+        for number, subject in enumerate(subjects):
+            path = Path(folder) / f"{number}.safetensors"
+            write_given(path, subject)
+            measurer.inputs[subject.name] = str(path)
+        if subjects:
+            middle = subjects[len(subjects) // 2].name
+            measurer.inputs[joint_name([one.name for one in subjects])] = measurer.inputs[middle]
+        yield
+
+
+def _executions(text: str | Sequence[str], device: str, l2: str | None) -> list[str | None]:
+    """Executions of every call, None for eager."""
+    words = text.split(",") if isinstance(text, str) else list(text)
     if l2 not in (None, *L2):
         raise OptionError(f"l2 is {' or '.join(L2)}, not {l2!r}.")
-    asked = "l2" if l2 is not None else "cuda_graph" if CUDA_GRAPH in executions else None
-    if asked is not None and not device.startswith("cuda"):
-        raise UnsupportedError(f"{asked} needs a CUDA device; device is {device!r}.")
+    for word in words:
+        if word not in _EXECUTIONS:
+            raise OptionError(f"execution is {', '.join(_EXECUTIONS)}, not {word!r}.")
+    option = "l2" if l2 is not None else CUDA_GRAPH if CUDA_GRAPH in words else None
+    if option is not None and not device.startswith("cuda"):
+        raise UnsupportedError(f"{option} needs a CUDA device; device is {device!r}.")
+    return [None if word == EAGER else word for word in dict.fromkeys(words)]
 
 
 def _try_options(variants: Sequence[Variant], workload: Workload, longest: int) -> None:

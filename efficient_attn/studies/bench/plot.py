@@ -1,13 +1,18 @@
-"""Plots of a benchmark: time and memory against tokens, on logarithmic axes."""
+"""Plots of a benchmark: costs and errors against tokens, errors against costs with their Pareto fronts."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
-from efficient_attn.report.figures import LARGEST, Axis, Chart, Plot, Series, line_styles
-from efficient_attn.report.text import setting
+from efficient_attn.report.figures import GRID, LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
+from efficient_attn.report.text import setting, show_error
 from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.runner.units import show_bytes, show_seconds
 from efficient_attn.stats.curves import DEVICE_TIME, Curve, by_clock, by_subject, curves
 from efficient_attn.stats.estimates import RUN_SHIFT
+from efficient_attn.studies.bench.comparison import Comparison, by_setting, comparisons, error_limit
+from efficient_attn.studies.bench.tables import heading_of, inputs_words, many_lengths
 from efficient_attn.studies.view import Environment, Plots
 
 _TITLES = {
@@ -22,13 +27,33 @@ _FILES = {"time": "time_s", "memory": "peak_bytes"}
 _MARGIN = 1.5
 
 
+# Rounding is drawn this many times below the smallest error of a method: its own distance means nothing.
+_BELOW = 2.5
+# Larger errors are drawn no higher.
+HIGHEST = 3.0
+MARKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+_POINT = {"linestyle": "none", "markersize": 8, "markeredgewidth": 1.5, "clip_on": False}
+
+_COSTS = {
+    "time_s": ("time of one call", "log", show_seconds),
+    "peak_bytes": ("peak memory of one call, excluding its inputs", "log2", show_bytes),
+}
+
+
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """The plots worth a file."""
+    """The plots worth a file: costs and errors against tokens, and errors against costs."""
     measured = {record.case.kind for record in records if record.status == "ok"}
-    found = {name: cost_plot(records, quantity) for name, quantity in _FILES.items() if name in measured}
-    if queued := by_clock(records).get(DEVICE_TIME):
-        found["device-time"] = cost_plot(queued)._replace(title="Device time of one queued call")
-    return found
+    groups = by_setting(comparisons(records))
+    made: Plots = {}
+    if many_lengths(records) or not groups:
+        made = {name: cost_plot(records, quantity) for name, quantity in _FILES.items() if name in measured}
+        if queued := by_clock(records).get(DEVICE_TIME):
+            made["device-time"] = cost_plot(queued)._replace(title="Device time of one queued call")
+    if drawn := [group for group in groups if len(group) > 1]:
+        made["error"] = error_plot(drawn)
+    if groups:
+        made["comparison"] = comparison_plot(groups, error_limit(environment))
+    return made
 
 
 def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
@@ -67,3 +92,108 @@ def _series(curve: Curve, style: dict[str, object]) -> Series:
     )
     x, y, low, high = columns
     return Series(curve.label, x, y, style, low, high)
+
+
+def comparison_plot(groups: Sequence[Sequence[Comparison]], max_error: float) -> Plot:
+    """Two charts for the longest comparison of each setting."""
+    shown = [group[-1] for group in groups]
+    backends = {row.label: row.backend for comparison in shown for row in comparison.contenders}
+    styles = line_styles([pair for pair in backends.items() if pair[1] != MEAN_OF_VALUES])
+    styles = {label: {**style, **_POINT} for label, style in styles.items()}
+    styles[MEAN_OF_VALUES] = {"color": MUTED, "marker": (4, 1, 0), **_POINT}
+    rows = [[_chart(comparison, cost, styles, max_error) for cost in _COSTS] for comparison in shown]
+    headings = [heading_of(comparison) for comparison in shown]
+    if len(shown) > 1:
+        rows = [
+            [first._replace(notes=(heading,)), second]
+            for (first, second), heading in zip(rows, headings, strict=True)
+        ]
+    several = any(row.layers > 1 for comparison in shown for row in comparison.contenders)
+    return Plot(
+        "Relative error against cost",
+        f"{headings[0] if len(shown) == 1 else ''}\n"
+        "filled: on the Pareto front (none has both less error and less cost); shaded: within "
+        f"{100 * max_error:g} % of exact, and cheaper"
+        f"{'; markers and bars: median and range over the layers' if several else ''}",
+        tuple(map(tuple, rows)),
+    )
+
+
+def error_plot(groups: Sequence[Sequence[Comparison]]) -> Plot:
+    """Relative error against tokens, a chart for each setting."""
+    last = [group[-1] for group in groups]
+    rows = [row for comparison in last for row in comparison.contenders if row.backend != MEAN_OF_VALUES]
+    styles = line_styles([(row.label, row.backend) for row in rows])
+    styles[MEAN_OF_VALUES] = {"color": MUTED, "linestyle": "--"}
+    charts = []
+    for group in groups:
+        lengths = [comparison.case.tokens for comparison in group]
+        series = []
+        for label, style in styles.items():
+            known = [
+                (comparison.case.tokens, row.error)
+                for comparison in group
+                if (row := comparison.row(label)) is not None
+                and row.error
+                and row.worst > comparison.rounding
+            ]
+            if known:
+                x = tuple(tokens for tokens, _ in known)
+                y = tuple(min(error.median, HIGHEST) for _, error in known)
+                series.append(Series(label, x, y, style))
+        charts.append(
+            Chart(
+                Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths),
+                Axis("relative output error", "log", show_error, {mark: f"{mark:g}" for mark in MARKS}),
+                tuple(series),
+                inputs_words(group[-1]) if len(groups) > 1 else "",
+            )
+        )
+    conditions = f"{inputs_words(last[0])}; median over the layers; errors of rounding are not drawn"
+    return Plot("Relative error of the output", conditions, tuple((chart,) for chart in charts))
+
+
+def _chart(comparison: Comparison, cost: str, styles: dict[str, dict[str, Any]], max_error: float) -> Chart:
+    label, scale, show = _COSTS[cost]
+    drawn = [(x, row, row.error) for row in comparison.contenders if row.error and (x := row.cost(cost))]
+    real = [error for *_, spread in drawn for error in spread[:3] if error > comparison.rounding]
+    floor = min([*real, max_error]) / _BELOW
+
+    def height(error: float) -> float:
+        return floor if error <= comparison.rounding else min(error, HIGHEST)
+
+    series, front = [], comparison.front(cost)
+    for x, row, error in drawn:
+        style = styles[row.label]
+        style = {**style, "markerfacecolor": style["color"] if row in front else "white"}
+        low, high = ((height(edge),) if row.layers > 1 else () for edge in (error.low, error.high))
+        series.append(Series(row.label, (x,), (height(error.median),), style, low, high, bars=bool(low)))
+    marks = {mark: f"{mark:g}" for mark in MARKS if floor * 1.3 < mark}
+    marks |= {HIGHEST: "higher"} if any(error > HIGHEST for error in real) else {}
+    return Chart(
+        Axis(label, scale, show),
+        Axis(
+            "relative output error",
+            "log",
+            show_error,
+            {floor: "rounding", **marks},
+            (floor / 1.3, HIGHEST * 1.05),
+        ),
+        tuple(series),
+        apart=True,
+        height=3.4,
+        draw=partial(
+            _shade,
+            comparison.exact.cost(cost) if comparison.exact is not None else None,
+            floor / 2,
+            max_error,
+        ),
+    )
+
+
+def _shade(edge: float | None, low: float, high: float, ax: Any) -> None:
+    """Shade where a backend would be both nearly exact and cheaper than exact attention."""
+    if edge:
+        left, right = ax.get_xlim()
+        ax.fill_between([left, edge], low, high, color=GRID, alpha=0.6, linewidth=0, zorder=0)
+        ax.set_xlim(left, right)

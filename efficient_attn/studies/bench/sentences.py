@@ -1,27 +1,47 @@
 """Findings of a benchmark, in a few sentences with the numbers of its tables."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from efficient_attn.report.text import setting, show_ratio
+from efficient_attn.runner.layers import single_names
 from efficient_attn.runner.records import Record
 from efficient_attn.runner.variants import CEILING, YARDSTICK
+from efficient_attn.stats.candidates import missing, operations_sentence
 from efficient_attn.stats.curves import TIME, Curve, by_clock, by_subject, curves
-from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, explanation
+from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance, explanation
+from efficient_attn.studies.bench.comparison import (
+    Comparison,
+    Contender,
+    by_setting,
+    comparisons,
+    error_limit,
+    nearest,
+)
 from efficient_attn.studies.bench.crossover import gains
-from efficient_attn.studies.bench.tables import crossover_cells
-from efficient_attn.studies.view import Environment
+from efficient_attn.studies.bench.tables import crossover_cells, error_cell, inputs_words, many_lengths
+from efficient_attn.studies.view import Environment, cost_cells
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """Speed and the length from which each backend pays."""
-    found = []
+    """The verdict at the longest length with errors, then speeds and lengths from which a backend pays."""
+    groups = by_setting(comparisons(records))
+    texts = []
+    for group in groups:
+        texts += [_verdict(group[-1], environment), operations_sentence(group[-1].records)]
+    if many_lengths(records) or not groups:
+        texts += _speeds(records, environment)
+    return [text for text in texts if text is not None]
+
+
+def _speeds(records: Sequence[Record], environment: Environment) -> list[str]:
+    texts = []
     for subject, group in by_subject(records).items():
         place = "" if subject == "attention" else f" of the {subject}"
         for clock, timed in by_clock(group).items():
             where = place if clock == TIME else f"{place} by {clock}"
-            found += pay_sentences(where, curves(timed, "time_s"), environment)
-    return found
+            texts += pay_sentences(where, curves(timed, "time_s"), environment)
+    return texts
 
 
 def pay_sentences(place: str, times: Sequence[Curve], environment: Environment) -> list[str]:
@@ -47,3 +67,48 @@ def pay_sentences(place: str, times: Sequence[Curve], environment: Environment) 
         f"{COULD_NOT_TELL.capitalize()} the speed{place} of {', '.join(labels)}: {load}; {IDLE}."
         for load, labels in unknown.items()
     ]
+
+
+def _verdict(comparison: Comparison, environment: Environment) -> str:
+    case, max_error = comparison.case, error_limit(environment)
+    place = f"On this machine ({setting(case)}) at {case.tokens} tokens ({inputs_words(comparison)})"
+    exact, share = comparison.exact, f"{100 * max_error:g} %"
+    if exact is None:
+        return f"{place} exact attention was not measured, so nothing can be compared with it."
+    everywhere = " on every layer" if len(single_names(comparison.inputs)) > 1 else ""
+    near = comparison.near(max_error)
+    load = disturbance([row.timed for row in (exact, *near) if row.timed], environment)
+    finished = {row.label for row in comparison.contenders if row.failed or (row.error and row.timed)}
+    left = missing(environment, finished)
+    nothing = "nothing measured so far" if left else "nothing"
+    both = f"both within {share} of exact{everywhere} and faster"
+    untimed = [row for row in comparison.candidates if not row.timed and row.worst <= max_error]
+    if not near and untimed:
+        text = f"it is open whether anything is {both}; not timed: {_names(untimed)}"
+    elif not near:
+        text = f"{nothing} but exact is within {share} of it{everywhere}, whatever the times"
+        text += f"; nearest: {_names([nearest(comparison.candidates)])}" if comparison.candidates else ""
+    elif load is not None:
+        text = f"it is open: {COULD_NOT_TELL} whether anything is {both}: {load}; {IDLE}. "
+        text += f"Within {share}, which no load changes: {_names(near)}"
+    elif faster := comparison.faster(near):
+        text = f"{both}: {_names(faster, exact)}"
+    elif alike := comparison.faster(near, side=0):
+        names = ", ".join(row.label for row in alike)
+        text = f"it is unclear whether anything is {both}: the times of {names} and exact overlap; more "
+        text += "--rounds would settle it"
+    else:
+        answer = "" if left else ", so exact is the answer"
+        fast = _names([nearest(comparison.faster(comparison.candidates))], exact)
+        text = f"{nothing} is {both}{answer}; nearest of the faster backends: {fast}; "
+        text += f"of the backends within {share}: {_names(near[:1], exact)}"
+    return f"{place} {text}.{left}"
+
+
+def _names(rows: Iterable[Contender | None], exact: Contender | None = None) -> str:
+    """`window (error 0.3, 2.50x as fast)`; without exact attention the error alcomparison."""
+    texts = []
+    for row in filter(None, rows):
+        speed = f", {cost_cells(row.timed, exact.timed, None)[1]} as fast" if exact is not None else ""
+        texts.append(f"{row.label} (error {error_cell(row)}{speed})")
+    return ", ".join(texts) or "nothing"

@@ -1,16 +1,47 @@
-"""Tables of time and peak memory of every backend, with failures."""
+"""Tables of error, time and peak memory of every backend, with failures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from efficient_attn.report.table import Table
-from efficient_attn.report.text import QUEUED_NOTE, failure_notes, show_growth, show_ratio, show_spread
+from efficient_attn.report.text import (
+    CONCATENATED,
+    CONCATENATED_NOTE,
+    QUEUED_NOTE,
+    calibration_note,
+    describe,
+    failure_notes,
+    heading,
+    layer_words,
+    setting,
+    show_error,
+    show_growth,
+    show_ratio,
+    show_spread,
+    three_digits,
+)
+from efficient_attn.runner.layers import single_names, timed_layer
 from efficient_attn.runner.records import Record
+from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.runner.variants import YARDSTICK
 from efficient_attn.stats.curves import DEVICE_TIME, Curve, by_clock, by_subject, curves
-from efficient_attn.stats.estimates import FEWEST_ROUNDS, RUN_SHIFT
-from efficient_attn.studies.bench.calls import call_table
+from efficient_attn.stats.estimates import (
+    FEWEST_ROUNDS,
+    RUN_SHIFT,
+    on_device,
+    per_second,
+    percentiles,
+    tokens_per_s,
+)
+from efficient_attn.studies.bench.comparison import (
+    GAUSSIAN,
+    ROUNDING,
+    Comparison,
+    Contender,
+    by_setting,
+    comparisons,
+)
 from efficient_attn.studies.bench.crossover import FURTHEST, Crossover, crossovers, gains
-from efficient_attn.studies.view import Environment
+from efficient_attn.studies.view import NOT_MEASURED, Environment, cost_cells
 
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 
@@ -30,7 +61,22 @@ Cells = Mapping[str, str]
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
-    """The tables of a benchmark: time, then peak memory, as far as they were measured."""
+    """Time, peak memory and error at all lengths, and all of them at the longest length with an error."""
+    groups = by_setting(comparisons(records))
+    made = _cost_tables(records) if many_lengths(records) or not groups else []
+    for group in groups:
+        if len(group) > 1:
+            made += _error_tables(group, records)
+        made.append(_comparison_table(group[-1]))
+    return made
+
+
+def many_lengths(records: Sequence[Record]) -> bool:
+    """Whether costs were measured at more than one length."""
+    return len({record.case.tokens for record in records if record.case.kind != "error"}) > 1
+
+
+def _cost_tables(records: Sequence[Record]) -> list[Table]:
     made = []
     for subject, group in by_subject(records).items():
         place = "" if subject == "attention" else f" of the {subject}"
@@ -42,6 +88,116 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
             more = {name: _largest(group, quantity) for name, quantity in bytes_of.items()}
             made.append(_cost_table(f"Peak memory of a call{place}, MiB", peaks, _MEBIBYTE, more))
     return made
+
+
+def _error_tables(group: Sequence[Comparison], records: Sequence[Record]) -> list[Table]:
+    """Relative and mean squared error at every length that the inputs have."""
+    lengths, last = [row.case.tokens for row in group], group[-1]
+    beyond = max(record.case.tokens for record in records) > lengths[-1]
+    model = last.inputs.partition("(")[0]
+    notes = _error_notes(last)
+    if beyond:
+        text = f"No error beyond {lengths[-1]} tokens, all of {model}; --inputs FILE takes longer q, k, v."
+        notes = (*notes, text)
+    labels = dict.fromkeys(row.label for comparison in reversed(group) for row in comparison.contenders)
+    place = f"{describe(last.inputs)}, {setting(last.errors)}"
+    return [
+        Table(
+            f"{title} of the output: {place}",
+            ("backend", *map(str, lengths)),
+            tuple((label, *(show(comparison.row(label)) for comparison in group)) for label in labels),
+            notes if show is error_cell else (),
+        )
+        for title, show in (("Relative error", error_cell), ("Mean squared error (MSE)", _mse_cell))
+    ]
+
+
+def _comparison_table(comparison: Comparison) -> Table:
+    exact, case = comparison.exact, comparison.case
+    on_gpu = any(row.timed and row.timed.device_times_s for row in comparison.contenders)
+    fronts = {"time": comparison.front("time_s"), "memory": comparison.front("peak_bytes")}
+    rows = []
+    for row in comparison.contenders:
+        time, speed, peak = cost_cells(row.timed, exact and exact.timed, row.peak_bytes)
+        front = ", ".join(name for name, front in fronts.items() if row in front)
+        queued = _queued_cells(row, exact) if on_gpu else ()
+        rows.append((row.label, time, speed, *queued, error_cell(row), _mse_cell(row), peak, front))
+    device = ("device time, ms", "device speed, exact = 1") if on_gpu else ()
+    columns = (
+        "backend",
+        "time, ms",
+        "speed, exact = 1",
+        *device,
+        "error",
+        "MSE",
+        "peak memory, MiB",
+        "front",
+    )
+    title = f"Error, time and memory: {heading_of(comparison)}"
+    front = "front: nothing else has both less error and less of that cost."
+    several = case.inputs != GAUSSIAN and len(single_names(case.inputs)) > 1
+    timed = f" Times and memory: on {timed_layer(case.inputs)}." if several else ""
+    notes = (
+        *_error_notes(comparison),
+        f"{front}{timed}",
+        *([QUEUED_NOTE.format(case.l2)] if case.l2 else []),
+        *([CONCATENATED_NOTE] if comparison.inputs.startswith(CONCATENATED) else []),
+        *calibration_note(comparison.records),
+        *failure_notes(comparison.records),
+    )
+    return Table(title, columns, tuple(rows), notes)
+
+
+def heading_of(comparison: Comparison) -> str:
+    """`encoder, layer 1; 512 tokens, 12 heads of 32, float32, 2 CPU threads`."""
+    if comparison.case.inputs != GAUSSIAN:
+        return heading(comparison.case)
+    return f"{comparison.case.tokens} tokens, {setting(comparison.case)}; {inputs_words(comparison)}"
+
+
+def inputs_words(comparison: Comparison) -> str:
+    """`encoder, layers 0, 1, 5`, or `errors on …` and their shape where times are of other inputs."""
+    words = describe(comparison.inputs)
+    if comparison.case.inputs != GAUSSIAN:
+        return words
+    return f"errors on {words}, {comparison.errors.num_heads} heads of {comparison.errors.head_dim}"
+
+
+def _queued_cells(row: Contender, exact: Contender | None) -> tuple[str, str]:
+    """Device time and speed-up by it."""
+    timed, baseline = (
+        on_device(side.timed) if side is not None and side.timed and side.timed.device_times_s else None
+        for side in (row, exact)
+    )
+    return cost_cells(timed, timed if row is exact else baseline, None)[:2]
+
+
+def error_cell(row: Contender | None) -> str:
+    """The error with its range over layers, or with its interval over draws on a single layer."""
+    if row is None or row.error is None:
+        failed = () if row is None else row.failed
+        return next((record.status for record in failed if record.case.kind == "error"), NOT_MEASURED)
+    middle, low, high = map(show_error, row.error[:3])
+    return middle if low == high or row.worst < ROUNDING else f"{middle} ({low} to {high})"
+
+
+def _mse_cell(row: Contender | None) -> str:
+    return NOT_MEASURED if row is None or row.mse is None else show_error(row.mse.median)
+
+
+def _error_notes(comparison: Comparison) -> tuple[str, ...]:
+    layers = single_names(comparison.inputs)
+    draws = max((row.error.samples for row in comparison.contenders if row.error), default=1)
+    spread = (
+        f"range over {layer_words(comparison.inputs)}" if len(layers) > 1 else "95 % interval over the draws"
+    )
+    compared = {record.compared_queries for record in comparison.records} - {None}
+    queries = f" on {max(compared)} queries of every head, drawn at random" if compared else ""
+    return (
+        f"error: ‖out − exact‖ / ‖exact‖ against exact softmax attention in float64{queries}; of random "
+        f"features the median of {draws} draws; in brackets the {spread}.",
+        f"{MEAN_OF_VALUES}: uniform attention; an error above its error is worse than not attending.",
+    )
 
 
 def _time_tables(clock: str, place: str, times: Sequence[Curve]) -> list[Table]:
@@ -59,18 +215,18 @@ def _time_tables(clock: str, place: str, times: Sequence[Curve]) -> list[Table]:
 
 def crossover_cells(times: Sequence[Curve]) -> dict[str, str]:
     """{label: `910 (850 to 990)`, or the reason why there is no such number}."""
-    return {found.label: _show_crossover(found) for found in crossovers(times)}
+    return {row.label: _show_crossover(row) for row in crossovers(times)}
 
 
-def _show_crossover(found: Crossover) -> str:
-    first, last = found.lengths[0], found.lengths[-1]
-    if found.tokens is None:
-        return f"all from {first}" if found.always else f"none up to {last}" if found.never else "unclear"
-    if found.low is None and found.high is None:
+def _show_crossover(row: Crossover) -> str:
+    first, last = row.lengths[0], row.lengths[-1]
+    if row.tokens is None:
+        return f"all from {first}" if row.always else f"none up to {last}" if row.never else "unclear"
+    if row.low is None and row.high is None:
         return "unclear"
-    low = f"below {first}" if found.low is None else str(_round(found.low))
-    interval = f"{low} or more" if found.high is None else f"{low} to {_round(found.high)}"
-    return f"{_round(found.tokens)} ({interval}{', extrapolated' if found.extrapolated else ''})"
+    low = f"below {first}" if row.low is None else str(_round(row.low))
+    interval = f"{low} or more" if row.high is None else f"{low} to {_round(row.high)}"
+    return f"{_round(row.tokens)} ({interval}{', extrapolated' if row.extrapolated else ''})"
 
 
 def _round(tokens: float) -> int:
@@ -125,3 +281,54 @@ def _cost(curve: Curve, tokens: int, unit: float) -> str:
     if point is None or point.value is None:
         return "" if point is None else point.record.status
     return show_spread(point.value, point.low, point.high, unit=unit)
+
+
+# Heads of the percentages: the fields of the amount and of the measured rate, and the unit of 10⁹ of it.
+_SHARES = {
+    "% of peak GEMM": ("flops", "matmul_flops_per_s", "GFLOP/s of a large matrix product (GEMM)"),
+    "% of peak copy": ("moved_bytes", "copy_bytes_per_s", "GB/s of a large copy"),
+}
+_COUNTED = "Operations exclude masked entries; inputs, output and parameters are moved once."
+
+
+def call_table(title: str, times: Sequence[Curve]) -> Table:
+    """One row per curve with a time, at its longest length."""
+    ends = [(curve.label, curve.measured[-1].record) for curve in times if curve.measured]
+    shares = {head: [_share(record, *fields[:2]) for _, record in ends] for head, fields in _SHARES.items()}
+    shares = {head: cells for head, cells in shares.items() if any(cells)}
+    rows = tuple(
+        (
+            label,
+            str(record.case.tokens),
+            *(three_digits(time_s * 1e3) for time_s in percentiles(record).values()),
+            _throughput(record),
+            *(cells[row] for cells in shares.values()),
+        )
+        for row, (label, record) in enumerate(ends)
+    )
+    columns = ("backend", "tokens", "p20, ms", "p50, ms", "p80, ms", "tokens/s", *shares)
+    return Table(title, columns, rows, _notes([record for _, record in ends], shares))
+
+
+def _throughput(record: Record) -> str:
+    rate = tokens_per_s(record)
+    return "" if rate is None else three_digits(rate)
+
+
+def _share(record: Record, amount: str, ceiling: str) -> str:
+    """Achieved percentage of a measured rate; empty if unknown."""
+    done, most = getattr(record, amount), getattr(record, ceiling)
+    rate = per_second(done, record) if done and most else None
+    return "" if rate is None else three_digits(100 * rate / most)
+
+
+def _notes(records: Sequence[Record], heads: Iterable[str]) -> tuple[str, ...]:
+    """The measured rates behind the percentages."""
+    rates = []
+    for head in heads:
+        _, field, unit = _SHARES[head]
+        most = max(getattr(record, field) or 0.0 for record in records)
+        rates.append(f"{three_digits(most / 1e9)} {unit}")
+    if not rates:
+        return ()
+    return (f"Peaks measured in this run: {', '.join(rates)}. {_COUNTED}",)

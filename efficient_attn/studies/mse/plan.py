@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
@@ -13,7 +14,6 @@ from efficient_attn.runner.sizes import sized
 from efficient_attn.runner.units import parse_sizes
 from efficient_attn.runner.variants import Variant, select
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.model_inputs import Model, Text, sources, those_that_fit
 from efficient_attn.studies.points import Plan, Point, in_lists, interleaved
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.workload import Workload, settle
@@ -25,7 +25,7 @@ _INPUTS = ("gaussian", "encoder", "decoder")
 _ANGLES = (60.0, 90.0, 120.0)
 
 # Options that the error of kernel entries does not have.
-_OF_THE_OUTPUT = ("inputs", "model", "text", "metric", "data_seeds", "seq_len", "layers", "device", "dtype")
+_OF_THE_OUTPUT = ("inputs", "metric", "data_seeds", "seq_len", "layers", "device", "dtype")
 
 # Operations of the metric per token and entry of a head, in the unit of a backend's own count.
 _METRIC = 100
@@ -41,8 +41,6 @@ def plan(
         shared.InputNames,
         Option(help=shared.INPUTS_HELP, metavar="NAME[,NAME…]", parse=shared.parse_inputs),
     ] = _INPUTS,
-    model: Model = None,
-    text: Text = None,
     sizes: shared.Sizes = (16, 32, 64, 128, 256, 512, 1024),
     of: Annotated[
         str, Option(help="Error of the output, or of entries of the softmax kernel.", metavar="output|kernel")
@@ -53,22 +51,21 @@ def plan(
     draws: Annotated[
         int | None, Option(help="Number of random-feature draws; 6, of entries 64.", least=1)
     ] = None,
-    data_seeds: Annotated[int, Option(help="Number of seeds of Gaussian inputs.", least=1)] = 2,
+    data_seeds: Annotated[int, Option(help="Number of seeds of Gaussian inputs.", least=1, rare=True)] = 2,
     seq_len: shared.SeqLen = _TOKENS,
     head_dim: shared.HeadDim = _HEAD_DIM,
     layers: shared.Layers = None,
     options: shared.Settings = None,
-    exclude: shared.Exclude = None,
-    device: shared.Device = "cpu",
-    dtype: shared.Dtype = "auto",
+    device: Annotated[str, shared.rarely(shared.Device)] = "cpu",
+    dtype: Annotated[str, shared.rarely(shared.Dtype)] = "auto",
     threads: shared.Threads = None,
     seed: shared.Seed = 0,
 ) -> Plan:
     """Measure the error of backends against exact softmax attention in float64, size by size.
 
-    The baseline is uniform attention, the mean of the values. Layers that are causal in their model are
-    measured causally. An entry of the kernel is exp(x·y) for x = q/d^¼ and y = k/d^¼ of a given norm and
-    angle, in float64; its error is compared with theory.
+    The baseline is uniform attention. Layers that are causal in their model are measured causally. An entry
+    of the kernel is exp(x·y) for x = q/d^¼ and y = k/d^¼ of a given norm and angle; its error is compared
+    with theory.
 
     Example: efficient-attn mse --inputs encoder --backend window,my_file.py:my_attention
 
@@ -88,9 +85,9 @@ def plan(
     count = DRAWS if draws is None else draws
     positive_count("draws", count)
     wanted = parse_sizes(sizes, name="sizes")
-    variants = select(backends, options, exclude=exclude)
+    variants = select(backends, options)
     workload = settle(Workload(device=device, dtype=dtype, threads=threads))
-    named, notes = sources(inputs, model, text, default=_INPUTS)
+    named = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
 
     def placed(source: Any) -> list[Any]:
         made = subjects(
@@ -104,15 +101,23 @@ def plan(
         )
         return [one.placed(dtype=workload.dtype, device=workload.device) for one in made]
 
-    found, left_out = those_that_fit(named, placed, default=_INPUTS)
-    chosen = [one for made in found for one in made]
+    chosen, left_out = [], []
+    for source in named:
+        try:
+            chosen += placed(source)
+        except OptionError as reason:
+            if list(named) != list(_INPUTS):
+                raise
+            left_out.append(f"Left out: {reason}")
+    if not chosen:
+        raise OptionError(" ".join(left_out) or "inputs must not be empty.")
     question = {"metric": metric, "threads": workload.threads or 1}
     return Plan(
         steps=partial(
             in_lists, [list(_points(subject, variants, wanted, count, question)) for subject in chosen]
         ),
         device=workload.device,
-        notes=[*notes, *left_out],
+        notes=left_out,
         about={PAIR_NORMS: {subject.name: subject.pair_norm for subject in chosen}},
     )
 
@@ -135,7 +140,7 @@ def _kernel_plan(given: Mapping[str, Any]) -> Plan:
 
     draws = DRAWS if given["draws"] is None else given["draws"]
     positive_count("draws", draws)
-    variants = select(given["backends"], given["options"], exclude=given["exclude"])
+    variants = select(given["backends"], given["options"])
     if given["backends"] is None:
         variants = tuple(variant for variant in variants if SEED in variant.options)
     steps = entry_steps(

@@ -27,7 +27,6 @@ def plan(
     sizes: shared.Sizes = (32, 64, 128),
     causal: shared.Causal = False,
     options: shared.Settings = None,
-    exclude: shared.Exclude = None,
     classes: Annotated[int, Option(help="Number of distinct values; chance is 1 / classes.")] = Task.classes,
     queries: Annotated[int, Option(help="Number of keys whose value is asked for.")] = Task.queries,
     gap: Annotated[int, Option(help="Number of empty tokens between pairs and queries.")] = Task.gap,
@@ -65,7 +64,7 @@ def plan(
             seed=seed,
         )
     )
-    variants = _variants(backends, exclude, task, wanted, options, workload)
+    variants = _variants(backends, task, wanted, options, workload)
     same = {**vars(workload), "tokens": task.tokens, "inputs": course.name}
     # Seed by seed: an interrupted run has the same seeds of every backend.
     lists = [
@@ -89,7 +88,6 @@ def _point(variant: Variant, same: Mapping[str, Any], course: Course) -> Point:
 
 def _variants(
     backends: Sequence[Any] | None,
-    exclude: Sequence[str] | None,
     task: Task,
     sizes: Sequence[int],
     options: Mapping[str, Mapping[str, Sequence[Any]]] | None,
@@ -109,9 +107,7 @@ def _variants(
     blind = select([_WINDOW], {_WINDOW: {"window": [task.blind_window(causal=workload.causal)]}})
     inputs = gaussian(norm=1.0, tokens=task.tokens, head_dim=workload.head_dim, num_heads=workload.num_heads)
     tried = Subject(name="", activations=inputs, scale=workload.head_dim**-0.5, causal=workload.causal)
-    chosen = [
-        one for variant in select(names, given, exclude=exclude) for one in at_sizes(variant, tried, sizes)
-    ]
+    chosen = [one for variant in select(names, given) for one in at_sizes(variant, tried, sizes)]
     return tuple({one.label: one for one in (*select([YARDSTICK]), MEAN, *blind, *chosen)}.values())
 
 

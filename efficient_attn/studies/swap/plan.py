@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
-from efficient_attn.errors import OptionError
+from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.texts import Texts, named_texts, read_texts
 from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
@@ -57,11 +58,27 @@ def plan(
         Option(help="Tokens of each text; 512, or as many as model and texts have.", least=2),
     ] = None,
     options: shared.Settings = None,
-    exclude: shared.Exclude = None,
     draws: Annotated[int, Option(help="Number of random-feature draws.", least=1)] = 3,
     by_layer: Annotated[
         bool | None,
         Option(help="layer: each layer replaced alone too.", flag="--by", metavar="layer", parse=_is_layer),
+    ] = None,
+    save: Annotated[
+        str | Path | None,
+        Option(
+            help="New file for q, k, v of the layers on the first text, as --inputs of bench and mse.",
+            metavar="FILE.safetensors",
+            parse=shared.parse_text,
+        ),
+    ] = None,
+    layers: Annotated[
+        Sequence[int] | None,
+        Option(
+            help="Layers to save, from 0; all if omitted.",
+            flag="--layers",
+            metavar="N[,N…]",
+            parse=shared.parse_layers,
+        ),
     ] = None,
     name: Annotated[
         str | None, Option(help="Name of the model in records; the folder's or file's if omitted.")
@@ -83,10 +100,12 @@ def plan(
 
     Example: efficient-attn swap models.py:make_model --by layer
     """
+    if layers is not None and save is None:
+        raise OptionError("layers name what is saved: name a file by save (--save FILE.safetensors).")
     positive_count("draws", draws)
     positive_count("rounds", rounds)
     workload = settle(Workload(dtype=dtype or "float32", device=device or "cpu", threads=threads, seed=seed))
-    chosen = select(backends, options, exclude=exclude, also=True)
+    chosen = select(backends, options, also=True)
     chosen = tuple(sorted(chosen, key=promising)) if backends is None else chosen
 
     from efficient_attn.integrations.called import called_model, is_called, refuse_beside
@@ -104,16 +123,43 @@ def plan(
         named = named_texts(texts)
         subject = TextSubject.of(load(model, tokenizer, name, workload), named, workload, seq_len=seq_len)
     variants = candidates(chosen, subject, options)
+    notes = list(subject.notes)
+    if save is not None:
+        text = None if is_called(model) else next(iter(named_texts(texts).values()))
+        notes += _save(Path(save), model, text=text, layers=layers, max_tokens=seq_len, name=name)
     return Plan(
         steps=partial(_steps, subject, variants, draws=draws, rounds=rounds, by_layer=bool(by_layer)),
         device=subject.shared["device"],
-        notes=subject.notes,
+        notes=notes,
         about={
             # The origin of model and texts.
             MODEL: subject.about,
             CANDIDATES: [one.label for one in variants if one.backend != MEAN_OF_VALUES],
         },
     )
+
+
+def _save(
+    path: Path,
+    model: Any,
+    *,
+    text: str | None,
+    layers: Sequence[int] | None,
+    max_tokens: int | None,
+    name: str | None,
+) -> list[str]:
+    """Write q, k and v of the layers; returns remarks on them."""
+    if path.suffix != ".safetensors":
+        raise OptionError(f"save is a file that ends in .safetensors, not {str(path)!r}.")
+    if path.exists():
+        raise DataError(f"save: {path} exists already; name a new file.")
+    from efficient_attn.integrations.capture import captured_model, notes_of, save_activations
+
+    captured = captured_model(model, text=text, layers=layers, max_tokens=max_tokens, name=name)
+    save_activations(captured, path)
+    tokens = max(layer.k.shape[-2] for layer in captured.layers.values())
+    saved = f"Saved layers {', '.join(map(str, captured.layers))} on {tokens} tokens: {path}."
+    return [*notes_of(captured), saved]
 
 
 def promising(variant: Variant) -> int:

@@ -1,20 +1,13 @@
-"""Points of a comparison: errors backend by backend, interleaved times, peak memory."""
+"""Errors of attention alone on the layers of a shipped model, the fewest operations first."""
 
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from efficient_attn.measure.queued import COLD
 from efficient_attn.options import SEED
-from efficient_attn.runner.isolation import Measurer
-from efficient_attn.runner.layers import joint_name
 from efficient_attn.runner.variants import YARDSTICK, Variant
 from efficient_attn.stats.candidates import exact_operations
-from efficient_attn.studies.costs import Costs, shape_of_subject
-from efficient_attn.studies.points import Point, Steps
+from efficient_attn.studies.points import Point
 from efficient_attn.studies.workload import Workload
 
 # Durations relative to that of an operation of a backend, building included: of exact attention in float64,
@@ -62,54 +55,3 @@ def operations(variants: Sequence[Variant], subject: Any) -> dict[str, float]:
         for label, (case, variant) in cases.items()
     }
     return {MEAN.label: float(subject.activations.q.numel()), **work}
-
-
-def steps(
-    variants: Sequence[Variant],
-    inputs: Sequence[Sequence[Any]],
-    workload: Workload,
-    *,
-    draws: int,
-    rounds: int,
-    measurer: Measurer,
-    limit_bytes: int | None,
-) -> Steps:
-    """For each of the inputs the errors, then the costs of the backends that have one."""
-    from efficient_attn.runner.accuracy import MEAN
-
-    for subjects in inputs:
-        working = []
-        errors = error_points(variants, subjects, workload, draws=draws)
-        named = {variant.label: variant for variant in (MEAN, *variants)}
-        for label, points in errors.items():
-            for point in points:
-                # After a failure the other layers are left out.
-                if (yield point).status != "ok":
-                    break
-            else:
-                working.append(named[label])
-        first = subjects[0]
-        inputs_name = joint_name([subject.name for subject in subjects])
-        costs = Costs(
-            shared={**vars(workload), **shape_of_subject(first), "inputs": inputs_name},
-            measure=measurer,
-            rounds=rounds,
-            limit_bytes=limit_bytes,
-            l2=COLD if workload.device.startswith("cuda") else None,
-        )
-        yield [costs.time(variant, first.tokens) for variant in working]
-        for variant in working:
-            yield costs.memory(variant, first.tokens)
-
-
-@contextmanager
-def handing_over(measurer: Measurer, inputs: Sequence[Sequence[Any]]) -> Iterator[None]:
-    """Times and memory are measured on q, k, v of the middle layer of each of the inputs, through files."""
-    from efficient_attn.runner.inputs import write_given
-
-    with measurer, tempfile.TemporaryDirectory() as folder:
-        for number, subjects in enumerate(inputs):
-            path = Path(folder) / f"{number}.safetensors"
-            write_given(path, subjects[len(subjects) // 2])
-            measurer.inputs[joint_name([subject.name for subject in subjects])] = str(path)
-        yield

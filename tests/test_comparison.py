@@ -1,8 +1,8 @@
 """Comparisons: one table by time, the front, and a sentence that follows from them, whichever it is."""
 
+import os
 import re
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -14,21 +14,18 @@ from efficient_attn.errors import OptionError
 from efficient_attn.measure.inputs import Activations, sample
 from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.runner import calls
+from efficient_attn.runner.accuracy import error_of_case, sampled_queries
 from efficient_attn.runner.inputs import Subject, write_given
-from efficient_attn.runner.isolation import Measurer
 from efficient_attn.runner.layers import joint_name, single_names
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.variants import select
 from efficient_attn.studies import find
-from efficient_attn.studies.compare.analysis import comparisons
-from efficient_attn.studies.compare.points import steps
-from efficient_attn.studies.compare.view import sentences, tables
+from efficient_attn.studies.bench.comparison import comparisons
+from efficient_attn.studies.bench.sentences import sentences
+from efficient_attn.studies.bench.tables import tables
 from efficient_attn.studies.engine import Engine
-from efficient_attn.studies.points import Plan
 from efficient_attn.studies.reading import read
 from efficient_attn.studies.results import Results
 from efficient_attn.studies.store import Store
-from efficient_attn.studies.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -42,7 +39,11 @@ def measured(label, error, seconds=None, peak=None, spread=SPREAD, **changes):
     given = PLACE | changes
     made = []
     if error is not None:
-        draws = {"output_relative_error": error, "output_relative_error_draws": (error,)}
+        draws = {
+            "output_relative_error": error,
+            "output_relative_error_draws": (error,),
+            "output_mse": error**2 / 2,
+        }
         made.append(Record(case=case("error", label, 512, of="output", **given), **draws))
     if seconds is not None:
         times_s = tuple(seconds * one for one in spread)
@@ -59,7 +60,7 @@ WINDOW = measured("window", 0.3, 0.004, 2048)
 DENSE = measured("exact-dense", 2e-7, 0.030, 1 << 20)
 UNTIMED = measured("untimed", 0.2)
 # A baseline of former records, which is shown nowhere.
-STUDY = {"study": "compare"}
+STUDY = {"study": "bench"}
 ALL = [*EXACT, *MEAN, *WINDOW, *DENSE, *UNTIMED]
 
 
@@ -92,16 +93,6 @@ def test_a_comparison_on_a_gpu_has_device_times_and_speeds_by_them():
     assert rows["window"]["device time, ms"].startswith("2.0")
     assert any("with a cold L2 cache" in note for note in table.notes)
     assert not [name for name in tables(ALL, {})[0].columns if "device" in name]
-
-
-@pytest.mark.parametrize(("device", "l2"), [("cpu", None), ("cuda:1", "cold")])
-def test_device_times_are_measured_on_a_gpu_alone(device, l2):
-    x = torch.zeros(1, 1, 8, 8)
-    subject = Subject("gaussian", Activations(x, x, x), 0.5)
-    workload = Workload(num_heads=1, head_dim=8, dtype="float32", device=device, threads=1)
-    given = {"draws": 1, "rounds": 1, "measurer": Measurer("none", timeout_s=60), "limit_bytes": None}
-    made = points_of(Plan(steps=partial(steps, select(["exact"]), [[subject]], workload, **given)))
-    assert {(one.case.kind, one.case.l2) for one in made} == {("error", None), ("memory", None), ("time", l2)}
 
 
 def test_the_sentence_names_what_is_both_the_fastest_first():
@@ -150,15 +141,15 @@ def test_the_table_is_sorted_by_time_and_holds_what_has_none_last():
         "exact-dense",
         "untimed",
     ]
-    assert table.columns[1:5] == ("time, ms", "speed, exact = 1", "error", "peak memory, MiB")
-    assert table.rows[1][1:5] == ("4.00", "2.50x", "0.3", "0.00195")
-    assert table.rows[-1][1:5] == ("–", "–", "0.2", "–")
+    assert table.columns[1:6] == ("time, ms", "speed, exact = 1", "error", "MSE", "peak memory, MiB")
+    assert table.rows[1][1:6] == ("4.00", "2.50x", "0.3", "0.045", "0.00195")
+    assert table.rows[-1][1:6] == ("–", "–", "0.2", "0.02", "–")
 
 
 def test_what_failed_stands_in_the_notes_with_its_reason():
     failed = Record(case=case("error", "mine", 512, of="output", **PLACE), status="error", reason="it broke")
     (table,) = tables([*ALL, failed], {})
-    assert ("mine", "–", "–", "error", "–", "") in table.rows and "mine: error: it broke" in table.notes
+    assert ("mine", "–", "–", "error", "–", "–", "") in table.rows and "mine: error: it broke" in table.notes
 
 
 def test_the_front_is_what_nothing_beats_in_both():
@@ -212,7 +203,7 @@ def test_every_backend_is_measured_on_the_same_tensors_as_its_error():
         seen.append((q.clone(), k.clone(), v.clone()))
         return v
 
-    results = ea.compare([mine, "exact"], layer=1, seq_len=40, rounds=1, draws=1)
+    results = ea.bench([mine, "exact"], inputs="encoder", layers=[1], seq_lens=40, rounds=1)
     first = [tensor[..., :40, :] for tensor in sample(1)]
     # The error, the warm-up and samples of the time, two calls for the memory.
     assert len(seen) > 4
@@ -233,11 +224,13 @@ def test_costs_are_taken_in_another_process_on_the_same_tensors(tmp_path, monkey
         "        file.write(f'{os.getpid()} {zlib.crc32(bits)} {q.shape[-2]}\\n')\n"
         "    return v\n"
     )
-    ea.compare(["own.py:total"], layer=1, seq_len=24, rounds=1, draws=1)
+    ea.bench(["own.py:total"], inputs="encoder", layers=[1], seq_lens=24, rounds=1)
     lines = {tuple(line.split()) for line in (tmp_path / "seen.txt").read_text().splitlines()}
     # A third process made the first call of the file, on fewer tokens.
     measured = [line[:2] for line in lines if line[2] == "24"]
-    assert len({pid for pid, _ in measured}) == 2 and len({bits for _, bits in measured}) == 1
+    assert {pid for pid, _ in measured}.isdisjoint({str(os.getpid())}) and len(
+        {bits for _, bits in measured}
+    ) == 1
 
 
 def test_what_is_timed_has_the_scale_of_the_inputs(tmp_path):
@@ -248,7 +241,9 @@ def test_what_is_timed_has_the_scale_of_the_inputs(tmp_path):
 
 
 def test_what_needs_calibration_is_calibrated_on_the_inputs_and_that_is_said():
-    results = ea.compare(["performer-oprf"], layer=1, seq_len=32, rounds=1, draws=1, isolate="none")
+    results = ea.bench(
+        ["performer-oprf"], inputs="encoder", layers=[1], seq_lens=32, rounds=1, isolate="none"
+    )
     own = [record for record in results.records if record.case.backend == "performer-oprf"]
     assert len(own) == 3 and {record.calibrated_on for record in own} == {"the inputs measured"}
     assert any("Calibrated on the inputs measured" in note for note in results.tables()[0].notes)
@@ -274,10 +269,8 @@ def test_errors_of_several_layers_are_a_median_and_a_range_with_the_layers_named
     assert "encoder, layers 0, 1, 5; 512 tokens" in table.title and "error" in table.columns
     cells = {row[0]: row[3] for row in table.rows}
     assert cells["window"] == "0.09 (0.05 to 0.3)" and cells["exact"] == "3e-07"
-    assert any(
-        "range over layers 0, 1, 5" in note and note.endswith("Times and memory: on layer 1.")
-        for note in table.notes
-    )
+    notes = " ".join(table.notes)
+    assert "range over layers 0, 1, 5" in notes and "Times and memory: on layer 1." in notes
 
 
 def test_near_means_near_on_every_layer():
@@ -311,70 +304,96 @@ def test_bars_of_the_figure_reach_from_the_least_to_the_largest_error_over_layer
     assert any(bar == pytest.approx((0.05, 0.3)) for bar in bars)
 
 
-def test_by_default_errors_are_measured_on_all_shipped_layers_and_times_once():
-    results = ea.compare(["window"], seq_len=24, rounds=1, draws=1, isolate="none")
+def test_errors_are_measured_on_all_layers_and_times_on_the_inputs_once():
+    results = ea.bench(["window"], inputs="decoder", seq_lens=24, rounds=1, isolate="none")
     window = [record.case for record in results.records if record.case.backend == "window"]
     assert [(one.kind, one.inputs, one.causal, one.num_heads, one.num_kv_heads) for one in window] == [
-        ("error", "encoder(layer=0)", False, 12, None),
-        ("error", "encoder(layer=1)", False, 12, None),
-        ("error", "encoder(layer=5)", False, 12, None),
-        ("time", "encoder(layers=0,1,5)", False, 12, None),
-        ("memory", "encoder(layers=0,1,5)", False, 12, None),
+        ("time", "decoder(layers=18,19)", True, 9, 3),
         ("error", "decoder(layer=18)", True, 9, 3),
         ("error", "decoder(layer=19)", True, 9, 3),
-        ("time", "decoder(layers=18,19)", True, 9, 3),
         ("memory", "decoder(layers=18,19)", True, 9, 3),
     ]
-    assert all(record.flops for record in results.records if record.case.kind == "time")
-    assert not results.interrupted and len(comparisons(results.records)) == 2
     assert {record.status for record in results.records} == {"ok"}
-    encoder, decoder = (one for one in results.sentences() if one.startswith("On this machine"))
-    assert (
-        "(encoder, layers 0, 1, 5)" in encoder
-        and "causal) at 24 tokens (causal decoder, layers 18, 19)" in decoder
-    )
+    assert "causal) at 24 tokens (causal decoder, layers 18, 19)" in results.sentences()[0]
 
 
-@pytest.mark.parametrize(
-    ("seq_len", "layers"), [(None, {19: 4096}), (2049, {19: 2049}), (2048, {18: 2048, 19: 2048})]
-)
-def test_layers_of_the_decoder_are_compared_at_one_length_alone(seq_len, layers):
-    plan = find("compare").plan(["window"], inputs="decoder", seq_len=seq_len)
-    errors = {(one.case.inputs, one.case.tokens) for one in points_of(plan) if one.case.kind == "error"}
-    assert errors == {(f"decoder(layer={layer})", tokens) for layer, tokens in layers.items()}
-    assert len({one.case.tokens for one in points_of(plan)}) == 1
-
-
-def test_each_of_several_inputs_is_timed_on_its_own_tensors(tmp_path):
-    seen, files = [], []
-    for number in (1, 2):
-        files.append(tmp_path / f"{number}.safetensors")
-        activations = Activations(*(tensor[..., :number, :] for tensor in sample(1)))
-        write_given(files[-1], Subject("", activations, 0.5))
-
-    def mine(q, k, v):
-        seen.append(k)
-        return v
-
-    ea.compare([mine], inputs=files, rounds=1, draws=1)
-    for number in (1, 2):
-        own = [k for k in seen if k.shape[-2] == number]
-        # The error, then the warm-up and samples of the time and two calls for the memory.
-        assert len(own) > 4 and all(torch.equal(k, sample(1).k[..., :number, :]) for k in own)
-
-
-def test_one_layer_is_measured_where_it_is_named():
-    results = ea.compare(["window"], layer=5, seq_len=24, rounds=1, draws=1, isolate="none")
-    assert {record.case.inputs for record in results.records} == {"encoder(layer=5)"}
-    assert "Left out: layer 5 is not in decoder; it has 18, 19." in results.notes
-
-
-def test_an_input_by_default_that_is_too_short_is_left_out():
-    plan = find("compare").plan(["window"], seq_len=513)
-    assert {point.case.inputs.partition("(")[0] for point in points_of(plan)} == {"decoder"}
-    assert plan.notes == [
-        "Left out: 513 tokens are more than the 512 of encoder(layer=0), which cannot be extended."
+def test_without_inputs_times_are_of_gaussian_draws_and_errors_of_a_model():
+    results = ea.bench(["window"], seq_lens=(16, 24), num_heads=2, head_dim=8, rounds=1, isolate="none")
+    kinds = {(record.case.kind, record.case.inputs, record.case.num_heads) for record in results.records}
+    layers = {("error", f"encoder(layer={layer})", 12) for layer in (0, 1, 5)}
+    assert kinds == {("time", "gaussian", 2), ("memory", "gaussian", 2), *layers}
+    shown = [table.title.partition(":")[0] for table in results.tables()]
+    assert shown[-3:] == [
+        "Relative error of the output",
+        "Mean squared error (MSE) of the output",
+        "Error, time and memory",
     ]
+    assert "at 24 tokens (errors on encoder, layers 0, 1, 5, 12 heads of 32)" in results.sentences()[0]
+    assert {"time", "memory", "error", "comparison"} == {*results.plots()}
+
+
+def test_lengths_beyond_the_inputs_have_no_error_and_that_is_said():
+    plan = find("bench").plan(["window"], seq_lens=(512, 513), isolate="none")
+    errors = {point.case.tokens for point in points_of(plan) if point.case.kind == "error"}
+    assert errors == {512}
+    drawn = PLACE | {"inputs": "gaussian"}
+    records = [
+        *measured("exact", 3e-7),
+        Record(case=case("error", "exact", 256, of="output", **PLACE), output_relative_error=3e-7),
+        *(Record(case=case("time", "exact", n, **drawn), times_s=(0.1,)) for n in (256, 512, 1024)),
+    ]
+    notes = [note for table in tables(records, {}) for note in table.notes]
+    assert "No error beyond 512 tokens, all of encoder; --inputs FILE takes longer q, k, v." in notes
+
+
+def test_errors_can_be_left_out():
+    plan = find("bench").plan(["window"], seq_lens=64, error=False)
+    assert {point.case.kind for point in points_of(plan)} == {"time", "memory"}
+
+
+@pytest.mark.parametrize(("lengths", "layers"), [((256, 2048), {18, 19}), ((2048, 4096), {19})])
+def test_all_lengths_of_one_input_have_the_same_layers(lengths, layers):
+    plan = find("bench").plan(["window"], inputs="decoder", seq_lens=lengths)
+    errors = {point.case.inputs for point in points_of(plan) if point.case.kind == "error"}
+    assert errors == {f"decoder(layer={layer})" for layer in layers}
+
+
+def test_default_lengths_beyond_the_inputs_are_left_out():
+    plan = find("bench").plan(["window"], inputs="encoder")
+    assert {point.case.tokens for point in points_of(plan)} == {256, 512}
+
+
+@pytest.mark.parametrize("tokens", [40, 1500])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_error_is_that_of_the_definition_on_the_compared_queries(tmp_path, tokens, causal):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, tokens, 8), *torch.randn(2, 1, 2, tokens, 8)
+    write_given(tmp_path / "qkv.safetensors", Subject("x", Activations(3 * q, k, v), 0.5))
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "inputs": "x", "causal": causal}
+    record = error_of_case(
+        case("error", "mean of V", tokens, of="output", **shape), None, str(tmp_path / "qkv.safetensors")
+    )
+    keys, values = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
+    visible = torch.ones(tokens, tokens).tril().bool() if causal else torch.ones(tokens, tokens).bool()
+    weights = (1.5 * q.double() @ keys.mT).masked_fill(~visible, -torch.inf).softmax(-1)
+    mean = visible.double() @ values / visible.sum(-1, keepdim=True)
+    squares, norms = (mean - weights @ values).square(), (weights @ values).square()
+    if tokens > 1024:
+        assert record.compared_queries == 256
+        # 256 of 1500 rows, one of each equal part: their mean is that of all within a tenth.
+        assert record.output_relative_error == pytest.approx(
+            float((squares.sum() / norms.sum()).sqrt()), rel=0.1
+        )
+    else:
+        assert record.compared_queries is None
+        assert record.output_relative_error == pytest.approx(float((squares.sum() / norms.sum()).sqrt()))
+        assert record.output_mse == pytest.approx(float(squares.mean()))
+
+
+def test_the_compared_queries_lie_in_equal_parts_of_the_sequence():
+    rows = sampled_queries(4096, 3)
+    assert (rows // 16).tolist() == list(range(256)) and not (rows % 16 == 0).all()
+    assert (rows != sampled_queries(4096, 4)).any()
 
 
 def test_records_of_concatenated_documents_are_called_that():
@@ -390,12 +409,11 @@ def test_layers_of_unlike_shapes_are_refused_until_one_is_named(tmp_path):
 
     tensors = {f"layer.{n}.{x}": torch.randn(n + 1, 8, 4) for n in (0, 1) for x in "qkv"}
     save_file(tensors, tmp_path / "unlike.safetensors")
-    with pytest.raises(
-        OptionError, match=r"differ in shape or causality; name one of them: --layer N, layer=N\.$"
-    ):
-        ea.compare(["exact"], inputs=tmp_path / "unlike.safetensors")
-    one = ea.compare(["exact"], inputs=tmp_path / "unlike.safetensors", layer=1, rounds=1, isolate="none")
-    assert {record.case.num_heads for record in one.records} == {2}
+    named = {"inputs": tmp_path / "unlike.safetensors", "seq_lens": 8}
+    with pytest.raises(OptionError, match=r"differ in shape or causality; name one of them: layers=\[N\]\.$"):
+        ea.bench(["exact"], **named)
+    results = ea.bench(["exact"], layers=[1], rounds=1, isolate="none", **named)
+    assert {record.case.num_heads for record in results.records} == {2}
 
 
 @pytest.mark.parametrize(
@@ -411,50 +429,39 @@ def test_a_joint_name_stands_for_its_layers(names, joint):
 
 
 def test_by_default_exact_and_what_approximates_softmax_is_compared():
-    plan = find("compare").plan(seq_len=16, draws=1)
-    names = {point.case.backend for point in points_of(plan)}
-    assert {"exact", "exact-dense", "window", "performer-positive"} <= names
+    plan = find("bench").plan(seq_lens=16)
+    names = list(dict.fromkeys(point.case.backend for point in points_of(plan)))
+    assert {"exact-dense", "window", "performer-positive"} <= {*names} and names[0] == "exact"
     assert not {
-        name for name in names & {*ea.list_backends()} if not ea.spec(name).capabilities.approximates_softmax
+        name
+        for name in {*names} & {*ea.list_backends()}
+        if not ea.spec(name).capabilities.approximates_softmax
     }
     assert plan.about["candidates"][:2] == ["exact", "exact-dense"]
 
 
-def test_exact_attention_is_measured_first_then_the_fewest_operations():
-    plan = find("compare").plan(
-        ["performer-positive", "window", "exact"],
-        inputs="encoder",
-        seq_len=64,
-        options={"window": {"window": [3]}},
-    )
-    order = list(dict.fromkeys(point.case.label for point in points_of(plan) if not point.rounds))
-    assert order == ["exact", "mean of V", "window(window=3)", "performer-positive"]
-    kinds = [point.case.kind for point in points_of(plan)]
-    assert kinds[0] == "error" and "error" not in kinds[kinds.index("time") :]
+def test_a_backend_that_fails_on_the_first_layer_is_measured_on_no_other():
+    def unsteady(q, k, v):
+        if q.shape[1] == 12:
+            raise RuntimeError("it broke here")
+        return v.clone()
+
+    results = ea.bench([unsteady], seq_lens=16, num_heads=2, head_dim=8, rounds=1)
+    errors = [r for r in results.records if r.case.label == "unsteady" and r.case.kind == "error"]
+    assert [record.status for record in errors] == ["error"]
+    assert any("unsteady: error: RuntimeError: it broke here" in note for note in results.tables()[0].notes)
 
 
-def test_a_backend_that_fails_on_the_first_layer_is_recorded_once_and_not_timed():
-    def broken(q, k, v):
-        raise RuntimeError("it broke here")
-
-    results = ea.compare([broken], inputs="encoder", seq_len=16, rounds=1, draws=1)
-    own = [record for record in results.records if record.case.label == "broken"]
-    assert [(one.case.kind, one.status) for one in own] == [("error", "error")]
-    assert any("broken: error: RuntimeError: it broke here" in note for note in results.tables()[0].notes)
-
-
-SMALL = {"inputs": "gaussian", "num_heads": 2, "head_dim": 8, "seq_len": 24, "rounds": 4, "draws": 1}
+SMALL = {"inputs": "encoder", "layers": [1], "seq_lens": 24, "rounds": 4}
 
 
 @pytest.mark.parametrize("name", ["exact", "exact-dense", "window", "performer-positive", "mean of V"])
 def test_causal_errors_are_those_against_causal_attention(name):
-    results = ea.compare(["window", "exact-dense", "performer-positive"], causal=True, isolate="none",
+    results = ea.bench(["window", "exact-dense", "performer-positive"], causal=True, isolate="none",
                          options={"window": {"window": [24]}}, **SMALL)  # fmt: skip
     own = [record for record in results.records if record.case.backend == name]
     assert {record.case.causal for record in results.records} == {True}
-    assert {(record.case.kind, record.status) for record in own} == {
-        (kind, "ok") for kind in ("error", "time", "memory")
-    }
+    assert {record.status for record in own} == {"ok"}
     (error,) = (record.output_relative_error for record in own if record.case.kind == "error")
     # A window as long as the sequence is exact; the mean of V is not.
     assert (error < 1e-4) == (name in ("exact", "exact-dense", "window"))
@@ -463,22 +470,22 @@ def test_causal_errors_are_those_against_causal_attention(name):
 
 
 def test_a_backend_that_cannot_be_causal_is_refused_in_a_record():
-    results = ea.compare(["linformer"], causal=True, isolate="none", **SMALL)
+    results = ea.bench(["linformer"], causal=True, isolate="none", **SMALL)
     assert {r.status for r in results.records if r.case.backend == "linformer"} == {"unsupported"}
 
 
 def test_backward_and_batch_are_those_of_times_and_memory_and_are_named():
-    results = ea.compare(["window"], backward=True, batch=2, isolate="none", **SMALL)
+    results = ea.bench(["window"], backward=True, batch=2, isolate="none", **SMALL)
     assert {record.status for record in results.records} == {"ok"}
     assert {(r.case.kind, r.case.backward, r.case.batch) for r in results.records} == {
-        ("error", False, 2),
+        ("error", False, 1),
         ("time", True, 2),
         ("memory", True, 2),
     }
     (one,) = comparisons(results.records)
-    assert all(row.error and row.time_s for row in one.contenders)
+    assert all(row.error and row.time_s for row in one.contenders if row.backend != "mean of V")
     assert "batch 2, forward and backward" in results.tables()[0].title
-    both = ea.compare(["window"], batch=2, isolate="none", **SMALL)
+    both = ea.bench(["window"], batch=2, isolate="none", **SMALL)
     assert len(comparisons([*results.records, *both.records])) == 2
 
 
@@ -486,23 +493,26 @@ def test_backward_and_batch_are_those_of_times_and_memory_and_are_named():
     ("settings", "message"),
     [
         (
-            {"inputs": "encoder", "seq_len": 513},
-            "513 tokens are more than the 512 of encoder.layer=0., which cannot be extended",
+            {"inputs": "encoder", "seq_lens": 513},
+            "513 tokens are more than the 512 of encoder, which cannot be extended",
         ),
-        ({"seq_len": 5000}, "more than the 512 of encoder.*5000 tokens are more than the 4096 of decoder"),
-        ({"inputs": ["decoder", "encoder"], "seq_len": 513}, "513 tokens are more than the 512 of encoder"),
-        ({"inputs": ["encoder", "encoder"]}, "two inputs are called 'encoder"),
+        (
+            {"inputs": "gaussian"},
+            "inputs are of a model: encoder, decoder or a safetensors file, not gaussian",
+        ),
+        ({"inputs": "encoder", "num_heads": 4}, "inputs decide the shape of attention alone"),
+        ({"inputs": "encoder", "of": "block"}, "inputs decide the shape of attention alone"),
         ({"max_error": 0.0}, "max_error is a finite number above 0"),
         ({"max_error": float("nan")}, "max_error is a finite number above 0"),
-        ({"draws": 0}, "draws"),
-        ({"layer": 3}, "layer 3 is not in encoder; it has 0, 1, 5"),
+        ({"layers": [3]}, "layer 3 is not in encoder; it has 0, 1, 5"),
         ({"inputs": "nowhere"}, "inputs cannot be 'nowhere'"),
         ({"device": "cuda:99"}, "device"),
+        ({"execution": "lazy"}, "execution is eager, compiled, cuda-graph, not 'lazy'"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(settings, message):
     with pytest.raises(ea.AttentionError, match=message) as told:
-        ea.compare(["exact"], **settings)
+        ea.bench(["exact"], **settings)
     assert "\n" not in str(told.value)
 
 
@@ -512,7 +522,7 @@ def test_queries_and_keys_of_unlike_number_are_refused(tmp_path):
     q, k = torch.randn(2, 5, 4), torch.randn(2, 7, 4)
     save_file({"q": q, "k": k, "v": k.clone()}, tmp_path / "cross.safetensors")
     with pytest.raises(OptionError, match=re.escape("have 5 queries for 7 keys")):
-        ea.compare(["exact"], inputs=tmp_path / "cross.safetensors")
+        ea.bench(["exact"], inputs=tmp_path / "cross.safetensors")
 
 
 # Seconds of one error and of one call, rounded, of 512 tokens with 12 heads of 32: their proportions matter.
@@ -559,7 +569,7 @@ def test_the_predicted_duration_is_right_within_a_factor_of_two_from_the_second_
     clock, shown = Clock(), []
     monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
     monkeypatch.setattr("efficient_attn.studies.engine._ROUND_S", 0.1)
-    plan = find("compare").plan(inputs="encoder", isolate="none")
+    plan = find("bench").plan(inputs="encoder", seq_lens=512, rounds=8, isolate="none")
     engine = Engine(
         answered_by(plan, clock.measure), Store(), report=lambda step: shown.append((clock.now_s, step))
     )
