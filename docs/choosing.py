@@ -12,9 +12,9 @@ from efficient_attn.runner.sizes import sized
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.curves import curves
 from efficient_attn.stats.noise_warnings import disturbance
+from efficient_attn.studies.bench.comparison import Comparison, Contender, comparisons
 from efficient_attn.studies.bench.crossover import Gain, gains
 from efficient_attn.studies.bench.tables import crossover_cells
-from efficient_attn.studies.compare.analysis import Comparison, Contender, comparisons
 from efficient_attn.studies.recall.analysis import Contest, Learned, contests
 from efficient_attn.studies.recall.view import show_accuracy
 

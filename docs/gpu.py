@@ -24,7 +24,6 @@ from efficient_attn.report.text import three_digits
 from efficient_attn.runner.units import show_seconds
 from efficient_attn.stats.estimates import Typical, call_time, on_device, time_ratio
 from efficient_attn.studies.bench.tables import tables as bench_tables
-from efficient_attn.studies.compare.view import tables as compare_tables
 from efficient_attn.studies.run_folder import RECORDS
 
 HERE = Path(__file__).parent
@@ -38,9 +37,6 @@ BACKENDS = {
 SHAPE = ["--device", "cuda", "--num-heads", str(roofline.HEADS), "--head-dim", str(roofline.HEAD_DIM)]
 # A point of exact attention at a million tokens takes minutes.
 BENCH = ["--seq-len", "1024:1048576:x4", "--timeout", "5m", "--budget", "12m"]
-# Errors need exact attention in float64; FlexAttention has those of `exact`.
-COMPARED = (1024, 4096, 16_384)
-COMPARE = ["--inputs", "gaussian", "--dtype", "bfloat16", "--budget", "5m"]
 
 # Names of finished runs, in the folder of a GPU.
 FINISHED = "finished.txt"
@@ -55,8 +51,6 @@ def commands() -> dict[str, list[str]]:
         flags = ["--causal"] * (mask == "causal") + ["--backward"] * bool(direction)
         run = ["bench", *SHAPE, "--dtype", dtype, *flags, "--backend", BACKENDS[mask], *BENCH]
         found[f"bench-{mask}{direction}-{dtype}"] = run
-    for tokens in COMPARED:
-        found[f"compare-{tokens}"] = ["compare", *SHAPE, "--seq-len", str(tokens), *COMPARE]
     return found
 
 
@@ -185,8 +179,8 @@ def _of_gpu(folder: str, runs: dict[str, ea.Results]) -> Iterator[str]:
     yield table(["backend", f"at {GOAL_TOKENS} tokens", "wanted", "measured (95 % interval)"], rows)
     told: set[str] = set()
     for name, run in runs.items():
-        made = (bench_tables if name.startswith("bench") else compare_tables)(run.records, run.environment)
-        shown = [one for one in made if not name.startswith("bench") or one.title.startswith("Device")]
+        made = bench_tables(run.records, run.environment)
+        shown = [table for table in made if table.title.startswith(("Device", "Error"))]
         # A note stands under the first table that needs it.
         once = [one._replace(notes=tuple(note for note in one.notes if note not in told)) for one in shown]
         told |= {note for one in shown for note in one.notes}

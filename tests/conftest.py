@@ -154,6 +154,12 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def unisolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands measure in this process, which starts no other."""
+    monkeypatch.setattr("efficient_attn.runner.isolation.DEFAULT_ISOLATION", "none")
+
+
+@pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs leave no drawings, which take longer than everything else of a small one."""
     monkeypatch.setattr("efficient_attn.studies.results.write_all", lambda runs, folder, look: [])

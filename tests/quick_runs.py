@@ -48,8 +48,7 @@ QUICK = {
         prepare=tiny_model,
         needs="transformers",
     ),
-    "compare": Quick("--seq-len 16 --draws 1 --rounds 1 --isolate none"),
-    "bench": Quick("--seq-len 16 --num-heads 2 --head-dim 8 --isolate none --rounds 1"),
+    "bench": Quick("--seq-len 16 --num-heads 2 --head-dim 8 --rounds 1"),
     "mse": Quick("--inputs gaussian --seq-len 24 --head-dim 4 --size 4,8 --norm 0.5 --draws 2"),
     "recall": Quick(
         "--pairs 4 --classes 2 --queries 2 --gap 4 --steps 1 --seeds 1 --size 4 --batch 2 --head-dim 4",

@@ -1,4 +1,4 @@
-"""`efficient-attn compare`: what it prints and writes, what it refuses, and with which code it ends."""
+"""`efficient-attn bench --inputs`: output, files, refusals and exit codes."""
 
 import json
 
@@ -8,9 +8,9 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 
 from efficient_attn_cli.main import main
 
-pytestmark = pytest.mark.usefixtures("hasty")
+pytestmark = pytest.mark.usefixtures("hasty", "unisolated")
 
-TINY = ["compare", "--seq-len", "24", "--rounds", "1", "--draws", "1", "--isolate", "none"]
+TINY = ["bench", "--inputs", "encoder", "--seq-len", "24", "--rounds", "1"]
 OWN = """
 def mean(q, k, v):
     return v.mean(dim=-2, keepdim=True).expand_as(v)
@@ -32,59 +32,39 @@ def command(*words):
 
 
 def test_it_prints_one_table_one_sentence_and_the_folder_with_all_its_files(folder, capsys):
-    asked = ["--inputs", "encoder", "--backend", "linformer,own.py:mean", "--set", "linformer.rank=9"]
+    asked = ["--backend", "linformer,own.py:mean", "--set", "linformer.rank=9"]
     assert command(*TINY, *asked) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("On this machine")] == [lines[-1]]
     assert "at 24 tokens (encoder, layers 0, 1, 5)" in lines[-1]
     for name in ("exact", "linformer(rank=9)", "own.py:mean", "mean of V"):
         assert len([line for line in lines if line.startswith(f" {name} ")]) == 1
-    assert last.startswith("runs/compare-")
+    assert last.startswith("runs/bench-")
     written = {path.name for path in (folder / last).iterdir()}
     assert written >= {"records.jsonl", "report.html", "summary.csv", "comparison.png"}
     assert "own.py:mean" in (folder / last / "report.html").read_text()
 
 
 def test_json_is_one_document(undrawn, capsys):
-    asked = ["--backend", "own.py:mean", "--max-error", "0.2", "--inputs", "encoder", "--layer", "5"]
+    asked = ["--backend", "own.py:mean", "--max-error", "0.2"]
     assert command(*TINY, *asked, "--out", "out", "--json", "-") == 0
     document = json.loads(capsys.readouterr().out)
-    assert {record["inputs"] for record in document["records"]} == {"encoder(layer=5)"}
+    assert {record["inputs"] for record in document["records"]} == {
+        "encoder(layers=0,1,5)",
+        *(f"encoder(layer={layer})" for layer in (0, 1, 5)),
+    }
     assert document["environment"]["max_error"] == 0.2 and "within 20 %" in document["sentences"][0]
     assert set(document) == {"environment", "records", "sentences", "notes", "interrupted"}
-
-
-def test_gaussian_inputs_have_the_heads_that_were_asked_for(undrawn, capsys):
-    asked = [
-        "--inputs",
-        "gaussian",
-        "--num-heads",
-        "2",
-        "--head-dim",
-        "8",
-        "--backend",
-        "exact",
-        "--json",
-        "-",
-    ]
-    assert command(*TINY, *asked) == 0
-    records = json.loads(capsys.readouterr().out)["records"]
-    assert {(record["num_heads"], record["head_dim"], record["tokens"]) for record in records} == {(2, 8, 24)}
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--seq-len", "16,24"], "--seq-len is one length"),
         (["--batch", "0"], "--batch"),
-        (["--seq-len", "5k"], "5120 tokens are more than the 512 of encoder(layer=0)"),
+        (["--seq-len", "5k"], "5120 tokens are more than the 512 of encoder"),
         (["--max-error", "0"], "max_error is a finite number above 0"),
         (["--max-error", "little"], "--max-error"),
         (["--inputs", "own.py"], "is not a valid safetensors file"),
-        (["--inputs", "encoder,stitched"], "there is no such file"),
-        (["--inputs", "decoder,decoder"], "two inputs are called"),
-        (["--layer", "4"], "layer 4 is not in encoder"),
-        (["--isolate", "maybe"], "isolate is none, reuse, not"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_writes_nothing(folder, words, message, capsys):

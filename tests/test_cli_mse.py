@@ -1,12 +1,9 @@
-"""`efficient-attn mse` and `capture`: what they print, write, refuse, and with which code they end."""
+"""`efficient-attn mse`: what they print, write, refuse, and with which code they end."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
@@ -147,34 +144,3 @@ def test_a_wrong_request_ends_in_one_line_and_code_2(words, message, capsys):
     assert message in err
     assert err.startswith("error: ") and err.count("\n") == 1
     assert not Path("runs").exists()
-
-
-CAPTURE = ["capture", "model", "--text", "text.txt", "--out", "new.safetensors"]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([*CAPTURE, "--layers", "all"], "--layers is made of whole numbers, such as 0,1,5, not 'all'"),
-        ([*CAPTURE, "--text", "absent.txt"], "--text: cannot read absent.txt: No such file or directory."),
-        ([*CAPTURE, "--text", "binary"], "--text: binary is no UTF-8 text: byte 0 is 0xff."),
-        ([*CAPTURE, "--out", "new.bin"], "--out is a file that ends in .safetensors, not 'new.bin'."),
-        ([*CAPTURE, "--out", "bad.safetensors"], "--out: bad.safetensors exists already; name a new file."),
-        ([*CAPTURE, "--max-tokens", "0"], "--max-tokens"),
-    ],
-)
-def test_capture_refuses_a_wrong_request_in_one_line(words, message, folder, capsys):
-    (folder / "binary").write_bytes(b"\xff\xfe\xff")
-    assert command(*words) == 2
-    out, err = capsys.readouterr()
-    assert (out, message in err, err.count("\n")) == ("", True, 1)
-    assert not Path("new.safetensors").exists()
-
-
-def test_capture_without_transformers_says_which_packages_to_install(folder, capsys, monkeypatch):
-    save_file({"weight": torch.ones(1)}, folder / "model" / "model.safetensors")
-    for name in [name for name in sys.modules if name.startswith("efficient_attn.integrations.transformers")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    assert command(*CAPTURE) == 2
-    assert "pip install 'transformers>=5.14' tokenizers" in capsys.readouterr().err

@@ -61,7 +61,7 @@ attention(x, x, x, need_weights=False)
 owned = torch.nn.MultiheadAttention(32, 2)
 ea.intercept.replace(owned, "exact", example=lambda: owned(x, x, x, need_weights=False))
 
-for module, name in (ea, "compare"), (ea, "read"), (ea, "sample"), (ea.intercept, "capture"):
+for module, name in (ea, "bench"), (ea, "read"), (ea, "sample"), (ea.intercept, "capture"):
     try:
         getattr(module, name)
     except ea.MissingPackageError as error:

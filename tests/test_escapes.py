@@ -77,7 +77,6 @@ globals()[WORD] = attend
 """
 SMALL = ("--num-heads", "2", "--head-dim", "8", "--threads", "1", "--rounds", "1")
 BENCH = ("bench", "--seq-len", "16", *SMALL)
-COMPARE = ("compare", "--inputs", "gaussian", "--seq-len", "16", *SMALL)
 MSE = ("mse", "--inputs", "gaussian", "--seq-len", "16", "--norm", "1", "--size", "4")
 RECALL = ("recall", "--pairs", "16", "--steps", "2", "--seeds", "1", "--size", "4")
 BACKENDS = "own.py:raises,own.py:refuses,own.py:leaves,own.py:worse,own.py:named," + f"own.py:{PLANT}"
@@ -150,8 +149,7 @@ EARLY = (
     ("diff", "old", "new", "--json", "-"),
     ("report", PLANT),
     ("report", f"{PLANT}.txt"),
-    ("capture", "old", "--text", f"{PLANT}.none", "--out", "a.safetensors"),
-    ("capture", "old", "--text", "text.txt", "--out", PLANT),
+    ("swap", "old", "--text", "text.txt", "--save", PLANT),
     ("swap", "old", "--text", f"{PLANT}.none"),
     (PLANT,),
 )
@@ -161,20 +159,19 @@ LATE = (
     ("bench", "--set", f"window.window={PLANT}", "--backend", "window"),
     *(
         ("bench", option, PLANT)
-        for option in ("--of", "--device", "--dtype", "--budget", "--memory-limit", "--timeout")
+        for option in ("--of", "--device", "--dtype", "--budget", "--execution", "--timeout")
     ),
-    ("bench", "--isolate", PLANT),
     ("bench", "--out", f"{PLANT}.txt"),
-    ("compare", "--inputs", PLANT),
-    ("compare", "--inputs", f"{PLANT}.safetensors"),
-    ("compare", "--inputs", "names.safetensors"),
+    ("bench", "--inputs", PLANT),
+    ("bench", "--inputs", f"{PLANT}.safetensors"),
+    ("bench", "--inputs", "names.safetensors"),
     ("mse", "--inputs", "names.safetensors"),
-    ("mse", "--inputs", "patterns.safetensors", "--layer", "0"),
-    *(("mse", option, PLANT) for option in ("--of", "--metric", "--norm", "--layer")),
+    ("mse", "--inputs", "patterns.safetensors", "--layers", "0"),
+    *(("mse", option, PLANT) for option in ("--of", "--metric", "--norm", "--layers")),
     ("show", "--tokens", PLANT),
     ("show", "--inputs", f"{PLANT}.txt"),
     ("recall", "--backend", PLANT),
-    ("capture", PLANT, "--text", "text.txt", "--out", "a.safetensors"),
+    ("swap", PLANT, "--save", "a.safetensors"),
     ("swap", PLANT),
     ("check", PLANT),
     ("check", f"{PLANT}:attend"),
@@ -194,11 +191,11 @@ def test_no_refusal_by_what_computes_holds_a_control_character(elsewhere):
 
 
 RUNS = (
-    (*BENCH, "--isolate", "none", "--backend", BACKENDS),
-    (*BENCH, "--isolate", "none", "--backend", BACKENDS, "--json", "-"),
-    (*BENCH, "--isolate", "none", "--backend", f"{PLANT}.py:attend", "--out", f"{PLANT}.out"),
+    (*BENCH, "--backend", BACKENDS),
+    (*BENCH, "--backend", BACKENDS, "--json", "-"),
+    (*BENCH, "--backend", f"{PLANT}.py:attend", "--out", f"{PLANT}.out"),
     (*BENCH, "--dry-run", "--backend", f"{PLANT}.py:attend"),
-    (*COMPARE, "--isolate", "none", "--backend", BACKENDS),
+    ("bench", "--inputs", "encoder", "--seq-len", "16", "--rounds", "1", "--backend", BACKENDS),
     (*MSE, "--backend", BACKENDS),
     (*MSE, "--backend", BACKENDS, "--json", "-"),
     ("show", "--inputs", "capture.safetensors", "--head", "0", "--tokens", "0:4", "--backend", BACKENDS),
@@ -208,6 +205,7 @@ RUNS = (
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unisolated")
 def test_no_result_holds_a_control_character_of_names_texts_or_records(elsewhere):
     assert_harmless(written(RUNS), silent=["report old"])
 

@@ -72,7 +72,7 @@ def test_a_compiled_call_is_one_graph_of_the_measured_shapes_and_gives_the_same_
 
 
 def test_every_backend_is_measured_as_it_is_and_compiled_on_its_own_line(compiled):
-    results = ea.bench(["window"], compile=True, **SMALL)
+    results = ea.bench(["window"], execution="eager,compiled", **SMALL)
     labels = {(one.case.label, one.case.execution, one.case.kind) for one in results.records}
     assert labels == {
         (f"{name}{mark}", execution, kind)
@@ -95,7 +95,7 @@ def test_a_compiler_that_fails_is_a_record_with_the_reason(monkeypatch):
 def test_a_backend_that_does_not_promise_it_is_not_compiled(compiled):
     without = Capabilities(causal=False, compile=False)
     with pytest.raises(
-        UnsupportedError, match=r"'exact' does not support torch\.compile; measure it without"
+        UnsupportedError, match=r"'exact' does not support torch\.compile; measure it eagerly"
     ):
         executed(COMPILED, None, None, spec=worker.replace(EXACT, capabilities=without), device="cpu")
     assert compiled == []
@@ -140,8 +140,8 @@ def test_results_unlike_those_of_the_eager_call_are_refused(compiled, result, me
 
 
 def test_options_of_a_gpu_are_refused_on_a_cpu_and_unknown_caches_everywhere():
-    with pytest.raises(UnsupportedError, match=r"cuda_graph needs a CUDA device; device is 'cpu'"):
-        plan(cuda_graph=True, device="cpu")
+    with pytest.raises(UnsupportedError, match=r"cuda-graph needs a CUDA device; device is 'cpu'"):
+        plan(execution="cuda-graph", device="cpu")
     with pytest.raises(UnsupportedError, match="l2 needs a CUDA device"):
         plan(l2="cold", device="cpu")
     with pytest.raises(OptionError, match="l2 is cold or warm, not 'hot'"):
@@ -152,7 +152,8 @@ def test_on_a_gpu_times_have_a_cache_and_graphs_no_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
     for given, l2 in ((None, "cold"), ("warm", "warm")):
-        options = {"of": "attention,block", "cuda_graph": True, "compile": True, "l2": given}
+        options = {"of": "attention,block", "execution": "eager,cuda-graph,compiled", "error": False}
+        options["l2"] = given
         made = plan(["window"], seq_lens=(8, 16), device="cuda", dtype="bfloat16", **options)
         cases = [point.case for point in points_of(made)]
         assert {(one.kind, one.execution, one.l2) for one in cases} == {
@@ -169,5 +170,6 @@ def test_bench_compiles_backends_on_a_cpu(monkeypatch):
     compile_ = torch.compile
     # The compiler of C++ is no part of this test.
     monkeypatch.setattr(torch, "compile", lambda module, **how: compile_(module, **how, backend="aot_eager"))
-    results = ea.bench(["performer-positive"], compile=True, backward=True, of="attention,block", **SMALL)
+    both = {"execution": "eager,compiled", "of": "attention,block"}
+    results = ea.bench(["performer-positive"], backward=True, **both, **SMALL)
     assert {one.status for one in results.records} == {"ok"}

@@ -28,7 +28,6 @@ FILES = {
 SMALL = ("--num-heads", "2", "--head-dim", "8")
 COMMANDS = {
     "bench": ("--seq-len", "16", *SMALL),
-    "compare": ("--inputs", "gaussian", "--seq-len", "16", *SMALL),
     "mse": ("--inputs", "gaussian", "--seq-len", "16"),
     "show": (),
     "recall": ("--steps", "1", "--seeds", "1"),

@@ -47,12 +47,11 @@ LONG = [
     ("bench", "--seq-len", "16", *SMALL, "--backend", "exact,window,mine.py:attend", "--out", "bench"),
     ("diff", "bench", "bench"),
     ("bench", "--seq-len", "16", *SMALL, "--backward", "--of", "attention,block,encoder"),
-    ("compare", "--inputs", "gaussian", "--seq-len", "16", *SMALL, "--out", "compare"),
-    ("compare", "--inputs", "encoder", "--seq-len", "64", "--rounds", "2", "--backend", "exact,window"),
+    ("bench", "--inputs", "encoder", "--seq-len", "64", "--rounds", "2", "--backend", "exact,window"),
     ("mse", "--inputs", "gaussian,encoder", "--seq-len", "64", "--size", "4", "--out", "mse"),
     ("show",),
     ("recall", "--steps", "1", "--seeds", "1", "--size", "8"),
-    ("report", "compare", "mse", "--html", "both.html"),
+    ("report", "bench", "mse", "--html", "both.html"),
 ]
 
 

@@ -159,5 +159,5 @@ def test_a_point_above_the_memory_limit_is_skipped_with_both_numbers():
     (dense,) = select(["exact-dense"])
     assert costs.time(dense, 256).skip is None
     # Two score matrices of 2 · 8 heads and 65536² entries of four bytes are 512 GiB, q, k, v, output 1 GiB.
-    reason = "needs about 513 GiB, the limit is 1 GiB (raise it with --memory-limit)"
+    reason = "needs about 513 GiB, the limit is 1 GiB (raise memory_limit in Python)"
     assert costs.time(dense, 65536).skip == costs.memory(dense, 65536).skip == reason

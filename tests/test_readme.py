@@ -8,7 +8,7 @@ import pytest
 
 from efficient_attn.report.files import save
 from efficient_attn.report.text import layer_words
-from efficient_attn.studies.compare.analysis import comparisons
+from efficient_attn.studies.bench.comparison import comparisons
 from efficient_attn.studies.reading import read
 
 ROOT = Path(__file__).parent.parent

@@ -117,7 +117,7 @@ def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(folder):
         (("processor",), None, "processor was unknown, is "),
     ],
 )
-def test_environments_are_not_mixed_unless_that_is_forced(folder, path, value, message):
+def test_environments_are_not_mixed(folder, path, value, message):
     run()
     file = folder / "out" / "environment.json"
     machine = inner = json.loads(file.read_text())
@@ -126,11 +126,9 @@ def test_environments_are_not_mixed_unless_that_is_forced(folder, path, value, m
     inner[path[-1]] = value
     file.write_text(json.dumps(machine))
     before = lines()
-    with pytest.raises(DataError, match=rf"measured in another environment: {message}.*--force-resume"):
+    with pytest.raises(DataError, match=rf"measured in another environment: {message}.*Name a new folder"):
         run(tokens=(16, 32), resume=True)
     assert lines() == before
-    forced = run(tokens=(16, 32), force_resume=True)
-    assert len(forced) == 8 and any(message in note for note in forced.notes)
 
 
 def test_other_threads_are_another_environment(folder):
@@ -141,19 +139,17 @@ def test_other_threads_are_another_environment(folder):
         run(resume=True)
 
 
-def test_results_of_edited_code_are_not_kept_unless_that_is_forced(folder, measured):
+def test_results_of_edited_code_are_not_kept(folder, measured):
     run()
     before = lines()
     (folder / "own.py").write_text(OWN.replace("return v.clone()", "return 2 * v"))
-    with pytest.raises(DataError, match=r"environment: the code of own.py:values was edited.*--force"):
+    with pytest.raises(DataError, match=r"environment: the code of own.py:values was edited"):
         run(tokens=(16, 32), resume=True)
     assert lines() == before
-    forced = run(tokens=(16, 32), force_resume=True)
-    assert any("the code of own.py:values was edited" in note for note in forced.notes)
     # Restored code is the one that was measured.
     (folder / "own.py").write_text(OWN)
     measured.clear()
-    assert len(run(resume=True)) == 8 and measured == []
+    assert len(run(resume=True)) == 4 and measured == []
 
 
 def test_code_of_a_backend_that_was_added_to_a_run_is_watched_too(folder):
@@ -188,9 +184,8 @@ def test_a_module_has_code_as_a_file_has(folder, monkeypatch):
 def test_the_folder_of_another_study_is_refused_and_left_alone():
     run()
     before = lines()
-    for settings in ({"resume": True}, {"force_resume": True}):
-        with pytest.raises(DataError, match="out: out holds a run of bench, not mse; name a new folder"):
-            ea.mse(["window"], seq_len=16, out="out", **settings)
+    with pytest.raises(DataError, match="out: out holds a run of bench, not mse; name a new folder"):
+        ea.mse(["window"], seq_len=16, out="out", resume=True)
     assert lines() == before
 
 

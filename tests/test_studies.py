@@ -1,4 +1,4 @@
-"""A study is one folder: nothing else is edited to add one."""
+"""A study is one file: nothing else is edited to add one."""
 
 import json
 import os
@@ -22,27 +22,18 @@ from efficient_attn import studies
 from efficient_attn.studies.points import in_lists
 from efficient_attn.studies.run import function_of, run_plan
 
-INIT = '''
+FILE = '''
 """Sums of numbers, as fast as this process adds them."""
 
-from efficient_attn.studies.study import Study
-from efficient_attn.runner.quantity import Quantity
-
-from .plan import plan
-
-SUM = Quantity(name="sum", unit="", meaning="Sum of whole numbers.", type="whole number", better="more")
-STUDY = Study(name="sums", plan=plan, folder=__name__, kinds=("sum",), quantities=(SUM,))
-'''
-
-PLAN = '''
 import time
 from functools import partial
 from typing import Annotated
 
+from efficient_attn.runner.quantity import Quantity
+from efficient_attn.runner.record import Case, Record
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.points import Plan, Point, in_lists
-from efficient_attn.studies.study import Option
-from efficient_attn.runner.record import Case, Record
+from efficient_attn.studies.study import Option, Study
 
 
 def plan(
@@ -67,25 +58,26 @@ def plan(
 def _sum(case, pause):
     time.sleep(pause)
     return Record(case=case, sum=case.tokens * (case.tokens - 1) // 2)
-'''
-
-VIEW = """
-from efficient_attn.report.table import Table
 
 
 def tables(records, environment):
+    from efficient_attn.report.table import Table
+
     rows = tuple((str(record.case.tokens), str(record.sum)) for record in records)
     return [Table("Sums", ("tokens", "sum"), rows)]
-"""
+
+
+SUM = Quantity(name="sum", unit="", meaning="Sum of whole numbers.", type="whole number", better="more")
+STUDY = Study(name="sums", plan=plan, module=__name__, kinds=("sum",), quantities=(SUM,))
+'''
 
 
 @pytest.fixture
 def sums(tmp_path, monkeypatch):
     """A folder of studies besides ours, as another process finds it too."""
     home = tmp_path / "more"
-    (home / "sums").mkdir(parents=True)
-    for name, text in (("__init__", INIT), ("plan", PLAN), ("view", VIEW)):
-        (home / "sums" / f"{name}.py").write_text(text)
+    home.mkdir()
+    (home / "sums.py").write_text(FILE)
     monkeypatch.setattr(studies, "__path__", [*studies.__path__, str(home)])
     studies.studies.cache_clear()
     (tmp_path / "run").mkdir()
@@ -113,7 +105,7 @@ def finished(home, *words):
 
 
 @pytest.mark.slow
-def test_a_folder_is_a_command_with_help_records_table_plot_page_and_diff(sums):
+def test_a_file_is_a_command_with_help_records_table_plot_page_and_diff(sums):
     code, out, _ = finished(sums, "sums", "--help")
     assert code == 0 and "Sum the first whole numbers." in out and "--seq-len" in out and "--wait" not in out
     code, out, err = finished(sums, "sums", "--seq-len", "4:16:x2", "--out", "one")

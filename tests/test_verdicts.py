@@ -10,7 +10,7 @@ from efficient_attn.runner.records import Record
 from efficient_attn.runner.sizes import OWN
 from efficient_attn.stats.candidates import CANDIDATES, exact_operations
 from efficient_attn.stats.noise_warnings import DURING
-from efficient_attn.studies.compare.view import sentences as compare_sentences
+from efficient_attn.studies.bench.sentences import sentences as bench_sentences
 from efficient_attn.studies.reading import read
 from efficient_attn.studies.swap.view import sentences as swap_sentences
 from efficient_attn.studies.swap.view import tables as swap_tables
@@ -46,7 +46,7 @@ ALL = [
 
 
 def verdict(records, environment=None):
-    return compare_sentences(records, environment or {})[0]
+    return bench_sentences(records, environment or {})[0]
 
 
 def test_on_a_busy_machine_no_verdict_depends_on_times():
@@ -112,8 +112,8 @@ def test_interrupting_a_comparison_keeps_the_list_of_candidates_in_its_folder(tm
             signal.raise_signal(signal.SIGINT)
         return v
 
-    results = ea.compare(
-        ["exact", stops, "window"], seq_len=24, rounds=1, draws=1, isolate="none", out=tmp_path
+    results = ea.bench(
+        ["exact", stops, "window"], inputs="encoder", seq_lens=24, rounds=1, isolate="none", out=tmp_path
     )
     assert results.interrupted and len(calls) == 2
     assert results.environment[CANDIDATES] == ["exact", "stops", "window"]
@@ -127,7 +127,7 @@ def test_what_saves_few_operations_or_none_is_named_with_its_share():
         *measured("window(window=513)", 0.1, 0.02, flops=int(0.76 * whole)),
         *measured("small", 0.3, 0.02, flops=whole // 2),
     ]
-    told = compare_sentences([*ALL, *more], {})[1]
+    told = bench_sentences([*ALL, *more], {})[1]
     assert told == (
         "Approximations that save few operations or none at 512 tokens (exact attention = 1): "
         "window(window=513) (0.76x), linformer(rank=256) (1.00x)."
@@ -138,9 +138,9 @@ def test_what_saves_few_operations_or_none_is_named_with_its_share():
     ("backend", "options"),
     [("window", {"window": 25}), ("window", {"window": 47}), ("linformer", {"rank": 12})],
 )
-def test_a_window_wider_than_the_text_and_a_rank_of_half_of_it_are_named_by_compare(backend, options):
+def test_a_window_wider_than_the_text_and_a_rank_of_half_of_it_are_named(backend, options):
     wanted = {backend: {name: [value] for name, value in options.items()}}
-    results = ea.compare([backend], options=wanted, seq_len=24, rounds=1, draws=1, isolate="none")
+    results = ea.bench([backend], inputs="encoder", options=wanted, seq_lens=24, rounds=1, isolate="none")
     (inner,) = (f"{name}={value}" for name, value in options.items())
     assert any("save" in told and f"{backend}({inner}) (" in told for told in results.sentences())
 

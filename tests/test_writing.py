@@ -3,6 +3,7 @@
 import builtins
 import errno
 import io
+import json
 import os
 import stat
 import sys
@@ -132,13 +133,14 @@ def test_a_run_is_taken_up_or_left_as_it_was_whichever_call_fails(tmp_path, monk
     def lay_out(failed=None):
         folder = tmp_path / "out"
         folder.mkdir(exist_ok=True)
+        (folder / "environment.json").write_text(json.dumps(MACHINE))
         (folder / "records.jsonl").write_text(whole + whole[:-9])
         assert failed is None or read(folder / "records.jsonl").records == (RECORD,)
 
     def act():
         folder = open_folder(tmp_path / "out", name="out")
         with only_writer(folder):
-            stored = begin(folder, [], MACHINE, resume=True, force=True)
+            stored = begin(folder, [], MACHINE, resume=True)
         assert list(stored.rows) == [RECORD]
 
     lay_out()
@@ -306,7 +308,7 @@ def test_a_disk_without_room_is_told_before_anything_is_measured(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
     try:
         with pytest.raises(DataError, match="File too large"):
-            begin(tmp_path, [], MACHINE, resume=False, force=False)
+            begin(tmp_path, [], MACHINE, resume=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []

@@ -28,7 +28,7 @@ def executed(
     """
     if execution == COMPILED and not spec.capabilities.compile:
         raise UnsupportedError(
-            f"Backend {spec.name!r} does not support torch.compile; measure it without --compile."
+            f"Backend {spec.name!r} does not support torch.compile; measure it eagerly (--execution eager)."
         )
     call = called(_compiled(module)) if execution == COMPILED else _captured(called(module), device)
     _check_alike(call(), called(module)())

@@ -1,12 +1,13 @@
-"""One folder per study. A folder placed here is registered; nothing else needs editing.
+"""One file or folder per study. One that is placed here is registered; nothing else needs editing.
 
-The folder holds `STUDY` in its `__init__.py` and, as far as the defaults do not suffice, `view.py`: tables,
-sentences, rows and plots computed from the records.
+A file holds `STUDY` and, where the defaults do not suffice, functions `tables`, `sentences` and `plots` of
+the records; a folder holds them in its `__init__.py` and `view.py`.
 """
 
 import importlib
 import pkgutil
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import UnknownNameError
@@ -16,9 +17,17 @@ from efficient_attn.studies.study import Study
 @cache
 def studies() -> dict[str, Study]:
     """Every study by its name; records can hold its quantities from then on."""
-    folders = (folder.name for folder in pkgutil.iter_modules(__path__) if folder.ispkg)
-    found = [importlib.import_module(f"{__name__}.{name}").STUDY for name in sorted(folders)]
-    return {study.name: study for study in found}
+    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if _is_study(module))
+    registered = [importlib.import_module(f"{__name__}.{name}").STUDY for name in names]
+    return {study.name: study for study in registered}
+
+
+def _is_study(module: pkgutil.ModuleInfo) -> bool:
+    """Whether it is a folder, or a file that binds STUDY; other files are not imported for a help text."""
+    if module.ispkg:
+        return True
+    folder = getattr(module.module_finder, "path", "")
+    return b"\nSTUDY = " in (Path(folder) / f"{module.name}.py").read_bytes()
 
 
 def find(name: str) -> Study:

@@ -107,5 +107,5 @@ def too_large(needed: int, limit: int | None) -> str | None:
     if limit is None or needed <= limit:
         return None
     return (
-        f"needs about {show_bytes(needed)}, the limit is {show_bytes(limit)} (raise it with --memory-limit)"
+        f"needs about {show_bytes(needed)}, the limit is {show_bytes(limit)} (raise memory_limit in Python)"
     )

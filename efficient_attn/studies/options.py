@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from efficient_attn.limits import WHOLE_NUMBER
-from efficient_attn.runner.units import parse_bytes, parse_seconds, parse_sizes
+from efficient_attn.runner.units import parse_seconds, parse_sizes
 from efficient_attn.runner.variants import parse_settings
 from efficient_attn.studies.study import Option
 
@@ -50,12 +50,6 @@ def parse_length(text: str | int, *, name: str) -> int:
     if more:
         raise OptionError(f"{name} is one length, not {text!r}.")
     return length
-
-
-def parse_limit(text: str, *, name: str) -> str:
-    """An amount of memory, or a share of the memory that a plan finds available."""
-    parse_bytes(text, name=name, available=None)
-    return text
 
 
 def parse_options(texts: Sequence[str] | None, *, name: str) -> dict[str, dict[str, list[str]]]:
@@ -151,6 +145,7 @@ Layers = Annotated[
         help="Indices of layers, from 0; all layers if omitted.",
         metavar="N[,N…]",
         parse=parse_layers,
+        rare=True,
     ),
 ]
 Norms = Annotated[
@@ -181,15 +176,8 @@ LearningRate = Annotated[float, Option(help="Peak learning rate.", flag="--learn
 Rounds = Annotated[
     int, Option(help="Timing rounds per point; more rounds narrow the interval.", least=1, rare=True)
 ]
-MemoryLimit = Annotated[
-    str | int,
-    Option(
-        help="Memory above which points are skipped: 70% or 8GiB.",
-        metavar="AMOUNT",
-        parse=parse_limit,
-        rare=True,
-    ),
-]
+
+
 Timeout = Annotated[
     float,
     Option(

@@ -61,12 +61,12 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """One measurement: registered by lying in a folder of `efficient_attn.studies`.
+    """One measurement: registered by lying in the folder `efficient_attn.studies`.
 
     Attributes:
         name: Name of the command, of the Python function and in environments of runs.
         plan: Planning function: its parameters are the options; it runs nothing.
-        folder: Package of the study; its module `view` shows records.
+        module: Name of its file, or of its package, whose module `view` shows records.
         kinds: Kinds of records of this study.
         quantities: Quantities of these records, the most important first.
         budget: Default of `--budget`; None: no limit.
@@ -74,7 +74,7 @@ class Study:
 
     name: str
     plan: Callable[..., Plan]
-    folder: str
+    module: str
     kinds: tuple[str, ...] = ()
     quantities: tuple[Quantity, ...] = ()
     budget: str | None = None
@@ -89,12 +89,14 @@ class Study:
 
     @cached_property
     def view(self) -> Any:
-        """Functions that show records: from the folder's module `view`, defaults for the others."""
+        """Functions that show records: those of the module, defaults for the others."""
         # Help texts are shown without numpy.
         from efficient_attn.studies.view import view_of
 
-        name = f"{self.folder}.view"
-        module = importlib.import_module(name) if importlib.util.find_spec(name) else None
+        module = importlib.import_module(self.module)
+        if hasattr(module, "__path__"):
+            name = f"{self.module}.view"
+            module = importlib.import_module(name) if importlib.util.find_spec(name) else None
         return view_of(module)
 
     def parameters(self) -> Iterator[Parameter]:

@@ -4,14 +4,12 @@ import json
 
 import pytest
 import torch
-from reference import reference_attention
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from integrations.called import OPTIONS, command, projected, the_pair
+from integrations.called import command, projected, the_pair
 
 import efficient_attn as ea
-from efficient_attn.errors import OptionError
 from efficient_attn.integrations.called import called_model, output_vector
 from efficient_attn.integrations.capture import captured_model
 from efficient_attn.measure.inputs import read_activations
@@ -39,9 +37,8 @@ pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")
         ("models.py:without", "code with its own softmax must call F.scaled_dot_product_attention"),
     ],
 )
-@pytest.mark.parametrize("study", ["capture", "swap"])
-def test_a_file_that_makes_no_model_is_refused_in_one_line(study, address, message, capsys):
-    assert command(study, address, "--out", "new.safetensors" if study == "capture" else "run") == 2
+def test_a_file_that_makes_no_model_is_refused_in_one_line(address, message, capsys):
+    assert command("swap", address, "--out", "run") == 2
     told = capsys.readouterr().err
     assert message in told and told.startswith("error: ") and told.count("\n") == 1
 
@@ -72,10 +69,11 @@ def test_a_model_is_in_evaluation_mode_and_the_same_every_time():
 
 @torch.no_grad()
 def test_the_activations_of_a_file_are_captured_and_measured(capsys):
-    assert command("capture", "models.py:make_pair", "--out", "all.safetensors") == 0
+    words = ["swap", "models.py:make_pair", "--save", "all.safetensors", "--backend", "exact"]
+    assert command(*words, "--rounds", "1", "--out", "swapped") == 0
     out, told = capsys.readouterr()
-    assert out == "all.safetensors\n" and "a model is made" in told
-    assert "Layers are call sites: 0 is masked, 1 is causal." in told and "Layers 0, 1 on 12 tokens" in told
+    assert "a model is made" in told and "Layers are call sites: 0 is masked, 1 is causal." in out + told
+    assert "Saved layers 0, 1 on 12 tokens: all.safetensors." in out + told
     stored = read_activations("all.safetensors")
     assert stored.about["model"] == "models.py:make_pair"
     assert json.loads(stored.about["sites"]) == ["masked", "causal"]
@@ -85,25 +83,10 @@ def test_the_activations_of_a_file_are_captured_and_measured(capsys):
         # Three of twelve tokens are padding; float16 keeps eleven bits.
         torch.testing.assert_close(half.double(), tensor[..., :9, :], rtol=2**-11, atol=1e-6)
     assert command("mse", "--inputs", "all.safetensors", "--backend", "window", "--size", "3", "-q") == 0
-    words = ["compare", "--inputs", "all.safetensors", "--backend", "window", "--set", "window.window=5"]
-    quick = ["--draws", "1", "--rounds", "1", "--isolate", "none", "-q"]
-    assert command(*words, "--layer", "1", *quick, "--out", "run") == 0
-    assert {record.case.causal for record in ea.read("run").records} == {True}
-
-
-def test_layers_are_chosen_by_number_and_a_text_is_refused(capsys):
-    words = ["capture", "models.py:make_pair", "--out", "one.safetensors"]
-    folder = ["capture", ".", "--out", "one.safetensors"]
-    for request, message in (
-        ([*words, "--layers", "2"], "layers are from 0 to 1 in this model, not 2"),
-        ([*words, "--text", "models.py"], "'models.py:make_pair' decides its own inputs"),
-        (folder, "text (--text FILE) is needed with the folder '.'"),
-    ):
-        assert command(*request) == 2
-        assert message in capsys.readouterr().err
-    assert command(*words, "--layers", "1", "--name", "mine") == 0
-    stored = read_activations("one.safetensors")
-    assert list(stored.layers) == [1] and stored.about["model"] == "mine"
+    words = ["bench", "--inputs", "all.safetensors", "--backend", "window", "--set", "window.window=5"]
+    quick = ["--seq-len", "9", "--rounds", "1", "-q"]
+    assert command(*words, *quick, "--out", "run") == 0
+    assert {record.case.inputs for record in ea.read("run").records} == {"all.safetensors(layer=0)"}
 
 
 def test_sites_of_a_call_are_named_by_the_modules_that_it_runs():
@@ -111,29 +94,3 @@ def test_sites_of_a_call_are_named_by_the_modules_that_it_runs():
     assert json.loads(captured.about["sites"]) == ["Model.masked", "Model.causal"]
     assert json.loads(captured.about["left_out"]) == {"model": "its mask is no key mask and not causal"}
     assert json.loads(captured_model("models.py:make_plain").about["sites"]) == ["model"]
-
-
-def test_mse_and_compare_capture_a_model_in_memory():
-    results = ea.mse(["window"], model="models.py:make_pair", sizes=[3], draws=1)
-    assert {record.case.inputs for record in results.records} == {"models.py:make_pair(layer=0)"}
-    captured = captured_model("models.py:make_pair").layers[0]
-    expected = reference_attention(*captured, scale=8**-0.5)
-    window = reference_attention(*captured, scale=8**-0.5, visible=lambda i, j: abs(i - j) <= 1)
-    (record,) = (r for r in results.records if r.case.backend == "window")
-    relative = float((window - expected).norm() / expected.norm())
-    assert record.output_relative_error == pytest.approx(relative, rel=1e-5)
-    quick = {"draws": 1, "rounds": 1, "isolate": "none", "options": OPTIONS}
-    results = ea.compare(["window"], model="models.py:make_pair", layer=1, **quick)
-    assert {record.case.inputs for record in results.records} == {"models.py:make_pair(layer=1)"}
-    pair = {"model": "models.py:make_pair"}
-    for study, request, message in (
-        (
-            ea.compare,
-            {**pair, "inputs": "decoder"},
-            r"inputs \(decoder\) and model \(models.py",
-        ),
-        (ea.mse, {"text": "words"}, "text belongs to a model"),
-        (ea.mse, {**pair, "text": "words"}, "text belongs to a Hugging Face folder"),
-    ):
-        with pytest.raises(OptionError, match=message):
-            study(["window"], **request)

@@ -1,6 +1,5 @@
 """Capturing q, k, v from a local model; models here are tiny, random and made on the spot."""
 
-import hashlib
 import sys
 
 import pytest
@@ -78,19 +77,26 @@ def test_captured_layers_are_written_and_read_back_in_half_precision(folder, tmp
     assert torch.equal(stored.layers[2].v, captured.layers[2].v.half())
 
 
-def test_mse_and_compare_capture_a_folder_in_memory(folder, tmp_path):
-    results = ea.mse(["window"], model=folder, text=TEXT, layers=[1], sizes=[3], draws=1)
-    save_activations(capture_folder(folder, TEXT), tmp_path / "tiny.safetensors")
-    filed = ea.mse(["window"], inputs=tmp_path / "tiny.safetensors", layers=[1], sizes=[3], draws=1)
-    direct, from_file = (
-        next(r for r in runs.records if r.case.backend == "window").output_relative_error
-        for runs in (results, filed)
-    )
-    assert direct == pytest.approx(from_file, rel=2**-9)  # the file holds eleven bits of each entry
-    digest = hashlib.sha256(TEXT.encode()).hexdigest()[:8]
-    assert {r.case.inputs for r in results.records} == {f"{folder.name} on 1 text #{digest}(layer=1)"}
-    plan = find("compare").plan(["window"], model=str(folder), text=TEXT, seq_len=4, isolate="none")
-    assert {point.case.tokens for point in points_of(plan)} == {4}
+def test_swap_saves_the_activations_of_a_folder(folder, tmp_path):
+    path = tmp_path / "tiny.safetensors"
+    plan = find("swap").plan(folder, ["window"], texts=[TEXT], save=path, layers=[1])
+    assert any(note.startswith("Saved layers 1 on 9 tokens: ") for note in plan.notes)
+    expected = capture_folder(folder, TEXT, layers=[1]).layers[1]
+    for half, tensor in zip(read_activations(path).layers[1], expected, strict=True):
+        torch.testing.assert_close(half.double(), tensor.double(), rtol=2**-11, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"layers": [1]}, OptionError, "layers name what is saved: name a file by save"),
+        ({"save": "x.bin"}, OptionError, "save is a file that ends in .safetensors, not 'x.bin'"),
+        ({"save": __file__ + "/../x.safetensors", "layers": [7]}, OptionError, "layers are from 0 to 2"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused(folder, settings, error, message):
+    with pytest.raises(error, match=message):
+        find("swap").plan(folder, ["window"], texts=[TEXT], **settings)
 
 
 def test_a_long_text_is_cut_to_the_tokens_asked_for_and_to_what_the_model_can_take(folder):
@@ -169,9 +175,9 @@ def test_layers_that_are_causal_are_measured_causally_and_sliding_ones_refused(t
 def test_of_a_file_with_both_the_bidirectional_layers_are_measured_unless_all_are_causal(tmp_path):
     tensors = {f"layer.{layer}.{x}": torch.randn(1, 6, 4) for layer in (0, 1) for x in "qkv"}
     save_file(tensors, tmp_path / "x.safetensors", metadata={"patterns": '{"1": "causal over all keys"}'})
-    arguments = {"inputs": tmp_path / "x.safetensors", "seq_len": 6}
+    arguments = {"inputs": tmp_path / "x.safetensors", "seq_lens": 6}
     for causal, layers in ((False, {0}), (True, {0, 1})):
-        points = points_of(find("compare").plan(["exact"], causal=causal, **arguments))
+        points = points_of(find("bench").plan(["exact"], causal=causal, **arguments))
         records = {(point.case.inputs, point.case.causal) for point in points if point.case.kind == "error"}
         assert records == {(f"x.safetensors(layer={layer})", causal) for layer in layers}
 

@@ -19,7 +19,7 @@ _number, _text = partial(setting, type="number", threshold=MATTERS), partial(set
 STUDY = Study(
     name="advise",
     plan=plan,
-    folder=__name__,
+    module=__name__,
     kinds=("prediction", BOUND),
     quantities=(
         *(QUANTITIES[name] for name in ("output_relative_error", "time_s")),

@@ -84,9 +84,9 @@ def plan(
     device: Annotated[str | None, shared.usually(shared.Device, "auto")] = None,
     threads: shared.Threads = None,
     rounds: shared.Rounds = 4,
-    memory_limit: Annotated[str | int | None, shared.usually(shared.MemoryLimit, "70%")] = None,
+    memory_limit: str | int | None = None,
     isolate: str | None = None,
-    timeout_s: Annotated[float | None, shared.usually(shared.Timeout, f"{DEFAULT_TIMEOUT_S:g}s")] = None,
+    timeout_s: float | None = None,
     name: Annotated[str | None, Option(help="Name of the model in records; the folder's if omitted.")] = None,
     seed: shared.Seed = 0,
 ) -> Plan:

@@ -7,7 +7,7 @@ from efficient_attn.studies.study import Study
 STUDY = Study(
     name="bench",
     plan=plan,
-    folder=__name__,
+    module=__name__,
     kinds=("time", "memory", "error"),
     quantities=tuple(
         QUANTITIES[name]

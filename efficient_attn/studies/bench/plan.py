@@ -97,7 +97,7 @@ def plan(
     seed: int = 0,
     layers: Sequence[int] | None = None,
     l2: str | None = None,
-    memory_limit: shared.MemoryLimit = "70%",
+    memory_limit: str | int = "70%",
     isolate: str | None = None,
 ) -> Plan:
     """Measure error, time and peak memory of backends at several lengths.
@@ -224,7 +224,9 @@ def _subjects(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> 
     # Layers of all lengths are taken.
     found = list(subjects([source], layers=layers, seq_len=1, seed=workload.seed, causal=workload.causal))
     if len({(subject.causal, *shape_of_subject(subject).values()) for subject in found}) > 1:
-        raise OptionError(f"layers of {source} differ in shape or causality; name one of them: layers=[N].")
+        raise OptionError(
+            f"layers of {source} differ in shape or causality; save one alone, or pass layers=[N] in Python."
+        )
     for subject in found:
         if subject.activations.q.shape[-2] != subject.tokens:
             raise OptionError(

@@ -72,8 +72,8 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
 
 
 def many_lengths(records: Sequence[Record]) -> bool:
-    """Whether costs were measured at more than one length."""
-    return len({record.case.tokens for record in records if record.case.kind != "error"}) > 1
+    """Whether the costs of a backend were measured at more than one length."""
+    return any(len(curve.points) > 1 for kind in ("time_s", "peak_bytes") for curve in curves(records, kind))
 
 
 def _cost_tables(records: Sequence[Record]) -> list[Table]:

@@ -7,7 +7,7 @@ from efficient_attn.studies.study import Study
 STUDY = Study(
     name="mse",
     plan=plan,
-    folder=__name__,
+    module=__name__,
     kinds=("error",),
     quantities=tuple(
         QUANTITIES[name]

@@ -7,7 +7,7 @@ from efficient_attn.studies.study import Study
 STUDY = Study(
     name="recall",
     plan=plan,
-    folder=__name__,
+    module=__name__,
     kinds=("recall",),
     quantities=(*(QUANTITIES[name] for name in ("accuracy", "chance", "answers", "floats_read")),),
 )

@@ -7,7 +7,7 @@ from efficient_attn.studies.swap.plan import plan
 STUDY = Study(
     name="swap",
     plan=plan,
-    folder=__name__,
+    module=__name__,
     kinds=("swap", "time", "memory"),
     # Errors are means over texts and draws, but for the audited one, of all their rows together.
     quantities=(

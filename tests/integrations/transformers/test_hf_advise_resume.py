@@ -143,4 +143,4 @@ def test_a_run_is_not_resumed_for_another_target_or_other_backends(encoder, tmp_
     with pytest.raises(DataError, match=r"has the target .*0.09.*, not .*0.5.*; name a new folder"):
         advise(encoder, min_cosine=0.5, out=tmp_path, resume=True, **given)
     with pytest.raises(DataError, match=r"has the candidates .*window.*, not .*linformer"):
-        advise(encoder, min_cosine=0.9, out=tmp_path, force_resume=True, backends=["linformer"], options=None)
+        advise(encoder, min_cosine=0.9, out=tmp_path, resume=True, backends=["linformer"], options=None)
