@@ -24,6 +24,9 @@ from efficient_attn.studies.store import OVER_BUDGET, Store, over_budget
 # Seconds of timed calls in a round; the rounds of a run take at most this share of its budget.
 _ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
 
+# Fewest variants of a comparison.
+_COMPARED = 2
+
 # Backends that the note on an interruption names before it counts the others.
 _NAMED = 6
 
@@ -71,6 +74,10 @@ def foreseen(plan: Plan, store: Store) -> dict[str, Point]:
     return missing
 
 
+class _TooShortError(Exception):
+    """The budget is too short for a comparison; the message says how long it has to be."""
+
+
 class Engine:
     """One run of a study.
 
@@ -78,6 +85,9 @@ class Engine:
         budget_s: Seconds of measuring; points that would not fit are skipped.
         executor: Object with `submit` that measures points without rounds; None: this process.
         report: Receives the progress after every finished point.
+
+    Attributes:
+        notes: Remarks on the run so far.
     """
 
     def __init__(
@@ -99,6 +109,7 @@ class Engine:
         self._durations = Durations(self._round_s)
         self._timed_out: dict[Hashable, int] = {}
         self._budget_reported = False
+        self.notes: list[str] = []
         self._start = time.monotonic()
 
     def run(self) -> bool:
@@ -107,6 +118,8 @@ class Engine:
             drive(self._plan.steps(), self._answer)
         except KeyboardInterrupt:
             return False
+        except _TooShortError as refusal:
+            self.notes.append(str(refusal))
         return True
 
     def not_measured(self) -> list[str]:
@@ -181,6 +194,7 @@ class Engine:
             tokens = self._timed_out[point.series]
             reason = f"took too long at {tokens} tokens already (raise it with --timeout)"
         if reason is None and (needed_s > left_s or (point.cost and not left_s)):
+            self._refuse_too_short(self._budget_s - left_s + needed_s)
             reason = (
                 f"would take about {show_seconds(needed_s)}, {show_seconds(left_s)} of the budget "
                 f"of {show_seconds(self._budget_s)} are left {OVER_BUDGET}"
@@ -188,6 +202,16 @@ class Engine:
         if reason is not None:
             self._emit(point, Record(case=point.case, status="skipped", reason=reason))
         return reason is not None
+
+    def _refuse_too_short(self, needed_s: float) -> None:
+        """End the run if its budget is too short for the baseline and one candidate."""
+        measured = {record.case.label for record in self._store.records if record.status == "ok"}
+        labels = measured | {point.case.label for point in self._missing.values() if not point.skip}
+        if len(measured) < min(len(labels), _COMPARED):
+            raise _TooShortError(
+                f"The budget of {show_seconds(self._budget_s)} is too short: a baseline and one candidate "
+                f"need at least {show_seconds(needed_s)} (--budget)."
+            )
 
     def _left_s(self) -> float:
         return self._budget_s - (time.monotonic() - self._start)

@@ -82,7 +82,7 @@ def run_plan(
             complete = engine.run()
         machine = dict(stored.environment or machine)
         machine[DURING] = [*machine.get(DURING, []), between(start, moment())]
-        notes = [*plan.notes, *stored.notes, *doubts(store.records, machine)]
+        notes = [*engine.notes, *plan.notes, *stored.notes, *doubts(store.records, machine)]
         results = Results(
             store.records,
             environment=machine,
