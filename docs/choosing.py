@@ -145,7 +145,7 @@ _LEARNED = """\
 ## Performance after training
 
 One block per backend, trained from equal weights on equal sequences on [associative
-recall](training.md#associative-recall). Rows are each backend's best size; accuracies are means over three
+recall](transformer.md#performance-after-training). Rows are each backend's best size; accuracies are means over three
 seeds with their range (intervals need six).
 
 ![Accuracy after training, against the state size](images/recall.png)
