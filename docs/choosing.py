@@ -44,10 +44,10 @@ _HEAD = """\
 
 <!-- Written by docs/choosing.py from the records in results/; edit that file, or measure again. -->
 
-Error, length and training decide. A script reads every number of this page, but for those on
-[first keys](#decoders-first-keys-and-recall), from the runs in
-`results/epyc-2-cores/`, taken on two cores of a server: ratios carry over better than milliseconds. The
-[last section](#your-machine-and-activations) measures the same on your machine and activations, in a minute.
+Keep `exact` unless a row of the first table describes you. All numbers but for
+[first keys](#decoders-first-keys-and-recall) are read from the runs in `results/epyc-2-cores/`, on two cores
+of a server: ratios carry over better than milliseconds. [Measure yours](#your-machine-and-activations) in a
+minute.
 
 ## In short
 """
@@ -55,30 +55,25 @@ Error, length and training decide. A script reads every number of this page, but
 _ERROR = """\
 ## Tolerated error
 
-For a model trained with exact attention and used without further training. Errors are ‖out − exact‖ /
-‖exact‖ on the activations of real models, with default options; speeds are relative to `exact`, the
-fused kernel. Each cell is the fastest backend within the error that is faster than `exact` beyond the
-interval, or **`exact`**.
-
-Every input is one real text: of an encoder (all-MiniLM-L6-v2, bidirectional, 512 tokens and their beginning),
-and of a decoder (SmolLM2-135M, causal, grouped heads, 4096 tokens; one layer of 30, neither easy nor hard
-with default options, but [easy for windows with first keys](#decoders-first-keys-and-recall)).
-Errors on several layers are their median and range, and *within* means on every layer.
+For a model trained with exact attention and used without further training: ‖out − exact‖ / ‖exact‖ on one
+real text of an encoder (all-MiniLM-L6-v2, bidirectional, 512 tokens) and of a decoder (SmolLM2-135M, causal,
+one layer of 30, [easy for windows with first keys](#decoders-first-keys-and-recall)), with default options.
+Each cell is the fastest backend within the error on every layer that is faster than `exact`, the fused
+kernel, beyond the interval, or `exact`.
 
 ![Relative output error against time and memory on a text of 512 tokens and one of 4096](images/compare.png)
 """
 
 _OPENED = """\
 [`window-clusters` with `probes`](backends.md#window-clusters) (experimental, off by default) reads the keys
-of a few far clusters one by one. Its errors on the beginning of the same texts, its operations and its
-speed relative to `exact`, in runs of its own. The 8192 tokens are one text in the same layer of the decoder,
-which are not shipped:
+of a few far clusters one by one. Error, operations and speed relative to `exact`, in runs of its own; the
+text of 8192 tokens is not shipped:
 """
 
 _DRAWN = """\
 ![Relative output error against time and memory at 2048, 4096 and 8192 tokens of a decoder](images/opened.png)
 
-No model at hand reads more than 8192 tokens, so that beyond them times are known and errors are not.
+Errors beyond 8192 tokens are unknown.
 """
 
 # Hand-written: no run in results/ holds these numbers. Errors are those of efficient_attn/data/PROVENANCE.md;
@@ -99,11 +94,10 @@ keeps one, `window(global_tokens=1)`, is not. Errors on the shipped layers of Sm
 Two cautions:
 
 - **Layer 19 is an easy one.** With window 512 and 4 first keys the median of the 30 layers on this text is
-  0.14 at 4096 tokens (every fourth query), layers 3 to 9 err by 0.38 to 0.54, layer 18 by 0.18. Another
-  text has other hard layers: on the second half of 4096 tokens of a book, not shipped, layer 19 errs by
-  0.085 and layers 4, 7, 10 and 18 by 0.40 to 0.55.
-- **Recall beyond the window is lost, and loss on ordinary text hides it.** Copied passages are eight
-  passages of 64 tokens that come back at the end of the text, 900 to 3400 tokens later:
+  0.14 at 4096 tokens, layers 3 to 9 err by 0.38 to 0.54. On another text layers 4, 7, 10 and 18 err by 0.40
+  to 0.55.
+- **Recall beyond the window is lost, and loss on ordinary text hides it.** Copied passages of 64 tokens come
+  back 900 to 3400 tokens later:
 
 | all 30 layers, 4096 tokens | loss, nats | divergence, nats | same next token | right in copied passages |
 | --- | --- | --- | --- | --- |
@@ -118,8 +112,8 @@ retrieval, long chats and copied text stay with `exact`.
 _LENGTH = """\
 ## Length
 
-Crossover lengths and speed against `exact` on this machine ({machine}), with default options. `linear-…` do
-not approximate softmax.
+Crossover lengths and speed against `exact` ({machine}), with default options. `linear-…` do not approximate
+softmax.
 """
 
 _MEMORY = """\
@@ -144,9 +138,9 @@ _AFTER = """\
 _LEARNED = """\
 ## Performance after training
 
-One block per backend, trained from equal weights on equal sequences on [associative
-recall](training.md#associative-recall). Rows are each backend's best size; accuracies are means over three
-seeds with their range (intervals need six).
+One block per backend, trained from equal weights on equal sequences on
+[associative recall](transformer.md#performance-after-training): each backend's best size, means over three
+seeds with their range.
 
 ![Accuracy after training, against the state size](images/recall.png)
 """
@@ -165,12 +159,10 @@ efficient-attn compare --inputs decoder --seq-len 2048 --max-error 0.3
 efficient-attn show --head 2 --tokens 30:60
 ```
 
-`compare` prints error, time and memory, draws the Pareto front, and states whether any backend is both
-accurate enough and faster. `--inputs FILE` takes [activations of your
-model](hugging-face.md#activations-of-your-model), `--backend exact,my_file.py:my_attention` your own
-attention; `efficient-attn bench --of block` measures the speed-up of a whole transformer block. `show`
-draws attention maps: a row per query, and above each panel the
-error of this head's output.
+`compare` states whether any backend is both accurate enough and faster. `--inputs FILE` takes
+[activations of your model](hugging-face.md#activations-of-your-model), your own attention
+is `--backend exact,my_file.py:my_attention`. `efficient-attn bench --of block` measures the speed-up of a
+whole transformer block.
 
 ![Attention weights of six backends with the words on the axes](images/show.png)
 """

@@ -30,7 +30,6 @@ with padding on both sides), with `attach(model, "exact")` and with
 - *Refused in words*: an error names the reason before anything is computed.
 - *Not built tiny*: no small configuration was found.
 
-*Before* counts the verdicts at commit 990d42b, before `exact` served every feature of scores and masks.
 `pytest -m slow tests/integrations/transformers/test_zoo.py` repeats all verdicts.
 
 """
@@ -43,8 +42,8 @@ def page() -> str:
     lines = ["| mapping | entries | " + " | ".join(_VERDICTS) + " |", "|---|--:|" + "--:|" * len(_VERDICTS)]
     for mapping, title in _MAPPINGS.items():
         own = [row for row in rows if row["mapping"] == mapping]
-        now, before = (Counter(row[column] for row in own) for column in ("verdict", "before"))
-        cells = [f"{now[verdict]} (before: {before[verdict]})" for verdict in _VERDICTS]
+        counts = Counter(row["verdict"] for row in own)
+        cells = [str(counts[verdict]) for verdict in _VERDICTS]
         lines.append(f"| {title} | {len(own)} | " + " | ".join(cells) + " |")
     lines.append("")
     for mapping, title in _MAPPINGS.items():

@@ -1,4 +1,4 @@
-"""Figures of docs/errors.md and docs/theory.md from fixed seeds; docs/images.py saves them."""
+"""Figures of docs/errors.md from fixed seeds; docs/images.py saves them."""
 
 import math
 from typing import Any, NamedTuple

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs/examples/papers"
 SHARED = "claims"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != SHARED)
-PAGE = (ROOT / "docs/reproduce.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "results/papers/README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def test_an_example_prints_its_claims_and_writes_numbers_and_a_plot(name: str, t
 def test_the_page_has_a_row_with_the_verdict_of_every_claim(name: str) -> None:
     assert not stored(name)["settings"]["quick"] and (ROOT / f"results/papers/{name}.png").exists()
     rows = [
-        line.strip("| ").split(" | ") for line in PAGE.splitlines() if f"(examples/papers/{name}.py)" in line
+        line.strip("| ").split(" | ") for line in PAGE.splitlines() if f"/examples/papers/{name}.py)" in line
     ]
     verdicts = [claim["verdict"] for claim in stored(name)["claims"]]
     # A page leaves out the places, not that there are undecided ones.

@@ -1,4 +1,4 @@
-"""The size of each folder and the names that it binds stay within tests/size_budget.toml."""
+"""Lines, names, pages and words stay within tests/size_budget.toml."""
 
 import ast
 import tomllib
@@ -57,3 +57,28 @@ def test_names_are_nouns_of_the_field() -> None:
             ]
             counts[folder] += len(words)
     assert dict(+counts) == BUDGET["names"]["most"], "lower a row after renaming; none is raised"
+
+
+# Written when the site is built.
+BUILT = {"api.md", "results.md"}
+
+
+def pages_of(pattern: str) -> list[Path]:
+    return [page for page in ROOT.glob(pattern) if page.name not in BUILT]
+
+
+def word_count(page: Path) -> int:
+    """Words of a page; tables of a page that a script writes are left out."""
+    text = page.read_text(encoding="utf-8")
+    written = "<!-- Written by" in text[:500]
+    return sum(len(line.split()) for line in text.splitlines() if not (written and line.startswith("|")))
+
+
+def test_the_docs_have_no_more_pages_than_their_budget() -> None:
+    assert len(pages_of("docs/*.md")) <= BUDGET["docs"]["pages"]
+
+
+@pytest.mark.parametrize("pattern", BUDGET["docs"]["words"])
+def test_pages_have_no_more_words_than_their_budget(pattern: str) -> None:
+    words = {page.name: word_count(page) for page in pages_of(pattern)}
+    assert words and sum(words.values()) <= BUDGET["docs"]["words"][pattern], words
