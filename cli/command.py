@@ -65,7 +65,7 @@ def command_of(study: Study) -> Callable[..., None]:
         help_all: bool,
         **given: Any,
     ) -> None:
-        from efficient_attn.runner.units import parse_seconds
+        from efficient_attn.runner.units import parse_seconds, show_seconds
 
         if context.args:
             # `--seq-len 256 512` would otherwise end in a message that names nothing.
@@ -83,12 +83,18 @@ def command_of(study: Study) -> Callable[..., None]:
             return
 
         from efficient_attn.measure.environment import command_line
+        from efficient_attn.studies.engine import foreseen
         from efficient_attn.studies.run import run_plan
         from efficient_attn.studies.run_folder import open_folder, run_folder
+        from efficient_attn.studies.store import Store
 
         # A wrong request must leave no folder behind, so the plan is made first.
         asked = study.plan(**options)
         folder = open_folder(out or run_folder(study.name), name="--out", fresh=not resume)
+        limit_s = asked.budget_s if budget_s is None else budget_s
+        if not quiet and limit_s is not None:
+            points = len(foreseen(asked, Store()))
+            console.say(f"{points} points; measuring ends within {show_seconds(limit_s)} (--budget).")
         # Text that a backend prints goes to stderr: stdout holds the results alone.
         with redirect_stdout(sys.stderr):
             results = run_plan(

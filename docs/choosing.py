@@ -154,12 +154,12 @@ _OWN = """\
 ## Your machine and activations
 
 ```bash
-efficient-attn compare
-efficient-attn compare --inputs decoder --seq-len 2048 --max-error 0.3
+efficient-attn bench --inputs encoder --seq-len 512
+efficient-attn bench --inputs decoder --seq-len 2048 --max-error 0.3
 efficient-attn show --head 2 --tokens 30:60
 ```
 
-`compare` states whether any backend is both accurate enough and faster. `--inputs FILE` takes
+`bench` states whether any backend is both accurate enough and faster. `--inputs FILE` takes
 [activations of your model](hugging-face.md#activations-of-your-model), your own attention
 is `--backend exact,my_file.py:my_attention`. `efficient-attn bench --of block` measures the speed-up of a
 whole transformer block.
@@ -285,7 +285,7 @@ def _short_answer(costs: dict[str, _Cost], near: list[_Cost], compared: list[Com
             "[`window(global_tokens=4)`](#decoders-first-keys-and-recall): loss on ordinary text near "
             "`exact`, recall lost",
         ],
-        ["undecided", "`efficient-attn compare` on [your activations](#your-machine-and-activations)"],
+        ["undecided", "`bench --inputs FILE` on [your activations](#your-machine-and-activations)"],
     ]
     return table(["situation", "backend"], rows)
 

@@ -96,6 +96,10 @@ def content(name: str, drawn: Any) -> str:
 def figure(name: str) -> Any:
     """The picture as a matplotlib figure."""
     import efficient_attn as ea
+    from efficient_attn.report.drawing import draw
+    from efficient_attn.studies.bench.comparison import comparisons
+    from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR
+    from efficient_attn.studies.bench.plot import comparison_plot
 
     if name in LESSONS:
         return runpy.run_path(str(HERE / "lessons.py"))[LESSONS[name]]()
@@ -105,7 +109,11 @@ def figure(name: str) -> Any:
     # Options that all variants share.
     long = {one.case.label for one in results.records if ", clusters=64" in one.case.label}
     labels = {label: label.replace(", clusters=64", "") for label in long}
-    return results.plot(labels=labels).figure
+    if len(runs(name)) == 1:
+        return results.plot(labels=labels).figure
+    # A row for each length.
+    rows = [[comparison] for comparison in comparisons(results.records)]
+    return draw(comparison_plot(rows, DEFAULT_MAX_ERROR), labels=labels)[0].figure
 
 
 def main(chosen: list[str]) -> None:

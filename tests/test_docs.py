@@ -4,6 +4,7 @@ import re
 import runpy
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ NEEDS = {"hugging-face.md": "transformers"}
 # Pages whose Python torchrun starts, in tests/test_ranks.py.
 ON_SEVERAL_PROCESSES = {"distributed.md"}
 # First line of a block that is a file of the package.
-FILE = re.compile(r"# (studies/\w+/\w+\.py)\n")
+FILE = re.compile(r"# (studies/\w+\.py)\n")
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 TOCTREE = re.compile(r"^```{toctree}\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -55,7 +56,7 @@ def test_the_python_on_a_page_runs_from_top_to_bottom(
         exec(compile(code, f"{page_name(page)}, block {number}", "exec"), names)
 
 
-# Runs blocks one after the other where studies have more folders.
+# Runs blocks one after the other where studies have more files.
 RUN = """
 import sys
 import efficient_attn.studies
@@ -112,7 +113,9 @@ def assert_exists(line: str) -> None:
     from typer.testing import CliRunner
 
     words = line.split()
-    answer = CliRunner().invoke(main.app, [words[1], "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    run = partial(CliRunner().invoke, main.app, env={"COLUMNS": "200", "NO_COLOR": "1"})
+    rare = run([words[1], "--help-all"])
+    answer = run([words[1], "--help"]) if rare.exit_code else rare
     assert answer.exit_code == 0, answer.output
     options = [word for word in words if word.startswith("--")]
     assert [option for option in options if option not in answer.output] == []
@@ -193,10 +196,8 @@ def test_flags_in_the_text_of_a_page_exist(page: Path) -> None:
     import typer
 
     group: Any = typer.main.get_command(main.app)
-    visible = [
-        one for one in group.commands.values() for one in one.params if not getattr(one, "hidden", False)
-    ]
-    known = {flag for one in [*visible, *group.params] for flag in (*one.opts, *one.secondary_opts)}
+    parameters = [one for command in group.commands.values() for one in command.params]
+    known = {flag for one in [*parameters, *group.params] for flag in (*one.opts, *one.secondary_opts)}
     for example in (ROOT / "docs/examples").glob("**/*.py"):
         known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', example.read_text(encoding="utf-8")))
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -86,7 +86,7 @@ def test_a_measurement_goes_on_after_the_runs_that_are_finished(script, tmp_path
     script.measure(tmp_path)
     names = [Path(command[command.index("--out") + 1]).name for command in asked]
     every = [*script.commands()]
-    assert len(every) == 11 and names == [*every[:3], *every[2:]]
+    assert len(every) == 8 and names == [*every[:3], *every[2:]]
     assert all(command[-1] == "--resume" for command in asked)
     script.measure(tmp_path)
     assert len(asked) == len(names)

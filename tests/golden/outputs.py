@@ -20,13 +20,13 @@ FOLDER = Path(__file__).parent
 STORED = FOLDER / "outputs.json"
 
 COMMANDS = {
-    "mse": "mse --inputs gaussian,encoder --size 16,64 --seq-len 128 --layer 1 --draws 2 --threads 1",
+    "mse": "mse --inputs gaussian,encoder --size 16,64 --seq-len 128 --layers 1 --draws 2 --threads 1",
     "kernel": "mse --of kernel --size 16,64 --draws 8 --threads 1",
-    "compare": "compare --inputs encoder --layer 1 --rounds 1 --draws 2 --threads 1",
-    "compare causal": "compare --inputs decoder --layer 19 --rounds 1 --draws 1 --threads 1 "
+    "bench on inputs": "bench --inputs encoder --seq-len 512 --rounds 1 --threads 1",
+    "bench on causal inputs": "bench --inputs decoder --seq-len 2048 --rounds 1 --threads 1 "
     "--backend exact,window,linear-elu,performer-positive",
-    "bench": "bench --seq-len 64,128 --rounds 1 --threads 1",
-    "bench block": "bench --of block,encoder --layers 2 --causal --backward --seq-len 64 --rounds 1 "
+    "bench": "bench --seq-len 64,128 --no-error --rounds 1 --threads 1",
+    "bench block": "bench --of block,encoder --causal --backward --seq-len 64 --rounds 1 "
     "--threads 1 --backend window,performer-positive",
     "recall": "recall --steps 3 --seeds 1 --size 16 --backend exact,window,performer-positive --threads 1",
     "swap": "swap models.py:make_pair --backend exact,window,linformer,performer-positive --draws 2 "

@@ -22,4 +22,5 @@ STUDY = Study(
             "num_directions",
         )
     ),
+    budget="5m",
 )

@@ -10,4 +10,5 @@ STUDY = Study(
     module=__name__,
     kinds=("recall",),
     quantities=(*(QUANTITIES[name] for name in ("accuracy", "chance", "answers", "floats_read")),),
+    budget="5m",
 )

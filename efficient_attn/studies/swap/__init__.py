@@ -59,4 +59,5 @@ STUDY = Study(
         QUANTITIES["time_s"],
         QUANTITIES["peak_bytes"],
     ),
+    budget="10m",
 )
