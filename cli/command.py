@@ -28,7 +28,8 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
         hidden = [parameter for parameter in context.command.params if getattr(parameter, "hidden", False)]
         for parameter in hidden:
             parameter.hidden = False  # type: ignore[attr-defined]  # only options are hidden
-        typer.echo(context.get_help())
+        for line in context.get_help().splitlines():
+            console.put(line)
         for parameter in hidden:
             parameter.hidden = True  # type: ignore[attr-defined]
         raise typer.Exit

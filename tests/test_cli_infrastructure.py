@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 import efficient_attn as ea
-from efficient_attn_cli.main import main
+from efficient_attn_cli.main import COMMANDS, app, main
 
 CODE = "from efficient_attn_cli.main import main; main()"
 
@@ -75,3 +76,21 @@ def test_no_command_shows_what_there_is(capsys):
     with pytest.raises(SystemExit):
         main([])
     assert "bench" in "".join(capsys.readouterr())
+
+
+def options_of(capsys, *words):
+    """Options in a help text, those of help aside, and its number of lines; 0 options without such a text."""
+    with pytest.raises(SystemExit) as ending:
+        main(words)
+    lines = capsys.readouterr().out.splitlines()
+    flags = [line for line in lines if re.match(r"  (-\w, )?--", line) and "--help" not in line]
+    return (0 if ending.value.code else len(flags)), len(lines)
+
+
+def test_eleven_commands_have_few_options_on_one_screen(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert len(COMMANDS) == len(app.registered_commands) == 11
+    shown = {name: options_of(capsys, name, "--help") for name in COMMANDS}
+    whole = {name: options_of(capsys, name, "--help-all")[0] or shown[name][0] for name in COMMANDS}
+    assert {name: pair for name, pair in shown.items() if pair[0] > 16 or pair[1] > 40} == {}
+    assert sum(whole.values()) <= 150 and whole["bench"] <= 24, whole

@@ -63,9 +63,8 @@ def plan(
 ) -> Plan:
     """Measure the error of backends against exact softmax attention in float64, size by size.
 
-    The baseline is uniform attention. Layers that are causal in their model are measured causally. An entry
-    of the kernel is exp(x·y) for x = q/d^¼ and y = k/d^¼ of a given norm and angle; its error is compared
-    with theory.
+    Layers that are causal in their model are measured causally. An entry of the kernel is exp(x·y) for
+    x = q/d^¼ and y = k/d^¼ of a given norm and angle; its error is compared with theory.
 
     Example: efficient-attn mse --inputs encoder --backend window,my_file.py:my_attention
 

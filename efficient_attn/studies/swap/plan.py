@@ -102,6 +102,8 @@ def plan(
     """
     if layers is not None and save is None:
         raise OptionError("layers name what is saved: name a file by save (--save FILE.safetensors).")
+    if save is not None:
+        _check_new(Path(save))
     positive_count("draws", draws)
     positive_count("rounds", rounds)
     workload = settle(Workload(dtype=dtype or "float32", device=device or "cpu", threads=threads, seed=seed))
@@ -139,6 +141,14 @@ def plan(
     )
 
 
+def _check_new(path: Path) -> None:
+    """Refuse a file that is there, or that no study would read."""
+    if path.suffix != ".safetensors":
+        raise OptionError(f"save is a file that ends in .safetensors, not {str(path)!r}.")
+    if path.exists():
+        raise DataError(f"save: {path} exists already; name a new file.")
+
+
 def _save(
     path: Path,
     model: Any,
@@ -149,10 +159,6 @@ def _save(
     name: str | None,
 ) -> list[str]:
     """Write q, k and v of the layers; returns remarks on them."""
-    if path.suffix != ".safetensors":
-        raise OptionError(f"save is a file that ends in .safetensors, not {str(path)!r}.")
-    if path.exists():
-        raise DataError(f"save: {path} exists already; name a new file.")
     from efficient_attn.integrations.capture import captured_model, notes_of, save_activations
 
     captured = captured_model(model, text=text, layers=layers, max_tokens=max_tokens, name=name)
