@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from planned import points_of
 from reference import reference_attention
 from safetensors.torch import save_file
 
@@ -14,6 +15,7 @@ from efficient_attn.runner.accuracy import DRAWS
 from efficient_attn.runner.inputs import Subject
 from efficient_attn.runner.sizes import MEAN_OF_VALUES, sized
 from efficient_attn.stats.estimates import FEWEST_FOR_95
+from efficient_attn.studies import find
 from efficient_attn.studies.mse.analysis import panels
 
 SMALL = {
@@ -254,3 +256,16 @@ def test_the_median_norm_of_pairs_is_kept_with_the_run_and_their_operations_with
     assert kept == {"gaussian(norm=0.5)": pytest.approx(float(pairs.median()), rel=1e-6)}
     assert any(sentence.startswith("Random features") for sentence in results.sentences())
     assert all(record.flops for record in measured_in(results))
+
+
+def test_a_figure_of_a_paper_is_a_setting_of_its_own_and_takes_no_other():
+    plan = find("mse").plan(figure="performer-fig2")
+    cases = [point.case for point in points_of(plan)]
+    assert {case.of for case in cases} == {"kernel"} and {case.backend for case in cases} == {
+        "performer-trig",
+        "performer-positive",
+    }
+    with pytest.raises(OptionError, match="sizes has no effect on performer-fig4; leave it out"):
+        find("mse").plan(figure="performer-fig4", sizes=(8,))
+    with pytest.raises(UnknownNameError, match="figure"):
+        find("mse").plan(figure="performer-fig5")

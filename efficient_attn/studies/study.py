@@ -6,6 +6,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from efficient_attn.runner.quantity import Quantity, register
@@ -93,7 +94,7 @@ class Study:
         # Help texts are shown without numpy.
         from efficient_attn.studies.view import view_of
 
-        module = importlib.import_module(self.module)
+        module: ModuleType | None = importlib.import_module(self.module)
         if hasattr(module, "__path__"):
             name = f"{self.module}.view"
             module = importlib.import_module(name) if importlib.util.find_spec(name) else None

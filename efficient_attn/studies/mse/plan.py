@@ -27,6 +27,28 @@ _ANGLES = (60.0, 90.0, 120.0)
 # Options that the error of kernel entries does not have.
 _OF_THE_OUTPUT = ("inputs", "metric", "data_seeds", "seq_len", "layers", "device", "dtype")
 
+# Settings of figures of Choromanski et al. 2021, with fewer norms and angles.
+_MAPS = ("performer-trig", "performer-positive")
+FIGURES: dict[str, dict[str, Any]] = {
+    "performer-fig2": {
+        "of": "kernel",
+        "backends": _MAPS,
+        "options": {name: {"projection": ["iid"]} for name in _MAPS},
+        "sizes": (64, 256),
+        "norms": (0.25, 0.5, 1.0, 1.5),
+        "angles": (30.0, 60.0, 90.0, 120.0, 150.0),
+        "draws": 64,
+    },
+    "performer-fig4": {
+        "inputs": ("gaussian",),
+        "backends": _MAPS,
+        "options": {name: {"projection": ["orthogonal", "iid"]} for name in _MAPS},
+        "sizes": (16, 32, 64, 128, 256),
+        "metric": "mse",
+        "draws": 15,
+    },
+}
+
 # Operations of the metric per token and entry of a head, in the unit of a backend's own count.
 _METRIC = 100
 
@@ -37,6 +59,10 @@ PAIR_NORMS = "pair_norms"
 def plan(
     backends: shared.Backends = None,
     *,
+    figure: Annotated[
+        str | None,
+        Option(help="Settings of a paper's figure in place of all others.", metavar="|".join(FIGURES)),
+    ] = None,
     inputs: Annotated[
         shared.InputNames,
         Option(help=shared.INPUTS_HELP, metavar="NAME[,NAME…]", parse=shared.parse_inputs),
@@ -71,9 +97,11 @@ def plan(
     Example: efficient-attn mse --of kernel --norm 0.5,1 --angle 60,90,120
     """
     given = locals()
+    if figure is not None:
+        return _plan_of_figure(given)
     if of not in ("output", "kernel"):
         raise OptionError(f"of is output or kernel, not {of!r}.")
-    _refuse_without_effect(given, ("angles",) if of == "output" else _OF_THE_OUTPUT, of)
+    _refuse_without_effect(given, ("angles",) if of == "output" else _OF_THE_OUTPUT, f"the error of the {of}")
     if of == "kernel":
         return _kernel_plan(given)
     from efficient_attn.runner.accuracy import DRAWS, METRICS
@@ -121,6 +149,16 @@ def plan(
     )
 
 
+def _plan_of_figure(given: Mapping[str, Any]) -> Plan:
+    """The plan with the settings of a figure; other settings but those of the run are refused."""
+    figure = given["figure"]
+    if figure not in FIGURES:
+        raise UnknownNameError("figure", figure, FIGURES)
+    kept = {name: given[name] for name in ("device", "dtype", "threads", "seed")}
+    _refuse_without_effect(given, [name for name in given if name not in (*kept, "figure")], figure)
+    return plan(**FIGURES[figure], **kept)
+
+
 def _refuse_without_effect(given: Mapping[str, Any], names: Sequence[str], of: str) -> None:
     """Reject options of the other error that have another value than their default."""
     for name in names:
@@ -130,7 +168,7 @@ def _refuse_without_effect(given: Mapping[str, Any], names: Sequence[str], of: s
             for x in (given[name], signature(plan).parameters[name].default)
         )
         if value != default:
-            raise OptionError(f"{name} has no effect on the error of the {of}.")
+            raise OptionError(f"{name} has no effect on {of}; leave it out.")
 
 
 def _kernel_plan(given: Mapping[str, Any]) -> Plan:
