@@ -183,6 +183,20 @@ def test_the_budget_skips_lengths_that_would_not_fit_and_says_so(monkeypatch):
     assert "would take about 4.97 min" in long.reason and "budget of 30 s" in long.reason
 
 
+def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least_it_needs(monkeypatch):
+    clock = Clock(lambda case: 20.0)
+    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+    lists = entries("a", "b", lengths=(16, 32), kinds=("memory",), measure=clock.measure)
+    store = Store()
+    engine = Engine(Plan(steps=partial(in_lists, lists)), store, budget_s=15)
+    assert engine.run() and [record.case.label for record in store.records] == ["a"]
+    assert engine.notes == [
+        "The budget of 15 s is too short: a baseline and one candidate need at least 40 s (--budget)."
+    ]
+    engine = Engine(Plan(steps=partial(in_lists, lists)), Store(), budget_s=41)
+    assert engine.run() and engine.notes == []
+
+
 def test_a_resumed_run_tries_what_the_budget_skipped_if_it_has_another_budget():
     (times,) = entries("a", lengths=(16,), kinds=("time",))
     skipped = Record(case=times[0].case, status="skipped", reason=f"would take long {OVER_BUDGET}")

@@ -194,7 +194,7 @@ class Engine:
             tokens = self._timed_out[point.series]
             reason = f"took too long at {tokens} tokens already (raise it with --timeout)"
         if reason is None and (needed_s > left_s or (point.cost and not left_s)):
-            self._refuse_too_short(self._budget_s - left_s + needed_s)
+            self._refuse_too_short(point)
             reason = (
                 f"would take about {show_seconds(needed_s)}, {show_seconds(left_s)} of the budget "
                 f"of {show_seconds(self._budget_s)} are left {OVER_BUDGET}"
@@ -203,11 +203,12 @@ class Engine:
             self._emit(point, Record(case=point.case, status="skipped", reason=reason))
         return reason is not None
 
-    def _refuse_too_short(self, needed_s: float) -> None:
+    def _refuse_too_short(self, point: Point) -> None:
         """End the run if its budget is too short for the baseline and one candidate."""
         measured = {record.case.label for record in self._store.records if record.status == "ok"}
         labels = measured | {point.case.label for point in self._missing.values() if not point.skip}
         if len(measured) < min(len(labels), _COMPARED):
+            needed_s = time.monotonic() - self._start + self._durations.remaining_s([(point, 1)])
             raise _TooShortError(
                 f"The budget of {show_seconds(self._budget_s)} is too short: a baseline and one candidate "
                 f"need at least {show_seconds(needed_s)} (--budget)."

@@ -156,7 +156,9 @@ def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:
         if any(record.case.kind == "time" for record in group)
         for names in _layer_groups(inputs, errors.get(key, {}))
     ]
-    return tuple(sorted((_comparison(*pair) for pair in pairs), key=lambda made: made.case.tokens))
+    return tuple(
+        sorted((_comparison(*pair) for pair in pairs), key=lambda comparison: comparison.case.tokens)
+    )
 
 
 def by_setting(all_comparisons: Iterable[Comparison]) -> list[list[Comparison]]:

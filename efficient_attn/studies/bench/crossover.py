@@ -69,22 +69,22 @@ class _Lag(NamedTuple):
     half: float | None
 
 
-def common_points(curve: Curve, other: Curve) -> list[tuple[Point, Point]]:
+def common_points(curve: Curve, baseline: Curve) -> list[tuple[Point, Point]]:
     """Points of both curves at every length at which both were measured."""
-    return [(own, its) for own in curve.measured if (its := other.at(own.tokens)) is not None]
+    return [(point, exact) for point in curve.measured if (exact := baseline.at(point.tokens)) is not None]
 
 
 def gains(all_curves: Sequence[Curve]) -> list[Gain]:
     """Every backend against the baseline of its setting, at the longest common length."""
-    found = []
+    comparisons = []
     for curve in all_curves:
         exact = partner(curve, all_curves, YARDSTICK)
         common = [] if exact is None or exact is curve else common_points(curve, exact)
         if common:
-            own, its = common[-1]
-            times = own.record, its.record
-            found.append(Gain(curve.label, own.tokens, time_ratio(*times), times))
-    return found
+            point, baseline = common[-1]
+            times = point.record, baseline.record
+            comparisons.append(Gain(curve.label, point.tokens, time_ratio(*times), times))
+    return comparisons
 
 
 def crossovers(all_curves: Sequence[Curve]) -> list[Crossover]:
@@ -95,19 +95,19 @@ def crossovers(all_curves: Sequence[Curve]) -> list[Crossover]:
         if curve.backend not in (YARDSTICK, CEILING)
         and (exact := partner(curve, all_curves, YARDSTICK)) is not None
     )
-    return [found for found in compared if found is not None]
+    return [crossover for crossover in compared if crossover is not None]
 
 
-def _crossover(curve: Curve, other: Curve) -> Crossover | None:
+def _crossover(curve: Curve, baseline: Curve) -> Crossover | None:
     """Crossover of two curves of times; None if they share fewer than two lengths."""
-    pairs = common_points(curve, other)
+    pairs = common_points(curve, baseline)
     if len(pairs) < 2:
         return None
-    lags = [_lag(own, its) for own, its in pairs]
-    looked = Crossover(curve.label, tuple(own.tokens for own, _ in pairs))
+    lags = [_lag(*pair) for pair in pairs]
+    looked = Crossover(curve.label, tuple(point.tokens for point, _ in pairs))
     tokens = np.asarray(looked.lengths, dtype=float)
     best, furthest = _crossing(tokens, [lag.value for lag in lags]), FURTHEST * tokens[-1]
-    sides = [time_ratio(own.record, its.record).side_of_one for own, its in pairs]
+    sides = [time_ratio(point.record, exact.record).side_of_one for point, exact in pairs]
     if not tokens[0] <= best <= furthest or any(lag.half is None for lag in lags):
         return looked._replace(
             always=all(side == 1 for side in sides), never=all(side == -1 for side in sides)
@@ -121,13 +121,13 @@ def _crossover(curve: Curve, other: Curve) -> Crossover | None:
     )
 
 
-def _lag(own: Point, its: Point) -> _Lag:
-    ours, others = paired(own.record, its.record)
-    if not len(ours):
-        return _Lag(((own.value or 0.0) - (its.value or 0.0)) / own.tokens, None)
-    lags = (ours - others) / own.tokens
-    half, shift = half_width(lags), SHIFT_HALF_WIDTH * math.hypot(np.median(ours), np.median(others))
-    return _Lag(float(np.median(lags)), None if half is None else math.hypot(half, shift / own.tokens))
+def _lag(point: Point, baseline: Point) -> _Lag:
+    times, baseline_times = paired(point.record, baseline.record)
+    if not len(times):
+        return _Lag(((point.value or 0.0) - (baseline.value or 0.0)) / point.tokens, None)
+    lags = (times - baseline_times) / point.tokens
+    half, shift = half_width(lags), SHIFT_HALF_WIDTH * math.hypot(np.median(times), np.median(baseline_times))
+    return _Lag(float(np.median(lags)), None if half is None else math.hypot(half, shift / point.tokens))
 
 
 def _crossing(tokens: np.ndarray, lags: Sequence[float]) -> float:

@@ -136,7 +136,7 @@ def plan(
     if inputs is not None or (error and first.of == "attention"):
         subjects = _subjects(inputs, layers, first)
     if inputs is not None:
-        if (num_heads, head_dim) != (None, None) or [one.of for one in settled] != ["attention"]:
+        if (num_heads, head_dim) != (None, None) or [workload.of for workload in settled] != ["attention"]:
             raise OptionError(
                 "inputs decide the shape of attention alone: leave out of, num_heads and head_dim."
             )
@@ -194,8 +194,12 @@ def _steps(groups: Sequence[tuple[Costs, Sequence[Variant], int]], errors: Seque
         records = yield [replace(point, rounds=1) for point in times]
         calls += [point for point, record in zip(times, records, strict=True) if record.status == "ok"]
         if costs.shared["of"] == "attention" and variants[0].execution is None:
-            timed = [one for one, record in zip(variants, records, strict=True) if record.status == "ok"]
-            yield from _error_steps([one.costs for one in errors if tokens <= one.tokens], timed, tokens)
+            timed = [
+                variant for variant, record in zip(variants, records, strict=True) if record.status == "ok"
+            ]
+            yield from _error_steps(
+                [layer.costs for layer in errors if tokens <= layer.tokens], timed, tokens
+            )
         for variant in variants:
             # The memory of a graph is allocated when it is captured, none of it in a call.
             if variant.execution != CUDA_GRAPH:
@@ -222,18 +226,18 @@ def _subjects(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> 
     if source == "gaussian":
         raise OptionError("inputs are of a model: encoder, decoder or a safetensors file, not gaussian.")
     # Layers of all lengths are taken.
-    found = list(subjects([source], layers=layers, seq_len=1, seed=workload.seed, causal=workload.causal))
-    if len({(subject.causal, *shape_of_subject(subject).values()) for subject in found}) > 1:
+    captured = list(subjects([source], layers=layers, seq_len=1, seed=workload.seed, causal=workload.causal))
+    if len({(subject.causal, *shape_of_subject(subject).values()) for subject in captured}) > 1:
         raise OptionError(
             f"layers of {source} differ in shape or causality; save one alone, or pass layers=[N] in Python."
         )
-    for subject in found:
+    for subject in captured:
         if subject.activations.q.shape[-2] != subject.tokens:
             raise OptionError(
                 f"inputs {subject.name} have {subject.activations.q.shape[-2]} queries for {subject.tokens} "
                 "keys; the numbers must be equal."
             )
-    return found
+    return captured
 
 
 def _lengths_of_inputs(lengths: Sequence[int], subjects: Sequence[Any]) -> tuple[int, ...]:
@@ -260,7 +264,7 @@ def _handing_over(measurer: Measurer, subjects: Sequence[Any]) -> Iterator[None]
             measurer.inputs[subject.name] = str(path)
         if subjects:
             middle = subjects[len(subjects) // 2].name
-            measurer.inputs[joint_name([one.name for one in subjects])] = measurer.inputs[middle]
+            measurer.inputs[joint_name([subject.name for subject in subjects])] = measurer.inputs[middle]
         yield
 
 

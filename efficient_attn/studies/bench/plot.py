@@ -44,22 +44,24 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The plots worth a file: costs and errors against tokens, and errors against costs."""
     measured = {record.case.kind for record in records if record.status == "ok"}
     groups = by_setting(comparisons(records))
-    made: Plots = {}
+    pictures: Plots = {}
     if many_lengths(records) or not groups:
-        made = {name: cost_plot(records, quantity) for name, quantity in _FILES.items() if name in measured}
+        pictures = {
+            name: cost_plot(records, quantity) for name, quantity in _FILES.items() if name in measured
+        }
         if queued := by_clock(records).get(DEVICE_TIME):
-            made["device-time"] = cost_plot(queued)._replace(title="Device time of one queued call")
+            pictures["device-time"] = cost_plot(queued)._replace(title="Device time of one queued call")
     if drawn := [group for group in groups if len(group) > 1]:
-        made["error"] = error_plot(drawn)
+        pictures["error"] = error_plot(drawn)
     if groups:
-        made["comparison"] = comparison_plot(groups, error_limit(environment))
-    return made
+        pictures["comparison"] = comparison_plot(groups, error_limit(environment))
+    return pictures
 
 
 def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
-    """One cost of every backend against tokens: a chart for attention, one for the block, …"""
+    """One cost of every backend against tokens: a chart for attention, curve for the block, …"""
     drawn = {subject: curves(group, y) for subject, group in by_subject(records).items()}
-    styles = line_styles([(one.label, one.backend) for group in drawn.values() for one in group])
+    styles = line_styles([(curve.label, curve.backend) for group in drawn.values() for curve in group])
     costs = Axis(scale="log", show=show_seconds) if y == "time_s" else Axis(scale="log2", show=show_bytes)
     charts = []
     for subject, group in drawn.items():
@@ -72,7 +74,7 @@ def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
         )
         charts.append(chart)
     shown = [chart for chart in charts if chart.drawable().series] or charts
-    cases = [point.record.case for group in drawn.values() for one in group for point in one.measured]
+    cases = [point.record.case for group in drawn.values() for curve in group for point in curve.measured]
     conditions = setting(cases[0]) if cases else ""
     if cases and y == "time_s":
         conditions += f"; median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs"
@@ -130,16 +132,16 @@ def error_plot(groups: Sequence[Sequence[Comparison]]) -> Plot:
         lengths = [comparison.case.tokens for comparison in group]
         series = []
         for label, style in styles.items():
-            known = [
+            points = [
                 (comparison.case.tokens, row.error)
                 for comparison in group
                 if (row := comparison.row(label)) is not None
                 and row.error
                 and row.worst > comparison.rounding
             ]
-            if known:
-                x = tuple(tokens for tokens, _ in known)
-                y = tuple(min(error.median, HIGHEST) for _, error in known)
+            if points:
+                x = tuple(tokens for tokens, _ in points)
+                y = tuple(min(error.median, HIGHEST) for _, error in points)
                 series.append(Series(label, x, y, style))
         charts.append(
             Chart(

@@ -47,25 +47,25 @@ def _speeds(records: Sequence[Record], environment: Environment) -> list[str]:
 def pay_sentences(place: str, times: Sequence[Curve], environment: Environment) -> list[str]:
     """Speeds and crossovers, one sentence per setting; or the load that leaves them open."""
     starts = crossover_cells(times)
-    known: dict[str, list[str]] = {}
-    unknown: dict[str, list[str]] = {}
+    speeds: dict[str, list[str]] = {}
+    undecided: dict[str, list[str]] = {}
     for gain in gains(times):
-        own = gain.records[0].case
+        case = gain.records[0].case
         # A file may hold times whose ratio no float can hold.
-        if own.backend == CEILING or not 0 < gain.ratio.median < math.inf:
+        if case.backend == CEILING or not 0 < gain.ratio.median < math.inf:
             continue
         if (load := explanation(*gain.records, gain.ratio.median, environment)) is not None:
-            unknown.setdefault(load, []).append(gain.label)
+            undecided.setdefault(load, []).append(gain.label)
             continue
         start = f", faster from: {starts[gain.label]}" if gain.label in starts else ""
         text = f"{gain.label} {show_ratio(gain.ratio)} at {gain.tokens} tokens{start}"
-        known.setdefault(setting(own), []).append(text)
+        speeds.setdefault(setting(case), []).append(text)
     return [
         f"Speed{place}, {YARDSTICK} = 1, on this machine ({where}): {'; '.join(texts)}."
-        for where, texts in known.items()
+        for where, texts in speeds.items()
     ] + [
         f"{COULD_NOT_TELL.capitalize()} the speed{place} of {', '.join(labels)}: {load}; {IDLE}."
-        for load, labels in unknown.items()
+        for load, labels in undecided.items()
     ]
 
 

@@ -63,12 +63,12 @@ Cells = Mapping[str, str]
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """Time, peak memory and error at all lengths, and all of them at the longest length with an error."""
     groups = by_setting(comparisons(records))
-    made = _cost_tables(records) if many_lengths(records) or not groups else []
+    shown = _cost_tables(records) if many_lengths(records) or not groups else []
     for group in groups:
         if len(group) > 1:
-            made += _error_tables(group, records)
-        made.append(_comparison_table(group[-1]))
-    return made
+            shown += _error_tables(group, records)
+        shown.append(_comparison_table(group[-1]))
+    return shown
 
 
 def many_lengths(records: Sequence[Record]) -> bool:
@@ -77,17 +77,17 @@ def many_lengths(records: Sequence[Record]) -> bool:
 
 
 def _cost_tables(records: Sequence[Record]) -> list[Table]:
-    made = []
+    shown = []
     for subject, group in by_subject(records).items():
         place = "" if subject == "attention" else f" of the {subject}"
         for clock, timed in by_clock(group).items():
-            made += _time_tables(clock, place, curves(timed, "time_s"))
+            shown += _time_tables(clock, place, curves(timed, "time_s"))
         peaks = curves(group, "peak_bytes")
         if peaks:
             bytes_of = {"weights": "parameter_bytes", "state": "state_bytes"}
-            more = {name: _largest(group, quantity) for name, quantity in bytes_of.items()}
-            made.append(_cost_table(f"Peak memory of a call{place}, MiB", peaks, _MEBIBYTE, more))
-    return made
+            columns = {name: _largest(group, quantity) for name, quantity in bytes_of.items()}
+            shown.append(_cost_table(f"Peak memory of a call{place}, MiB", peaks, _MEBIBYTE, columns))
+    return shown
 
 
 def _error_tables(group: Sequence[Comparison], records: Sequence[Record]) -> list[Table]:
@@ -206,11 +206,11 @@ def _time_tables(clock: str, place: str, times: Sequence[Curve]) -> list[Table]:
         return []
     starts, name = crossover_cells(times), clock.capitalize()
     notes = (_INTERVALS, *([_LOOKED] if starts else []), *_meanings(clock, times))
-    more = {"speed, exact = 1": _speeds(times), "faster from": starts}
-    made = [_cost_table(f"{name} per call{place}, ms", times, _MILLISECOND, more, notes)]
+    columns = {"speed, exact = 1": _speeds(times), "faster from": starts}
+    shown = [_cost_table(f"{name} per call{place}, ms", times, _MILLISECOND, columns, notes)]
     if any(curve.measured for curve in times):
-        made.append(call_table(f"{name} per call{place} at the longest length", times))
-    return made
+        shown.append(call_table(f"{name} per call{place} at the longest length", times))
+    return shown
 
 
 def crossover_cells(times: Sequence[Curve]) -> dict[str, str]:
@@ -243,22 +243,24 @@ def _cost_table(
     title: str,
     all_curves: Sequence[Curve],
     unit: float,
-    more: Mapping[str, Cells],
+    columns: Mapping[str, Cells],
     notes: tuple[str, ...] = (),
 ) -> Table:
     lengths = sorted({point.tokens for curve in all_curves for point in curve.points})
-    more = {name: cells for name, cells in more.items() if cells}
+    columns = {name: cells for name, cells in columns.items() if cells}
     rows = [
         (
             curve.label,
             *(_cost(curve, tokens, unit) for tokens in lengths),
             show_growth(curve.growth),
-            *(cells.get(curve.label, "") for cells in more.values()),
+            *(cells.get(curve.label, "") for cells in columns.values()),
         )
         for curve in all_curves
     ]
     failures = failure_notes([point.record for curve in all_curves for point in curve.points])
-    return Table(title, ("backend", *map(str, lengths), "grows as", *more), tuple(rows), (*notes, *failures))
+    return Table(
+        title, ("backend", *map(str, lengths), "grows as", *columns), tuple(rows), (*notes, *failures)
+    )
 
 
 def _meanings(clock: str, times: Sequence[Curve]) -> list[str]:
