@@ -49,7 +49,7 @@ def command_of(study: Study) -> Callable[..., None]:
         quiet: bool,
         **given: Any,
     ) -> None:
-        from efficient_attn.runner.units import parse_seconds
+        from efficient_attn.measure.units import parse_seconds
 
         if context.args:
             # `--seq-len 256 512` would otherwise end in a message that names nothing.

@@ -3,9 +3,9 @@
 import json
 from contextlib import contextmanager
 
-from efficient_attn.runner import schema
-from efficient_attn.runner.quantity import FIELDS, KINDS, QUANTITIES
-from efficient_attn.runner.records import Case, Record, append
+from efficient_attn.measure import schema
+from efficient_attn.measure.quantity import FIELDS, KINDS, QUANTITIES
+from efficient_attn.measure.records import Case, Record, append
 from efficient_attn.stats.diff import compare_runs
 
 LENGTHS = (256, 512, 1024, 2048)

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from efficient_attn.backends import build
-from efficient_attn.runner import calls, worker
-from efficient_attn.runner.predicted_bytes import predict_bytes
-from efficient_attn.runner.records import Case
-from efficient_attn.runner.variants import CEILING
+from efficient_attn.measure import calls, worker
+from efficient_attn.measure.predicted_bytes import predict_bytes
+from efficient_attn.measure.records import Case
+from efficient_attn.measure.variants import CEILING
 from efficient_attn.transformer.block import TransformerBlock
 
 BACKENDS = ("exact", "window", "linformer", "performer-positive")

@@ -9,7 +9,7 @@ from torch import nn
 
 from efficient_attn import mse, recall
 from efficient_attn.measure.checked import WrongOutputError, check_gradients, outputs_checked
-from efficient_attn.runner.worker import measure
+from efficient_attn.measure.worker import measure
 from efficient_attn.studies.show import show
 
 

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
+from efficient_attn.measure import worker
 from efficient_attn.measure.clock import clock, in_turns, sample, warm_up
-from efficient_attn.runner import worker
-from efficient_attn.runner.records import Case
+from efficient_attn.measure.records import Case
 
 
 class Scripted:

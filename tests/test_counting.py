@@ -6,8 +6,8 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from efficient_attn.runner import calls
-from efficient_attn.runner.records import Case
+from efficient_attn.measure import calls
+from efficient_attn.measure.records import Case
 
 CASE = Case(
     kind="time",

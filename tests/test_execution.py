@@ -12,11 +12,11 @@ from planned import points_of
 import efficient_attn as ea
 from efficient_attn.backends import spec
 from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.measure import calls, worker
 from efficient_attn.measure.checked import WrongOutputError
+from efficient_attn.measure.execution import executed
+from efficient_attn.measure.record import COMPILED, CUDA_GRAPH
 from efficient_attn.registry import Capabilities
-from efficient_attn.runner import calls, worker
-from efficient_attn.runner.execution import executed
-from efficient_attn.runner.record import COMPILED, CUDA_GRAPH
 from efficient_attn.studies.bench.plan import plan
 
 SMALL = {"seq_lens": 8, "num_heads": 2, "head_dim": 8, "threads": 1, "isolate": "none", "rounds": 1}

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from efficient_attn.errors import DataError, UnknownNameError
-from efficient_attn.runner import proof
-from efficient_attn.runner.process import Process
-from efficient_attn.runner.variants import select
+from efficient_attn.measure import proof
+from efficient_attn.measure.process import Process
+from efficient_attn.measure.variants import select
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 

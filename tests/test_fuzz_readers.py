@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import efficient_attn as ea
 from efficient_attn.errors import AttentionError, DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES
-from efficient_attn.runner.records import line, read
+from efficient_attn.measure.records import line, read
 from efficient_attn.studies import records_schema
 from efficient_attn.studies.diff import diff
 from efficient_attn.studies.report import report

@@ -13,10 +13,10 @@ import pytest
 from made_records import case, costs, errors, folder
 from report.pages import Page
 
+from efficient_attn.measure.quantity import FIELDS
+from efficient_attn.measure.records import Record
 from efficient_attn.report.escape import slug
 from efficient_attn.report.files import write
-from efficient_attn.runner.quantity import FIELDS
-from efficient_attn.runner.records import Record
 from efficient_attn.studies import report as redraw
 from efficient_attn.studies.reading import read
 

@@ -9,8 +9,8 @@ import pytest
 from isolated_points import ENOUGH_S, TIMEOUT_S, ask, case_of, gone, soon
 from looped import points, run
 
-from efficient_attn.runner.isolation import Measurer
-from efficient_attn.runner.variants import Variant
+from efficient_attn.measure.isolation import Measurer
+from efficient_attn.measure.variants import Variant
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="isolation needs process groups"),

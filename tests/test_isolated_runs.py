@@ -13,9 +13,9 @@ from looped import points, run
 
 from efficient_attn import bench
 from efficient_attn.errors import OptionError
-from efficient_attn.runner.isolation import Measurer
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.variants import Variant, has_address
+from efficient_attn.measure.isolation import Measurer
+from efficient_attn.measure.records import Record
+from efficient_attn.measure.variants import Variant, has_address
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="isolation needs process groups"),

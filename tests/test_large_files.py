@@ -8,7 +8,7 @@ import pytest
 
 from efficient_attn import limits
 from efficient_attn.errors import DataError
-from efficient_attn.runner.records import Case, Record, line, read
+from efficient_attn.measure.records import Case, Record, line, read
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ READ = """
 import re, sys, time
 from pathlib import Path
 from efficient_attn.errors import DataError
-from efficient_attn.runner.records import read
+from efficient_attn.measure.records import read
 
 def largest_kb():
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])

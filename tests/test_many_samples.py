@@ -10,8 +10,8 @@ import pytest
 import efficient_attn as ea
 from efficient_attn import limits
 from efficient_attn.errors import DataError
-from efficient_attn.runner.record import Case, Record, merge_rounds
-from efficient_attn.runner.records import append, line, parse
+from efficient_attn.measure.record import Case, Record, merge_rounds
+from efficient_attn.measure.records import append, line, parse
 
 # The work of `slowness` on an idle core of the machine where the limit was set.
 YARDSTICK_S = 0.1

@@ -6,9 +6,9 @@ import pytest
 
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import AttentionError, DtypeError, OptionError, UnknownNameError
-from efficient_attn.runner import worker
-from efficient_attn.runner.units import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds
-from efficient_attn.runner.variants import parse_settings, select
+from efficient_attn.measure import worker
+from efficient_attn.measure.units import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds
+from efficient_attn.measure.variants import parse_settings, select
 from efficient_attn.studies.costs import Costs
 from efficient_attn.studies.reading import read
 

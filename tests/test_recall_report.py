@@ -7,7 +7,7 @@ import pytest
 from recall_cases import asked
 from scipy import stats
 
-from efficient_attn.runner.records import Record, line
+from efficient_attn.measure.records import Record, line
 from efficient_attn.studies.recall.analysis import accuracy_of, contests
 from efficient_attn.studies.recall.view import sentences as recall_sentences
 from efficient_attn.studies.recall.view import tables as recall_tables

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from efficient_attn.errors import DataError
-from efficient_attn.runner.records import Case, Record, append, line, parse, read
+from efficient_attn.measure.records import Case, Record, append, line, parse, read
 
 CASE = Case(
     kind="time",

@@ -11,11 +11,11 @@ from made_records import forgotten
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError
-from efficient_attn.runner import quantity
-from efficient_attn.runner.quantity import FIELDS, KINDS
-from efficient_attn.runner.record import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
-from efficient_attn.runner.records import line, parse
-from efficient_attn.runner.schema import records_schema
+from efficient_attn.measure import quantity
+from efficient_attn.measure.quantity import FIELDS, KINDS
+from efficient_attn.measure.record import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
+from efficient_attn.measure.records import line, parse
+from efficient_attn.measure.schema import records_schema
 from efficient_attn.studies import studies
 
 studies()

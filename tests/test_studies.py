@@ -26,7 +26,7 @@ INIT = '''
 """Sums of numbers, as fast as this process adds them."""
 
 from efficient_attn.studies.study import Study
-from efficient_attn.runner.quantity import Quantity
+from efficient_attn.measure.quantity import Quantity
 
 from .plan import plan
 
@@ -42,7 +42,7 @@ from typing import Annotated
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.points import Plan, Point, in_lists
 from efficient_attn.studies.study import Option
-from efficient_attn.runner.record import Case, Record
+from efficient_attn.measure.record import Case, Record
 
 
 def plan(

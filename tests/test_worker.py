@@ -6,8 +6,8 @@ import pytest
 import torch
 from isolated_points import SHARED
 
-from efficient_attn.runner import worker
-from efficient_attn.runner.records import Case
+from efficient_attn.measure import worker
+from efficient_attn.measure.records import Case
 
 
 def case_of(kind, **changes):

@@ -14,9 +14,9 @@ from typing import Any
 
 from efficient_attn.contained import described
 from efficient_attn.errors import OptionError
-from efficient_attn.runner.interrupt import held
-from efficient_attn.runner.record import Record
-from efficient_attn.runner.units import show_seconds
+from efficient_attn.measure.interrupt import held
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.units import show_seconds
 from efficient_attn.studies.durations import Durations
 from efficient_attn.studies.points import Plan, Point, Request, Steps
 from efficient_attn.studies.store import OVER_BUDGET, Store, over_budget

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
+from efficient_attn.measure.records import Record
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import three_digits
-from efficient_attn.runner.records import Record
 from efficient_attn.stats.curves import Curve
 from efficient_attn.stats.estimates import per_second, percentiles, tokens_per_s
 

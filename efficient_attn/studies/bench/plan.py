@@ -7,11 +7,11 @@ from typing import Annotated
 
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.measure.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
 from efficient_attn.measure.queued import COLD, L2
-from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
-from efficient_attn.runner.record import COMPILED, CUDA_GRAPH
-from efficient_attn.runner.units import parse_sizes
-from efficient_attn.runner.variants import YARDSTICK, Variant, ceiling, is_ours, select
+from efficient_attn.measure.record import COMPILED, CUDA_GRAPH
+from efficient_attn.measure.units import parse_sizes
+from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, is_ours, select
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.costs import Costs, measurer_for
 from efficient_attn.studies.points import Plan, Point, Steps

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from efficient_attn.measure.records import Record
+from efficient_attn.measure.units import show_bytes, show_seconds
 from efficient_attn.report.figures import LARGEST, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.text import setting
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.units import show_bytes, show_seconds
 from efficient_attn.stats.curves import DEVICE_TIME, Curve, by_clock, by_subject, curves
 from efficient_attn.stats.estimates import RUN_SHIFT
 from efficient_attn.studies.view import Environment, Plots

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Sequence
 
+from efficient_attn.measure.records import Record
+from efficient_attn.measure.variants import CEILING, YARDSTICK
 from efficient_attn.report.text import setting, show_ratio
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.variants import CEILING, YARDSTICK
 from efficient_attn.stats.curves import TIME, Curve, by_clock, by_subject, curves
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, explanation
 from efficient_attn.studies.bench.crossover import gains

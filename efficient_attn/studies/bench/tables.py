@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
+from efficient_attn.measure.records import Record
+from efficient_attn.measure.variants import YARDSTICK
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import QUEUED_NOTE, failure_notes, show_growth, show_ratio, show_spread
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.variants import YARDSTICK
 from efficient_attn.stats.curves import DEVICE_TIME, Curve, by_clock, by_subject, curves
 from efficient_attn.stats.estimates import FEWEST_ROUNDS, RUN_SHIFT
 from efficient_attn.studies.bench.calls import call_table

@@ -5,10 +5,10 @@ from functools import partial
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError
+from efficient_attn.measure.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
+from efficient_attn.measure.variants import YARDSTICK, Variant, select
 from efficient_attn.options import positive_number
 from efficient_attn.problem import positive_count
-from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
-from efficient_attn.runner.variants import YARDSTICK, Variant, select
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.compare.points import handing_over, steps
@@ -128,8 +128,8 @@ def _subjects(
     variants: Sequence[Variant],
 ) -> tuple[Any, ...]:
     """The q, k, v of each layer, and a check of the options on them."""
-    from efficient_attn.runner.accuracy import try_options
-    from efficient_attn.runner.inputs import subjects
+    from efficient_attn.measure.accuracy import try_options
+    from efficient_attn.measure.subjects import subjects
 
     chosen = subjects(
         [source],

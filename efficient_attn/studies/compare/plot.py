@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from efficient_attn.measure.records import Record
+from efficient_attn.measure.sizes import MEAN_OF_VALUES
+from efficient_attn.measure.units import show_bytes, show_seconds
 from efficient_attn.report.figures import GRID, MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.text import heading, show_error
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.runner.units import show_bytes, show_seconds
 from efficient_attn.studies.compare.analysis import Comparison, comparisons
 
 # Rounding is drawn this many times below the smallest error of a method: its own distance means nothing.

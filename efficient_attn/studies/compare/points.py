@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from efficient_attn.measure.isolation import Measurer
+from efficient_attn.measure.layers import joint_name
 from efficient_attn.measure.queued import COLD
+from efficient_attn.measure.variants import YARDSTICK, Variant
 from efficient_attn.options import SEED
-from efficient_attn.runner.isolation import Measurer
-from efficient_attn.runner.layers import joint_name
-from efficient_attn.runner.variants import YARDSTICK, Variant
 from efficient_attn.stats.candidates import exact_operations
 from efficient_attn.studies.costs import Costs, shape_of_subject
 from efficient_attn.studies.points import Point, Steps
@@ -26,7 +26,7 @@ def error_points(
     variants: Sequence[Variant], subjects: Sequence[Any], workload: Workload, *, draws: int
 ) -> dict[str, list[Point]]:
     """Errors by label, one per subject: exact attention, the mean of V, then the fewest operations first."""
-    from efficient_attn.runner.accuracy import MEAN, error_case, measure_error, measure_mean
+    from efficient_attn.measure.accuracy import MEAN, error_case, measure_error, measure_mean
 
     first, threads = subjects[0], workload.threads or 1
     entries = first.activations.q.numel()
@@ -53,8 +53,8 @@ def error_points(
 
 def operations(variants: Sequence[Variant], subject: Any) -> dict[str, float]:
     """Operations of a call by label; as many as of exact attention for backends that count none."""
-    from efficient_attn.runner.accuracy import MEAN, error_case
-    from efficient_attn.runner.counting import known_flops
+    from efficient_attn.measure.accuracy import MEAN, error_case
+    from efficient_attn.measure.counting import known_flops
 
     cases = {variant.label: (error_case(variant, subject, "output"), variant) for variant in variants}
     work = {
@@ -75,7 +75,7 @@ def steps(
     limit_bytes: int | None,
 ) -> Steps:
     """For each of the inputs the errors, then the costs of the backends that have one."""
-    from efficient_attn.runner.accuracy import MEAN
+    from efficient_attn.measure.accuracy import MEAN
 
     for subjects in inputs:
         working = []
@@ -105,7 +105,7 @@ def steps(
 @contextmanager
 def handing_over(measurer: Measurer, inputs: Sequence[Sequence[Any]]) -> Iterator[None]:
     """Times and memory are measured on q, k, v of the middle layer of each of the inputs, through files."""
-    from efficient_attn.runner.inputs import write_given
+    from efficient_attn.measure.subjects import write_given
 
     with measurer, tempfile.TemporaryDirectory() as folder:
         for number, subjects in enumerate(inputs):

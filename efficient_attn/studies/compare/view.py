@@ -2,6 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
+from efficient_attn.measure.layers import single_names, timed_layer
+from efficient_attn.measure.records import Record
+from efficient_attn.measure.sizes import MEAN_OF_VALUES
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import (
     CONCATENATED,
@@ -15,9 +18,6 @@ from efficient_attn.report.text import (
     setting,
     show_error,
 )
-from efficient_attn.runner.layers import single_names, timed_layer
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.stats.candidates import missing, operations_sentence
 from efficient_attn.stats.estimates import on_device
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.measure.exact_rows import Sample, sample_rows
-from efficient_attn.runner.variants import DENSE, YARDSTICK
+from efficient_attn.measure.variants import DENSE, YARDSTICK
 from efficient_attn.studies.audit import estimates
 
 # Samples of all calls of each layer.

@@ -34,11 +34,11 @@ from efficient_attn.integrations.transformers.swapping import (
 )
 from efficient_attn.integrations.transformers.swapping import ModelOutputs as Outputs
 from efficient_attn.measure import outputs
+from efficient_attn.measure.record import Case
+from efficient_attn.measure.sizes import MODEL, OWN
 from efficient_attn.measure.texts import digest
+from efficient_attn.measure.variants import Variant
 from efficient_attn.options import SEED
-from efficient_attn.runner.record import Case
-from efficient_attn.runner.sizes import MODEL, OWN
-from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
 from efficient_attn.studies.workload import Workload
 

@@ -15,7 +15,7 @@ from efficient_attn.errors import AttentionError
 from efficient_attn.measure import clock, conditions, memory
 from efficient_attn.measure.ceilings import ceilings
 from efficient_attn.measure.queued import COLD, QueuedCalls
-from efficient_attn.runner.record import Case, Record, replace
+from efficient_attn.measure.record import Case, Record, replace
 
 # Seconds of timed calls; bounds on their number per round.
 CALLS_S = 0.1
@@ -40,7 +40,7 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
 
     def measured() -> Record:
         # torch is loaded by the first measurement.
-        from efficient_attn.runner import calls
+        from efficient_attn.measure import calls
 
         prepared = calls.prepare(case, case.backend if target is None else target, inputs)
         if case.kind == "time":

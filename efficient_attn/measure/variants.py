@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
+from efficient_attn.measure.proof import prove
+from efficient_attn.measure.record import Case
 from efficient_attn.options import recorded, resolved
-from efficient_attn.runner.proof import prove
-from efficient_attn.runner.record import Case
 
 # Types of options that texts are converted to, and that records hold.
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}

@@ -19,15 +19,15 @@ from efficient_attn.calibration import calibrate
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import memory
 from efficient_attn.measure.checked import backends_in, check_gradients, outputs_checked
+from efficient_attn.measure.counting import WIDENING, flops, moved_bytes
 from efficient_attn.measure.error import mean_of_values
+from efficient_attn.measure.execution import executed
+from efficient_attn.measure.record import SAME_INPUTS, Case
+from efficient_attn.measure.sizes import MEAN_OF_VALUES
+from efficient_attn.measure.subjects import read_given
+from efficient_attn.measure.variants import CEILING
 from efficient_attn.operation_counts import MatMul, OperationCounts
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
-from efficient_attn.runner.counting import WIDENING, flops, moved_bytes
-from efficient_attn.runner.execution import executed
-from efficient_attn.runner.inputs import read_given
-from efficient_attn.runner.record import SAME_INPUTS, Case
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.runner.variants import CEILING
 from efficient_attn.transformer.block import TransformerBlock
 from efficient_attn.transformer.stack import Encoder
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure.checked import WrongOutputError
+from efficient_attn.measure.record import COMPILED
 from efficient_attn.registry import BackendSpec
-from efficient_attn.runner.record import COMPILED
 
 Call = Callable[[], Any]
 

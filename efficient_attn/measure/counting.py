@@ -6,11 +6,11 @@ from typing import Any
 
 from efficient_attn.backends import resolve
 from efficient_attn.contained import contained
+from efficient_attn.measure.predicted_bytes import ITEM_BYTES
+from efficient_attn.measure.records import Case
 from efficient_attn.options import resolved
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
-from efficient_attn.runner.predicted_bytes import ITEM_BYTES
-from efficient_attn.runner.records import Case
 from efficient_attn.theory.complexity import Cost, block_flops, call_cost
 
 # Ratio of the feed-forward dimension to model_dim.

@@ -8,8 +8,8 @@ from typing import Any
 
 from efficient_attn.contained import contained, described
 from efficient_attn.errors import AttentionError
-from efficient_attn.runner import worker
-from efficient_attn.runner.records import Case, line
+from efficient_attn.measure import worker
+from efficient_attn.measure.records import Case, line
 
 # Size of a trial call.
 _TOKENS, _HEADS, _HEAD_DIM = 16, 2, 8

@@ -1,6 +1,6 @@
 """Predicted peak memory of a case: inputs, weights, intermediate vectors and score matrices."""
 
-from efficient_attn.runner.record import Case
+from efficient_attn.measure.record import Case
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

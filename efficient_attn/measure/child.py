@@ -14,8 +14,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.runner import jobs
-from efficient_attn.runner.process import READY
+from efficient_attn.measure import jobs
+from efficient_attn.measure.process import READY
 
 # Address space that threads and libraries reserve without using it; excluded from the limit.
 _RESERVED_BYTES = 1 << 30
@@ -32,7 +32,7 @@ def main(requests: int, answers: int, limit_bytes: int | None = None) -> None:
     received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(requests, received), daemon=True).start()
     # torch is loaded before the first request, since it takes longer than most measurements.
-    from efficient_attn.runner import calls  # noqa: F401  (part of the start-up, not of the first point)
+    from efficient_attn.measure import calls  # noqa: F401  (part of the start-up, not of the first point)
 
     if limit_bytes is not None:
         _limit_memory(limit_bytes)

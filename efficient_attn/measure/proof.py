@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from efficient_attn.errors import DataError
-from efficient_attn.runner.process import CrashError, Process
-from efficient_attn.runner.units import show_seconds
+from efficient_attn.measure.process import CrashError, Process
+from efficient_attn.measure.units import show_seconds
 
 # Time limit of an import, and of a trial call.
 LIMIT_S = 60.0

@@ -1,6 +1,6 @@
 """Quantities of several studies, and of studies without a folder."""
 
-from efficient_attn.runner.quantity import (
+from efficient_attn.measure.quantity import (
     MATTERS,
     Quantity,
     condition,

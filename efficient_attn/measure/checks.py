@@ -10,9 +10,9 @@ from typing import Any
 
 from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
 from efficient_attn.errors import DataError, UnknownNameError
-from efficient_attn.runner.process import CrashError, Process
-from efficient_attn.runner.proof import refusal_of
-from efficient_attn.runner.units import show_seconds
+from efficient_attn.measure.process import CrashError, Process
+from efficient_attn.measure.proof import refusal_of
+from efficient_attn.measure.units import show_seconds
 
 # Time limit of one check; most take less than a second on an idle machine.
 DEFAULT_TIMEOUT_S = 60.0

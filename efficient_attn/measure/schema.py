@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from efficient_attn.limits import BYTES, COUNT, SAMPLES, WHOLE_NUMBER
-from efficient_attn.runner.quantity import FIELDS, KINDS, Field
-from efficient_attn.runner.record import SCHEMA, STATUSES, Case
+from efficient_attn.measure.quantity import FIELDS, KINDS, Field
+from efficient_attn.measure.record import SCHEMA, STATUSES, Case
 
 # Largest whole number of a unit; counts have no unit.
 _LARGEST = {"bytes": BYTES, "FLOP": WHOLE_NUMBER}

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from efficient_attn.measure.records import Case
+from efficient_attn.measure.variants import Variant
 from efficient_attn.options import SEED
-from efficient_attn.runner.records import Case
-from efficient_attn.runner.variants import Variant
 
 # Label of the uniform-attention baseline: each query gets the mean of the values.
 MEAN_OF_VALUES = "mean of V"

@@ -96,7 +96,7 @@ class Process:
         requests, self._requests = os.pipe()
         self._answers, answers = os.pipe()
         self._unread = b""
-        command = [sys.executable, "-P", "-m", "efficient_attn.runner.child", str(requests), str(answers)]
+        command = [sys.executable, "-P", "-m", "efficient_attn.measure.child", str(requests), str(answers)]
         command += [] if self._limit_bytes is None else [str(self._limit_bytes)]
         # The child imports from the same places.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)

@@ -15,9 +15,9 @@ import msgspec
 
 from efficient_attn import limits, strict
 from efficient_attn.errors import DataError
-from efficient_attn.runner.quantity import KINDS
-from efficient_attn.runner.record import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
-from efficient_attn.runner.schema import line_type
+from efficient_attn.measure.quantity import KINDS
+from efficient_attn.measure.record import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
+from efficient_attn.measure.schema import line_type
 
 # A symbolic link in place of a file of records is refused, and its target left alone.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from efficient_attn.errors import DataError, OptionError
-from efficient_attn.runner import worker
-from efficient_attn.runner.process import CrashError, Process
-from efficient_attn.runner.records import Case, Record, parse
-from efficient_attn.runner.units import show_seconds
+from efficient_attn.measure import worker
+from efficient_attn.measure.process import CrashError, Process
+from efficient_attn.measure.records import Case, Record, parse
+from efficient_attn.measure.units import show_seconds
 
 NONE, REUSE = ISOLATIONS = ("none", "reuse")
 
