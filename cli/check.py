@@ -78,7 +78,7 @@ def check(
     }
     declared = {name: value for name, value in promised.items() if value}
     declared |= {} if backward else {"backward": False}
-    from efficient_attn.measure.checks import check_isolated
+    from efficient_attn.measure.isolation import check_isolated
     from efficient_attn.measure.units import parse_seconds
 
     timeout_s = parse_seconds(timeout, name="--timeout")

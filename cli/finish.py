@@ -50,8 +50,7 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
     Refusals and skips of a default selection are expected, and so is the refusal of some inputs, such as
     causal ones, by a backend that is measured on others.
     """
-    from efficient_attn.measure.sizes import MEAN_OF_VALUES, OWN, PLAN
-    from efficient_attn.measure.variants import CEILING, YARDSTICK
+    from efficient_attn.measure.variants import CEILING, MEAN_OF_VALUES, OWN, PLAN, YARDSTICK
 
     if results.interrupted:
         return exits.INTERRUPTED

@@ -54,7 +54,7 @@ def short_decoder(monkeypatch: pytest.MonkeyPatch) -> int:
 
     Its beginning is a sequence of its own.
     """
-    from efficient_attn.measure import subjects
+    from efficient_attn.measure import inputs
     from efficient_attn.measure.inputs import SHIPPED, Activations, Captured, shipped
 
     tokens = 96
@@ -69,7 +69,7 @@ def short_decoder(monkeypatch: pytest.MonkeyPatch) -> int:
         }
         return replace(captured, layers=layers)
 
-    monkeypatch.setattr(subjects, "shipped", cut)
+    monkeypatch.setattr(inputs, "shipped", cut)
     return tokens
 
 
@@ -170,7 +170,7 @@ def tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         contents = Path(place).read_bytes() if place.endswith(".py") and Path(place).is_file() else b""
         return (name if contents else target), contents, rehearse
 
-    monkeypatch.setattr("efficient_attn.measure.proof._key", by_contents)
+    monkeypatch.setattr("efficient_attn.measure.process._key", by_contents)
 
 
 @pytest.fixture

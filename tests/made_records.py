@@ -3,8 +3,8 @@
 import json
 from contextlib import contextmanager
 
-from efficient_attn.measure import schema
-from efficient_attn.measure.quantity import FIELDS, KINDS, QUANTITIES
+from efficient_attn.measure import records
+from efficient_attn.measure.quantities import FIELDS, KINDS, QUANTITIES
 from efficient_attn.measure.records import Case, Record, append
 from efficient_attn.stats.diff import compare_runs
 
@@ -79,4 +79,4 @@ def forgotten():
         for table, before in tables:
             table.clear()
             table.update(before)
-        schema._line_type.cache_clear()
+        records._line_type.cache_clear()

@@ -10,8 +10,7 @@ from planned import points_of
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.sizes import MEAN_OF_VALUES, OWN
-from efficient_attn.measure.variants import select
+from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN, select
 from efficient_attn.studies import find
 from efficient_attn.studies.advise.attention import Source
 from efficient_attn.studies.advise.attention_view import by_shape

@@ -5,7 +5,7 @@ import torch
 
 from efficient_attn.backends import build
 from efficient_attn.measure import calls, worker
-from efficient_attn.measure.predicted_bytes import predict_bytes
+from efficient_attn.measure.memory import predict_bytes
 from efficient_attn.measure.records import Case
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.transformer.block import TransformerBlock

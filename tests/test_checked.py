@@ -8,7 +8,7 @@ from isolated_points import case_of
 from torch import nn
 
 from efficient_attn import mse, recall
-from efficient_attn.measure.checked import WrongOutputError, check_gradients, outputs_checked
+from efficient_attn.measure.error import WrongOutputError, check_gradients, outputs_checked
 from efficient_attn.measure.worker import measure
 from efficient_attn.studies.show import show
 

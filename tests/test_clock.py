@@ -6,7 +6,7 @@ import time
 import pytest
 
 from efficient_attn.measure import worker
-from efficient_attn.measure.clock import clock, in_turns, sample, warm_up
+from efficient_attn.measure.clock import clock, sample, warm_up
 from efficient_attn.measure.records import Case
 
 
@@ -107,12 +107,3 @@ def test_samples_fill_the_time_within_their_least_and_most():
     assert sample(None, Scripted([5.0, 6.0]), seconds=1, least=2, most=9) == (5.0, 6.0)
     assert sample(None, Scripted([0.25] * 9), seconds=1, least=1, most=9) == (0.25,) * 4
     assert sample(None, Scripted([0.01] * 9), seconds=1, least=1, most=3) == (0.01,) * 3
-
-
-def test_turns_go_forwards_and_backwards_so_that_a_drift_hits_all_alike_and_end_in_order():
-    turns = in_turns(["a", "b", "c"], rounds=3)
-    assert turns == ["a", "b", "c", "c", "b", "a", "a", "b", "c"]
-    assert in_turns(["a", "b"], rounds=2) == ["b", "a", "a", "b"]
-    # A machine that slows down steadily: in an even number of turns all have the same mean.
-    places = [i for i, name in enumerate(in_turns(["a", "b"], rounds=4)) if name == "a"]
-    assert sum(places) / 4 == 3.5

@@ -12,12 +12,10 @@ from planned import answered_by, points_of
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
 from efficient_attn.measure import calls
-from efficient_attn.measure.inputs import Activations, sample
+from efficient_attn.measure.inputs import Activations, Subject, sample, write_given
 from efficient_attn.measure.isolation import Measurer
-from efficient_attn.measure.layers import joint_name, single_names
 from efficient_attn.measure.records import Record
-from efficient_attn.measure.subjects import Subject, write_given
-from efficient_attn.measure.variants import select
+from efficient_attn.measure.variants import joint_name, select, single_names
 from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.studies import find
 from efficient_attn.studies.compare.analysis import comparisons

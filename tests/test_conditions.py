@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from efficient_attn.measure.conditions import between, moment, waited_s
+from efficient_attn.measure.environment import between, moment, waited_s
 
 needs_counters = pytest.mark.skipif(waited_s() is None, reason="the system does not count waiting threads")
 
@@ -17,7 +17,7 @@ needs_counters = pytest.mark.skipif(waited_s() is None, reason="the system does 
 def test_a_thread_that_shares_its_core_waits_about_half_of_the_time():
     script = (
         "import os, subprocess, sys, time\n"
-        "from efficient_attn.measure.conditions import waited_s\n"
+        "from efficient_attn.measure.environment import waited_s\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "other = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
         "time.sleep(0.2)\n"

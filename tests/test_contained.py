@@ -12,7 +12,7 @@ from looped import points, run
 from efficient_attn import mse, recall
 from efficient_attn.contained import LeftError, contained, described
 from efficient_attn.errors import DataError
-from efficient_attn.measure.interrupt import held
+from efficient_attn.measure.records import held
 from efficient_attn.measure.variants import Variant
 from efficient_attn.measure.worker import measure
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions

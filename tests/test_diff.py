@@ -10,7 +10,7 @@ from made_records import case, costs, timed
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.measure.quantity import CONDITIONS, FIELDS, KINDS, QUANTITIES
+from efficient_attn.measure.quantities import CONDITIONS, FIELDS, KINDS, QUANTITIES
 from efficient_attn.measure.record import CASE_FIELDS, Record
 from efficient_attn.studies import studies
 

@@ -9,8 +9,13 @@ from types import SimpleNamespace
 import torch
 
 from efficient_attn.measure import environment as module
-from efficient_attn.measure.conditions import gpu_state
-from efficient_attn.measure.environment import available_bytes, environment, hide_paths, usable_cores
+from efficient_attn.measure.environment import (
+    available_bytes,
+    environment,
+    gpu_state,
+    hide_paths,
+    usable_cores,
+)
 from efficient_attn.ops import paths
 from efficient_attn.ops.paths import VARIABLE
 

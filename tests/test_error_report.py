@@ -8,8 +8,7 @@ from drawn import texts
 
 import efficient_attn as ea
 from efficient_attn.measure.records import Case, Record
-from efficient_attn.measure.sizes import MEAN_OF_VALUES, Sized, sized, with_size
-from efficient_attn.measure.variants import Variant
+from efficient_attn.measure.variants import MEAN_OF_VALUES, Sized, Variant, sized, with_size
 from efficient_attn.studies.mse.analysis import below_from, panels
 from efficient_attn.studies.mse.overview import overview_tables
 from efficient_attn.studies.mse.tables import error_tables as tables

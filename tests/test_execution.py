@@ -13,8 +13,8 @@ import efficient_attn as ea
 from efficient_attn.backends import spec
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import calls, worker
-from efficient_attn.measure.checked import WrongOutputError
-from efficient_attn.measure.execution import executed
+from efficient_attn.measure.calls import executed
+from efficient_attn.measure.error import WrongOutputError
 from efficient_attn.measure.record import COMPILED, CUDA_GRAPH
 from efficient_attn.registry import Capabilities
 from efficient_attn.studies.bench.plan import plan

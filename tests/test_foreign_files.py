@@ -5,7 +5,7 @@ import os
 import pytest
 
 from efficient_attn.errors import DataError, UnknownNameError
-from efficient_attn.measure import proof
+from efficient_attn.measure import process
 from efficient_attn.measure.process import Process
 from efficient_attn.measure.variants import select
 
@@ -37,7 +37,7 @@ COMMANDS = {
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    monkeypatch.setattr(proof, "LIMIT_S", 5.0)
+    monkeypatch.setattr(process, "LIMIT_S", 5.0)
     for name, (text, _) in FILES.items():
         (tmp_path / f"{name}.py").write_text(f"{text}\n")
 

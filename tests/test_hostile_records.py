@@ -13,7 +13,7 @@ import pytest
 from made_records import case, costs, errors, folder
 from report.pages import Page
 
-from efficient_attn.measure.quantity import FIELDS
+from efficient_attn.measure.quantities import FIELDS
 from efficient_attn.measure.records import Record
 from efficient_attn.report.escape import slug
 from efficient_attn.report.files import write

@@ -13,8 +13,7 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from efficient_attn.measure.interrupt import held
-from efficient_attn.measure.records import read
+from efficient_attn.measure.records import held, read
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and /proc")
 

@@ -43,7 +43,7 @@ NEEDS_NO_TORCH = (
     "problem",
     "measure/record",
     "measure/records",
-    "measure/predicted_bytes",
+    "measure/memory",
     "stats",
     "report",
     "cli",

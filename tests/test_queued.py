@@ -8,11 +8,9 @@ import torch
 from device_model import FLUSH_S, Device
 from made_records import case
 
-from efficient_attn.measure import ceilings as module
+from efficient_attn.measure import clock as module
 from efficient_attn.measure import worker
-from efficient_attn.measure.ceilings import Ceilings, ceilings
-from efficient_attn.measure.clock import clock
-from efficient_attn.measure.queued import QueuedCalls
+from efficient_attn.measure.clock import Ceilings, QueuedCalls, ceilings, clock
 from efficient_attn.measure.record import Record, merge_rounds
 
 # Number of kernels, seconds of a kernel and of its launch. A flush hides the launch of the first call; the

@@ -11,11 +11,10 @@ from made_records import forgotten
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError
-from efficient_attn.measure import quantity
-from efficient_attn.measure.quantity import FIELDS, KINDS
+from efficient_attn.measure import quantities
+from efficient_attn.measure.quantities import FIELDS, KINDS
 from efficient_attn.measure.record import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
-from efficient_attn.measure.records import line, parse
-from efficient_attn.measure.schema import records_schema
+from efficient_attn.measure.records import line, parse, records_schema
 from efficient_attn.studies import studies
 
 studies()
@@ -184,10 +183,10 @@ def test_a_new_quantity_needs_a_declaration_alone():
     with pytest.raises(TypeError, match="No quantity of a record is called 'energy_j'"):
         Record(case=CASE, energy_j=2.5)
     with forgotten():
-        declared = quantity.Quantity(
+        declared = quantities.Quantity(
             name="energy_j", unit="J", meaning="Energy of a call.", scatter="draws", samples="energy_j_draws"
         )
-        quantity.register(declared, declared, kinds={"energy": "energy of a call"})
+        quantities.register(declared, declared, kinds={"energy": "energy of a call"})
         made, more = (
             Record(
                 case=replace(CASE, kind="energy"),
@@ -204,4 +203,4 @@ def test_a_new_quantity_needs_a_declaration_alone():
         assert [one.quantity for one in found.regressions] == ["energy_j"]
         other = replace(declared, unit="kWh")
         with pytest.raises(RuntimeError, match="Two quantities are called 'energy_j'"):
-            quantity.register(other)
+            quantities.register(other)

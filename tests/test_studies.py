@@ -26,7 +26,7 @@ INIT = '''
 """Sums of numbers, as fast as this process adds them."""
 
 from efficient_attn.studies.study import Study
-from efficient_attn.measure.quantity import Quantity
+from efficient_attn.measure.quantities import Quantity
 
 from .plan import plan
 

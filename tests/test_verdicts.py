@@ -7,7 +7,7 @@ from made_records import case, costs
 
 import efficient_attn as ea
 from efficient_attn.measure.records import Record
-from efficient_attn.measure.sizes import OWN
+from efficient_attn.measure.variants import OWN
 from efficient_attn.stats.candidates import CANDIDATES, exact_operations
 from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies.compare.view import sentences as compare_sentences

@@ -12,12 +12,11 @@ from efficient_attn.backends import build, resolve
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import error as measure
-from efficient_attn.measure.checked import outputs_checked
-from efficient_attn.measure.counting import attention_flops
+from efficient_attn.measure.calls import attention_flops
+from efficient_attn.measure.error import outputs_checked
+from efficient_attn.measure.inputs import Subject
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
-from efficient_attn.measure.sizes import MEAN_OF_VALUES, possible, with_size
-from efficient_attn.measure.subjects import Subject
-from efficient_attn.measure.variants import Variant
+from efficient_attn.measure.variants import MEAN_OF_VALUES, Variant, possible, with_size
 from efficient_attn.measure.worker import answer
 from efficient_attn.options import SEED
 

@@ -8,6 +8,8 @@ attention.
 import copy
 import functools
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,18 +18,25 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.calibration import calibrate
+from efficient_attn.contained import contained
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import memory
-from efficient_attn.measure.checked import backends_in, check_gradients, outputs_checked
-from efficient_attn.measure.counting import WIDENING, flops, moved_bytes
-from efficient_attn.measure.error import mean_of_values
-from efficient_attn.measure.execution import executed
-from efficient_attn.measure.record import SAME_INPUTS, Case
-from efficient_attn.measure.sizes import MEAN_OF_VALUES
-from efficient_attn.measure.subjects import read_given
-from efficient_attn.measure.variants import CEILING
+from efficient_attn.measure.error import (
+    WrongOutputError,
+    backends_in,
+    check_gradients,
+    mean_of_values,
+    outputs_checked,
+)
+from efficient_attn.measure.inputs import read_given
+from efficient_attn.measure.memory import ITEM_BYTES
+from efficient_attn.measure.record import COMPILED, SAME_INPUTS, Case
+from efficient_attn.measure.variants import CEILING, MEAN_OF_VALUES
 from efficient_attn.operation_counts import MatMul, OperationCounts
+from efficient_attn.options import resolved
+from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
+from efficient_attn.theory.complexity import Cost, block_flops, call_cost
 from efficient_attn.transformer.block import TransformerBlock
 from efficient_attn.transformer.stack import Encoder
 
@@ -229,3 +238,143 @@ def _gaussian(count: int, shape: tuple[int, ...], dtype: str, device: str, seed:
     generator = torch.Generator().manual_seed(seed)
     drawn = (torch.randn(shape, generator=generator) for _ in range(count))
     return tuple(tensor.to(device=device, dtype=getattr(torch, dtype)) for tensor in drawn)
+
+
+# Ratio of the feed-forward dimension to model_dim.
+WIDENING = 4
+
+
+def flops(case: Case, spec: BackendSpec) -> int | None:
+    """Operations of the matrix products of one call; None if the backend does not count them."""
+    cost = _cost(case, spec)
+    if cost is None or case.of == "attention":
+        return None if cost is None else cost.flops
+    around = block_flops(
+        case.tokens,
+        model_dim=case.model_dim,
+        feed_forward_dim=WIDENING * case.model_dim,
+        num_heads=case.num_heads,
+        batch=case.batch,
+        backward=case.backward,
+    )
+    return (case.layers or 1) * (cost.flops + around)
+
+
+def moved_bytes(case: Case, spec: BackendSpec) -> int | None:
+    """Bytes of inputs, output, parameters and gradients of attention alone; None if not counted."""
+    cost = _cost(case, spec) if case.of == "attention" else None
+    return None if cost is None else cost.moved_bytes
+
+
+def _cost(case: Case, spec: BackendSpec) -> Cost | None:
+    """Counted cost of the attention of the case."""
+    problem = AttentionProblem(
+        head_dim=case.head_dim, num_heads=case.num_heads, max_tokens=case.tokens, causal=case.causal
+    )
+    options = spec.options_type(**case.options)
+    if case.options and resolved(options, causal=case.causal) != options:
+        # Cases hold numbers in place of defaults: the record is of defaults that are no longer built.
+        return None
+    return call_cost(
+        spec,
+        problem,
+        options,
+        case.tokens,
+        batch=case.batch,
+        num_kv_heads=case.num_kv_heads,
+        backward=case.backward,
+        item_bytes=ITEM_BYTES[case.dtype],
+    )
+
+
+def attention_cost(case: Case, target: Any) -> Cost:
+    """Counted cost of attention; of a backend that counts nothing, its growth times the size of q."""
+    spec = resolve(target)
+    counted: Cost | None = None
+    # Counting by code of others may fail; the measurement of the case records the failure.
+    with suppress(Exception), contained():
+        counted = _cost(case, spec)
+    if counted is not None:
+        return counted
+    numbers = case.batch * case.tokens * case.model_dim
+    pairs = numbers * case.tokens ** (spec.capabilities.time_growth - 1)
+    return Cost(4 * pairs, 0, 4 * ITEM_BYTES[case.dtype] * numbers, 0)
+
+
+def attention_flops(case: Case, target: Any) -> int | None:
+    """Operations of the attention of one layer of the case; None if the backend does not count them."""
+    return flops(replace(case, of="attention"), resolve(target))
+
+
+def known_flops(case: Case, target: Any) -> int | None:
+    """`attention_flops`; None also where counting fails, which the measurement of the case records."""
+    try:
+        with contained():
+            return attention_flops(case, target)
+    except Exception:
+        return None
+
+
+Call = Callable[[], Any]
+
+# Calls on a side stream before a capture, as torch's documentation asks.
+_CALLS_BEFORE_CAPTURE = 3
+
+
+def executed(
+    execution: str, module: Any, called: Callable[[Any], Call], *, spec: BackendSpec, device: str
+) -> Call:
+    """The call compiled or captured, made once and held against the eager call.
+
+    Args:
+        called: Function that makes the measured call of a module.
+        spec: The backend in the module.
+    """
+    if execution == COMPILED and not spec.capabilities.compile:
+        raise UnsupportedError(
+            f"Backend {spec.name!r} does not support torch.compile; measure it without --compile."
+        )
+    call = called(_compiled(module)) if execution == COMPILED else _captured(called(module), device)
+    _check_alike(call(), called(module)())
+    return call
+
+
+def _compiled(module: Any) -> Any:
+    """The module as one graph for the measured shapes; a graph break is an error."""
+    # Compiled code of earlier points counts against the limit of recompilations, beyond which torch is eager.
+    torch.compiler.reset()
+    return torch.compile(module, fullgraph=True, dynamic=False)
+
+
+def _captured(call: Call, device: str) -> Call:
+    """Replay of the kernels of the call, from inputs in place."""
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_CALLS_BEFORE_CAPTURE):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def _check_alike(result: Any, eager: Any) -> None:
+    """Refuse results that are not finite, or unlike the eager ones in number, shape or dtype."""
+    found, wanted = (one if isinstance(one, tuple) else (one,) for one in (result, eager))
+    forms = [[_form(one) for one in side] for side in (found, wanted)]
+    if forms[0] != forms[1]:
+        raise WrongOutputError(f"the results are {forms[0]}, of the eager call {forms[1]}.")
+    if not all(one is None or one.isfinite().all() for one in found):
+        raise WrongOutputError("the results are not finite, although those of the eager call are.")
+
+
+def _form(one: Tensor | None) -> tuple[Any, ...] | None:
+    return None if one is None else (list(one.shape), one.dtype, one.device)

@@ -11,17 +11,26 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.measure import jobs
+from efficient_attn.contained import contained, described
+from efficient_attn.errors import AttentionError
+from efficient_attn.measure import worker
 from efficient_attn.measure.process import READY
+from efficient_attn.measure.records import Case, line
 
 # Address space that threads and libraries reserve without using it; excluded from the limit.
 _RESERVED_BYTES = 1 << 30
 
 # The parent kills late children; if it is gone and C code hangs, the child ends itself this much later.
 _GRACE_S, _LONGEST_S = 5.0, 1e6
+
+# Size of a trial call.
+_TOKENS, _HEADS, _HEAD_DIM = 16, 2, 8
 
 
 def main(requests: int, answers: int, limit_bytes: int | None = None) -> None:
@@ -60,7 +69,8 @@ def _answer(request: dict[str, Any]) -> str:
         end_s = min(request["limit_s"] + _GRACE_S, _LONGEST_S)
         faulthandler.dump_traceback_later(end_s, exit=True, file=nowhere)
         try:
-            return jobs.answer(request)
+            jobs = {"measure": _measure, "load": _load, "check": _check}
+            return jobs[request["job"]](request)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -77,6 +87,56 @@ def _send(answers: int, text: str) -> None:
     data = f"{text}\n".encode()
     while data:
         data = data[os.write(answers, data) :]
+
+
+def _measure(request: Mapping[str, Any]) -> str:
+    case = Case(**request["case"])
+    return line(worker.measure(case, **{name: request[name] for name in ("target", "seconds", "inputs")}))
+
+
+def _load(request: Mapping[str, Any]) -> str:
+    """Error message if the backend does not exist, else None; exceptions of a trial call do not count."""
+    try:
+        spec = _resolved(request["target"])
+    except AttentionError as error:
+        return json.dumps(str(error))
+    if request["rehearse"]:
+        _rehearse(spec)
+    return json.dumps(None)
+
+
+def _check(request: Mapping[str, Any]) -> str:
+    """Run one check of a backend; returns the fields of its record."""
+    from efficient_attn.testing import adapt, check_backend
+
+    target, name, declared = request["target"], request["check"], request["declared"]
+    spec = _resolved(target) if declared is None else adapt(target, **declared)
+    (record,) = check_backend(
+        spec, on_fail="collect", seed=request["seed"], only=[name], long=request["long"]
+    )
+    return json.dumps(asdict(record))
+
+
+@cache
+def _resolved(target: str) -> Any:
+    from efficient_attn.backends import resolve
+
+    return resolve(target)
+
+
+def _rehearse(spec: Any) -> None:
+    """Build and call the backend once, to find hangs and crashes before it runs in the user's process."""
+    import torch
+
+    from efficient_attn.backends import build
+
+    try:
+        with contained(), torch.no_grad():
+            backend = build(spec, head_dim=_HEAD_DIM, num_heads=_HEADS, max_tokens=_TOKENS).eval()
+            backend(*torch.randn(3, 1, _HEADS, _TOKENS, _HEAD_DIM))
+    except Exception as error:
+        # The study will meet and record the same exception.
+        described(error)
 
 
 if __name__ == "__main__":

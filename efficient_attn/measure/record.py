@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from msgspec import Meta
 
-# All quantities are declared once a record can exist.
-import efficient_attn.measure.quantities as _declared  # noqa: F401  (declares the fields)
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.limits import COUNT, OPTIONS, SAMPLES, WHOLE_NUMBER
-from efficient_attn.measure.quantity import FIELDS
+from efficient_attn.measure.quantities import FIELDS
 
 if TYPE_CHECKING:
     Options = Mapping[str, Any]

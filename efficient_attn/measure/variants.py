@@ -2,19 +2,20 @@
 
 import itertools
 import math
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
-from efficient_attn.measure.proof import prove
+from efficient_attn.measure.process import prove
 from efficient_attn.measure.record import Case
-from efficient_attn.options import recorded, resolved
+from efficient_attn.options import SEED, recorded, resolved
 
 # Types of options that texts are converted to, and that records hold.
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -215,3 +216,78 @@ def _converted(backend: str, option: str, value: Any, wanted: Any) -> Any:
         names = " or ".join(_TYPE_NAMES.get(kind, "none") for kind in kinds)
         raise DtypeError(f"--set {backend}.{option}={value}: {option} is {names}, not {value!r}.")
     return found
+
+
+# Label of the uniform-attention baseline: each query gets the mean of the values.
+MEAN_OF_VALUES = "mean of V"
+
+# Subject of cases of a whole model, and label of its original attention.
+MODEL, OWN = "model", "the model's own"
+
+# Backend and label of a plan: a backend for each layer of a model.
+PLAN = "plan"
+
+
+class Sized(NamedTuple):
+    """A label without its size, and the size; None if the backend has none."""
+
+    series: str
+    size: int | None
+
+
+def with_size(variant: Variant, option: str, size: int) -> Variant:
+    """The variant with its size set, labelled `name(option=size)`, the size last."""
+    name, inner = _split(variant.label)
+    label = f"{name}({', '.join([*inner, f'{option}={size}'])})"
+    return replace(variant, label=label, options={**variant.options, option: size})
+
+
+def sized(case: Case) -> Sized:
+    """Parse a label: `performer-positive(projection=iid, num_features=64)` has size 64."""
+    name, inner = _split(case.label)
+    for item in reversed(inner):
+        option, _, value = item.partition("=")
+        if option != SEED and option in case.options and re.fullmatch(r"\d+", value):
+            rest = [other for other in inner if other != item]
+            return Sized(f"{name}({', '.join(rest)})" if rest else name, int(value))
+    return Sized(case.label, None)
+
+
+def possible(size: int, *, tokens: int, options: Mapping[str, Any]) -> bool:
+    """Whether a size is valid: ranks and windows are at most the tokens, random features are not limited."""
+    return SEED in options or size <= tokens
+
+
+def _split(label: str) -> tuple[str, list[str]]:
+    """`name(a=1, b=2)` as name and items; a label without items unchanged."""
+    found = re.fullmatch(r"(.*?)\((.*)\)", label)
+    return (found[1], found[2].split(", ")) if found else (label, [])
+
+
+_SEVERAL = re.compile(r"(.*)\(layers=(\d+(?:,\d+)*)\)", re.DOTALL)
+_SINGLE = re.compile(r"(.*)\(layer=(\d+)\)", re.DOTALL)
+
+
+def joint_name(names: Sequence[str]) -> str:
+    """`encoder(layers=0,1,5)` for the inputs `encoder(layer=0)`, `encoder(layer=1)`, `encoder(layer=5)`."""
+    found = [_SINGLE.fullmatch(name) for name in names]
+    if len(names) == 1 or not all(found):
+        return names[0]
+    return f"{names[0].rpartition('(')[0]}(layers={','.join(one[2] for one in found if one)})"
+
+
+def is_layer(inputs: str) -> bool:
+    """Whether the name denotes one layer of a model."""
+    return _SINGLE.fullmatch(inputs) is not None
+
+
+def single_names(inputs: str) -> tuple[str, ...]:
+    """The inputs behind a joint name; any other name stands for itself."""
+    found = _SEVERAL.fullmatch(inputs)
+    return tuple(f"{found[1]}(layer={layer})" for layer in found[2].split(",")) if found else (inputs,)
+
+
+def timed_layer(inputs: str) -> str:
+    """`layer 1` for `encoder(layers=0,1,5)`: the layer whose q, k and v were timed."""
+    names = single_names(inputs)
+    return f"layer {names[len(names) // 2].rpartition('=')[2].removesuffix(')')}"

@@ -12,9 +12,8 @@ from typing import Any
 
 from efficient_attn.contained import contained, described, one_line
 from efficient_attn.errors import AttentionError
-from efficient_attn.measure import clock, conditions, memory
-from efficient_attn.measure.ceilings import ceilings
-from efficient_attn.measure.queued import COLD, QueuedCalls
+from efficient_attn.measure import clock, environment, memory
+from efficient_attn.measure.clock import COLD, QueuedCalls, ceilings
 from efficient_attn.measure.record import Case, Record, replace
 
 # Seconds of timed calls; bounds on their number per round.
@@ -97,9 +96,9 @@ def time_of(
     if queued is not None:
         queued.warm_up()
     most = _MOST_CALLS if queued is None else _MOST_CALLS_ON_CUDA
-    waited_before_s = conditions.waited_s()
+    waited_before_s = environment.waited_s()
     times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=most)
-    waited_s = conditions.waited_s()
+    waited_s = environment.waited_s()
     return Record(
         case=case,
         times_s=times_s,
@@ -112,7 +111,7 @@ def time_of(
 @cache
 def _gpu_state(case: Case) -> dict[str, Any]:
     """State of the GPU, read in the first round of a case: the driver takes milliseconds to answer."""
-    return conditions.gpu_state(case.device)
+    return environment.gpu_state(case.device)
 
 
 def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from efficient_attn.measure.records import Case, Record
-from efficient_attn.measure.sizes import OWN
-from efficient_attn.measure.variants import DENSE, YARDSTICK
+from efficient_attn.measure.variants import DENSE, OWN, YARDSTICK
 from efficient_attn.operation_counts import softmax_matmuls, visible_pairs
 
 # Key of a run's environment that lists the candidate labels.

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from efficient_attn.measure.quantity import KINDS, QUANTITIES, Quantity
+from efficient_attn.measure.quantities import KINDS, QUANTITIES, Quantity
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.stats import significance
 from efficient_attn.stats.curves import Namer, namer

@@ -143,7 +143,7 @@ def _rates(shares: Floats) -> Floats:
 def _counts(case: Case, target: Any) -> tuple[float, ...]:
     """A call, its tokens, operations of matrix products, exponentials and bytes."""
     # Reports are drawn without torch.
-    from efficient_attn.measure.counting import attention_cost
+    from efficient_attn.measure.calls import attention_cost
 
     cost = attention_cost(case, target)
     moved = cost.moved_bytes + cost.kept_bytes

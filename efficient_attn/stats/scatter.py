@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.measure.quantity import QUANTITIES, Quantity
+from efficient_attn.measure.quantities import QUANTITIES, Quantity
 from efficient_attn.measure.record import Record
 from efficient_attn.stats import significance
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from efficient_attn.measure.environment import available_bytes
 from efficient_attn.measure.isolation import NONE, Measurer, limits_memory
-from efficient_attn.measure.predicted_bytes import predict_bytes
+from efficient_attn.measure.memory import predict_bytes
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import parse_bytes, show_bytes
 from efficient_attn.measure.variants import Variant, has_address

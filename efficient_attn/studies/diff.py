@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.measure.quantity import QUANTITIES
+from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.measure.record import replace
 from efficient_attn.measure.units import show
 from efficient_attn.report.escape import markdown_line, short

@@ -14,8 +14,8 @@ from typing import Any
 
 from efficient_attn.contained import described
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.interrupt import held
 from efficient_attn.measure.record import Record
+from efficient_attn.measure.records import held
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.studies.durations import Durations
 from efficient_attn.studies.points import Plan, Point, Request, Steps

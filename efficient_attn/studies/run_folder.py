@@ -14,7 +14,7 @@ from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
 from efficient_attn.measure.record import merge_rows
 from efficient_attn.measure.records import NO_LINK, Case, Record
 from efficient_attn.measure.records import read as read_records
-from efficient_attn.measure.sizes import MODEL
+from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.escape import short
 from efficient_attn.report.files import write
 from efficient_attn.report.methods import flat

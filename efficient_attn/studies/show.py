@@ -84,7 +84,7 @@ def show(
     """
     chosen = _chosen(backends, options)
     from efficient_attn.measure.accuracy import try_options
-    from efficient_attn.measure.subjects import subjects
+    from efficient_attn.measure.inputs import subjects
 
     if inputs == "gaussian":
         raise OptionError("inputs are encoder, decoder or a safetensors file; Gaussian draws have no words.")
@@ -143,8 +143,7 @@ def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
     import torch
 
     from efficient_attn.measure.accuracy import one_backend
-    from efficient_attn.measure.checked import outputs_checked
-    from efficient_attn.measure.error import output_error
+    from efficient_attn.measure.error import output_error, outputs_checked
 
     q, k, v = subject.activations
     with torch.no_grad():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from efficient_attn.measure.quantity import Quantity, register
+from efficient_attn.measure.quantities import Quantity, register
 from efficient_attn.studies.points import Plan
 
 if TYPE_CHECKING:

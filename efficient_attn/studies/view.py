@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from efficient_attn.measure.quantity import FIELDS, QUANTITIES, Quantity
+from efficient_attn.measure.quantities import FIELDS, QUANTITIES, Quantity
 from efficient_attn.measure.record import Record
 from efficient_attn.report.figures import Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import Table

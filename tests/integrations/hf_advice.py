@@ -6,7 +6,7 @@ from integrations.hf_models import TOKENS, texts
 
 import efficient_attn as ea
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
 
 # Seconds of one forward pass, by backend.
 TIMES_S = {

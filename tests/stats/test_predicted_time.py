@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from efficient_attn.measure.counting import attention_cost
+from efficient_attn.measure.calls import attention_cost
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.records import read
 from efficient_attn.measure.variants import select

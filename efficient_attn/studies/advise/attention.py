@@ -9,8 +9,7 @@ from typing import Any
 
 from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.measure.sizes import MEAN_OF_VALUES
-from efficient_attn.measure.variants import DENSE, YARDSTICK, Variant
+from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, YARDSTICK, Variant
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.advise.shapes import PROBE
 from efficient_attn.studies.compare.points import error_points
@@ -104,7 +103,7 @@ def attention_steps(
 
 def shipped_layers(workload: Workload) -> list[list[Any]]:
     """q, k and v of the layers of each shipped model, in the dtype and on the device of the workload."""
-    from efficient_attn.measure.subjects import subjects
+    from efficient_attn.measure.inputs import subjects
 
     return [[_placed(layer, workload) for layer in subjects([name], seed=workload.seed)] for name in SOURCES]
 

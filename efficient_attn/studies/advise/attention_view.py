@@ -6,8 +6,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from efficient_attn.measure.records import Record
-from efficient_attn.measure.sizes import MEAN_OF_VALUES
-from efficient_attn.measure.variants import DENSE, YARDSTICK
+from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, YARDSTICK
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import (
     CONCATENATED,

@@ -8,8 +8,7 @@ from functools import partial
 from efficient_attn.measure import worker
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.record import replace as with_values
-from efficient_attn.measure.sizes import MEAN_OF_VALUES, OWN, PLAN
-from efficient_attn.measure.variants import DENSE, YARDSTICK, Variant
+from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, OWN, PLAN, YARDSTICK, Variant
 from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.advise.choice import best_layers

@@ -7,7 +7,7 @@ from typing import Any
 
 from efficient_attn.errors import DataError
 from efficient_attn.measure.records import Record
-from efficient_attn.measure.sizes import MODEL
+from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import setting, show_ratio, three_digits
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance

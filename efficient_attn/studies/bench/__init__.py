@@ -1,6 +1,6 @@
 """Time and peak memory of backends at several lengths."""
 
-from efficient_attn.measure.quantity import QUANTITIES
+from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.studies.bench.plan import plan
 from efficient_attn.studies.study import Study
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.measure.clock import COLD, L2
 from efficient_attn.measure.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
-from efficient_attn.measure.queued import COLD, L2
 from efficient_attn.measure.record import COMPILED, CUDA_GRAPH
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, is_ours, select

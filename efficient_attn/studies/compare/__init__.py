@@ -1,6 +1,6 @@
 """Error, time and peak memory of backends on the same q, k, v at one length."""
 
-from efficient_attn.measure.quantity import QUANTITIES
+from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.studies.compare.plan import plan
 from efficient_attn.studies.study import Study
 

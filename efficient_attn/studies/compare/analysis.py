@@ -4,10 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from efficient_attn.measure.layers import single_names
 from efficient_attn.measure.records import Case, Record
-from efficient_attn.measure.sizes import MEAN_OF_VALUES
-from efficient_attn.measure.variants import YARDSTICK
+from efficient_attn.measure.variants import MEAN_OF_VALUES, YARDSTICK, single_names
 from efficient_attn.stats.curves import grouped
 from efficient_attn.stats.estimates import Middle, Typical, call_time, middle, time_ratio
 from efficient_attn.studies.compare.plan import DEFAULT_MAX_ERROR, MAX_ERROR

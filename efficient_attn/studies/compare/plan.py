@@ -129,7 +129,7 @@ def _subjects(
 ) -> tuple[Any, ...]:
     """The q, k, v of each layer, and a check of the options on them."""
     from efficient_attn.measure.accuracy import try_options
-    from efficient_attn.measure.subjects import subjects
+    from efficient_attn.measure.inputs import subjects
 
     chosen = subjects(
         [source],

@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 from efficient_attn.measure.records import Record
-from efficient_attn.measure.sizes import MEAN_OF_VALUES
 from efficient_attn.measure.units import show_bytes, show_seconds
+from efficient_attn.measure.variants import MEAN_OF_VALUES
 from efficient_attn.report.figures import GRID, MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.text import heading, show_error
 from efficient_attn.studies.compare.analysis import Comparison, comparisons

@@ -7,10 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.isolation import Measurer
-from efficient_attn.measure.layers import joint_name
-from efficient_attn.measure.queued import COLD
-from efficient_attn.measure.variants import YARDSTICK, Variant
+from efficient_attn.measure.variants import YARDSTICK, Variant, joint_name
 from efficient_attn.options import SEED
 from efficient_attn.stats.candidates import exact_operations
 from efficient_attn.studies.costs import Costs, shape_of_subject
@@ -54,7 +53,7 @@ def error_points(
 def operations(variants: Sequence[Variant], subject: Any) -> dict[str, float]:
     """Operations of a call by label; as many as of exact attention for backends that count none."""
     from efficient_attn.measure.accuracy import MEAN, error_case
-    from efficient_attn.measure.counting import known_flops
+    from efficient_attn.measure.calls import known_flops
 
     cases = {variant.label: (error_case(variant, subject, "output"), variant) for variant in variants}
     work = {
@@ -105,7 +104,7 @@ def steps(
 @contextmanager
 def handing_over(measurer: Measurer, inputs: Sequence[Sequence[Any]]) -> Iterator[None]:
     """Times and memory are measured on q, k, v of the middle layer of each of the inputs, through files."""
-    from efficient_attn.measure.subjects import write_given
+    from efficient_attn.measure.inputs import write_given
 
     with measurer, tempfile.TemporaryDirectory() as folder:
         for number, subjects in enumerate(inputs):

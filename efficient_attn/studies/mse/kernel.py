@@ -12,12 +12,10 @@ from torch import Generator, Tensor
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.accuracy import at_sizes, directions_of, error_case, measure_draws
-from efficient_attn.measure.counting import attention_flops
-from efficient_attn.measure.inputs import Activations
+from efficient_attn.measure.calls import attention_flops
+from efficient_attn.measure.inputs import Activations, Subject
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.sizes import sized
-from efficient_attn.measure.subjects import Subject
-from efficient_attn.measure.variants import Variant
+from efficient_attn.measure.variants import Variant, sized
 from efficient_attn.ops.linear.features import haar_rotations
 from efficient_attn.problem import positive_count
 from efficient_attn.studies.points import Point, Steps, in_lists, interleaved

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.sizes import sized
 from efficient_attn.measure.units import parse_sizes
-from efficient_attn.measure.variants import Variant, select
+from efficient_attn.measure.variants import Variant, select, sized
 from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
 from efficient_attn.studies import options as shared
@@ -81,7 +80,7 @@ def plan(
     if of == "kernel":
         return _kernel_plan(given)
     from efficient_attn.measure.accuracy import DRAWS, METRICS
-    from efficient_attn.measure.subjects import subjects
+    from efficient_attn.measure.inputs import subjects
 
     if metric not in METRICS:
         raise UnknownNameError("metric", metric, METRICS)
@@ -156,7 +155,7 @@ def _points(
 ) -> Iterator[Point]:
     """The mean of the values, then every variant at its smallest size, then at the next one."""
     from efficient_attn.measure.accuracy import MEAN, at_sizes, error_case, measure_error, measure_mean
-    from efficient_attn.measure.counting import known_flops
+    from efficient_attn.measure.calls import known_flops
 
     def point(variant: Variant, measure: Callable[..., Record]) -> Point:
         case = error_case(variant, subject, "output", threads=question["threads"])

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from efficient_attn.measure.records import Record
-from efficient_attn.measure.sizes import MEAN_OF_VALUES
+from efficient_attn.measure.variants import MEAN_OF_VALUES
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.text import show_error
 from efficient_attn.studies.mse.analysis import (

@@ -18,11 +18,9 @@ from efficient_attn.backend import Backend
 from efficient_attn.calibration import calibrate
 from efficient_attn.measure import calls, memory
 from efficient_attn.measure.accuracy import directions_of
-from efficient_attn.measure.checked import outputs_checked
-from efficient_attn.measure.error import exact_output, output_error
+from efficient_attn.measure.error import exact_output, output_error, outputs_checked
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.sizes import MEAN_OF_VALUES
-from efficient_attn.measure.variants import Variant
+from efficient_attn.measure.variants import MEAN_OF_VALUES, Variant
 from efficient_attn.measure.worker import answer
 from efficient_attn.options import SEED
 from efficient_attn.studies.recall.task import LEARNED, TESTED, Course, Sequences, Task

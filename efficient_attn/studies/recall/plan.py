@@ -97,8 +97,7 @@ def _variants(
 ) -> tuple[Variant, ...]:
     """Exact attention, the controls, then every backend at every size up to the length of a sequence."""
     from efficient_attn.measure.accuracy import at_sizes
-    from efficient_attn.measure.inputs import gaussian
-    from efficient_attn.measure.subjects import Subject
+    from efficient_attn.measure.inputs import Subject, gaussian
     from efficient_attn.studies.recall.measure import MEAN
 
     given = dict(options or {})

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from efficient_attn.measure.checked import backends_in, outputs_checked
-from efficient_attn.measure.counting import attention_flops
+from efficient_attn.measure.calls import attention_flops
+from efficient_attn.measure.error import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.sizes import OWN
-from efficient_attn.measure.variants import Variant
+from efficient_attn.measure.variants import OWN, Variant
 from efficient_attn.measure.worker import answer, memory_of, time_of
 from efficient_attn.options import SEED
 from efficient_attn.studies.swap.audited import Samples, audited, pooled

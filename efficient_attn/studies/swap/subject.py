@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from efficient_attn.contained import trial
 from efficient_attn.measure.calls import MEAN
-from efficient_attn.measure.sizes import MEAN_OF_VALUES
-from efficient_attn.measure.variants import YARDSTICK, Variant, select
+from efficient_attn.measure.variants import MEAN_OF_VALUES, YARDSTICK, Variant, select
 
 # The module of TextSubject needs transformers, which models from files do not.
 if TYPE_CHECKING:
