@@ -1,7 +1,6 @@
 """Comparisons: one table by time, the front, and a sentence that follows from them, whichever it is."""
 
 import re
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,6 +13,7 @@ from efficient_attn.errors import OptionError
 from efficient_attn.measure import calls
 from efficient_attn.measure.inputs import Activations, Subject, sample, write_given
 from efficient_attn.measure.isolation import Measurer
+from efficient_attn.measure.record import replace
 from efficient_attn.measure.records import Record
 from efficient_attn.measure.variants import joint_name, select, single_names
 from efficient_attn.ops.softmax.definition import softmax_attention

@@ -1,12 +1,11 @@
 """Operation counts of the measured call are those of torch."""
 
-from dataclasses import replace
-
 import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from efficient_attn.measure import calls
+from efficient_attn.measure.record import replace
 from efficient_attn.measure.records import Case
 
 CASE = Case(

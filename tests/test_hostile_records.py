@@ -5,16 +5,16 @@ import io
 import json
 import re
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 from made_records import case, costs, errors, folder
 from report.pages import Page
 
 from efficient_attn.measure.quantities import FIELDS
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.report.escape import slug
 from efficient_attn.report.files import write
 from efficient_attn.studies import report as redraw
@@ -55,7 +55,7 @@ def with_texts(path, replacement):
         Record(case=case("memory", "other", 256), status="crash", reason="reason"),
         Record(case=case("error", "other", 64, of="output"), status="error", reason="reason"),
     ]
-    texts = {field.name for field in fields(failed[0].case) if "str" in str(field.type)} | {"reason"}
+    texts = {field.name for field in msgspec.structs.fields(Case) if "str" in str(field.type)} | {"reason"}
     texts |= {name for name, field in FIELDS.items() if field.type == "text"}
     path.mkdir(parents=True)
     with open(path / "records.jsonl", "w", encoding="ascii") as file:

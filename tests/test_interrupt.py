@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from efficient_attn.measure.records import held, read
+from efficient_attn.measure.records import read, uninterrupted
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals and /proc")
 
@@ -105,7 +105,7 @@ def test_an_interruption_waits_until_a_row_is_written():
         raise KeyboardInterrupt
 
     def write(number):
-        with held():
+        with uninterrupted():
             os.kill(os.getpid(), number)
             done.append("written")
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from efficient_attn.errors import DataError
-from efficient_attn.measure.records import Case, Record, append, line, parse, read
+from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.records import append, line, parse, read
 
 CASE = Case(
     kind="time",
@@ -28,7 +29,7 @@ RECORD = Record(case=CASE, times_s=(0.25, 0.5))
 
 def test_what_is_appended_is_read_again(tmp_path):
     path = tmp_path / "records.jsonl"
-    refusal = Record(case=dataclasses.replace(CASE, causal=True), status="unsupported", reason="it cannot")
+    refusal = Record(case=replace(CASE, causal=True), status="unsupported", reason="it cannot")
     for record in (RECORD, refusal):
         append(path, record)
     assert read(path) == ((RECORD, refusal), False)
@@ -42,8 +43,8 @@ def test_a_line_is_flat_but_for_options_and_leaves_out_what_was_not_measured():
 
 
 def test_equal_cases_have_one_key_and_other_cases_another():
-    same = dataclasses.replace(CASE, options=dict(CASE.options))
-    other = dataclasses.replace(CASE, tokens=257)
+    same = replace(CASE, options=dict(CASE.options))
+    other = replace(CASE, tokens=257)
     assert same == CASE and same.key == CASE.key and len({CASE, same, other}) == 2
 
 
@@ -128,7 +129,7 @@ def test_a_line_is_strict_in_every_spelling_and_in_fields_of_later_versions(text
 
 
 def test_names_with_colons_and_half_characters_and_a_byte_order_mark_are_read():
-    odd = Record(case=dataclasses.replace(CASE, label='a": "b', options={"x:y": "z:"}), reason="why: \\")
+    odd = Record(case=replace(CASE, label='a": "b', options={"x:y": "z:"}), reason="why: \\")
     assert parse(line(odd).encode(), "It") == odd
     assert parse(b"\xef\xbb\xbf" + line(RECORD).encode(), "It") == RECORD
     half = line(RECORD).replace('"window"', r'"\ud800"').encode()
@@ -140,7 +141,7 @@ def test_names_with_colons_and_half_characters_and_a_byte_order_mark_are_read():
 def test_a_record_has_every_declared_quantity_and_no_other():
     record = Record(case=CASE, output_mse=0.9, times_s=None)
     assert record.output_mse == 0.9 and record.times_s is None and record.measured == {"output_mse": 0.9}
-    assert dataclasses.replace(record, output_mse=None, kernel_mse=0.5) == Record(case=CASE, kernel_mse=0.5)
+    assert replace(record, output_mse=None, kernel_mse=0.5) == Record(case=CASE, kernel_mse=0.5)
     assert pickle.loads(pickle.dumps(record)) == copy.deepcopy(record) == record
     assert len({record, copy.copy(record), RECORD}) == 2
     with pytest.raises(TypeError, match="No quantity of a record is called 'output_ms'"):

@@ -1,7 +1,6 @@
 """The published schema of a record, and files of every schema that was ever released."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import efficient_attn as ea
 from efficient_attn.errors import DataError
 from efficient_attn.measure import quantities
 from efficient_attn.measure.quantities import FIELDS, KINDS
-from efficient_attn.measure.record import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
+from efficient_attn.measure.record import SCHEMA, STATUSES, Case, Record, replace
 from efficient_attn.measure.records import line, parse, records_schema
 from efficient_attn.studies import studies
 
@@ -71,8 +70,8 @@ def strictly(text):
 
 def test_the_schema_names_every_field_of_a_record_and_no_other():
     listed = records_schema()["properties"]
-    assert set(listed) == {*CASE_FIELDS, "status", "reason", *FIELDS}
-    assert len(listed) == len(CASE_FIELDS) + 2 + len(FIELDS)
+    assert set(listed) == {*Case.__struct_fields__, "status", "reason", *FIELDS}
+    assert len(listed) == len(Case.__struct_fields__) + 2 + len(FIELDS)
     assert all(item["description"] for item in listed.values())
     assert set(listed["kind"]["enum"]) == set(KINDS) and set(listed["status"]["enum"]) == set(STATUSES)
     assert listed["schema"]["enum"] == [SCHEMA] and ea.records_schema() == records_schema()

@@ -9,7 +9,6 @@ import copy
 import functools
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from efficient_attn.measure.error import (
 )
 from efficient_attn.measure.inputs import read_given
 from efficient_attn.measure.memory import ITEM_BYTES
-from efficient_attn.measure.record import COMPILED, SAME_INPUTS, Case
+from efficient_attn.measure.record import COMPILED, SAME_INPUTS, Case, replace
 from efficient_attn.measure.variants import CEILING, MEAN_OF_VALUES
 from efficient_attn.operation_counts import MatMul, OperationCounts
 from efficient_attn.options import resolved

@@ -9,17 +9,19 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
-from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
+from msgspec import structs
+
 from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.measure import worker
 from efficient_attn.measure.process import CrashError, Process, refusal_of
-from efficient_attn.measure.records import Case, Record, parse
+from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.records import parse
 from efficient_attn.measure.units import show_seconds
 
 NONE, REUSE = ISOLATIONS = ("none", "reuse")
@@ -72,7 +74,7 @@ class Measurer:
         if self._isolate == NONE:
             return worker.measure(case, target=target, seconds=seconds, inputs=inputs)
         used = self._process.is_running
-        request = {"case": asdict(case), "target": target, "seconds": seconds, "inputs": inputs}
+        request = {"case": structs.asdict(case), "target": target, "seconds": seconds, "inputs": inputs}
         record = self._tried(case, request)
         # Out of memory in a used process may be due to leaks of earlier points: retry in a new one.
         return self._tried(case, request) if used and record.status == "oom" else record

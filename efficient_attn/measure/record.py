@@ -7,10 +7,11 @@ their fields. A measurement that failed is a record too, with its reason.
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import msgspec
 from msgspec import Meta
 
 from efficient_attn.errors import UnknownNameError
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     Options = Mapping[str, Any]
 else:
     Options = Annotated[Mapping[str, str | int | float | bool | None], Meta(max_length=OPTIONS)]
+
+T = TypeVar("T")
 
 # Version of the fields of records.
 SCHEMA = 2
@@ -38,14 +41,13 @@ Index = Annotated[int, Meta(ge=0, le=COUNT)]
 Seed = Annotated[int, Meta(ge=0, le=WHOLE_NUMBER)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Description of one measurement, complete enough to repeat it."""
 
     kind: Annotated[str, Meta(description="Kind of the measurement.")]
     backend: Annotated[str, Meta(description="Registered name, or file.py:object.")]
     label: Annotated[str, Meta(description="Name in tables and plots: the backend with its set options.")]
-    options: Annotated[Options, Meta(description="All options of the backend.")] = field(default_factory=dict)
+    options: Annotated[Options, Meta(description="All options of the backend.")] = {}
     of: Annotated[
         str,
         Meta(description="Subject: attention, block, encoder or model; of an error output, weights, kernel."),
@@ -91,17 +93,10 @@ class Case:
     @cached_property
     def key(self) -> str:
         """Canonical JSON of the case: the same text for the same measurement, in every process."""
-        return json.dumps(self.row(), sort_keys=True, allow_nan=False)
+        return json.dumps(msgspec.structs.asdict(self), sort_keys=True, allow_nan=False)
 
     def __hash__(self) -> int:
         return hash(self.key)
-
-    def row(self) -> dict[str, Any]:
-        """Values by name of their field."""
-        return {name: getattr(self, name) for name in CASE_FIELDS}
-
-
-CASE_FIELDS = tuple(item.name for item in fields(Case))
 
 
 @dataclass(frozen=True, init=False)
@@ -149,14 +144,14 @@ class Record:
     def row(self) -> dict[str, Any]:
         """One flat dictionary: the case, the status, then the measured values."""
         measured = {name: self.measured[name] for name in FIELDS if name in self.measured}
-        return {**self.case.row(), "status": self.status, "reason": self.reason, **measured}
+        case = msgspec.structs.asdict(self.case)
+        return {**case, "status": self.status, "reason": self.reason, **measured}
 
 
-_T = TypeVar("_T")
-
-
-def replace(item: _T, **values: Any) -> _T:
+def replace(item: T, **values: Any) -> T:
     """Copy with other values; quantities of a record are values like any other, and None removes one."""
+    if isinstance(item, msgspec.Struct):
+        return msgspec.structs.replace(item, **values)
     # The type of all dataclasses has no public name.
     return dataclasses.replace(item, **values)  # type: ignore[type-var]  # any dataclass
 

@@ -1,4 +1,4 @@
-"""Files of records: one line of strict JSON for each, written at once."""
+"""Files of records: one line of strict JSON for each, written at once, and its JSON Schema."""
 
 import errno
 import itertools
@@ -10,28 +10,32 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal, NamedTuple, Required, TypedDict, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from efficient_attn import limits, strict
 from efficient_attn.errors import DataError
-from efficient_attn.limits import BYTES, COUNT, SAMPLES, WHOLE_NUMBER
 from efficient_attn.measure.quantities import FIELDS, KINDS, Field
-from efficient_attn.measure.record import CASE_FIELDS, SCHEMA, STATUSES, Case, Record
+from efficient_attn.measure.record import SCHEMA, STATUSES, Case, Record
 
 # A symbolic link in place of a file of records is refused, and its target left alone.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
-_NOT_MEASURED = {*CASE_FIELDS, "status", "reason"}
+# Largest whole number of a unit; counts have no unit.
+_LARGEST = {"bytes": limits.BYTES, "FLOP": limits.WHOLE_NUMBER}
+
+_REASON = "Reason of a missing value, or names of values that are not finite."
+_NUMBER = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 _KEY, _FIELD = re.compile(rb'"\s*:'), re.compile(r"`\$\.(\w+)")
 # Scalars of NumPy are floats to Python, but not to msgspec.
 _encode = msgspec.json.Encoder(enc_hook=float).encode
+_names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Reading(NamedTuple):
@@ -47,8 +51,11 @@ def line(record: Record) -> str:
     for name, value in row.items():
         most = limits.OPTIONS if isinstance(value, Mapping) else limits.SAMPLES
         if isinstance(value, (list, tuple, Mapping)) and len(value) > most:
-            place = f"{record.case.label}, {record.case.tokens} tokens, {record.case.kind}"
-            raise DataError(f"{place}: {name} has {len(value)} entries; at most {most} are kept in a record.")
+            case = record.case
+            raise DataError(
+                f"{case.label}, {case.tokens} tokens, {case.kind}: {name} has {len(value)} entries; "
+                f"at most {most} are kept in a record."
+            )
     broken = [name for name, value in row.items() if not _finite(value)]
     if broken:
         note = f"not a finite number: {', '.join(broken)}"
@@ -109,6 +116,29 @@ def sync_names(folder: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM until the block is done, so that a row is written whole, exactly once."""
+    # Python handles signals in the main thread only; other threads are never interrupted.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in _ENDS}
+    try:
+        for ending in _ENDS:
+            signal.signal(ending, lambda number, frame: waiting.append((number, frame)))
+        yield
+    finally:
+        for changed, handler in handlers.items():
+            signal.signal(changed, handler or signal.SIG_DFL)
+    for came, frame in waiting[:1]:
+        if callable(handlers[came]):
+            handlers[came](came, frame)
+        else:
+            os.kill(os.getpid(), came)
+
+
 def read(path: str | Path) -> Reading:
     """The records of a file; a torn last line is left out and reported."""
     records, torn = [], False
@@ -130,84 +160,63 @@ def _lines(path: str | Path) -> Iterator[bytes]:
         for number in itertools.count(1):
             text = file.readline(limits.RECORD_LINE_BYTES + 1)
             size += len(text)
-            if len(text) > limits.RECORD_LINE_BYTES:
-                raise _too_large(f"{path}, line {number} is longer than {limits.RECORD_LINE_BYTES} bytes")
-            if size > limits.RECORDS_BYTES:
-                raise _too_large(f"{path} is larger than {limits.RECORDS_BYTES} bytes")
             # Commas part all values, and take no parsing to count.
             values += text.count(b",")
-            if values > limits.RECORDS_VALUES:
-                raise _too_large(f"{path} has more than {limits.RECORDS_VALUES} values")
+            excess = None
+            if len(text) > limits.RECORD_LINE_BYTES:
+                excess = f", line {number} is longer than {limits.RECORD_LINE_BYTES} bytes"
+            elif size > limits.RECORDS_BYTES:
+                excess = f" is larger than {limits.RECORDS_BYTES} bytes"
+            elif values > limits.RECORDS_VALUES:
+                excess = f" has more than {limits.RECORDS_VALUES} values"
+            elif text and number > limits.RECORDS_LINES:
+                excess = f" has more than {limits.RECORDS_LINES} lines"
+            if excess is not None:
+                raise DataError(f"{path}{excess}, the most that is read of records.")
             if not text:
                 return
-            if number > limits.RECORDS_LINES:
-                raise _too_large(f"{path} has more than {limits.RECORDS_LINES} lines")
             yield text
 
 
-def _too_large(fact: str) -> DataError:
-    return DataError(f"{fact}, the most that is read of records.")
-
-
-def parse(text: bytes, place: str) -> Record:
-    """The record of one line; messages call the line `place`."""
-    row = _fast_row(text) or _checked_row(text, place)
-    measured = {name: row[name] for name in row.keys() - _NOT_MEASURED}
+def parse(text: bytes, source: str) -> Record:
+    """The record of one line; `source` names the line in messages."""
+    row = _fast_row(text) or _checked_row(text, source)
+    measured = {name: value for name in FIELDS if (value := getattr(row, name)) is not None}
     for name in ("times_s", "device_times_s"):
-        times_s = measured.get(name)
-        if times_s and None in times_s:
+        if None in measured.get(name, ()):
             # Null replaces a time that was not finite, named in `reason`; it is no sample.
-            measured[name] = tuple(time_s for time_s in times_s if time_s is not None) or None
-    case = msgspec.convert(row, Case)
-    return Record(case=case, status=row["status"], reason=row.get("reason"), measured=measured)
+            measured[name] = tuple(time_s for time_s in measured[name] if time_s is not None) or None
+    case = Case(**{name: getattr(row, name) for name in Case.__struct_fields__})
+    return Record(case=case, status=row.status, reason=row.reason, measured=measured)
 
 
-def _fast_row(text: bytes) -> dict[str, Any] | None:
+def _fast_row(text: bytes) -> Any:
     """The valid row of a line as this version writes it; None for others."""
     try:
-        row: dict[str, Any] = _decoder(line_type())(text)
+        row = _decoder(line_type())(text)
+        count = len(_names(text).keys() & set(row.__struct_fields__)) + len(row.options)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    count = len(row) + len(row.get("options", ()))
     # Every field has a colon, so that equal numbers leave none for a second value of a field, or for others.
     return row if text.count(b":") == count or len(_KEY.findall(text)) == count else None
 
 
-@cache
-def _decoder(wanted: Any) -> Callable[[bytes], Any]:
-    return msgspec.json.Decoder(wanted).decode
-
-
-def _checked_row(text: bytes, place: str) -> dict[str, Any]:
+def _checked_row(text: bytes, source: str) -> Any:
     """The valid row of a line in any spelling."""
-    row = strict.read_object(text, place)
+    row = strict.read_object(text, source)
     if row.get("schema") != SCHEMA:
-        raise DataError(f"{place} has schema {str(row.get('schema'))[:40]!r}; this version reads {SCHEMA}.")
+        raise DataError(f"{source} has schema {str(row.get('schema'))[:40]!r}; this version reads {SCHEMA}.")
     try:
-        valid: dict[str, Any] = msgspec.convert(row, line_type())
+        return msgspec.convert(row, line_type())
     except msgspec.ValidationError as error:
-        raise _refusal(row, place, str(error)) from None
-    return valid
-
-
-def _refusal(row: Mapping[str, Any], place: str, message: str) -> DataError:
-    """The reason why a row is no record; `message` is msgspec's, which names the first wrong field."""
-    for name, known in (("kind", tuple(KINDS)), ("status", STATUSES)):
-        if row.get(name) not in known:
-            return DataError(f"{place} has {name} {str(row.get(name))[:40]!r}; known: {', '.join(known)}.")
-    reason, found = message.partition(" - at ")[0], _FIELD.search(message)
-    value = f"{found[1]} cannot be {str(row[found[1]])[:40]!r}; " if found else ""
-    return DataError(f"{place}: {value}{reason[0].lower()}{reason[1:]}.")
-
-
-# Largest whole number of a unit; counts have no unit.
-_LARGEST = {"bytes": BYTES, "FLOP": WHOLE_NUMBER}
-
-_NUMBER = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
-
-_REQUIRED = [
-    item.name for item in fields(Case) if item.default is MISSING and item.default_factory is MISSING
-]
+        message = str(error)
+    # Of several faults msgspec names the first field, and no list of all kinds is short.
+    for name, values in (("kind", tuple(KINDS)), ("status", STATUSES)):
+        if row.get(name) not in values:
+            raise DataError(f"{source} has {name} {str(row.get(name))[:40]!r}; known: {', '.join(values)}.")
+    reason, field = message.partition(" - at ")[0], _FIELD.search(message)
+    value = f"{field[1]} cannot be {str(row[field[1]])[:40]!r}; " if field else ""
+    raise DataError(f"{source}: {value}{reason[0].lower()}{reason[1:]}.")
 
 
 def line_type() -> Any:
@@ -217,32 +226,33 @@ def line_type() -> Any:
 
 
 @cache
+def _decoder(line_type: Any) -> Callable[[bytes], Any]:
+    return msgspec.json.Decoder(line_type).decode
+
+
+@cache
 def _line_type(*counts: int) -> Any:
-    case = get_type_hints(Case, include_extras=True)
     meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items())
-    known = case | {
-        "kind": Annotated[Literal[tuple(KINDS)], Meta(description=f"Kind of the measurement ({meanings}).")],
-        "schema": Annotated[Literal[SCHEMA], *case["schema"].__metadata__],
-        "status": Annotated[
-            Literal[STATUSES], Meta(description="Outcome; every status but ok has a reason.")
-        ],
-        "reason": Annotated[
-            str | None, Meta(description="Reason of a missing value, or names of values that are not finite.")
-        ],
-    }
-    known |= {name: Required[known[name]] for name in (*_REQUIRED, "schema", "status")}
-    made: Any = TypedDict
-    return made("Line", known | {one.name: _type(one) for one in FIELDS.values()}, total=False)
+    kind: Any = Literal[tuple(KINDS)]
+    status: Any = Literal[STATUSES]
+    fields: list[Any] = [
+        ("kind", Annotated[kind, Meta(description=f"Kind of the measurement ({meanings}).")]),
+        ("schema", Annotated[Literal[SCHEMA], Meta(description="Version of this schema.")]),
+        ("status", Annotated[status, Meta(description="Outcome; every status but ok has a reason.")]),
+        ("reason", Annotated[str | None, Meta(description=_REASON)], None),
+        *((field.name, _type(field), None) for field in FIELDS.values()),
+    ]
+    return msgspec.defstruct("Line", fields, bases=(Case,), frozen=True, kw_only=True)
 
 
 def _type(field: Field) -> Any:
-    whole = Annotated[int, Meta(ge=0, le=_LARGEST.get(field.unit, COUNT))]
+    whole = Annotated[int, Meta(ge=0, le=_LARGEST.get(field.unit, limits.COUNT))]
     types: dict[str, Any] = {
         "number": _NUMBER,
         "whole number": whole,
         # Null stands for a value that was not finite.
-        "numbers": Annotated[tuple[_NUMBER | None, ...], Meta(max_length=SAMPLES)],
-        "whole numbers": Annotated[tuple[whole, ...], Meta(max_length=SAMPLES)],
+        "numbers": Annotated[tuple[_NUMBER | None, ...], Meta(max_length=limits.SAMPLES)],
+        "whole numbers": Annotated[tuple[whole, ...], Meta(max_length=limits.SAMPLES)],
         "text": str,
     }
     return Annotated[types[field.type] | None, Meta(description=field.meaning)]
@@ -260,29 +270,3 @@ def records_schema() -> dict[str, Any]:
         "required": line["required"],
         "properties": line["properties"],
     }
-
-
-_ENDS = (signal.SIGINT, signal.SIGTERM)
-
-
-@contextmanager
-def held() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM until the block is done, so that a row is written whole, exactly once."""
-    # Python handles signals in the main thread only; other threads are never interrupted.
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    waiting: list[tuple[int, FrameType | None]] = []
-    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in _ENDS}
-    try:
-        for ending in _ENDS:
-            signal.signal(ending, lambda number, frame: waiting.append((number, frame)))
-        yield
-    finally:
-        for changed, handler in handlers.items():
-            signal.signal(changed, handler or signal.SIG_DFL)
-    for came, frame in waiting[:1]:
-        if callable(handlers[came]):
-            handlers[came](came, frame)
-        else:
-            os.kill(os.getpid(), came)
