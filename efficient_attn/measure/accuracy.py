@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
@@ -11,9 +12,8 @@ from torch import Tensor
 from efficient_attn.backends import build, resolve
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.measure import error as measure
 from efficient_attn.measure.calls import attention_flops
-from efficient_attn.measure.error import outputs_checked
+from efficient_attn.measure.error import mean_of_values, output_error, outputs_checked, unsafe_rows
 from efficient_attn.measure.inputs import Subject
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import MEAN_OF_VALUES, Variant, possible, with_size
@@ -43,9 +43,14 @@ def measure_error(
     q, k, v = subject.activations
 
     def measured(case: Case, backends: Sequence[Any]) -> Record:
+        errors = _errors(case, subject, metric, (backend(q, k, v) for backend in backends))
+        unsafe = None
+        # A backend without denominators has no unsafe rows.
+        with suppress(UnsupportedError):
+            unsafe = fmean(unsafe_rows(backend.denominators(q, k)) for backend in backends)
         return replace(
-            _errors(case, subject, metric, (backend(q, k, v) for backend in backends)),
-            unsafe_rows=_unsafe(backends, q, k),
+            errors,
+            unsafe_rows=unsafe,
             num_directions=directions_of(backends[0]),
             flops=attention_flops(case, backends[0].spec),
         )
@@ -61,7 +66,7 @@ def measure_mean(
     case = error_case(MEAN, subject, "output", threads=threads)
 
     def measured() -> Record:
-        return _errors(case, subject, metric, [measure.mean_of_values(q, v.double(), causal=subject.causal)])
+        return _errors(case, subject, metric, [mean_of_values(q, v.double(), causal=subject.causal)])
 
     return answer(case, measured)
 
@@ -114,17 +119,17 @@ def at_sizes(variant: Variant, subject: Subject, sizes: Sequence[int]) -> list[V
     if option is None or f"{option}=" in variant.label:
         try_options(variant, subject)
         return [variant]
-    found: list[Variant] = []
+    variants: list[Variant] = []
     for size in sizes:
         if not possible(size, tokens=subject.tokens, options=variant.options):
             continue
         try:
-            found.append(at_size(variant, subject, option, size))
+            variants.append(at_size(variant, subject, option, size))
         except OptionError:
-            if not found:
+            if not variants:
                 raise
-            found.append(with_size(variant, option, size))
-    return found
+            variants.append(with_size(variant, option, size))
+    return variants
 
 
 def one_backend(variant: Variant, subject: Subject) -> Any:
@@ -164,23 +169,15 @@ def _calibrate(backends: list[Any], subject: Subject) -> str | None:
 
 def _errors(case: Case, subject: Subject, metric: str, outputs: Iterable[Tensor]) -> Record:
     """The fields of a metric, each with its mean and one entry per draw."""
-    found = [measure.output_error(output, subject.exact) for output in outputs]
+    errors = [output_error(output, subject.exact) for output in outputs]
     draws = {
-        "output_relative_error": tuple(one.relative for one in found),
-        "output_mse": tuple(one.mse for one in found),
+        "output_relative_error": tuple(error.relative for error in errors),
+        "output_mse": tuple(error.mse for error in errors),
     }
     values: dict[str, Any] = {}
     for name in METRICS[metric]:
         values |= {name: fmean(draws[name]), f"{name}_draws": draws[name]}
     return Record(case=case, **values)
-
-
-def _unsafe(backends: Sequence[Any], q: Tensor, k: Tensor) -> float | None:
-    """Share of rows without a positive denominator, mean over draws; None without denominators."""
-    try:
-        return fmean(measure.unsafe_rows(backend.denominators(q, k)) for backend in backends)
-    except UnsupportedError:
-        return None
 
 
 def directions_of(backend: Any) -> int | None:

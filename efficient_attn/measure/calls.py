@@ -69,25 +69,26 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
         inputs: File of q, k, v for attention alone; None: a Gaussian draw.
     """
     # An existing module is copied: moving it to a dtype or device must not change the original.
-    own = target if isinstance(target, str) else copy.deepcopy(target)
-    spec = _PLAIN.get(case.backend) or resolve(own)
+    target = target if isinstance(target, str) else copy.deepcopy(target)
+    spec = _PLAIN.get(case.backend) or resolve(target)
     if case.backward and not spec.capabilities.gradients:
         raise UnsupportedError(f"Backend {spec.name!r} has no gradients; measure it without --backward.")
-    given = None if inputs is None else read_given(inputs, case.dtype, case.device, case.batch)
-    module = (
-        _build(case, spec, None if given is None else given.scale)
-        .to(device=case.device, dtype=getattr(torch, case.dtype))
-        .eval()
-    )
-    if given is None:
+    scale = None
+    if inputs is None:
         *tensors, gradient = _inputs(case)
     else:
-        tensors = list(given.activations)
+        subject = read_given(inputs, case.dtype, case.device, case.batch)
+        tensors, scale = list(subject.activations), subject.scale
         gradient = tensors[0].new_ones(*tensors[0].shape[:-1], tensors[2].shape[-1])
-    calibrated_on = _calibrate(module, tensors)
+    module = _build(case, spec, scale).to(device=case.device, dtype=getattr(torch, case.dtype)).eval()
+    calibrated_on = None
+    # Calibration on the measured inputs is not part of the measured call.
+    if any(isinstance(part, Backend) and part.needs_calibration for part in module.modules()):
+        calibrate(module, *tensors)
+        calibrated_on = SAME_INPUTS
 
-    def called(target: Any) -> Callable[[], object]:
-        return call_of(target, tensors, gradient if case.backward else None)
+    def called(module: Any) -> Callable[[], object]:
+        return _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
 
     call = called(module)
     streams = case.causal and bool(spec.capabilities.streaming)
@@ -170,19 +171,6 @@ MEAN = BackendSpec(
 _PLAIN = {CEILING: _VALUES, MEAN_OF_VALUES: MEAN}
 
 
-def _calibrate(module: Any, inputs: list[Tensor]) -> str | None:
-    """Calibrate the backends that require it on the measured inputs; not part of the measured call."""
-    if not any(isinstance(part, Backend) and part.needs_calibration for part in module.modules()):
-        return None
-    calibrate(module, *inputs)
-    return SAME_INPUTS
-
-
-def call_of(module: Any, inputs: list[Tensor], gradient: Tensor | None) -> Callable[[], object]:
-    """A forward pass, or a forward and a backward pass from the gradient of the output."""
-    return _forward(module, inputs) if gradient is None else _with_backward(module, inputs, gradient)
-
-
 def _forward(module: Any, inputs: list[Tensor]) -> Callable[[], object]:
     def call() -> object:
         with torch.no_grad():
@@ -193,17 +181,17 @@ def _forward(module: Any, inputs: list[Tensor]) -> Callable[[], object]:
 
 def _with_backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Callable[[], object]:
     """A forward pass, then the gradients with respect to inputs and parameters."""
-    own = [tensor.detach().requires_grad_() for tensor in inputs]
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     learned = list(_learned(module).values())
 
     def call() -> object:
-        return torch.autograd.grad(module(*own), [*own, *learned], gradient, allow_unused=True)
+        return torch.autograd.grad(module(*leaves), [*leaves, *learned], gradient, allow_unused=True)
 
     return call
 
 
 def _learned(module: Any) -> dict[str, Tensor]:
-    return {name: one for name, one in module.named_parameters() if one.requires_grad}
+    return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
 
 
 def _checked(module: Any, call: Callable[[], Any], case: Case) -> object:
@@ -214,8 +202,8 @@ def _checked(module: Any, call: Callable[[], Any], case: Case) -> object:
         learned = _learned(module)
         names = [*(["q", "k", "v"] if case.of == "attention" else ["x"]), *learned]
         # A backend may have unused parameters; baselines do not read q and k.
-        own = {id(one) for backend in backends_in(module) for one in backend.parameters()}
-        optional = [name for name, one in learned.items() if id(one) in own]
+        of_backends = {id(weight) for backend in backends_in(module) for weight in backend.parameters()}
+        optional = [name for name, weight in learned.items() if id(weight) in of_backends]
         optional += ["q", "k"] if case.backend in _PLAIN else []
         check_gradients(dict(zip(names, result, strict=True)), optional=optional)
     return result
@@ -367,13 +355,12 @@ def _captured(call: Call, device: str) -> Call:
 
 def _check_alike(result: Any, eager: Any) -> None:
     """Refuse results that are not finite, or unlike the eager ones in number, shape or dtype."""
-    found, wanted = (one if isinstance(one, tuple) else (one,) for one in (result, eager))
-    forms = [[_form(one) for one in side] for side in (found, wanted)]
-    if forms[0] != forms[1]:
-        raise WrongOutputError(f"the results are {forms[0]}, of the eager call {forms[1]}.")
-    if not all(one is None or one.isfinite().all() for one in found):
+    results, expected = (tensors if isinstance(tensors, tuple) else (tensors,) for tensors in (result, eager))
+    forms, eager_forms = (
+        [None if x is None else (list(x.shape), x.dtype, x.device) for x in tensors]
+        for tensors in (results, expected)
+    )
+    if forms != eager_forms:
+        raise WrongOutputError(f"the results are {forms}, of the eager call {eager_forms}.")
+    if not all(x is None or x.isfinite().all() for x in results):
         raise WrongOutputError("the results are not finite, although those of the eager call are.")
-
-
-def _form(one: Tensor | None) -> tuple[Any, ...] | None:
-    return None if one is None else (list(one.shape), one.dtype, one.device)

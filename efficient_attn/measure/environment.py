@@ -65,13 +65,13 @@ def available_bytes(device: str = "cpu") -> int | None:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    known = [amount for amount in (_memory_line("MemAvailable"), _container_bytes()) if amount is not None]
-    return min(known, default=None)
+    limits = (_memory_line("MemAvailable"), _container_bytes())
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def hide_paths(words: Sequence[str]) -> list[str]:
     """The words, with absolute paths made relative to the current folder or reduced to their last part."""
-    return [_PATH.sub(lambda found: _short(found.group()), word) for word in words]
+    return [_PATH.sub(lambda path: _short(path.group()), word) for word in words]
 
 
 # An absolute path, at the start of a word or after a separator between a flag or name and its value.
@@ -93,15 +93,15 @@ def _version(package: str) -> str | None:
 def _line(path: str, name: str) -> str | None:
     """Value of the first line `name: value` of a system file."""
     try:
-        found = re.search(rf"^{name}\s*:\s*(.+)$", Path(path).read_text(), flags=re.MULTILINE)
+        value = re.search(rf"^{name}\s*:\s*(.+)$", Path(path).read_text(), flags=re.MULTILINE)
     except OSError:
         return None
-    return found[1].strip() if found else None
+    return value[1].strip() if value else None
 
 
 def _memory_line(name: str) -> int | None:
-    found = _line("/proc/meminfo", name)
-    return int(found.removesuffix(" kB")) * 1024 if found else None
+    amount = _line("/proc/meminfo", name)
+    return int(amount.removesuffix(" kB")) * 1024 if amount else None
 
 
 def _container_bytes() -> int | None:
@@ -148,7 +148,7 @@ def _kernels(device: str) -> str:
         dtypes.setdefault(kernels(torch.device(device), getattr(torch, name)), []).append(name)
     if len(dtypes) == 1:
         return next(iter(dtypes))
-    return ", ".join(f"{found} ({', '.join(names)})" for found, names in dtypes.items())
+    return ", ".join(f"{kernel} ({', '.join(names)})" for kernel, names in dtypes.items())
 
 
 def _gpu(device: str) -> dict[str, Any] | None:
@@ -265,8 +265,8 @@ def gpu_state(device: str) -> dict[str, Any]:
     """Clocks, power and throttling of a GPU now, by field of a record; None without an answer."""
     if not device.startswith("cuda"):
         return {}
-    asked = ask_driver(device, [name for name, _ in _GPU_STATE.values()])
-    return {field: _read(asked[name], read) for field, (name, read) in _GPU_STATE.items()}
+    answers = ask_driver(device, [name for name, _ in _GPU_STATE.values()])
+    return {field: _read(answers[name], read) for field, (name, read) in _GPU_STATE.items()}
 
 
 def _read(text: str | None, read: Callable[[str], Any]) -> Any:

@@ -85,8 +85,8 @@ _ROWS = 64
 
 def cosine_distance(x: Tensor, exact: Tensor) -> float:
     """1 − cos(x, exact), mean over rows, as |x/|x| − exact/|exact||² / 2: accurate near 0, never negative."""
-    one, other = (F.normalize(rows.double(), dim=-1) for rows in (x, exact))
-    return float((one - other).square().sum(dim=-1).mean() / 2)
+    x, exact = (F.normalize(rows.double(), dim=-1) for rows in (x, exact))
+    return float((x - exact).square().sum(dim=-1).mean() / 2)
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
@@ -99,8 +99,8 @@ def next_token_kl(logits: Tensor, exact: Tensor) -> float:
     """Mean over positions of Σ p log(p / p'), in nats; logits [tokens vocabulary], p of `exact`."""
     total = 0.0
     for rows, exact_rows in zip(logits.split(_ROWS), exact.split(_ROWS), strict=True):
-        p, other = (F.log_softmax(part.double(), dim=-1) for part in (exact_rows, rows))
-        total += float(F.kl_div(other, p, reduction="sum", log_target=True))
+        p, estimate = (F.log_softmax(part.double(), dim=-1) for part in (exact_rows, rows))
+        total += float(F.kl_div(estimate, p, reduction="sum", log_target=True))
     # The divergence of equal distributions is zero, up to rounding of either sign.
     return max(total / len(logits), 0.0) if math.isfinite(total) else total
 
@@ -154,10 +154,10 @@ def sample_rows(
     masks = [None] * len(q) if key_mask is None else list(key_mask)
     real = [_real_tokens(q.shape[2], mask, causal=backend.problem.causal) for mask in masks]
     of, generator, samples = q.shape[1] * sum(map(len, real)), torch.Generator("cpu").manual_seed(seed), []
-    wanted = max(_FEWEST, math.ceil(_SHARE * of)) if rows is None else rows
+    count = max(_FEWEST, math.ceil(_SHARE * of)) if rows is None else rows
     for entry, (mask, tokens) in enumerate(zip(masks, real, strict=True)):
         # Rows of padding are drawn from the other entries, in proportion to their tokens.
-        each = math.ceil(wanted * len(tokens) / max(of, 1))
+        each = math.ceil(count * len(tokens) / max(of, 1))
         each = min(max(each, _LEAST), len(tokens))
         if each:
             _check_finite(out[entry, :, tokens.to(out.device)])
@@ -209,16 +209,17 @@ def _samples(
     for start in range(0, count, at_once):
         rows = drawn[:, start : start + at_once]
         part = slice(start, start + rows.shape[1])
-        queries, some = (
+        queries, drawn_out = (
             x.gather(1, rows.unsqueeze(-1).expand(-1, -1, x.shape[-1])).to(wide) for x in (q, out)
         )
         scores = queries.unflatten(0, (len(k), -1)).flatten(1, 2) @ keys.mT * backend.problem.factor
         hidden = _hidden(rows, q.shape[1], k.shape[1], mask, causal=backend.problem.causal)
         weights = scores.masked_fill_(hidden.view_as(scores), -torch.inf).softmax(dim=-1).nan_to_num_(0.0)
-        found = (weights @ values).view(len(q), -1, v.shape[-1])
-        errors[:, part], exact[:, part] = (some - found).square().sum(dim=-1), found.square().sum(dim=-1)
-    pairs = zip(errors.double().cpu().numpy(), exact.double().cpu().numpy(), strict=True)
-    return [Sample(one, other, of) for one, other in pairs]
+        output = (weights @ values).view(len(q), -1, v.shape[-1])
+        errors[:, part] = (drawn_out - output).square().sum(dim=-1)
+        exact[:, part] = output.square().sum(dim=-1)
+    heads = zip(errors.double().cpu().numpy(), exact.double().cpu().numpy(), strict=True)
+    return [Sample(error, norm, of) for error, norm in heads]
 
 
 def _hidden(rows: Tensor, q_tokens: int, k_tokens: int, mask: Tensor | None, *, causal: bool) -> Tensor:
@@ -236,7 +237,7 @@ class WrongOutputError(Exception):
 @contextmanager
 def outputs_checked(*modules: nn.Module) -> Iterator[None]:
     """Check all outputs of the backends in the modules, or of modules that are backends, within the block."""
-    hooks = [one.register_forward_hook(_check_call, with_kwargs=True) for one in backends_in(*modules)]
+    hooks = [part.register_forward_hook(_check_call, with_kwargs=True) for part in backends_in(*modules)]
     try:
         yield
     finally:
@@ -246,8 +247,8 @@ def outputs_checked(*modules: nn.Module) -> Iterator[None]:
 
 def backends_in(*modules: nn.Module) -> list[Backend]:
     """All distinct backends in the modules."""
-    found = (part for module in modules for part in module.modules() if isinstance(part, Backend))
-    return list(dict.fromkeys(found))
+    backends = (part for module in modules for part in module.modules() if isinstance(part, Backend))
+    return list(dict.fromkeys(backends))
 
 
 def check_gradients(gradients: Mapping[str, Tensor | None], *, optional: Sequence[str] = ()) -> None:
@@ -265,17 +266,17 @@ def check_gradients(gradients: Mapping[str, Tensor | None], *, optional: Sequenc
 
 
 def _check_call(backend: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-    given = dict(zip("qkv", args, strict=False)) | named
-    q, k, v = (given[name].detach() for name in "qkv")
+    arguments = dict(zip("qkv", args, strict=False)) | named
+    q, k, v = (arguments[name].detach() for name in "qkv")
     shape = [*q.shape[:-1], v.shape[-1]]
-    wanted = f"expected a tensor {shape} of {q.dtype}"
+    expected = f"expected a tensor {shape} of {q.dtype}"
     if not isinstance(output, Tensor):
         came = "None" if output is None else f"of type {type(output).__name__}"
-        raise WrongOutputError(f"the output is {came}; {wanted}.")
+        raise WrongOutputError(f"the output is {came}; {expected}.")
     if list(output.shape) != shape:
-        raise WrongOutputError(f"the output has shape {list(output.shape)}; {wanted}.")
+        raise WrongOutputError(f"the output has shape {list(output.shape)}; {expected}.")
     if output.dtype != q.dtype:
-        raise WrongOutputError(f"the output has dtype {output.dtype}; {wanted}.")
+        raise WrongOutputError(f"the output has dtype {output.dtype}; {expected}.")
     if output.device != q.device:
         raise WrongOutputError(f"the output is on {output.device}, but q on {q.device}.")
     if not _is_finite(output) and all(map(_is_finite, (q, k, v))):

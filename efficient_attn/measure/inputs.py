@@ -147,22 +147,22 @@ def read_activations(path: str | Path) -> Captured:
         _check_shapes({letter: described[name] for letter, name in group.items()}, path)
     tensors = load_tensors(path, (name for group in names.values() for name in group.values()))
     layers = {layer: _activations(names[layer], tensors, path) for layer in sorted(names)}
-    known: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for name in _METADATA.keys() & about.keys():
         try:
-            known[name] = msgspec.json.decode(about[name], type=_METADATA[name])
+            metadata[name] = msgspec.json.decode(about[name], type=_METADATA[name])
         except (msgspec.DecodeError, RecursionError) as error:
             raise DataError(f"{path}: {name} in the metadata cannot be read: {error}.") from None
     rest = {name: text for name, text in about.items() if name not in _METADATA}
-    return Captured(layers=layers, about=rest, **known)
+    return Captured(layers=layers, about=rest, **metadata)
 
 
 def _by_layer(tensors: Mapping[str, Tensor], path: Path) -> dict[int, dict[str, str]]:
     """{layer: {"q": name, "k": …, "v": …}}; tensors without a layer in their name belong to layer 0."""
     groups: dict[int, dict[str, str]] = {}
     for name in tensors:
-        if found := _NAME.fullmatch(name):
-            groups.setdefault(int(found[1] or 0), {})[found[2]] = name
+        if parts := _NAME.fullmatch(name):
+            groups.setdefault(int(parts[1] or 0), {})[parts[2]] = name
     incomplete = [layer for layer, group in groups.items() if len(group) < len(Activations._fields)]
     if not groups or incomplete:
         names = ", ".join(sorted(tensors)[:6]) or "nothing"
@@ -251,7 +251,7 @@ class Subject:
     def head_dim(self) -> int:
         return self.activations.q.shape[-1]
 
-    def placed(
+    def converted(
         self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1, causal: bool = False
     ) -> "Subject":
         """Copies of the first tokens in a dtype on a device; inputs are never extended.
@@ -297,17 +297,17 @@ def subjects(
             f"inputs and norms must not be empty; inputs are {', '.join(WORDS)} or a safetensors file."
         )
     draw = functools.partial(gaussian, tokens=tokens, num_heads=num_heads, head_dim=head_dim)
-    found: list[Subject] = []
+    chosen: list[Subject] = []
     for source in inputs:
         if source == "gaussian":
-            found += [
-                Subject(f"gaussian(norm={norm:g})", draw(norm=norm, seed=one), head_dim**-0.5, one)
+            chosen += [
+                Subject(f"gaussian(norm={norm:g})", draw(norm=norm, seed=stream), head_dim**-0.5, stream)
                 for norm in norms
-                for one in range(seed, seed + data_seeds)
+                for stream in range(seed, seed + data_seeds)
             ]
         else:
-            found += _of_model(source, layers, seq_len, seed, causal)
-    return tuple(found)
+            chosen += _of_model(source, layers, seq_len, seed, causal)
+    return tuple(chosen)
 
 
 def _of_model(
@@ -377,4 +377,4 @@ def read_given(path: str, dtype: str, device: str, batch: int = 1) -> Subject:
     captured = read_activations(path)
     ((layer, activations),) = captured.layers.items()
     scale = activations.q.shape[-1] ** -0.5 if captured.scale is None else captured.scale
-    return Subject(f"layer {layer}", activations, scale).placed(dtype=dtype, device=device, batch=batch)
+    return Subject(f"layer {layer}", activations, scale).converted(dtype=dtype, device=device, batch=batch)

@@ -136,11 +136,11 @@ def check_isolated(
         if (refusal := refusal_of(backend, process, rehearse=False, limit_s=timeout_s)) is not None:
             raise DataError(refusal)
         # A check of the long form also runs if it is named.
-        known = check_names(long=long or only is not None)
-        chosen = list(known if only is None else only)
+        names = check_names(long=long or only is not None)
+        chosen = list(names if only is None else only)
         for name in chosen:
-            if name not in known:
-                raise UnknownNameError("check", name, known)
+            if name not in names:
+                raise UnknownNameError("check", name, names)
         records: list[CheckRecord] = []
         hung = 0
         for name in chosen:

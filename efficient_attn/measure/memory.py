@@ -43,15 +43,15 @@ def allocations_are_seen() -> bool:
     """Whether a known pattern of allocations is measured to the byte; tested once per process."""
     import torch
 
-    large, small, kept = 1 << 20, 1 << 19, 1 << 10
+    sizes, remaining = (1 << 20, 1 << 19), 1 << 10
 
     def pattern() -> Any:
-        one, other = (torch.empty(size, dtype=torch.uint8) for size in (large, small))
-        del one, other
-        return torch.empty(kept, dtype=torch.uint8)
+        scratch = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        scratch.clear()
+        return torch.empty(remaining, dtype=torch.uint8)
 
     try:
-        return _allocation_peak(pattern)[:2] == (large + small, kept)
+        return _allocation_peak(pattern)[:2] == (sum(sizes), remaining)
     except (AttributeError, RuntimeError):
         return False
 
@@ -124,8 +124,8 @@ def _cuda_peak(call: Call, device: str) -> Peak:
     after = torch.cuda.memory_stats(device)
     del result
     level = before["allocated_bytes.all.current"]
-    highest, kept = (after[f"allocated_bytes.all.{name}"] - level for name in ("peak", "current"))
-    return Peak(highest, kept, CUDA_ALLOCATED)
+    highest, current = (after[f"allocated_bytes.all.{name}"] - level for name in ("peak", "current"))
+    return Peak(highest, current, CUDA_ALLOCATED)
 
 
 def tensors_in(value: Any) -> Iterator[Any]:

@@ -145,8 +145,7 @@ class Process:
         except subprocess.TimeoutExpired:
             return "the process stopped answering"
         if code < 0:
-            known = -code in set(signal.Signals)
-            name = signal.Signals(-code).name if known else "unnamed"
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else "unnamed"
             likely = ": likely the system's out-of-memory killer" if code == -signal.SIGKILL else ""
             return f"the process crashed with signal {-code} ({name}){likely}"
         return f"the process ended with exit code {code}"

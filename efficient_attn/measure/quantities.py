@@ -68,8 +68,9 @@ class Quantity:
         """Fields of a record for the value and for its samples."""
         yield Field(self.field, self.type, self.unit, self.meaning)
         if self.samples not in (None, self.field):
-            one = f"{self.scatter}".removesuffix("s")
-            yield Field(f"{self.samples}", "numbers", self.unit, f"Values of {self.field}, one per {one}.")
+            repetition = f"{self.scatter}".removesuffix("s")
+            meaning = f"Values of {self.field}, one per {repetition}."
+            yield Field(f"{self.samples}", "numbers", self.unit, meaning)
 
 
 # Declared so far: compared quantities and conditions by name, fields and kinds of records.
@@ -107,8 +108,8 @@ def mean_error(name: str, unit: str, meaning: str, *, type: Type = "number") -> 
 
 def error(name: str, unit: str, meaning: str, *, rounding: int = 1) -> Quantity:
     """Error with one value per draw, kept in `NAME_draws`."""
-    kept = f"{name}_draws"
-    return Quantity(name, unit, meaning, scatter="draws", threshold=MATTERS, samples=kept, rounding=rounding)
+    draws = f"{name}_draws"
+    return Quantity(name, unit, meaning, scatter="draws", threshold=MATTERS, samples=draws, rounding=rounding)
 
 
 def setting(

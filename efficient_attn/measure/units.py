@@ -29,10 +29,10 @@ def parse_sizes(text: str | int | Sequence[int], *, name: str) -> tuple[int, ...
 
 def parse_seconds(text: str | float, *, name: str) -> float:
     """Seconds from `90`, `90s`, `2m` or `1h`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", str(text).strip().lower())
-    if found is None or float(found[1]) == 0:
+    amount = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", str(text).strip().lower())
+    if amount is None or float(amount[1]) == 0:
         raise OptionError(f"{name} is a duration such as 90s, 2m or 1h, not {text!r}.")
-    return float(found[1]) * _SECONDS[found[2]]
+    return float(amount[1]) * _SECONDS[amount[2]]
 
 
 def parse_bytes(text: str | int, *, name: str, available: int | None) -> int | None:
@@ -77,10 +77,10 @@ def _is_size(value: object) -> bool:
 
 def _range(part: str, *, name: str, text: str) -> list[int]:
     """The sizes of `256`, `256:4096:x2` or `256:1024:256`."""
-    found = _RANGE.fullmatch(part.strip().lower())
-    pieces = [piece for piece in found.group("first", "last", "step") if piece] if found else []
+    bounds = _RANGE.fullmatch(part.strip().lower())
+    pieces = [piece for piece in bounds.group("first", "last", "step") if piece] if bounds else []
     sizes = [int(piece.removesuffix("k")) * (1024 if piece.endswith("k") else 1) for piece in pieces]
-    if found is None or not all(map(_is_size, sizes)):
+    if bounds is None or not all(map(_is_size, sizes)):
         raise OptionError(
             f"{name} cannot be {text!r}. Write 256,512 or 256:4096:x2 (from, to, factor) or 1k (1024); "
             f"sizes are from 1 to {_MOST_TOKENS}."
@@ -88,10 +88,10 @@ def _range(part: str, *, name: str, text: str) -> list[int]:
     if len(sizes) == 1:
         return sizes
     size, last, step = sizes
-    if last < size or (found["times"] and step < 2):
+    if last < size or (bounds["times"] and step < 2):
         raise OptionError(f"{name} {text} never grows; write 256:4096:x2 (from, to, factor).")
     sizes = []
     while size <= last and len(sizes) <= _MOST_POINTS:
         sizes.append(size)
-        size = size * step if found["times"] else size + step
+        size = size * step if bounds["times"] else size + step
     return sizes

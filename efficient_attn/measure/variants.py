@@ -1,4 +1,4 @@
-"""Variants: backends with a choice of their options."""
+"""Variants: backends with a choice of their options; labels of variants, and names of inputs."""
 
 import itertools
 import math
@@ -27,6 +27,19 @@ CEILING = "attention := v"
 # The baseline of all comparisons, exact attention through the fused kernel; and naive attention, the baseline
 # of the papers.
 YARDSTICK, DENSE = "exact", "exact-dense"
+
+# Label of the uniform-attention baseline: each query gets the mean of the values.
+MEAN_OF_VALUES = "mean of V"
+
+# Subject of cases of a whole model, and label of its original attention.
+MODEL, OWN = "model", "the model's own"
+
+# Backend and label of a plan: a backend for each layer of a model.
+PLAN = "plan"
+
+# Names of inputs: several layers of a model, and a single one.
+_SEVERAL = re.compile(r"(.*)\(layers=(\d+(?:,\d+)*)\)", re.DOTALL)
+_SINGLE = re.compile(r"(.*)\(layer=(\d+)\)", re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +115,17 @@ def select(
         exclude: Names to leave out.
         also: Whether None selects the further variants of the backends too, unless options of theirs are set.
     """
-    targets = _near_softmax() if backends is None else list(backends)
-    every = [(target if isinstance(target, str) else _name(target), target) for target in targets]
-    names = [name for name, _ in every]
+    from efficient_attn.backends import list_backends, resolve, spec
+
+    targets = backends
+    if targets is None:
+        targets = [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
+    selected = [(_name(target), target) for target in targets]
+    names = [name for name, _ in selected]
     for name in exclude or ():
         if name not in names:
             raise UnknownNameError("selected backend to exclude", name, names)
-    named = [(name, target) for name, target in every if name not in (exclude or ())]
+    named = [(name, target) for name, target in selected if name not in (exclude or ())]
     if not named:
         raise OptionError(f"exclude leaves no backend of {', '.join(names)}.")
     chosen = ", ".join(name for name, _ in named)
@@ -118,27 +135,17 @@ def select(
         if backend not in dict(named):
             raise OptionError(f"--set {backend}.…: {backend!r} is not a selected backend ({chosen}).")
     prove([target for _, target in named if isinstance(target, str)], rehearse=rehearse)
-    found: dict[str, Variant] = {}
+    variants: dict[str, Variant] = {}
     for name, target in named:
-        for variant in _chosen(name, target, (settings or {}).get(name, {}), also and backends is None):
-            if found.setdefault(variant.label, variant) is not variant:
+        choices = [(settings or {}).get(name, {})]
+        if also and backends is None and not choices[0]:
+            choices += [
+                {option: [value] for option, value in further.items()} for further in resolve(target).also
+            ]
+        for variant in itertools.chain(*(_variants(name, target, options) for options in choices)):
+            if variants.setdefault(variant.label, variant) is not variant:
                 raise OptionError(f"Two of the backends are called {variant.label!r}; name each once.")
-    return tuple(found.values())
-
-
-def _chosen(name: str, target: Any, settings: Mapping[str, Sequence[Any]], also: bool) -> Iterator[Variant]:
-    from efficient_attn.backends import resolve
-
-    yield from _variants(name, target, settings)
-    if also and not settings:
-        for further in resolve(target).also:
-            yield from _variants(name, target, {option: [value] for option, value in further.items()})
-
-
-def _near_softmax() -> list[str]:
-    from efficient_attn.backends import list_backends, spec
-
-    return [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
+    return tuple(variants.values())
 
 
 def ceiling() -> Variant:
@@ -170,21 +177,21 @@ def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> 
     from efficient_attn.backends import resolve
 
     spec = resolve(target)
-    known = typing.get_type_hints(spec.options_type)
+    option_types = typing.get_type_hints(spec.options_type)
     for option in settings:
-        if option not in known:
-            raise UnknownNameError(f"option of backend {name!r}", option, known)
+        if option not in option_types:
+            raise UnknownNameError(f"option of backend {name!r}", option, option_types)
     choices = [
-        [_converted(name, option, value, known[option]) for value in values]
+        [_converted(name, option, value, option_types[option]) for value in values]
         for option, values in settings.items()
     ]
     # A path without its folders, which are specific to one machine.
     file, colon, thing = name.rpartition(":")
     shown = f"{PurePath(file).name}:{thing}" if colon else name
     for values in itertools.product(*choices):
-        given = dict(zip(settings, values, strict=True))
-        setting = ", ".join(f"{option}={value}" for option, value in given.items())
-        complete = recorded(spec.options_type(**given))
+        options = dict(zip(settings, values, strict=True))
+        setting = ", ".join(f"{option}={value}" for option, value in options.items())
+        complete = recorded(spec.options_type(**options))
         yield Variant(
             backend=shown,
             label=f"{shown}({setting})" if setting else shown,
@@ -197,35 +204,27 @@ def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> 
 
 
 def _name(target: Any) -> str:
-    own = getattr(target, "name", None) or getattr(target, "__name__", None)
-    return own if isinstance(own, str) else type(target).__name__
+    if isinstance(target, str):
+        return target
+    name = getattr(target, "name", None) or getattr(target, "__name__", None)
+    return name if isinstance(name, str) else type(target).__name__
 
 
-def _converted(backend: str, option: str, value: Any, wanted: Any) -> Any:
+def _converted(backend: str, option: str, value: Any, option_type: Any) -> Any:
     """Convert the text of an option to its type."""
-    kinds = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+    kinds = typing.get_args(option_type) if isinstance(option_type, types.UnionType) else (option_type,)
     if not isinstance(value, str) or not {*kinds} <= {*_PLAIN}:
         return value
     if value.lower() == "none" and type(None) in kinds:
         return None
     try:
-        found = msgspec.convert(value, wanted, strict=False)
+        converted = msgspec.convert(value, option_type, strict=False)
     except msgspec.ValidationError:
-        found = math.nan
-    if isinstance(found, float) and not math.isfinite(found):
+        converted = math.nan
+    if isinstance(converted, float) and not math.isfinite(converted):
         names = " or ".join(_TYPE_NAMES.get(kind, "none") for kind in kinds)
         raise DtypeError(f"--set {backend}.{option}={value}: {option} is {names}, not {value!r}.")
-    return found
-
-
-# Label of the uniform-attention baseline: each query gets the mean of the values.
-MEAN_OF_VALUES = "mean of V"
-
-# Subject of cases of a whole model, and label of its original attention.
-MODEL, OWN = "model", "the model's own"
-
-# Backend and label of a plan: a backend for each layer of a model.
-PLAN = "plan"
+    return converted
 
 
 class Sized(NamedTuple):
@@ -248,7 +247,7 @@ def sized(case: Case) -> Sized:
     for item in reversed(inner):
         option, _, value = item.partition("=")
         if option != SEED and option in case.options and re.fullmatch(r"\d+", value):
-            rest = [other for other in inner if other != item]
+            rest = [setting for setting in inner if setting != item]
             return Sized(f"{name}({', '.join(rest)})" if rest else name, int(value))
     return Sized(case.label, None)
 
@@ -260,20 +259,16 @@ def possible(size: int, *, tokens: int, options: Mapping[str, Any]) -> bool:
 
 def _split(label: str) -> tuple[str, list[str]]:
     """`name(a=1, b=2)` as name and items; a label without items unchanged."""
-    found = re.fullmatch(r"(.*?)\((.*)\)", label)
-    return (found[1], found[2].split(", ")) if found else (label, [])
-
-
-_SEVERAL = re.compile(r"(.*)\(layers=(\d+(?:,\d+)*)\)", re.DOTALL)
-_SINGLE = re.compile(r"(.*)\(layer=(\d+)\)", re.DOTALL)
+    parts = re.fullmatch(r"(.*?)\((.*)\)", label)
+    return (parts[1], parts[2].split(", ")) if parts else (label, [])
 
 
 def joint_name(names: Sequence[str]) -> str:
     """`encoder(layers=0,1,5)` for the inputs `encoder(layer=0)`, `encoder(layer=1)`, `encoder(layer=5)`."""
-    found = [_SINGLE.fullmatch(name) for name in names]
-    if len(names) == 1 or not all(found):
+    if len(names) == 1 or not all(map(is_layer, names)):
         return names[0]
-    return f"{names[0].rpartition('(')[0]}(layers={','.join(one[2] for one in found if one)})"
+    layers = ",".join(name.rpartition("=")[2].removesuffix(")") for name in names)
+    return f"{names[0].rpartition('(')[0]}(layers={layers})"
 
 
 def is_layer(inputs: str) -> bool:
@@ -283,8 +278,8 @@ def is_layer(inputs: str) -> bool:
 
 def single_names(inputs: str) -> tuple[str, ...]:
     """The inputs behind a joint name; any other name stands for itself."""
-    found = _SEVERAL.fullmatch(inputs)
-    return tuple(f"{found[1]}(layer={layer})" for layer in found[2].split(",")) if found else (inputs,)
+    joint = _SEVERAL.fullmatch(inputs)
+    return tuple(f"{joint[1]}(layer={layer})" for layer in joint[2].split(",")) if joint else (inputs,)
 
 
 def timed_layer(inputs: str) -> str:

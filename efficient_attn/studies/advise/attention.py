@@ -109,7 +109,9 @@ def shipped_layers(workload: Workload) -> list[list[Any]]:
 
 
 def _placed(layer: Any, workload: Workload, tokens: int | None = None) -> Any:
-    return layer.placed(tokens=tokens, dtype=workload.dtype, device=workload.device, causal=workload.causal)
+    return layer.converted(
+        tokens=tokens, dtype=workload.dtype, device=workload.device, causal=workload.causal
+    )
 
 
 def _errors(source: Source, tokens: int, workload: Workload, *, draws: int) -> Any:

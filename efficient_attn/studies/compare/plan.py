@@ -143,7 +143,7 @@ def _subjects(
         causal=workload.causal,
     )
     found = tuple(
-        one.placed(
+        one.converted(
             dtype=workload.dtype,
             device=workload.device,
             tokens=seq_len,

@@ -101,7 +101,7 @@ def plan(
             seed=seed,
             data_seeds=data_seeds,
         )
-        return [one.placed(dtype=workload.dtype, device=workload.device) for one in made]
+        return [one.converted(dtype=workload.dtype, device=workload.device) for one in made]
 
     found, left_out = those_that_fit(named, placed, default=_INPUTS)
     chosen = [one for made in found for one in made]
