@@ -2,7 +2,7 @@
 
 Blocks are post-norm with ReLU, model_dim = num_heads·head_dim and a feed-forward dimension of 4·model_dim, as
 in the base model of Vaswani et al. 2017. Embeddings and positions are omitted: they are the same for every
-attention.
+attention. A call is eager, compiled by torch.compile, or replayed from a CUDA graph.
 """
 
 import copy
@@ -38,6 +38,14 @@ from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.theory.complexity import Cost, block_flops, call_cost
 from efficient_attn.transformer.block import TransformerBlock
 from efficient_attn.transformer.stack import Encoder
+
+# Ratio of the feed-forward dimension to model_dim.
+WIDENING = 4
+
+Call = Callable[[], Any]
+
+# Calls on a side stream before a capture, as torch's documentation asks.
+_CALLS_BEFORE_CAPTURE = 3
 
 
 class Prepared(NamedTuple):
@@ -227,10 +235,6 @@ def _gaussian(count: int, shape: tuple[int, ...], dtype: str, device: str, seed:
     return tuple(tensor.to(device=device, dtype=getattr(torch, dtype)) for tensor in drawn)
 
 
-# Ratio of the feed-forward dimension to model_dim.
-WIDENING = 4
-
-
 def flops(case: Case, spec: BackendSpec) -> int | None:
     """Operations of the matrix products of one call; None if the backend does not count them."""
     cost = _cost(case, spec)
@@ -300,12 +304,6 @@ def known_flops(case: Case, target: Any) -> int | None:
             return attention_flops(case, target)
     except Exception:
         return None
-
-
-Call = Callable[[], Any]
-
-# Calls on a side stream before a capture, as torch's documentation asks.
-_CALLS_BEFORE_CAPTURE = 3
 
 
 def executed(

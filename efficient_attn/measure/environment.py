@@ -1,4 +1,8 @@
-"""The machine and software of a measurement, without any name of a person or host."""
+"""The machine and software of a measurement, without any name of a person or host; conditions meanwhile.
+
+Conditions are background load, CPU steal, clock drift and the state of a GPU. The figures are approximate,
+and depend on the system; unknown figures are None.
+"""
 
 import importlib.metadata
 import os
@@ -31,6 +35,22 @@ _FORMER_FIELDS = {"clocks_event_reasons.active": ["clocks_throttle_reasons.activ
 
 # Time limit of a query to git or the driver.
 _PATIENCE_S = 5
+
+# An absolute path, at the start of a word or after a separator between a flag or name and its value.
+_PATH = re.compile(r"(?:(?<=^)|(?<=[=,:\s]))(?:~?/|[A-Za-z]:\\)[^,:\s]*")
+
+# Fields of records on the state of a GPU: the name at the driver, and the function of its answer.
+_GPU_STATE: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "sm_clock_hz": ("clocks.sm", lambda text: 1e6 * float(text.removesuffix(" MHz"))),
+    "memory_clock_hz": ("clocks.mem", lambda text: 1e6 * float(text.removesuffix(" MHz"))),
+    "power_w": ("power.draw", lambda text: float(text.removesuffix(" W"))),
+    "temperature_c": ("temperature.gpu", float),
+    "power_state": ("pstate", str),
+    "throttle_reasons": ("clocks_event_reasons.active", lambda text: int(text, 16)),
+}
+
+# A fixed loop: long enough for the clock, short enough that one of the runs is not preempted.
+_LOOP_STEPS, _LOOPS = 20_000, 100
 
 
 def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
@@ -72,10 +92,6 @@ def available_bytes(device: str = "cpu") -> int | None:
 def hide_paths(words: Sequence[str]) -> list[str]:
     """The words, with absolute paths made relative to the current folder or reduced to their last part."""
     return [_PATH.sub(lambda path: _short(path.group()), word) for word in words]
-
-
-# An absolute path, at the start of a word or after a separator between a flag or name and its value.
-_PATH = re.compile(r"(?:(?<=^)|(?<=[=,:\s]))(?:~?/|[A-Za-z]:\\)[^,:\s]*")
 
 
 def _short(path: str) -> str:
@@ -203,20 +219,6 @@ def _ask(command: list[str]) -> str | None:
 def command_line() -> list[str]:
     """The running command, without the path of its program."""
     return [Path(sys.argv[0]).name, *sys.argv[1:]]
-
-
-# Fields of records on the state of a GPU: the name at the driver, and the function of its answer.
-_GPU_STATE: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "sm_clock_hz": ("clocks.sm", lambda text: 1e6 * float(text.removesuffix(" MHz"))),
-    "memory_clock_hz": ("clocks.mem", lambda text: 1e6 * float(text.removesuffix(" MHz"))),
-    "power_w": ("power.draw", lambda text: float(text.removesuffix(" W"))),
-    "temperature_c": ("temperature.gpu", float),
-    "power_state": ("pstate", str),
-    "throttle_reasons": ("clocks_event_reasons.active", lambda text: int(text, 16)),
-}
-
-# A fixed loop: long enough for the clock, short enough that one of the runs is not preempted.
-_LOOP_STEPS, _LOOPS = 20_000, 100
 
 
 class Moment(NamedTuple):

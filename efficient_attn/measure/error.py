@@ -1,7 +1,9 @@
-"""Error of an output against exact softmax attention in float64, compared with a trivial baseline.
+"""Errors against exact softmax attention in float64, distances of models, and checks of outputs.
 
 The baseline is uniform attention, the mean of the values for every query. An approximation with a larger
-error carries no information about the keys that a query attends to.
+error carries no information about the keys that a query attends to. A sample of rows estimates the error of a
+long sequence. Distances between the outputs of a model with and without replaced attention are computed in
+blocks of rows where rows are as wide as the vocabulary.
 """
 
 import math
@@ -22,6 +24,18 @@ from efficient_attn.shapes import Keys, Output, Queries, Values
 
 # Scores are computed in blocks of rows, so that a long sequence never builds the whole float64 matrix.
 _ENTRIES_AT_ONCE = 1 << 23
+
+_ROWS = 64
+
+# Fewest rows, and the share of all rows where that is more.
+_FEWEST, _SHARE = 64, 0.01
+
+# Rows of a head without which its variance is unknown.
+_LEAST = 2
+
+Floats: TypeAlias = NDArray[np.float64]
+
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class OutputError(NamedTuple):
@@ -80,9 +94,6 @@ def blocks(q: Queries, k: Keys, *, causal: bool) -> Iterator[tuple[slice, int]]:
         yield slice(start, end), k_tokens - q_tokens + end if causal else k_tokens
 
 
-_ROWS = 64
-
-
 def cosine_distance(x: Tensor, exact: Tensor) -> float:
     """1 − cos(x, exact), mean over rows, as |x/|x| − exact/|exact||² / 2: accurate near 0, never negative."""
     x, exact = (F.normalize(rows.double(), dim=-1) for rows in (x, exact))
@@ -117,15 +128,6 @@ def perplexity(logits: Tensor, ids: Tensor) -> float:
         for rows, following in zip(logits[:-1].split(_ROWS), ids[1:].split(_ROWS), strict=True)
     ]
     return float(torch.stack(losses).sum().div(len(ids) - 1).exp())
-
-
-# Fewest rows, and the share of all rows where that is more.
-_FEWEST, _SHARE = 64, 0.01
-# Rows of a head without which its variance is unknown.
-_LEAST = 2
-
-Floats: TypeAlias = NDArray[np.float64]
-Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Sample(NamedTuple):

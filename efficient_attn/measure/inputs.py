@@ -1,4 +1,7 @@
-"""Sources of q, k and v: Gaussian draws, the shipped activations, or a file of captured activations."""
+"""Sources of q, k and v: Gaussian draws, the shipped activations, or a file of captured activations.
+
+A subject is the named input of a measurement, with its exact output and its transfer to another process.
+"""
 
 import functools
 import re
@@ -46,6 +49,11 @@ CAUSAL = "causal over all keys"
 
 # Stream of the seed for inputs; backends use the plain seed, and equal streams would give equal vectors.
 _INPUT_STREAM = 1
+
+WORDS = ("gaussian", *SHIPPED)
+
+# Rows per head for a median of pairs; more rows do not change its second digit.
+_MOST_ROWS = 256
 
 
 class Activations(NamedTuple):
@@ -119,17 +127,16 @@ def shipped(text: int = 0) -> Captured:
         names = ", ".join(f"{number} ({name})" for number, name in enumerate(TEXTS))
         raise OptionError(f"text is one of {names}, not {text!r}.")
     name = TEXTS[text]
-    whole, *parts = (_read_shipped(file) for file in _FILES.get(name, (name,)))
+    parts = []
+    for file in _FILES.get(name, (name,)):
+        with resources.as_file(resources.files("efficient_attn.data") / f"{file}.safetensors") as path:
+            parts.append(read_activations(path))
+    whole, *parts = parts
     layers, patterns = dict(whole.layers), dict(whole.patterns)
     for part in parts:
         layers |= part.layers
         patterns |= part.patterns
     return replace(whole, layers=dict(sorted(layers.items())), patterns=patterns)
-
-
-def _read_shipped(name: str) -> Captured:
-    with resources.as_file(resources.files("efficient_attn.data") / f"{name}.safetensors") as path:
-        return read_activations(path)
 
 
 def read_activations(path: str | Path) -> Captured:
@@ -195,12 +202,6 @@ def _activations(names: Mapping[str, str], tensors: Mapping[str, Tensor], path: 
 
 def _as_batch(tensor: Tensor) -> Tensor:
     return tensor[None] if tensor.ndim == 3 else tensor
-
-
-WORDS = ("gaussian", *SHIPPED)
-
-# Rows per head for a median of pairs; more rows do not change its second digit.
-_MOST_ROWS = 256
 
 
 @dataclass(frozen=True, eq=False)

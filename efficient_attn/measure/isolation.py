@@ -1,6 +1,6 @@
 """Process isolation: a backend that crashes, hangs or exhausts memory costs one record.
 
-The child process is reused while it is healthy.
+The child process is reused while it is healthy. The conformance suite runs in such a process too.
 """
 
 import json

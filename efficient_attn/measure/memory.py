@@ -1,4 +1,4 @@
-"""Peak memory of a call, in bytes above the level before it.
+"""Peak memory of a call, in bytes above the level before it, and its prediction for a case.
 
 On the CPU the allocator's events, as recorded by the profiler, give the peak to the byte, including kernel
 workspaces. The events come from a private part of torch, which a known pattern of allocations tests.
@@ -19,6 +19,23 @@ Call = Callable[[], object]
 
 ALLOCATIONS = "cpu allocation events"
 CUDA_ALLOCATED = "cuda allocated"
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+# Score matrices alive at once in naive attention: scores and weights; in the backward pass the weights of
+# every layer, their gradient and the gradient of the scores.
+_DENSE_SCORES = 2
+
+# Vectors of a token alive at once. Attention: q, k, v, the output; in the backward pass their gradients too.
+_ATTENTION_VECTORS = {False: 4, True: 8}
+
+# A block: x, the two sums around the feed-forward part, its eight inside (before and after ReLU). The
+# backward pass keeps twelve per block: q, k, v, their output, two sums, two norms, four inside.
+_BLOCK_VECTORS, _KEPT_VECTORS = 11, 12
+
+# Weights of a block in units of model_dim²: four projections, and two of the feed-forward part, which is
+# four times as wide.
+_SQUARES = 12
 
 
 class Peak(NamedTuple):
@@ -145,24 +162,6 @@ def _bytes(tensors: Iterable[Any]) -> int:
     """Bytes of the distinct storages of the tensors."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
-
-
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-# Score matrices alive at once in naive attention: scores and weights; in the backward pass the weights of
-# every layer, their gradient and the gradient of the scores.
-_DENSE_SCORES = 2
-
-# Vectors of a token alive at once. Attention: q, k, v, the output; in the backward pass their gradients too.
-_ATTENTION_VECTORS = {False: 4, True: 8}
-
-# A block: x, the two sums around the feed-forward part, its eight inside (before and after ReLU). The
-# backward pass keeps twelve per block: q, k, v, their output, two sums, two norms, four inside.
-_BLOCK_VECTORS, _KEPT_VECTORS = 11, 12
-
-# Weights of a block in units of model_dim²: four projections, and two of the feed-forward part, which is
-# four times as wide.
-_SQUARES = 12
 
 
 def predict_bytes(case: Case, memory_growth: int) -> int:

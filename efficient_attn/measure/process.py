@@ -1,6 +1,9 @@
 """A child process that answers requests until a backend crashes or blocks it.
 
 Spawned, not forked. Requests and answers are lines of JSON over private pipes.
+
+External files and packages are imported in it first: an import that hangs, crashes or ends its process then
+costs one error line and not the command. The Python function `build` imports directly.
 """
 
 import contextlib
@@ -27,6 +30,12 @@ _START_LIMIT_S, _END_LIMIT_S = 120.0, 2.0
 # Answers are a few kilobytes.
 _LONGEST_ANSWER = 1 << 22
 _STDERR = 2
+
+# Time limit of an import, and of a trial call.
+LIMIT_S = 60.0
+
+# Targets that passed, with the modification time of their file.
+_proved: set[tuple[str, int, bool]] = set()
 
 
 class CrashError(Exception):
@@ -149,13 +158,6 @@ class Process:
             likely = ": likely the system's out-of-memory killer" if code == -signal.SIGKILL else ""
             return f"the process crashed with signal {-code} ({name}){likely}"
         return f"the process ended with exit code {code}"
-
-
-# Time limit of an import, and of a trial call.
-LIMIT_S = 60.0
-
-# Targets that passed, with the modification time of their file.
-_proved: set[tuple[str, int, bool]] = set()
 
 
 def prove(targets: Sequence[str], *, rehearse: bool) -> None:
