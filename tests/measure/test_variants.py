@@ -94,7 +94,7 @@ def test_several_values_of_an_option_make_several_labelled_variants():
 
 
 def test_options_that_were_added_leave_the_cases_of_former_records_as_they_are():
-    kept = read(Path(__file__).parent.parent / "results/epyc-2-cores/bench-256-4096").records
+    kept = read(Path(__file__).parent.parent.parent / "results/epyc-2-cores/bench-256-4096").records
     former = {record.case.backend: record.case.options for record in kept}
     sizes = {"tokens": 8, "num_heads": 1, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}
     assert {one.backend: one.case(kind="time", **sizes).options for one in select(list(former))} == former

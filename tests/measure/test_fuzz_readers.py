@@ -24,12 +24,12 @@ from efficient_attn.studies.run_folder import begin
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 
-FIXTURE = Path(__file__).parent / "fixtures" / "run"
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "run"
 RECORDS = (FIXTURE / "records.jsonl").read_bytes()
 ENVIRONMENT = (FIXTURE / "environment.json").read_bytes()
 ROWS = [json.loads(text) for text in RECORDS.splitlines()]
 
-# More by hand: EFFICIENT_ATTN_FUZZ=10000 pytest tests/test_fuzz_readers.py
+# More by hand: EFFICIENT_ATTN_FUZZ=10000 pytest tests/measure/test_fuzz_readers.py
 MOST_S, MOST_BYTES = 2.0, 256e6
 EXAMPLES = int(os.environ.get("EFFICIENT_ATTN_FUZZ", "40"))
 fuzz = settings(

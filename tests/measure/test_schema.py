@@ -17,7 +17,7 @@ from efficient_attn.measure.records import line, parse, records_schema
 from efficient_attn.studies import studies
 
 studies()
-FIXTURES = Path(__file__).parent / "fixtures"
+FIXTURES = Path(__file__).parent.parent / "fixtures"
 JSON_TYPES = {
     "object": dict,
     "array": list,
