@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 import efficient_attn as ea
-from efficient_attn.measure.records import Case, Record
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import sized
 from efficient_attn.report.text import describe, show_error, three_digits
 from efficient_attn.stats.candidates import operations_share

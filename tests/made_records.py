@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 from efficient_attn.measure import records
 from efficient_attn.measure.quantities import FIELDS, KINDS, QUANTITIES
-from efficient_attn.measure.records import Case, Record, append
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.records import append
 from efficient_attn.stats.diff import compare_runs
 
 LENGTHS = (256, 512, 1024, 2048)

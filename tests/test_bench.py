@@ -9,7 +9,7 @@ from planned import points_of
 
 from efficient_attn import bench
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.studies import find

@@ -13,8 +13,7 @@ from efficient_attn.errors import OptionError
 from efficient_attn.measure import calls
 from efficient_attn.measure.inputs import Activations, Subject, sample, write_given
 from efficient_attn.measure.isolation import Measurer
-from efficient_attn.measure.record import replace
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import joint_name, select, single_names
 from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.studies import find

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
-from efficient_attn.measure.record import replace
-from efficient_attn.measure.records import Case, Record
+from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.stats.curves import curves
 from efficient_attn.studies.bench.crossover import _crossing, _Lag, _near_zero, crossovers
 from efficient_attn.studies.bench.tables import crossover_cells, tables

@@ -7,7 +7,8 @@ from looped import ROUNDS, points, run
 
 from efficient_attn.backends import list_backends
 from efficient_attn.measure import worker
-from efficient_attn.measure.records import Record, read
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.records import read
 from efficient_attn.measure.variants import Variant, select
 from efficient_attn.studies.durations import Durations
 from efficient_attn.studies.engine import Engine, foreseen

@@ -7,7 +7,7 @@ import pytest
 from drawn import texts
 
 import efficient_attn as ea
-from efficient_attn.measure.records import Case, Record
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import MEAN_OF_VALUES, Sized, Variant, sized, with_size
 from efficient_attn.studies.mse.analysis import below_from, panels
 from efficient_attn.studies.mse.overview import overview_tables

@@ -6,7 +6,7 @@ import pytest
 from drawn import texts
 
 import efficient_attn as ea
-from efficient_attn.measure.records import Case, Record
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.studies.bench.tables import tables

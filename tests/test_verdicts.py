@@ -6,7 +6,7 @@ import pytest
 from made_records import case, costs
 
 import efficient_attn as ea
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import OWN
 from efficient_attn.stats.candidates import CANDIDATES, exact_operations
 from efficient_attn.stats.noise_warnings import DURING

@@ -87,8 +87,9 @@ def measure_draws(
 
     def answered() -> Record:
         with torch.no_grad():
-            backends = [_build_one(variant, subject, seed) for seed in seeds]
-            calibrated_on = _calibrate(backends, subject)
+            backends = [_build(variant, subject, seed) for seed in seeds]
+            calibrated_on = SAME_INPUTS if backends[0].needs_calibration else None
+            backends = [_calibrated(backend, subject) for backend in backends]
             with outputs_checked(*backends):
                 return replace(measured(case, backends), calibrated_on=calibrated_on)
 
@@ -99,18 +100,7 @@ def try_options(variant: Variant, subject: Subject) -> None:
     """Build a variant once to validate its options; an option value that never works is a wrong request."""
     if variant.label != variant.backend:
         with trial():
-            _build_one(variant, subject, 0)
-
-
-def at_size(variant: Variant, subject: Subject, option: str, size: int) -> Variant:
-    """The variant at a size, or at the next one if the backend refuses it, since windows are odd."""
-    chosen = with_size(variant, option, size)
-    try:
-        try_options(chosen, subject)
-    except OptionError:
-        chosen = with_size(variant, option, size + 1)
-        try_options(chosen, subject)
-    return chosen
+            _build(variant, subject, 0)
 
 
 def at_sizes(variant: Variant, subject: Subject, sizes: Sequence[int]) -> list[Variant]:
@@ -123,23 +113,26 @@ def at_sizes(variant: Variant, subject: Subject, sizes: Sequence[int]) -> list[V
     for size in sizes:
         if not possible(size, tokens=subject.tokens, options=variant.options):
             continue
-        try:
-            variants.append(at_size(variant, subject, option, size))
-        except OptionError:
-            if not variants:
-                raise
-            variants.append(with_size(variant, option, size))
+        # A window is odd: where a backend refuses a size, the next one is tried.
+        for candidate in (size, size + 1):
+            try:
+                try_options(with_size(variant, option, candidate), subject)
+                break
+            except OptionError:
+                if candidate > size and not variants:
+                    raise
+        else:
+            candidate = size
+        variants.append(with_size(variant, option, candidate))
     return variants
 
 
-def one_backend(variant: Variant, subject: Subject) -> Any:
+def draw_backend(variant: Variant, subject: Subject) -> Any:
     """The first draw of a variant, calibrated if required."""
-    backends = [_build_one(variant, subject, subject.seed)]
-    _calibrate(backends, subject)
-    return backends[0]
+    return _calibrated(_build(variant, subject, subject.seed), subject)
 
 
-def _build_one(variant: Variant, subject: Subject, draw: int) -> Any:
+def _build(variant: Variant, subject: Subject, draw: int) -> Any:
     q = subject.activations.q
     options = dict(variant.options)
     if SEED in options:
@@ -156,15 +149,13 @@ def _build_one(variant: Variant, subject: Subject, draw: int) -> Any:
     return backend.to(device=q.device, dtype=q.dtype).eval()
 
 
-def _calibrate(backends: list[Any], subject: Subject) -> str | None:
-    """Calibrate, in place, the backends that require it, on the inputs of the measurement."""
-    if not backends[0].needs_calibration:
-        return None
-    for number, backend in enumerate(backends):
+def _calibrated(backend: Any, subject: Subject) -> Any:
+    """A backend that needs no calibration, or a copy that is calibrated on the inputs of the measurement."""
+    if backend.needs_calibration:
         # An already built backend must not be modified by a measurement.
-        backends[number] = copy.deepcopy(backend)
-        backends[number].calibrate(*subject.activations)
-    return SAME_INPUTS
+        backend = copy.deepcopy(backend)
+        backend.calibrate(*subject.activations)
+    return backend
 
 
 def _errors(case: Case, subject: Subject, metric: str, outputs: Iterable[Tensor]) -> Record:

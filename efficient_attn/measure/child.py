@@ -21,7 +21,8 @@ from efficient_attn.contained import contained, described
 from efficient_attn.errors import AttentionError
 from efficient_attn.measure import worker
 from efficient_attn.measure.process import READY
-from efficient_attn.measure.records import Case, line
+from efficient_attn.measure.record import Case
+from efficient_attn.measure.records import line
 
 # Address space that threads and libraries reserve without using it; excluded from the limit.
 _RESERVED_BYTES = 1 << 30

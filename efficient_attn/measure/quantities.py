@@ -95,6 +95,20 @@ def register(*quantities: Quantity, kinds: Mapping[str, str] | None = None) -> N
     KINDS.update({kind: meaning for kind, meaning in (kinds or {}).items() if kind not in KINDS})
 
 
+def duration(name: str, samples: str, meaning: str) -> Quantity:
+    """Time of a call, with one sample per timed call in the field `samples`."""
+    return Quantity(
+        name,
+        "s",
+        f"{meaning}, one entry per timed call, in order.",
+        type="numbers",
+        scatter="rounds",
+        threshold=MATTERS,
+        record_field=samples,
+        samples=samples,
+    )
+
+
 def cost(name: str, unit: str, meaning: str) -> Quantity:
     """Whole number that its case reproduces; less is better."""
     return Quantity(name, unit, meaning, type="whole number")
@@ -135,26 +149,8 @@ _CEILING, _STATE = "reference of shares", "reason for an unclear device time"
 
 # Costs: `bench`, `compare`.
 register(
-    Quantity(
-        name="time_s",
-        unit="s",
-        meaning="Wall-clock time of a call, one entry per timed call, in order.",
-        type="numbers",
-        scatter="rounds",
-        threshold=MATTERS,
-        record_field="times_s",
-        samples="times_s",
-    ),
-    Quantity(
-        name="device_time_s",
-        unit="s",
-        meaning="Time of a queued call on a GPU without launch overhead, one entry per timed call, in order.",
-        type="numbers",
-        scatter="rounds",
-        threshold=MATTERS,
-        record_field="device_times_s",
-        samples="device_times_s",
-    ),
+    duration("time_s", "times_s", "Wall-clock time of a call"),
+    duration("device_time_s", "device_times_s", "Time of a queued call on a GPU without launch overhead"),
     condition(
         "round_sizes",
         "",

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import efficient_attn
 from efficient_attn.errors import DataError, UnknownNameError
-from efficient_attn.measure.records import Record, sync_names
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.records import sync_names
 from efficient_attn.report.drawing import draw, to_bytes
 from efficient_attn.report.escape import plain, short, slug
 from efficient_attn.report.figures import Plot

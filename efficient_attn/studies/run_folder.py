@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from efficient_attn.errors import DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
-from efficient_attn.measure.record import merge_rows
-from efficient_attn.measure.records import NO_LINK, Case, Record
+from efficient_attn.measure.record import Case, Record, merge_rows
+from efficient_attn.measure.records import NO_LINK
 from efficient_attn.measure.records import read as read_records
 from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.escape import short

@@ -142,12 +142,12 @@ def _span(text: str, tokens: int) -> slice:
 def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
     import torch
 
-    from efficient_attn.measure.accuracy import one_backend
+    from efficient_attn.measure.accuracy import draw_backend
     from efficient_attn.measure.error import output_error, outputs_checked
 
     q, k, v = subject.activations
     with torch.no_grad():
-        backend = one_backend(variant, subject)
+        backend = draw_backend(variant, subject)
         with outputs_checked(backend):
             error = output_error(backend(q, k, v)[:, head], subject.exact[:, head]).relative
         # Weights are outputs for unit vectors; the keys on the axis need few of them.

@@ -8,8 +8,7 @@ from torch.utils.flop_counter import flop_registry
 from efficient_attn.backends import build
 from efficient_attn.measure import calls, worker
 from efficient_attn.measure.memory import predict_bytes
-from efficient_attn.measure.record import replace
-from efficient_attn.measure.records import Case
+from efficient_attn.measure.record import Case, replace
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.transformer.block import TransformerBlock
 

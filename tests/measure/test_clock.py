@@ -12,8 +12,7 @@ from made_records import case
 from efficient_attn.measure import clock as module
 from efficient_attn.measure import worker
 from efficient_attn.measure.clock import Ceilings, QueuedCalls, ceilings, clock, sample, warm_up
-from efficient_attn.measure.record import Record, merge_rounds
-from efficient_attn.measure.records import Case
+from efficient_attn.measure.record import Case, Record, merge_rounds
 
 
 class Scripted:

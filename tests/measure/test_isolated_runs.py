@@ -14,7 +14,7 @@ from looped import points, run
 from efficient_attn import bench
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.isolation import Measurer
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import Variant, has_address
 
 pytestmark = [

@@ -8,7 +8,8 @@ import pytest
 
 from efficient_attn import limits
 from efficient_attn.errors import DataError
-from efficient_attn.measure.records import Case, Record, line, read
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.records import line, read
 
 pytestmark = pytest.mark.slow
 

@@ -99,6 +99,7 @@ def with_field(name, value):
             "num_directions cannot be '46.*; expected `int` <= 1099511627776",
         ),
         (with_field("peak_bytes", 2**62), "peak_bytes cannot be"),
+        (with_field("output_mse", -1.0), "output_mse cannot be '-1.0'; expected `float` >= 0"),
         (with_field("times_s", [True]), r"times_s cannot be '\[True\]'"),
         (line(RECORD)[:-1] + ', "tokens": 256}', "line 1 is no strict JSON: 'tokens' stands twice"),
         (line(RECORD).replace("33}", '33, "window": 33}'), "'window' stands twice in one object"),

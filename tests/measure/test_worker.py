@@ -7,7 +7,7 @@ import torch
 from isolated_points import SHARED
 
 from efficient_attn.measure import worker
-from efficient_attn.measure.records import Case
+from efficient_attn.measure.record import Case
 
 
 def case_of(kind, **changes):

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from efficient_attn.errors import DataError
-from efficient_attn.measure.records import Case, Record, append, line, read
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.records import append, line, read
 from efficient_attn.report.files import write
 from efficient_attn.studies import run_folder as files
 from efficient_attn.studies.run_folder import begin, only_writer, open_folder

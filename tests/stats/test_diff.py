@@ -7,8 +7,7 @@ import pytest
 from made_records import compare
 from stats.simulate_diff import MODELS, level, power, run, standard_error
 
-from efficient_attn.measure.record import replace
-from efficient_attn.measure.records import Case, Record
+from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.stats import significance
 from efficient_attn.stats.diff import FALSE_ALARMS, compare_runs
 from efficient_attn.stats.scatter import round_means

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, YARDSTICK
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import (

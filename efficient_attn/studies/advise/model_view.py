@@ -6,7 +6,7 @@ from itertools import takewhile
 from typing import Any
 
 from efficient_attn.errors import DataError
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import setting, show_ratio, three_digits

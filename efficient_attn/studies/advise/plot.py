@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, YARDSTICK
 from efficient_attn.report.figures import (
     UNIFORM_STYLE,

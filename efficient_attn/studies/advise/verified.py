@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MEAN_OF_VALUES, MODEL, OWN, PLAN
 from efficient_attn.stats.estimates import Typical, time_ratio
 from efficient_attn.studies.advise.choice import parsed_layers

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.table import Table
 from efficient_attn.studies.advise.attention_view import attention_sentences, attention_tables

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import three_digits
 from efficient_attn.stats.curves import Curve

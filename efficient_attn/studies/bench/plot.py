@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import show_bytes, show_seconds
 from efficient_attn.report.figures import LARGEST, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.text import setting

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import CEILING, YARDSTICK
 from efficient_attn.report.text import setting, show_ratio
 from efficient_attn.stats.curves import TIME, Curve, by_clock, by_subject, curves

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import YARDSTICK
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import QUEUED_NOTE, failure_notes, show_growth, show_ratio, show_spread

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MODEL
 from efficient_attn.studies.bench.plot import plots as plots
 from efficient_attn.studies.bench.sentences import sentences as sentences

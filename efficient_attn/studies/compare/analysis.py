@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from efficient_attn.measure.records import Case, Record
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import MEAN_OF_VALUES, YARDSTICK, single_names
 from efficient_attn.stats.curves import grouped
 from efficient_attn.stats.estimates import Middle, Typical, call_time, middle, time_ratio

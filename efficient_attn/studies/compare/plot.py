@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import show_bytes, show_seconds
 from efficient_attn.measure.variants import MEAN_OF_VALUES
 from efficient_attn.report.figures import GRID, MUTED, Axis, Chart, Plot, Series, line_styles

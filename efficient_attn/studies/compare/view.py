@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MEAN_OF_VALUES, single_names, timed_layer
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import (

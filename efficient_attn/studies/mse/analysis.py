@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MEAN_OF_VALUES, sized
 from efficient_attn.report.text import describe
 from efficient_attn.stats.candidates import operations_share

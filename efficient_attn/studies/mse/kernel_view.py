@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import sized
 from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.table import Table

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MEAN_OF_VALUES, is_layer, joint_name
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import describe, show_error

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.report.text import describe, show_error
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.studies.mse.analysis import Panel, below_from, panels, quantity_in

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import sized
 from efficient_attn.report.figures import MUTED, UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import Table

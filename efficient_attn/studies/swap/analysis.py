@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.measure.records import Case, Record
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import MODEL, OWN, YARDSTICK
 from efficient_attn.stats.curves import grouped
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.measure.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MEAN_OF_VALUES, MODEL, OWN, YARDSTICK
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import (
