@@ -31,6 +31,9 @@ DEFAULT_ISOLATION = REUSE if os.name == "posix" else NONE
 # Time limit of one point or one check; most checks take less than a second on an idle machine.
 DEFAULT_TIMEOUT_S = 60.0
 
+# After this many hanging checks the remaining ones are not tried.
+_MOST_HANGS = 3
+
 
 def limits_memory() -> bool:
     """Whether the memory of a child can be limited: Linux reports its usage, macOS does not."""
@@ -104,10 +107,6 @@ class Measurer:
             return Record(case=case, status="crash", reason="the process returned an invalid record")
         finally:
             self._spent_s[case.key] = spent_s + time.monotonic() - start
-
-
-# After this many hanging checks the remaining ones are not tried.
-_MOST_HANGS = 3
 
 
 def check_isolated(

@@ -84,21 +84,14 @@ def with_field(name, value):
                 line(RECORD).replace('"tokens": 256', f'"tokens": {value}'),
                 f"line 1: tokens cannot be '{shown}'",
             )
-            for value, shown in (("0", "0"), (f"{2**62}", f"{2**62}"), ("true", "True"), ("256.0", "256.0"))
+            for value, shown in (("true", "True"), ("256.0", "256.0"))
         ),
-        (with_field("batch", 0), "batch cannot be '0'; expected `int` >= 1."),
         (with_field("threads", True), "threads cannot be 'True'"),
         (with_field("seed", 1.0), "seed cannot be '1.0'"),
         (with_field("causal", 1), "causal cannot be '1'"),
         (with_field("round_sizes", [1.0]), r"round_sizes cannot be '\[1.0\]'"),
         (with_field("round_sizes", [True]), r"round_sizes cannot be '\[True\]'"),
         (with_field("round_sizes", [None]), r"round_sizes cannot be '\[None\]'"),
-        (with_field("round_sizes", [2**62]), "round_sizes cannot be"),
-        (
-            with_field("num_directions", 2**62),
-            "num_directions cannot be '46.*; expected `int` <= 1099511627776",
-        ),
-        (with_field("peak_bytes", 2**62), "peak_bytes cannot be"),
         (with_field("output_mse", -1.0), "output_mse cannot be '-1.0'; expected `float` >= 0"),
         (with_field("times_s", [True]), r"times_s cannot be '\[True\]'"),
         (line(RECORD)[:-1] + ', "tokens": 256}', "line 1 is no strict JSON: 'tokens' stands twice"),
