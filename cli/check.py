@@ -78,8 +78,8 @@ def check(
     }
     declared = {name: value for name, value in promised.items() if value}
     declared |= {} if backward else {"backward": False}
-    from efficient_attn.runner.checks import check_isolated
-    from efficient_attn.runner.units import parse_seconds
+    from efficient_attn.measure.isolation import check_isolated
+    from efficient_attn.measure.units import parse_seconds
 
     timeout_s = parse_seconds(timeout, name="--timeout")
     chosen = None if only is None else parse_names([only], name="--only")

@@ -66,7 +66,7 @@ def command_of(study: Study) -> Callable[..., None]:
         help_all: bool,
         **given: Any,
     ) -> None:
-        from efficient_attn.runner.units import parse_seconds, show_seconds
+        from efficient_attn.measure.units import parse_seconds, show_seconds
 
         if context.args:
             # `--seq-len 256 512` would otherwise end in a message that names nothing.

@@ -33,7 +33,7 @@ def finish(
 
 def document(results: Any) -> dict[str, Any]:
     """The results as one JSON document."""
-    from efficient_attn.runner.records import line
+    from efficient_attn.measure.records import line
 
     return {
         "environment": results.environment,
@@ -50,8 +50,7 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
     Refusals and skips of a default selection are expected, and so is the refusal of some inputs, such as
     causal ones, by a backend that is measured on others.
     """
-    from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, PLAN
-    from efficient_attn.runner.variants import CEILING, YARDSTICK
+    from efficient_attn.measure.variants import CEILING, MEAN_OF_VALUES, OWN, PLAN, YARDSTICK
 
     if results.interrupted:
         return exits.INTERRUPTED

@@ -42,8 +42,8 @@ def show_command(
 
     Example: efficient-attn show --backend window,my_file.py:my_attention --tokens 30:60 --head 2
     """
+    from efficient_attn.measure.variants import parse_settings
     from efficient_attn.report.files import save
-    from efficient_attn.runner.variants import parse_settings
     from efficient_attn.studies.run_folder import open_folder, run_folder
     from efficient_attn.studies.show import show
 

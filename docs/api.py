@@ -22,7 +22,7 @@ _HEADINGS = {
     "Backends": ("backend", "registry", "problem", "calibration"),
     "In models": ("transformer", "integrations.pytorch", "integrations.intercept"),
     "In Hugging Face models": (_HUGGING_FACE,),
-    "Measuring": ("studies", "measure", "runner"),
+    "Measuring": ("studies", "measure"),
     "On several processes": ("distributed",),
     "Checking": ("testing",),
     "Errors": ("errors",),

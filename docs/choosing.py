@@ -6,9 +6,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 import efficient_attn as ea
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.variants import sized
 from efficient_attn.report.text import describe, show_error, three_digits
-from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.sizes import sized
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.curves import curves
 from efficient_attn.stats.noise_warnings import disturbance

@@ -19,9 +19,9 @@ import roofline
 from choosing import table
 
 import efficient_attn as ea
+from efficient_attn.measure.units import show_seconds
 from efficient_attn.report.table import to_markdown
 from efficient_attn.report.text import three_digits
-from efficient_attn.runner.units import show_seconds
 from efficient_attn.stats.estimates import Typical, call_time, on_device, time_ratio
 from efficient_attn.studies.bench.tables import tables as bench_tables
 from efficient_attn.studies.run_folder import RECORDS

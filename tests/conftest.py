@@ -54,8 +54,8 @@ def short_decoder(monkeypatch: pytest.MonkeyPatch) -> int:
 
     Its beginning is a sequence of its own.
     """
+    from efficient_attn.measure import inputs
     from efficient_attn.measure.inputs import SHIPPED, Activations, Captured, shipped
-    from efficient_attn.runner import inputs
 
     tokens = 96
 
@@ -156,7 +156,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unisolated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands measure in this process, which starts no other."""
-    monkeypatch.setattr("efficient_attn.runner.isolation.DEFAULT_ISOLATION", "none")
+    monkeypatch.setattr("efficient_attn.measure.isolation.DEFAULT_ISOLATION", "none")
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         contents = Path(place).read_bytes() if place.endswith(".py") and Path(place).is_file() else b""
         return (name if contents else target), contents, rehearse
 
-    monkeypatch.setattr("efficient_attn.runner.proof._key", by_contents)
+    monkeypatch.setattr("efficient_attn.measure.process._key", by_contents)
 
 
 @pytest.fixture

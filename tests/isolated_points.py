@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from efficient_attn.runner.records import Case
+from efficient_attn.measure.record import Case
 
 SHARED = {"num_heads": 2, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}
 

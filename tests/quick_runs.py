@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from efficient_attn.runner.records import read
+from efficient_attn.measure.records import read
 from efficient_attn.studies import find
 from efficient_attn.studies.study import Study
 from efficient_attn_cli.main import main

@@ -9,9 +9,8 @@ from planned import points_of
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
-from efficient_attn.runner.record import Case, Record, replace
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
-from efficient_attn.runner.variants import select
+from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN, select
 from efficient_attn.studies import find
 from efficient_attn.studies.advise.attention import Source
 from efficient_attn.studies.advise.attention_view import by_shape
@@ -81,7 +80,7 @@ def test_it_measures_predicts_and_concludes_over_lengths():
 
 
 def test_backends_that_are_slower_by_prediction_are_not_timed_at_long_lengths(monkeypatch):
-    from efficient_attn.runner import worker
+    from efficient_attn.measure import worker
 
     own = worker.measure
 
@@ -124,7 +123,7 @@ def test_the_speed_of_a_model_is_predicted_from_calls_of_its_shape():
 
 @pytest.mark.slow
 def test_an_interrupted_advice_names_the_rest_and_resumes(tmp_path, monkeypatch):
-    from efficient_attn.runner import accuracy
+    from efficient_attn.measure import accuracy
 
     real, calls = accuracy.measure.output_error, itertools.count()
 

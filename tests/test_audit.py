@@ -10,7 +10,7 @@ from reference import random_qkv
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
-from efficient_attn.measure.exact_rows import Sample, _positions, _real_tokens
+from efficient_attn.measure.error import Sample, _positions, _real_tokens
 from efficient_attn.studies.audit import estimates
 
 
@@ -68,7 +68,7 @@ def test_exact_rows_are_taken_a_block_at_a_time(monkeypatch):
         random_qkv(q_tokens=50, k_tokens=50),
     )
     whole = ea.audit(backend, *inputs, rows=200)
-    monkeypatch.setattr("efficient_attn.measure.exact_rows._ENTRIES_AT_ONCE", 4 * 50 * 7)
+    monkeypatch.setattr("efficient_attn.measure.error._ENTRIES_AT_ONCE", 4 * 50 * 7)
     again = ea.audit(backend, *inputs, rows=200)
     assert again.relative_error == pytest.approx(whole.relative_error) and again.rows == whole.rows
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import efficient_attn as ea
-from efficient_attn.measure.error import exact_output
-from efficient_attn.measure.exact_rows import Sample, _positions
+from efficient_attn.measure.error import Sample, _positions, exact_output
 from efficient_attn.studies.audit import estimates
 
 # Simulated audits of 72 rows, the least number in 12 or 9 heads that is 64 or more.

@@ -9,9 +9,9 @@ from planned import points_of
 
 from efficient_attn import bench
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import CEILING
 from efficient_attn.ops.paths import VARIABLE
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.variants import CEILING
 from efficient_attn.studies import find
 from efficient_attn.studies.workload import Workload, settle
 
@@ -64,7 +64,7 @@ def test_what_would_not_fit_into_memory_is_skipped_and_not_run(of, monkeypatch):
         called.append(case.backend)
         return Record(case=case, status="error", reason="not measured here")
 
-    monkeypatch.setattr("efficient_attn.runner.worker.measure", measure)
+    monkeypatch.setattr("efficient_attn.measure.worker.measure", measure)
     results = bench(["exact-dense"], seq_lens="65536", of=of, device="cpu", isolate="none")
     dense = [record for record in results.records if record.case.backend == "exact-dense"]
     assert [(r.status, r.case.tokens) for r in dense] == [("skipped", 65536)] * 2

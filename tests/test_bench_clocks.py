@@ -4,9 +4,9 @@ import pytest
 from made_records import case
 
 import efficient_attn as ea
+from efficient_attn.measure.record import Record, replace
+from efficient_attn.measure.records import line, parse
 from efficient_attn.report.methods import how_measured
-from efficient_attn.runner.record import Record, replace
-from efficient_attn.runner.records import line, parse
 from efficient_attn.stats.curves import by_clock, curves
 from efficient_attn.studies.bench.crossover import gains
 from efficient_attn.studies.bench.plot import plots

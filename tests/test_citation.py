@@ -7,9 +7,9 @@ import pytest
 from made_records import case
 
 import efficient_attn as ea
+from efficient_attn.measure.record import Record
 from efficient_attn.registry import SPECS
 from efficient_attn.report.methods import PAPERS, how_measured
-from efficient_attn.runner.records import Record
 
 
 def record(backend: str) -> Record:

@@ -75,7 +75,7 @@ def test_bench_prints_tables_and_sentences_and_last_the_folder_of_its_files(fold
 
 @pytest.mark.parametrize("isolate", ["none", pytest.param("reuse", marks=pytest.mark.slow)])
 def test_what_a_backend_prints_stays_out_of_the_results(undrawn, isolate, capfd, monkeypatch):
-    monkeypatch.setattr("efficient_attn.runner.isolation.DEFAULT_ISOLATION", isolate)
+    monkeypatch.setattr("efficient_attn.measure.isolation.DEFAULT_ISOLATION", isolate)
     assert command(*SMALL, "--backend", "own.py:talkative", "--json", "-") == 0
     out, err = capfd.readouterr()
     assert json.loads(out)["records"] and "hello" in err
@@ -113,7 +113,7 @@ def test_refusals_of_a_default_selection_are_no_failure_but_one_asked_for_is(und
 @pytest.mark.slow
 def test_an_interruption_keeps_what_was_measured_and_ends_with_130(undrawn, capsys, monkeypatch):
     # A process of its own measures, so that its parent is this one and not whoever started the tests.
-    monkeypatch.setattr("efficient_attn.runner.isolation.DEFAULT_ISOLATION", "reuse")
+    monkeypatch.setattr("efficient_attn.measure.isolation.DEFAULT_ISOLATION", "reuse")
     assert command(*SMALL, "--backend", "exact,own.py:impatient", "--out", "out") == 130
     lengths = [json.loads(line)["tokens"] for line in written("records.jsonl").splitlines()]
     # Two backends, time and memory, at the length before the interruption.

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from efficient_attn.runner.records import Case, Record, line
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.records import line
 from efficient_attn_cli.main import main
 
 STORED = Path(__file__).parent / "fixtures" / "run"

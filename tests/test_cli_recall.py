@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from efficient_attn.runner.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.studies import results as drawn
 from efficient_attn.studies.recall import measure as recall_training
 from efficient_attn_cli.main import main

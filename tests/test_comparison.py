@@ -11,13 +11,12 @@ from planned import answered_by, points_of
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.inputs import Activations, sample
+from efficient_attn.measure import calls
+from efficient_attn.measure.accuracy import error_of_case, sampled_queries
+from efficient_attn.measure.inputs import Activations, Subject, sample, write_given
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import joint_name, single_names
 from efficient_attn.ops.softmax.definition import softmax_attention
-from efficient_attn.runner import calls
-from efficient_attn.runner.accuracy import error_of_case, sampled_queries
-from efficient_attn.runner.inputs import Subject, write_given
-from efficient_attn.runner.layers import joint_name, single_names
-from efficient_attn.runner.records import Record
 from efficient_attn.studies import find
 from efficient_attn.studies.bench.comparison import comparisons
 from efficient_attn.studies.bench.sentences import sentences

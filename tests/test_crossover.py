@@ -1,12 +1,10 @@
 """Crossovers: found where they are, marked where they are guessed, with intervals that hold."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from scipy.stats import binom
 
-from efficient_attn.runner.records import Case, Record
+from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.stats.curves import curves
 from efficient_attn.studies.bench.crossover import _crossing, _Lag, _near_zero, crossovers
 from efficient_attn.studies.bench.tables import crossover_cells, tables

@@ -6,11 +6,11 @@ import pytest
 import torch
 from eager_flex import eager_flex
 
-from efficient_attn.measure import memory
+from efficient_attn.measure import memory, worker
 from efficient_attn.measure.clock import clock
-from efficient_attn.runner import worker
-from efficient_attn.runner.isolation import Measurer
-from efficient_attn.runner.records import Case, Record, line
+from efficient_attn.measure.isolation import Measurer
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.records import line
 from efficient_attn.studies.workload import Workload, settle
 
 

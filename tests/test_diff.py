@@ -10,8 +10,8 @@ from made_records import case, costs, timed
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.runner.quantity import CONDITIONS, FIELDS, KINDS, QUANTITIES
-from efficient_attn.runner.record import CASE_FIELDS, Record
+from efficient_attn.measure.quantities import CONDITIONS, FIELDS, KINDS, QUANTITIES
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.studies import studies
 
 studies()
@@ -52,7 +52,7 @@ def test_every_field_of_a_record_is_compared_or_says_its_part_in_the_comparison(
     compared = {quantity.field for quantity in quantities} | {q.samples for q in quantities} - {None}
     assert set(FIELDS) == compared | set(CONDITIONS)
     # No field is compared and excused, no field is part of the case, and the excuses are these alone.
-    assert not compared & {*CONDITIONS} and not FIELDS.keys() & {*CASE_FIELDS, "status", "reason"}
+    assert not compared & {*CONDITIONS} and not FIELDS.keys() & {*Case.__struct_fields__, "status", "reason"}
     assert " ".join(sorted(CONDITIONS)) == (
         "attention_relative_error_high attention_relative_error_low audited_layers copy_bytes_per_s "
         "kernels matmul_flops_per_s memory_clock_hz memory_method power_state power_w "

@@ -6,9 +6,10 @@ import pytest
 from looped import ROUNDS, points, run
 
 from efficient_attn.backends import list_backends
-from efficient_attn.runner import worker
-from efficient_attn.runner.records import Record, read
-from efficient_attn.runner.variants import Variant, select
+from efficient_attn.measure import worker
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.records import read
+from efficient_attn.measure.variants import Variant, select
 from efficient_attn.studies.durations import Durations
 from efficient_attn.studies.engine import Engine, foreseen
 from efficient_attn.studies.points import Plan, Point, in_lists

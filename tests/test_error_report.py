@@ -7,9 +7,8 @@ import pytest
 from drawn import texts
 
 import efficient_attn as ea
-from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, Sized, sized, with_size
-from efficient_attn.runner.variants import Variant
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.variants import MEAN_OF_VALUES, Sized, Variant, sized, with_size
 from efficient_attn.studies.mse.analysis import below_from, panels
 from efficient_attn.studies.mse.overview import overview_tables
 from efficient_attn.studies.mse.tables import error_tables as tables

@@ -9,7 +9,7 @@ import pytest
 from made_records import case, costs, errors, folder
 from terminals import on_a_terminal
 
-from efficient_attn.runner.records import Record
+from efficient_attn.measure.record import Record
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 pytest.importorskip("pty", reason="there are no pseudo-terminals here")

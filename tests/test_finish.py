@@ -1,12 +1,12 @@
 """How a command that measures ends: stdout and stderr, and the exit code."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import typer
 from made_records import costs, errors
 
+from efficient_attn.measure.record import replace
 from efficient_attn.studies.results import Results
 from efficient_attn_cli import exits
 from efficient_attn_cli.finish import exit_code, finish

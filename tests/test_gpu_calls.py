@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import efficient_attn as ea
 from efficient_attn.measure import memory
+from efficient_attn.measure.calls import executed
+from efficient_attn.measure.record import CUDA_GRAPH
 from efficient_attn.ops import paths
-from efficient_attn.runner.execution import executed
-from efficient_attn.runner.record import CUDA_GRAPH
 from efficient_attn.stats.estimates import call_time, on_device
 
 pytestmark = pytest.mark.gpu

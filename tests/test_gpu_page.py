@@ -11,7 +11,7 @@ from made_records import case, folder
 from reference import random_qkv, reference_attention
 
 import efficient_attn as ea
-from efficient_attn.runner.records import Record
+from efficient_attn.measure.record import Record
 
 DOCS = Path(__file__).parent.parent / "docs"
 SPREAD = [1 + step / 1000 for step in range(8)]

@@ -1,7 +1,6 @@
 """The error of a kernel entry: measured over theory, said where it cannot be, drawn with its yardsticks."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ from drawn import texts
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.measure.record import replace
 from efficient_attn.studies.mse.kernel import PAIRS, pairs
 from efficient_attn.studies.mse.kernel_view import entries, entry_panels
 

@@ -26,7 +26,7 @@ LAYERS = (
     {"backends"},
     {"transformer"},
     {"conformance", "testing", "theory", "measure", "data"},
-    {"runner", "integrations"},
+    {"integrations"},
     {"stats"},
     {"report"},
     {"studies"},
@@ -41,9 +41,9 @@ ROOMS = (
 NEEDS_NO_TORCH = (
     "errors",
     "problem",
-    "runner/record",
-    "runner/records",
-    "runner/predicted_bytes",
+    "measure/record",
+    "measure/records",
+    "measure/memory",
     "stats",
     "report",
     "cli",
@@ -60,7 +60,7 @@ def sources() -> list[Path]:
 
 
 def place(path: Path) -> str:
-    """`runner/records` for efficient_attn/runner/records.py, `cli/main` for cli/main.py."""
+    """`measure/records` for efficient_attn/measure/records.py, `cli/main` for cli/main.py."""
     base = LIBRARY if path.is_relative_to(LIBRARY) else ROOT
     return path.relative_to(base).with_suffix("").as_posix().removesuffix("/__init__")
 
@@ -136,7 +136,7 @@ def test_a_room_of_ops_imports_only_itself_and_the_rows_before_it(path: Path) ->
 
 @pytest.mark.parametrize("at_import_only", [True, False], ids=["at import", "in functions too"])
 def test_no_module_imports_itself_by_way_of_others(at_import_only: bool) -> None:
-    rooms = [*(LIBRARY / "runner").glob("*.py"), *(LIBRARY / "studies").glob("*.py")]
+    rooms = [*(LIBRARY / "measure").glob("*.py"), *(LIBRARY / "studies").glob("*.py")]
     chosen = sources() if at_import_only else sorted(rooms)
     paths = {module_name(path): path for path in chosen}
     graph: dict[str, set[str]] = {}

@@ -10,10 +10,9 @@ from safetensors.torch import save_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError
-from efficient_attn.measure.inputs import Activations, gaussian
-from efficient_attn.runner.accuracy import DRAWS
-from efficient_attn.runner.inputs import Subject
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, sized
+from efficient_attn.measure.accuracy import DRAWS
+from efficient_attn.measure.inputs import Activations, Subject, gaussian
+from efficient_attn.measure.variants import MEAN_OF_VALUES, sized
 from efficient_attn.stats.estimates import FEWEST_FOR_95
 from efficient_attn.studies import find
 from efficient_attn.studies.mse.analysis import panels

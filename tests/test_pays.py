@@ -6,9 +6,9 @@ import pytest
 from drawn import texts
 
 import efficient_attn as ea
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.variants import CEILING
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.variants import CEILING
 from efficient_attn.studies.bench.tables import tables
 from efficient_attn.studies.results import Results
 from efficient_attn.theory.complexity import call_cost

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 from made_records import costs, folder
 
-from efficient_attn.runner.records import read
+from efficient_attn.measure.records import read
 from efficient_attn.studies import report as redraw
 from efficient_attn.studies.diff import diff
 

@@ -1,13 +1,13 @@
 """The analysis of associative recall: intervals, controls at chance, tables, sentences and the figure."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from recall_cases import asked
 from scipy import stats
 
-from efficient_attn.runner.records import Record, line
+from efficient_attn.measure.record import Record, replace
+from efficient_attn.measure.records import line
 from efficient_attn.studies.recall.analysis import accuracy_of, contests
 from efficient_attn.studies.recall.view import sentences as recall_sentences
 from efficient_attn.studies.recall.view import tables as recall_tables

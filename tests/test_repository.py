@@ -12,7 +12,7 @@ import pytest
 from made_records import case, folder
 
 import efficient_attn as ea
-from efficient_attn.runner.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.studies.citation import ADDRESS
 from efficient_attn.studies.report import report
 

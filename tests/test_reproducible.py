@@ -20,7 +20,7 @@ SCRIPT = f"""
 import hashlib, json, sys
 import torch
 import efficient_attn as ea
-from efficient_attn.runner.records import line
+from efficient_attn.measure.records import line
 
 torch.set_num_threads(1)
 digest = hashlib.sha256()

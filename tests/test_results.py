@@ -3,7 +3,6 @@
 import csv
 import io
 import re
-from dataclasses import replace
 
 import pytest
 from made_records import errors, folder
@@ -11,8 +10,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
+from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.records import append
 from efficient_attn.report import table as tables
-from efficient_attn.runner.records import Case, Record, append
 from efficient_attn.studies.diff import diff
 from efficient_attn.studies.reading import read
 from efficient_attn.studies.results import Results

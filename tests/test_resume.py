@@ -12,7 +12,7 @@ import pytest
 import efficient_attn as ea
 from efficient_attn import bench
 from efficient_attn.errors import DataError, OptionError
-from efficient_attn.runner import worker
+from efficient_attn.measure import worker
 from efficient_attn.studies.reading import read
 from efficient_attn.studies.run_folder import only_writer
 

@@ -1,12 +1,12 @@
 """One backend under two names, really measured: no difference is seen, and one that is there is."""
 
 import statistics
-from dataclasses import replace
 
 import pytest
 from made_records import compare
 
 from efficient_attn import bench
+from efficient_attn.measure.record import replace
 
 OWN = """
 import torch

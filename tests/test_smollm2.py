@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 import efficient_attn as ea
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
 
 pytestmark = pytest.mark.slow
 

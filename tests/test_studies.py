@@ -29,8 +29,8 @@ import time
 from functools import partial
 from typing import Annotated
 
-from efficient_attn.runner.quantity import Quantity
-from efficient_attn.runner.record import Case, Record
+from efficient_attn.measure.quantities import Quantity
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.points import Plan, Point, in_lists
 from efficient_attn.studies.study import Option, Study

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from efficient_attn.measure.conditions import waited_s
-from efficient_attn.measure.environment import available_bytes, environment, usable_cores
-from efficient_attn.runner import child
-from efficient_attn.runner.isolation import limits_memory
-from efficient_attn.runner.variants import select
+from efficient_attn.measure import child
+from efficient_attn.measure.environment import available_bytes, environment, usable_cores, waited_s
+from efficient_attn.measure.isolation import limits_memory
+from efficient_attn.measure.variants import select
 from efficient_attn.studies.costs import measurer_for
 from efficient_attn.studies.workload import Workload
 

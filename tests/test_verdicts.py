@@ -6,8 +6,8 @@ import pytest
 from made_records import case, costs
 
 import efficient_attn as ea
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import OWN
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import OWN
 from efficient_attn.stats.candidates import CANDIDATES, exact_operations
 from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies.bench.sentences import sentences as bench_sentences

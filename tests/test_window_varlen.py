@@ -12,11 +12,11 @@ from test_window import dense_band
 from torch.utils.checkpoint import checkpoint
 
 import efficient_attn as ea
+from efficient_attn.measure import worker
+from efficient_attn.measure.record import Case
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.ops.window import attention, varlen
 from efficient_attn.ops.window.attention import window_attention
-from efficient_attn.runner import worker
-from efficient_attn.runner.records import Case
 
 
 def packed_attention(

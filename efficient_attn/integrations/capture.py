@@ -24,8 +24,8 @@ from efficient_attn.integrations.called import called_model, is_called, refuse_b
 from efficient_attn.integrations.intercept.calls import CALL_SDPA, PATTERN, Call, Site, SiteMode
 from efficient_attn.integrations.masks import FULL, ShownKeys
 from efficient_attn.measure.inputs import CAUSAL, Activations, Captured
+from efficient_attn.measure.units import show_bytes
 from efficient_attn.problem import positive_count
-from efficient_attn.runner.units import show_bytes
 from efficient_attn.sharding import check_exact_alone
 
 FORMAT = "efficient-attn activations 1"

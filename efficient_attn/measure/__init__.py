@@ -1,1 +1,1 @@
-"""Measurements, one per file: time, memory, error, operations, environment."""
+"""Measurements: inputs, clock, memory, error, environment; cases, records and the measuring process."""

@@ -1,18 +1,45 @@
-"""Timing of calls: raw samples after a warm-up, by the CPU's clock or CUDA events."""
+"""Timing of calls: raw samples after a warm-up, by the CPU's clock or CUDA events; device times, ceilings.
+
+Device times are of calls on CUDA that are queued while the device is busy, so that it waits for no launch. As
+in `triton.testing.do_bench`, the L2 cache is flushed before each call, events enclose the call alone, and the
+host waits once, after the last call. The flush hides some 0.1 ms of launches; a spinning kernel before it
+hides the others: the call begins after the host has enqueued all of it. Launches stay visible in calls that
+synchronise, and in calls with more kernels than the queue of the device holds (about 1000).
+
+Ceilings of a GPU are the rates of a large copy and of a large matrix product, by the same clock. A CPU has
+none here: a rate of a moment bounds no call where other processes come and go.
+"""
 
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
+from functools import cache, partial
+from typing import NamedTuple
 
 Call = Callable[[], object]
 Clock = Callable[[Call], float]
-Turn = TypeVar("Turn")
 
 # Warm-up ends when this many successive calls agree within this share of the fastest. Two calls are not
 # enough: a call that keeps getting slightly faster would pass.
 _AGREEING, _AGREEMENT = 3, 0.1
+
+# State of the L2 cache when a call begins.
+COLD, WARM = L2 = ("cold", "warm")
+
+# The flush of do_bench: larger than the L2 cache of any device so far.
+_FLUSH_BYTES = 256_000_000
+
+# Least device time of a warm-up, as in do_bench, during which clocks rise.
+_WARM_UP_S = 0.025
+
+# Cycles of the spinning kernel per second of enqueueing: twice the clock of a GPU, as a margin.
+_CYCLES_PER_S = 4e9
+
+# Several times the L2 cache, and a product that fills all multiprocessors.
+_COPIED_BYTES, _ROWS = 1 << 28, 8192
+
+# Timed calls, of which the fastest counts; few, since some devices take seconds for a product in float64.
+_CALLS = 5
 
 
 def clock(device: str) -> Clock:
@@ -28,14 +55,10 @@ def warm_up(call: Call, time_call: Clock, *, limit_s: float, first: Call | None 
     """
     last: deque[float] = deque([time_call(first or call)], maxlen=_AGREEING)
     spent_s = last[-1]
-    while spent_s < limit_s and not _agree(last):
+    while spent_s < limit_s and (len(last) < _AGREEING or max(last) > (1 + _AGREEMENT) * min(last)):
         last.append(time_call(call))
         spent_s += last[-1]
     return last[-1]
-
-
-def _agree(times_s: deque[float]) -> bool:
-    return len(times_s) == _AGREEING and max(times_s) <= (1 + _AGREEMENT) * min(times_s)
 
 
 def sample(call: Call, time_call: Clock, *, seconds: float, least: int, most: int) -> tuple[float, ...]:
@@ -44,14 +67,6 @@ def sample(call: Call, time_call: Clock, *, seconds: float, least: int, most: in
     while len(times_s) < least or (sum(times_s) < seconds and len(times_s) < most):
         times_s.append(time_call(call))
     return tuple(times_s)
-
-
-def in_turns(turns: list[Turn], *, rounds: int) -> list[Turn]:
-    """Every item `rounds` times, alternately in forward and reverse order, so that drift affects all alike.
-
-    The last round is in forward order, so that items finish in order.
-    """
-    return [turn for left in reversed(range(rounds)) for turn in (turns[::-1] if left % 2 else turns)]
 
 
 def _time_on_cpu(call: Call) -> float:
@@ -81,3 +96,105 @@ def _time_on_cuda(call: Call, *, device: str) -> float:
         stop.synchronize()
     del result
     return float(start.elapsed_time(stop)) / 1000
+
+
+class QueuedCalls:
+    """A call on a CUDA device with the time that the host takes to enqueue it.
+
+    Args:
+        l2: `cold` flushes the L2 cache before each call; `warm` leaves the data of the previous call in it.
+    """
+
+    def __init__(self, call: Callable[[], object], device: str, *, l2: str = COLD) -> None:
+        import torch
+
+        self._call, self._device, self._l2 = call, device, l2
+        self._flushed = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
+        self._enqueue_s = 0.0
+
+    def warm_up(self) -> None:
+        """Flush and call until both have taken 25 ms on the device; learn the time of enqueueing."""
+        import torch
+
+        worked_s, enqueue_s = 0.0, []
+        with torch.cuda.device(self._device):
+            while worked_s < _WARM_UP_S:
+                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                self._flushed.zero_()
+                before_s = time.perf_counter()
+                self._call()
+                enqueue_s.append(time.perf_counter() - before_s)
+                stop.record()
+                stop.synchronize()
+                worked_s += start.elapsed_time(stop) / 1000
+        # The first calls may allocate; a call that is interrupted lasts longer than it needs.
+        self._enqueue_s = min(enqueue_s)
+
+    def times(self, count: int) -> tuple[float, ...]:
+        """Device seconds of `count` calls after `warm_up`, in order."""
+        import torch
+
+        hold = int(self._enqueue_s * _CYCLES_PER_S)
+        with torch.cuda.device(self._device):
+            events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
+            if self._l2 == WARM:
+                self._call()
+            for start, stop in events:
+                # torch's own tests hold streams by this function; it touches no memory.
+                torch.cuda._sleep(hold)
+                if self._l2 == COLD:
+                    self._flushed.zero_()
+                start.record()
+                self._call()
+                stop.record()
+            torch.cuda.synchronize()
+        return tuple(start.elapsed_time(stop) / 1000 for start, stop in events)
+
+
+class Ceilings(NamedTuple):
+    """Highest measured rates; None on a CPU, and where the memory does not suffice."""
+
+    copy_bytes_per_s: float | None = None
+    matmul_flops_per_s: float | None = None
+
+
+@cache
+def ceilings(device: str, dtype: str) -> Ceilings:
+    """The ceilings of a device, measured once per process; bytes are counted as read and as written."""
+    if not device.startswith("cuda"):
+        return Ceilings()
+    return Ceilings(
+        _rate(2 * _COPIED_BYTES, lambda: _copy(device), device),
+        _rate(2 * _ROWS**3, lambda: _matmul(device, dtype), device),
+    )
+
+
+def _copy(device: str) -> Callable[[], object]:
+    import torch
+
+    source = torch.zeros(_COPIED_BYTES, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def _matmul(device: str, dtype: str) -> Callable[[], object]:
+    import torch
+
+    # Zeros take less power than data, and let the clocks rise higher.
+    generator = torch.Generator(device).manual_seed(0)
+    factor = torch.randn(_ROWS, _ROWS, generator=generator, device=device, dtype=getattr(torch, dtype))
+    product = torch.empty_like(factor)
+    return lambda: torch.mm(factor, factor, out=product)
+
+
+def _rate(amount: int, prepared: Callable[[], Callable[[], object]], device: str) -> float | None:
+    """The amount over the fastest of several calls."""
+    import torch
+
+    try:
+        queued = QueuedCalls(prepared(), device)
+        queued.warm_up()
+        return amount / min(queued.times(_CALLS))
+    except torch.OutOfMemoryError:
+        return None

@@ -1,4 +1,8 @@
-"""The machine and software of a measurement, without any name of a person or host."""
+"""The machine and software of a measurement, without any name of a person or host; conditions meanwhile.
+
+Conditions are background load, CPU steal, clock drift and the state of a GPU. The figures are approximate,
+and depend on the system; unknown figures are None.
+"""
 
 import importlib.metadata
 import os
@@ -7,9 +11,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # The only recorded variables: they affect speed or results and hold no secrets.
 VARIABLES = (
@@ -30,6 +35,22 @@ _FORMER_FIELDS = {"clocks_event_reasons.active": ["clocks_throttle_reasons.activ
 
 # Time limit of a query to git or the driver.
 _PATIENCE_S = 5
+
+# An absolute path, at the start of a word or after a separator between a flag or name and its value.
+_PATH = re.compile(r"(?:(?<=^)|(?<=[=,:\s]))(?:~?/|[A-Za-z]:\\)[^,:\s]*")
+
+# Fields of records on the state of a GPU: the name at the driver, and the function of its answer.
+_GPU_STATE: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "sm_clock_hz": ("clocks.sm", lambda text: 1e6 * float(text.removesuffix(" MHz"))),
+    "memory_clock_hz": ("clocks.mem", lambda text: 1e6 * float(text.removesuffix(" MHz"))),
+    "power_w": ("power.draw", lambda text: float(text.removesuffix(" W"))),
+    "temperature_c": ("temperature.gpu", float),
+    "power_state": ("pstate", str),
+    "throttle_reasons": ("clocks_event_reasons.active", lambda text: int(text, 16)),
+}
+
+# A fixed loop: long enough for the clock, short enough that one of the runs is not preempted.
+_LOOP_STEPS, _LOOPS = 20_000, 100
 
 
 def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
@@ -64,17 +85,13 @@ def available_bytes(device: str = "cpu") -> int | None:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    known = [amount for amount in (_memory_line("MemAvailable"), _container_bytes()) if amount is not None]
-    return min(known, default=None)
+    limits = (_memory_line("MemAvailable"), _container_bytes())
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def hide_paths(words: Sequence[str]) -> list[str]:
     """The words, with absolute paths made relative to the current folder or reduced to their last part."""
-    return [_PATH.sub(lambda found: _short(found.group()), word) for word in words]
-
-
-# An absolute path, at the start of a word or after a separator between a flag or name and its value.
-_PATH = re.compile(r"(?:(?<=^)|(?<=[=,:\s]))(?:~?/|[A-Za-z]:\\)[^,:\s]*")
+    return [_PATH.sub(lambda path: _short(path.group()), word) for word in words]
 
 
 def _short(path: str) -> str:
@@ -92,15 +109,15 @@ def _version(package: str) -> str | None:
 def _line(path: str, name: str) -> str | None:
     """Value of the first line `name: value` of a system file."""
     try:
-        found = re.search(rf"^{name}\s*:\s*(.+)$", Path(path).read_text(), flags=re.MULTILINE)
+        value = re.search(rf"^{name}\s*:\s*(.+)$", Path(path).read_text(), flags=re.MULTILINE)
     except OSError:
         return None
-    return found[1].strip() if found else None
+    return value[1].strip() if value else None
 
 
 def _memory_line(name: str) -> int | None:
-    found = _line("/proc/meminfo", name)
-    return int(found.removesuffix(" kB")) * 1024 if found else None
+    amount = _line("/proc/meminfo", name)
+    return int(amount.removesuffix(" kB")) * 1024 if amount else None
 
 
 def _container_bytes() -> int | None:
@@ -147,7 +164,7 @@ def _kernels(device: str) -> str:
         dtypes.setdefault(kernels(torch.device(device), getattr(torch, name)), []).append(name)
     if len(dtypes) == 1:
         return next(iter(dtypes))
-    return ", ".join(f"{found} ({', '.join(names)})" for found, names in dtypes.items())
+    return ", ".join(f"{kernel} ({', '.join(names)})" for kernel, names in dtypes.items())
 
 
 def _gpu(device: str) -> dict[str, Any] | None:
@@ -202,3 +219,90 @@ def _ask(command: list[str]) -> str | None:
 def command_line() -> list[str]:
     """The running command, without the path of its program."""
     return [Path(sys.argv[0]).name, *sys.argv[1:]]
+
+
+class Moment(NamedTuple):
+    """Counters since boot, and the current speed of the processor.
+
+    Attributes:
+        busy_s: Seconds of all cores in all processes; `own_s`: of this process and its finished children.
+        stolen_s: CPU steal, seconds that the host gave to other virtual machines.
+        loop_s: Shortest duration of a fixed loop.
+    """
+
+    wall_s: float
+    own_s: float
+    busy_s: float | None
+    stolen_s: float | None
+    loop_s: float
+
+
+def moment() -> Moment:
+    """Current counters and speed; takes about ten milliseconds."""
+    loop_s = min(_time_of_the_loop() for _ in range(_LOOPS))
+    busy_s, stolen_s = _processor_seconds()
+    return Moment(time.monotonic(), sum(os.times()[:4]), busy_s, stolen_s, loop_s)
+
+
+def between(before: Moment, after: Moment) -> dict[str, Any]:
+    """Conditions between two moments, in the form stored with the records.
+
+    `others_share` and `stolen_share` are shares of the time of all cores.
+    """
+    wall_s, own_s, busy_s, stolen_s, _ = (
+        None if then is None or now is None else now - then for then, now in zip(before, after, strict=True)
+    )
+    all_s = max(wall_s or 0.0, 1e-9) * (os.cpu_count() or 1)
+    return {
+        "wall_s": wall_s,
+        # The system counts in hundredths of a second, so that the difference may be slightly negative.
+        "others_share": None if busy_s is None else max(busy_s - (own_s or 0.0), 0.0) / all_s,
+        "stolen_share": None if stolen_s is None else stolen_s / all_s,
+        "loop_before_s": before.loop_s,
+        "loop_after_s": after.loop_s,
+    }
+
+
+def gpu_state(device: str) -> dict[str, Any]:
+    """Clocks, power and throttling of a GPU now, by field of a record; None without an answer."""
+    if not device.startswith("cuda"):
+        return {}
+    answers = ask_driver(device, [name for name, _ in _GPU_STATE.values()])
+    return {field: _read(answers[name], read) for field, (name, read) in _GPU_STATE.items()}
+
+
+def _read(text: str | None, read: Callable[[str], Any]) -> Any:
+    # Some devices answer [N/A].
+    if text is None or text.startswith("["):
+        return None
+    with suppress(ValueError):
+        return read(text)
+    return None
+
+
+def waited_s() -> float | None:
+    """Run-queue wait: seconds that threads of this process were ready to run but not running."""
+    try:
+        threads = list(Path("/proc/self/task").iterdir())
+        return sum(int((thread / "schedstat").read_text().split()[1]) for thread in threads) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _time_of_the_loop() -> float:
+    start = time.perf_counter()
+    for _ in range(_LOOP_STEPS):
+        pass
+    return time.perf_counter() - start
+
+
+def _processor_seconds() -> tuple[float | None, float | None]:
+    """Busy and stolen seconds of all cores: user, nice, system, irq, softirq; and steal."""
+    try:
+        words = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+        user, nice, system, _, _, irq, softirq, stolen = (
+            int(word) / os.sysconf("SC_CLK_TCK") for word in words
+        )
+    except (OSError, ValueError, AttributeError):
+        return None, None
+    return user + nice + system + irq + softirq, stolen

@@ -1,21 +1,41 @@
-"""Error of an output against exact softmax attention in float64, compared with a trivial baseline.
+"""Errors against exact softmax attention in float64, distances of models, and checks of outputs.
 
 The baseline is uniform attention, the mean of the values for every query. An approximation with a larger
-error carries no information about the keys that a query attends to.
+error carries no information about the keys that a query attends to. A sample of rows estimates the error of a
+long sequence. Distances between the outputs of a model with and without replaced attention are computed in
+blocks of rows where rows are as wide as the vocabulary.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from efficient_attn.backend import Backend
+from efficient_attn.errors import DataError
 from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.shapes import Keys, Output, Queries, Values
 
 # Scores are computed in blocks of rows, so that a long sequence never builds the whole float64 matrix.
 _ENTRIES_AT_ONCE = 1 << 23
+
+_ROWS = 64
+
+# Fewest rows, and the share of all rows where that is more.
+_FEWEST, _SHARE = 64, 0.01
+
+# Rows of a head without which its variance is unknown.
+_LEAST = 2
+
+Floats: TypeAlias = NDArray[np.float64]
+
+Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class OutputError(NamedTuple):
@@ -83,3 +103,206 @@ def blocks(q: Queries, k: Keys, *, causal: bool) -> Iterator[tuple[slice, int]]:
     for start in range(0, q_tokens, step):
         end = min(start + step, q_tokens)
         yield slice(start, end), k_tokens - q_tokens + end if causal else k_tokens
+
+
+def cosine_distance(x: Tensor, exact: Tensor) -> float:
+    """1 − cos(x, exact), mean over rows, as |x/|x| − exact/|exact||² / 2: accurate near 0, never negative."""
+    x, exact = (F.normalize(rows.double(), dim=-1) for rows in (x, exact))
+    return float((x - exact).square().sum(dim=-1).mean() / 2)
+
+
+def relative_error(x: Tensor, exact: Tensor) -> float:
+    """‖x − exact‖ / ‖exact‖ over all entries."""
+    wide = exact.double()
+    return float((x.double() - wide).norm() / wide.norm())
+
+
+def next_token_kl(logits: Tensor, exact: Tensor) -> float:
+    """Mean over positions of Σ p log(p / p'), in nats; logits [tokens vocabulary], p of `exact`."""
+    total = 0.0
+    for rows, exact_rows in zip(logits.split(_ROWS), exact.split(_ROWS), strict=True):
+        p, estimate = (F.log_softmax(part.double(), dim=-1) for part in (exact_rows, rows))
+        total += float(F.kl_div(estimate, p, reduction="sum", log_target=True))
+    # The divergence of equal distributions is zero, up to rounding of either sign.
+    return max(total / len(logits), 0.0) if math.isfinite(total) else total
+
+
+def next_token_disagreement(logits: Tensor, exact: Tensor) -> float:
+    """Share of positions with another most likely token."""
+    return float((logits.argmax(dim=-1) != exact.argmax(dim=-1)).double().mean())
+
+
+def perplexity(logits: Tensor, ids: Tensor) -> float:
+    """exp of the mean of −log p(next token) over all tokens of a text except the first; ids [tokens]."""
+    losses = [
+        F.cross_entropy(rows.double(), following, reduction="sum")
+        for rows, following in zip(logits[:-1].split(_ROWS), ids[1:].split(_ROWS), strict=True)
+    ]
+    return float(torch.stack(losses).sum().div(len(ids) - 1).exp())
+
+
+class Sample(NamedTuple):
+    """Squared norms of the error and of the exact output of some rows of one head, and its number of rows."""
+
+    errors: Floats
+    exact: Floats
+    of: int
+
+
+@torch.no_grad()
+def sample_rows(
+    backend: Backend, inputs: Inputs, out: Tensor, *, rows: int | None, seed: int
+) -> list[Sample]:
+    """A sample of every head of every batch entry, of random rows.
+
+    Args:
+        inputs: q, k, v and the key mask of the call.
+        out: Its output, [batch heads q_tokens value_dim].
+        rows: Number of rows in all; None: 64 or 1 % of all, whichever is more.
+
+    Raises:
+        DataError: If a row of the output is not finite.
+    """
+    q, k, v, key_mask = inputs
+    masks = [None] * len(q) if key_mask is None else list(key_mask)
+    real = [_real_tokens(q.shape[2], mask, causal=backend.problem.causal) for mask in masks]
+    of, generator, samples = q.shape[1] * sum(map(len, real)), torch.Generator("cpu").manual_seed(seed), []
+    count = max(_FEWEST, math.ceil(_SHARE * of)) if rows is None else rows
+    for entry, (mask, tokens) in enumerate(zip(masks, real, strict=True)):
+        # Rows of padding are drawn from the other entries, in proportion to their tokens.
+        each = math.ceil(count * len(tokens) / max(of, 1))
+        each = min(max(each, _LEAST), len(tokens))
+        if each:
+            _check_finite(out[entry, :, tokens.to(out.device)])
+            drawn = torch.stack([tokens[_positions(len(tokens), each, generator)] for _ in range(q.shape[1])])
+            samples += _samples(backend, (q[entry], k[entry], v[entry], mask), out[entry], drawn, len(tokens))
+    return samples
+
+
+def _check_finite(out: Tensor) -> None:
+    """Refuse rows [heads tokens value_dim] without an error."""
+    if broken := int((~out.isfinite()).any(dim=-1).sum()):
+        raise DataError(
+            f"{broken} rows of the output are not finite, whose error is no number; float32 inputs, or "
+            "smaller ones, keep an output finite."
+        )
+
+
+def _real_tokens(count: int, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """Positions of the queries that are no padding."""
+    if mask is None or not (causal or len(mask) == count):
+        return torch.arange(count, device="cpu")
+    return mask[len(mask) - count :].nonzero().squeeze(-1).cpu()
+
+
+def _positions(count: int, drawn: int, generator: torch.Generator) -> Tensor:
+    """A random position in each of `drawn` equal parts; a position on a border belongs to both."""
+    # On the CPU whatever the default device is: a seed means the same rows everywhere.
+    random = torch.rand(drawn, generator=generator, dtype=torch.float64, device="cpu")
+    places = torch.arange(drawn, device="cpu") + random
+    return (places * (count / drawn)).long().clamp_max_(count - 1)
+
+
+def _samples(
+    backend: Backend,
+    inputs: Inputs,
+    out: Tensor,
+    drawn: Tensor,
+    of: int,
+) -> list[Sample]:
+    """Errors of the drawn rows of each head, [heads drawn], of one batch entry."""
+    (q, k, v, mask), count = inputs, drawn.shape[1]
+    drawn = drawn.to(q.device)
+    wide = torch.float32 if q.device.type == "mps" else torch.float64
+    keys, values = k.to(wide), v.to(wide)
+    if mask is not None:
+        keys, values = (x.masked_fill(~mask[None, :, None], 0.0) for x in (keys, values))
+    at_once = max(_ENTRIES_AT_ONCE // max(len(q) * k.shape[1], 1), 1)
+    errors, exact = torch.empty(2, len(q), count, dtype=wide, device=q.device)
+    for start in range(0, count, at_once):
+        rows = drawn[:, start : start + at_once]
+        part = slice(start, start + rows.shape[1])
+        queries, drawn_out = (
+            x.gather(1, rows.unsqueeze(-1).expand(-1, -1, x.shape[-1])).to(wide) for x in (q, out)
+        )
+        scores = queries.unflatten(0, (len(k), -1)).flatten(1, 2) @ keys.mT * backend.problem.factor
+        hidden = _hidden(rows, q.shape[1], k.shape[1], mask, causal=backend.problem.causal)
+        weights = scores.masked_fill_(hidden.view_as(scores), -torch.inf).softmax(dim=-1).nan_to_num_(0.0)
+        output = (weights @ values).view(len(q), -1, v.shape[-1])
+        errors[:, part] = (drawn_out - output).square().sum(dim=-1)
+        exact[:, part] = output.square().sum(dim=-1)
+    heads = zip(errors.double().cpu().numpy(), exact.double().cpu().numpy(), strict=True)
+    return [Sample(error, norm, of) for error, norm in heads]
+
+
+def _hidden(rows: Tensor, q_tokens: int, k_tokens: int, mask: Tensor | None, *, causal: bool) -> Tensor:
+    """True for each key that a drawn row does not see, [heads drawn k_tokens]."""
+    hidden = torch.zeros(*rows.shape, k_tokens, dtype=torch.bool, device=rows.device)
+    if causal:
+        hidden |= torch.arange(k_tokens, device=rows.device) > rows.unsqueeze(-1) + k_tokens - q_tokens
+    return hidden if mask is None else hidden | ~mask
+
+
+class WrongOutputError(Exception):
+    """Raised if a backend returns anything other than a valid output; describes the returned value."""
+
+
+@contextmanager
+def outputs_checked(*modules: nn.Module) -> Iterator[None]:
+    """Check all outputs of the backends in the modules, or of modules that are backends, within the block."""
+    hooks = [part.register_forward_hook(_check_call, with_kwargs=True) for part in backends_in(*modules)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def backends_in(*modules: nn.Module) -> list[Backend]:
+    """All distinct backends in the modules."""
+    backends = (part for module in modules for part in module.modules() if isinstance(part, Backend))
+    return list(dict.fromkeys(backends))
+
+
+def check_gradients(gradients: Mapping[str, Tensor | None], *, optional: Sequence[str] = ()) -> None:
+    """Refuse missing or non-finite gradients.
+
+    Args:
+        optional: Names of gradients that may be missing.
+    """
+    missing = [name for name, gradient in gradients.items() if gradient is None and name not in optional]
+    if missing:
+        raise WrongOutputError(f"no gradient reached {', '.join(missing)}.")
+    for name, gradient in gradients.items():
+        if gradient is not None and not _is_finite(gradient):
+            raise WrongOutputError(f"{_share(gradient)} of the gradient of {name} are not finite.")
+
+
+def _check_call(backend: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+    arguments = dict(zip("qkv", args, strict=False)) | named
+    q, k, v = (arguments[name].detach() for name in "qkv")
+    shape = [*q.shape[:-1], v.shape[-1]]
+    expected = f"expected a tensor {shape} of {q.dtype}"
+    if not isinstance(output, Tensor):
+        came = "None" if output is None else f"of type {type(output).__name__}"
+        raise WrongOutputError(f"the output is {came}; {expected}.")
+    if list(output.shape) != shape:
+        raise WrongOutputError(f"the output has shape {list(output.shape)}; {expected}.")
+    if output.dtype != q.dtype:
+        raise WrongOutputError(f"the output has dtype {output.dtype}; {expected}.")
+    if output.device != q.device:
+        raise WrongOutputError(f"the output is on {output.device}, but q on {q.device}.")
+    if not _is_finite(output) and all(map(_is_finite, (q, k, v))):
+        raise WrongOutputError(f"{_share(output)} of the output are not finite, although q, k and v are.")
+
+
+@torch.no_grad()
+def _is_finite(x: Tensor) -> bool:
+    # Minimum and maximum are finite only if all entries are; unlike x.isfinite() they take no memory.
+    return not x.numel() or all(map(torch.isfinite, x.detach().aminmax()))
+
+
+def _share(x: Tensor) -> str:
+    """Number of non-finite entries, with the total."""
+    broken = int((~x.detach().isfinite()).sum())
+    return f"{broken} of {x.numel()} entries"

@@ -1,19 +1,25 @@
-"""Sources of q, k and v: Gaussian draws, the shipped activations, or a file of captured activations."""
+"""Sources of q, k and v: Gaussian draws, the shipped activations, or a file of captured activations.
 
+A subject is the named input of a measurement, with its exact output and its transfer to another process.
+"""
+
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 from msgspec import Meta
+from safetensors.torch import save_file
 from torch import Tensor
 
 from efficient_attn.errors import DataError, OptionError
+from efficient_attn.measure import error as measure
 from efficient_attn.options import whole_number
 from efficient_attn.problem import positive_count
 from efficient_attn.shapes import Keys, Queries, Values
@@ -43,6 +49,11 @@ CAUSAL = "causal over all keys"
 
 # Stream of the seed for inputs; backends use the plain seed, and equal streams would give equal vectors.
 _INPUT_STREAM = 1
+
+WORDS = ("gaussian", *SHIPPED)
+
+# Rows per head for a median of pairs; more rows do not change its second digit.
+_MOST_ROWS = 256
 
 
 class Activations(NamedTuple):
@@ -116,17 +127,16 @@ def shipped(text: int = 0) -> Captured:
         names = ", ".join(f"{number} ({name})" for number, name in enumerate(TEXTS))
         raise OptionError(f"text is one of {names}, not {text!r}.")
     name = TEXTS[text]
-    whole, *parts = (_read_shipped(file) for file in _FILES.get(name, (name,)))
+    parts = []
+    for file in _FILES.get(name, (name,)):
+        with resources.as_file(resources.files("efficient_attn.data") / f"{file}.safetensors") as path:
+            parts.append(read_activations(path))
+    whole, *parts = parts
     layers, patterns = dict(whole.layers), dict(whole.patterns)
     for part in parts:
         layers |= part.layers
         patterns |= part.patterns
     return replace(whole, layers=dict(sorted(layers.items())), patterns=patterns)
-
-
-def _read_shipped(name: str) -> Captured:
-    with resources.as_file(resources.files("efficient_attn.data") / f"{name}.safetensors") as path:
-        return read_activations(path)
 
 
 def read_activations(path: str | Path) -> Captured:
@@ -144,22 +154,22 @@ def read_activations(path: str | Path) -> Captured:
         _check_shapes({letter: described[name] for letter, name in group.items()}, path)
     tensors = load_tensors(path, (name for group in names.values() for name in group.values()))
     layers = {layer: _activations(names[layer], tensors, path) for layer in sorted(names)}
-    known: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
     for name in _METADATA.keys() & about.keys():
         try:
-            known[name] = msgspec.json.decode(about[name], type=_METADATA[name])
+            metadata[name] = msgspec.json.decode(about[name], type=_METADATA[name])
         except (msgspec.DecodeError, RecursionError) as error:
             raise DataError(f"{path}: {name} in the metadata cannot be read: {error}.") from None
     rest = {name: text for name, text in about.items() if name not in _METADATA}
-    return Captured(layers=layers, about=rest, **known)
+    return Captured(layers=layers, about=rest, **metadata)
 
 
 def _by_layer(tensors: Mapping[str, Tensor], path: Path) -> dict[int, dict[str, str]]:
     """{layer: {"q": name, "k": …, "v": …}}; tensors without a layer in their name belong to layer 0."""
     groups: dict[int, dict[str, str]] = {}
     for name in tensors:
-        if found := _NAME.fullmatch(name):
-            groups.setdefault(int(found[1] or 0), {})[found[2]] = name
+        if parts := _NAME.fullmatch(name):
+            groups.setdefault(int(parts[1] or 0), {})[parts[2]] = name
     incomplete = [layer for layer, group in groups.items() if len(group) < len(Activations._fields)]
     if not groups or incomplete:
         names = ", ".join(sorted(tensors)[:6]) or "nothing"
@@ -192,3 +202,187 @@ def _activations(names: Mapping[str, str], tensors: Mapping[str, Tensor], path: 
 
 def _as_batch(tensor: Tensor) -> Tensor:
     return tensor[None] if tensor.ndim == 3 else tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """Named inputs.
+
+    Attributes:
+        name: Name in records, such as `gaussian(norm=0.5)`.
+        activations: q, k, v in the dtype of the computation.
+        scale: Factor on q·k.
+        seed: Random seed of Gaussian inputs, and of the first draw of random features.
+        causal: Causal masking.
+        rows: Positions of the queries whose outputs are compared with exact ones, [rows]; None: all.
+    """
+
+    name: str
+    activations: Activations
+    scale: float
+    seed: int = 0
+    causal: bool = False
+    rows: Tensor | None = None
+
+    @functools.cached_property
+    def exact(self) -> Tensor:
+        """Exact output of the compared queries in float64."""
+        return measure.exact_output(*self.activations, scale=self.scale, causal=self.causal, rows=self.rows)
+
+    def error_of(self, output: Tensor) -> measure.OutputError:
+        """Error of an output [batch heads tokens value_dim] on the compared queries."""
+        return measure.output_error(output if self.rows is None else output[..., self.rows, :], self.exact)
+
+    @property
+    def pair_norm(self) -> float:
+        """Median of |x + y|² over up to 256 queries x = √scale·q and visible keys y = √scale·k."""
+        step = max(self.tokens // _MOST_ROWS, 1)
+        q, k = (tensor[..., ::step, :].double() for tensor in self.activations[:2])
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        squares = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :] + 2 * q @ k.mT
+        if self.causal:
+            squares = squares[..., torch.ones(squares.shape[-2:], dtype=torch.bool).tril()]
+        return float(self.scale * squares.median())
+
+    @property
+    def tokens(self) -> int:
+        return self.activations.k.shape[-2]
+
+    @property
+    def num_kv_heads(self) -> int | None:
+        """Number of heads of the keys and values; None: as many as of the queries."""
+        heads, kv_heads = (tensor.shape[1] for tensor in self.activations[:2])
+        return None if kv_heads == heads else kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.activations.q.shape[-1]
+
+    def converted(
+        self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1, causal: bool = False
+    ) -> "Subject":
+        """Copies of the first tokens in a dtype on a device; inputs are never extended.
+
+        Args:
+            causal: Whether inputs that are not causal in their model are measured causally too.
+        """
+        if tokens is not None and tokens > self.tokens:
+            raise OptionError(
+                f"{tokens} tokens are more than the {self.tokens} of {self.name}, which cannot be extended."
+            )
+        tensors = (
+            tensor[..., :tokens, :].to(dtype=getattr(torch, dtype), device=device).repeat(batch, 1, 1, 1)
+            for tensor in self.activations
+        )
+        return replace(self, activations=Activations(*tensors), causal=causal or self.causal)
+
+
+def subjects(
+    inputs: Sequence[str | Path | Captured],
+    *,
+    norms: Sequence[float] = (1.0,),
+    tokens: int = 1,
+    num_heads: int = 1,
+    head_dim: int = 1,
+    layers: Sequence[int] | None = None,
+    seq_len: int | None = None,
+    seed: int = 0,
+    data_seeds: int = 1,
+    causal: bool = False,
+) -> tuple[Subject, ...]:
+    """One subject per norm and seed of Gaussian inputs, and per layer of model inputs; in float32.
+
+    Args:
+        norms, tokens, num_heads, head_dim, data_seeds: Of Gaussian inputs alone.
+        seq_len: Length to which the caller cuts the layers. Unless `layers` names them, shorter shipped
+            layers are left out; None leaves out all but the longest.
+        causal: Whether layers that are not causal in their model are measured causally too.
+    """
+    positive_count("data_seeds", data_seeds)
+    if not inputs or not norms:
+        raise OptionError(
+            f"inputs and norms must not be empty; inputs are {', '.join(WORDS)} or a safetensors file."
+        )
+    draw = functools.partial(gaussian, tokens=tokens, num_heads=num_heads, head_dim=head_dim)
+    chosen: list[Subject] = []
+    for source in inputs:
+        if source == "gaussian":
+            chosen += [
+                Subject(f"gaussian(norm={norm:g})", draw(norm=norm, seed=stream), head_dim**-0.5, stream)
+                for norm in norms
+                for stream in range(seed, seed + data_seeds)
+            ]
+        else:
+            chosen += _of_model(source, layers, seq_len, seed, causal)
+    return tuple(chosen)
+
+
+def _of_model(
+    source: str | Path | Captured, layers: Sequence[int] | None, seq_len: int | None, seed: int, causal: bool
+) -> Iterator[Subject]:
+    """Layers that read all keys in the model, or all earlier ones, as in the measurement.
+
+    Unless layers are named or all are measured causally, causal layers are left out beside others.
+    """
+    name = _name_of(source) if isinstance(source, Captured) else PurePath(source).name
+    if isinstance(source, Captured):
+        captured = source
+    elif source in SHIPPED:
+        captured = shipped(SHIPPED[str(source)])
+    elif Path(source).is_file():
+        captured = read_activations(source)
+    else:
+        raise DataError(
+            f"inputs cannot be {str(source)!r}: there is no such file. Known: {', '.join(WORDS)}."
+        )
+    patterns = captured.patterns
+    past = {layer for layer, text in patterns.items() if text == CAUSAL}
+    full = [layer for layer in captured.layers if layer not in patterns or (causal and layer in past)]
+    usual = full or [layer for layer in captured.layers if layer in past] or list(captured.layers)
+    if not isinstance(source, Captured) and source in SHIPPED:
+        usual = _long_enough(captured, usual, seq_len)
+    chosen = dict.fromkeys(usual if layers is None else layers)
+    for layer in chosen:
+        if layer not in captured.layers:
+            has = ", ".join(map(str, captured.layers))
+            raise OptionError(f"layer {layer} is not in {name}; it has {has}.")
+        if layer in patterns and layer not in past:
+            raise DataError(
+                f"Layer {layer} of {name} is {patterns[layer]} in its model; this measurement uses full "
+                "attention, causal or bidirectional."
+            )
+        activations = Activations(*(tensor.float() for tensor in captured.layers[layer]))
+        scale = activations.q.shape[-1] ** -0.5 if captured.scale is None else captured.scale
+        yield Subject(f"{name}(layer={layer})", activations, scale, seed, causal or layer in past)
+
+
+def _long_enough(captured: Captured, layers: Sequence[int], seq_len: int | None) -> list[int]:
+    """The layers of at least `seq_len` tokens, or the longest."""
+    tokens = {layer: captured.layers[layer].k.shape[-2] for layer in layers}
+    longest = max(tokens.values())
+    least = longest if seq_len is None else min(seq_len, longest)
+    return [layer for layer in layers if tokens[layer] >= least]
+
+
+def _name_of(captured: Captured) -> str:
+    """Name of a model, with the hash of its text if it read one."""
+    name, text = captured.about["model"], captured.about.get("text_sha256")
+    return name if text is None else f"{name} on 1 text #{text[:8]}"
+
+
+def write_given(path: str | Path, subject: Subject) -> None:
+    """Write the first sequence's q, k, v in their dtype, in the format of `read_activations`."""
+    named = zip(Activations._fields, subject.activations, strict=True)
+    tensors = {name: tensor[:1].cpu().contiguous() for name, tensor in named}
+    save_file(tensors, path, metadata={"scale": repr(subject.scale)})
+
+
+# Cached: all backends at a length share the same inputs.
+@functools.lru_cache(maxsize=1)
+def read_given(path: str, dtype: str, device: str, tokens: int, batch: int = 1) -> Subject:
+    """A batch of copies of the first tokens of the q, k, v that `write_given` wrote."""
+    captured = read_activations(path)
+    ((layer, activations),) = captured.layers.items()
+    scale = activations.q.shape[-1] ** -0.5 if captured.scale is None else captured.scale
+    subject = Subject(f"layer {layer}", activations, scale)
+    return subject.converted(dtype=dtype, device=device, tokens=tokens, batch=batch)

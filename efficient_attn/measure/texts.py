@@ -45,9 +45,10 @@ def read_text(path: Path, *, name: str = "--text") -> str:
 def read_texts(files: Sequence[str] | None, *, name: str) -> dict[str, str] | None:
     """{name of the file: text}; None if none was given."""
     paths = [Path(file) for file in files or ()]
-    doubled = {path.name for path in paths if [other.name for other in paths].count(path.name) > 1}
-    if doubled:
-        raise OptionError(f"{name}: two files are called {min(doubled)!r}; give them names of their own.")
+    titles = [path.name for path in paths]
+    if len(set(titles)) < len(titles):
+        title = max(titles, key=titles.count)
+        raise OptionError(f"{name}: two files are called {title!r}; give them names of their own.")
     return {path.name: read_text(path, name=name) for path in paths} or None
 
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.runner.variants import CEILING
+from efficient_attn.measure.variants import CEILING, MEAN_OF_VALUES
 
 # Names of baselines in figures, where records have shorter ones.
 DISPLAY_NAMES = {

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.units import show_bytes
 from efficient_attn.report.escape import plain
 from efficient_attn.report.text import describe, setting
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.units import show_bytes
 from efficient_attn.stats.estimates import CORRELATION, RUN_SHIFT
 
 # How each kind of record was measured.

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from efficient_attn.runner.records import Case, Record
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.stats.estimates import Typical
 from efficient_attn.stats.growth import Growth
 

@@ -6,10 +6,9 @@ Plans import this file for --help, so it must not import numpy.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.variants import DENSE, OWN, YARDSTICK
 from efficient_attn.operation_counts import softmax_matmuls, visible_pairs
-from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.sizes import OWN
-from efficient_attn.runner.variants import DENSE, YARDSTICK
 
 # Key of a run's environment that lists the candidate labels.
 CANDIDATES = "candidates"

@@ -4,8 +4,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.variants import CEILING, YARDSTICK
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.variants import CEILING, YARDSTICK
 from efficient_attn.stats.estimates import call_time, on_device
 from efficient_attn.stats.growth import Growth, exact_growth, growth
 

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from efficient_attn.runner.quantity import KINDS, QUANTITIES, Quantity
-from efficient_attn.runner.record import Case, Record, replace
+from efficient_attn.measure.quantities import KINDS, QUANTITIES, Quantity
+from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.stats import significance
 from efficient_attn.stats.curves import Namer, namer
 from efficient_attn.stats.scatter import (

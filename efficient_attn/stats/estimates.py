@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from efficient_attn.runner.record import Record, replace
+from efficient_attn.measure.record import Record, replace
 from efficient_attn.stats.significance import correlated, quantile
 
 Floats = NDArray[np.float64]

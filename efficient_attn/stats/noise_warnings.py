@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from efficient_attn.runner.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.stats.estimates import FEWEST_ROUNDS, call_time, round_times
 
 # Key of an environment that lists the conditions during the run, one entry per resumption.

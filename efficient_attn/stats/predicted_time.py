@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from efficient_attn.runner.record import Case, Record, replace
+from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.stats.estimates import call_time
 from efficient_attn.stats.significance import quantile
 
@@ -143,7 +143,7 @@ def _rates(shares: Floats) -> Floats:
 def _counts(case: Case, target: Any) -> tuple[float, ...]:
     """A call, its tokens, operations of matrix products, exponentials and bytes."""
     # Reports are drawn without torch.
-    from efficient_attn.runner.counting import attention_cost
+    from efficient_attn.measure.calls import attention_cost
 
     cost = attention_cost(case, target)
     moved = cost.moved_bytes + cost.kept_bytes

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.runner.quantity import QUANTITIES, Quantity
-from efficient_attn.runner.record import Record
+from efficient_attn.measure.quantities import QUANTITIES, Quantity
+from efficient_attn.measure.record import Record
 from efficient_attn.stats import significance
 
 # The records of one case in one run, several if seeds are repetitions; and the records of all runs of a side.

@@ -43,7 +43,7 @@ def find(name: str) -> Study:
 
 def records_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of one line of a file of records, with the quantities of every study."""
-    from efficient_attn.runner import schema
+    from efficient_attn.measure import records
 
     studies()
-    return schema.records_schema()
+    return records.records_schema()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.limits import WHOLE_NUMBER
-from efficient_attn.measure.exact_rows import Floats, Sample, sample_rows
+from efficient_attn.measure.error import Floats, Sample, sample_rows
 from efficient_attn.options import whole_number
 from efficient_attn.stats.significance import quantile
 

@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import Any
 
 from efficient_attn.errors import OptionError
+from efficient_attn.measure.record import Record
 from efficient_attn.report.methods import entry, papers
-from efficient_attn.runner.record import Record
 from efficient_attn.studies.results import Results
 
 ADDRESS = "https://github.com/efficient-attn/efficient-attn"

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from efficient_attn.measure import isolation
 from efficient_attn.measure.environment import available_bytes
+from efficient_attn.measure.isolation import NONE, Measurer, limits_memory
+from efficient_attn.measure.memory import predict_bytes
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.units import parse_bytes, show_bytes
+from efficient_attn.measure.variants import Variant, has_address
 from efficient_attn.problem import positive_count
-from efficient_attn.runner import isolation
-from efficient_attn.runner.isolation import NONE, Measurer, limits_memory
-from efficient_attn.runner.predicted_bytes import predict_bytes
-from efficient_attn.runner.record import Record
-from efficient_attn.runner.units import parse_bytes, show_bytes
-from efficient_attn.runner.variants import Variant, has_address
 from efficient_attn.studies.points import Point
 from efficient_attn.studies.workload import Workload
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
+from efficient_attn.measure.quantities import QUANTITIES
+from efficient_attn.measure.record import replace
+from efficient_attn.measure.units import show
 from efficient_attn.report.escape import markdown_line, short
 from efficient_attn.report.table import Table, to_html, to_markdown
-from efficient_attn.runner.quantity import QUANTITIES
-from efficient_attn.runner.record import replace
-from efficient_attn.runner.units import show
 from efficient_attn.stats.diff import (
     CHANGED,
     IMPROVEMENT,

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-from efficient_attn.runner.record import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.studies.points import Point
 
 # A longer call lengthens a round by two calls of the warm-up and at least one that is timed.

@@ -14,9 +14,9 @@ from typing import Any
 
 from efficient_attn.contained import described
 from efficient_attn.errors import OptionError
-from efficient_attn.runner.interrupt import held
-from efficient_attn.runner.record import Record
-from efficient_attn.runner.units import show_seconds
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.records import uninterrupted
+from efficient_attn.measure.units import show_seconds
 from efficient_attn.studies.durations import Durations
 from efficient_attn.studies.points import Plan, Point, Request, Steps
 from efficient_attn.studies.store import OVER_BUDGET, Store, over_budget
@@ -218,7 +218,7 @@ class Engine:
         return self._budget_s - (time.monotonic() - self._start)
 
     def _emit(self, point: Point, record: Record) -> None:
-        with held():
+        with uninterrupted():
             self._store.add(record)
         if record.status == "timeout":
             self._timed_out.setdefault(point.series, record.case.tokens)

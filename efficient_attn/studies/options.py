@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from efficient_attn.limits import WHOLE_NUMBER
-from efficient_attn.runner.units import parse_seconds, parse_sizes
-from efficient_attn.runner.variants import parse_settings
+from efficient_attn.measure.units import parse_seconds, parse_sizes
+from efficient_attn.measure.variants import parse_settings
 from efficient_attn.studies.study import Option
 
 # Everybody should know this before naming a file of somebody else.

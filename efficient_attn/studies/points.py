@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from efficient_attn.runner.record import Case, Record
+from efficient_attn.measure.record import Case, Record
 
 # Keys of a run's environment: name of the study, and digest of the code of every backend from a file.
 STUDY, CODE = "study", "code"

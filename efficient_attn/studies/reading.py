@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError
+from efficient_attn.measure.record import Record, merge_rows
+from efficient_attn.measure.records import read as read_records
 from efficient_attn.report.methods import flat
-from efficient_attn.runner.record import Record, merge_rows
-from efficient_attn.runner.records import read as read_records
 from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies import studies
 from efficient_attn.studies.results import Results

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.records import append
 from efficient_attn.report.drawing import draw
 from efficient_attn.report.escape import plain
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.files import Run, write_all
 from efficient_attn.report.table import Table, to_html
-from efficient_attn.runner.record import Record
-from efficient_attn.runner.records import append
 from efficient_attn.studies import studies
 from efficient_attn.studies.points import STUDY
 from efficient_attn.studies.run_folder import (

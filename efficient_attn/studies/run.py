@@ -10,8 +10,7 @@ from typing import Any
 
 from efficient_attn import external
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.conditions import between, moment
-from efficient_attn.measure.environment import environment
+from efficient_attn.measure.environment import between, environment, moment
 from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies.engine import Engine, Progress, foreseen
 from efficient_attn.studies.notebook import notebook_bar

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from efficient_attn.contained import contained, described
 from efficient_attn.errors import OptionError, ShapeError
+from efficient_attn.measure.variants import YARDSTICK, Variant, select
 from efficient_attn.report.drawing import draw
 from efficient_attn.report.escape import short
 from efficient_attn.report.figures import Axis, Chart, Plot, in_rows
 from efficient_attn.report.table import Table, to_html
 from efficient_attn.report.text import describe, show_error
-from efficient_attn.runner.variants import YARDSTICK, Variant, select
 
 # One backend of each kind: another estimate of the same kind would be the same picture twice.
 _BACKENDS = ("exact", "window-clusters", "window", "linformer", "performer-full", "performer-positive")
@@ -83,8 +83,8 @@ def show(
         seed: Random seed of the backends.
     """
     chosen = _chosen(backends, options)
-    from efficient_attn.runner.accuracy import try_options
-    from efficient_attn.runner.inputs import subjects
+    from efficient_attn.measure.accuracy import try_options
+    from efficient_attn.measure.inputs import subjects
 
     if inputs == "gaussian":
         raise OptionError("inputs are encoder, decoder or a safetensors file; Gaussian draws have no words.")
@@ -142,13 +142,12 @@ def _span(text: str, tokens: int) -> slice:
 def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
     import torch
 
-    from efficient_attn.measure.checked import outputs_checked
-    from efficient_attn.measure.error import output_error
-    from efficient_attn.runner.accuracy import one_backend
+    from efficient_attn.measure.accuracy import draw_backend
+    from efficient_attn.measure.error import output_error, outputs_checked
 
     q, k, v = subject.activations
     with torch.no_grad():
-        backend = one_backend(variant, subject)
+        backend = draw_backend(variant, subject)
         with outputs_checked(backend):
             error = output_error(backend(q, k, v)[:, head], subject.exact[:, head]).relative
         # Weights are outputs for unit vectors; the keys on the axis need few of them.

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from efficient_attn.runner.record import Case, Record, merge_rows
-from efficient_attn.runner.records import append
+from efficient_attn.measure.record import Case, Record, merge_rows
+from efficient_attn.measure.records import append
 from efficient_attn.studies.points import Point
 
 # End of the reason of points that the budget skipped.

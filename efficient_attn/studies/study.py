@@ -9,7 +9,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from efficient_attn.runner.quantity import Quantity, register
+from efficient_attn.measure.quantities import Quantity, register
 from efficient_attn.studies.points import Plan
 
 if TYPE_CHECKING:

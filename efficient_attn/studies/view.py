@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from efficient_attn.measure.quantities import FIELDS, QUANTITIES, Quantity
+from efficient_attn.measure.record import Record
 from efficient_attn.report.figures import Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import failure_notes, show_ratio, show_spread, three_digits
-from efficient_attn.runner.quantity import FIELDS, QUANTITIES, Quantity
-from efficient_attn.runner.record import Record
 from efficient_attn.stats.estimates import call_time, on_device, percentiles, time_ratio, tokens_per_s
 
 Environment = Mapping[str, Any]

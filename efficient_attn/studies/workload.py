@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure.environment import usable_cores
+from efficient_attn.measure.memory import ITEM_BYTES
 from efficient_attn.problem import positive_count
-from efficient_attn.runner.predicted_bytes import ITEM_BYTES
 
 # Subjects of a measurement: a backend alone, in a block, in a stack of blocks.
 SUBJECTS = ("attention", "block", "encoder")

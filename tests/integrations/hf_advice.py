@@ -5,8 +5,8 @@ from functools import cache
 from integrations.hf_models import TOKENS, texts
 
 import efficient_attn as ea
-from efficient_attn.runner.record import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
 
 # Seconds of one forward pass, by backend.
 TIMES_S = {

@@ -12,9 +12,9 @@ from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.external import object_at
 from efficient_attn.integrations.called import maker_of
 from efficient_attn.integrations.intercept.replaced import OUTSIDE
-from efficient_attn.measure.outputs import cosine_distance
-from efficient_attn.runner.record import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.error import cosine_distance
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
 from efficient_attn.studies.advise.own_inputs import inputs_of_lengths
 from efficient_attn.studies.swap import measure
 from efficient_attn.studies.workload import Workload, settle

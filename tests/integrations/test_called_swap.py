@@ -15,7 +15,7 @@ import efficient_attn as ea
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.integrations.capture import captured_model
 from efficient_attn.integrations.intercept.replaced import SiteBackends
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
 from efficient_attn.studies import find
 
 pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")

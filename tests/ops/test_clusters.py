@@ -10,9 +10,9 @@ from reference import random_mask, random_qkv, reference_attention
 from written_out import BLOCK, CLUSTERS, PROBES, SCALE, WINDOW, closed, near_of, opened, runs_at, size_at
 
 import efficient_attn as ea
+from efficient_attn.measure.variants import select
 from efficient_attn.ops.clusters import kmeans, probing, slices
 from efficient_attn.ops.clusters.trees import causal_stages, full_stages, places, sort_runs
-from efficient_attn.runner.variants import select
 from efficient_attn.testing import check_backend, check_names
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True])

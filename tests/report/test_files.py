@@ -13,7 +13,7 @@ from PIL import Image
 from report.pages import Page
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.runner.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.studies import report as redraw
 from efficient_attn.studies.reading import read
 

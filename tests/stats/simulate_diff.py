@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.runner.record import Case, Record
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.stats.diff import compare_runs
 
 CASES, ROUNDS, CALLS, CV = 30, 4, 5, 0.05

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from made_records import case
 
-from efficient_attn.runner.records import Record
+from efficient_attn.measure.record import Record
 from efficient_attn.stats.curves import Curve, curves
 from efficient_attn.stats.estimates import FEWEST_FOR_95
 from efficient_attn.studies.bench.crossover import crossovers, gains

@@ -1,14 +1,13 @@
 """Two sides of runs compared: verdicts, how often they are wrong, and how surely they are right."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from made_records import compare
 from stats.simulate_diff import MODELS, level, power, run, standard_error
 
-from efficient_attn.runner.records import Case, Record
+from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.stats import significance
 from efficient_attn.stats.diff import FALSE_ALARMS, compare_runs
 from efficient_attn.stats.scatter import round_means

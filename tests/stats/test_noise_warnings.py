@@ -6,8 +6,8 @@ import pytest
 from made_records import case
 
 from efficient_attn import bench
-from efficient_attn.measure.conditions import moment
-from efficient_attn.runner.record import Record, replace
+from efficient_attn.measure.environment import moment
+from efficient_attn.measure.record import Record, replace
 from efficient_attn.stats.candidates import CANDIDATES, missing, operations_sentence
 from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies.reading import read

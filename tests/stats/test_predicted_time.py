@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from efficient_attn.runner.counting import attention_cost
-from efficient_attn.runner.record import Case, Record
-from efficient_attn.runner.records import read
-from efficient_attn.runner.variants import select
-from efficient_attn.runner.worker import measure
+from efficient_attn.measure.calls import attention_cost
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.records import read
+from efficient_attn.measure.variants import select
+from efficient_attn.measure.worker import measure
 from efficient_attn.stats.estimates import call_time
 from efficient_attn.stats.predicted_time import time_models
 

@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
 
-from efficient_attn.runner.isolation import Measurer
-from efficient_attn.runner.record import Case, Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant
+from efficient_attn.measure.isolation import Measurer
+from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, YARDSTICK, Variant
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.advise.errors import error_points
 from efficient_attn.studies.advise.shapes import PROBE
@@ -104,13 +103,15 @@ def attention_steps(
 
 def shipped_layers(workload: Workload) -> list[list[Any]]:
     """q, k and v of the layers of each shipped model, in the dtype and on the device of the workload."""
-    from efficient_attn.runner.inputs import subjects
+    from efficient_attn.measure.inputs import subjects
 
     return [[_placed(layer, workload) for layer in subjects([name], seed=workload.seed)] for name in SOURCES]
 
 
 def _placed(layer: Any, workload: Workload, tokens: int | None = None) -> Any:
-    return layer.placed(tokens=tokens, dtype=workload.dtype, device=workload.device, causal=workload.causal)
+    return layer.converted(
+        tokens=tokens, dtype=workload.dtype, device=workload.device, causal=workload.causal
+    )
 
 
 def _errors(source: Source, tokens: int, workload: Workload, *, draws: int) -> Any:

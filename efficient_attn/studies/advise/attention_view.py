@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, YARDSTICK
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import (
     CONCATENATED,
@@ -18,9 +20,6 @@ from efficient_attn.report.text import (
     show_ratio,
     three_digits,
 )
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.runner.variants import DENSE, YARDSTICK
 from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.curves import curves
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance

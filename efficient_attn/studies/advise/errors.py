@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from efficient_attn.measure.variants import YARDSTICK, Variant
 from efficient_attn.options import SEED
-from efficient_attn.runner.variants import YARDSTICK, Variant
 from efficient_attn.stats.candidates import exact_operations
 from efficient_attn.studies.points import Point
 from efficient_attn.studies.workload import Workload
@@ -19,7 +19,7 @@ def error_points(
     variants: Sequence[Variant], subjects: Sequence[Any], workload: Workload, *, draws: int
 ) -> dict[str, list[Point]]:
     """Errors by label, one per subject: exact attention, the mean of V, then the fewest operations first."""
-    from efficient_attn.runner.accuracy import MEAN, error_case, measure_error, measure_mean
+    from efficient_attn.measure.accuracy import MEAN, error_case, measure_error, measure_mean
 
     first, threads = subjects[0], workload.threads or 1
     entries = first.activations.q.numel()
@@ -46,8 +46,8 @@ def error_points(
 
 def operations(variants: Sequence[Variant], subject: Any) -> dict[str, float]:
     """Operations of a call by label; as many as of exact attention for backends that count none."""
-    from efficient_attn.runner.accuracy import MEAN, error_case
-    from efficient_attn.runner.counting import known_flops
+    from efficient_attn.measure.accuracy import MEAN, error_case
+    from efficient_attn.measure.calls import known_flops
 
     cases = {variant.label: (error_case(variant, subject, "output"), variant) for variant in variants}
     work = {

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from efficient_attn.errors import DataError
 from efficient_attn.integrations.transformers.loading import Opened, positions, token_ids
-from efficient_attn.runner.record import replace
+from efficient_attn.measure.record import replace
 from efficient_attn.studies.advise.shapes import HELD_OUT
 from efficient_attn.studies.costs import too_large
 from efficient_attn.studies.swap.model import TextSubject

@@ -5,11 +5,10 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from efficient_attn.runner import worker
-from efficient_attn.runner.record import Case, Record
-from efficient_attn.runner.record import replace as with_values
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN, PLAN
-from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant
+from efficient_attn.measure import worker
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import replace as with_values
+from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, OWN, PLAN, YARDSTICK, Variant
 from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.advise.choice import best_layers

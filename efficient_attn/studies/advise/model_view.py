@@ -6,10 +6,10 @@ from itertools import takewhile
 from typing import Any
 
 from efficient_attn.errors import DataError
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import setting, show_ratio, three_digits
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MODEL
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance
 from efficient_attn.strict import read_object
 from efficient_attn.studies.advise.attention_view import left_out

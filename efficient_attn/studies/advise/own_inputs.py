@@ -9,7 +9,7 @@ from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.integrations.called import CalledModel, Maker, output_vector
 from efficient_attn.integrations.intercept.calls import Site
 from efficient_attn.integrations.intercept.replaced import OUTSIDE
-from efficient_attn.runner.record import replace
+from efficient_attn.measure.record import replace
 from efficient_attn.studies.advise.shapes import HELD_OUT, SAME_AGAIN
 from efficient_attn.studies.swap.called import CallSubject
 from efficient_attn.studies.workload import Workload

@@ -7,13 +7,12 @@ from hashlib import sha256
 from typing import Annotated, Any, get_args
 
 from efficient_attn.errors import OptionError
+from efficient_attn.measure.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
 from efficient_attn.measure.texts import named_texts
+from efficient_attn.measure.units import parse_sizes
+from efficient_attn.measure.variants import DENSE, MODEL, YARDSTICK, Variant, select
 from efficient_attn.options import positive_number
 from efficient_attn.problem import positive_count
-from efficient_attn.runner.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
-from efficient_attn.runner.sizes import MODEL
-from efficient_attn.runner.units import parse_sizes
-from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant, select
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR, MAX_ERROR

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, YARDSTICK
 from efficient_attn.report.figures import (
     UNIFORM_STYLE,
     Axis,
@@ -13,9 +15,6 @@ from efficient_attn.report.figures import (
     line_styles,
 )
 from efficient_attn.report.text import show_error
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.runner.variants import DENSE, YARDSTICK
 from efficient_attn.stats.estimates import RUN_SHIFT
 from efficient_attn.studies.advise.attention_view import Row, by_shape, rows_of
 from efficient_attn.studies.bench.plot import HIGHEST, MARKS, cost_plot

@@ -1,6 +1,6 @@
 """Names that the steps and the views of an advice share."""
 
-from efficient_attn.runner.record import Case
+from efficient_attn.measure.record import Case
 
 # Lengths of the short calls from which longer ones are predicted: a few seconds for all backends.
 PROBE = (256, 512, 768, 1024)

@@ -4,8 +4,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN, PLAN
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import MEAN_OF_VALUES, MODEL, OWN, PLAN
 from efficient_attn.stats.estimates import Typical, time_ratio
 from efficient_attn.studies.advise.choice import parsed_layers
 from efficient_attn.studies.advise.plan import LIMIT

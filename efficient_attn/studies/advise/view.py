@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.table import Table
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MODEL
 from efficient_attn.studies.advise.attention_view import attention_sentences, attention_tables
 from efficient_attn.studies.advise.model_view import model_files, model_sentences, model_tables
 from efficient_attn.studies.advise.plan import LIMIT

@@ -1,6 +1,6 @@
 """Error, time and peak memory of backends at several lengths."""
 
-from efficient_attn.runner.quantity import QUANTITIES
+from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.studies.bench.plan import plan
 from efficient_attn.studies.study import Study
 

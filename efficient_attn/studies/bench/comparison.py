@@ -5,10 +5,8 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from efficient_attn.runner.layers import joint_name, single_names
-from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.runner.variants import YARDSTICK
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.variants import MEAN_OF_VALUES, YARDSTICK, joint_name, single_names
 from efficient_attn.stats.curves import grouped
 from efficient_attn.stats.estimates import Middle, Typical, call_time, middle, time_ratio
 from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR, MAX_ERROR

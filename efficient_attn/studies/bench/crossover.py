@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.variants import CEILING, YARDSTICK
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import CEILING, YARDSTICK
 from efficient_attn.stats.curves import Curve, Point, partner
 from efficient_attn.stats.estimates import SHIFT_HALF_WIDTH, Typical, half_width, paired, time_ratio
 

@@ -10,13 +10,12 @@ from typing import Annotated, Any, NamedTuple
 
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.measure.queued import COLD, L2
+from efficient_attn.measure.clock import COLD, L2
+from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, Measurer
+from efficient_attn.measure.record import COMPILED, CUDA_GRAPH
+from efficient_attn.measure.units import parse_sizes
+from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, is_ours, joint_name, select
 from efficient_attn.options import positive_number
-from efficient_attn.runner.isolation import DEFAULT_TIMEOUT_S, Measurer
-from efficient_attn.runner.layers import joint_name
-from efficient_attn.runner.record import COMPILED, CUDA_GRAPH
-from efficient_attn.runner.units import parse_sizes
-from efficient_attn.runner.variants import YARDSTICK, Variant, ceiling, is_ours, select
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.costs import Costs, measurer_for, shape_of_subject
@@ -209,7 +208,7 @@ def _steps(groups: Sequence[tuple[Costs, Sequence[Variant], int]], errors: Seque
 
 def _error_steps(layers: Sequence[Costs], variants: Sequence[Variant], tokens: int) -> Steps:
     """Errors layer by layer, whose exact output is computed once; after a failure the others are left out."""
-    from efficient_attn.runner.accuracy import MEAN
+    from efficient_attn.measure.accuracy import MEAN
 
     failed = set()
     for costs in layers:
@@ -220,7 +219,7 @@ def _error_steps(layers: Sequence[Costs], variants: Sequence[Variant], tokens: i
 
 def _subjects(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> list[Any]:
     """q, k, v of each layer of the inputs, at its whole length."""
-    from efficient_attn.runner.inputs import subjects
+    from efficient_attn.measure.inputs import subjects
 
     source = (_CAUSAL_INPUTS if workload.causal else _INPUTS) if inputs is None else inputs
     if source == "gaussian":
@@ -255,7 +254,7 @@ def _lengths_of_inputs(lengths: Sequence[int], subjects: Sequence[Any]) -> tuple
 @contextmanager
 def _handing_over(measurer: Measurer, subjects: Sequence[Any]) -> Iterator[None]:
     """Files of q, k, v for the processes that measure; a joint name stands for the middle layer."""
-    from efficient_attn.runner.inputs import write_given
+    from efficient_attn.measure.inputs import write_given
 
     with measurer, tempfile.TemporaryDirectory() as folder:
         for number, subject in enumerate(subjects):

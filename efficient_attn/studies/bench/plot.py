@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.units import show_bytes, show_seconds
+from efficient_attn.measure.variants import MEAN_OF_VALUES
 from efficient_attn.report.figures import GRID, LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.text import setting, show_error
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.runner.units import show_bytes, show_seconds
 from efficient_attn.stats.curves import DEVICE_TIME, Curve, by_clock, by_subject, curves
 from efficient_attn.stats.estimates import RUN_SHIFT
 from efficient_attn.studies.bench.comparison import Comparison, by_setting, comparisons, error_limit

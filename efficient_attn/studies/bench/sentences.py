@@ -3,10 +3,9 @@
 import math
 from collections.abc import Iterable, Sequence
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import CEILING, YARDSTICK, single_names
 from efficient_attn.report.text import setting, show_ratio
-from efficient_attn.runner.layers import single_names
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.variants import CEILING, YARDSTICK
 from efficient_attn.stats.candidates import missing, operations_sentence
 from efficient_attn.stats.curves import TIME, Curve, by_clock, by_subject, curves
 from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance, explanation

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import MEAN_OF_VALUES, YARDSTICK, single_names, timed_layer
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import (
     CONCATENATED,
@@ -19,10 +21,6 @@ from efficient_attn.report.text import (
     show_spread,
     three_digits,
 )
-from efficient_attn.runner.layers import single_names, timed_layer
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.runner.variants import YARDSTICK
 from efficient_attn.stats.curves import DEVICE_TIME, Curve, by_clock, by_subject, curves
 from efficient_attn.stats.estimates import (
     FEWEST_ROUNDS,

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MODEL
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import MODEL
 from efficient_attn.studies.bench.plot import plots as plots
 from efficient_attn.studies.bench.sentences import sentences as sentences
 from efficient_attn.studies.bench.tables import tables as tables

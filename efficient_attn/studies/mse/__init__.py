@@ -1,6 +1,6 @@
 """Error of backends against exact softmax attention, or of features at kernel entries, size by size."""
 
-from efficient_attn.runner.quantity import QUANTITIES
+from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.studies.mse.plan import plan
 from efficient_attn.studies.study import Study
 

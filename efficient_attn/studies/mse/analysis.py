@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import MEAN_OF_VALUES, sized
 from efficient_attn.report.text import describe
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, sized
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.curves import grouped
 from efficient_attn.stats.estimates import FEWEST_FOR_95, middle

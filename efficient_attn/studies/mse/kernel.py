@@ -11,15 +11,13 @@ import torch
 from torch import Generator, Tensor
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.inputs import Activations
+from efficient_attn.measure.accuracy import at_sizes, directions_of, error_case, measure_draws
+from efficient_attn.measure.calls import attention_flops
+from efficient_attn.measure.inputs import Activations, Subject
+from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.variants import Variant, sized
 from efficient_attn.ops.linear.features import haar_rotations
 from efficient_attn.problem import positive_count
-from efficient_attn.runner.accuracy import at_sizes, directions_of, error_case, measure_draws
-from efficient_attn.runner.counting import attention_flops
-from efficient_attn.runner.inputs import Subject
-from efficient_attn.runner.record import Case, Record, replace
-from efficient_attn.runner.sizes import sized
-from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.points import Point, Steps, in_lists, interleaved
 from efficient_attn.theory import kernel
 from efficient_attn.theory.kernel import Floats, log_coupled_error, log_oprf_error, standard_error

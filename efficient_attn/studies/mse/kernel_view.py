@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import sized
 from efficient_attn.report.figures import Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import show_error
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import sized
 from efficient_attn.studies.mse.analysis import Panel, panels
 from efficient_attn.studies.view import Plots
 

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import MEAN_OF_VALUES, is_layer, joint_name
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import describe, show_error
-from efficient_attn.runner.layers import is_layer, joint_name
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.mse.analysis import NAMES, Panel, panels
 
 # Errors of one input by label and size.

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.units import parse_sizes
+from efficient_attn.measure.variants import Variant, select, sized
 from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
-from efficient_attn.runner.record import Record
-from efficient_attn.runner.sizes import sized
-from efficient_attn.runner.units import parse_sizes
-from efficient_attn.runner.variants import Variant, select
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.points import Plan, Point, in_lists, interleaved
 from efficient_attn.studies.study import Option
@@ -104,8 +103,8 @@ def plan(
     _refuse_without_effect(given, ("angles",) if of == "output" else _OF_THE_OUTPUT, f"the error of the {of}")
     if of == "kernel":
         return _kernel_plan(given)
-    from efficient_attn.runner.accuracy import DRAWS, METRICS
-    from efficient_attn.runner.inputs import subjects
+    from efficient_attn.measure.accuracy import DRAWS, METRICS
+    from efficient_attn.measure.inputs import subjects
 
     if metric not in METRICS:
         raise UnknownNameError("metric", metric, METRICS)
@@ -126,7 +125,7 @@ def plan(
             seed=seed,
             data_seeds=data_seeds,
         )
-        return [one.placed(dtype=workload.dtype, device=workload.device) for one in made]
+        return [one.converted(dtype=workload.dtype, device=workload.device) for one in made]
 
     chosen, left_out = [], []
     for source in named:
@@ -197,8 +196,8 @@ def _points(
     subject: Any, variants: Sequence[Variant], sizes: Sequence[int], draws: int, question: Mapping[str, Any]
 ) -> Iterator[Point]:
     """The mean of the values, then every variant at its smallest size, then at the next one."""
-    from efficient_attn.runner.accuracy import MEAN, at_sizes, error_case, measure_error, measure_mean
-    from efficient_attn.runner.counting import known_flops
+    from efficient_attn.measure.accuracy import MEAN, at_sizes, error_case, measure_error, measure_mean
+    from efficient_attn.measure.calls import known_flops
 
     def point(variant: Variant, measure: Callable[..., Record]) -> Point:
         case = error_case(variant, subject, "output", threads=question["threads"])

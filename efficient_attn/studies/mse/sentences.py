@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from efficient_attn.measure.record import Record
 from efficient_attn.report.text import describe, show_error
-from efficient_attn.runner.records import Record
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.studies.mse.analysis import Panel, below_from, panels, quantity_in
 from efficient_attn.studies.mse.plan import PAIR_NORMS

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import MEAN_OF_VALUES
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import CONCATENATED, CONCATENATED_NOTE, failure_notes, show_error
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.mse.analysis import NAMES, ErrorPoint, Panel, interval, panels, quantity_in
 
 

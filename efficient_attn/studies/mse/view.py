@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from efficient_attn.measure.record import Record
 from efficient_attn.report.table import Table
-from efficient_attn.runner.record import Record
 from efficient_attn.studies.mse import kernel_view
 from efficient_attn.studies.mse.overview import overview_tables
 from efficient_attn.studies.mse.plot import error_plot

@@ -1,6 +1,6 @@
 """Associative recall: the accuracy of one trained block per backend."""
 
-from efficient_attn.runner.quantity import QUANTITIES
+from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.studies.recall.plan import plan
 from efficient_attn.studies.study import Study
 

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.runner.variants import YARDSTICK
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.variants import MEAN_OF_VALUES, YARDSTICK
 from efficient_attn.stats.curves import grouped
 from efficient_attn.stats.estimates import FEWEST_FOR_95, Middle, middle
 

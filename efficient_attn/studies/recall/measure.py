@@ -16,16 +16,13 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.calibration import calibrate
-from efficient_attn.measure import memory
-from efficient_attn.measure.checked import outputs_checked
-from efficient_attn.measure.error import exact_output, output_error
+from efficient_attn.measure import calls, memory
+from efficient_attn.measure.accuracy import directions_of
+from efficient_attn.measure.error import exact_output, output_error, outputs_checked
+from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.variants import MEAN_OF_VALUES, Variant
+from efficient_attn.measure.worker import answer
 from efficient_attn.options import SEED
-from efficient_attn.runner import calls
-from efficient_attn.runner.accuracy import directions_of
-from efficient_attn.runner.record import Case, Record, replace
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.runner.variants import Variant
-from efficient_attn.runner.worker import answer
 from efficient_attn.studies.recall.task import LEARNED, TESTED, Course, Sequences, Task
 from efficient_attn.transformer.block import TransformerBlock
 

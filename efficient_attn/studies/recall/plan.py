@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any
 
+from efficient_attn.measure.units import parse_sizes
+from efficient_attn.measure.variants import DENSE, YARDSTICK, Variant, select
 from efficient_attn.problem import positive_count
-from efficient_attn.runner.units import parse_sizes
-from efficient_attn.runner.variants import DENSE, YARDSTICK, Variant, select
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.points import Plan, Point, in_lists
 from efficient_attn.studies.recall.task import Course, Task
@@ -94,9 +94,8 @@ def _variants(
     workload: Workload,
 ) -> tuple[Variant, ...]:
     """Exact attention, the controls, then every backend at every size up to the length of a sequence."""
-    from efficient_attn.measure.inputs import gaussian
-    from efficient_attn.runner.accuracy import at_sizes
-    from efficient_attn.runner.inputs import Subject
+    from efficient_attn.measure.accuracy import at_sizes
+    from efficient_attn.measure.inputs import Subject, gaussian
     from efficient_attn.studies.recall.measure import MEAN
 
     given = dict(options or {})

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import sized
 from efficient_attn.report.figures import MUTED, UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import failure_notes, heading, show_error, three_digits
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import sized
 from efficient_attn.stats.estimates import FEWEST_FOR_95
 from efficient_attn.studies.recall.analysis import Contest, Learned, contests
 from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots

@@ -1,6 +1,6 @@
 """Training-free conversion: a real model with replaced attention, compared with itself."""
 
-from efficient_attn.runner.quantity import QUANTITIES, condition, error, mean_error, setting
+from efficient_attn.measure.quantities import QUANTITIES, condition, error, mean_error, setting
 from efficient_attn.studies.study import Study
 from efficient_attn.studies.swap.plan import plan
 

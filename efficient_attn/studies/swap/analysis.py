@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from efficient_attn.runner.records import Case, Record
-from efficient_attn.runner.sizes import MODEL, OWN
-from efficient_attn.runner.variants import YARDSTICK
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.variants import MODEL, OWN, YARDSTICK
 from efficient_attn.stats.curves import grouped
 
 KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.measure.exact_rows import Sample, sample_rows
-from efficient_attn.runner.variants import DENSE, YARDSTICK
+from efficient_attn.measure.error import Sample, sample_rows
+from efficient_attn.measure.variants import DENSE, YARDSTICK
 from efficient_attn.studies.audit import estimates
 
 # Samples of all calls of each layer.

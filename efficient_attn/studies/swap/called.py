@@ -25,12 +25,10 @@ from efficient_attn.integrations.intercept.replaced import (
     uneven_modules,
 )
 from efficient_attn.integrations.plan_files import plan_of_backends
-from efficient_attn.measure.checked import backends_in
-from efficient_attn.measure.outputs import cosine_distance, relative_error
+from efficient_attn.measure.error import backends_in, cosine_distance, relative_error
+from efficient_attn.measure.record import SAME_INPUTS, Case
+from efficient_attn.measure.variants import MODEL, OWN, Variant
 from efficient_attn.options import SEED
-from efficient_attn.runner.record import SAME_INPUTS, Case
-from efficient_attn.runner.sizes import MODEL, OWN
-from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.swap.analysis import OUTPUT_COSINE
 from efficient_attn.studies.workload import Workload
 

@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from efficient_attn.measure.checked import backends_in, outputs_checked
+from efficient_attn.measure.calls import attention_flops
+from efficient_attn.measure.error import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
+from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.variants import OWN, Variant
+from efficient_attn.measure.worker import answer, memory_of, time_of
 from efficient_attn.options import SEED
-from efficient_attn.runner.counting import attention_flops
-from efficient_attn.runner.record import Case, Record, replace
-from efficient_attn.runner.sizes import OWN
-from efficient_attn.runner.variants import Variant
-from efficient_attn.runner.worker import answer, memory_of, time_of
 from efficient_attn.studies.swap.audited import Samples, audited, pooled
 from efficient_attn.studies.swap.subject import Subject
 

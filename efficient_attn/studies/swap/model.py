@@ -33,12 +33,11 @@ from efficient_attn.integrations.transformers.swapping import (
     sites_of,
 )
 from efficient_attn.integrations.transformers.swapping import ModelOutputs as Outputs
-from efficient_attn.measure import outputs
+from efficient_attn.measure import error as distances
+from efficient_attn.measure.record import Case
 from efficient_attn.measure.texts import digest
+from efficient_attn.measure.variants import MODEL, OWN, Variant
 from efficient_attn.options import SEED
-from efficient_attn.runner.record import Case
-from efficient_attn.runner.sizes import MODEL, OWN
-from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
 from efficient_attn.studies.workload import Workload
 
@@ -146,16 +145,16 @@ class TextSubject:
         given = run(self.model, ids, predicts=self.predicts)
         pooled = (states.hidden.double().mean(dim=0) for states in (given, exact))
         found = {
-            "hidden_relative_error": outputs.relative_error(given.hidden, exact.hidden),
-            "mean_pool_distance": outputs.cosine_distance(*pooled),
-            "token_distance": outputs.cosine_distance(given.hidden, exact.hidden),
+            "hidden_relative_error": distances.relative_error(given.hidden, exact.hidden),
+            "mean_pool_distance": distances.cosine_distance(*pooled),
+            "token_distance": distances.cosine_distance(given.hidden, exact.hidden),
         }
         if given.logits is not None and exact.logits is not None:
-            found["next_token_kl"] = outputs.next_token_kl(given.logits, exact.logits)
-            found["next_token_disagreement"] = outputs.next_token_disagreement(given.logits, exact.logits)
-            found["perplexity"] = outputs.perplexity(given.logits, ids[0])
+            found["next_token_kl"] = distances.next_token_kl(given.logits, exact.logits)
+            found["next_token_disagreement"] = distances.next_token_disagreement(given.logits, exact.logits)
+            found["perplexity"] = distances.perplexity(given.logits, ids[0])
         elif not self.sites.causal:
-            found["first_token_distance"] = outputs.cosine_distance(given.hidden[0], exact.hidden[0])
+            found["first_token_distance"] = distances.cosine_distance(given.hidden[0], exact.hidden[0])
         return found
 
     @contextmanager

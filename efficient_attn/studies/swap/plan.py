@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.texts import Texts, named_texts, read_texts
+from efficient_attn.measure.variants import MEAN_OF_VALUES, MODEL, OWN, YARDSTICK, Variant, select
 from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN
-from efficient_attn.runner.variants import YARDSTICK, Variant, select
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.points import Plan, Point, Steps

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import MEAN_OF_VALUES
 from efficient_attn.report.figures import MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.text import heading
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
 from efficient_attn.studies.swap.analysis import MEAN_POOL, NAMES, Swap, swaps
 
 _ROW_INCHES = 0.48

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from efficient_attn.contained import trial
-from efficient_attn.runner.calls import MEAN
-from efficient_attn.runner.sizes import MEAN_OF_VALUES
-from efficient_attn.runner.variants import YARDSTICK, Variant, select
+from efficient_attn.measure.calls import MEAN
+from efficient_attn.measure.variants import MEAN_OF_VALUES, YARDSTICK, Variant, select
 
 # The module of TextSubject needs transformers, which models from files do not.
 if TYPE_CHECKING:

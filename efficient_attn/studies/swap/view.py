@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import MEAN_OF_VALUES, MODEL, OWN, YARDSTICK
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import (
     calibration_note,
@@ -11,9 +13,6 @@ from efficient_attn.report.text import (
     show_ratio,
     three_digits,
 )
-from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN
-from efficient_attn.runner.variants import YARDSTICK
 from efficient_attn.stats.candidates import missing, operations_sentence, operations_share
 from efficient_attn.stats.estimates import time_ratio
 from efficient_attn.stats.noise_warnings import IDLE, disturbance

@@ -13,8 +13,8 @@ from integrations.hf_models import TOKENS, gpt2, saved, texts
 
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers import attach, load
-from efficient_attn.measure.outputs import cosine_distance
-from efficient_attn.runner.record import Record
+from efficient_attn.measure.error import cosine_distance
+from efficient_attn.measure.record import Record
 from efficient_attn.stats.predicted_time import Predicted
 from efficient_attn.studies import find
 from efficient_attn.studies.advise.model_view import LAYERS

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is
 from integrations.hf_advice import advise, plans
 
 from efficient_attn.errors import DataError
-from efficient_attn.runner.sizes import OWN
+from efficient_attn.measure.variants import OWN
 from efficient_attn.studies.advise.model_view import LAYERS
 from efficient_attn.studies.durations import Durations
 from efficient_attn.studies.reading import read

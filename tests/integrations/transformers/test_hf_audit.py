@@ -14,9 +14,9 @@ from reference import random_qkv, reference_attention
 
 import efficient_attn as ea
 from efficient_attn.integrations.transformers import swapped
-from efficient_attn.measure.checked import backends_in
-from efficient_attn.runner.record import Case, Record
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.error import backends_in
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
 from efficient_attn.studies import find
 from efficient_attn.studies.swap.audited import audited, pooled
 from efficient_attn.studies.swap.view import audited_cells
@@ -27,7 +27,7 @@ LABEL = "window(window=5)"
 
 @pytest.fixture
 def every_row(monkeypatch):
-    monkeypatch.setattr("efficient_attn.measure.exact_rows._FEWEST", 10_000)
+    monkeypatch.setattr("efficient_attn.measure.error._FEWEST", 10_000)
 
 
 def distances(model, backends, **changes):

@@ -12,7 +12,7 @@ from integrations.swapped_models import quality, swap, tokenized
 from planned import points_of
 
 from efficient_attn.integrations.transformers import swapped
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
 from efficient_attn.studies import find
 from efficient_attn.studies.swap.analysis import spread
 

@@ -14,8 +14,8 @@ from planned import answered_by, points_of
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError
-from efficient_attn.runner.record import Record, replace
-from efficient_attn.runner.sizes import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.record import Record, replace
+from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
 from efficient_attn.studies import engine, find
 from efficient_attn.studies.store import Store
 from efficient_attn.studies.swap.analysis import MEAN_POOL, swaps

@@ -1,0 +1,364 @@
+"""The measured call: attention alone, a block around it, or an encoder of such blocks.
+
+Blocks are post-norm with ReLU, model_dim = num_heads·head_dim and a feed-forward dimension of 4·model_dim, as
+in the base model of Vaswani et al. 2017. Embeddings and positions are omitted: they are the same for every
+attention. A call is eager, compiled by torch.compile, or replayed from a CUDA graph.
+"""
+
+import copy
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.backend import Backend
+from efficient_attn.backends import build, resolve
+from efficient_attn.calibration import calibrate
+from efficient_attn.contained import contained
+from efficient_attn.errors import UnsupportedError
+from efficient_attn.measure import memory
+from efficient_attn.measure.error import (
+    WrongOutputError,
+    backends_in,
+    check_gradients,
+    mean_of_values,
+    outputs_checked,
+)
+from efficient_attn.measure.inputs import read_given
+from efficient_attn.measure.memory import ITEM_BYTES
+from efficient_attn.measure.record import COMPILED, SAME_INPUTS, Case, replace
+from efficient_attn.measure.variants import CEILING, MEAN_OF_VALUES
+from efficient_attn.operation_counts import MatMul, OperationCounts
+from efficient_attn.options import resolved
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
+from efficient_attn.theory.complexity import Cost, block_flops, call_cost
+from efficient_attn.transformer.block import TransformerBlock
+from efficient_attn.transformer.stack import Encoder
+
+# Ratio of the feed-forward dimension to model_dim.
+WIDENING = 4
+
+Call = Callable[[], Any]
+
+# Calls on a side stream before a capture, as torch's documentation asks.
+_CALLS_BEFORE_CAPTURE = 3
+
+
+class Prepared(NamedTuple):
+    """A module on its device, and its measured call: forward, or forward and backward.
+
+    Attributes:
+        checked: The call with checks of its results; raises on an invalid output or gradient.
+        inputs: q, k, v [batch heads tokens head_dim], or x [batch tokens model_dim].
+        streams: Whether the module supports incremental decoding.
+        flops: Operations of the call's matrix products; None if not counted.
+        moved_bytes: Bytes that attention alone reads and writes at least; None if not counted.
+        calibrated_on: Calibration inputs of backends that need calibration; None: no backend does.
+    """
+
+    module: Any
+    call: Callable[[], object]
+    checked: Callable[[], object]
+    inputs: tuple[Tensor, ...]
+    streams: bool
+    flops: int | None
+    moved_bytes: int | None
+    calibrated_on: str | None
+
+
+def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
+    """Build the module of a case, around the backend that `target` names or is.
+
+    Args:
+        inputs: File of q, k, v for attention alone; None: a Gaussian draw.
+    """
+    # An existing module is copied: moving it to a dtype or device must not change the original.
+    target = target if isinstance(target, str) else copy.deepcopy(target)
+    spec = _PLAIN.get(case.backend) or resolve(target)
+    if case.backward and not spec.capabilities.gradients:
+        raise UnsupportedError(f"Backend {spec.name!r} has no gradients; measure it without --backward.")
+    scale = None
+    if inputs is None:
+        *tensors, gradient = _inputs(case)
+    else:
+        subject = read_given(inputs, case.dtype, case.device, case.tokens, case.batch)
+        tensors, scale = list(subject.activations), subject.scale
+        gradient = tensors[0].new_ones(*tensors[0].shape[:-1], tensors[2].shape[-1])
+    module = _build(case, spec, scale).to(device=case.device, dtype=getattr(torch, case.dtype)).eval()
+    calibrated_on = None
+    # Calibration on the measured inputs is not part of the measured call.
+    if any(isinstance(part, Backend) and part.needs_calibration for part in module.modules()):
+        calibrate(module, *tensors)
+        calibrated_on = SAME_INPUTS
+
+    def called(module: Any) -> Callable[[], object]:
+        return _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
+
+    call = called(module)
+    streams = case.causal and bool(spec.capabilities.streaming)
+    # Operation counts are defined for q, k and v of one length and width, in the heads of the case.
+    of_attention = case.of == "attention"
+    heads = [case.num_heads, *[case.num_kv_heads or case.num_heads] * 2]
+    alike = not of_attention or (
+        len({tensor.shape[2:] for tensor in tensors}) == 1 and [x.shape[1] for x in tensors] == heads
+    )
+    counting = module.spec if isinstance(module, Backend) else spec
+    counted, moved = (count(case, counting) if alike else None for count in (flops, moved_bytes))
+    checked: Callable[[], object] = functools.partial(_checked, module, call, case)
+    if case.execution is not None:
+        checked()
+        call = checked = executed(case.execution, module, called, spec=spec, device=case.device)
+    return Prepared(module, call, checked, tuple(tensors), streams, counted, moved, calibrated_on)
+
+
+def state_bytes(prepared: Prepared) -> int | None:
+    """Bytes of the streaming state after all tokens; None without a state."""
+    if not prepared.streams:
+        return None
+    with torch.no_grad():
+        _, state = prepared.module.extend(*prepared.inputs)
+    return memory.state_bytes(state)
+
+
+def _build(case: Case, spec: BackendSpec, scale: float | None) -> Any:
+    """Build the module with weights drawn from the case's seed; leaves the global generator unchanged."""
+    shared: dict[str, Any] = {"max_tokens": case.tokens, "causal": case.causal, **case.options}
+    with torch.random.fork_rng(devices=()):
+        torch.default_generator.manual_seed(case.seed)
+        if case.of == "attention":
+            return build(spec, head_dim=case.head_dim, num_heads=case.num_heads, scale=scale, **shared)
+        shared["feed_forward_dim"] = WIDENING * case.model_dim
+        if case.of == "block":
+            return TransformerBlock(case.model_dim, case.num_heads, spec, **shared)
+        layers = case.layers or 1
+        return Encoder(case.model_dim, case.num_heads, spec, num_layers=layers, positions=None, **shared)
+
+
+class _Values(nn.Module):
+    """Identity attention, the values themselves: upper bound on the speed-up of a block."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return v
+
+
+_VALUES = BackendSpec(
+    name=CEILING,
+    summary="Identity attention: the values themselves.",
+    options_type=NoOptions,
+    capabilities=Capabilities(causal=True, streaming=False),
+    builder=lambda problem, options: _Values(),
+    operations=lambda problem, options, tokens, value_dim: OperationCounts(()),
+)
+
+
+class _Mean(nn.Module):
+    """Uniform attention: the mean of the visible values, for every query as in a backend."""
+
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self._causal = causal
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return mean_of_values(q, v, causal=self._causal, key_mask=key_mask).contiguous()
+
+
+MEAN = BackendSpec(
+    name=MEAN_OF_VALUES,
+    summary="Uniform attention: the mean of the visible values for every query.",
+    options_type=NoOptions,
+    capabilities=Capabilities(causal=True, streaming=False),
+    builder=lambda problem, options: _Mean(causal=problem.causal),
+    operations=lambda problem, options, tokens, value_dim: OperationCounts((MatMul(tokens * value_dim),)),
+)
+
+# Baselines that are measured with the backends.
+_PLAIN = {CEILING: _VALUES, MEAN_OF_VALUES: MEAN}
+
+
+def _forward(module: Any, inputs: list[Tensor]) -> Callable[[], object]:
+    def call() -> object:
+        with torch.no_grad():
+            return module(*inputs)
+
+    return call
+
+
+def _with_backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Callable[[], object]:
+    """A forward pass, then the gradients with respect to inputs and parameters."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    learned = list(_learned(module).values())
+
+    def call() -> object:
+        return torch.autograd.grad(module(*leaves), [*leaves, *learned], gradient, allow_unused=True)
+
+    return call
+
+
+def _learned(module: Any) -> dict[str, Tensor]:
+    return {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+
+
+def _checked(module: Any, call: Callable[[], Any], case: Case) -> object:
+    """Make the call; raises on an invalid output, or a missing or non-finite gradient."""
+    with outputs_checked(module):
+        result = call()
+    if case.backward:
+        learned = _learned(module)
+        names = [*(["q", "k", "v"] if case.of == "attention" else ["x"]), *learned]
+        # A backend may have unused parameters; baselines do not read q and k.
+        of_backends = {id(weight) for backend in backends_in(module) for weight in backend.parameters()}
+        optional = [name for name, weight in learned.items() if id(weight) in of_backends]
+        optional += ["q", "k"] if case.backend in _PLAIN else []
+        check_gradients(dict(zip(names, result, strict=True)), optional=optional)
+    return result
+
+
+def _inputs(case: Case) -> tuple[Tensor, ...]:
+    """Gaussian inputs, followed by an upstream gradient, all of one shape but for the heads of k and v."""
+    if case.of == "attention":
+        shape = (case.batch, case.num_heads, case.tokens, case.head_dim)
+        q, k, v, gradient = _gaussian(4, shape, case.dtype, case.device, case.seed)
+        kv_heads = case.num_kv_heads or case.num_heads
+        return q, k[:, :kv_heads], v[:, :kv_heads], gradient
+    return _gaussian(2, (case.batch, case.tokens, case.model_dim), case.dtype, case.device, case.seed)
+
+
+# Cached: all backends at a length share the same inputs, alone or in a block.
+@functools.lru_cache(maxsize=2)
+def _gaussian(count: int, shape: tuple[int, ...], dtype: str, device: str, seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.randn(shape, generator=generator) for _ in range(count))
+    return tuple(tensor.to(device=device, dtype=getattr(torch, dtype)) for tensor in drawn)
+
+
+def flops(case: Case, spec: BackendSpec) -> int | None:
+    """Operations of the matrix products of one call; None if the backend does not count them."""
+    cost = _cost(case, spec)
+    if cost is None or case.of == "attention":
+        return None if cost is None else cost.flops
+    around = block_flops(
+        case.tokens,
+        model_dim=case.model_dim,
+        feed_forward_dim=WIDENING * case.model_dim,
+        num_heads=case.num_heads,
+        batch=case.batch,
+        backward=case.backward,
+    )
+    return (case.layers or 1) * (cost.flops + around)
+
+
+def moved_bytes(case: Case, spec: BackendSpec) -> int | None:
+    """Bytes of inputs, output, parameters and gradients of attention alone; None if not counted."""
+    cost = _cost(case, spec) if case.of == "attention" else None
+    return None if cost is None else cost.moved_bytes
+
+
+def _cost(case: Case, spec: BackendSpec) -> Cost | None:
+    """Counted cost of the attention of the case."""
+    problem = AttentionProblem(
+        head_dim=case.head_dim, num_heads=case.num_heads, max_tokens=case.tokens, causal=case.causal
+    )
+    options = spec.options_type(**case.options)
+    if case.options and resolved(options, causal=case.causal) != options:
+        # Cases hold numbers in place of defaults: the record is of defaults that are no longer built.
+        return None
+    return call_cost(
+        spec,
+        problem,
+        options,
+        case.tokens,
+        batch=case.batch,
+        num_kv_heads=case.num_kv_heads,
+        backward=case.backward,
+        item_bytes=ITEM_BYTES[case.dtype],
+    )
+
+
+def attention_cost(case: Case, target: Any) -> Cost:
+    """Counted cost of attention; of a backend that counts nothing, its growth times the size of q."""
+    spec = resolve(target)
+    counted: Cost | None = None
+    # Counting by code of others may fail; the measurement of the case records the failure.
+    with suppress(Exception), contained():
+        counted = _cost(case, spec)
+    if counted is not None:
+        return counted
+    numbers = case.batch * case.tokens * case.model_dim
+    pairs = numbers * case.tokens ** (spec.capabilities.time_growth - 1)
+    return Cost(4 * pairs, 0, 4 * ITEM_BYTES[case.dtype] * numbers, 0)
+
+
+def attention_flops(case: Case, target: Any) -> int | None:
+    """Operations of the attention of one layer of the case; None if the backend does not count them."""
+    return flops(replace(case, of="attention"), resolve(target))
+
+
+def known_flops(case: Case, target: Any) -> int | None:
+    """`attention_flops`; None also where counting fails, which the measurement of the case records."""
+    try:
+        with contained():
+            return attention_flops(case, target)
+    except Exception:
+        return None
+
+
+def executed(
+    execution: str, module: Any, called: Callable[[Any], Call], *, spec: BackendSpec, device: str
+) -> Call:
+    """The call compiled or captured, made once and held against the eager call.
+
+    Args:
+        called: Function that makes the measured call of a module.
+        spec: The backend in the module.
+    """
+    if execution == COMPILED and not spec.capabilities.compile:
+        raise UnsupportedError(
+            f"Backend {spec.name!r} does not support torch.compile; measure it eagerly (--execution eager)."
+        )
+    call = called(_compiled(module)) if execution == COMPILED else _captured(called(module), device)
+    _check_alike(call(), called(module)())
+    return call
+
+
+def _compiled(module: Any) -> Any:
+    """The module as one graph for the measured shapes; a graph break is an error."""
+    # Compiled code of earlier points counts against the limit of recompilations, beyond which torch is eager.
+    torch.compiler.reset()
+    return torch.compile(module, fullgraph=True, dynamic=False)
+
+
+def _captured(call: Call, device: str) -> Call:
+    """Replay of the kernels of the call, from inputs in place."""
+    with torch.cuda.device(device):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_CALLS_BEFORE_CAPTURE):
+                call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def _check_alike(result: Any, eager: Any) -> None:
+    """Refuse results that are not finite, or unlike the eager ones in number, shape or dtype."""
+    results, expected = (tensors if isinstance(tensors, tuple) else (tensors,) for tensors in (result, eager))
+    forms, eager_forms = (
+        [None if x is None else (list(x.shape), x.dtype, x.device) for x in tensors]
+        for tensors in (results, expected)
+    )
+    if forms != eager_forms:
+        raise WrongOutputError(f"the results are {forms}, of the eager call {eager_forms}.")
+    if not all(x is None or x.isfinite().all() for x in results):
+        raise WrongOutputError("the results are not finite, although those of the eager call are.")

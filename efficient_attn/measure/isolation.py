@@ -1,0 +1,161 @@
+"""Process isolation: a backend that crashes, hangs or exhausts memory costs one record.
+
+The child process is reused while it is healthy. The conformance suite runs in such a process too.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import redirect_stdout
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self
+
+from msgspec import structs
+
+from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
+from efficient_attn.errors import DataError, OptionError, UnknownNameError
+from efficient_attn.measure import worker
+from efficient_attn.measure.process import CrashError, Process, refusal_of
+from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.records import parse
+from efficient_attn.measure.units import show_seconds
+
+NONE, REUSE = ISOLATIONS = ("none", "reuse")
+
+# Isolation requires process groups and inherited pipes, which only POSIX has.
+DEFAULT_ISOLATION = REUSE if os.name == "posix" else NONE
+# Time limit of one point or one check; most checks take less than a second on an idle machine.
+DEFAULT_TIMEOUT_S = 60.0
+
+# After this many hanging checks the remaining ones are not tried.
+_MOST_HANGS = 3
+
+
+def limits_memory() -> bool:
+    """Whether the memory of a child can be limited: Linux reports its usage, macOS does not."""
+    return find_spec("resource") is not None and Path("/proc/self/statm").exists()
+
+
+class Measurer:
+    """Measures cases in a child process that is replaced after every failure, or in this process.
+
+    Args:
+        isolate: `reuse` keeps the child while it is healthy, `none` measures here.
+        timeout_s: Time limit per point: all rounds of a time together, or one memory, including construction.
+        limit_bytes: Memory that the child may allocate beyond its start-up.
+
+    Attributes:
+        inputs: Files of q, k, v by the `inputs` of a case; cases of other inputs are Gaussian draws.
+    """
+
+    def __init__(
+        self, isolate: str = DEFAULT_ISOLATION, *, timeout_s: float, limit_bytes: int | None = None
+    ) -> None:
+        if isolate not in ISOLATIONS:
+            raise OptionError(f"isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
+        if not timeout_s > 0:
+            raise OptionError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}.")
+        self.inputs: dict[str, str] = {}
+        self._isolate = isolate
+        self._timeout_s = timeout_s
+        self._process = Process(limit_bytes)
+        self._spent_s: dict[str, float] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._process.close()
+
+    def __call__(self, case: Case, *, target: Any = None, seconds: float = worker.CALLS_S) -> Record:
+        """Measure one case; always returns a record, whatever happens to the process."""
+        inputs = self.inputs.get(case.inputs)
+        if self._isolate == NONE:
+            return worker.measure(case, target=target, seconds=seconds, inputs=inputs)
+        used = self._process.is_running
+        request = {"case": structs.asdict(case), "target": target, "seconds": seconds, "inputs": inputs}
+        record = self._tried(case, request)
+        # Out of memory in a used process may be due to leaks of earlier points: retry in a new one.
+        return self._tried(case, request) if used and record.status == "oom" else record
+
+    def _tried(self, case: Case, request: Mapping[str, Any]) -> Record:
+        record = self._attempt(case, request)
+        if record.status not in ("ok", "unsupported"):
+            self._process.close()
+        return record
+
+    def _attempt(self, case: Case, request: Mapping[str, Any]) -> Record:
+        try:
+            # Its start is no part of the time limit.
+            self._process.start()
+        except CrashError as ending:
+            return Record(case=case, status="crash", reason=str(ending))
+        spent_s, start = self._spent_s.get(case.key, 0.0), time.monotonic()
+        try:
+            answer = self._process.ask("measure", request, limit_s=max(self._timeout_s - spent_s, 0.0))
+            return replace(parse(answer, "The answer"), case=case)
+        except TimeoutError:
+            reason = f"took longer than {show_seconds(self._timeout_s)} (raise it with --timeout)"
+            return Record(case=case, status="timeout", reason=reason)
+        except CrashError as ending:
+            return Record(case=case, status="crash", reason=str(ending))
+        except DataError:
+            return Record(case=case, status="crash", reason="the process returned an invalid record")
+        finally:
+            self._spent_s[case.key] = spent_s + time.monotonic() - start
+
+
+def check_isolated(
+    backend: str,
+    *,
+    seed: int = 0,
+    only: Iterable[str] | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    long: bool = False,
+    declared: Mapping[str, Any] | None = None,
+) -> list[CheckRecord]:
+    """Records of `testing.check_backend` for a name or an address, computed in a child process.
+
+    The time limit holds for one check, and for the import of the backend. `declared` are arguments of
+    `testing.adapt` for a function at an address.
+    """
+    from efficient_attn.conformance.table import CHECKS
+    from efficient_attn.testing import adapt, check_backend, check_names
+
+    if os.name != "posix":
+        # Other systems have no process groups; the backend runs in this process.
+        tested = backend if declared is None else adapt(backend, **declared)
+        with redirect_stdout(sys.stderr):
+            return check_backend(tested, on_fail="collect", seed=seed, only=only, long=long)
+    with Process() as process:
+        if (refusal := refusal_of(backend, process, rehearse=False, limit_s=timeout_s)) is not None:
+            raise DataError(refusal)
+        # A check of the long form also runs if it is named.
+        names = check_names(long=long or only is not None)
+        chosen = list(names if only is None else only)
+        for name in chosen:
+            if name not in names:
+                raise UnknownNameError("check", name, names)
+        records: list[CheckRecord] = []
+        hung = 0
+        for name in chosen:
+            lost = partial(CheckRecord, backend=backend, check=name, promise=CHECKS[name].promise)
+            request = {"target": backend, "check": name, "seed": seed, "long": long, "declared": declared}
+            try:
+                if hung == _MOST_HANGS:
+                    detail = f"Not tried: {hung} earlier checks did not end."
+                    record = lost(outcome=UNKNOWN, detail=detail)
+                else:
+                    record = CheckRecord(**json.loads(process.ask("check", request, limit_s=timeout_s)))
+            except TimeoutError:
+                hung += 1
+                detail = f"The check took longer than {show_seconds(timeout_s)} (raise it with --timeout)."
+                record = lost(outcome=BROKEN, detail=detail, failed=True)
+            except CrashError as ending:
+                record = lost(outcome=BROKEN, detail=f"The check did not end: {ending}.", failed=True)
+            records.append(record)
+    return records

@@ -1,0 +1,208 @@
+"""A child process that answers requests until a backend crashes or blocks it.
+
+Spawned, not forked. Requests and answers are lines of JSON over private pipes.
+
+External files and packages are imported in it first: an import that hangs, crashes or ends its process then
+costs one error line and not the command. The Python function `build` imports directly.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from efficient_attn.errors import DataError
+from efficient_attn.measure.units import show_seconds
+
+# First line of a process that has loaded everything.
+READY = "ready"
+
+# Time limits to start Python and load torch, and for a killed process to end.
+_START_LIMIT_S, _END_LIMIT_S = 120.0, 2.0
+
+# Answers are a few kilobytes.
+_LONGEST_ANSWER = 1 << 22
+_STDERR = 2
+
+# Time limit of an import, and of a trial call.
+LIMIT_S = 60.0
+
+# Targets that passed, with the modification time of their file.
+_proved: set[tuple[str, int, bool]] = set()
+
+
+class CrashError(Exception):
+    """The process ended before it answered; the message describes how."""
+
+
+class Process:
+    """Answers requests in a child process of its own session, started on first use and after every failure.
+
+    Args:
+        limit_bytes: Memory that the process may allocate beyond its start-up; None: unlimited.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._child: subprocess.Popen[bytes] | None = None
+        self._requests = self._answers = -1
+        self._unread = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process was started and not closed."""
+        return self._child is not None
+
+    def start(self) -> None:
+        """Start the process, unless it is running."""
+        if self._child is not None:
+            return
+        self._child = self._spawned()
+        try:
+            ready = self._answer(_START_LIMIT_S) == READY.encode()
+        except (TimeoutError, CrashError):
+            ready = False
+        if not ready:
+            self.close()
+            raise CrashError("the process that measures did not start (--isolate none does without)")
+
+    def ask(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> bytes:
+        """Answer to a request."""
+        self.start()
+        data = f"{json.dumps({'job': job, 'limit_s': limit_s, **request}, allow_nan=False)}\n".encode()
+        try:
+            # A process that has ended reads nothing, and its answers end.
+            with contextlib.suppress(BrokenPipeError):
+                while data:
+                    data = data[os.write(self._requests, data) :]
+            return self._answer(limit_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill the process and all its children if it is running, and reap it."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_END_LIMIT_S)
+        os.close(self._requests)
+        os.close(self._answers)
+
+    def _spawned(self) -> "subprocess.Popen[bytes]":
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        self._unread = b""
+        command = [sys.executable, "-P", "-m", "efficient_attn.measure.child", str(requests), str(answers)]
+        command += [] if self._limit_bytes is None else [str(self._limit_bytes)]
+        # The child imports from the same places.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=_STDERR,
+            pass_fds=(requests, answers),
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+        os.close(requests)
+        os.close(answers)
+        return child
+
+    def _answer(self, limit_s: float) -> bytes:
+        """The next answer.
+
+        Raises:
+            TimeoutError: If it does not come in time.
+            CrashError: If the process has ended.
+        """
+        deadline = time.monotonic() + limit_s
+        waiting = select.poll()
+        waiting.register(self._answers, select.POLLIN)
+        while b"\n" not in self._unread:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not waiting.poll(1000 * left_s):
+                raise TimeoutError
+            part = os.read(self._answers, 1 << 16)
+            if not part or len(self._unread) > _LONGEST_ANSWER:
+                raise CrashError(self._ending())
+            self._unread += part
+        answer, _, self._unread = self._unread.partition(b"\n")
+        return answer
+
+    def _ending(self) -> str:
+        """Description of how the process ended."""
+        assert self._child is not None, "it was started"
+        try:
+            code = self._child.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return "the process stopped answering"
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else "unnamed"
+            likely = ": likely the system's out-of-memory killer" if code == -signal.SIGKILL else ""
+            return f"the process crashed with signal {-code} ({name}){likely}"
+        return f"the process ended with exit code {code}"
+
+
+def prove(targets: Sequence[str], *, rehearse: bool) -> None:
+    """Import external targets once in a child process."""
+    new = [target for target in targets if _key(target, rehearse) not in _proved and _is_foreign(target)]
+    # Child processes need process groups.
+    if not new or os.name != "posix":
+        return
+    with Process() as process:
+        for target in new:
+            refusal_of(target, process, rehearse=rehearse)
+            _proved.add(_key(target, rehearse))
+
+
+def refusal_of(target: str, process: Process, *, rehearse: bool, limit_s: float | None = None) -> str | None:
+    """Error message if a process cannot find the backend; None if it can."""
+    place, longest_s = target.rpartition(":")[0] or target, LIMIT_S if limit_s is None else limit_s
+    try:
+        answer = process.ask("load", {"target": target, "rehearse": rehearse}, limit_s=longest_s)
+    except TimeoutError:
+        message = f"its import{' or a first call' * rehearse} took longer than {show_seconds(longest_s)}"
+    except CrashError as ending:
+        message = f"during its import{' or a first call' * rehearse} {ending}"
+    else:
+        refusal: str | None = json.loads(answer)
+        return refusal
+    raise DataError(f"{place} cannot be used: {message}.")
+
+
+def _key(target: str, rehearse: bool) -> tuple[str, int, bool]:
+    path = Path(target.rpartition(":")[0])
+    try:
+        changed = path.stat().st_mtime_ns
+    except (OSError, ValueError):
+        changed = 0
+    return target, changed, rehearse
+
+
+def _is_foreign(target: str) -> bool:
+    """Whether resolving the target runs external code: of an existing file, a module, or a plug-in."""
+    from efficient_attn.backends import list_backends
+    from efficient_attn.external import is_address
+    from efficient_attn.plugins import plugins
+
+    if not is_address(target):
+        return target not in list_backends() and target in plugins()
+    place = target.rpartition(":")[0]
+    return not place.endswith(".py") or Path(place).is_file()

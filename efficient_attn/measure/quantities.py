@@ -1,0 +1,252 @@
+"""Quantities of records as data: name, unit, meaning, type, and the comparison of two runs by them.
+
+A study declares its quantities with `register`. The fields of records, the reader, the JSON Schema, the
+reference table, `diff` and the names of `--fail-on` follow from the declarations.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Literal, NamedTuple
+
+Better = Literal["less", "more"]
+Scatter = Literal["rounds", "draws", "seeds"]
+Entry = Literal["worst"]
+Type = Literal["number", "whole number", "numbers", "whole numbers", "text"]
+
+# Relative change of a scattering number that matters unless --fail-on names another.
+MATTERS = 0.05
+
+
+class Field(NamedTuple):
+    """Field of a record that holds a quantity or its samples."""
+
+    name: str
+    type: Type
+    unit: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A measured value, and the way in which two runs are compared by it.
+
+    Attributes:
+        name: Name in tables, in JSON and of --fail-on.
+        meaning: Definition that begins with a noun.
+        better: Direction of an improvement; None: a change is neither better nor worse.
+        scatter: Repetitions over which the number differs by chance; None: it is reproduced by its case.
+        threshold: Relative change that matters.
+        record_field: Field of a record; omitted: the name.
+        samples: Field of the raw values, one per repetition; None: records keep none.
+        entry: Compared entry of a field with several.
+        rounding: The number is rounding error if it is below this power of the precision of its dtype;
+            0: never.
+        condition: Part in the comparison of a field without a verdict of its own; None: it is compared.
+    """
+
+    name: str
+    unit: str
+    meaning: str
+    _: KW_ONLY
+    type: Type = "number"
+    better: Better | None = "less"
+    scatter: Scatter | None = None
+    threshold: float = 0.0
+    record_field: str | None = None
+    samples: str | None = None
+    entry: Entry | None = None
+    rounding: int = 0
+    condition: str | None = None
+
+    @property
+    def field(self) -> str:
+        """Field of a record that holds the value."""
+        return self.record_field or self.name
+
+    @property
+    def fields(self) -> Iterator[Field]:
+        """Fields of a record for the value and for its samples."""
+        yield Field(self.field, self.type, self.unit, self.meaning)
+        if self.samples not in (None, self.field):
+            repetition = f"{self.scatter}".removesuffix("s")
+            meaning = f"Values of {self.field}, one per {repetition}."
+            yield Field(f"{self.samples}", "numbers", self.unit, meaning)
+
+
+# Declared so far: compared quantities and conditions by name, fields and kinds of records.
+QUANTITIES: dict[str, Quantity] = {}
+CONDITIONS: dict[str, Quantity] = {}
+FIELDS: dict[str, Field] = {}
+KINDS: dict[str, str] = {}
+
+
+def register(*quantities: Quantity, kinds: Mapping[str, str] | None = None) -> None:
+    """Declare quantities, and kinds of records with their meaning.
+
+    Several studies may declare the same quantity in the same words.
+    """
+    for quantity in quantities:
+        table = QUANTITIES if quantity.condition is None else CONDITIONS
+        if table.setdefault(quantity.name, quantity) != quantity:
+            raise RuntimeError(f"Two quantities are called {quantity.name!r}; rename one of them.")
+        for field in quantity.fields:
+            if FIELDS.setdefault(field.name, field) != field:
+                raise RuntimeError(f"Two quantities are kept in {field.name!r}; rename one of the fields.")
+    KINDS.update({kind: meaning for kind, meaning in (kinds or {}).items() if kind not in KINDS})
+
+
+def duration(name: str, samples: str, meaning: str) -> Quantity:
+    """Time of a call, with one sample per timed call in the field `samples`."""
+    return Quantity(
+        name,
+        "s",
+        f"{meaning}, one entry per timed call, in order.",
+        type="numbers",
+        scatter="rounds",
+        threshold=MATTERS,
+        record_field=samples,
+        samples=samples,
+    )
+
+
+def cost(name: str, unit: str, meaning: str) -> Quantity:
+    """Whole number that its case reproduces; less is better."""
+    return Quantity(name, unit, meaning, type="whole number")
+
+
+def mean_error(name: str, unit: str, meaning: str, *, type: Type = "number") -> Quantity:
+    """Error of which records keep the mean over draws alone; of several entries the worst is compared."""
+    entry: Entry | None = "worst" if type == "numbers" else None
+    return replace(error(name, unit, meaning), type=type, samples=None, entry=entry)
+
+
+def error(name: str, unit: str, meaning: str, *, rounding: int = 1) -> Quantity:
+    """Error with one value per draw, kept in `NAME_draws`."""
+    draws = f"{name}_draws"
+    return Quantity(name, unit, meaning, scatter="draws", threshold=MATTERS, samples=draws, rounding=rounding)
+
+
+def setting(
+    name: str,
+    unit: str,
+    meaning: str,
+    *,
+    type: Type = "whole number",
+    threshold: float = 1e-9,
+    entry: Entry | None = None,
+) -> Quantity:
+    """Value that describes the measurement or follows from theory; a change is neither better nor worse."""
+    return Quantity(name, unit, meaning, type=type, better=None, threshold=threshold, entry=entry)
+
+
+def condition(name: str, unit: str, meaning: str, part: str, *, type: Type = "number") -> Quantity:
+    """Field without a verdict of its own, with its part in the comparison."""
+    return Quantity(name, unit, meaning, type=type, better=None, condition=part)
+
+
+# Parts of conditions in a comparison.
+_CEILING, _STATE = "reference of shares", "reason for an unclear device time"
+
+# Costs: `bench`.
+register(
+    duration("time_s", "times_s", "Wall-clock time of a call"),
+    duration("device_time_s", "device_times_s", "Time of a queued call on a GPU without launch overhead"),
+    condition(
+        "round_sizes",
+        "",
+        "Number of timed calls in each interleaved round, in order.",
+        "rounds of times_s and device_times_s",
+        type="whole numbers",
+    ),
+    condition(
+        "waited_s",
+        "s",
+        "Run-queue wait during the timed calls, summed over the threads of the process.",
+        "reason for an unclear time",
+    ),
+    condition(
+        "kernels",
+        "",
+        "Kernels that served the calls: cpu (algorithms for its caches), flex, varlen, or torch (PyTorch's "
+        "operators alone).",
+        "named above the table",
+        type="text",
+    ),
+    cost("peak_bytes", "bytes", "Peak of allocated memory above the level before the call."),
+    condition(
+        "memory_method",
+        "",
+        "Method by which peak_bytes was counted.",
+        "shown nowhere",
+        type="text",
+    ),
+    cost("parameter_bytes", "bytes", "Size of the parameters of the backend."),
+    cost("state_bytes", "bytes", "Size of the streaming state of a causal backend after all tokens."),
+    cost("flops", "FLOP", "Floating-point operations of the matrix products of a call."),
+    cost("moved_bytes", "bytes", "Size of inputs, output, parameters and gradients of attention, each once."),
+    condition("matmul_flops_per_s", "FLOP/s", "Peak rate of large matrix products.", _CEILING),
+    condition("copy_bytes_per_s", "B/s", "Peak rate of a large copy, reads and writes.", _CEILING),
+    condition("sm_clock_hz", "Hz", "Clock of the GPU's multiprocessors after the first round.", _STATE),
+    condition("memory_clock_hz", "Hz", "Clock of the GPU's memory after the first round.", _STATE),
+    condition("power_w", "W", "Power draw of the GPU after the first round.", _STATE),
+    condition("temperature_c", "°C", "Temperature of the GPU after the first round.", _STATE),
+    condition("power_state", "", "Performance state of the GPU, P0 the highest.", _STATE, type="text"),
+    condition(
+        "throttle_reasons",
+        "",
+        "Reasons that held clocks down after the first round, as the bit mask of NVML.",
+        _STATE,
+        type="whole number",
+    ),
+    setting(
+        "calibrated_on",
+        "",
+        "Inputs of the calibration of data-dependent parameters; null: no such parameters, or an earlier "
+        "calibration.",
+        type="text",
+    ),
+    setting("num_directions", "", "Number of rows of the projection of a random-feature backend."),
+    cost(
+        "floats_read",
+        "",
+        "Number of floats that a query reads per head: keys and values, their projections, or a state of "
+        "features.",
+    ),
+    kinds={
+        "time": "wall-clock time",
+        "memory": "peak memory",
+    },
+)
+
+# Accuracy of trained models: `recall`.
+register(
+    Quantity(
+        name="accuracy",
+        unit="share",
+        meaning="Share of right answers after training.",
+        better="more",
+        scatter="seeds",
+        threshold=MATTERS,
+    ),
+    setting("chance", "share", "Expected accuracy of a guess.", type="number"),
+    setting("answers", "", "Number of answers behind the accuracy."),
+)
+
+# Approximation errors: `bench`, `mse`.
+register(
+    error("output_mse", "squared", "Mean squared error of the output, mean over draws.", rounding=2),
+    error("output_relative_error", "relative", "Norm of the error of the output over that of the output."),
+    error("kernel_mse", "squared", "Mean squared error of the estimated softmax kernel.", rounding=2),
+    setting("kernel_value", "", "Entry of the softmax kernel that kernel_mse refers to.", type="number"),
+    mean_error("unsafe_rows", "share", "Share of rows with a zero or negative denominator, mean over draws."),
+    setting("expected_output_mse", "squared", "Theoretical expectation of output_mse.", type="number"),
+    setting("expected_kernel_mse", "squared", "Theoretical expectation of kernel_mse.", type="number"),
+    condition(
+        "compared_queries",
+        "",
+        "Number of queries of each head in the error, drawn at random; null: all.",
+        "named in the notes",
+        type="whole number",
+    ),
+    kinds={"error": "approximation error"},
+)

@@ -1,0 +1,97 @@
+"""Parsing and formatting of lengths, durations and memory limits."""
+
+import re
+from collections.abc import Sequence
+
+from efficient_attn.errors import OptionError
+
+_MOST_POINTS = 1000
+_MOST_TOKENS = 1 << 30
+_RANGE = re.compile(r"(?P<first>\d{1,12}k?)(:(?P<last>\d{1,12}k?):(?P<times>x?)(?P<step>\d{1,12}k?))?")
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
+_BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+def parse_sizes(text: str | int | Sequence[int], *, name: str) -> tuple[int, ...]:
+    """Whole numbers in rising order from `256,512`, `256:4096:x2`, `256:1024:256`, `1k`, or from numbers."""
+    if isinstance(text, str):
+        sizes = [size for part in text.split(",") for size in _range(part, name=name, text=text)]
+    else:
+        sizes = [text] if isinstance(text, int) else list(text)
+        wrong = [size for size in sizes if not _is_size(size)]
+        if wrong or not sizes:
+            shown = wrong[0] if wrong else sizes
+            raise OptionError(f"{name} takes whole numbers from 1 to {_MOST_TOKENS}, not {shown!r}.")
+    if len(sizes) > _MOST_POINTS:
+        raise OptionError(f"{name} {text} asks for {len(sizes)} sizes; at most {_MOST_POINTS} are measured.")
+    return tuple(sorted(set(sizes)))
+
+
+def parse_seconds(text: str | float, *, name: str) -> float:
+    """Seconds from `90`, `90s`, `2m` or `1h`."""
+    amount = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", str(text).strip().lower())
+    if amount is None or float(amount[1]) == 0:
+        raise OptionError(f"{name} is a duration such as 90s, 2m or 1h, not {text!r}.")
+    return float(amount[1]) * _SECONDS[amount[2]]
+
+
+def parse_bytes(text: str | int, *, name: str, available: int | None) -> int | None:
+    """Bytes from `8GiB`, `500M` or a share of the available memory such as `70%`; None if that is unknown."""
+    value = str(text).strip().lower()
+    share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", value)
+    if share is not None and 0 < float(share[1]) <= 100:
+        return None if available is None else int(available * float(share[1]) / 100)
+    amount = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", value)
+    if share is not None or amount is None or float(amount[1]) == 0:
+        raise OptionError(f"{name} is an amount such as 8GiB or a share such as 70%, not {text!r}.")
+    return int(float(amount[1]) * _BYTES[amount[2]])
+
+
+def show_bytes(amount: float) -> str:
+    """Format bytes with the most readable unit: `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if amount < 1000:
+            return f"{amount:.3g} {unit}"
+        amount /= 1024
+    return f"{amount:.3g} TiB"
+
+
+def show_seconds(amount: float) -> str:
+    """Format a duration with the most readable unit: `1.5 ms`."""
+    for unit, factor in (("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if amount >= factor:
+            return f"{amount / factor:.3g} {unit}"
+    return f"{amount * 1e9:.3g} ns"
+
+
+def show(amount: float, unit: str) -> str:
+    """Format an amount of a quantity: bytes and seconds with the most readable unit, others as they are."""
+    if unit == "s":
+        return show_seconds(amount)
+    return show_bytes(int(amount)) if unit == "bytes" else f"{amount:.3g}"
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_TOKENS
+
+
+def _range(part: str, *, name: str, text: str) -> list[int]:
+    """The sizes of `256`, `256:4096:x2` or `256:1024:256`."""
+    bounds = _RANGE.fullmatch(part.strip().lower())
+    pieces = [piece for piece in bounds.group("first", "last", "step") if piece] if bounds else []
+    sizes = [int(piece.removesuffix("k")) * (1024 if piece.endswith("k") else 1) for piece in pieces]
+    if bounds is None or not all(map(_is_size, sizes)):
+        raise OptionError(
+            f"{name} cannot be {text!r}. Write 256,512 or 256:4096:x2 (from, to, factor) or 1k (1024); "
+            f"sizes are from 1 to {_MOST_TOKENS}."
+        )
+    if len(sizes) == 1:
+        return sizes
+    size, last, step = sizes
+    if last < size or (bounds["times"] and step < 2):
+        raise OptionError(f"{name} {text} never grows; write 256:4096:x2 (from, to, factor).")
+    sizes = []
+    while size <= last and len(sizes) <= _MOST_POINTS:
+        sizes.append(size)
+        size = size * step if bounds["times"] else size + step
+    return sizes

@@ -1,0 +1,279 @@
+"""Variants: backends with a choice of their options; labels of variants, and names of inputs."""
+
+import itertools
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import msgspec
+
+from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
+from efficient_attn.measure.process import prove
+from efficient_attn.measure.record import Case
+from efficient_attn.options import SEED, recorded, resolved
+
+# Types of options that texts are converted to, and that records hold.
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_PLAIN = (*_TYPE_NAMES, type(None))
+
+# Label of identity attention, the upper bound on the speed-up of a block.
+CEILING = "attention := v"
+
+# The baseline of all comparisons, exact attention through the fused kernel; and naive attention, the baseline
+# of the papers.
+YARDSTICK, DENSE = "exact", "exact-dense"
+
+# Label of the uniform-attention baseline: each query gets the mean of the values.
+MEAN_OF_VALUES = "mean of V"
+
+# Subject of cases of a whole model, and label of its original attention.
+MODEL, OWN = "model", "the model's own"
+
+# Backend and label of a plan: a backend for each layer of a model.
+PLAN = "plan"
+
+# Names of inputs: several layers of a model, and a single one.
+_SEVERAL = re.compile(r"(.*)\(layers=(\d+(?:,\d+)*)\)", re.DOTALL)
+_SINGLE = re.compile(r"(.*)\(layer=(\d+)\)", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A backend with a choice of its options.
+
+    Attributes:
+        backend: Name in records: a registered name, or `file.py:object`.
+        target: Argument of `build`: a name, a path, a module or a callable.
+        options: All options, including defaults.
+        memory_growth: Declared power of tokens in its memory.
+        execution: One of EXECUTIONS; None: eager.
+    """
+
+    backend: str
+    label: str
+    target: Any
+    options: Mapping[str, Any] = field(default_factory=dict)
+    time_growth: int = 1
+    memory_growth: int = 1
+    execution: str | None = None
+
+    def case(self, **fields: Any) -> Case:
+        """A case of this variant, with these further fields."""
+        from efficient_attn.registry import SPECS
+
+        options, spec = self.options, SPECS.get(self.target) if isinstance(self.target, str) else None
+        if spec is not None:
+            complete = spec.options_type(**options)
+            options = recorded(resolved(complete, causal=fields.get("causal", False)))
+        return Case(
+            backend=self.backend,
+            label=self.label,
+            options=options,
+            execution=self.execution,
+            **fields,
+        )
+
+    def executed(self, execution: str | None) -> "Variant":
+        """The variant in another execution than eager, as its own line: `exact · compiled`."""
+        if execution is None:
+            return self
+        return replace(self, label=f"{self.label} · {execution}", execution=execution)
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+    """{backend: {option: values}} from `backend.option=value,value`."""
+    settings: dict[str, dict[str, list[str]]] = {}
+    for text in texts:
+        name, equals, values = text.partition("=")
+        backend, dot, option = name.rpartition(".")
+        if not (backend and dot and option and equals and values):
+            raise OptionError(f"--set cannot be {text!r}. Write backend.option=value: linformer.rank=128.")
+        settings.setdefault(backend, {})[option] = values.split(",")
+    return settings
+
+
+def select(
+    backends: Sequence[Any] | None,
+    settings: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
+    *,
+    rehearse: bool = True,
+    also: bool = False,
+) -> tuple[Variant, ...]:
+    """The variants of the named backends, one per combination of the set options.
+
+    None selects all softmax-approximating backends, for which alone errors and speed-ups against exact
+    attention are meaningful. External files and packages are first imported in a child process.
+
+    Args:
+        rehearse: Whether to make a trial call there too, for studies that call backends in this process.
+        also: Whether None selects the further variants of the backends too, unless options of theirs are set.
+    """
+    from efficient_attn.backends import list_backends, resolve, spec
+
+    targets = backends
+    if targets is None:
+        targets = [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
+    named = [(_name(target), target) for target in targets]
+    chosen = ", ".join(name for name, _ in named)
+    if CEILING in dict(named):
+        raise OptionError(f"{CEILING!r} is not a backend: it is measured with every block automatically.")
+    for backend in settings or {}:
+        if backend not in dict(named):
+            raise OptionError(f"--set {backend}.…: {backend!r} is not a selected backend ({chosen}).")
+    prove([target for _, target in named if isinstance(target, str)], rehearse=rehearse)
+    variants: dict[str, Variant] = {}
+    for name, target in named:
+        choices = [(settings or {}).get(name, {})]
+        if also and backends is None and not choices[0]:
+            choices += [
+                {option: [value] for option, value in further.items()} for further in resolve(target).also
+            ]
+        for variant in itertools.chain(*(_variants(name, target, options) for options in choices)):
+            if variants.setdefault(variant.label, variant) is not variant:
+                raise OptionError(f"Two of the backends are called {variant.label!r}; name each once.")
+    return tuple(variants.values())
+
+
+def ceiling() -> Variant:
+    """Identity attention for blocks; not selectable by name."""
+    return Variant(backend=CEILING, label=CEILING, target=CEILING)
+
+
+def has_address(target: Any) -> bool:
+    """Whether another process can resolve the target: a built-in or plug-in name, or a path."""
+    from efficient_attn.external import is_address
+    from efficient_attn.plugins import plugins
+
+    if not isinstance(target, str):
+        return False
+    return target == CEILING or is_address(target) or is_ours(target) or target in plugins()
+
+
+def is_ours(target: Any) -> bool:
+    """Whether the target names a built-in backend."""
+    from efficient_attn import backends
+    from efficient_attn.external import is_address
+
+    if not isinstance(target, str) or is_address(target):
+        return False
+    return bool(backends.resolve(target).builder.__module__.startswith(f"{backends.__name__}."))
+
+
+def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> Iterator[Variant]:
+    from efficient_attn.backends import resolve
+
+    spec = resolve(target)
+    option_types = typing.get_type_hints(spec.options_type)
+    for option in settings:
+        if option not in option_types:
+            raise UnknownNameError(f"option of backend {name!r}", option, option_types)
+    choices = [
+        [_converted(name, option, value, option_types[option]) for value in values]
+        for option, values in settings.items()
+    ]
+    # A path without its folders, which are specific to one machine.
+    file, colon, thing = name.rpartition(":")
+    shown = f"{PurePath(file).name}:{thing}" if colon else name
+    for values in itertools.product(*choices):
+        options = dict(zip(settings, values, strict=True))
+        setting = ", ".join(f"{option}={value}" for option, value in options.items())
+        complete = recorded(spec.options_type(**options))
+        yield Variant(
+            backend=shown,
+            label=f"{shown}({setting})" if setting else shown,
+            target=target,
+            # Values that JSON has no form for are kept as text.
+            options={option: v if isinstance(v, _PLAIN) else str(v) for option, v in complete.items()},
+            time_growth=spec.capabilities.time_growth,
+            memory_growth=spec.capabilities.memory_growth,
+        )
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, str):
+        return target
+    name = getattr(target, "name", None) or getattr(target, "__name__", None)
+    return name if isinstance(name, str) else type(target).__name__
+
+
+def _converted(backend: str, option: str, value: Any, option_type: Any) -> Any:
+    """Convert the text of an option to its type."""
+    kinds = typing.get_args(option_type) if isinstance(option_type, types.UnionType) else (option_type,)
+    if not isinstance(value, str) or not {*kinds} <= {*_PLAIN}:
+        return value
+    if value.lower() == "none" and type(None) in kinds:
+        return None
+    try:
+        converted = msgspec.convert(value, option_type, strict=False)
+    except msgspec.ValidationError:
+        converted = math.nan
+    if isinstance(converted, float) and not math.isfinite(converted):
+        names = " or ".join(_TYPE_NAMES.get(kind, "none") for kind in kinds)
+        raise DtypeError(f"--set {backend}.{option}={value}: {option} is {names}, not {value!r}.")
+    return converted
+
+
+class Sized(NamedTuple):
+    """A label without its size, and the size; None if the backend has none."""
+
+    series: str
+    size: int | None
+
+
+def with_size(variant: Variant, option: str, size: int) -> Variant:
+    """The variant with its size set, labelled `name(option=size)`, the size last."""
+    name, inner = _split(variant.label)
+    label = f"{name}({', '.join([*inner, f'{option}={size}'])})"
+    return replace(variant, label=label, options={**variant.options, option: size})
+
+
+def sized(case: Case) -> Sized:
+    """Parse a label: `performer-positive(projection=iid, num_features=64)` has size 64."""
+    name, inner = _split(case.label)
+    for item in reversed(inner):
+        option, _, value = item.partition("=")
+        if option != SEED and option in case.options and re.fullmatch(r"\d+", value):
+            rest = [setting for setting in inner if setting != item]
+            return Sized(f"{name}({', '.join(rest)})" if rest else name, int(value))
+    return Sized(case.label, None)
+
+
+def possible(size: int, *, tokens: int, options: Mapping[str, Any]) -> bool:
+    """Whether a size is valid: ranks and windows are at most the tokens, random features are not limited."""
+    return SEED in options or size <= tokens
+
+
+def _split(label: str) -> tuple[str, list[str]]:
+    """`name(a=1, b=2)` as name and items; a label without items unchanged."""
+    parts = re.fullmatch(r"(.*?)\((.*)\)", label)
+    return (parts[1], parts[2].split(", ")) if parts else (label, [])
+
+
+def joint_name(names: Sequence[str]) -> str:
+    """`encoder(layers=0,1,5)` for the inputs `encoder(layer=0)`, `encoder(layer=1)`, `encoder(layer=5)`."""
+    if len(names) == 1 or not all(map(is_layer, names)):
+        return names[0]
+    layers = ",".join(name.rpartition("=")[2].removesuffix(")") for name in names)
+    return f"{names[0].rpartition('(')[0]}(layers={layers})"
+
+
+def is_layer(inputs: str) -> bool:
+    """Whether the name denotes one layer of a model."""
+    return _SINGLE.fullmatch(inputs) is not None
+
+
+def single_names(inputs: str) -> tuple[str, ...]:
+    """The inputs behind a joint name; any other name stands for itself."""
+    joint = _SEVERAL.fullmatch(inputs)
+    return tuple(f"{joint[1]}(layer={layer})" for layer in joint[2].split(",")) if joint else (inputs,)
+
+
+def timed_layer(inputs: str) -> str:
+    """`layer 1` for `encoder(layers=0,1,5)`: the layer whose q, k and v were timed."""
+    names = single_names(inputs)
+    return f"layer {names[len(names) // 2].rpartition('=')[2].removesuffix(')')}"

@@ -1,0 +1,157 @@
+"""Measurement of one case as one record.
+
+The case is self-contained, so that the call can be made in another process. Refusals, out-of-memory errors
+and exceptions are records too.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any
+
+from efficient_attn.contained import contained, described, one_line
+from efficient_attn.errors import AttentionError
+from efficient_attn.measure import clock, environment, memory
+from efficient_attn.measure.clock import COLD, QueuedCalls, ceilings
+from efficient_attn.measure.record import Case, Record, replace
+
+# Seconds of timed calls; bounds on their number per round.
+CALLS_S = 0.1
+_FEWEST_CALLS, _MOST_CALLS = 1, 1000
+
+# Bound on a GPU, where each call is timed twice and flushes take longer than short calls.
+_MOST_CALLS_ON_CUDA = 200
+
+# Messages of torch's allocators; the CPU allocator raises a plain RuntimeError.
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
+
+Call = Callable[[], object]
+
+
+def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs: str | None = None) -> Record:
+    """Measure one case: calls for about `seconds`, the memory of one call, or its error.
+
+    Args:
+        target: Backend to build, if `case.backend` is not sufficient: an object, or a path.
+        inputs: File of the q, k, v that `case.inputs` names; None: a Gaussian draw.
+    """
+    if case.kind == "error" and inputs is not None:
+        from efficient_attn.measure.accuracy import error_of_case
+
+        return error_of_case(case, target, inputs)
+
+    def measured() -> Record:
+        # torch is loaded by the first measurement.
+        from efficient_attn.measure import calls
+
+        prepared = calls.prepare(case, case.backend if target is None else target, inputs)
+        if case.kind == "time":
+            record = time_of(case, prepared.call, seconds=seconds, first=prepared.checked)
+            record = replace(record, flops=prepared.flops, moved_bytes=prepared.moved_bytes)
+            # The state is read first: the product of the ceilings draws more power than most calls.
+            record = replace(record, **_gpu_state(case))
+            record = replace(record, **ceilings(case.device, case.dtype)._asdict())
+        else:
+            record = memory_of(case, prepared.call, first=prepared.checked)
+            parameters, state = memory.parameter_bytes(prepared.module), calls.state_bytes(prepared)
+            record = replace(record, parameter_bytes=parameters, state_bytes=state)
+        return replace(record, calibrated_on=prepared.calibrated_on)
+
+    return answer(case, measured)
+
+
+def answer(case: Case, measured: Callable[[], Record]) -> Record:
+    """Result of `measured` under the thread count of the case, or a record of its exception."""
+    try:
+        # torch is loaded by the first measurement.
+        from efficient_attn.ops.paths import observed_kernels
+
+        with threads(case.threads), contained(), observed_kernels() as names:
+            record = measured()
+        return replace(record, kernels=kernels_of(case, names))
+    except AttentionError as refusal:
+        return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
+    except Exception as failure:  # the backend may be external code: any exception is a result
+        status = "oom" if _is_out_of_memory(failure) else "error"
+        reason = described(failure)
+    _give_memory_back(case.device)
+    return Record(case=case, status=status, reason=reason)
+
+
+def kernels_of(case: Case, names: Iterable[str]) -> str:
+    """Kernels of a case: the fused ones that ran, or else algorithms for the CPU or PyTorch's operators."""
+    from efficient_attn.ops.paths import only_torch
+
+    return ", ".join(sorted(names)) or ("cpu" if case.device == "cpu" and not only_torch() else "torch")
+
+
+def time_of(
+    case: Case, call: Call, *, seconds: float, first: Call | None = None, least: int = _FEWEST_CALLS
+) -> Record:
+    """Timed calls for about `seconds`, after a warm-up; with an L2 state also as many device times.
+
+    Args:
+        first: The same call with checks of its result; None: no checks.
+    """
+    time_call = clock.clock(case.device)
+    clock.warm_up(call, time_call, limit_s=seconds, first=first)
+    queued = QueuedCalls(call, case.device, l2=case.l2 or COLD) if case.device.startswith("cuda") else None
+    if queued is not None:
+        queued.warm_up()
+    most = _MOST_CALLS if queued is None else _MOST_CALLS_ON_CUDA
+    waited_before_s = environment.waited_s()
+    times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=most)
+    waited_s = environment.waited_s()
+    return Record(
+        case=case,
+        times_s=times_s,
+        device_times_s=None if queued is None or case.l2 is None else queued.times(len(times_s)),
+        round_sizes=(len(times_s),),
+        waited_s=None if waited_s is None or waited_before_s is None else waited_s - waited_before_s,
+    )
+
+
+@cache
+def _gpu_state(case: Case) -> dict[str, Any]:
+    """State of the GPU, read in the first round of a case: the driver takes milliseconds to answer."""
+    return environment.gpu_state(case.device)
+
+
+def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:
+    """Peak memory of one call; `first` is the same call with checks of its result."""
+    # The first call fills caches, which are not part of the measurement.
+    (first or call)()
+    peak = memory.peak(call, device=case.device)
+    return Record(case=case, peak_bytes=peak.peak_bytes, memory_method=peak.method)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Run torch on the CPU with this many threads."""
+    import torch
+
+    before = torch.get_num_threads()
+    if before != count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if before != count:
+            torch.set_num_threads(before)
+
+
+def _is_out_of_memory(failure: Exception) -> bool:
+    if isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(failure, RuntimeError) and any(words in described(failure) for words in _OUT_OF_MEMORY)
+
+
+def _give_memory_back(device: str) -> None:
+    gc.collect()
+    if device.startswith("cuda"):
+        import torch
+
+        # An illegal memory access ends the context of this process, and every later call raises it again.
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()

@@ -1,1 +1,0 @@
-"""Plans, records and the running of measurements."""

@@ -1,0 +1,227 @@
+"""The clock: what a call takes, whatever else happens."""
+
+import statistics
+import time
+from itertools import cycle
+
+import pytest
+import torch
+from device_model import FLUSH_S, Device
+from made_records import case
+
+from efficient_attn.measure import clock as module
+from efficient_attn.measure import worker
+from efficient_attn.measure.clock import Ceilings, QueuedCalls, ceilings, clock, sample, warm_up
+from efficient_attn.measure.record import Case, Record, merge_rounds
+
+
+class Scripted:
+    """A clock that answers from a list."""
+
+    def __init__(self, times_s):
+        self.times_s = list(times_s)
+
+    def __call__(self, call):
+        return self.times_s.pop(0)
+
+
+def sleeping(seconds):
+    time.sleep(seconds)
+
+
+def spinning(seconds):
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def told_and_own(passing, seconds, measure):
+    """The times that `measure` tells of calls of a function, and those that the function tells itself.
+
+    A call ends late where the machine wakes it late, so it tells by another clock when it ended. What is
+    left is the time between two readings of clocks; a machine that takes the processor away there hits
+    single calls, and the median is one of those that it spared.
+    """
+    own_s = []
+
+    def known(*tensors):
+        start = time.clock_gettime(time.CLOCK_MONOTONIC_RAW)
+        passing(seconds)
+        own_s.append(time.clock_gettime(time.CLOCK_MONOTONIC_RAW) - start)
+        return tensors[-1] if tensors else None
+
+    times_s = measure(known)
+    # The calls that were timed are the last ones; those before warmed up.
+    own_s = own_s[-len(times_s) :]
+    # Nothing sleeps or spins for less than it was told; how much longer is the machine's affair.
+    assert min(times_s) >= seconds
+    return statistics.median(time_s / own - 1 for time_s, own in zip(times_s, own_s, strict=True))
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("milliseconds", [5, 20, 100])
+@pytest.mark.parametrize("passing", [sleeping, spinning])
+def test_a_call_of_a_known_time_is_timed_within_2_percent(passing, milliseconds):
+    def measure(known):
+        return sample(known, clock("cpu"), seconds=0, least=5, most=5)
+
+    assert 0 <= told_and_own(passing, milliseconds / 1000, measure) < 0.02
+
+
+@pytest.mark.serial
+def test_a_backend_of_a_known_time_is_timed_within_2_percent():
+    """Through all layers: the checks of shapes before a backend is called are part of its time."""
+    case = Case(
+        kind="time",
+        backend="own",
+        label="own",
+        num_heads=1,
+        head_dim=4,
+        tokens=4,
+        dtype="float32",
+        device="cpu",
+        threads=1,
+    )
+
+    def measure(known):
+        return worker.measure(case, target=known, seconds=0.5).times_s
+
+    assert 0 <= told_and_own(sleeping, 0.1, measure) < 0.02
+
+
+def test_giving_the_result_back_is_not_part_of_the_time():
+    class Slow:
+        def __del__(self):
+            time.sleep(0.05)
+
+    assert min(clock("cpu")(Slow) for _ in range(3)) < 0.02
+
+
+def test_warming_up_ends_when_three_calls_agree_or_the_limit_is_spent():
+    steady = Scripted([9.0, 3.0, 1.0, 1.05, 1.1, 7.0])
+    assert warm_up(None, steady, limit_s=100) == 1.1 and steady.times_s == [7.0]
+    endless = Scripted([3.0, 1.0, 3.0, 1.0, 3.0])
+    assert warm_up(None, endless, limit_s=4) == 1.0 and endless.times_s == [3.0, 1.0, 3.0]
+    # A call that still gets faster by 6 % each time is not warm, although two in a row agree.
+    falling = Scripted([1.0 * 0.94**i for i in range(9)])
+    warm_up(None, falling, limit_s=5)
+    assert len(falling.times_s) == 9 - 6
+
+
+def test_samples_fill_the_time_within_their_least_and_most():
+    assert sample(None, Scripted([5.0, 6.0]), seconds=1, least=2, most=9) == (5.0, 6.0)
+    assert sample(None, Scripted([0.25] * 9), seconds=1, least=1, most=9) == (0.25,) * 4
+    assert sample(None, Scripted([0.01] * 9), seconds=1, least=1, most=3) == (0.01,) * 3
+
+
+# Number of kernels, seconds of a kernel and of its launch. A flush hides the launch of the first call; the
+# launches of the second one take longer than its kernels and a flush.
+SHORT, MANY = (1, 20e-6, 5e-6), (60, 2e-6, 6e-6)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    return Device().install(monkeypatch)
+
+
+def do_bench(call, repetitions):
+    """The loop of triton.testing.do_bench (Triton 3.x), without its warm-up."""
+    buffer = torch.empty(256_000_000 // 4, dtype=torch.int, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
+    for start, stop in events:
+        buffer.zero_()
+        start.record()
+        call()
+        stop.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(stop) / 1000 for start, stop in events)
+
+
+def queued(device, kind, l2="cold"):
+    made = QueuedCalls(device.call(*kind), "cuda:1", l2=l2)
+    made.warm_up()
+    device.told.clear()
+    return made
+
+
+def test_cold_calls_are_queued_in_the_order_of_do_bench_behind_a_spinning_kernel(device):
+    queued(device, SHORT).times(3)
+    found = device.told.copy()
+    assert found == [*["spin", "flush", "event", "call", "event"] * 3, "synchronise"]
+    device.told.clear()
+    do_bench(device.call(*SHORT), 3)
+    assert device.told == [one for one in found if one != "spin"]
+
+
+def test_device_times_are_those_of_do_bench_where_a_flush_hides_the_launches(device):
+    times_s = queued(device, SHORT).times(5)
+    assert times_s == pytest.approx([20e-6] * 5)
+    assert statistics.median(times_s) == pytest.approx(do_bench(device.call(*SHORT), 5))
+
+
+def test_device_times_hold_no_launches_where_a_flush_does_not_hide_them(device):
+    assert queued(device, MANY).times(5) == pytest.approx([60 * 2e-6] * 5)
+    # The model tells the difference: on an idle stream, and behind a flush alone, launches are seen.
+    assert clock("cuda")(device.call(*MANY)) == pytest.approx(60 * 6e-6 + 2e-6)
+    torch.cuda.synchronize()
+    assert do_bench(device.call(*MANY), 1) == pytest.approx(60 * 6e-6 + 2e-6 - FLUSH_S)
+
+
+def test_warm_calls_follow_a_call_and_flush_nothing(device):
+    queued(device, SHORT, l2="warm").times(2)
+    assert device.told == ["call", *["spin", "event", "call", "event"] * 2, "synchronise"]
+
+
+@pytest.mark.parametrize(("kind", "each_s"), [(SHORT, FLUSH_S + 20e-6), ((1, 3.0, 0.0), 3.0)])
+def test_a_warm_up_is_25_ms_of_device_work_and_no_more_calls_than_that_takes(device, kind, each_s):
+    QueuedCalls(device.call(*kind), "cuda").warm_up()
+    calls = device.told.count("call")
+    assert (calls - 1) * each_s < 0.025 <= calls * each_s
+
+
+@pytest.mark.parametrize("l2", ["cold", None])
+def test_a_gpu_is_warmed_up_then_timed_alone_then_as_often_in_a_queue(device, l2):
+    record = worker.time_of(case("time", "f", 64, device="cuda", l2=l2), device.call(*SHORT), seconds=1e-3)
+    count = len(record.times_s)
+    assert record.times_s == pytest.approx([25e-6] * count) and record.round_sizes == (count,)
+    told = "".join(one[0] for one in device.told)
+    timed = "secew" * count
+    if l2 is None:
+        assert record.device_times_s is None and told.endswith("efcew" + timed)
+    else:
+        assert record.device_times_s == pytest.approx([20e-6] * count)
+        assert told.endswith("efcew" + timed + "sfece" * count + "s")
+
+
+def test_rounds_are_merged_with_their_device_times():
+    one = case("time", "f", 64, device="cuda", l2="cold")
+    parts = [
+        Record(case=one, times_s=(2.0, 3.0), device_times_s=(1.0, 1.5), round_sizes=(2,)),
+        Record(case=one, times_s=(4.0,), device_times_s=(2.0,), round_sizes=(1,)),
+    ]
+    merged = merge_rounds(parts)
+    assert merged.device_times_s == (1.0, 1.5, 2.0) and merged.round_sizes == (2, 1)
+    assert merge_rounds([Record(case=one, times_s=(2.0,), round_sizes=(1,))]).device_times_s is None
+
+
+def test_ceilings_are_amounts_over_the_fastest_call_and_none_without_memory(device, monkeypatch):
+    durations_s = cycle([0.5, 0.25])
+    monkeypatch.setattr(module, "_copy", lambda name: lambda: device.kernel(next(durations_s)))
+    monkeypatch.setattr(module, "_matmul", lambda name, dtype: device.call(1, 0.5, 0.0))
+    found = ceilings.__wrapped__("cuda", "bfloat16")
+    assert found == (pytest.approx(2 * 2**28 / 0.25), pytest.approx(2 * 8192**3 / 0.5))
+
+    def exhausted(*about):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(module, "_matmul", exhausted)
+    assert ceilings.__wrapped__("cuda", "bfloat16") == (pytest.approx(found.copy_bytes_per_s), None)
+    assert ceilings.__wrapped__("cpu", "float32") == Ceilings(None, None)
+
+
+def test_the_calls_of_ceilings_copy_and_multiply(monkeypatch):
+    monkeypatch.setattr(module, "_COPIED_BYTES", 8)
+    monkeypatch.setattr(module, "_ROWS", 4)
+    assert module._copy("cpu")().tolist() == [0] * 8
+    product = module._matmul("cpu", "float64")()
+    assert product.shape == (4, 4) and product.dtype == torch.float64 and product.any()

@@ -1,0 +1,199 @@
+"""Whatever the files of a run hold, reading, comparing, drawing and resuming end well or in our own error."""
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import efficient_attn as ea
+from efficient_attn.errors import AttentionError, DataError
+from efficient_attn.limits import ENVIRONMENT_BYTES
+from efficient_attn.measure.records import line, read
+from efficient_attn.studies import records_schema
+from efficient_attn.studies.diff import diff
+from efficient_attn.studies.report import report
+from efficient_attn.studies.run_folder import begin
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "run"
+RECORDS = (FIXTURE / "records.jsonl").read_bytes()
+ENVIRONMENT = (FIXTURE / "environment.json").read_bytes()
+ROWS = [json.loads(text) for text in RECORDS.splitlines()]
+
+# More by hand: EFFICIENT_ATTN_FUZZ=10000 pytest tests/measure/test_fuzz_readers.py
+MOST_S, MOST_BYTES = 2.0, 256e6
+EXAMPLES = int(os.environ.get("EFFICIENT_ATTN_FUZZ", "40"))
+fuzz = settings(
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+)
+
+WHOLE = st.sampled_from([0, 1, 2, 16, 2**31, 2**63 - 1])
+NUMBERS = WHOLE | st.sampled_from([0.0, 5e-324, 1e-9, 0.5, 1e150, 1e308])
+NONSENSE = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.sampled_from([-1, 2**63, 10**400]) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+OF_TYPE = {
+    "integer": WHOLE,
+    "number": NUMBERS,
+    "boolean": st.booleans(),
+    "null": st.none(),
+    "string": st.text(max_size=8)
+    | st.sampled_from(["float16", "cuda", "window(window=5)", "\x1b[2J", "<b>"]),
+    "array": st.lists(NUMBERS | st.none(), max_size=9),
+    "object": st.dictionaries(st.text(max_size=3), NUMBERS | st.text(max_size=3), max_size=3),
+}
+
+
+def values_of(name):
+    """What the schema allows for a field, three times as often as anything."""
+    schema = records_schema()["properties"][name]
+    either = schema.get("anyOf", [schema])
+    allowed = st.one_of(
+        [st.sampled_from(one["enum"]) if "enum" in one else OF_TYPE[one["type"]] for one in either]
+    )
+    return st.one_of(allowed, allowed, allowed, NONSENSE)
+
+
+CHANGES = st.lists(
+    st.sampled_from(sorted(records_schema()["properties"])).flatmap(
+        lambda name: st.tuples(st.integers(0, len(ROWS) - 1), st.just(name), values_of(name))
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("run")
+
+
+def lay_out(folder, records, environment=ENVIRONMENT):
+    (folder / "records.jsonl").write_bytes(records)
+    (folder / "environment.json").write_bytes(environment)
+    return folder
+
+
+def use(folder, html=False):
+    """All that commands do with the files of a run, but for drawing, which takes long."""
+    for act in (_show, _compare, _go_on, *([_draw] if html else [])):
+        start = time.process_time()
+        with contextlib.suppress(AttentionError):
+            act(folder)
+        assert html or time.process_time() - start <= MOST_S, act.__name__
+
+
+def _memory(name):
+    """A line of this process's memory, in bytes."""
+    return 1024 * int(re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+
+
+@pytest.fixture(autouse=True)
+def little_memory():
+    """Nothing that a test reads takes more than MOST_BYTES beyond the memory of the process before."""
+    if sys.platform != "linux":
+        yield
+        return
+    # The system counts the largest size anew from here on.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory("VmRSS")
+    yield
+    assert _memory("VmHWM") - before <= MOST_BYTES
+
+
+def _show(folder):
+    results = ea.read(folder)
+    assert results.to_pandas() is not None and results.summary() is not None
+    results.tables()
+    results.sentences()
+
+
+def _compare(folder):
+    for old, new in ((FIXTURE, folder), (folder, FIXTURE)):
+        found = diff(old, new)
+        found.tables()
+        found.sentences()
+        json.dumps(found.as_dict(), allow_nan=False)
+
+
+def _go_on(folder):
+    try:
+        stored = begin(folder, [], {"command": []}, resume=True)
+    except DataError as refusal:
+        if "measured in another environment" not in str(refusal):
+            raise
+    else:
+        assert all(line(row) for row in stored.rows)
+
+
+def _draw(folder):
+    assert report(folder, html=folder / "page.html")
+
+
+def changed(changes):
+    rows = [dict(row) for row in ROWS]
+    for number, name, value in changes:
+        rows[number][name] = value
+    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+
+
+def test_a_file_cut_at_any_byte_is_read_up_to_its_last_whole_line(folder):
+    whole = b"".join(RECORDS.splitlines(keepends=True)[:2])
+    known = read(FIXTURE / "records.jsonl").records
+    for length in range(len(whole)):
+        lay_out(folder, whole[:length])
+        reading = read(folder / "records.jsonl")
+        ends = whole[:length].count(b"\n")
+        assert reading.records == known[:ends] and reading.torn == (
+            not whole[:length].endswith(b"\n") and length > 0
+        )
+
+
+@fuzz
+@given(changes=CHANGES)
+def test_any_value_in_any_field_is_refused_or_made_use_of(folder, changes):
+    use(lay_out(folder, changed(changes)))
+
+
+@fuzz
+@given(place=st.integers(0, len(RECORDS)), removed=st.integers(0, 40), added=st.binary(max_size=12))
+def test_any_bytes_at_any_place_are_refused_or_made_use_of(folder, place, removed, added):
+    use(lay_out(folder, RECORDS[:place] + added + RECORDS[place + removed :]))
+
+
+@fuzz
+@given(
+    value=NONSENSE | st.dictionaries(st.sampled_from(sorted(json.loads(ENVIRONMENT))), NONSENSE, max_size=4)
+)
+def test_any_environment_is_refused_or_made_use_of(folder, value):
+    use(lay_out(folder, RECORDS, json.dumps(value).encode()))
+
+
+@pytest.mark.slow
+@settings(fuzz, max_examples=max(EXAMPLES // 20, 3))
+@given(changes=CHANGES)
+def test_any_value_in_any_field_is_refused_or_drawn(folder, changes):
+    use(lay_out(folder, changed(changes)), html=True)
+
+
+def test_an_environment_that_is_too_large_or_names_a_field_twice_is_refused(folder):
+    for content, message in (
+        (b" " * (ENVIRONMENT_BYTES + 1), f"environment.json is larger than {ENVIRONMENT_BYTES} bytes"),
+        (b'{"torch": 1, "torch": 2}', "environment.json is no strict JSON: 'torch' stands twice"),
+        (b'{"torch": NaN}', "environment.json is no strict JSON: NaN"),
+    ):
+        lay_out(folder, RECORDS, content)
+        for act in (ea.read, _go_on):
+            with pytest.raises(DataError, match=message):
+                act(folder)

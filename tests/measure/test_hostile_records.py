@@ -1,0 +1,213 @@
+"""A file of records from a stranger, hostile in every text, goes through every output and harms none."""
+
+import csv
+import io
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from made_records import case, costs, errors, folder
+from report.pages import Page
+
+from efficient_attn.measure.quantities import FIELDS
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.report.escape import slug
+from efficient_attn.report.files import write
+from efficient_attn.studies import report as redraw
+from efficient_attn.studies.reading import read
+
+PAYLOADS = (
+    "<script>alert(1)</script>",
+    "<img src=x onerror=alert(1)>",
+    "\"' onload=alert(1) x='\"",
+    "</style></title></svg><iframe src=//example.org>",
+    "]]></script><!-- --><?xml ?>&lt;b&gt;&#60;b&#62;",
+    "{{ 7*7 }}{% raw %}",
+    '=HYPERLINK("http://example.org")',
+    "+1+cmd|' /C calc'!A0",
+    " @SUM(1)",
+    "\t-2+3",
+    "$\\frac{$^{$",
+    "\\input{/etc/passwd}\\\\[5cm]",
+    "a|b`c`*d*[e](javascript:alert(1))![f](http://example.org/x.png)",
+    "[red]rich[/red] [link=http://example.org]x[/link]",
+    "\x1b[2J\x1b]0;title\x07\x9b31m",
+    "\u202etxt.exe\u2066\u200f\ufeff\u2028\u2029",
+    "\0\ud800\ufffe\U000e0041",
+    "../../../etc/passwd",
+    "C:\\x\\NUL",
+    "x" * 10_000,
+)
+# What no output may hold, wherever it came from.
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+def with_texts(path, replacement):
+    """A run in which every text that is no keyword of ours goes through `replacement(original, number)`."""
+    count = iter(range(10_000))
+    known = {"kind", "status", "device"}
+    failed = [
+        Record(case=case("time", "other", 256), status="error", reason="reason"),
+        Record(case=case("memory", "other", 256), status="crash", reason="reason"),
+        Record(case=case("error", "other", 64, of="output"), status="error", reason="reason"),
+    ]
+    texts = {field.name for field in msgspec.structs.fields(Case) if "str" in str(field.type)} | {"reason"}
+    texts |= {name for name, field in FIELDS.items() if field.type == "text"}
+    path.mkdir(parents=True)
+    with open(path / "records.jsonl", "w", encoding="ascii") as file:
+        for record in [
+            *costs(("exact", "a", "b", "c"), (256, 512)),
+            *errors(("performer-positive", "d")),
+            *failed,
+        ]:
+            row = record.row()
+            if row["kind"] == "memory":
+                row["memory_method"] = "method"
+            for name in sorted(texts - known & set(row)):
+                # The yardsticks keep their names, so that everything that compares is told.
+                if isinstance(row.get(name), str) and row[name] not in ("exact", "mean of V"):
+                    row[name] = replacement(row[name], next(count))
+            row["options"] = {
+                replacement(key, next(count)): value for key, value in row["options"].items()
+            } | {"text": replacement("text", next(count))}
+            file.write(json.dumps(row) + "\n")
+    environment = {
+        name: replacement(name, next(count)) for name in ("processor", "python", "system", "machine", "utc")
+    }
+    environment["packages"] = {replacement("torch", next(count)): replacement("2", next(count))}
+    environment["command"] = [replacement("word", next(count))]
+    (path / "environment.json").write_text(json.dumps(environment), encoding="ascii")
+    text = "\n".join(replacement("line", next(count)) for _ in PAYLOADS)
+    (path / "command.txt").write_text(text, encoding="utf-8", errors="replace")
+    return path
+
+
+def hostile(original, number):
+    # The number keeps apart what was apart.
+    return f"{PAYLOADS[number % len(PAYLOADS)]}{number}"
+
+
+def harmless(original, number):
+    return f"word{number}"
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """{kind: folder} of everything that is drawn from the hostile run and from its harmless twin."""
+    root = tmp_path_factory.mktemp("runs")
+    made = {}
+    for kind, replacement in (("hostile", hostile), ("harmless", harmless)):
+        run = with_texts(root / kind / "run", replacement)
+        with pytest.MonkeyPatch.context() as patch:
+            # Of the drawings only SVGs are read here, and others take longer than everything else.
+            patch.setattr("efficient_attn.report.files.KINDS", ("svg",))
+            redraw.report(run, out=root / kind / "out")
+        made[kind] = root / kind / "out"
+    return made
+
+
+@pytest.mark.slow
+def test_the_page_has_the_elements_and_attributes_of_its_harmless_twin(outputs):
+    one, other = (
+        Page((outputs[kind] / "report.html").read_text(encoding="utf-8")) for kind in ("hostile", "harmless")
+    )
+    assert Counter(one.elements) == Counter(other.elements)
+    assert not {"script", "iframe", "svg", "b"} & {tag for tag, _ in one.elements}
+    # And the text is there for people to read.
+    assert "<script>alert(1)</script>" in one.text and "{{ 7*7 }}" in one.text
+
+
+@pytest.mark.parametrize("name", ["time.svg", "memory.svg", "error.svg"])
+def test_plots_have_no_element_that_their_harmless_twins_lack(outputs, name):
+    kinds = []
+    for kind in ("hostile", "harmless"):
+        root = ElementTree.parse(outputs[kind] / name).getroot()
+        kinds.append({(element.tag, *sorted(element.attrib)) for element in root.iter()})
+        assert not any("script" in element.tag for element in root.iter())
+        links = [value for element in root.iter() for key, value in element.items() if key.endswith("href")]
+        assert all(link.startswith("#") for link in links)
+    assert kinds[0] == kinds[1]
+
+
+def test_no_text_output_moves_a_cursor_or_turns_the_reading_direction(outputs):
+    texts = [path for path in outputs["hostile"].iterdir() if path.suffix in (".html", ".csv", ".md", ".svg")]
+    assert len(texts) == 6
+    for path in texts:
+        assert not UNSEEN.search(path.read_text(encoding="utf-8")), path.name
+
+
+def test_no_cell_of_a_spreadsheet_is_a_formula_and_numbers_stay_numbers(outputs):
+    sheets = []
+    for kind in ("hostile", "harmless"):
+        text = (outputs[kind] / "summary.csv").read_text(encoding="utf-8")
+        sheets.append(list(csv.reader(io.StringIO(text))))
+    assert [len(row) for row in sheets[0]] == [len(row) for row in sheets[1]]
+    number = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
+    assert not any(
+        cell.lstrip().startswith(("=", "+", "-", "@", "\t", "\r")) and not number.fullmatch(cell)
+        for row in sheets[0]
+        for cell in row
+    )
+    numbers = [sorted(cell for row in sheet for cell in row if number.fullmatch(cell)) for sheet in sheets]
+    assert numbers[0] == numbers[1]
+
+
+def test_markdown_has_the_lines_and_cells_of_its_harmless_twin(outputs):
+    shapes = []
+    for kind in ("hostile", "harmless"):
+        text = (outputs[kind] / "tables.md").read_text(encoding="utf-8")
+        shapes.append([len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in text.splitlines()])
+        outside = re.sub(r"\\[!-/:-@\[-`{-~]", "", text)
+        assert not re.search(r"[`<>\[\]]", outside)
+    assert shapes[0] == shapes[1]
+
+
+def test_terminal_tables_print_names_as_they_are(tmp_path):
+    from rich.console import Console
+
+    from efficient_attn.report.table import to_rich
+
+    results = read(with_texts(tmp_path / "run", hostile))
+    console = Console(file=io.StringIO(), width=400, force_terminal=True, color_system="truecolor")
+    for table in results.tables():
+        console.print(to_rich(table, console.width))
+    printed = console.file.getvalue()
+    assert "[red]rich[/red]" in printed
+    # Rich's own bold and dim are all the codes there are: no link, no title, no clearing of the screen.
+    assert set(re.findall("\x1b[^m]*m", printed)) <= {"\x1b[1m", "\x1b[2m", "\x1b[0m"}
+    assert not UNSEEN.search(re.sub("\x1b\\[[012]m", "", printed).replace("\n", ""))
+
+
+def test_names_of_folders_are_harmless_on_the_page_and_in_names_of_files(tmp_path):
+    names = [payload.replace("/", "_").replace("\0", "")[:60] for payload in PAYLOADS]
+    names = sorted({name.encode(errors="ignore").decode() for name in names})
+    empty = [folder(tmp_path / name, []) for name in names]
+    redraw.report(*empty, html=tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert not {"script", "iframe", "img"} & {tag for tag, _ in page.elements}
+    paths = redraw.report(*empty[:3], out=tmp_path / "out")
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]{1,100}", path.name) for path in paths)
+    assert {path.resolve().parent for path in paths} == {(tmp_path / "out").resolve()}
+
+
+@pytest.mark.parametrize(
+    "text", [*PAYLOADS, "..", ".", "", "nul", "COM1.txt", "/abs", ".hidden", "a/b", "日本"]
+)
+def test_a_slug_is_a_file_name_everywhere(text, tmp_path):
+    name = slug(text)
+    assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,83}", name)
+    assert not re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name)
+    assert (tmp_path / name).resolve().parent == tmp_path.resolve()
+
+
+def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path):
+    target, link = tmp_path / "precious", tmp_path / "report.html"
+    target.write_text("precious")
+    link.symlink_to(target)
+    write(link, "page")
+    assert target.read_text() == "precious" and link.read_text() == "page" and not link.is_symlink()
+    assert [path.name for path in sorted(Path(tmp_path).iterdir())] == ["precious", "report.html"]

@@ -1,0 +1,322 @@
+"""Writing under adversity: whatever fails, what was there stays whole and one line says what happened."""
+
+import builtins
+import errno
+import io
+import json
+import os
+import stat
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from efficient_attn.errors import DataError
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.records import append, line, read
+from efficient_attn.report.files import write
+from efficient_attn.studies import run_folder as files
+from efficient_attn.studies.run_folder import begin, only_writer, open_folder
+
+CASE = Case(
+    kind="time", backend="b", label="b", num_heads=1, head_dim=1, tokens=1, dtype="d", device="cpu", threads=1
+)
+RECORD = Record(case=CASE, times_s=(0.5,))
+MACHINE = {"command": ["efficient-attn", "bench"], "torch": {"version": "2"}}
+FAILURES = (errno.ENOSPC, errno.EIO, errno.EACCES)
+
+
+class Fault:
+    """Lets the k-th system call that writes fail; `came` says whether there were so many."""
+
+    def __init__(self, k, number):
+        self.left, self.number, self.came = k, number, False
+
+    def hook(self, event):
+        self.left -= 1
+        if self.left == 0:
+            self.came = True
+            raise OSError(self.number, os.strerror(self.number))
+
+    def wrap(self, module, name, monkeypatch):
+        call = getattr(module, name)
+
+        def faulty(*args, **settings):
+            self.hook(name)
+            return call(*args, **settings)
+
+        monkeypatch.setattr(module, name, faulty)
+
+
+def fail_call(monkeypatch, k, number):
+    fault, opened = Fault(k, number), io.open
+
+    class Faulty:
+        """A file whose writes can fail too."""
+
+        def __init__(self, file):
+            self._file = file
+
+        def __getattr__(self, name):
+            return getattr(self._file, name)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self._file.close()
+
+        def write(self, data):
+            fault.hook("write")
+            return self._file.write(data)
+
+    def open_faulty(file, mode="r", *args, **settings):
+        if "r" in mode and "+" not in mode:
+            return opened(file, mode, *args, **settings)
+        fault.hook("open")
+        return Faulty(opened(file, mode, *args, **settings))
+
+    monkeypatch.setattr(builtins, "open", open_faulty)
+    for name in ("open", "write", "fsync", "replace", "truncate", "mkdir"):
+        fault.wrap(os, name, monkeypatch)
+    return fault
+
+
+def outcomes(monkeypatch, act, check, most=40):
+    """Let the first, second, … call fail in every way until there is no such call any more."""
+    for number in FAILURES:
+        for k in range(1, most):
+            with monkeypatch.context() as patch:
+                fault = fail_call(patch, k, number)
+                try:
+                    act()
+                    failed = None
+                except DataError as error:
+                    failed = str(error)
+            check(failed)
+            # A clear message, or it was not needed.
+            assert failed is None or (os.strerror(number) in failed and "\n" not in failed)
+            if not fault.came:
+                assert failed is None
+                break
+        else:
+            pytest.fail("there was no end of calls")
+
+
+def test_a_file_is_the_old_one_or_the_new_one_whichever_call_fails(tmp_path, monkeypatch):
+    path = tmp_path / "summary.csv"
+    path.write_text("old")
+
+    def check(failed):
+        assert path.read_text() in (["new"] if failed is None else ["old", "new"])
+        assert [file.name for file in tmp_path.iterdir()] == ["summary.csv"]
+        path.write_text("old")
+
+    outcomes(monkeypatch, lambda: write(path, "new"), check)
+
+
+def test_records_that_were_acknowledged_stay_whichever_call_fails(tmp_path, monkeypatch):
+    path = tmp_path / "records.jsonl"
+    append(path, RECORD)
+
+    def check(failed):
+        held = read(path).records
+        assert held[0] == RECORD and len(held) in ((2,) if failed is None else (1, 2))
+        path.write_text(f"{line(RECORD)}\n")
+
+    outcomes(monkeypatch, lambda: append(path, RECORD), check)
+
+
+def test_a_run_is_taken_up_or_left_as_it_was_whichever_call_fails(tmp_path, monkeypatch):
+    whole = f"{line(RECORD)}\n"
+
+    def lay_out(failed=None):
+        folder = tmp_path / "out"
+        folder.mkdir(exist_ok=True)
+        (folder / "environment.json").write_text(json.dumps(MACHINE))
+        (folder / "records.jsonl").write_text(whole + whole[:-9])
+        assert failed is None or read(folder / "records.jsonl").records == (RECORD,)
+
+    def act():
+        folder = open_folder(tmp_path / "out", name="out")
+        with only_writer(folder):
+            stored = begin(folder, [], MACHINE, resume=True)
+        assert list(stored.rows) == [RECORD]
+
+    lay_out()
+    outcomes(monkeypatch, act, lay_out)
+
+
+def short(write, counted):
+    """`os.write` that takes half of it, as a signal or a nearly full disk makes it do."""
+
+    def halved(descriptor, data):
+        counted.append(len(data))
+        return write(descriptor, data[: (len(data) + 1) // 2])
+
+    return halved
+
+
+def test_a_record_of_which_the_system_takes_half_at_a_time_is_written_whole(tmp_path, monkeypatch):
+    path, counted = tmp_path / "records.jsonl", []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", short(os.write, counted))
+        append(path, RECORD)
+        append(path, RECORD)
+    assert read(path) == ((RECORD, RECORD), False) and len(counted) > 4
+
+
+@pytest.mark.parametrize("k", range(1, 8))
+def test_a_record_that_fails_after_a_part_of_it_leaves_whole_lines_that_more_are_added_to(
+    k, tmp_path, monkeypatch
+):
+    path = tmp_path / "records.jsonl"
+    append(path, RECORD)
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", short(os.write, []))
+        fault = Fault(k, errno.ENOSPC)
+        fault.wrap(os, "write", patch)
+        with pytest.raises(DataError, match="No space left on device"):
+            append(path, RECORD)
+    assert fault.came and path.read_bytes() == before
+    append(path, RECORD)
+    assert read(path) == ((RECORD, RECORD), False)
+
+
+class Disk:
+    """Everything that would survive a power failure: bytes and names as they were at the last `fsync`."""
+
+    def __init__(self, monkeypatch):
+        self.sizes, self.names = {}, {}
+        fsync = os.fsync
+
+        def counted(descriptor):
+            fsync(descriptor)
+            about = os.fstat(descriptor)
+            if stat.S_ISDIR(about.st_mode):
+                self.names |= {entry.name: entry.inode() for entry in os.scandir(descriptor)}
+            else:
+                self.sizes[about.st_ino] = about.st_size
+
+        monkeypatch.setattr(os, "fsync", counted)
+
+    def holds(self, path):
+        about = path.stat()
+        return self.names.get(path.name) == about.st_ino and self.sizes.get(about.st_ino) == about.st_size
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders cannot be waited for")
+def test_a_record_is_acknowledged_when_it_and_the_name_of_its_file_are_on_the_disk(tmp_path, monkeypatch):
+    disk, path = Disk(monkeypatch), tmp_path / "records.jsonl"
+    for _ in range(3):
+        append(path, RECORD)
+        assert disk.holds(path)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders cannot be waited for")
+@pytest.mark.parametrize(("number", "told"), [(errno.EIO, True), (errno.EINVAL, False)])
+def test_a_name_that_fails_to_reach_the_disk_is_told_unless_the_file_system_knows_no_such_request(
+    number, told, tmp_path, monkeypatch
+):
+    fsync = os.fsync
+
+    def failing(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    for act in (lambda: append(tmp_path / "records.jsonl", RECORD), lambda: write(tmp_path / "a", "b")):
+        with pytest.raises(DataError, match=os.strerror(number)) if told else nullcontext():
+            act()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="folders cannot be waited for")
+def test_a_file_takes_its_name_when_it_is_on_the_disk_and_the_name_is_waited_for(tmp_path, monkeypatch):
+    disk, path, replace = Disk(monkeypatch), tmp_path / "summary.csv", os.replace
+
+    def replaced(part, target):
+        assert disk.sizes.get(os.stat(part).st_ino) == len("content")
+        replace(part, target)
+
+    monkeypatch.setattr(os, "replace", replaced)
+    for _ in range(2):
+        write(path, "content")
+        assert disk.holds(path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
+def test_a_full_disk_is_told(tmp_path):
+    with pytest.raises(DataError, match="No space left on device"):
+        append("/dev/full", RECORD)
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are not refused here")
+@pytest.mark.parametrize("name", ["records.jsonl", ".lock", ".trial"])
+def test_a_link_in_the_place_of_a_file_of_ours_is_not_followed(tmp_path, name):
+    target, folder = tmp_path / "precious", tmp_path / "out"
+    target.write_text("precious\n")
+    folder.mkdir()
+    (folder / name).symlink_to(target)
+    with pytest.raises(DataError, match=r"Cannot write|cannot write"), only_writer(open_folder(folder)):
+        append(folder / "records.jsonl", RECORD)
+    assert target.read_text() == "precious\n"
+
+
+LONG = "é" * 127 + "x"  # 255 bytes
+FOLDERS = [
+    ("missing/a/b", None),
+    (LONG, None),
+    ("naïve 結果 \U0001f600", None),
+    (f"{LONG}y", "File name too long"),
+    ("file", "File exists|Not a directory"),
+    ("file/below", "Not a directory"),
+    ("-", "is a folder"),
+    ("/dev/stdout", "File exists|Not a directory"),
+    ("/dev/null/x", "Not a directory"),
+    ("a\0b", "null"),
+    ("", "is a folder"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), FOLDERS, ids=[repr(name)[:20] for name, _ in FOLDERS])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
+    name, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    if message is None:
+        append(open_folder(name, name="--out") / "records.jsonl", RECORD)
+        return
+    with pytest.raises(DataError, match=f"--out.*({message})"):
+        open_folder(name, name="--out")
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(DataError, match=r"--out: cannot write to .*: Permission denied"):
+        open_folder(tmp_path, name="--out")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
+def test_a_disk_without_room_is_told_before_anything_is_measured(tmp_path):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
+    try:
+        with pytest.raises(DataError, match="File too large"):
+            begin(tmp_path, [], MACHINE, resume=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(files.time, "strftime", lambda *_: "now")
+    found = [open_folder(files.run_folder("bench")).name for _ in range(3)]
+    assert found == ["bench-now", "bench-now-2", "bench-now-3"]
