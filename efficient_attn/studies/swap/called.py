@@ -135,6 +135,11 @@ class CallSubject:
         return tuple(self.sites)
 
     @property
+    def sliding(self) -> tuple[int, ...]:
+        """No layers: a sliding call is an exact one with a mask."""
+        return ()
+
+    @property
     def notes(self) -> list[str]:
         """The call sites of the layers, and the sites that stay exact."""
         return site_notes(self.sites, self.left)

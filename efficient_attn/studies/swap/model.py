@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
-from efficient_attn.integrations.transformers.assignment import plan_of
+from efficient_attn.integrations.transformers.assignment import Choice, plan_of
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.attend import SUBMODULE
 from efficient_attn.integrations.transformers.loading import (
@@ -24,7 +24,6 @@ from efficient_attn.integrations.transformers.loading import (
 )
 from efficient_attn.integrations.transformers.swapping import (
     AttentionSites,
-    build_for,
     build_layers,
     calibrate_on,
     forward,
@@ -60,6 +59,7 @@ class TextSubject:
         calibration: Token ids for calibration; None: the first text.
         shared: Fields common to all cases.
         about: Origin of model and texts.
+        base: Backend and options of layers that have them beside every variant, by their numbers.
     """
 
     model: Any
@@ -69,6 +69,7 @@ class TextSubject:
     about: Mapping[str, Any]
     calibration: Tensor | None = None
     calibrated_on: str = FIRST_TEXT
+    base: Mapping[int, Choice] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -123,6 +124,11 @@ class TextSubject:
         return self.sites.layers
 
     @property
+    def sliding(self) -> tuple[int, ...]:
+        """Numbers of sliding layers beside the layers that get a backend."""
+        return tuple(sorted({site.layer for site in self.sites.others if site.kind == "sliding"}))
+
+    @property
     def notes(self) -> list[str]:
         """A remark on attention that stays exact."""
         if not self.sites.others:
@@ -151,9 +157,7 @@ class TextSubject:
             "token_distance": outputs.cosine_distance(given.hidden, exact.hidden),
         }
         if given.logits is not None and exact.logits is not None:
-            found["next_token_kl"] = outputs.next_token_kl(given.logits, exact.logits)
-            found["next_token_disagreement"] = outputs.next_token_disagreement(given.logits, exact.logits)
-            found["perplexity"] = outputs.perplexity(given.logits, ids[0])
+            found |= outputs.next_token_distances(given.logits, exact.logits, ids[0])
         elif not self.sites.causal:
             found["first_token_distance"] = outputs.cosine_distance(given.hidden[0], exact.hidden[0])
         return found
@@ -186,9 +190,11 @@ class TextSubject:
         options, tokens = dict(variant.options), self.shared["tokens"]
         # All layers derive their own seeds from this seed.
         seed = self.shared["seed"] + options.pop(SEED, 0) + draw
-        if isinstance(variant.target, Mapping):
-            return build_layers(self.sites, variant.target, max_tokens=tokens, seed=seed)
-        return build_for(self.sites, variant.target, options, layer=layer, max_tokens=tokens, seed=seed)
+        chosen = variant.target
+        if not isinstance(chosen, Mapping):
+            layers = self.layers if layer is None else (layer,)
+            chosen = dict.fromkeys(layers, Choice(variant.target, options))
+        return build_layers(self.sites, {**self.base, **chosen}, max_tokens=tokens, seed=seed)
 
     def plan(self, variant: Variant) -> dict[str, Any] | None:
         """The plan that `attach` takes; None with a backend without a registered name."""
