@@ -78,33 +78,12 @@ def sites_of(model: Any) -> AttentionSites:
     raise UnsupportedError(f"{type(model).__name__} has no self-attention.")
 
 
-def build_for(
-    sites: AttentionSites,
-    backend: Any,
-    options: Mapping[str, Any],
-    *,
-    layer: int | None,
-    max_tokens: int,
-    seed: int,
-) -> dict[str, Backend]:
-    """Build the chosen backend in swapped layers, and exact attention elsewhere.
-
-    Args:
-        layer: The only layer to swap; None: all.
-        seed: Random seed, from which each layer gets a seed that does not depend on the other layers.
-    """
-    layers = sites.layers if layer is None else (layer,)
-    return build_layers(
-        sites, dict.fromkeys(layers, Choice(backend, options)), max_tokens=max_tokens, seed=seed
-    )
-
-
 def build_layers(
     sites: AttentionSites, chosen: Mapping[int, Choice], *, max_tokens: int, seed: int
 ) -> dict[str, Backend]:
     """Build the chosen backend of each layer of self-attention, and exact attention elsewhere.
 
-    A seed among the options of a choice is added to `seed`, so that a layer has the random features that it
+    Each layer gets a seed that does not depend on the choices for other layers. A seed among the options of a choice is added to `seed`, so that a layer has the random features that it
     has where all layers are built with this sum.
     """
     choices = {site.path: EXACT for site in sites.every}

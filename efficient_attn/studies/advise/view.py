@@ -1,43 +1,507 @@
-"""Views of the records of an advice: for a model, or for attention alone."""
+"""Views of an advice: of attention alone, errors, speeds and crossovers; of a model, its plans."""
 
-from collections.abc import Sequence
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+from statistics import median
+from typing import Any, NamedTuple
 
+from efficient_attn.errors import DataError
+from efficient_attn.report.figures import (
+    UNIFORM_STYLE,
+    Axis,
+    Chart,
+    Plot,
+    Series,
+    baseline_style,
+    line_styles,
+)
 from efficient_attn.report.table import Table
+from efficient_attn.report.text import (
+    calibration_note,
+    describe,
+    failure_notes,
+    setting,
+    show_error,
+    show_ratio,
+)
 from efficient_attn.runner.records import Record
-from efficient_attn.runner.sizes import MODEL
-from efficient_attn.studies.advise.attention_view import attention_sentences, attention_tables
-from efficient_attn.studies.advise.model_view import model_files, model_sentences, model_tables
-from efficient_attn.studies.advise.plan import LIMIT
-from efficient_attn.studies.advise.plot import advice_plot
+from efficient_attn.runner.sizes import MEAN_OF_VALUES, MODEL, OWN, PLAN
+from efficient_attn.runner.variants import DENSE, YARDSTICK
+from efficient_attn.stats.candidates import missing
+from efficient_attn.stats.estimates import RUN_SHIFT, Typical, time_ratio
+from efficient_attn.stats.predicted_time import crossover
+from efficient_attn.strict import read_object
+from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS
 from efficient_attn.studies.bench.plot import cost_plot
 from efficient_attn.studies.compare.analysis import asked_error
-from efficient_attn.studies.view import Environment, Plots
+from efficient_attn.studies.compare.plot import HIGHEST, MARKS
+from efficient_attn.studies.swap.analysis import KL, MEAN_POOL, NAMES, OUTPUT_COSINE
+from efficient_attn.studies.swap.view import show_quantity
+from efficient_attn.studies.swap.view import tables as swap_tables
+from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots
+
+# Name of the file that `attach`, `load` and `intercept.replace` take.
+LAYERS = "layers.json"
+
+# Losses below this are rounding of float32.
+_ROUNDING = 1e-8
+
+_NOTES = (
+    "error: ‖out − exact‖ / ‖exact‖ against exact attention in float64, median over layers and in brackets "
+    f"the worst layer; {MEAN_OF_VALUES}: an error above it is worse than no attention.",
+    "predicted: from calls of at most 1024 tokens and the counted operations, with an interval, which held "
+    "207 of 207 measured speed-ups to 4096 tokens; backends that are slower by it are not timed beyond 1024 "
+    "tokens, backends no nearer than the mean of V at no length.",
+    "faster from: tokens above which a call is faster than one of exact, by the same speed-ups, measured and "
+    "predicted, at all lengths.",
+)
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """The tables of a model, or of attention alone."""
-    return (model_tables if _of_model(records, environment) else attention_tables)(records, environment)
+    if _of_model(records, environment):
+        done = [record for record in records if record.case.of == MODEL and record.status != "skipped"]
+        return swap_tables(done, environment)
+    return [table for shape in _by_shape(records) for table in _attention_tables(shape)]
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     """The conclusion."""
-    return (model_sentences if _of_model(records, environment) else attention_sentences)(records, environment)
+    if _of_model(records, environment):
+        return _model_sentences(records, environment)
+    return [text for shape in _by_shape(records) for text in _attention_sentences(shape, environment)]
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """Times against tokens: of attention alone, and of the model; errors if there is no model."""
-    times = [one for one in records if one.case.kind == "time" and one.status == "ok"]
+    times = [record for record in records if record.case.kind == "time" and record.status == "ok"]
     if not times:
         return {}
     if _of_model(records, environment):
         return {"advise": cost_plot(times)}
-    return {"advise": advice_plot(records, asked_error(environment))}
+    return {"advise": _attention_plot(records, asked_error(environment))}
 
 
 def files(records: Sequence[Record], environment: Environment) -> dict[str, str]:
-    """The plan of a model."""
-    return model_files(records, environment) if _of_model(records, environment) else {}
+    """The plan of the longest length at which one is faster, as `attach` and `load` take it."""
+    plans = [length for length in _lengths(records, environment) if length.side == 1]
+    attached = _attached(plans[-1]) if plans else None
+    return {} if attached is None else {LAYERS: json.dumps(attached, indent=2) + "\n"}
 
 
 def _of_model(records: Sequence[Record], environment: Environment) -> bool:
     return LIMIT in environment or any(record.case.of == MODEL for record in records)
+
+
+class Row(NamedTuple):
+    """One backend, attention alone.
+
+    Attributes:
+        errors: Relative errors of the layers by length and source, the real length first.
+        speeds: Speed-ups over exact attention by length, measured or else predicted, without samples.
+    """
+
+    label: str
+    backend: str
+    errors: dict[tuple[int, str], list[float]]
+    speeds: dict[int, Typical]
+
+
+def _by_shape(records: Iterable[Record]) -> list[list[Record]]:
+    """Records of attention of the shape of one shipped model each."""
+    shapes: dict[tuple[int, int, bool], list[Record]] = {}
+    for record in records:
+        case = record.case
+        shapes.setdefault((case.num_heads, case.head_dim, case.causal), []).append(record)
+    return list(shapes.values())
+
+
+def rows_of(records: Sequence[Record]) -> list[Row]:
+    """All backends with an error or a time: exact attention, then the smallest error first."""
+    rows = {record.case.label: Row(record.case.label, record.case.backend, {}, {}) for record in records}
+    times = {(record.case.label, record.case.tokens): record for record in records if _is_time(record)}
+    exact = {record.case.tokens: record for record in times.values() if record.case.backend == YARDSTICK}
+    for record in records:
+        row, case = rows[record.case.label], record.case
+        if case.kind == "error" and record.output_relative_error is not None:
+            place = case.tokens, case.inputs.partition("(")[0]
+            row.errors.setdefault(place, []).append(record.output_relative_error)
+        elif case.kind == "prediction" and record.predicted_speed:
+            ends = record.predicted_speed_low, record.predicted_speed_high
+            row.speeds[case.tokens] = Typical(record.predicted_speed, *ends, samples=0)
+    for (label, tokens), record in times.items():
+        if record.case.backend != YARDSTICK and tokens in exact:
+            rows[label].speeds[tokens] = time_ratio(record, exact[tokens])
+    ordered = [
+        row._replace(errors=dict(sorted(row.errors.items())), speeds=dict(sorted(row.speeds.items())))
+        for row in rows.values()
+        if row.errors or row.speeds
+    ]
+    return sorted(ordered, key=lambda row: (row.backend != YARDSTICK, *map(median, row.errors.values())))
+
+
+def _is_time(record: Record) -> bool:
+    return record.case.kind == "time" and record.status == "ok" and bool(record.times_s)
+
+
+def _attention_tables(records: Sequence[Record]) -> list[Table]:
+    """Errors at every length, the speed at the longest length, and the crossover."""
+    rows = rows_of(records)
+    places = sorted({place for row in rows for place in row.errors})
+    heads = (f"error, {describe(source)}, {tokens} tokens" for tokens, source in places)
+    body = tuple(
+        (
+            row.label,
+            *(_show_errors(row.errors.get(place)) for place in places),
+            "1" if row.backend == YARDSTICK else _show_speed(row) or NOT_MEASURED,
+            _show_crossover(row),
+        )
+        for row in rows
+    )
+    failures = failure_notes(record for record in records if record.status not in ("ok", "skipped"))
+    notes = (*_NOTES, *calibration_note(records), *failures)
+    columns = ("backend", *heads, "speed, exact = 1", "faster from")
+    return [Table(f"Attention alone: {setting(records[0].case)}", columns, body, notes)] if rows else []
+
+
+def _show_errors(errors: Sequence[float] | None) -> str:
+    """`0.19 (0.22)`: the median over layers, and the worst layer."""
+    if errors is None:
+        return NOT_MEASURED
+    middle, worst = show_error(median(errors)), show_error(max(errors))
+    return worst if worst == middle else f"{middle} ({worst})"
+
+
+def _show_speed(row: Row) -> str:
+    """`5.3x at 8192`, or `predicted 3.1x (2.2 to 4.4) at 8192` where it was not timed that far."""
+    if not row.speeds:
+        return ""
+    tokens, speed = list(row.speeds.items())[-1]
+    return f"{'' if speed.samples else 'predicted '}{show_ratio(speed)} at {tokens}"
+
+
+def _show_crossover(row: Row) -> str:
+    """`910 (850 to 990)`, or the lengths that it lies beyond; empty if fewer than two were measured."""
+    lengths = list(row.speeds)
+    if len(lengths) < 2:
+        return ""
+    if any(speed.low is None or speed.high is None for speed in row.speeds.values()):
+        return "unclear"
+    value, low, high = crossover(row.speeds)
+    first, last = lengths[0], lengths[-1]
+    if low is None:
+        return f"none up to {last}"
+    if value is None:
+        return f"above {last} ({_two_digits(low)} or more)"
+    if high == first:
+        return f"all from {first}"
+    start = f"below {first}" if low == first else _two_digits(low)
+    interval = f"{start} or more" if high is None else f"{start} to {_two_digits(high)}"
+    return f"below {first} ({interval})" if value == first else f"{_two_digits(value)} ({interval})"
+
+
+def _two_digits(tokens: float) -> str:
+    """Tokens to two digits, the precision of timings."""
+    return str(int(float(f"{tokens:.2g}")))
+
+
+def _attention_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+    """The backends within the error limit, and the length from which each is faster."""
+    rows, times = rows_of(records), [record for record in records if record.case.kind == "time"]
+    if not times:
+        return []
+    limit = asked_error(environment)
+    known = [row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE, MEAN_OF_VALUES)]
+    places = sorted({place for row in rows for place in row.errors})
+    # A backend that failed on a layer or at a length is not known to be near.
+    layers = {place: max(len(row.errors.get(place, ())) for row in rows) for place in places}
+    far = [row for row in known if max(map(max, row.errors.values())) > limit]
+    near = [
+        row
+        for row in known
+        if row not in far and {place: len(errors) for place, errors in row.errors.items()} == layers
+    ]
+    lengths: dict[str, list[str]] = {}
+    for tokens, source in places:
+        lengths.setdefault(source, []).append(str(tokens))
+    at = _listed(f"{_listed(sizes)} tokens ({describe(source)})" for source, sizes in lengths.items())
+    refused = {record.case.label for record in records if record.status == "unsupported"}
+    left = missing(environment, {row.label for row in rows} | refused)
+    text = f"Attention alone on this machine ({setting(times[0].case)}), at {at or 'no length'}: "
+    if not known:
+        text += "no error was measured."
+    elif near:
+        text += f"within {100 * limit:g} % of exact on every layer: {', '.join(map(_in_words, near))}."
+    else:
+        text += f"nothing but exact is within {100 * limit:g} % of it on every layer"
+        text += ", so stay with exact" if len(far) == len(known) and not left else " so far"
+        text += f"; nearest: {_in_words(known[0])}."
+    return [text + left + _left_out(records)]
+
+
+def _in_words(row: Row) -> str:
+    """`window (error 0.52 and 0.97; faster from: 360 (290 to 440); speed 8.5x at 4096, exact = 1)`."""
+    text = f"{row.label} (error {_listed(show_error(max(errors)) for errors in row.errors.values())}"
+    if start := _show_crossover(row):
+        text += f"; faster from: {start}"
+    if speed := _show_speed(row):
+        text += f"; speed {speed}, {YARDSTICK} = 1"
+    return f"{text})"
+
+
+def _listed(texts: Iterable[str]) -> str:
+    """`512, 2048 and 4096`."""
+    *first, last = [*texts] or [""]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _left_out(records: Sequence[Record]) -> str:
+    """A remark on points that did not fit; empty if all did."""
+
+    # Plans of a resumed run differ in their options.
+    def place(record: Record) -> tuple[Any, ...]:
+        case = record.case
+        return case.kind, case.label, case.inputs, case.tokens, case.layer
+
+    measured = {place(record) for record in records if record.status == "ok"}
+    count = sum(record.status == "skipped" and place(record) not in measured for record in records)
+    return f" {count} points did not fit: --resume with a larger --budget measures them." if count else ""
+
+
+def _attention_plot(records: Sequence[Record], max_error: float) -> Plot:
+    """For each shape times of calls and errors of the worst layer, with one legend for all."""
+    plots = []
+    for shape in _by_shape(records):
+        if times := [record for record in shape if _is_time(record)]:
+            plot = cost_plot(times)
+            plots.append(plot._replace(rows=(_charts(plot.charts[0], rows_of(shape), max_error),)))
+    first, *further = plots
+    if not further:
+        return first._replace(title="Time and error of attention alone")
+    rows = []
+    for plot in plots:
+        time, errors = plot.rows[0]
+        assert time is not None
+        rows.append((time._replace(notes=(plot.conditions.partition(";")[0],)), errors))
+    conditions = f"median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs"
+    return Plot("Time and error of attention alone", conditions, tuple(rows))
+
+
+def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, Chart]:
+    """The chart of times at doublings of the length, and errors in the same styles."""
+    styles = line_styles([(row.label, row.backend) for row in rows if row.backend != MEAN_OF_VALUES])
+    styles[MEAN_OF_VALUES] = UNIFORM_STYLE
+    series = [
+        Series(
+            row.label,
+            tuple(tokens for tokens, _ in row.errors),
+            tuple(min(max(errors), HIGHEST) for errors in row.errors.values()),
+            styles[row.label],
+        )
+        for row in rows
+        if row.errors and row.backend not in (YARDSTICK, DENSE)
+    ]
+    values = [max_error, *(value or 0.0 for line in series for value in line.y)]
+    series.append(Series(f"{100 * max_error:g} % of exact", (), (max_error,), baseline_style()))
+    marks = {mark: f"{mark:g}" for mark in MARKS if min(values) <= mark}
+    if HIGHEST in values:
+        # A mark just below the word leaves no room for it.
+        marks = {mark: text for mark, text in marks.items() if 2 * mark <= HIGHEST} | {HIGHEST: "higher"}
+    lengths = sorted({tokens for line in series for tokens in line.x})
+    tokens_axis = Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths)
+    errors = Chart(
+        tokens_axis, Axis("relative output error, worst layer", "log", show_error, marks), tuple(series)
+    )
+    doublings = [tokens for tokens in time.x.ticks if math.log2(tokens).is_integer()]
+    timed = tuple(line._replace(style=styles[line.label]) for line in time.series)
+    return time._replace(x=time.x._replace(ticks=doublings or time.x.ticks), series=timed), errors
+
+
+class Length(NamedTuple):
+    """Measurements of a model at one length; None: not measured.
+
+    Attributes:
+        lossless: Speed-up with windows in the sliding layers.
+        bound: Speed-up with the mean of the values for attention: about the most possible (Amdahl's law).
+        plan: Record of the plan on held-out texts.
+        gain: Measured speed-up of the plan on held-out texts.
+        loss: Loss of the plan on held-out texts.
+        layers: Label of the backend of each replaced layer; empty: no plan is within the target; None: the
+            run ended before it was chosen.
+        side: 1: the plan is within the target and clearly faster; −1: no attention is clearly faster, there
+            is no plan, it misses the target, or it is clearly slower; 0: its times leave it open; None: the
+            run ended before.
+        nearest: Loss and label of the replacement of all layers with the smallest loss.
+    """
+
+    tokens: int
+    lossless: Typical | None
+    bound: Typical | None
+    plan: Record | None
+    gain: Typical | None
+    loss: float | None
+    layers: Mapping[int, str] | None
+    side: int | None
+    nearest: tuple[float, str] | None
+
+
+def _target(environment: Mapping[str, Any]) -> tuple[str, float]:
+    """Quantity and limit of the loss."""
+    entry = environment.get(LIMIT)
+    entry = entry if isinstance(entry, Mapping) else {}
+    limit, quantity = entry.get("limit"), entry.get("quantity")
+    sound = isinstance(limit, (int, float)) and 0 <= limit <= sys.float_info.max
+    return quantity if quantity in (KL, OUTPUT_COSINE) else MEAN_POOL, float(limit or 0.0) if sound else 0.0
+
+
+def _lengths(records: Sequence[Record], environment: Mapping[str, Any]) -> list[Length]:
+    """One entry per length, the shortest first."""
+    groups: dict[int, list[Record]] = {}
+    for record in records:
+        if record.case.of == MODEL:
+            group = groups.setdefault(record.case.tokens, [])
+            group += [record] if record.status == "ok" else []
+    return [_length(tokens, groups[tokens], *_target(environment)) for tokens in sorted(groups)]
+
+
+def _length(tokens: int, records: Sequence[Record], quantity: str, limit: float) -> Length:
+    times = [record for record in records if _is_time(record)]
+    bounds = {record.case.label: record for record in records if record.case.kind == BOUND and record.times_s}
+
+    def bound_of(label: str) -> Typical | None:
+        both = bounds.get(label), bounds.get(OWN)
+        return None if both[0] is None or both[1] is None else time_ratio(both[0], both[1])
+
+    swaps = [record for record in records if record.case.kind == "swap" and record.case.layer is None]
+    # A resumed run may choose another plan; the last one counts.
+    plan = next((record for record in reversed(swaps) if record.case.label == PLAN), None)
+    losses = [
+        (loss, record.case.label)
+        for record in swaps
+        if record.case.backend not in (MEAN_OF_VALUES, PLAN)
+        and (loss := getattr(record, quantity)) is not None
+        and loss > _ROUNDING
+    ]
+    layers = None if plan is None else parsed_layers(plan.chosen_layers)
+    loss = None if plan is None else getattr(plan, quantity)
+    models = {record.case.inputs: record for record in times if record.case.backend == OWN}
+    options = {} if plan is None else plan.case.options
+    planned = [record for record in times if record.case.options == options != {}]
+    pairs = [(record, models[record.case.inputs]) for record in planned if record.case.inputs in models]
+    gain = time_ratio(*pairs[-1]) if pairs else None
+    bound = bound_of(MEAN_OF_VALUES)
+    side = None if layers is None or gain is None else gain.side_of_one
+    excluded = plan is None and bound is not None and bound.high is not None and bound.side_of_one < 1
+    missed = layers == {} or (loss is not None and loss > limit)
+    return Length(
+        tokens=tokens,
+        lossless=bound_of(LOSSLESS),
+        bound=bound,
+        plan=plan,
+        gain=gain,
+        loss=loss,
+        layers=layers,
+        side=-1 if missed or excluded else side,
+        nearest=min(losses, default=None),
+    )
+
+
+def _model_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+    """The shortest length from which a plan is faster, the outcome of every length, and code for the plan."""
+    lengths, (quantity, limit) = _lengths(records, environment), _target(environment)
+    plans = [length for length in lengths if length.side == 1]
+    # A plan pays from the first of the last lengths that all have one.
+    lasting = list(takewhile(lambda length: length.side == 1, reversed(lengths)))
+    if lasting:
+        text = f"Faster from {lasting[-1].tokens} tokens"
+    elif plans:
+        text = f"Faster at {_listed(str(length.tokens) for length in plans)} tokens only"
+    elif lengths and all(length.side == -1 for length in lengths):
+        text = "Nothing is faster on this machine: stay with exact"
+    else:
+        text = "Nothing is known to be faster"
+    text = f"{text} ({NAMES[quantity]} {show_quantity(quantity, limit)})."
+    for length in lengths:
+        text += f" At {length.tokens} tokens {_outcome(length, quantity, limit)}."
+    text += _left_out(records)
+    return [text, _in_python(plans[-1], environment)] if plans else [text]
+
+
+def _outcome(length: Length, quantity: str, limit: float) -> str:
+    """`1.80x as fast, cosine 0.993, with window in layers 2–5`, or why there is no such plan."""
+    text = "not measured to the end"
+    if length.layers and length.loss is not None:
+        shown = f"{NAMES[quantity]} {show_quantity(quantity, length.loss)}"
+        speed = "not timed" if length.gain is None else f"{show_ratio(length.gain)} as fast"
+        if length.loss > limit:
+            speed = "the plan misses the target on held-out inputs"
+        elif length.side == 0:
+            speed = f"undecided: {speed}"
+        text = f"{speed}, {shown}, with {in_ranges(length.layers)}"
+    elif length.layers is not None or length.side == -1:
+        text = "no plan"
+    if length.lossless is not None:
+        text += f"; with windows in its sliding layers alone {show_ratio(length.lossless)}"
+    if length.bound is not None and length.side != 1:
+        share = max(1 - 1 / (length.bound.median or 1.0), 0.0)
+        text += f"; attention takes {share:.0%} of the time, so at most {show_ratio(length.bound)}"
+    if length.nearest is not None and not length.layers:
+        loss, label = length.nearest
+        text += f"; nearest: {label} in all layers, {NAMES[quantity]} {show_quantity(quantity, loss)}"
+    return text
+
+
+def _in_python(length: Length, environment: Environment) -> str:
+    """The lines of Python that use a plan: its file, or a mapping where a backend has no registered name."""
+    origin = environment.get(MODEL)
+    origin = origin if isinstance(origin, Mapping) else {}
+    sites, parts = origin.get("sites"), origin.get("parts")
+    request = f'"{LAYERS}"' if _attached(length) else "{layer: (backend, options), …}"
+    if sites is not None:
+        replace = f"efficient_attn.intercept.replace(model, {request}, example=lambda: model(*inputs))"
+        code = f"import efficient_attn; {replace}"
+        if isinstance(parts, list) and parts:
+            modules = ", ".join(f"{name!r}: …" for name in map(str, parts))
+            code += f", where model is torch.nn.ModuleDict({{{modules}}}) of the modules that the call runs"
+    else:
+        code = f"from efficient_attn.integrations.transformers import attach; attach(model, {request})"
+        if length.plan is not None and length.plan.calibrated_on is not None:
+            code += "; import efficient_attn; efficient_attn.calibrate(model, **batch)"
+    return f"The plan for {length.tokens} tokens in Python: {code}"
+
+
+def _attached(length: Length) -> dict[str, Any] | None:
+    """The plan as `attach` takes it; None with a backend without a registered name, or damaged."""
+    try:
+        text = "" if length.plan is None else length.plan.attached_layers or ""
+        return read_object(text, "attached_layers")
+    except DataError:
+        return None
+
+
+def parsed_layers(text: str | None) -> dict[int, str] | None:
+    """{layer: label} of the field `chosen_layers`; None if it is missing or damaged."""
+    try:
+        layers = {int(layer): label for layer, label in json.loads(text or "null").items()}
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return layers if all(isinstance(label, str) for label in layers.values()) else None
+
+
+def in_ranges(chosen: Mapping[int, str]) -> str:
+    """`window in layers 0, 2–5 and linformer in layer 1`."""
+    groups: dict[str, list[list[int]]] = {}
+    for layer in sorted(chosen):
+        runs = groups.setdefault(chosen[layer], [])
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    texts = []
+    for label, runs in groups.items():
+        ranges = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+        texts.append(f"{label} in layer{'s' if sum(map(len, runs)) > 1 else ''} {ranges}")
+    return " and ".join(texts)

@@ -1,6 +1,6 @@
 """A Hugging Face model with the texts that it reads, and the backends that its attention is replaced by."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -39,6 +39,7 @@ from efficient_attn.runner.record import Case
 from efficient_attn.runner.sizes import MODEL, OWN
 from efficient_attn.runner.variants import Variant
 from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
+from efficient_attn.studies.swap.subject import HELD_OUT, WINDOW
 from efficient_attn.studies.workload import Workload
 
 # Length of the shipped texts, at which approximations begin to differ.
@@ -125,8 +126,8 @@ class TextSubject:
 
     @property
     def sliding(self) -> tuple[int, ...]:
-        """Numbers of sliding layers beside the layers that get a backend."""
-        return tuple(sorted({site.layer for site in self.sites.others if site.kind == "sliding"}))
+        """Numbers of sliding layers."""
+        return tuple(sorted({site.layer for site in self.sites.every if site.kind == "sliding"}))
 
     @property
     def notes(self) -> list[str]:
@@ -207,6 +208,41 @@ class TextSubject:
             return variant
         window = {"window": self.sites.swapped[0].pattern.window}
         return replace(variant, options={**variant.options, **window})
+
+
+def texts_of_lengths(
+    opened: Opened, texts: Mapping[str, str], workload: Workload, lengths: Sequence[int]
+) -> tuple[list[tuple[TextSubject, TextSubject]], list[str]]:
+    """Texts that choose and texts that verify, for each length; and notes on the other lengths.
+
+    Raises:
+        DataError: If no length can be measured.
+    """
+    pairs: list[tuple[TextSubject, TextSubject]] = []
+    notes, most = [], positions(opened)
+    for tokens in lengths:
+        ids = {name: token_ids(opened, text, most=tokens) for name, text in texts.items()}
+        # Of texts with the same beginning the first counts: held-out ones must differ.
+        whole = {name: tuple(x[0].tolist()) for name, x in ids.items() if x.shape[1] == tokens}
+        names = list({beginning: name for name, beginning in reversed(whole.items())}.values())[::-1]
+        if most is not None and tokens > most:
+            notes.append(f"Not measured at {tokens} tokens: the model has {most} positions.")
+        elif len(names) < 2:
+            notes.append(
+                f"Not measured at {tokens} tokens: {len(names)} of {len(texts)} texts are that long and "
+                "differ; two are needed, one to choose by and one to verify on."
+            )
+        else:
+            parts = ({name: texts[name] for name in group} for group in (names[::2], names[1::2]))
+            choosing, held_out = (TextSubject.of(opened, part, workload, seq_len=tokens) for part in parts)
+            choosing = replace(choosing, base=dict.fromkeys(choosing.sliding, Choice(WINDOW, {})))
+            shared = {**held_out.shared, "inputs": f"{held_out.shared['inputs']}{HELD_OUT}"}
+            calibration = choosing.texts[0]
+            held_out = replace(held_out, shared=shared, calibration=calibration, base=choosing.base)
+            pairs.append((choosing, held_out))
+    if not pairs:
+        raise DataError(f"No length can be measured. {' '.join(notes)}")
+    return pairs, notes
 
 
 def load(model: Any, tokenizer: Any, name: str | None, workload: Workload) -> Opened:
