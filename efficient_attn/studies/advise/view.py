@@ -134,7 +134,9 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
             row.speeds[case.tokens] = Typical(record.predicted_speed, *ends, samples=0)
     for (label, tokens), record in times.items():
         if record.case.backend != YARDSTICK and tokens in exact:
-            rows[label].speeds[tokens] = time_ratio(record, exact[tokens])
+            speed, speeds = time_ratio(record, exact[tokens]), rows[label].speeds
+            # Too few rounds for an interval say less than a prediction.
+            speeds[tokens] = speed if speed.low is not None else speeds.get(tokens, speed)
     ordered = [
         row._replace(errors=dict(sorted(row.errors.items())), speeds=dict(sorted(row.speeds.items())))
         for row in rows.values()
@@ -185,13 +187,11 @@ def _show_speed(row: Row) -> str:
 
 def _show_crossover(row: Row) -> str:
     """`910 (850 to 990)`, or the lengths that it lies beyond; empty if fewer than two were measured."""
-    lengths = list(row.speeds)
-    if len(lengths) < 2:
-        return ""
-    if any(speed.low is None or speed.high is None for speed in row.speeds.values()):
-        return "unclear"
-    value, low, high = crossover(row.speeds)
-    first, last = lengths[0], lengths[-1]
+    speeds = {tokens: speed for tokens, speed in row.speeds.items() if speed.low is not None}
+    if len(speeds) < 2:
+        return "unclear" if len(row.speeds) > 1 else ""
+    value, low, high = crossover(speeds)
+    first, *_, last = speeds
     if low is None:
         return f"none up to {last}"
     if value is None:
