@@ -83,8 +83,9 @@ def build_layers(
 ) -> dict[str, Backend]:
     """Build the chosen backend of each layer of self-attention, and exact attention elsewhere.
 
-    Each layer gets a seed that does not depend on the choices for other layers. A seed among the options of a choice is added to `seed`, so that a layer has the random features that it
-    has where all layers are built with this sum.
+    The seed of a layer does not depend on the choices for other layers. A seed among the options of a choice
+    is added to `seed`, so that a layer has the random features that it has where all layers are built with
+    this sum.
     """
     choices = {site.path: EXACT for site in sites.every}
     for place, site in enumerate(sites.every):

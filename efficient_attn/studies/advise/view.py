@@ -87,8 +87,8 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
 
 def files(records: Sequence[Record], environment: Environment) -> dict[str, str]:
     """The plan of the longest length at which one is faster, as `attach` and `load` take it."""
-    plans = [length for length in _lengths(records, environment) if length.side == 1]
-    attached = _attached(plans[-1]) if plans else None
+    faster = [outcome for outcome in _outcomes(records, environment) if outcome.side == 1]
+    attached = _attached(faster[-1]) if faster else None
     return {} if attached is None else {LAYERS: json.dumps(attached, indent=2) + "\n"}
 
 
@@ -260,14 +260,8 @@ def _listed(texts: Iterable[str]) -> str:
 
 def _left_out(records: Sequence[Record]) -> str:
     """A remark on points that did not fit; empty if all did."""
-
-    # Plans of a resumed run differ in their options.
-    def place(record: Record) -> tuple[Any, ...]:
-        case = record.case
-        return case.kind, case.label, case.inputs, case.tokens, case.layer
-
-    measured = {place(record) for record in records if record.status == "ok"}
-    count = sum(record.status == "skipped" and place(record) not in measured for record in records)
+    # Of a resumed run the skipped plan may be another plan than the measured one.
+    count = sum(record.status == "skipped" for record in records if record.case.backend != PLAN)
     return f" {count} points did not fit: --resume with a larger --budget measures them." if count else ""
 
 
@@ -320,32 +314,21 @@ def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, 
     return time._replace(x=time.x._replace(ticks=doublings or time.x.ticks), series=timed), errors
 
 
-class Length(NamedTuple):
-    """Measurements of a model at one length; None: not measured.
+class Outcome(NamedTuple):
+    """Outcome of an advice for a model at one length.
 
     Attributes:
-        lossless: Speed-up with windows in the sliding layers.
-        bound: Speed-up with the mean of the values for attention: about the most possible (Amdahl's law).
-        plan: Record of the plan on held-out texts.
-        gain: Measured speed-up of the plan on held-out texts.
-        loss: Loss of the plan on held-out texts.
-        layers: Label of the backend of each replaced layer; empty: no plan is within the target; None: the
-            run ended before it was chosen.
         side: 1: the plan is within the target and clearly faster; −1: no attention is clearly faster, there
             is no plan, it misses the target, or it is clearly slower; 0: its times leave it open; None: the
             run ended before.
-        nearest: Loss and label of the replacement of all layers with the smallest loss.
+        text: Speed, loss and layers of the plan, or why there is none.
+        plan: Record of the plan on held-out inputs.
     """
 
     tokens: int
-    lossless: Typical | None
-    bound: Typical | None
-    plan: Record | None
-    gain: Typical | None
-    loss: float | None
-    layers: Mapping[int, str] | None
     side: int | None
-    nearest: tuple[float, str] | None
+    text: str
+    plan: Record | None
 
 
 def _target(environment: Mapping[str, Any]) -> tuple[str, float]:
@@ -357,110 +340,91 @@ def _target(environment: Mapping[str, Any]) -> tuple[str, float]:
     return quantity if quantity in (KL, OUTPUT_COSINE) else MEAN_POOL, float(limit or 0.0) if sound else 0.0
 
 
-def _lengths(records: Sequence[Record], environment: Mapping[str, Any]) -> list[Length]:
-    """One entry per length, the shortest first."""
+def _outcomes(records: Sequence[Record], environment: Mapping[str, Any]) -> list[Outcome]:
+    """One outcome per length, the shortest first."""
     groups: dict[int, list[Record]] = {}
     for record in records:
         if record.case.of == MODEL:
             group = groups.setdefault(record.case.tokens, [])
             group += [record] if record.status == "ok" else []
-    return [_length(tokens, groups[tokens], *_target(environment)) for tokens in sorted(groups)]
+    return [_outcome(tokens, groups[tokens], *_target(environment)) for tokens in sorted(groups)]
 
 
-def _length(tokens: int, records: Sequence[Record], quantity: str, limit: float) -> Length:
-    times = [record for record in records if _is_time(record)]
-    bounds = {record.case.label: record for record in records if record.case.kind == BOUND and record.times_s}
-
-    def bound_of(label: str) -> Typical | None:
-        both = bounds.get(label), bounds.get(OWN)
-        return None if both[0] is None or both[1] is None else time_ratio(both[0], both[1])
-
+def _outcome(tokens: int, records: Sequence[Record], quantity: str, limit: float) -> Outcome:
     swaps = [record for record in records if record.case.kind == "swap" and record.case.layer is None]
     # A resumed run may choose another plan; the last one counts.
     plan = next((record for record in reversed(swaps) if record.case.label == PLAN), None)
-    losses = [
-        (loss, record.case.label)
-        for record in swaps
-        if record.case.backend not in (MEAN_OF_VALUES, PLAN)
-        and (loss := getattr(record, quantity)) is not None
-        and loss > _ROUNDING
-    ]
     layers = None if plan is None else parsed_layers(plan.chosen_layers)
     loss = None if plan is None else getattr(plan, quantity)
-    models = {record.case.inputs: record for record in times if record.case.backend == OWN}
-    options = {} if plan is None else plan.case.options
-    planned = [record for record in times if record.case.options == options != {}]
-    pairs = [(record, models[record.case.inputs]) for record in planned if record.case.inputs in models]
-    gain = time_ratio(*pairs[-1]) if pairs else None
-    bound = bound_of(MEAN_OF_VALUES)
-    side = None if layers is None or gain is None else gain.side_of_one
-    excluded = plan is None and bound is not None and bound.high is not None and bound.side_of_one < 1
-    missed = layers == {} or (loss is not None and loss > limit)
-    return Length(
-        tokens=tokens,
-        lossless=bound_of(LOSSLESS),
-        bound=bound,
-        plan=plan,
-        gain=gain,
-        loss=loss,
-        layers=layers,
-        side=-1 if missed or excluded else side,
-        nearest=min(losses, default=None),
-    )
+    bounds = {record.case.label: record for record in records if record.case.kind == BOUND and record.times_s}
+    speeds = {label: time_ratio(record, bounds[OWN]) for label, record in bounds.items() if OWN in bounds}
+    bound = speeds.get(MEAN_OF_VALUES)
+    side: int | None = None
+    text = "not measured to the end"
+    if plan is not None and layers and loss is not None:
+        side, text = _verification(plan, records, misses=loss > limit)
+        text += f", {NAMES[quantity]} {show_quantity(quantity, loss)}, with {in_ranges(layers)}"
+    elif layers == {} or (plan is None and bound and bound.low is not None and bound.low <= 1):
+        side, text = -1, "no plan"
+    if LOSSLESS in speeds:
+        text += f"; with windows in its sliding layers alone {show_ratio(speeds[LOSSLESS])}"
+    if bound is not None and side != 1:
+        share = max(1 - 1 / (bound.median or 1.0), 0.0)
+        text += f"; attention takes {share:.0%} of the time, so at most {show_ratio(bound)}"
+    losses = [
+        (value, record.case.label)
+        for record in swaps
+        if record.case.backend not in (MEAN_OF_VALUES, PLAN)
+        and (value := getattr(record, quantity)) is not None
+        and value > _ROUNDING
+    ]
+    if losses and not layers:
+        value, label = min(losses)
+        text += f"; nearest: {label} in all layers, {NAMES[quantity]} {show_quantity(quantity, value)}"
+    return Outcome(tokens, side, text, plan)
+
+
+def _verification(plan: Record, records: Sequence[Record], *, misses: bool) -> tuple[int | None, str]:
+    """Side and words of the speed of a plan on held-out inputs."""
+    times = [record for record in records if _is_time(record) and record.case.inputs == plan.case.inputs]
+    models = [record for record in times if record.case.backend == OWN]
+    planned = [record for record in times if record.case.options == plan.case.options]
+    if misses:
+        return -1, "the plan misses the target on held-out inputs"
+    if not (models and planned):
+        return None, "not timed"
+    gain = time_ratio(planned[-1], models[-1])
+    return gain.side_of_one, f"{'' if gain.side_of_one else 'undecided: '}{show_ratio(gain)} as fast"
 
 
 def _model_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     """The shortest length from which a plan is faster, the outcome of every length, and code for the plan."""
-    lengths, (quantity, limit) = _lengths(records, environment), _target(environment)
-    plans = [length for length in lengths if length.side == 1]
+    outcomes, (quantity, limit) = _outcomes(records, environment), _target(environment)
+    faster = [outcome for outcome in outcomes if outcome.side == 1]
     # A plan pays from the first of the last lengths that all have one.
-    lasting = list(takewhile(lambda length: length.side == 1, reversed(lengths)))
+    lasting = list(takewhile(lambda outcome: outcome.side == 1, reversed(outcomes)))
     if lasting:
         text = f"Faster from {lasting[-1].tokens} tokens"
-    elif plans:
-        text = f"Faster at {_listed(str(length.tokens) for length in plans)} tokens only"
-    elif lengths and all(length.side == -1 for length in lengths):
+    elif faster:
+        text = f"Faster at {_listed(str(outcome.tokens) for outcome in faster)} tokens only"
+    elif outcomes and all(outcome.side == -1 for outcome in outcomes):
         text = "Nothing is faster on this machine: stay with exact"
     else:
         text = "Nothing is known to be faster"
     text = f"{text} ({NAMES[quantity]} {show_quantity(quantity, limit)})."
-    for length in lengths:
-        text += f" At {length.tokens} tokens {_outcome(length, quantity, limit)}."
+    for outcome in outcomes:
+        text += f" At {outcome.tokens} tokens {outcome.text}."
     text += _left_out(records)
-    return [text, _in_python(plans[-1], environment)] if plans else [text]
+    return [text, _in_python(faster[-1], environment)] if faster else [text]
 
 
-def _outcome(length: Length, quantity: str, limit: float) -> str:
-    """`1.80x as fast, cosine 0.993, with window in layers 2–5`, or why there is no such plan."""
-    text = "not measured to the end"
-    if length.layers and length.loss is not None:
-        shown = f"{NAMES[quantity]} {show_quantity(quantity, length.loss)}"
-        speed = "not timed" if length.gain is None else f"{show_ratio(length.gain)} as fast"
-        if length.loss > limit:
-            speed = "the plan misses the target on held-out inputs"
-        elif length.side == 0:
-            speed = f"undecided: {speed}"
-        text = f"{speed}, {shown}, with {in_ranges(length.layers)}"
-    elif length.layers is not None or length.side == -1:
-        text = "no plan"
-    if length.lossless is not None:
-        text += f"; with windows in its sliding layers alone {show_ratio(length.lossless)}"
-    if length.bound is not None and length.side != 1:
-        share = max(1 - 1 / (length.bound.median or 1.0), 0.0)
-        text += f"; attention takes {share:.0%} of the time, so at most {show_ratio(length.bound)}"
-    if length.nearest is not None and not length.layers:
-        loss, label = length.nearest
-        text += f"; nearest: {label} in all layers, {NAMES[quantity]} {show_quantity(quantity, loss)}"
-    return text
-
-
-def _in_python(length: Length, environment: Environment) -> str:
+def _in_python(outcome: Outcome, environment: Environment) -> str:
     """The lines of Python that use a plan: its file, or a mapping where a backend has no registered name."""
     origin = environment.get(MODEL)
     origin = origin if isinstance(origin, Mapping) else {}
-    sites, parts = origin.get("sites"), origin.get("parts")
-    request = f'"{LAYERS}"' if _attached(length) else "{layer: (backend, options), …}"
-    if sites is not None:
+    parts = origin.get("parts")
+    request = f'"{LAYERS}"' if _attached(outcome) else "{layer: (backend, options), …}"
+    if origin.get("sites") is not None:
         replace = f"efficient_attn.intercept.replace(model, {request}, example=lambda: model(*inputs))"
         code = f"import efficient_attn; {replace}"
         if isinstance(parts, list) and parts:
@@ -468,15 +432,15 @@ def _in_python(length: Length, environment: Environment) -> str:
             code += f", where model is torch.nn.ModuleDict({{{modules}}}) of the modules that the call runs"
     else:
         code = f"from efficient_attn.integrations.transformers import attach; attach(model, {request})"
-        if length.plan is not None and length.plan.calibrated_on is not None:
+        if outcome.plan is not None and outcome.plan.calibrated_on is not None:
             code += "; import efficient_attn; efficient_attn.calibrate(model, **batch)"
-    return f"The plan for {length.tokens} tokens in Python: {code}"
+    return f"The plan for {outcome.tokens} tokens in Python: {code}"
 
 
-def _attached(length: Length) -> dict[str, Any] | None:
+def _attached(outcome: Outcome) -> dict[str, Any] | None:
     """The plan as `attach` takes it; None with a backend without a registered name, or damaged."""
     try:
-        text = "" if length.plan is None else length.plan.attached_layers or ""
+        text = "" if outcome.plan is None else outcome.plan.attached_layers or ""
         return read_object(text, "attached_layers")
     except DataError:
         return None
