@@ -3,7 +3,6 @@
 import itertools
 import random
 import re
-import signal
 
 import pytest
 from planned import points_of
@@ -107,26 +106,6 @@ def test_errors_at_shorter_lengths_are_those_of_the_causal_model(short_decoder):
         ("decoder(layer=19)", short_decoder),
         ("decoder(layer=19)", 64),
     }
-
-
-@pytest.mark.slow
-def test_an_interrupted_advice_names_the_rest_and_resumes(tmp_path, monkeypatch):
-    from efficient_attn.runner import accuracy
-
-    real, calls = accuracy.measure.output_error, itertools.count()
-
-    def interrupted(*arguments):
-        if next(calls) == 5:
-            signal.raise_signal(signal.SIGINT)
-        return real(*arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(accuracy.measure, "output_error", interrupted)
-        stopped = advise("exact", "window", out=tmp_path)
-    assert stopped.interrupted
-    assert stopped.notes[0].startswith("Not measured: ") and "window" in stopped.notes[0]
-    ended = advise("exact", "window", out=tmp_path, resume=True)
-    assert kinds(ended) == kinds(advise("exact", "window"))
 
 
 def test_a_limit_that_is_no_number_is_refused_and_options_of_models_without_one():

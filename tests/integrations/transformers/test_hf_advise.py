@@ -31,6 +31,12 @@ def test_the_plan_is_within_the_target_faster_and_told_with_its_layers(advised):
     )
     assert "window(window=" in sentence and "in layers 0–2" in sentence
     assert f'attach(model, "{LAYERS}")' in code
+    # Slower backends are not tried layer by layer.
+    alone = {one.case.label for one in advised.records if one.case.layer is not None}
+    assert alone == {"window(window=5)", "window(window=15)"}
+    # The texts of the choice do not verify.
+    inputs = {one.case.inputs for one in advised.records if one.case.label in ("plan", "plan 1")}
+    assert len(inputs) == 2 and any(name.endswith(", held out") for name in inputs)
 
 
 def test_the_fastest_by_prediction_is_tried_first(encoder, monkeypatch):
@@ -46,11 +52,6 @@ def test_the_fastest_by_prediction_is_tried_first(encoder, monkeypatch):
     results = advise(encoder, min_cosine=0.9)
     cases = [one.case for one in results.records if one.case.kind == "swap" and one.case.layer is None]
     assert [case.label for case in cases if case.label in speeds] == list(speeds)
-
-
-def test_slower_backends_are_not_tried_layer_by_layer(advised):
-    alone = {one.case.label for one in advised.records if one.case.layer is not None}
-    assert alone == {"window(window=5)", "window(window=15)"}
 
 
 def test_layers_that_lose_too_much_stay_exact(encoder):
@@ -102,11 +103,6 @@ def test_a_causal_model_is_judged_by_its_next_tokens(decoder):
     results = advise(decoder, backends=["window"], options={"window": {"window": [5, 15]}}, max_kl=10.0)
     (sentence, _) = results.sentences()
     assert "divergence of the next token, nats" in sentence and "2.00x as fast" in sentence
-
-
-def test_the_texts_of_the_choice_do_not_verify(advised):
-    inputs = {one.case.inputs for one in advised.records if one.case.label in ("plan", "plan 1")}
-    assert len(inputs) == 2 and any(one.endswith(", held out") for one in inputs)
 
 
 def test_lengths_that_model_or_texts_lack_are_named(encoder):
@@ -202,19 +198,15 @@ def test_a_failed_backend_is_measured_once(encoder, monkeypatch):
     assert [one.case.kind for one in results.records if one.case.backend == "linformer"] == ["swap"]
 
 
-def test_a_uniform_window_is_no_candidate_for_a_plan(decoder):
+def test_a_uniform_window_and_score_matrices_are_no_candidates_for_a_plan(decoder):
     plan = find("advise").plan(decoder, texts=texts(4), seq_lens=(TOKENS,))
     candidates = plan.about["candidates"]
     assert "window" in candidates and not any("global_tokens" in name for name in candidates)
+    assert "exact-dense" not in candidates
     asked = find("advise").plan(
         decoder, ["window"], texts=texts(4), seq_lens=(TOKENS,), options={"window": {"global_tokens": [4]}}
     )
     assert "window(global_tokens=4)" in asked.about["candidates"]
-
-
-def test_score_matrices_are_not_built_unasked(encoder):
-    plan = find("advise").plan(encoder, texts=texts(4), seq_lens=(TOKENS,))
-    assert "window" in plan.about["candidates"] and "exact-dense" not in plan.about["candidates"]
 
 
 def test_a_causal_model_without_a_head_is_refused(tmp_path):
