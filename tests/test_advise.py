@@ -246,32 +246,14 @@ def test_a_length_without_a_decision_is_undecided():
         (sentence,) = Results(records, environment=TARGET).sentences()
         assert sentence.startswith("Nothing is known to be faster")
         assert "At 512 tokens not measured to the end" in sentence
-    short = Results([timed("exact", 256, (1.0,) * 4)], environment={**TARGET, "candidates": ["exact"]})
-    assert "Nothing is known to be faster" in short.sentences()[0] and short.tables() == []
 
 
 def test_a_bound_that_is_not_clearly_above_one_ends_a_length_and_is_said_with_its_interval():
     records = [*bound(512, EXACT, (0.5, 1.1, 0.7, 1.2)), record("swap", MEAN_OF_VALUES, 512, of="model")]
     (sentence,) = Results(records, environment=TARGET).sentences()
-    assert sentence.startswith("Nothing is faster on this machine: stay with exact")
-    assert re.search(
-        r"At 512 tokens no plan; attention takes 1\d% of the time, so at most 1.1\dx \(0", sentence
-    )
-
-
-@pytest.mark.parametrize("layers", ["{", "[1]", "null", '{"a": "window"}', '{"0": ["x"]}', "[" * 100_000])
-def test_damaged_plans_are_shown_as_none(layers):
-    for given in ({"layers": layers}, {"attached": layers}):
-        results = Results(of_model(512, EXACT, FASTER, **given), environment=TARGET)
-        assert results.tables() and results.plots() and results.sentences()
-        assert set(results.files()) <= {"layers.json"}
-
-
-def test_times_of_zero_and_limits_beyond_floats_decide_nothing():
-    zero = Results(of_model(512, (0.0,) * 4, FASTER), environment=TARGET)
-    assert zero.tables() and zero.sentences()[0].startswith("Nothing is known to be faster")
-    beyond = Results(of_model(512, EXACT, FASTER), environment={**TARGET, "target": {"limit": 10**400}})
-    assert beyond.sentences()
+    assert sentence.startswith("Nothing is known to be faster")
+    shown = r"no attention is clearly faster; attention takes 1\d% of the time, so at most 1.1\dx \(0"
+    assert re.search(shown, sentence)
 
 
 def test_times_of_another_plan_decide_nothing():
@@ -305,6 +287,8 @@ def best_by_trial(losses, gains_s, limit):
 
 
 def test_layers_are_shown_as_ranges():
-    chosen = {0: "window", 2: "window", 3: "window", 1: "linformer"}
-    assert in_ranges(chosen) == "window in layers 0, 2–3 and linformer in layer 1"
+    assert (
+        in_ranges({0: "window", 2: "window", 3: "window", 1: "linformer"})
+        == "window in layers 0, 2–3 and linformer in layer 1"
+    )
     assert in_ranges({}) == ""

@@ -364,8 +364,10 @@ def _outcome(tokens: int, records: Sequence[Record], quantity: str, limit: float
     if plan is not None and layers and loss is not None:
         side, text = _verification(plan, records, misses=loss > limit)
         text += f", {NAMES[quantity]} {show_quantity(quantity, loss)}, with {in_ranges(layers)}"
-    elif layers == {} or (plan is None and bound and bound.low is not None and bound.low <= 1):
+    elif layers == {}:
         side, text = -1, "no plan"
+    elif plan is None and bound is not None and bound.low is not None and bound.low <= 1:
+        side, text = min(bound.side_of_one, 0), "no attention is clearly faster"
     if LOSSLESS in speeds:
         text += f"; with windows in its sliding layers alone {show_ratio(speeds[LOSSLESS])}"
     if bound is not None and side != 1:
