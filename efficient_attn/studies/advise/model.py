@@ -122,6 +122,9 @@ def _length_steps(
         if bounded and reference.times_s and bound.times_s and time_ratio(bound, reference).side_of_one < 1:
             # No attention, however cheap, would make the model clearly faster.
             free = []
+    if windows:
+        # The plan of a run that ends early.
+        yield _planned(held_out, PLAN, windows, [])
 
     losses_of_all: dict[str, float] = {}
     working: list[Variant] = []

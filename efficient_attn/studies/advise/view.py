@@ -34,7 +34,7 @@ from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.estimates import RUN_SHIFT, Typical, time_ratio
 from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.strict import read_object
-from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS
+from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS, SLIDING
 from efficient_attn.studies.bench.plot import cost_plot
 from efficient_attn.studies.compare.analysis import asked_error
 from efficient_attn.studies.compare.plot import HIGHEST, MARKS
@@ -362,7 +362,8 @@ def _outcome(tokens: int, records: Sequence[Record], quantity: str, limit: float
     side: int | None = None
     text = "not measured to the end"
     if plan is not None and layers and loss is not None:
-        side, text = _verification(plan, records, misses=loss > limit)
+        lossless = speeds.get(LOSSLESS) if {*layers.values()} == {SLIDING} else None
+        side, text = _verification(plan, records, lossless, misses=loss > limit)
         text += f", {NAMES[quantity]} {show_quantity(quantity, loss)}, with {in_ranges(layers)}"
     elif layers == {}:
         side, text = -1, "no plan"
@@ -386,16 +387,18 @@ def _outcome(tokens: int, records: Sequence[Record], quantity: str, limit: float
     return Outcome(tokens, side, text, plan)
 
 
-def _verification(plan: Record, records: Sequence[Record], *, misses: bool) -> tuple[int | None, str]:
-    """Side and words of the speed of a plan on held-out inputs."""
+def _verification(
+    plan: Record, records: Sequence[Record], lossless: Typical | None, *, misses: bool
+) -> tuple[int | None, str]:
+    """Side and words of the speed of a plan on held-out inputs, of windows alone on the choosing ones too."""
     times = [record for record in records if _is_time(record) and record.case.inputs == plan.case.inputs]
     models = [record for record in times if record.case.backend == OWN]
     planned = [record for record in times if record.case.options == plan.case.options]
     if misses:
         return -1, "the plan misses the target on held-out inputs"
-    if not (models and planned):
+    gain = time_ratio(planned[-1], models[-1]) if models and planned else lossless
+    if gain is None:
         return None, "not timed"
-    gain = time_ratio(planned[-1], models[-1])
     return gain.side_of_one, f"{'' if gain.side_of_one else 'undecided: '}{show_ratio(gain)} as fast"
 
 

@@ -19,6 +19,7 @@ from efficient_attn.stats.predicted_time import Predicted
 from efficient_attn.studies import find
 from efficient_attn.studies.advise.plan import LOSSLESS, SLIDING
 from efficient_attn.studies.advise.view import LAYERS
+from efficient_attn.studies.durations import Durations
 from efficient_attn.studies.swap import measure
 
 pytestmark = pytest.mark.usefixtures("given_times")
@@ -241,6 +242,16 @@ def test_further_gains_are_those_over_windows_in_sliding_layers(tmp_path, monkey
     results = advise(folder, backends=["performer-positive"], options=None, max_kl=100.0)
     plan = {"0": SLIDING, "1": SLIDING, "2": "performer-positive"}
     assert plans(results) == {label: json.dumps(plan) for label in ("plan 1", "plan")}
+    # A budget that ends before any of that leaves the windows.
+    real, backend = Durations.next_s, "performer-positive"
+
+    def late(self, point):
+        return 1e9 if point.case.backend == backend and not point.rounds else real(self, point)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Durations, "next_s", late)
+        short = advise(folder, backends=["performer-positive"], options=None, max_kl=100.0, budget_s=60.0)
+    assert "1.67x as fast, divergence of the next token, nats 0, with sliding window" in short.sentences()[0]
     # Slower than the windows, if faster than the model.
     monkeypatch.setitem(TIMES_S, "performer-positive", 0.8)
     results = advise(folder, backends=["performer-positive"], options=None, max_kl=100.0)
