@@ -11,7 +11,6 @@ from efficient_attn.measure.variants import sized
 from efficient_attn.report.text import describe, show_error, three_digits
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.curves import curves
-from efficient_attn.stats.noise_warnings import disturbance
 from efficient_attn.studies.bench.comparison import Comparison, Contender, comparisons
 from efficient_attn.studies.bench.crossover import Gain, gains
 from efficient_attn.studies.bench.tables import crossover_cells
@@ -37,7 +36,6 @@ BENCHED_LATER, LATER, LATER_LABEL = "bench-window-clusters", "window-clusters", 
 BENCHED_OPENED, OPENED_LABEL = ("bench-probes", "bench-probes-causal"), "window-clusters(probes=8)"
 TRAINED = "recall-default"
 TOLERATED = (0.01, 0.05, 0.1, 0.3, 0.5)
-_BUSY = "unclear: the machine was busy"
 
 _HEAD = """\
 # Which backend
@@ -295,12 +293,6 @@ def _faster(crossover: str) -> str:
     return f"faster from {crossover} tokens" if crossover[0].isdigit() else f"crossover: {crossover}"
 
 
-def _quiet(one: Comparison, run: ea.Results, error: float) -> bool:
-    """Whether times decide within this error: those that were taken under a load decide nothing."""
-    timed = [row.timed for row in (one.exact, *one.near(error)) if row is not None and row.timed]
-    return disturbance(timed, run.environment) is None
-
-
 def _by_error(
     compared: list[tuple[Comparison, ea.Results]], opened: list[tuple[Comparison, ea.Results]]
 ) -> str:
@@ -329,8 +321,7 @@ def _inputs(one: Comparison) -> tuple[str, int]:
 def _opened(compared: list[tuple[Comparison, ea.Results]]) -> str:
     """Error, operations and speed of each size, the most accurate first for each input and length."""
     rows = []
-    for one, run in compared:
-        quiet = _quiet(one, run, max(TOLERATED))
+    for one, _ in compared:
         rows += [
             (
                 (one.case.causal, one.case.tokens, row.worst),
@@ -340,7 +331,7 @@ def _opened(compared: list[tuple[Comparison, ea.Results]]) -> str:
                     f"`{row.label}`",
                     _range([row.error.low, row.error.high] if row.layers > 1 else [row.error.median]),
                     _operations(row, one),
-                    (_relative_speed(row, one) if quiet else _BUSY) if row.time_s else "–",
+                    _relative_speed(row, one) if row.time_s else "–",
                 ],
             )
             for row in one.candidates
@@ -368,11 +359,11 @@ def _speed_up(row: Contender, one: Comparison) -> float:
 
 def _in_short(compared: list[tuple[Comparison, ea.Results]]) -> str:
     """For which errors exact attention is the answer at every length, if for any."""
-    quiet = [one for one, run in compared if _quiet(one, run, max(TOLERATED))]
-    never = [error for error in TOLERATED if not any(one.faster(one.near(error)) for one in quiet)]
-    if not never or not quiet:
+    runs = [one for one, _ in compared]
+    never = [error for error in TOLERATED if not any(one.faster(one.near(error)) for one in runs)]
+    if not never or not runs:
         return ""
-    lengths = ", ".join(map(str, sorted({one.case.tokens for one in quiet})))
+    lengths = ", ".join(map(str, sorted({one.case.tokens for one in runs})))
     return (
         f"In short: within {100 * max(never):g} % of exact attention nothing was surely faster than `exact` "
         f"at any length measured on real activations ({lengths} tokens).\n"
@@ -381,10 +372,7 @@ def _in_short(compared: list[tuple[Comparison, ea.Results]]) -> str:
 
 def _best(pairs: list[tuple[Comparison, ea.Results]], error: float) -> str:
     """The fastest that is near enough relative to exact attention in its own run, or exact attention."""
-    quiet = [one for one, run in pairs if _quiet(one, run, error)]
-    if not quiet:
-        return _BUSY
-    fast = [(row, one) for one in quiet for row in one.faster(one.near(error))[:1]]
+    fast = [(row, one) for one, _ in pairs for row in one.faster(one.near(error))[:1]]
     if not fast:
         return "`exact`"
     row, one = max(fast, key=lambda pair: _speed_up(*pair))

@@ -1,14 +1,20 @@
 """Crossovers: found where they are, marked where they are guessed, with intervals that hold."""
 
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy.stats import binom
 
-from efficient_attn.measure.record import Case, Record, replace
+import efficient_attn as ea
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.stats.curves import curves
 from efficient_attn.studies.bench.crossover import _crossing, _Lag, _near_zero, crossovers
 from efficient_attn.studies.bench.tables import crossover_cells, tables
 
+ROOT = Path(__file__).parents[1]
 LENGTHS = (256, 512, 1024, 2048, 4096)
 SHARED = {"num_heads": 2, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}
 
@@ -155,3 +161,45 @@ def test_the_interval_between_two_lengths_is_where_the_line_is_within_its_own_in
         assert bool(edges) == bool(len(inside))
         if edges:
             assert (min(edges), max(edges)) == pytest.approx((inside[0], inside[-1]), abs=1e-4)
+
+
+def statements(folder):
+    """(backend, speed-up, length of it, crossover) of every table of a stored run."""
+    for table in ea.read(folder).tables():
+        if not {"speed, exact = 1", "faster from"} <= set(table.columns):
+            continue
+        rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+        (exact,) = (cells for cells in rows if cells["backend"] == "exact")
+        for cells in rows:
+            numbers = [name for name in cells if exact[name][:1].isdigit() and cells[name][:1].isdigit()]
+            timed = [int(name) for name in numbers if name.isdigit()]
+            speed = re.search(r"([0-9.e+]+)x.*?(?: at (\d+))?$", cells["speed, exact = 1"])
+            if speed and cells["faster from"]:
+                tokens = int(speed[2] or max(timed))
+                yield cells["backend"], float(speed[1]), tokens, cells["faster from"]
+
+
+def contradict(speed, tokens, crossover):
+    """Whether a speed-up at a length excludes the words on the length from which it is faster."""
+    number = int((re.findall(r"\d+", crossover) or [0])[0])
+    if crossover.startswith(("none up to", "above")):
+        return tokens <= number and speed > 1
+    if crossover.startswith(("all from", "below")):
+        return speed < 1
+    return crossover != "unclear" and (speed < 1 if tokens >= number else speed > 1)
+
+
+RUNS = sorted(path.parent for path in (ROOT / "results").rglob("records.jsonl"))
+
+
+@pytest.mark.parametrize("folder", RUNS, ids=lambda folder: folder.name)
+def test_no_stored_run_has_a_speed_that_contradicts_its_crossover(folder):
+    pairs = list(statements(folder))
+    assert not [pair for pair in pairs if contradict(*pair[1:])]
+
+
+def test_stored_runs_have_pairs_of_speed_and_crossover_and_a_contradiction_is_seen():
+    assert sum(len(list(statements(folder))) for folder in RUNS) > 50
+    assert contradict(0.402, 8192, "7000 (1400 or more, extrapolated)")
+    assert contradict(2.0, 4096, "none up to 4096") and contradict(0.9, 512, "all from 256")
+    assert not contradict(0.9, 8192, "above 8192 (4800 or more)")

@@ -123,7 +123,7 @@ def capture_folder(
     """
     from efficient_attn.integrations.transformers.attachment import installed
     from efficient_attn.integrations.transformers.loading import open_model, positions, token_ids
-    from efficient_attn.integrations.transformers.swapping import build_for, sites_of
+    from efficient_attn.integrations.transformers.swapping import build_layers, sites_of
 
     positive_count("max_tokens", max_tokens)
     opened = open_model(model_folder, name=name)
@@ -140,7 +140,7 @@ def capture_folder(
             f"{len(chosen)} layers of {ids.shape[1]} tokens take up to {show_bytes(num_bytes)}, more than "
             f"{show_bytes(most_bytes)}; name fewer layers or tokens."
         )
-    backends = build_for(sites, "exact", {}, layer=None, max_tokens=ids.shape[1], seed=0)
+    backends = build_layers(sites, {}, max_tokens=ids.shape[1], seed=0)
     stored: dict[int, Activations] = {}
 
     def store(layer: int, backend: Any, tensors: tuple[Tensor, ...]) -> None:

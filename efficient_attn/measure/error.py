@@ -7,7 +7,7 @@ blocks of rows where rows are as wide as the vocabulary.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
@@ -26,6 +26,11 @@ from efficient_attn.shapes import Keys, Output, Queries, Values
 _ENTRIES_AT_ONCE = 1 << 23
 
 _ROWS = 64
+
+# exp of more nats leaves the range of floats.
+_MOST_NATS = 700.0
+
+Logits: TypeAlias = Callable[[slice], Tensor]
 
 # Fewest rows, and the share of all rows where that is more.
 _FEWEST, _SHARE = 64, 0.01
@@ -115,30 +120,6 @@ def relative_error(x: Tensor, exact: Tensor) -> float:
     """‖x − exact‖ / ‖exact‖ over all entries."""
     wide = exact.double()
     return float((x.double() - wide).norm() / wide.norm())
-
-
-def next_token_kl(logits: Tensor, exact: Tensor) -> float:
-    """Mean over positions of Σ p log(p / p'), in nats; logits [tokens vocabulary], p of `exact`."""
-    total = 0.0
-    for rows, exact_rows in zip(logits.split(_ROWS), exact.split(_ROWS), strict=True):
-        p, estimate = (F.log_softmax(part.double(), dim=-1) for part in (exact_rows, rows))
-        total += float(F.kl_div(estimate, p, reduction="sum", log_target=True))
-    # The divergence of equal distributions is zero, up to rounding of either sign.
-    return max(total / len(logits), 0.0) if math.isfinite(total) else total
-
-
-def next_token_disagreement(logits: Tensor, exact: Tensor) -> float:
-    """Share of positions with another most likely token."""
-    return float((logits.argmax(dim=-1) != exact.argmax(dim=-1)).double().mean())
-
-
-def perplexity(logits: Tensor, ids: Tensor) -> float:
-    """exp of the mean of −log p(next token) over all tokens of a text except the first; ids [tokens]."""
-    losses = [
-        F.cross_entropy(rows.double(), following, reduction="sum")
-        for rows, following in zip(logits[:-1].split(_ROWS), ids[1:].split(_ROWS), strict=True)
-    ]
-    return float(torch.stack(losses).sum().div(len(ids) - 1).exp())
 
 
 class Sample(NamedTuple):
@@ -306,3 +287,30 @@ def _share(x: Tensor) -> str:
     """Number of non-finite entries, with the total."""
     broken = int((~x.detach().isfinite()).sum())
     return f"{broken} of {x.numel()} entries"
+
+
+def next_token_distances(logits: Logits, exact: Logits, ids: Tensor) -> dict[str, float]:
+    """Divergence in nats, disagreement and perplexity of the next token, in blocks of positions.
+
+    The divergence is the mean of Σ p log(p / p'), with p of `exact`. The disagreement is the share of
+    positions with another most likely token, the perplexity exp of the mean of −log p'(next token).
+
+    Args:
+        logits, exact: Logits of a slice of positions, [positions vocabulary].
+        ids: Tokens of the text, [tokens].
+    """
+    kl = unlike = loss = 0.0
+    for start in range(0, len(ids), _ROWS):
+        rows = slice(start, min(start + _ROWS, len(ids)))
+        part, exact_part = logits(rows), exact(rows)
+        log_q, log_p = (F.log_softmax(block.double(), dim=-1) for block in (part, exact_part))
+        kl += float(F.kl_div(log_q, log_p, reduction="sum", log_target=True))
+        unlike += float((part.argmax(dim=-1) != exact_part.argmax(dim=-1)).sum())
+        following = ids[rows.start + 1 : rows.stop + 1]
+        loss += float(F.nll_loss(log_q[: len(following)], following, reduction="sum"))
+    return {
+        # The divergence of equal distributions is zero, up to rounding of either sign.
+        "next_token_kl": max(kl / len(ids), 0.0) if math.isfinite(kl) else kl,
+        "next_token_disagreement": unlike / len(ids),
+        "perplexity": math.exp(min(loss / (len(ids) - 1), _MOST_NATS)) if math.isfinite(loss) else loss,
+    }

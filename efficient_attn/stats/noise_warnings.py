@@ -1,4 +1,7 @@
-"""Noise warnings: conditions that make times uncertain, with their remedies."""
+"""Noise warnings: conditions that make times uncertain, with their remedies.
+
+They are notes beside the numbers. Intervals decide whether a backend is faster.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,10 +12,6 @@ from efficient_attn.stats.estimates import FEWEST_ROUNDS, call_time, round_times
 
 # Key of an environment that lists the conditions during the run, one entry per resumption.
 DURING = "during"
-
-# Beginning of a verdict that the times of a run do not support, and its remedy under load.
-COULD_NOT_TELL = "could not tell on this machine now"
-IDLE = "an idle machine or fewer --threads would settle it"
 
 # Times of a fixed loop after and before a run differ by more than this share if clocks drift.
 _DRIFTED = 0.15
@@ -28,7 +27,6 @@ _SLOWED = 4 | 8 | 32 | 64 | 128
 
 _ROUNDS = "more --rounds would settle it."
 _THREADS = "use fewer --threads, or an idle machine."
-_WAITING = "threads waited for a processor up to {:.0%} of the time"
 
 
 def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
@@ -41,34 +39,19 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
         above = [(record, value) for record in timed if (value := share(record)) > limit]
         if above:
             sentences.append(text.format(_names([record for record, _ in above]), max(v for _, v in above)))
-    for load in _loads(environment):
-        sentences.append(f"Background load: {load}: times are longer and less certain; {_THREADS}")
-    loops = [(_number(run, "loop_before_s"), _number(run, "loop_after_s")) for run in _runs(environment)]
+    listed = (environment or {}).get(DURING)
+    runs = [run for run in listed if isinstance(run, Mapping)] if isinstance(listed, list) else []
+    for name, limit, text in _LOADS:
+        taken = max((_number(run, name) for run in runs), default=0.0)
+        if taken > limit:
+            load = text.format(taken)
+            sentences.append(f"Background load: {load}: times are longer and less certain; {_THREADS}")
+    loops = [(_number(run, "loop_before_s"), _number(run, "loop_after_s")) for run in runs]
     drift = max((after_s / before_s - 1 for before_s, after_s in loops if before_s and after_s), default=0.0)
     if drift > _DRIFTED:
         text = f"Clock drift: a fixed loop took {drift:.0%} longer after the run than before it; {_ROUNDS}"
         sentences.append(text)
     return sentences
-
-
-def disturbance(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> str | None:
-    """Load that kept processors from a run, as a clause.
-
-    Times measured under it support no verdict.
-    """
-    if loads := _loads(environment):
-        return loads[0]
-    share = max((_waiting(record) for record in records if _timed(record)), default=0.0)
-    return _WAITING.format(share) if share > _WAITED else None
-
-
-def explanation(
-    record: Record, baseline: Record, ratio: float, environment: Mapping[str, Any] | None
-) -> str | None:
-    """Load that may explain this ratio of two times, as a clause."""
-    share = max(_waiting(record), _waiting(baseline))
-    explains = share > _WAITED and max(ratio, 1 / ratio) * (1 - share) <= 1
-    return disturbance([], environment) or (_WAITING.format(share) if explains else None)
 
 
 def _names(records: Sequence[Record]) -> str:
@@ -112,21 +95,6 @@ def _throttled(record: Record) -> int:
 
 def _unknown_state(record: Record) -> bool:
     return record.case.device.startswith("cuda") and record.sm_clock_hz is None
-
-
-def _runs(environment: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    runs = (environment or {}).get(DURING)
-    return [run for run in runs if isinstance(run, Mapping)] if isinstance(runs, list) else []
-
-
-def _loads(environment: Mapping[str, Any] | None) -> list[str]:
-    """Background loads above their limits."""
-    loads = []
-    for name, limit, text in _LOADS:
-        share = max((_number(run, name) for run in _runs(environment)), default=0.0)
-        if share > limit:
-            loads.append(text.format(share))
-    return loads
 
 
 def _number(run: Mapping[str, Any], name: str) -> float:

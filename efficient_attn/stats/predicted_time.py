@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.stats.estimates import call_time
+from efficient_attn.stats.estimates import Typical, call_time
 from efficient_attn.stats.significance import quantile
 
 Floats = NDArray[np.float64]
@@ -82,11 +82,8 @@ class TimeModel:
     def crossover(self, exact: "TimeModel", **sizes: int) -> Predicted:
         """Predicted length from which this backend is faster than exact attention."""
         count = int(math.log2(_LONGEST / _SHORTEST)) * _STEPS + 1
-        lengths = np.geomspace(_SHORTEST, _LONGEST, count)
-        at_lengths = [{**sizes, "tokens": round(tokens)} for tokens in lengths]
-        logs = np.array([math.log(exact._value(at) / self._value(at)) for at in at_lengths])
-        half = math.log(self._factor(exact))
-        return Predicted(*(_last_rise(lengths, logs - level) for level in (0.0, -half, half)))
+        lengths = [round(tokens) for tokens in np.geomspace(_SHORTEST, _LONGEST, count)]
+        return crossover({tokens: self.speed(exact, **{**sizes, "tokens": tokens}) for tokens in lengths})
 
     def _factor(self, exact: "TimeModel") -> float:
         return _factor(math.hypot(self.scatter, exact.scatter), min(self.calls, exact.calls))
@@ -148,6 +145,19 @@ def _counts(case: Case, target: Any) -> tuple[float, ...]:
     cost = attention_cost(case, target)
     moved = cost.moved_bytes + cost.kept_bytes
     return 1.0, float(case.tokens), float(cost.flops), float(cost.exponentials), float(moved)
+
+
+def crossover(speeds: Mapping[int, Typical | Predicted]) -> Predicted:
+    """Length above which a backend is faster by its speed-ups at some lengths, interpolated in logarithms.
+
+    No speed-up contradicts it. Its ends follow from the ends of the intervals; None: beyond all lengths.
+
+    Args:
+        speeds: Measured or predicted speed-ups over exact attention, with intervals, by length.
+    """
+    lengths = sorted(speeds)
+    values, lows, highs = np.log(np.array([speeds[tokens][:3] for tokens in lengths], float)).T
+    return Predicted(*(_last_rise(np.array(lengths, float), logs) for logs in (values, highs, lows)))
 
 
 def _factor(scatter: float, calls: int) -> float:

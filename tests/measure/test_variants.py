@@ -110,7 +110,6 @@ def test_further_variants_are_selected_where_no_backend_is_named_and_no_option_o
     assert labels(None, also=True) == ["window-clusters", "window-clusters(probes=8)"]
     assert labels(["window-clusters"], also=True) == ["window-clusters"]
     assert labels(None, {"window-clusters": {"probes": [4]}}, also=True) == ["window-clusters(probes=4)"]
-    assert labels(None, also=True, exclude=["window-clusters"]) == []
 
 
 def test_by_default_all_that_approximate_softmax_are_selected_and_other_kernels_when_they_are_named():

@@ -8,7 +8,7 @@ from made_records import case
 from efficient_attn import bench
 from efficient_attn.measure.environment import moment
 from efficient_attn.measure.record import Record, replace
-from efficient_attn.stats.candidates import CANDIDATES, missing, operations_sentence
+from efficient_attn.stats.candidates import CANDIDATES, missing
 from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies.reading import read
 
@@ -123,20 +123,6 @@ def test_candidates_that_were_not_measured_are_named():
     listed = {CANDIDATES: ["exact", "window", "linformer", "window", None]}
     assert missing(listed, ["exact"]) == " Not measured (2 of 3 candidates): window, linformer."
     assert missing(listed, ["exact", "window", "linformer"]) == missing(None, []) == ""
-
-
-def test_approximations_that_save_few_operations_are_named_with_their_share():
-    # Two heads of 8: 2 · 2 · 2 · 8 operations for each pair.
-    whole = 64 * 512**2
-    shares = {"window": 0.76, "linformer": 1.0, "performer-trig": 0.5, "exact": 1.0}
-    records = [
-        Record(case=case("time", name, 512), flops=int(share * whole)) for name, share in shares.items()
-    ]
-    assert operations_sentence(records) == (
-        "Approximations that save few operations or none at 512 tokens (exact attention = 1): "
-        "window (0.76x), linformer (1.00x)."
-    )
-    assert operations_sentence(records[2:]) is None
 
 
 def test_doubts_are_in_the_notes_of_a_run_and_again_when_its_files_are_read(

@@ -14,8 +14,8 @@ from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.records import read
 from efficient_attn.measure.variants import select
 from efficient_attn.measure.worker import measure
-from efficient_attn.stats.estimates import call_time
-from efficient_attn.stats.predicted_time import time_models
+from efficient_attn.stats.estimates import Typical, call_time
+from efficient_attn.stats.predicted_time import crossover, time_models
 
 # Batch, heads and head dimension of the calls that predict.
 SHAPES = ((1, 1, 64), (1, 8, 32), (1, 2, 128))
@@ -69,6 +69,15 @@ def test_the_predicted_crossover_is_the_length_of_equal_times():
     times_s = {label: true_time(case(label, round(predicted.value))) for label in ("exact", "window")}
     assert predicted.value > 128 and 3 * times_s["window"] == pytest.approx(times_s["exact"], rel=0.02)
     assert predicted.low == pytest.approx(predicted.value, rel=1e-3)
+
+
+def test_a_crossover_follows_from_speeds_and_ends_of_their_intervals():
+    speeds = {256: Typical(0.5, 0.4, 0.625, 4), 1024: Typical(2.0, 1.6, 2.5, 4)}
+    value, low, high = crossover(speeds)
+    # The logarithms of both lengths have opposite signs.
+    assert value == pytest.approx(512) and low * high == pytest.approx(512**2) and low < value < high
+    value, low, high = crossover({**speeds, 2048: Typical(0.9, 0.7, 1.1, 0)})
+    assert value is high is None and 256 < low < 512
 
 
 def test_a_backend_that_is_never_faster_has_no_crossover():

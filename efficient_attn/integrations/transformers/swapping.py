@@ -4,7 +4,9 @@ Only full-attention layers get the backend. Sliding-window layers stay exact unl
 and cross-attention stays exact.
 """
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,11 +25,12 @@ class ModelOutputs(NamedTuple):
 
     Attributes:
         hidden: Last hidden states, [tokens model_dim].
-        logits: Logits of the next token, [tokens vocabulary]; None for models without a language-model head.
+        logits: Logits of the next token at a slice of positions, [positions vocabulary]; None for models
+            without a language-model head.
     """
 
     hidden: Tensor
-    logits: Tensor | None
+    logits: Callable[[slice], Tensor] | None
 
 
 class AttentionSites(NamedTuple):
@@ -75,38 +78,18 @@ def sites_of(model: Any) -> AttentionSites:
     raise UnsupportedError(f"{type(model).__name__} has no self-attention.")
 
 
-def build_for(
-    sites: AttentionSites,
-    backend: Any,
-    options: Mapping[str, Any],
-    *,
-    layer: int | None,
-    max_tokens: int,
-    seed: int,
-) -> dict[str, Backend]:
-    """Build the chosen backend in swapped layers, and exact attention elsewhere.
-
-    Args:
-        layer: The only layer to swap; None: all.
-        seed: Random seed, from which each layer gets a seed that does not depend on the other layers.
-    """
-    layers = sites.layers if layer is None else (layer,)
-    return build_layers(
-        sites, dict.fromkeys(layers, Choice(backend, options)), max_tokens=max_tokens, seed=seed
-    )
-
-
 def build_layers(
     sites: AttentionSites, chosen: Mapping[int, Choice], *, max_tokens: int, seed: int
 ) -> dict[str, Backend]:
-    """Build the chosen backend of each layer, and exact attention elsewhere.
+    """Build the chosen backend of each layer of self-attention, and exact attention elsewhere.
 
-    A seed among the options of a choice is added to `seed`, so that a layer has the random features that it
-    has where all layers are built with this sum.
+    The seed of a layer does not depend on the choices for other layers. A seed among the options of a choice
+    is added to `seed`, so that a layer has the random features that it has where all layers are built with
+    this sum.
     """
     choices = {site.path: EXACT for site in sites.every}
-    for place, site in enumerate(sites.every[: len(sites.swapped)]):
-        if site.layer in chosen:
+    for place, site in enumerate(sites.every):
+        if site.layer in chosen and site.kind != "cross":
             backend, options = chosen[site.layer]
             if SEED in options:
                 seeds = spawn_seeds(seed + options[SEED], len(sites.every))
@@ -117,9 +100,42 @@ def build_layers(
 
 def run(model: Any, ids: Tensor, *, predicts: bool) -> ModelOutputs:
     """Hidden states and next-token logits of a text, ids [1 tokens]."""
-    with torch.no_grad():
-        output = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
-    return ModelOutputs(output.hidden_states[-1][0], output.logits[0] if predicts else None)
+    body, base = [], model.base_model
+
+    def shorten(module: Any, args: Any, output: Any) -> Any:
+        # With a large vocabulary the logits of all tokens need more memory than the model.
+        body.append(output)
+        return replace(output, last_hidden_state=output.last_hidden_state[:, -1:])
+
+    hook = base.register_forward_hook(shorten) if predicts and base is not model else None
+    try:
+        with torch.no_grad():
+            output = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
+    finally:
+        if hook is not None:
+            hook.remove()
+    hidden = output.hidden_states[-1][0]
+    if not predicts:
+        return ModelOutputs(hidden, None)
+    if not body:
+        return ModelOutputs(hidden, output.logits[0].__getitem__)
+    states = replace(body[0], hidden_states=None)
+    return ModelOutputs(hidden, lambda rows: _head(model, states, ids, rows))
+
+
+def _head(model: Any, states: Any, ids: Tensor, rows: slice) -> Tensor:
+    """Logits of a slice of positions from the last hidden states, by all that the model does with them."""
+    base = model.base_model
+    part = replace(states, last_hidden_state=states.last_hidden_state[:, rows])
+    former = vars(base).get("forward")
+    base.forward = lambda *args, **named: part
+    try:
+        with torch.no_grad():
+            return model(input_ids=ids[:, rows], **_no_cache(model)).logits[0]
+    finally:
+        del base.forward
+        if former is not None:
+            base.forward = former
 
 
 def predicts_next(model: Any, sites: AttentionSites) -> bool:
@@ -128,9 +144,10 @@ def predicts_next(model: Any, sites: AttentionSites) -> bool:
 
 
 def forward(model: Any, ids: Tensor) -> Any:
-    """The timed call: one forward pass on one text, without hidden states."""
+    """The timed call: one forward pass on one text, with the logits of its last token."""
+    last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     with torch.no_grad():
-        return model(input_ids=ids, **_no_cache(model))
+        return model(input_ids=ids, **last, **_no_cache(model))
 
 
 def _no_cache(model: Any) -> dict[str, bool]:

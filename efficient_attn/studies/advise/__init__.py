@@ -3,8 +3,7 @@
 from functools import partial
 
 from efficient_attn.measure.quantities import MATTERS, QUANTITIES, register, setting
-from efficient_attn.studies.advise.plan import plan
-from efficient_attn.studies.advise.shapes import BOUND
+from efficient_attn.studies.advise.plan import BOUND, plan
 from efficient_attn.studies.study import Study
 
 register(

@@ -3,7 +3,11 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any, cast
+
+import torch
 
 from efficient_attn.measure import worker
 from efficient_attn.measure.record import Case, Record
@@ -11,12 +15,12 @@ from efficient_attn.measure.record import replace as with_values
 from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, OWN, PLAN, YARDSTICK, Variant
 from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.stats.predicted_time import Predicted, time_models
-from efficient_attn.studies.advise.choice import best_layers
-from efficient_attn.studies.advise.shapes import BOUND, PROBE
+from efficient_attn.studies.advise.attention import PROBE
+from efficient_attn.studies.advise.plan import BOUND, LOSSLESS, SLIDING
 from efficient_attn.studies.costs import Costs
 from efficient_attn.studies.points import Point, Steps
 from efficient_attn.studies.swap import measure
-from efficient_attn.studies.swap.subject import Subject
+from efficient_attn.studies.swap.subject import WINDOW, Subject
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)
@@ -24,6 +28,14 @@ ATTEMPTS = (1.0, 0.5, 0.25)
 # A default that misses the limit by this factor ends the further variants of its backend.
 _HOPELESS = 10.0
 
+# Losses of single layers are counted in this many parts of the limit, each rounded up.
+_PARTS = 200
+
+# Losses below this are rounding of float32, and below the square of this many epsilons of other dtypes.
+_ROUNDING, _EPSILONS = 1e-8, 4
+
+# Sliding layers are windows of the width of the model, in every plan.
+_LOSSLESS = Variant(backend=WINDOW, label=LOSSLESS, target={})
 _OWN = Variant(backend=OWN, label=OWN, target=OWN)
 
 # Backends that stand in no plan.
@@ -43,19 +55,23 @@ def model_steps(
     shared = {key: value for key, value in first.shared.items() if key not in ("tokens", "inputs")}
     costs = Costs(shared={**shared, "inputs": "gaussian"}, measure=worker.measure, rounds=rounds)
     called = [variant for variant in variants if variant.backend != MEAN_OF_VALUES]
-    short = yield [costs.time(variant, tokens) for tokens in PROBE for variant in called]
+    probes = [costs.time(variant, tokens) for tokens in PROBE for variant in called]
+    short = (yield probes) if _free(first) else []
     models = time_models(short, {variant.label: variant.target for variant in called})
     for choosing, held_out in pairs:
         tokens = choosing.shared["tokens"]
-        speeds = {}
+        speeds: dict[str, Predicted] = {}
         if YARDSTICK in models and tokens >= PROBE[0]:
             speeds = {label: model.speed(models[YARDSTICK], tokens=tokens) for label, model in models.items()}
         slower = {label for label, speed in speeds.items() if speed.high is not None and speed.high < 1}
         may_be_faster = [variant for variant in variants if variant.label not in slower - {YARDSTICK}]
         fastest_first = sorted(may_be_faster, key=partial(_rank, speeds))
-        yield from _plan_steps(
-            choosing, held_out, fastest_first, quantity=quantity, limit=limit, rounds=rounds
-        )
+        yield from _length_steps(choosing, held_out, fastest_first, quantity, limit, rounds)
+
+
+def _free(subject: Subject) -> list[int]:
+    """Layers that may get a backend; sliding ones are windows."""
+    return [layer for layer in subject.layers if layer not in subject.sliding]
 
 
 def _rank(speeds: Mapping[str, Predicted], variant: Variant) -> float:
@@ -64,48 +80,54 @@ def _rank(speeds: Mapping[str, Predicted], variant: Variant) -> float:
     return -math.inf if variant.backend in _BASELINES or speed is None else -(speed.value or 0.0)
 
 
-def _plan_steps(
+def _length_steps(
     choosing: Subject,
     held_out: Subject,
     variants: Sequence[Variant],
-    *,
     quantity: str,
     limit: float,
     rounds: int,
 ) -> Steps:
-    """The bound, all layers replaced, their times, single layers, then plans until one is near enough."""
+    """Lossless windows, the bound, all layers, single layers, plans until the loss is near, verification."""
 
     def loss_of(record: Record) -> float:
         loss = getattr(record, quantity) if record.status == "ok" else None
         return math.inf if loss is None or math.isnan(loss) else float(loss)
 
-    def timed(
-        subject: Subject,
-        variant: Variant,
-        *,
-        kind: str = "time",
-        layers: Mapping[int, str] | None = None,
-    ) -> Point:
+    def timed(subject: Subject, variant: Variant, kind: str = "time") -> Point:
         case = subject.case(kind, variant)
         return Point(
             case=case,
-            measure=partial(_timed, case, variant, subject, layers=layers),
+            measure=partial(measure.cost, case, variant, subject),
             rounds=rounds,
             label=f"{variant.label}, {case.tokens} tokens, {kind}",
             series=variant.label,
             cost=float(case.tokens) ** variant.time_growth,
         )
 
+    free, skipped, windows = _free(choosing), False, dict.fromkeys(choosing.sliding, SLIDING)
+    if windows:
+        loss = getattr((yield _distance(choosing, _LOSSLESS)), quantity)
+        if loss is not None and not loss <= _rounding(choosing.shared["dtype"]):
+            windows = {}
+            choosing, held_out = (replace(cast(Any, part), base={}) for part in (choosing, held_out))
+    references = [_OWN, _LOSSLESS] if windows else [_OWN]
     mean = next(variant for variant in variants if variant.backend == MEAN_OF_VALUES)
-    if (yield _distance(choosing, mean)).status == "ok":
-        own, bound = yield [timed(choosing, variant, kind=BOUND) for variant in (_OWN, mean)]
-        if own.times_s and bound.times_s and time_ratio(bound, own).side_of_one < 1:
+    bounded = bool(free) and (yield _distance(choosing, mean)).status == "ok"
+    if bounded or windows:
+        points = [timed(choosing, variant, BOUND) for variant in (*references, *([mean] if bounded else []))]
+        times = yield points
+        reference, bound = times[len(references) - 1], times[-1]
+        if bounded and reference.times_s and bound.times_s and time_ratio(bound, reference).side_of_one < 1:
             # No attention, however cheap, would make the model clearly faster.
-            return
+            free = []
+    if windows:
+        # The plan of a run that ends early.
+        yield _planned(held_out, PLAN, windows, [])
+
     losses_of_all: dict[str, float] = {}
     working: list[Variant] = []
-    skipped = False
-    for variant in variants:
+    for variant in variants if free else ():
         hopeless = losses_of_all.get(variant.backend, 0.0) > _HOPELESS * limit
         if variant is mean or (hopeless and variant.label != variant.backend):
             continue
@@ -114,16 +136,18 @@ def _plan_steps(
             working.append(variant)
             losses_of_all[variant.label] = loss_of(record)
         skipped |= record.status == "skipped"
-    own, *times = yield [timed(choosing, variant) for variant in (_OWN, *working)]
-    skipped |= any(record.status == "skipped" for record in (own, *times))
-    gains_s = _gains_s(own, list(zip(working, times, strict=True)), len(choosing.layers))
-    losses: dict[int, dict[str, float]] = {layer: {} for layer in choosing.layers}
+    gains_s: dict[str, float] = {}
+    losses: dict[int, dict[str, float]] = {layer: {} for layer in free}
+    if working:
+        times = yield [timed(choosing, variant) for variant in (*references, *working)]
+        skipped |= any(record.status == "skipped" for record in times)
+        reference, *times = times[len(references) - 1 :]
+        gains_s = _gains_s(reference, list(zip(working, times, strict=True)), len(free))
     for variant in working:
-        if variant.label in gains_s:
-            for layer in choosing.layers:
-                record = yield _distance(choosing, variant, layer)
-                losses[layer][variant.label] = loss_of(record)
-                skipped |= record.status == "skipped"
+        for layer in free if variant.label in gains_s else ():
+            record = yield _distance(choosing, variant, layer)
+            losses[layer][variant.label] = loss_of(record)
+            skipped |= record.status == "skipped"
     gains_s = {label: gain_s for label, gain_s in gains_s.items() if gain_s > 0}
 
     chosen: Mapping[int, str] = {}
@@ -131,22 +155,27 @@ def _plan_steps(
         layers = _best_plan(losses, losses_of_all, gains_s, share * limit)
         if not layers:
             break
-        point = _planned(choosing, f"{PLAN} {number}", layers, working, _speed(own, gains_s, layers))
-        record = yield point
+        record = yield _planned(choosing, f"{PLAN} {number}", {**windows, **layers}, working)
         if record.status != "ok":
             return
         if loss_of(record) <= limit:
             chosen = layers
             break
-    if skipped and not chosen:
-        # What the budget left out may be the plan.
+    plan = {**windows, **chosen}
+    if (skipped and not chosen) or not (plan or free):
+        # The budget left out a possible plan, or the bound excludes all of them.
         return
     # Exact outputs of one set of texts are kept at a time.
     vars(choosing).pop("exact", None)
-    yield _planned(held_out, PLAN, chosen, working, _speed(own, gains_s, chosen))
-    if chosen:
-        yield [timed(held_out, _OWN), timed(held_out, _plan_variant(PLAN, chosen, working), layers=chosen)]
+    yield _planned(held_out, PLAN, plan, working)
+    if plan:
+        yield [timed(held_out, _OWN), timed(held_out, _plan_variant(PLAN, plan, working))]
     vars(held_out).pop("exact", None)
+
+
+def _rounding(dtype: str) -> float:
+    """Loss that the rounding of another kernel may have."""
+    return max(_ROUNDING, (_EPSILONS * torch.finfo(getattr(torch, dtype)).eps) ** 2)
 
 
 def _distance(subject: Subject, variant: Variant, layer: int | None = None) -> Point:
@@ -161,29 +190,18 @@ def _distance(subject: Subject, variant: Variant, layer: int | None = None) -> P
     )
 
 
-def _timed(
-    case: Case,
-    variant: Variant,
-    subject: Subject,
-    *,
-    seconds: float,
-    layers: Mapping[int, str] | None,
-) -> Record:
-    record = measure.cost(case, variant, subject, seconds=seconds)
-    return record if layers is None else with_values(record, chosen_layers=json.dumps(layers))
-
-
-def _gains_s(own: Record, times: Sequence[tuple[Variant, Record]], num_layers: int) -> dict[str, float]:
+def _gains_s(reference: Record, times: Sequence[tuple[Variant, Record]], num_layers: int) -> dict[str, float]:
     """Seconds that one replaced layer gains by label, of backends that are not clearly slower."""
     gains_s = {}
     for variant, record in times:
         if variant.backend in _BASELINES or record.status != "ok":
             continue
-        if not (own.times_s and record.times_s):
+        if not (reference.times_s and record.times_s):
             # Times of points to come are not known yet.
             gains_s[variant.label] = 0.0
-        elif time_ratio(record, own).side_of_one >= 0:
-            gains_s[variant.label] = (call_time(own).median - call_time(record).median) / num_layers
+        elif time_ratio(record, reference).side_of_one >= 0:
+            gain_s = call_time(reference).median - call_time(record).median
+            gains_s[variant.label] = gain_s / num_layers
     return gains_s
 
 
@@ -201,49 +219,58 @@ def _best_plan(
     return max(plans, key=lambda plan: sum(gains_s[label] for label in plan.values()))
 
 
-def _speed(own: Record, gains_s: Mapping[str, float], layers: Mapping[int, str]) -> float | None:
-    """Speed-up of the model that the gains of its layers predict."""
-    if not own.times_s:
-        return None
-    own_s = call_time(own).median
-    return own_s / (own_s - sum(gains_s[label] for label in layers.values()))
+def best_layers(
+    losses: Mapping[int, Mapping[str, float]], gains_s: Mapping[str, float], limit: float
+) -> dict[int, str]:
+    """{layer: label} of the largest sum of gains whose losses add up to no more than the limit.
+
+    Losses are added as if the errors that two layers make were independent and small: a first guess, which
+    the run checks with all chosen layers replaced together.
+
+    Args:
+        losses: Loss of each layer replaced alone, by layer and label; they may exceed the limit.
+        gains_s: Seconds that one layer gains, by label; labels without a gain are left out.
+    """
+    # The best choice of every used part of the limit, layer by layer (the knapsack problem).
+    best: dict[int, tuple[float, dict[int, str]]] = {0: (0.0, {})}
+    for layer, by_label in losses.items():
+        extended = dict(best)
+        for used, (gain_s, chosen) in best.items():
+            for label in [name for name, loss in by_label.items() if name in gains_s and loss <= limit]:
+                total = used + max(math.ceil(by_label[label] / limit * _PARTS), 0)
+                total_s = gain_s + gains_s[label]
+                if total <= _PARTS and total_s > extended.get(total, (gain_s, {}))[0]:
+                    extended[total] = total_s, {**chosen, layer: label}
+        best = extended
+    return max(best.values(), key=lambda choice: choice[0])[1]
 
 
 def _plan_variant(label: str, layers: Mapping[int, str], variants: Sequence[Variant]) -> Variant:
     """The backends of the layers as one variant; its option tells plans apart."""
     by_label = {variant.label: variant for variant in variants}
-    target = {layer: (by_label[name].target, by_label[name].options) for layer, name in layers.items()}
+    target = {
+        layer: (by_label[name].target, by_label[name].options) if name in by_label else (WINDOW, {})
+        for layer, name in layers.items()
+    }
     return Variant(backend=PLAN, label=label, target=target, options={"layers": json.dumps(layers)})
 
 
-def _planned(
-    subject: Subject,
-    label: str,
-    layers: Mapping[int, str],
-    variants: Sequence[Variant],
-    speed: float | None,
-) -> Point:
+def _planned(subject: Subject, label: str, layers: Mapping[int, str], variants: Sequence[Variant]) -> Point:
     """Loss of a plan; without layers the record is the decision for none."""
     variant = _plan_variant(label, layers, variants)
     case = subject.case("swap", variant)
     return Point(
         case=case,
-        measure=partial(worker.answer, case, partial(_measured_plan, case, variant, subject, layers, speed)),
+        measure=partial(worker.answer, case, partial(_plan_loss, case, variant, subject, layers)),
         label=f"{label}, {case.tokens} tokens",
         series=OWN,
         cost=float(case.tokens),
     )
 
 
-def _measured_plan(
-    case: Case, variant: Variant, subject: Subject, layers: Mapping[int, str], speed: float | None
-) -> Record:
+def _plan_loss(case: Case, variant: Variant, subject: Subject, layers: Mapping[int, str]) -> Record:
     record = measure.distance(case, variant, subject, draws=1) if layers else Record(case=case)
     if record.status != "ok":
         return record
-    return with_values(
-        record,
-        chosen_layers=json.dumps(layers),
-        attached_layers=json.dumps(subject.plan(variant)),
-        predicted_speed=speed,
-    )
+    attached = json.dumps(subject.plan(variant))
+    return with_values(record, chosen_layers=json.dumps(layers), attached_layers=attached)

@@ -1,7 +1,6 @@
 """Plan of an advice: the cheapest and most promising points first, others left out by prediction."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any, get_args
@@ -17,7 +16,7 @@ from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR, MAX_ERROR
 from efficient_attn.studies.costs import measurer_for
-from efficient_attn.studies.points import Plan, Steps
+from efficient_attn.studies.points import Plan
 from efficient_attn.studies.study import Option
 from efficient_attn.studies.swap.plan import TextFiles, promising
 from efficient_attn.studies.workload import Workload, settle
@@ -33,14 +32,20 @@ _MAX_KL = 0.05
 
 # Targets of a model, options of attention alone, and options of a folder, which a model from a file decides.
 _TARGETS = ("min_cosine", "max_kl")
-_OF_ATTENTION = ("draws", "causal", "isolate", "timeout_s")
-_OF_A_FOLDER = ("texts", "tokenizer", "dtype", "device", "memory_limit")
+_OF_ATTENTION = ("draws", "causal", "isolate", "timeout_s", "memory_limit")
+_OF_A_FOLDER = ("texts", "tokenizer", "dtype", "device")
 
 # A divergence beyond this many nats is no target; float64 has none above 745.
 _MOST_KL = 1e3
 
 # Key of a run's environment that holds the target of a model.
 LIMIT = "target"
+
+# Kind of the times that bound all gains: of a model with its own attention, and with the mean of the values.
+BOUND = "bound"
+
+# Label of the windows in place of the model's sliding layers: of the measurement, and in plans.
+LOSSLESS, SLIDING = "window in sliding layers", "sliding window"
 
 
 def plan(
@@ -102,14 +107,14 @@ def plan(
 
     Example: efficient-attn advise models.py:make_model --min-cosine 0.99
     """
-    given = locals()
+    settings = locals()
     if model is None:
-        _refuse(given, _TARGETS, "without a model; the limit there is max_error (--max-error)")
-        _refuse(given, ("texts", "tokenizer", "name"), "without a model")
+        _refuse(settings, _TARGETS, "without a model; the limit there is max_error (--max-error)")
+        _refuse(settings, ("texts", "tokenizer", "name"), "without a model")
     else:
         targets = "min_cosine (--min-cosine), of a causal model max_kl (--max-kl)"
-        _refuse(given, ("max_error",), f"with this model; its target is {targets}")
-        _refuse(given, _OF_ATTENTION, "with this model")
+        _refuse(settings, ("max_error",), f"with this model; its target is {targets}")
+        _refuse(settings, _OF_ATTENTION, "with this model")
     max_error = DEFAULT_MAX_ERROR if max_error is None else positive_number("max_error", max_error)
     draws = 2 if draws is None else draws
     positive_count("draws", draws)
@@ -117,104 +122,91 @@ def plan(
         if value is not None and (not isinstance(value, (int, float)) or not 0 <= value <= most):
             raise OptionError(f"{option} is a number from 0 to {most:g}, not {value!r}.")
     lengths = parse_sizes(_SEQ_LENS if seq_lens is None else seq_lens, name="seq_lens")
-    workload = settle(
-        Workload(
-            causal=bool(causal),
-            dtype=dtype or "float32",
-            device=device or "auto",
-            threads=threads,
-            seed=seed,
-        )
+    workload = Workload(
+        causal=bool(causal), dtype=dtype or "float32", device=device or "auto", threads=threads, seed=seed
     )
+    workload = settle(workload)
     chosen = select(backends, options, also=True)
     if backends is None:
         # Loss hides that a window loses recall, which no target here measures.
         chosen = tuple(variant for variant in chosen if not variant.options.get("global_tokens"))
     variants = _variants(chosen, model, ordered=backends is None)
-    timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-    measurer, limit, notes = measurer_for(
-        variants,
-        workload,
-        isolate=isolate or DEFAULT_ISOLATION,
-        timeout_s=timeout_s,
-        memory_limit="70%" if memory_limit is None else memory_limit,
-    )
-    device = workload.device
+    about: dict[str, Any] = {CANDIDATES: [variant.label for variant in variants]}
     if model is None:
         # Help texts are shown without numpy.
         from efficient_attn.studies.advise.attention import attention_steps, shipped_layers
 
-        about: dict[str, Any] = {MAX_ERROR: max_error}
-        steps: Callable[[], Steps] = partial(
-            attention_steps,
-            shipped_layers(workload),
+        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+        measurer, limit_bytes, notes = measurer_for(
             variants,
-            lengths,
             workload,
-            draws=draws,
-            rounds=rounds,
-            measurer=measurer,
-            limit_bytes=limit,
+            isolate=isolate or DEFAULT_ISOLATION,
+            timeout_s=timeout_s,
+            memory_limit="70%" if memory_limit is None else memory_limit,
         )
+        steps = partial(attention_steps, shipped_layers(workload), variants, lengths, workload, draws=draws)
+        return Plan(
+            steps=partial(steps, rounds=rounds, measurer=measurer, limit_bytes=limit_bytes),
+            device=workload.device,
+            notes=notes,
+            about={**about, MAX_ERROR: max_error},
+            timeout_s=timeout_s,
+            resources=measurer,
+            fixed=(MAX_ERROR, CANDIDATES),
+            budget_s=_BUDGET_S,
+        )
+    positive_count("rounds", rounds)
+
+    from efficient_attn.integrations.called import is_called, maker_of
+    from efficient_attn.studies.advise.model import model_steps
+    from efficient_attn.studies.swap.analysis import KL
+    from efficient_attn.studies.swap.subject import Subject, candidates
+
+    pairs: Sequence[tuple[Subject, Subject]]
+    if is_called(model):
+        from efficient_attn.studies.swap.called import inputs_of_lengths
+
+        _refuse(settings, _OF_A_FOLDER, "with this model, which decides its inputs, dtype and device")
+        maker = maker_of(model, name=name)
+        if not maker.takes_length:
+            _refuse(settings, ("seq_lens",), "with this model; its function has no parameter seq_len")
+        pairs, left_out = inputs_of_lengths(maker, workload, lengths if maker.takes_length else [None])
+        origin = pairs[0][0].about
     else:
-        from efficient_attn.integrations.called import is_called, maker_of
-        from efficient_attn.studies.advise.model import model_steps
-        from efficient_attn.studies.swap.analysis import KL
-        from efficient_attn.studies.swap.subject import Subject, candidates
+        from efficient_attn.studies.swap.model import load, texts_of_lengths
 
-        pairs: Sequence[tuple[Subject, Subject]]
-        if is_called(model):
-            from efficient_attn.studies.advise.own_inputs import inputs_of_lengths
-
-            _refuse(given, _OF_A_FOLDER, "with this model, which decides its inputs, dtype and device")
-            maker = maker_of(model, name=name)
-            if not maker.takes_length:
-                _refuse(given, ("seq_lens",), "with this model; its function has no parameter seq_len")
-            wanted = lengths if maker.takes_length else [None]
-            pairs, left_out = inputs_of_lengths(maker, workload, wanted)
-            origin = pairs[0][0].about
-        else:
-            from efficient_attn.studies.advise.held_out import texts_of_lengths
-            from efficient_attn.studies.swap.model import load
-
-            named, opened = named_texts(texts), load(model, tokenizer, name, workload)
-            pairs, left_out = texts_of_lengths(opened, named, workload, lengths, limit)
-            hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
-            origin = {**opened.about, "texts": hashes}
-        first = pairs[0][0]
-        device = first.shared["device"]
-        quantity, fitted = first.loss, candidates(variants, first, options)
-        if quantity == KL:
-            _refuse(given, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
-            target = _MAX_KL if max_kl is None else max_kl
-        else:
-            _refuse(given, ("max_kl",), "with this model; its target is min_cosine (--min-cosine)")
-            target = 1 - (_MIN_COSINE if min_cosine is None else min_cosine)
-        about = {MODEL: origin, LIMIT: {"quantity": quantity, "limit": target}}
-        notes = [*first.notes, *left_out]
-        steps = partial(model_steps, pairs, fitted, quantity=quantity, limit=target, rounds=rounds)
+        named, opened = named_texts(texts), load(model, tokenizer, name, workload)
+        pairs, left_out = texts_of_lengths(opened, named, workload, lengths)
+        hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
+        origin = {**opened.about, "texts": hashes}
+    first = pairs[0][0]
+    if first.loss == KL:
+        _refuse(settings, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
+        target = _MAX_KL if max_kl is None else max_kl
+    else:
+        _refuse(settings, ("max_kl",), "with this model; its target is min_cosine (--min-cosine)")
+        target = 1 - (_MIN_COSINE if min_cosine is None else min_cosine)
+    fitted = candidates(variants, first, options)
     return Plan(
-        steps=steps,
-        device=device,
-        notes=notes,
-        about={**about, CANDIDATES: [one.label for one in variants]},
-        timeout_s=timeout_s if model is None else math.inf,
-        resources=measurer,
-        fixed=(*({LIMIT, MAX_ERROR} & about.keys()), CANDIDATES),
-        budget_s=_BUDGET_S if model is None else _MODEL_BUDGET_S,
+        steps=partial(model_steps, pairs, fitted, quantity=first.loss, limit=target, rounds=rounds),
+        device=first.shared["device"],
+        notes=[*first.notes, *left_out],
+        about={**about, MODEL: origin, LIMIT: {"quantity": first.loss, "limit": target}},
+        fixed=(LIMIT, CANDIDATES),
+        budget_s=_MODEL_BUDGET_S,
     )
 
 
-def _refuse(given: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
+def _refuse(settings: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
     """Reject options that have no effect, whatever their value."""
     for name in names:
-        if given[name] is not None:
+        if settings[name] is not None:
             raise OptionError(f"{name} has no effect {reason}.")
 
 
 def _variants(chosen: Sequence[Variant], model: Any, *, ordered: bool) -> tuple[Variant, ...]:
-    """Exact attention, then the others, the most promising first; no score matrices in a model unasked."""
-    exact = [one for one in chosen if one.backend == YARDSTICK] or select([YARDSTICK])
+    """Exact attention, then the most promising variants; no score matrices in a model unasked."""
+    exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
     left_out = (YARDSTICK, DENSE) if ordered and model is not None else (YARDSTICK,)
-    others = [one for one in chosen if one.backend not in left_out]
-    return (*exact, *(sorted(others, key=promising) if ordered else others))
+    variants = [variant for variant in chosen if variant.backend not in left_out]
+    return (*exact, *(sorted(variants, key=promising) if ordered else variants))

@@ -8,7 +8,6 @@ from efficient_attn.measure.variants import CEILING, YARDSTICK, single_names
 from efficient_attn.report.text import setting, show_ratio
 from efficient_attn.stats.candidates import missing, operations_sentence
 from efficient_attn.stats.curves import TIME, Curve, by_clock, by_subject, curves
-from efficient_attn.stats.noise_warnings import COULD_NOT_TELL, IDLE, disturbance, explanation
 from efficient_attn.studies.bench.comparison import (
     Comparison,
     Contender,
@@ -29,32 +28,28 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     for group in groups:
         texts += [_verdict(group[-1], environment), operations_sentence(group[-1].records)]
     if many_lengths(records) or not groups:
-        texts += _speeds(records, environment)
+        texts += _speeds(records)
     return [text for text in texts if text is not None]
 
 
-def _speeds(records: Sequence[Record], environment: Environment) -> list[str]:
+def _speeds(records: Sequence[Record]) -> list[str]:
     texts = []
     for subject, group in by_subject(records).items():
         place = "" if subject == "attention" else f" of the {subject}"
         for clock, timed in by_clock(group).items():
             where = place if clock == TIME else f"{place} by {clock}"
-            texts += pay_sentences(where, curves(timed, "time_s"), environment)
+            texts += pay_sentences(where, curves(timed, "time_s"))
     return texts
 
 
-def pay_sentences(place: str, times: Sequence[Curve], environment: Environment) -> list[str]:
-    """Speeds and crossovers, one sentence per setting; or the load that leaves them open."""
+def pay_sentences(place: str, times: Sequence[Curve]) -> list[str]:
+    """Speeds and crossovers, one sentence per setting."""
     starts = crossover_cells(times)
     speeds: dict[str, list[str]] = {}
-    undecided: dict[str, list[str]] = {}
     for gain in gains(times):
         case = gain.records[0].case
         # A file may hold times whose ratio no float can hold.
         if case.backend == CEILING or not 0 < gain.ratio.median < math.inf:
-            continue
-        if (load := explanation(*gain.records, gain.ratio.median, environment)) is not None:
-            undecided.setdefault(load, []).append(gain.label)
             continue
         start = f", faster from: {starts[gain.label]}" if gain.label in starts else ""
         text = f"{gain.label} {show_ratio(gain.ratio)} at {gain.tokens} tokens{start}"
@@ -62,9 +57,6 @@ def pay_sentences(place: str, times: Sequence[Curve], environment: Environment) 
     return [
         f"Speed{place}, {YARDSTICK} = 1, on this machine ({where}): {'; '.join(texts)}."
         for where, texts in speeds.items()
-    ] + [
-        f"{COULD_NOT_TELL.capitalize()} the speed{place} of {', '.join(labels)}: {load}; {IDLE}."
-        for load, labels in undecided.items()
     ]
 
 
@@ -76,7 +68,6 @@ def _verdict(comparison: Comparison, environment: Environment) -> str:
         return f"{place} exact attention was not measured, so nothing can be compared with it."
     everywhere = " on every layer" if len(single_names(comparison.inputs)) > 1 else ""
     near = comparison.near(max_error)
-    load = disturbance([row.timed for row in (exact, *near) if row.timed], environment)
     finished = {row.label for row in comparison.contenders if row.failed or (row.error and row.timed)}
     left = missing(environment, finished)
     nothing = "nothing measured so far" if left else "nothing"
@@ -87,9 +78,6 @@ def _verdict(comparison: Comparison, environment: Environment) -> str:
     elif not near:
         text = f"{nothing} but exact is within {share} of it{everywhere}, whatever the times"
         text += f"; nearest: {_names([nearest(comparison.candidates)])}" if comparison.candidates else ""
-    elif load is not None:
-        text = f"it is open: {COULD_NOT_TELL} whether anything is {both}: {load}; {IDLE}. "
-        text += f"Within {share}, which no load changes: {_names(near)}"
     elif faster := comparison.faster(near):
         text = f"{both}: {_names(faster, exact)}"
     elif alike := comparison.faster(near, side=0):
@@ -105,7 +93,7 @@ def _verdict(comparison: Comparison, environment: Environment) -> str:
 
 
 def _names(rows: Iterable[Contender | None], exact: Contender | None = None) -> str:
-    """`window (error 0.3, 2.50x as fast)`; without exact attention the error alcomparison."""
+    """`window (error 0.3, 2.50x as fast)`; without exact attention the error alone."""
     texts = []
     for row in filter(None, rows):
         speed = f", {cost_cells(row.timed, exact.timed, None)[1]} as fast" if exact is not None else ""

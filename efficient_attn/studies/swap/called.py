@@ -1,23 +1,26 @@
 """A model of the user's own with its inputs, whose call sites of attention get the backends."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from dataclasses import replace as with_fields
 from functools import cached_property
 from glob import escape
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, UnsupportedError
-from efficient_attn.integrations.called import CalledModel, output_vector
+from efficient_attn.integrations.called import CalledModel, Maker, output_vector
 from efficient_attn.integrations.capture import site_notes
 from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, Call, Site, seed_of
 from efficient_attn.integrations.intercept.measured import MeasuredSite, measure
 from efficient_attn.integrations.intercept.replaced import (
     OUTER,
+    OUTSIDE,
     UNEVEN,
     SiteBackends,
     inside,
@@ -30,6 +33,7 @@ from efficient_attn.measure.record import SAME_INPUTS, Case
 from efficient_attn.measure.variants import MODEL, OWN, Variant
 from efficient_attn.options import SEED
 from efficient_attn.studies.swap.analysis import OUTPUT_COSINE
+from efficient_attn.studies.swap.subject import HELD_OUT, SAME_AGAIN
 from efficient_attn.studies.workload import Workload
 
 # Rounding of sums in another order, relative.
@@ -133,6 +137,11 @@ class CallSubject:
         return tuple(self.sites)
 
     @property
+    def sliding(self) -> tuple[int, ...]:
+        """No layers: a sliding call is an exact one with a mask."""
+        return ()
+
+    @property
     def notes(self) -> list[str]:
         """The call sites of the layers, and the sites that stay exact."""
         return site_notes(self.sites, self.left)
@@ -212,6 +221,60 @@ class CallSubject:
     def _output(self) -> Tensor:
         with _Unfused():
             return output_vector(self.called.seeded())
+
+
+def inputs_of_lengths(
+    maker: Maker, workload: Workload, lengths: Sequence[int | None]
+) -> tuple[list[tuple[CallSubject, CallSubject]], list[str]]:
+    """Inputs that choose and inputs that verify, for each length; and notes on the other lengths.
+
+    Held-out inputs come from another seed of random numbers. All lengths share the parameters of the first.
+
+    Args:
+        lengths: Lengths of inputs; None: the length that the function makes.
+
+    Raises:
+        DataError: If the parameters differ from length to length, or outputs cannot be compared.
+        UnsupportedError: If no module calls attention that a backend can serve.
+    """
+    pairs: list[tuple[CallSubject, CallSubject]] = []
+    notes: list[str] = []
+    for seq_len in lengths:
+        model = maker.model(seq_len=seq_len)
+        choosing = CallSubject.of(model, workload)
+        if model.is_call and str(Site("", 0)) in choosing.sites.values():
+            raise UnsupportedError(f"No plan reaches the attention of {maker.label}: {OUTSIDE}.")
+        tokens = choosing.shared["tokens"]
+        if any(tokens == earlier.shared["tokens"] for earlier, _ in pairs):
+            notes.append(f"Not measured at {seq_len} tokens: the first attention has {tokens}, as before.")
+            continue
+        with running(maker.label):
+            if pairs:
+                _share_parameters(pairs[0][0].called, model)
+            again = maker.again(model, seq_len=seq_len)
+            same = torch.equal(output_vector(model.seeded()), output_vector(again.seeded()))
+        inputs = f"{choosing.shared['inputs']}{SAME_AGAIN if same else HELD_OUT}"
+        shared = {**choosing.shared, "inputs": inputs}
+        pairs.append((choosing, with_fields(choosing, called=again, shared=shared, example=model)))
+        if same:
+            notes.append(
+                f"{maker.label} has the same output at {tokens} tokens whatever the random numbers are: its "
+                "plan is verified on the inputs that choose it."
+            )
+    return pairs, notes
+
+
+def _share_parameters(first: CalledModel, model: CalledModel) -> None:
+    """Give a model the parameters of the first."""
+    shared, parameters = (dict(called.module.named_parameters()) for called in (first, model))
+    shapes = [[(name, x.shape) for name, x in named.items()] for named in (shared, parameters)]
+    if shapes[0] != shapes[1]:
+        raise DataError(
+            f"{model.name} makes models whose parameters differ from length to length: make the model for "
+            "the longest length, and only the inputs by seq_len."
+        )
+    for name, parameter in parameters.items():
+        parameter.data = shared[name].data
 
 
 def _check(called: CalledModel, output: Tensor) -> None:

@@ -1,8 +1,8 @@
 """A Hugging Face model with the texts that it reads, and the backends that its attention is replaced by."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
-from efficient_attn.integrations.transformers.assignment import plan_of
+from efficient_attn.integrations.transformers.assignment import Choice, plan_of
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.attend import SUBMODULE
 from efficient_attn.integrations.transformers.loading import (
@@ -24,7 +24,6 @@ from efficient_attn.integrations.transformers.loading import (
 )
 from efficient_attn.integrations.transformers.swapping import (
     AttentionSites,
-    build_for,
     build_layers,
     calibrate_on,
     forward,
@@ -39,6 +38,7 @@ from efficient_attn.measure.texts import digest
 from efficient_attn.measure.variants import MODEL, OWN, Variant
 from efficient_attn.options import SEED
 from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
+from efficient_attn.studies.swap.subject import HELD_OUT, WINDOW
 from efficient_attn.studies.workload import Workload
 
 # Length of the shipped texts, at which approximations begin to differ.
@@ -59,6 +59,7 @@ class TextSubject:
         calibration: Token ids for calibration; None: the first text.
         shared: Fields common to all cases.
         about: Origin of model and texts.
+        base: Backend and options of layers that have them beside every variant, by their numbers.
     """
 
     model: Any
@@ -68,6 +69,7 @@ class TextSubject:
     about: Mapping[str, Any]
     calibration: Tensor | None = None
     calibrated_on: str = FIRST_TEXT
+    base: Mapping[int, Choice] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -122,6 +124,11 @@ class TextSubject:
         return self.sites.layers
 
     @property
+    def sliding(self) -> tuple[int, ...]:
+        """Numbers of sliding layers."""
+        return tuple(sorted({site.layer for site in self.sites.every if site.kind == "sliding"}))
+
+    @property
     def notes(self) -> list[str]:
         """A remark on attention that stays exact."""
         if not self.sites.others:
@@ -150,9 +157,7 @@ class TextSubject:
             "token_distance": distances.cosine_distance(given.hidden, exact.hidden),
         }
         if given.logits is not None and exact.logits is not None:
-            found["next_token_kl"] = distances.next_token_kl(given.logits, exact.logits)
-            found["next_token_disagreement"] = distances.next_token_disagreement(given.logits, exact.logits)
-            found["perplexity"] = distances.perplexity(given.logits, ids[0])
+            found |= distances.next_token_distances(given.logits, exact.logits, ids[0])
         elif not self.sites.causal:
             found["first_token_distance"] = distances.cosine_distance(given.hidden[0], exact.hidden[0])
         return found
@@ -185,9 +190,11 @@ class TextSubject:
         options, tokens = dict(variant.options), self.shared["tokens"]
         # All layers derive their own seeds from this seed.
         seed = self.shared["seed"] + options.pop(SEED, 0) + draw
-        if isinstance(variant.target, Mapping):
-            return build_layers(self.sites, variant.target, max_tokens=tokens, seed=seed)
-        return build_for(self.sites, variant.target, options, layer=layer, max_tokens=tokens, seed=seed)
+        chosen = variant.target
+        if not isinstance(chosen, Mapping):
+            layers = self.layers if layer is None else (layer,)
+            chosen = dict.fromkeys(layers, Choice(variant.target, options))
+        return build_layers(self.sites, {**self.base, **chosen}, max_tokens=tokens, seed=seed)
 
     def plan(self, variant: Variant) -> dict[str, Any] | None:
         """The plan that `attach` takes; None with a backend without a registered name."""
@@ -200,6 +207,41 @@ class TextSubject:
             return variant
         window = {"window": self.sites.swapped[0].pattern.window}
         return replace(variant, options={**variant.options, **window})
+
+
+def texts_of_lengths(
+    opened: Opened, texts: Mapping[str, str], workload: Workload, lengths: Sequence[int]
+) -> tuple[list[tuple[TextSubject, TextSubject]], list[str]]:
+    """Texts that choose and texts that verify, for each length; and notes on the other lengths.
+
+    Raises:
+        DataError: If no length can be measured.
+    """
+    pairs: list[tuple[TextSubject, TextSubject]] = []
+    notes, most = [], positions(opened)
+    for tokens in lengths:
+        ids = {name: token_ids(opened, text, most=tokens) for name, text in texts.items()}
+        # Of texts with the same beginning the first counts: held-out ones must differ.
+        whole = {name: tuple(x[0].tolist()) for name, x in ids.items() if x.shape[1] == tokens}
+        names = list({beginning: name for name, beginning in reversed(whole.items())}.values())[::-1]
+        if most is not None and tokens > most:
+            notes.append(f"Not measured at {tokens} tokens: the model has {most} positions.")
+        elif len(names) < 2:
+            notes.append(
+                f"Not measured at {tokens} tokens: {len(names)} of {len(texts)} texts are that long and "
+                "differ; two are needed, one to choose by and one to verify on."
+            )
+        else:
+            parts = ({name: texts[name] for name in group} for group in (names[::2], names[1::2]))
+            choosing, held_out = (TextSubject.of(opened, part, workload, seq_len=tokens) for part in parts)
+            choosing = replace(choosing, base=dict.fromkeys(choosing.sliding, Choice(WINDOW, {})))
+            shared = {**held_out.shared, "inputs": f"{held_out.shared['inputs']}{HELD_OUT}"}
+            calibration = choosing.texts[0]
+            held_out = replace(held_out, shared=shared, calibration=calibration, base=choosing.base)
+            pairs.append((choosing, held_out))
+    if not pairs:
+        raise DataError(f"No length can be measured. {' '.join(notes)}")
+    return pairs, notes
 
 
 def load(model: Any, tokenizer: Any, name: str | None, workload: Workload) -> Opened:

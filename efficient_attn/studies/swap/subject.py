@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from efficient_attn.studies.swap.called import CallSubject
     from efficient_attn.studies.swap.model import TextSubject
 
+# End of the inputs that verify a plan: held-out inputs, or the choosing ones.
+HELD_OUT, SAME_AGAIN = ", held out", ", again"
+
+# Backend of sliding layers that computes the same.
+WINDOW = "window"
+
 Subject: TypeAlias = "TextSubject | CallSubject"
 
 

@@ -15,7 +15,6 @@ from efficient_attn.report.text import (
 )
 from efficient_attn.stats.candidates import missing, operations_sentence, operations_share
 from efficient_attn.stats.estimates import time_ratio
-from efficient_attn.stats.noise_warnings import IDLE, disturbance
 from efficient_attn.studies.swap.analysis import (
     AUDITED,
     DISAGREEMENT,
@@ -170,16 +169,14 @@ def _nearest(one: Swap, environment: Environment) -> str:
     return (
         f"With all its attention swapped, {one.case.inputs} stays nearest to itself with {row.label}"
         f"{' among the candidates measured so far' if left else ''}: {NAMES[one.quantity]} "
-        f"{show_quantity(one.quantity, value)}{_speed(one, row, environment)}.{no_nearer}{left}"
+        f"{show_quantity(one.quantity, value)}{_speed(one, row)}.{no_nearer}{left}"
     )
 
 
-def _speed(one: Swap, row: SwapRow, environment: Environment) -> str:
-    """The speed-up of the model, unless the load or the intervals of both times leave it open."""
+def _speed(one: Swap, row: SwapRow) -> str:
+    """The speed-up of the model, with a remark where its interval holds 1."""
     if row.timed is None or one.own is None:
         return ""
-    if (load := disturbance(one.records, environment)) is not None:
-        return f"; how fast, the times do not show now: {load}; {IDLE}"
     ratio = time_ratio(row.timed, one.own)
     unclear = "" if ratio.side_of_one else ", which leaves open whether it is faster"
     return f", {show_ratio(ratio)} as fast as before{unclear}"

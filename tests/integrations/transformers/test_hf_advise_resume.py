@@ -13,7 +13,7 @@ from integrations.hf_advice import advise, plans
 
 from efficient_attn.errors import DataError
 from efficient_attn.measure.variants import OWN
-from efficient_attn.studies.advise.model_view import LAYERS
+from efficient_attn.studies.advise.view import LAYERS
 from efficient_attn.studies.durations import Durations
 from efficient_attn.studies.reading import read
 from efficient_attn.studies.swap import measure
@@ -66,7 +66,7 @@ def test_a_budget_that_ends_among_the_layers_leaves_the_plan_to_the_resumed_run(
         stopped = advise(encoder, out=tmp_path, budget_s=60.0, **given)
     assert [one.status for one in stopped.records].count("skipped") == 4 and not plans(stopped)
     (sentence,) = stopped.sentences()
-    assert "not measured to the end at 24 tokens" in sentence and "stay with exact" not in sentence
+    assert "At 24 tokens not measured to the end" in sentence and "stay with exact" not in sentence
     ended = advise(encoder, out=tmp_path, resume=True, budget_s=60.0, **given)
     assert plans(ended) == plans(whole) and ended.sentences() == whole.sentences()
 
@@ -91,13 +91,13 @@ def test_a_plan_of_the_layers_within_the_budget_is_made_anew_by_the_resumed_run(
         stopped = advise(encoder, out=tmp_path, **given)
     assert plans(stopped)["plan"] != plans(whole)["plan"]
     assert (
-        stopped.sentences()[0].startswith("From 24 tokens") and "3 points did not" in stopped.sentences()[0]
+        stopped.sentences()[0].startswith("Faster from 24") and "3 points did not" in stopped.sentences()[0]
     )
     with monkeypatch.context() as patched:
         patched.setattr(measure, "cost", interrupted)
         advise(encoder, out=tmp_path, resume=True, budget_s=60.0, **given)
     # The folder holds the times of the earlier plan.
-    assert "not measured to the end" in read(tmp_path).sentences()[0]
+    assert "At 24 tokens not timed" in read(tmp_path).sentences()[0]
     ended = advise(encoder, out=tmp_path, resume=True, budget_s=60.0, **given)
     assert plans(ended) == plans(whole) and ended.sentences() == whole.sentences()
     assert ended.files() == whole.files()
@@ -109,7 +109,7 @@ def test_a_plan_without_layers_is_no_decision_where_the_budget_left_layers_out(e
         Durations, "next_s", lambda self, point: 1e9 if point.case.layer is not None else real(self, point)
     )
     (sentence,) = advise(encoder, budget_s=60.0, min_cosine=1 - 2.2e-5).sentences()
-    assert "not measured to the end at 24 tokens" in sentence and "stay with exact" not in sentence
+    assert "At 24 tokens not measured to the end" in sentence and "stay with exact" not in sentence
 
 
 def test_times_that_an_interruption_cut_short_decide_nothing_and_are_taken_again(
@@ -127,14 +127,14 @@ def test_times_that_an_interruption_cut_short_decide_nothing_and_are_taken_again
     last = 3
     stopped = advise(encoder, min_cosine=0.9, out=tmp_path)
     (sentence,) = stopped.sentences()
-    assert sentence.startswith("Nothing is known to be faster up to") and "undecided at 24 tokens" in sentence
+    assert sentence.startswith("Nothing is known to be faster") and "At 24 tokens undecided" in sentence
     assert LAYERS not in stopped.files()
     rounds.clear()
     last = 5
     ended = advise(encoder, min_cosine=0.9, out=tmp_path, resume=True)
     # Rounds in hand are kept.
     assert Counter(rounds) == {OWN: 2, "plan": 2}
-    assert ended.sentences()[0].startswith("From 24 tokens: 2.00x as fast") and LAYERS in ended.files()
+    assert ended.sentences()[0].startswith("Faster from 24 tokens") and LAYERS in ended.files()
 
 
 def test_a_run_is_not_resumed_for_another_target_or_other_backends(encoder, tmp_path):

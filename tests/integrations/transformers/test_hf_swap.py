@@ -7,11 +7,12 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import MODELS, TOKENS, WINDOW, gpt2, mistral, saved, texts
+from integrations.hf_models import MODELS, TOKENS, WINDOW, gemma3, gpt2, mistral, saved, texts
 from integrations.swapped_models import quality, swap, tokenized
 from planned import points_of
 
 from efficient_attn.integrations.transformers import swapped
+from efficient_attn.integrations.transformers.swapping import run
 from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
 from efficient_attn.studies import find
 from efficient_attn.studies.swap.analysis import spread
@@ -165,3 +166,17 @@ def test_the_default_window_of_a_model_whose_layers_all_slide_is_its_own(tmp_pat
     found = quality(swap(saved(mistral(), tmp_path), ["window"]))["window", None]
     assert found.case.options["window"] == WINDOW
     assert found.hidden_relative_error < ROUNDING
+
+
+@pytest.mark.parametrize("make", [gpt2, gemma3])
+def test_logits_are_computed_in_blocks_of_positions_with_all_that_the_head_does(make, monkeypatch):
+    """The cap on the logits of Gemma is part of the head."""
+    model = make(**({"final_logit_softcapping": 0.5} if make is gemma3 else {}))
+    ids, sizes = torch.randint(0, 40, (1, 20)), []
+    with torch.no_grad():
+        whole = model(ids).logits[0]
+    model.get_output_embeddings().register_forward_hook(lambda module, args, out: sizes.append(out.shape[-2]))
+    outputs = run(model, ids, predicts=True)
+    assert set(sizes) == {1}
+    torch.testing.assert_close(outputs.logits(slice(3, 9)), whole[3:9])
+    assert sizes[-1] == 6 and model(ids).logits.shape[1] == 20
