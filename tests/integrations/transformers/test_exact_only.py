@@ -6,12 +6,11 @@ import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import ROUNDING, SIZES, TOKENS, bart, bert, inputs, llama, logits, mistral, ready
+from integrations.hf_models import ROUNDING, SIZES, TOKENS, bert, inputs, llama, mistral, ready
 
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers import StateCache, attach, register, swapped
 from efficient_attn.integrations.transformers.attend import attention_function
-from efficient_attn.integrations.transformers.sites import find_sites
 
 register()
 
@@ -67,18 +66,6 @@ def real_logits(model):
     with torch.no_grad():
         out = model(**batch).logits
     return out if model.config.is_encoder_decoder else out[batch["attention_mask"].bool()]
-
-
-@pytest.mark.parametrize("feature", MODELS)
-@pytest.mark.parametrize("backend", ["exact", "exact-dense"])
-def test_exact_attention_has_every_feature_of_the_scores(feature, backend):
-    model = MODELS[feature][0]()
-    model.set_attn_implementation("eager")
-    expected = real_logits(model)
-    with swapped(model, backend):
-        torch.testing.assert_close(real_logits(model), expected, **ROUNDING)
-    model.set_attn_implementation(f"efficient_attn.{backend}")
-    torch.testing.assert_close(real_logits(model), expected, **ROUNDING)
 
 
 @pytest.mark.parametrize("feature", MODELS)
@@ -187,45 +174,6 @@ def test_a_mask_of_another_shape_is_no_mask_of_real_keys(shape):
     q, layer = torch.randn(1, 2, 4, 8), torch.nn.Identity()
     with pytest.raises(UnsupportedError, match=r"reads a mask \[.*\] of queries and keys"):
         attention_function("window")(layer, q, q, q, torch.ones(shape, dtype=torch.bool))
-
-
-def mla():
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 9}
-    dims = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
-    return ready(DeepseekV3ForCausalLM, DeepseekV3Config(**SIZES, **ranks, **dims, num_key_value_heads=4))
-
-
-@pytest.mark.parametrize("backend", ["exact", "exact-dense", "window", "performer-positive"])
-def test_latent_attention_is_served_in_the_size_of_its_queries(backend):
-    model, batch = mla(), inputs()
-    expected = logits(model, batch)
-    assert {site.head_dim for site in find_sites(model)} == {24}
-    with swapped(model, backend):
-        actual = logits(model, batch)
-    if backend == "performer-positive":
-        assert actual.isfinite().all()
-    else:
-        torch.testing.assert_close(actual, expected, **ROUNDING)
-
-
-def test_decoders_that_only_their_names_tell_from_cross_attention_are_causal():
-    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 50, "block_size": 8}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_global_tokens": 4}
-    ends = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "pad_token_id": 0, "decoder_start_token_id": 1}
-    config = transformers.PegasusXConfig(**sizes, **heads, **ends, max_position_embeddings=64)
-    model = ready(transformers.PegasusXForConditionalGeneration, config)
-    decoder = [(s.kind, s.pattern.causal) for s in find_sites(model) if ".decoder." in s.path]
-    assert decoder == [("full", True), ("cross", False)]
-    assert {site.kind for site in find_sites(bart())} == {"full", "cross"}
-    batch = {**inputs(), "decoder_input_ids": inputs()["input_ids"][:, :7]}
-    with torch.no_grad():
-        expected = model(**batch).logits
-        with swapped(model, "exact"):
-            torch.testing.assert_close(model(**batch).logits, expected, **ROUNDING)
-        with swapped(model, full=("window", {"window": 3})):
-            assert not torch.allclose(model(**batch).logits, expected, **ROUNDING)
 
 
 def test_cumulative_lengths_are_honoured_with_sinks_and_with_a_bias():

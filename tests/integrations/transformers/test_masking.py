@@ -39,7 +39,7 @@ import efficient_attn as ea
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL
 from efficient_attn.integrations.transformers import attach, register, swapped
-from efficient_attn.integrations.transformers.attend import _refuse_arguments, _scaled_queries
+from efficient_attn.integrations.transformers.attend import _scaled_queries
 from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, make_mask, visible_in
 from efficient_attn.integrations.transformers.sites import find_sites
 
@@ -68,11 +68,6 @@ def test_scores_have_the_factor_of_the_model_whatever_the_backend_was_built_with
     backend, query = ea.build("exact", head_dim=16, scale=0.5), torch.randn(1, 1, 3, 16)
     factor = 0.25 if scaling is None else scaling
     torch.testing.assert_close(_scaled_queries(query, scaling, backend) * 0.5, query * factor)
-
-
-def test_attention_outputs_are_refused_by_the_call_itself():
-    with pytest.raises(ea.UnsupportedError, match="output_attentions"):
-        _refuse_arguments(None, {"output_attentions": True})
 
 
 def test_a_prepared_mask_belongs_to_all_texts_and_a_learned_mask_is_a_bias():
@@ -223,46 +218,28 @@ def test_models_that_compute_their_activations_again_keep_our_mask(make):
         torch.testing.assert_close(gradient, expected)
 
 
-def breaks(model, batch):
-    torch._dynamo.reset()
-    with torch.no_grad():
-        return torch._dynamo.explain(model)(**batch).graph_break_count
-
-
-def decoded(model, batch):
-    """The inputs of a decoder without its cache."""
-    return {**batch, "use_cache": False} if model.config.model_type in DECODERS else batch
-
-
-DECODERS = ("gpt2", "llama", "mistral", "gemma3_text")
-
-
 @pytest.mark.compile
 @pytest.mark.parametrize("make", [bert, modernbert, gpt2, llama, mistral, gemma3])
-def test_a_compiled_model_has_no_graph_breaks_that_sdpa_has_not(make):
-    model = make()
-    batch = decoded(model, inputs())
-    allowed = breaks(model, batch)
+def test_a_compiled_model_reads_our_mask_with_no_more_graph_breaks_than_sdpa(make):
+    model, batch = make(), inputs()
+    if make not in (bert, modernbert):
+        batch["use_cache"] = False
+
+    def breaks():
+        torch._dynamo.reset()
+        with torch.no_grad():
+            return torch._dynamo.explain(model)(**batch).graph_break_count
+
+    expected, allowed = logits(model, batch), breaks()
     model.set_attn_implementation("efficient_attn.exact")
-    assert breaks(model, batch) <= allowed
-    attach(model, "exact" if make in (modernbert, mistral, gemma3) else "performer-positive")
-    assert breaks(model, batch) <= allowed
-
-
-@pytest.mark.compile
-@pytest.mark.parametrize("make", [bert, modernbert, llama, mistral, gemma3])
-@pytest.mark.parametrize("attached", [False, True])
-def test_a_compiled_model_reads_our_mask(make, attached):
-    torch._dynamo.reset()
-    model = make()
-    batch = decoded(model, inputs())
-    expected = logits(model, batch)
-    if attached:
+    for _ in range(2):
+        assert breaks() <= allowed
+        torch._dynamo.reset()
+        torch.testing.assert_close(logits(torch.compile(model, backend="eager"), batch), expected, **ROUNDING)
         attach(model, "exact")
-    else:
-        model.set_attn_implementation("efficient_attn.exact")
-    compiled = torch.compile(model, backend="eager")
-    torch.testing.assert_close(logits(compiled, batch), expected, **ROUNDING)
+    if make in (bert, gpt2, llama):
+        attach(model, "performer-positive")
+        assert breaks() <= allowed
 
 
 PATTERNS = {
