@@ -15,8 +15,7 @@ from efficient_attn.integrations.transformers.attend import serving
 from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.integrations.transformers.sites import AttentionSite
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.transformer.parts import seeded
-from efficient_attn.transformer.seeds import spawn_seeds
+from efficient_attn.transformer.seeds import seeded, spawn_seeds
 
 # Saved tensors of the backend of each attention module, by their names in the backend.
 SavedTensors = dict[str, dict[str, Tensor]]

@@ -21,8 +21,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build, spec
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern
-from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, visible_in
-from efficient_attn.integrations.transformers.sharded import check_no_pairs
+from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, check_no_pairs, visible_in
 
 # attn_implementation of attached models, and the prefix of ".<backend>".
 NAME = "efficient_attn"

@@ -24,9 +24,8 @@ from transformers.masking_utils import (
 )
 
 from efficient_attn import sharding
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.errors import ShapeError, UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern, read_mask
-from efficient_attn.integrations.transformers.sharded import check_no_pairs, check_own_mask
 
 # Attributes of a tensor that expose its entries, methods that read no entry, and methods that copy all.
 _ENTRIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -288,3 +287,29 @@ def _closure_value(function: Any, name: str) -> Any:
             "efficient_attn does not know; use attn_implementation='sdpa'."
         )
     return cells[name].cell_contents
+
+
+def check_own_mask(attention_mask: Tensor | None, keys: int) -> None:
+    """Refuse a mask of another length than the tokens of this rank.
+
+    Raises:
+        ShapeError: If `context_parallel` is active and the length differs.
+    """
+    if sharding.hook is not None and attention_mask is not None and attention_mask.shape[1] != keys:
+        raise ShapeError(
+            f"attention_mask has {attention_mask.shape[1]} tokens and this process holds {keys}: inside "
+            "context_parallel give shard(attention_mask, mesh, dim=1)."
+        )
+
+
+def check_no_pairs(name: str, what: str) -> None:
+    """Refuse attention by a mask of queries and keys, or by scores of the model's own code.
+
+    Raises:
+        UnsupportedError: If `context_parallel` is active.
+    """
+    if sharding.hook is not None:
+        raise UnsupportedError(
+            f"{name} {what}, which reads the tokens of this process alone inside context_parallel. If "
+            "position_ids of a head-tail layout look like packed sequences, give an attention_mask of ones."
+        )

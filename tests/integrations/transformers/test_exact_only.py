@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import ROUNDING, SIZES, TOKENS, bert, inputs, llama, mistral, ready
+from integrations.hf_models import ROUNDING, TOKENS, bert, inputs, llama, mistral
+from integrations.transformers import hf_zoo
 
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers import StateCache, attach, register, swapped
@@ -14,64 +15,27 @@ from efficient_attn.integrations.transformers.attend import attention_function
 
 register()
 
-SMALL = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
-
-
-def gemma2():
-    config = transformers.Gemma2Config(**SMALL, sliding_window=5, attn_logit_softcapping=2.0)
-    return ready(transformers.Gemma2ForCausalLM, config)
-
-
-def gpt_oss():
-    config = transformers.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, sliding_window=5)
-    model = ready(transformers.GptOssForCausalLM, config)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.sinks.fill_(1.0)
-    return model
-
-
-def t5():
-    if not hasattr(transformers.models.t5.modeling_t5, "ALL_ATTENTION_FUNCTIONS"):
-        pytest.skip("T5 of this version of transformers does not go through the attention interface")
-    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
-    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=1)
-    return ready(transformers.T5ForConditionalGeneration, config)
-
-
-def llama4():
-    chunks = {"attention_chunk_size": 6, "layer_types": ["chunked_attention", "full_attention"]}
-    experts = {"num_local_experts": 2, "intermediate_size_mlp": 48}
-    return ready(transformers.Llama4ForCausalLM, transformers.Llama4TextConfig(**SMALL, **chunks, **experts))
-
-
 MODELS = {
-    "capped scores": (gemma2, r"layers\.0\.self_attn caps its scores"),
-    "attention sinks": (gpt_oss, r"layers\.0\.self_attn has attention sinks"),
-    "position biases": (t5, r"SelfAttention adds a position bias"),
-    "chunks": (llama4, r"layers\.0\.self_attn reads keys in chunks"),
+    "capped scores": ("causal", "gemma2", r"layers\.0\.self_attn caps its scores"),
+    "attention sinks": ("causal", "gpt_oss", r"layers\.0\.self_attn has attention sinks"),
+    "position biases": ("seq2seq", "t5", r"SelfAttention adds a position bias"),
+    "chunks": ("causal", "llama4_text", r"layers\.0\.self_attn reads keys in chunks"),
 }
 
 
-def batch_of(model):
-    batch = inputs()
-    if model.config.is_encoder_decoder:
-        return {**batch, "decoder_input_ids": batch["input_ids"][:, :7]}
-    return {**batch, "use_cache": False}
-
-
-def real_logits(model):
-    """The logits of real tokens."""
-    batch = batch_of(model)
-    with torch.no_grad():
-        out = model(**batch).logits
-    return out if model.config.is_encoder_decoder else out[batch["attention_mask"].bool()]
+def tiny(feature):
+    """The model with a feature, its inputs and their real tokens."""
+    mapping, kind, _ = MODELS[feature]
+    name = hf_zoo.MAPPINGS[mapping][kind]
+    if kind == "t5" and not hasattr(transformers.models.t5.modeling_t5, "ALL_ATTENTION_FUNCTIONS"):
+        pytest.skip("T5 of this version of transformers does not go through the attention interface")
+    model = hf_zoo.tiny_model(kind, name, decoder=mapping == "causal")
+    return model, *hf_zoo.batch(mapping, model)
 
 
 @pytest.mark.parametrize("feature", MODELS)
 def test_other_backends_are_refused_by_the_feature_and_nothing_is_attached(feature):
-    make, match = MODELS[feature]
-    model = make()
+    match, (model, batch, _) = MODELS[feature][-1], tiny(feature)
     before = model.config._attn_implementation
     with pytest.raises(
         UnsupportedError, match=match + ".*'performer-positive' does not support; 'exact' does"
@@ -80,28 +44,28 @@ def test_other_backends_are_refused_by_the_feature_and_nothing_is_attached(featu
     assert model.config._attn_implementation == before
     model.set_attn_implementation("efficient_attn.window")
     with pytest.raises(UnsupportedError, match=r"which backend 'window' does not support; 'exact' does"):
-        model(**batch_of(model))
+        model(**batch)
 
 
 def test_layers_without_the_feature_take_any_backend():
-    model = llama4()
-    expected = real_logits(model)
+    model, batch, real = tiny("chunks")
+    expected = hf_zoo.output(model, batch, real)
     with swapped(model, {1: ("window", {"window": 999})}):
-        torch.testing.assert_close(real_logits(model), expected, **ROUNDING)
+        torch.testing.assert_close(hf_zoo.output(model, batch, real), expected, **ROUNDING)
     with swapped(model, {1: ("window", {"window": 3})}):
-        assert not torch.allclose(real_logits(model), expected, **ROUNDING)
+        assert not torch.allclose(hf_zoo.output(model, batch, real), expected, **ROUNDING)
 
 
 @pytest.mark.parametrize("feature", ["capped scores", "attention sinks"])
 def test_no_state_is_kept_of_capped_scores_and_sinks(feature):
-    model = attach(MODELS[feature][0](), "exact")
+    model = attach(tiny(feature)[0], "exact")
     with pytest.raises(UnsupportedError, match="which no state supports; use transformers' own cache"):
         StateCache(model)
 
 
 @pytest.mark.parametrize("feature", ["capped scores", "attention sinks", "chunks"])
 def test_text_is_generated_with_the_cache_of_transformers(feature):
-    model = MODELS[feature][0]()
+    model, *_ = tiny(feature)
     model.set_attn_implementation("eager")
     text = {"input_ids": inputs()["input_ids"][2:, :9], "max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**text)
@@ -179,7 +143,7 @@ def test_a_mask_of_another_shape_is_no_mask_of_real_keys(shape):
 def test_cumulative_lengths_are_honoured_with_sinks_and_with_a_bias():
     import transformers.models.gpt_oss.modeling_gpt_oss as modeling
 
-    model = gpt_oss()
+    model, *_ = tiny("attention sinks")
     layer, (q, k, v) = model.model.layers[1].self_attn, torch.randn(3, 1, 4, TOKENS, 8)
     layer.num_key_value_groups = 1
     ends, lengths = torch.tensor([0, 9, TOKENS]), [9, TOKENS - 9]
