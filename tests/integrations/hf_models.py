@@ -146,3 +146,15 @@ def texts(count: int = 3, words: int = 40) -> dict[str, str]:
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(VOCABULARY - 5, (count, words), generator=generator)
     return {f"text {number}": " ".join(f"w{int(word)}" for word in row) for number, row in enumerate(drawn)}
+
+
+def attended(backend: str, *tensors: Any, layer: Any = None, pattern: Any = None, **arguments: Any) -> Any:
+    """Output of our attention function in a layer with a backend, whose calls are of a pattern."""
+    import efficient_attn as ea
+    from efficient_attn.integrations.transformers import attend as ours
+
+    layer = torch.nn.Identity() if layer is None else layer
+    causal = pattern is not None and pattern.causal
+    layer.efficient_attn = ea.build(backend, head_dim=tensors[0].shape[-1], causal=causal)
+    setattr(layer.efficient_attn, ours.PATTERN, pattern)
+    return ours.attend(layer, *tensors, **arguments)[0]

@@ -11,7 +11,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from efficient_attn import sharding
 from efficient_attn.backend import Backend
-from efficient_attn.backends import list_backends
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.integrations.plan_files import is_plan_file, read_plan
 from efficient_attn.integrations.transformers.assignment import (
@@ -25,7 +24,7 @@ from efficient_attn.integrations.transformers.attend import (
     NO_WEIGHTS,
     PATTERN,
     SUBMODULE,
-    attention_function,
+    attend,
 )
 from efficient_attn.integrations.transformers.masking import make_mask
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, ignored, unwrap
@@ -44,17 +43,9 @@ _BY_LENGTH = ("dynamic", "longrope")
 _log = logging.getLogger(__name__)
 
 
-def register() -> tuple[str, ...]:
-    """Register all backends with transformers as attn_implementation="efficient_attn.<name>".
-
-    Stateless backends work by that name alone; the others raise an error that names `attach`. A mask function
-    of the same name is registered too, without which transformers would silently drop all masks.
-    """
-    names = {f"{NAME}.{name}": attention_function(name) for name in list_backends()}
-    for name, function in {NAME: attention_function(None), **names}.items():
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, make_mask)
-    return tuple(names)
+AttentionInterface.register(NAME, attend)
+# Without a mask function of the same name transformers silently drops all masks.
+AttentionMaskInterface.register(NAME, make_mask)
 
 
 def attach(
@@ -130,7 +121,6 @@ def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mappin
     """Install built backends in their modules and register them in the model's configuration."""
     restore = _snapshot(model)
     try:
-        register()
         model.set_attn_implementation(NAME)
         for site in sites:
             backend: Any = _move(backends[site.path], model, site).train(site.module.training)
@@ -223,8 +213,8 @@ def _check_sharded(model: PreTrainedModel, args: tuple[Any, ...], named: dict[st
         )
     if uncalled := ignored(model):
         raise UnsupportedError(
-            f"{next(iter(uncalled))} of {kind} computes attention in its own code, which inside context_parallel "
-            "reads the tokens of this process alone."
+            f"{next(iter(uncalled))} of {kind} computes attention in its own code, which inside "
+            "context_parallel reads the tokens of this process alone."
         )
 
 

@@ -120,18 +120,7 @@ def make_mask(
     allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> Tensor:
-    """Mask function of all our attention functions, called once per pattern.
-
-    Raises:
-        UnsupportedError: If the model of the configuration ignores its attention function.
-    """
-    kind = type(config)
-    name = getattr(config, "_attn_implementation", None) or ""
-    if "." in name and not _calls_interface(kind):
-        raise UnsupportedError(
-            f"{kind.__name__}: this model computes attention in its own code, so that "
-            f"attn_implementation={name!r} has no effect; use attn_implementation='eager'."
-        )
+    """Mask function of our attention function, called once per pattern."""
     if torch.compiler.is_compiling():
         bidirectional = allow_is_bidirectional_skip is not None
         plain = not use_vmap and (bidirectional or allow_is_causal_skip)
@@ -144,7 +133,7 @@ def make_mask(
     key_mask = _real_keys(attention_mask, kv_offset, keys)
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
     entries = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
-    added = not _reads_bool(kind)
+    added = not _reads_bool(type(config))
     if added:
         hidden = torch.finfo(dtype).min
         entries = torch.zeros_like(entries, dtype=dtype).masked_fill(~entries, hidden)
@@ -169,23 +158,10 @@ def make_mask(
     return Mask.of(entries, VisibleKeys(pattern, kv_offset, keys, key_mask), written)
 
 
-@cache
-def _model_of(config: Any) -> Any:
-    """Model class of a configuration, if transformers has one."""
-    return MODEL_MAPPING.get(config, None)
-
-
-@assume_constant_result
-def _calls_interface(config: Any) -> bool:
-    """Whether models of a configuration call the attention interface."""
-    model = _model_of(config)
-    return model is None or model._can_set_attn_implementation()
-
-
 @assume_constant_result
 def _reads_bool(config: Any) -> bool:
     """Whether models of a configuration accept the mask of sdpa, which is bool."""
-    return getattr(_model_of(config), "_supports_sdpa", True)
+    return getattr(MODEL_MAPPING.get(config, None), "_supports_sdpa", True)
 
 
 def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) -> VisibleKeys | None:

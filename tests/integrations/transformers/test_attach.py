@@ -26,10 +26,8 @@ from integrations.hf_models import (
 
 import efficient_attn as ea
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.transformers import attach, ignored, load, register, swapped
+from efficient_attn.integrations.transformers import attach, ignored, load, swapped
 from efficient_attn.integrations.transformers.sites import find_sites
-
-register()
 
 
 def gradients(model, batch):
@@ -41,17 +39,15 @@ def gradients(model, batch):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_exact_equals_sdpa_with_left_and_right_padding_by_name_and_attached(name, counted):
+def test_exact_equals_sdpa_with_left_and_right_padding_and_so_do_gradients(name, counted):
     model, batch = MODELS[name](), inputs()
     expected, step = logits(model, batch), gradients(model, batch)
-    model.set_attn_implementation("efficient_attn.exact")
-    torch.testing.assert_close(logits(model, batch), expected, **ROUNDING)
+    assert attach(model, "exact") is model
     for parameter, gradient in gradients(model, batch).items():
         # Gradients of one parameter differ in size by orders of magnitude: rounding is that of the largest.
         tolerance = 1e-5 * float(step[parameter].abs().max()) + 1e-6
         torch.testing.assert_close(gradient, step[parameter], rtol=0, atol=tolerance, msg=parameter)
     counted.clear()
-    assert attach(model, "exact") is model
     torch.testing.assert_close(logits(model, batch), expected, **ROUNDING)
     assert len(counted) == 3
 
@@ -185,22 +181,6 @@ def test_calibrated_backends_are_calibrated_on_a_batch(caplog):
     assert logits(model, batch).isfinite().all()
 
 
-STATELESS = {"exact", "exact-dense", "linear-elu", "linear-taylor-1", "linear-taylor-2", "window"}
-
-
-@pytest.mark.parametrize("backend", ea.list_backends())
-def test_a_stateless_backend_works_by_its_name_alone_and_the_others_name_attach(backend, counted):
-    model, batch = bert(), inputs()
-    model.set_attn_implementation(f"efficient_attn.{backend}")
-    if backend not in STATELESS | {"window-clusters"}:
-        with pytest.raises(UnsupportedError, match=rf"attach\(model, '{backend}'\)"):
-            model(**batch)
-        return
-    by_name = logits(model, batch)
-    assert [name for name, _ in counted] == [backend] * 3
-    torch.testing.assert_close(by_name, logits(attach(bert(), backend), batch), rtol=0, atol=0)
-
-
 def falcon():
     return ready(transformers.FalconForCausalLM, transformers.FalconConfig(**SIZES, alibi=False))
 
@@ -219,10 +199,6 @@ def test_models_that_compute_attention_themselves_are_refused_and_their_modules_
     paths = ignored(model)
     assert len(paths) == model.config.num_hidden_layers and set(paths.values()) == {kind}
     assert all(type(model.get_submodule(path)).__name__ == kind for path in paths)
-    if make is falcon:
-        model.config._attn_implementation = "efficient_attn.exact"
-        with pytest.raises(UnsupportedError, match=r"='efficient_attn\.exact' has no effect"):
-            model(**inputs())
 
 
 def test_models_on_the_interface_ignore_nothing_before_and_after_attaching():

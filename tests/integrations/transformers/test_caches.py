@@ -5,16 +5,25 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import DECODERS, ROUNDING, VOCABULARY, WINDOW, bert, gemma3, llama, mistral
+from integrations.hf_models import (
+    DECODERS,
+    ROUNDING,
+    VOCABULARY,
+    WINDOW,
+    attended,
+    bert,
+    gemma3,
+    llama,
+    mistral,
+)
 
 import efficient_attn as ea
 from efficient_attn.errors import DtypeError, UnsupportedError
-from efficient_attn.integrations.transformers import StateCache, attach, register, swapped
-from efficient_attn.integrations.transformers.attend import attention_function
+from efficient_attn.integrations.masks import CAUSAL, FULL
+from efficient_attn.integrations.transformers import StateCache, attach, swapped
 from efficient_attn.integrations.transformers.caches import StateLayer
 
 NEW = 6
-register()
 
 
 def prompt():
@@ -168,7 +177,8 @@ def test_without_a_mask_the_call_says_whether_it_is_causal_and_then_the_layer(ca
     if layer_causal is not None:
         layer.is_causal = layer_causal
     expected_causal = layer_causal is None if causal is None else causal
-    out, weights = attention_function("exact")(layer, q, k, v, None, is_causal=causal)
+    pattern = CAUSAL if expected_causal else FULL
+    out = attended("exact", q, k, v, None, layer=layer, pattern=pattern, is_causal=causal)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=expected_causal)
     torch.testing.assert_close(out, expected.transpose(1, 2))
-    assert weights is None and out.is_contiguous()
+    assert out.is_contiguous()

@@ -6,14 +6,12 @@ import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import ROUNDING, TOKENS, bert, inputs, llama, mistral
+from integrations.hf_models import ROUNDING, TOKENS, attended, bert, inputs, llama, mistral
 from integrations.transformers import hf_zoo
 
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.transformers import StateCache, attach, register, swapped
-from efficient_attn.integrations.transformers.attend import attention_function
-
-register()
+from efficient_attn.integrations.masks import CAUSAL, FULL
+from efficient_attn.integrations.transformers import StateCache, attach, swapped
 
 MODELS = {
     "capped scores": ("causal", "gemma2", r"layers\.0\.self_attn caps its scores"),
@@ -35,16 +33,13 @@ def tiny(feature):
 
 @pytest.mark.parametrize("feature", MODELS)
 def test_other_backends_are_refused_by_the_feature_and_nothing_is_attached(feature):
-    match, (model, batch, _) = MODELS[feature][-1], tiny(feature)
+    match, (model, *_) = MODELS[feature][-1], tiny(feature)
     before = model.config._attn_implementation
     with pytest.raises(
         UnsupportedError, match=match + ".*'performer-positive' does not support; 'exact' does"
     ):
         attach(model, "performer-positive")
     assert model.config._attn_implementation == before
-    model.set_attn_implementation("efficient_attn.window")
-    with pytest.raises(UnsupportedError, match=r"which backend 'window' does not support; 'exact' does"):
-        model(**batch)
 
 
 def test_layers_without_the_feature_take_any_backend():
@@ -95,12 +90,13 @@ def test_cumulative_lengths_separate_packed_sequences(causal, names):
     ends = torch.tensor([0, 7, 19, 24], dtype=torch.int32)
     layer = torch.nn.Identity()
     layer.is_causal = causal
-    out, _ = attention_function("exact")(layer, q, k, v, None, **dict.fromkeys(names, ends))
+    call = {"layer": layer, "pattern": CAUSAL if causal else FULL, **dict.fromkeys(names, ends)}
+    out = attended("exact", q, k, v, None, **call)
     parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
     expected = [F.scaled_dot_product_attention(*part, is_causal=causal) for part in parts]
     torch.testing.assert_close(out, torch.cat(expected, dim=2).transpose(1, 2))
     with pytest.raises(UnsupportedError, match=r"packs sequences into one row \(cu_seq_lens_\w\)"):
-        attention_function("window")(layer, q, k, v, None, **dict.fromkeys(names, ends))
+        attended("window", q, k, v, None, **call)
 
 
 def test_a_mask_of_queries_and_keys_is_served_by_exact_and_refused_by_the_rest():
@@ -135,9 +131,9 @@ def test_a_prepared_mask_of_real_keys_is_read_as_one(backend, counted):
 
 @pytest.mark.parametrize("shape", [(1, 1, 4, 9), (4, 4)])
 def test_a_mask_of_another_shape_is_no_mask_of_real_keys(shape):
-    q, layer = torch.randn(1, 2, 4, 8), torch.nn.Identity()
+    q = torch.randn(1, 2, 4, 8)
     with pytest.raises(UnsupportedError, match=r"reads a mask \[.*\] of queries and keys"):
-        attention_function("window")(layer, q, q, q, torch.ones(shape, dtype=torch.bool))
+        attended("window", q, q, q, torch.ones(shape, dtype=torch.bool), pattern=FULL)
 
 
 def test_cumulative_lengths_are_honoured_with_sinks_and_with_a_bias():
@@ -147,7 +143,7 @@ def test_cumulative_lengths_are_honoured_with_sinks_and_with_a_bias():
     layer, (q, k, v) = model.model.layers[1].self_attn, torch.randn(3, 1, 4, TOKENS, 8)
     layer.num_key_value_groups = 1
     ends, lengths = torch.tensor([0, 9, TOKENS]), [9, TOKENS - 9]
-    out, _ = attention_function("exact")(layer, q, k, v, None, cu_seq_lens_q=ends, s_aux=layer.sinks)
+    out = attended("exact", q, k, v, None, layer=layer, cu_seq_lens_q=ends, s_aux=layer.sinks)
     parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
     hidden = [torch.full((n, n), -1e30).triu(1) for n in lengths]
     eager = modeling.eager_attention_forward
@@ -156,7 +152,7 @@ def test_cumulative_lengths_are_honoured_with_sinks_and_with_a_bias():
     ]
     torch.testing.assert_close(out, torch.cat(expected, dim=1))
     bias = torch.randn(1, 1, TOKENS, TOKENS)
-    out, _ = attention_function("exact")(layer, q, k, v, bias, cu_seq_lens_q=ends)
+    out = attended("exact", q, k, v, bias, layer=layer, cu_seq_lens_q=ends)
     parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
     blocks = [bias[..., :9, :9], bias[..., 9:, 9:]]
     expected = [
@@ -168,4 +164,4 @@ def test_cumulative_lengths_are_honoured_with_sinks_and_with_a_bias():
 def test_a_module_without_an_eager_function_is_refused():
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(UnsupportedError, match="Identity has no eager attention function"):
-        attention_function("exact")(torch.nn.Identity(), q, q, q, None, softcap=2.0)
+        attended("exact", q, q, q, None, softcap=2.0)

@@ -1,7 +1,5 @@
 """Masks of transformers models: their pattern, the real keys, and what model code that reads a mask gets."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
@@ -38,12 +36,10 @@ from transformers.masking_utils import (
 import efficient_attn as ea
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL
-from efficient_attn.integrations.transformers import attach, register, swapped
+from efficient_attn.integrations.transformers import attach, swapped
 from efficient_attn.integrations.transformers.attend import _scaled_queries
 from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, make_mask, visible_in
 from efficient_attn.integrations.transformers.sites import find_sites
-
-register()
 
 
 def visible(mask, function=bidirectional_mask_function, **sizes):
@@ -86,14 +82,12 @@ def test_a_prepared_mask_of_one_query_fits_a_causal_layer(name):
     shown[0, :, :, :3] = False
     # Rows of padding show every key.
     shown[0, :, :3] = True
-    attached = attach(copy.deepcopy(model), name)
-    model.set_attn_implementation(f"efficient_attn.{name}")
-    for decoder in (attached, model):
-        with torch.no_grad():
-            expected = decoder(ids, attention_mask=shown).logits[:, -1:]
-            cache = decoder(ids[:, :-1], attention_mask=shown[..., :-1, :-1]).past_key_values
-            last = decoder(ids[:, -1:], attention_mask=shown[..., -1:, :], past_key_values=cache)
-        torch.testing.assert_close(last.logits, expected, **ROUNDING)
+    attach(model, name)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=shown).logits[:, -1:]
+        cache = model(ids[:, :-1], attention_mask=shown[..., :-1, :-1]).past_key_values
+        last = model(ids[:, -1:], attention_mask=shown[..., -1:, :], past_key_values=cache)
+    torch.testing.assert_close(last.logits, expected, **ROUNDING)
 
 
 def test_a_width_that_no_mask_of_the_model_reads_makes_no_layer_slide(counted):
@@ -137,7 +131,7 @@ def test_a_model_that_adds_our_mask_to_its_scores_gets_the_mask_of_transformers(
     batch = {**inputs(), "decoder_input_ids": inputs()["input_ids"][:, :7]}
     with torch.no_grad():
         expected = model(**batch).logits
-        model.set_attn_implementation(f"efficient_attn.{backend}")
+        attach(model, backend)
         torch.testing.assert_close(model(**batch).logits, expected, **ROUNDING)
 
 
@@ -203,8 +197,7 @@ def test_whoever_moves_our_mask_or_asks_for_its_shape_gets_it(mask):
 @pytest.mark.parametrize("make", [gpt2, llama])
 def test_models_that_compute_their_activations_again_keep_our_mask(make):
     model, batch = make(), inputs()
-    model.set_attn_implementation("efficient_attn.exact")
-    model.train()
+    attach(model, "exact").train()
     gradients = []
     for again in (False, True):
         if again:
@@ -231,12 +224,10 @@ def test_a_compiled_model_reads_our_mask_with_no_more_graph_breaks_than_sdpa(mak
             return torch._dynamo.explain(model)(**batch).graph_break_count
 
     expected, allowed = logits(model, batch), breaks()
-    model.set_attn_implementation("efficient_attn.exact")
-    for _ in range(2):
-        assert breaks() <= allowed
-        torch._dynamo.reset()
-        torch.testing.assert_close(logits(torch.compile(model, backend="eager"), batch), expected, **ROUNDING)
-        attach(model, "exact")
+    attach(model, "exact")
+    assert breaks() <= allowed
+    torch._dynamo.reset()
+    torch.testing.assert_close(logits(torch.compile(model, backend="eager"), batch), expected, **ROUNDING)
     if make in (bert, gpt2, llama):
         attach(model, "performer-positive")
         assert breaks() <= allowed
@@ -256,7 +247,7 @@ PATTERNS = {
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_compiled_code_reads_the_pattern_or_none(pattern):
     create, options = PATTERNS[pattern]
-    config = transformers.LlamaConfig(attn_implementation="efficient_attn.exact")
+    config = transformers.LlamaConfig(attn_implementation="efficient_attn")
     for name, value in options.items():
         setattr(config, name, value)
     embeds = torch.zeros(1, 8, 4)

@@ -8,13 +8,10 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import bart, bert, gpt2, inputs, llama, mistral, modernbert
+from integrations.hf_models import attended, bart, bert, gpt2, inputs, llama, mistral, modernbert
 
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError, UnsupportedError
-from efficient_attn.integrations.transformers import attach, load, register, save, swapped
-from efficient_attn.integrations.transformers.attend import attention_function
-
-register()
+from efficient_attn.integrations.transformers import attach, load, save, swapped
 
 
 def indexed():
@@ -93,11 +90,8 @@ def test_attention_outputs_are_refused(make):
     assert model(**batch, output_attentions=True).logits.isfinite().all()
 
 
-def test_implementations_without_a_backend_are_refused():
+def test_a_layer_without_a_backend_is_refused():
     model = bert()
-    with pytest.raises(ValueError, match=r"efficient_attn\.exacct"):
-        model.set_attn_implementation("efficient_attn.exacct")
-    assert model.config._attn_implementation == "sdpa"
     model.set_attn_implementation("efficient_attn")
     with pytest.raises(UnsupportedError, match=r"attach\(model, …\), or load\(path\)"):
         model(**inputs())
@@ -111,14 +105,14 @@ def test_pages_selected_keys_and_weights_are_refused_by_the_name_of_their_argume
     q = torch.randn(1, 2, 4, 8)
     match = rf"\({argument}\), which no backend supports|^{argument}: attention weights are never"
     with pytest.raises(UnsupportedError, match=match):
-        attention_function("exact")(nn.Identity(), q, q, q, None, **{argument: torch.ones(1)})
+        attended("exact", q, q, q, None, **{argument: torch.ones(1)})
 
 
 def test_a_layer_that_slides_is_refused_without_a_mask():
     q, layer = torch.randn(1, 2, 4, 8), nn.Identity()
     layer.sliding_window = 3
     with pytest.raises(UnsupportedError, match="Identity has a sliding window but got no mask"):
-        attention_function("exact")(layer, q, q, q, None)
+        attended("exact", q, q, q, None, layer=layer)
 
 
 def plan_text(**changes):

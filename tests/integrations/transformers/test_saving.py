@@ -17,7 +17,7 @@ from integrations.hf_models import saved as saved_with_tokenizer
 import efficient_attn as ea
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
-from efficient_attn.integrations.transformers import StateCache, attach, load, register, save, swapped
+from efficient_attn.integrations.transformers import StateCache, attach, load, save, swapped
 from efficient_attn.integrations.transformers.loading import open_model
 
 POSITIVE = {"backend": "performer-positive", "num_features": 16}
@@ -113,7 +113,6 @@ def test_plain_from_pretrained_runs_no_model_without_its_backends_unless_sdpa_is
     process = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert process.returncode == 0, process.stderr
     assert 'attn_implementation="efficient_attn"` is not supported' in process.stdout
-    register()
     loaded = transformers.AutoModel.from_pretrained(saved)
     refused = r"No backend is attached to this BertSelfAttention.*load\(path\)"
     with pytest.raises(UnsupportedError, match=refused):
