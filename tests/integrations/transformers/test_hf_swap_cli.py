@@ -53,14 +53,6 @@ def test_it_prints_tables_sentences_and_the_folder(model, folder, capsys):
     assert str(folder) not in json.dumps(environment)
 
 
-def test_json_is_one_document_and_what_was_named_and_refused_is_told_in_the_exit_code(model, capsys):
-    assert tiny(model, "--backend", "window,linformer", "--json", "-") == 3
-    document = json.loads(capsys.readouterr().out)
-    refused = [record for record in document["records"] if record["status"] == "unsupported"]
-    assert {record["label"] for record in refused} == {"linformer"}
-    assert tiny(model, "--backend", "linformer") == 4
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
