@@ -107,21 +107,6 @@ def _attached_backend(module: Any) -> Any:
     return backend
 
 
-def serving(name: str, pattern: Pattern) -> tuple[str, dict[str, int]]:
-    """The backend and its options for a pattern, given the requested name.
-
-    For a sliding-window layer, exact attention is a window of the model's width.
-    """
-    if pattern.window is None:
-        return name, {}
-    if name in ("exact", "window"):
-        return "window", {"window": pattern.window}
-    raise UnsupportedError(
-        f"Backend {name!r} does not support {pattern}; 'window' and 'exact' do: attach(model, "
-        f"full={name!r}) leaves such layers exact."
-    )
-
-
 def _visible_keys(
     module: Any, query: Tensor, key: Tensor, mask: Any, causal: bool, expected: Pattern | None
 ) -> VisibleKeys:

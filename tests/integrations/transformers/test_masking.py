@@ -140,21 +140,13 @@ Q = torch.randn(2, 3, 4, 8)
 READERS = {
     "as a float": lambda mask: mask.to(torch.float32),
     "as another tensor's dtype": lambda mask: mask.to(Q),
-    "as bool": lambda mask: mask.bool(),
-    "inverted": lambda mask: ~mask,
-    "compared": lambda mask: mask == 0,
     "where": lambda mask: torch.where(mask, 0.0, -torch.inf),
-    "filled": lambda mask: torch.zeros(2, 3, 4, 4).masked_fill(mask, 1.0),
     "sdpa": lambda mask: F.scaled_dot_product_attention(Q, Q, Q, attn_mask=mask),
-    "sliced": lambda mask: mask[..., :2],
-    "expanded": lambda mask: mask.expand(2, 3, 4, 4),
-    "summed": lambda mask: mask.sum(),
     "asked": lambda mask: bool(mask.all()),
     "listed": lambda mask: mask.tolist(),
     "as an array": lambda mask: np.asarray(mask),
     "transposed": lambda mask: mask.mT,
     "its data": lambda mask: mask.data,
-    "joined": lambda mask: torch.cat([mask, mask]),
     "added to scores": lambda mask: torch.zeros(2, 3, 4, 4).masked_fill(~mask, -1.0) + mask,
 }
 REAL = torch.tensor([[True, True, True, False], [True, True, True, True]])
