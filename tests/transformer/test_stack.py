@@ -99,7 +99,8 @@ def test_a_backend_changes_nothing_but_the_attention_and_all_parameters_learn(na
     if not ea.spec(name).capabilities.causal:
         arguments["decoder_backend"] = "exact"
     model = build(ea.Transformer, name, **arguments)
-    exact = build(ea.Transformer)
+    exact, state = build(ea.Transformer), model.state_dict()
+    assert all(torch.equal(x, state[key]) for key, x in exact.state_dict().items() if "weight" in key)
     missing, unexpected = model.load_state_dict(exact.state_dict(), strict=False)
     assert unexpected == [] and all(".backend." in key for key in missing)
     source, target, real = sequence(CONTEXT, seed=1), sequence(), mask(CONTEXT)

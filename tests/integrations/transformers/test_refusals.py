@@ -20,6 +20,11 @@ def indexed():
     return model
 
 
+def on_meta():
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(llama().config)
+
+
 def with_indexer():
     model = llama()
     model.model.layers[1].self_attn.indexer = nn.Identity()
@@ -50,6 +55,7 @@ def with_indexer():
         (mistral, {"sliding": ("window", {"max_distance": 4})}, UnsupportedError, "positions of its own"),
         (mistral, {"backend": {"1": "performer-trig"}}, UnsupportedError, "causal over 5 keys"),
         (indexed, {"backend": "exact"}, UnsupportedError, r"layers\.1\.self_attn is a layer of type 'index"),
+        (on_meta, {"backend": "window"}, UnsupportedError, r"0\.self_attn are on meta.*load the model first"),
         (with_indexer, {"backend": "exact"}, UnsupportedError, r"1\.self_attn reads the keys of an index"),
     ],
 )
