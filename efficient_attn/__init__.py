@@ -43,12 +43,12 @@ _HOME = {
     "DecoderBlock": "transformer.block",
     "Encoder": "transformer.stack",
     "Decoder": "transformer.stack",
-    "Transformer": "transformer.encoder_decoder",
-    "generate": "transformer.generate",
-    "beam_search": "transformer.generate",
+    "Transformer": "transformer.stack",
+    "generate": "transformer.language_model",
+    "beam_search": "transformer.language_model",
     "LanguageModel": "transformer.language_model",
     "MultiheadAttention": "integrations.pytorch",
-    "replace_attention": "integrations.pytorch_replace",
+    "attach": "integrations.attach",
 }
 
 _MODULES = {"testing": "testing", "intercept": "integrations.intercept", "distributed": "distributed"}
@@ -74,21 +74,21 @@ if TYPE_CHECKING:
     from efficient_attn.backends import spec as spec
     from efficient_attn.calibration import calibrate as calibrate
     from efficient_attn.integrations import intercept as intercept
+    from efficient_attn.integrations.attach import attach as attach
     from efficient_attn.integrations.pytorch import MultiheadAttention as MultiheadAttention
-    from efficient_attn.integrations.pytorch_replace import replace_attention as replace_attention
     from efficient_attn.registry import BackendSpec as BackendSpec
     from efficient_attn.registry import Capabilities as Capabilities
     from efficient_attn.registry import NoOptions as NoOptions
     from efficient_attn.registry import register as register
     from efficient_attn.transformer.block import DecoderBlock as DecoderBlock
     from efficient_attn.transformer.block import TransformerBlock as TransformerBlock
-    from efficient_attn.transformer.encoder_decoder import Transformer as Transformer
-    from efficient_attn.transformer.generate import beam_search as beam_search
-    from efficient_attn.transformer.generate import generate as generate
     from efficient_attn.transformer.language_model import LanguageModel as LanguageModel
+    from efficient_attn.transformer.language_model import beam_search as beam_search
+    from efficient_attn.transformer.language_model import generate as generate
     from efficient_attn.transformer.layer import AttentionLayer as AttentionLayer
     from efficient_attn.transformer.stack import Decoder as Decoder
     from efficient_attn.transformer.stack import Encoder as Encoder
+    from efficient_attn.transformer.stack import Transformer as Transformer
 
 
 def __getattr__(name: str) -> "Any":

@@ -28,10 +28,8 @@ OF_A_KIND = {
     "linear-taylor-2",
 }
 FOR_EVERY_BACKEND = {
-    "test_block.py",
     "test_conformance.py",
     "test_copying.py",
-    "test_layer.py",
     "test_reproducible.py",
     "test_stack.py",
 }

@@ -19,6 +19,7 @@ from efficient_attn.distributed.exchange import all_tokens
 from efficient_attn.distributed.layout import KINDS, Layout, local_tokens
 from efficient_attn.distributed.neighbours import with_neighbours
 from efficient_attn.errors import ShapeError, UnknownNameError, UnsupportedError
+from efficient_attn.integrations.pytorch_replace import replace_attention
 from efficient_attn.sharding import at_positions
 
 RANKS = 3
@@ -174,13 +175,13 @@ def test_torchs_layers_outside_of_a_replacement_are_refused(training):
     """In evaluation torch's encoder layer computes attention without the forward of its attention."""
     model, x = encoder().train(training), torch.randn(2, TOKENS, DIM)
     names, out = [*vars(model.layers[1])], model(x)
-    first = ea.replace_attention(model, "exact", only="layers.0.*")
+    first = replace_attention(model, "exact", only="layers.0.*")
     torch.testing.assert_close(model(x), out)
     copied = pickle.loads(pickle.dumps(model))
     for layer in (model.layers[1], copied.layers[1]):
         with in_force(of_rank(0)), pytest.raises(UnsupportedError, match=r"layers.1.self_attn stays exact"):
             layer(x)
-    second = ea.replace_attention(model, "window", window=5, only="layers.1.*")
+    second = replace_attention(model, "window", window=5, only="layers.1.*")
     served = model(x)
 
     def alone(layout):

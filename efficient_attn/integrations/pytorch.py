@@ -142,20 +142,13 @@ class MultiheadAttention(nn.MultiheadAttention):
             UnsupportedError: If the backend does not support an argument.
             ShapeError, DtypeError: If an argument has the wrong shape or dtype.
         """
-        _check_call(self, query, key, value, need_weights)
+        self._check_call(query, key, value, need_weights)
         batched = query.ndim == 3
         if key_padding_mask is not None and not batched and key_padding_mask.ndim == 1:
             key_padding_mask = key_padding_mask.unsqueeze(0)
-        rows = self._rows(query, key, value, batched)
-        masks = _read_masks(
-            self.backend,
-            key_padding_mask,
-            attn_mask,
-            is_causal,
-            need_weights=need_weights,
-            num_heads=self.num_heads,
-            queries=rows[0],
-            keys=rows[1],
+        rows = self._rows(query, key, value)
+        masks = self._read_masks(
+            rows[0], rows[1].shape[1], key_padding_mask, attn_mask, is_causal, need_weights
         )
         heads, weights = self._attend(self._project(*rows), masks, need_weights)
         output = self.out_proj(heads.transpose(1, 2).flatten(2))
@@ -165,13 +158,45 @@ class MultiheadAttention(nn.MultiheadAttention):
             return output.squeeze(0), None if weights is None else weights.squeeze(0)
         return (output if self.batch_first else output.transpose(0, 1)), weights
 
-    def _rows(
-        self, query: Tensor, key: Tensor, value: Tensor, batched: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _check_call(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool) -> None:
+        """Refuse arguments that the layer or its backend does not support."""
+        if need_weights and not self.backend.spec.capabilities.exact:
+            raise UnsupportedError(
+                f"Backend {self.backend.spec.name!r} computes no weights: pass need_weights=False (torch's "
+                "default is True). layer.backend.attention_weights(q, k) returns its implied weights."
+            )
+        dropout = getattr(self.backend.options, "dropout", 0.0)
+        if self.dropout != dropout:
+            raise UnsupportedError(
+                f"dropout is {self.dropout} and the backend was built with {dropout}: "
+                "it is fixed when the layer is built or replaced."
+            )
+        for name, x, dim in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
+            if x.is_nested:
+                raise UnsupportedError(
+                    f"{name} is a nested tensor, which no backend supports: pad it and pass "
+                    "key_padding_mask; an enclosing nn.TransformerEncoder needs use_nested_tensor=False."
+                )
+            if not x.is_floating_point():
+                raise DtypeError(f"{name} is {x.dtype}; expected floating-point embeddings.")
+            if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != dim:
+                axes = "[batch, tokens, dim]" if self.batch_first else "[tokens, batch, dim]"
+                raise ShapeError(
+                    f"{name} has shape {list(x.shape)}; all three are {axes}, or all [tokens, dim], {name} "
+                    f"with dim={dim}."
+                )
+        if key.shape[:-1] != value.shape[:-1]:
+            raise ShapeError(f"key has shape {list(key.shape)} and value {list(value.shape)}: tokens differ.")
+
+    def _rows(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Inputs as [batch tokens dim]. Equal objects stay equal."""
-        if batched and self.batch_first:
+        if query.ndim == 3 and self.batch_first:
             return query, key, value
-        axis = (lambda x: x.transpose(0, 1)) if batched else (lambda x: x.unsqueeze(0))
+        axis = (lambda x: x.transpose(0, 1)) if query.ndim == 3 else (lambda x: x.unsqueeze(0))
         first = axis(query)
         second = first if key is query else axis(key)
         return first, second, second if value is key else axis(value)
@@ -188,6 +213,35 @@ class MultiheadAttention(nn.MultiheadAttention):
             q, k, v = (F.linear(*each) for each in zip((query, key, value), weights, biases, strict=True))
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         return q, k, v
+
+    def _read_masks(
+        self,
+        queries: Tensor,
+        k_tokens: int,
+        padding: Tensor | None,
+        attn_mask: Tensor | None,
+        is_causal: bool,
+        need_weights: bool,
+    ) -> Masks:
+        """Masks of a call, from queries [batch tokens dim] and torch's two masks."""
+        backend, (batch, q_tokens, _) = self.backend, queries.shape
+        if padding is not None:
+            _check_mask(padding, "key_padding_mask", [(batch, k_tokens)], "[batch, keys]")
+        if attn_mask is not None:
+            shapes = [(q_tokens, k_tokens), (batch * self.num_heads, q_tokens, k_tokens)]
+            axes = "[queries, keys] or [batch · num_heads, queries, keys]"
+            _check_mask(attn_mask, "attn_mask", shapes, axes)
+        key_mask, key_bias = _padding(backend, padding)
+        # As in torch's layer, the hint replaces the mask in a call without padding and weights.
+        hint = attn_mask is None or (padding is None and not need_weights)
+        if backend.spec.capabilities.exact and is_causal and hint and q_tokens == k_tokens:
+            return Masks(key_mask, key_bias, causal=True)
+        pattern = _pattern_bias(backend, attn_mask, is_causal, q_tokens, k_tokens, queries)
+        if pattern is not None and pattern.ndim == 3:
+            pattern = pattern.unflatten(0, (batch, self.num_heads))
+        biases = [bias for bias in (key_bias, pattern) if bias is not None]
+        causal = backend.problem.causal and pattern is None
+        return Masks(key_mask, sum(biases[1:], biases[0]) if biases else None, causal)
 
     def _attend(
         self, qkv: tuple[Tensor, Tensor, Tensor], masks: Masks, need_weights: bool
@@ -247,85 +301,6 @@ def use_backend(layer: nn.MultiheadAttention, backend: Backend) -> None:
     # In evaluation torch's encoder layer bypasses forward for a fused path, unless query, key and value have
     # separate projections, as this attribute claims.
     layer._qkv_same_embed_dim = False
-
-
-def _check_call(layer: Any, query: Tensor, key: Tensor, value: Tensor, need_weights: bool) -> None:
-    """Refuse arguments that the layer or its backend does not support.
-
-    Raises:
-        UnsupportedError, ShapeError, DtypeError: If an argument does not fit.
-    """
-    if need_weights and not layer.backend.spec.capabilities.exact:
-        raise UnsupportedError(
-            f"Backend {layer.backend.spec.name!r} computes no weights: pass need_weights=False (torch's "
-            "default is True). layer.backend.attention_weights(q, k) returns its implied weights."
-        )
-    dropout = getattr(layer.backend.options, "dropout", 0.0)
-    if layer.dropout != dropout:
-        raise UnsupportedError(
-            f"dropout is {layer.dropout} and the backend was built with {dropout}: "
-            "it is fixed when the layer is built or replaced."
-        )
-    for name, x, dim in (
-        ("query", query, layer.embed_dim),
-        ("key", key, layer.kdim),
-        ("value", value, layer.vdim),
-    ):
-        if x.is_nested:
-            raise UnsupportedError(
-                f"{name} is a nested tensor, which no backend supports: pad it and pass key_padding_mask; "
-                "an enclosing nn.TransformerEncoder needs use_nested_tensor=False."
-            )
-        if not x.is_floating_point():
-            raise DtypeError(f"{name} is {x.dtype}; expected floating-point embeddings.")
-        if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != dim:
-            axes = "[batch, tokens, dim]" if layer.batch_first else "[tokens, batch, dim]"
-            raise ShapeError(
-                f"{name} has shape {list(x.shape)}; all three are {axes}, or all [tokens, dim], {name} "
-                f"with dim={dim}."
-            )
-    if key.shape[:-1] != value.shape[:-1]:
-        raise ShapeError(f"key has shape {list(key.shape)} and value {list(value.shape)}: tokens differ.")
-
-
-def _read_masks(
-    backend: Backend,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    *,
-    need_weights: bool,
-    num_heads: int,
-    queries: Tensor,
-    keys: Tensor,
-) -> Masks:
-    """Convert both masks of a call.
-
-    Args:
-        key_padding_mask: [batch keys].
-        queries, keys: [batch tokens dim].
-
-    Raises:
-        UnsupportedError: If the backend does not support a mask.
-        ShapeError, DtypeError: If a mask has the wrong shape or dtype.
-    """
-    batch, q_tokens, k_tokens = len(queries), queries.shape[1], keys.shape[1]
-    if key_padding_mask is not None:
-        _check_mask(key_padding_mask, "key_padding_mask", [(batch, k_tokens)], "[batch, keys]")
-    if attn_mask is not None:
-        shapes = [(q_tokens, k_tokens), (batch * num_heads, q_tokens, k_tokens)]
-        _check_mask(attn_mask, "attn_mask", shapes, "[queries, keys] or [batch · num_heads, queries, keys]")
-    key_mask, key_bias = _padding(backend, key_padding_mask)
-    # As in torch's layer, the hint replaces the mask in a call without padding and weights.
-    hint = attn_mask is None or (key_padding_mask is None and not need_weights)
-    if backend.spec.capabilities.exact and is_causal and hint and q_tokens == k_tokens:
-        return Masks(key_mask, key_bias, causal=True)
-    pattern = _pattern_bias(backend, attn_mask, is_causal, q_tokens, k_tokens, queries)
-    if pattern is not None and pattern.ndim == 3:
-        pattern = pattern.unflatten(0, (batch, num_heads))
-    biases = [bias for bias in (key_bias, pattern) if bias is not None]
-    causal = backend.problem.causal and pattern is None
-    return Masks(key_mask, sum(biases[1:], biases[0]) if biases else None, causal)
 
 
 def _check_mask(mask: Any, name: str, shapes: list[tuple[int, ...]], axes: str) -> None:

@@ -14,8 +14,8 @@ from efficient_attn.errors import AttentionError, UnknownNameError, UnsupportedE
 from efficient_attn.integrations.pytorch import MultiheadAttention, build_for, use_backend
 from efficient_attn.registry import BackendSpec
 from efficient_attn.sharding import check_exact_alone
-from efficient_attn.transformer.parts import seeded, share_layers
-from efficient_attn.transformer.seeds import spawn_seeds
+from efficient_attn.transformer.layer import share_layers
+from efficient_attn.transformer.seeds import seeded, spawn_seeds
 
 
 @dataclass(frozen=True, kw_only=True)

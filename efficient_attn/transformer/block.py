@@ -22,7 +22,6 @@ from efficient_attn.transformer.layer import (
     check_arguments,
     check_mask,
 )
-from efficient_attn.transformer.state_names import accept_names
 
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -96,7 +95,6 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(feed_forward_dim, model_dim)
         for linear in (self.up, self.down):
             nn.init.xavier_uniform_(linear.weight)
-        accept_names(self, {"widen": "up", "narrow": "down"})
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
@@ -329,3 +327,23 @@ class DecoderBlock(nn.Module):
             y = self.cross_attention.read(self.cross_attention_residual.pre(x), keys)
             x = self.cross_attention_residual.post(x, y)
         return self.feed_forward_residual.post(x, self.feed_forward(self.feed_forward_residual.pre(x)))
+
+
+def accept_names(module: nn.Module, names: Mapping[str, str]) -> None:
+    """Load state dicts whose children of this module are called otherwise.
+
+    Args:
+        names: {name in the state dict: name here, which may be a path}.
+    """
+    # A function of this module, unlike a closure, survives pickling of the model.
+    module.register_load_state_dict_pre_hook(partial(_rename, names))
+
+
+def _rename(
+    names: Mapping[str, str], module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Replace names directly after the prefix, in place."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        child, dot, name = key.removeprefix(prefix).partition(".")
+        if child in names:
+            state_dict[f"{prefix}{names[child]}{dot}{name}"] = state_dict.pop(key)

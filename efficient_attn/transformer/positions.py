@@ -48,9 +48,9 @@ def rotate(x: Tensor, start: int, *, base: float = BASE, scaling: float = 1.0) -
     (Chen et al. 2023, eq. 4).
     """
     angles = position_angles(start, x.shape[-2], x.shape[-1], x.device, base) / scaling
-    one, other = upcast(x).chunk(2, dim=-1)
-    cosines, sines = angles.cos().to(one), angles.sin().to(one)
-    turned = torch.cat((one * cosines - other * sines, other * cosines + one * sines), dim=-1)
+    first, second = upcast(x).chunk(2, dim=-1)
+    cosines, sines = angles.cos().to(first), angles.sin().to(first)
+    turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
     return turned.to(x.dtype)
 
 

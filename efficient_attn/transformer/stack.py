@@ -1,48 +1,60 @@
-"""Stacks of blocks: encoder and decoder; the defaults are the base model of Vaswani et al. 2017.
+"""Stacks of blocks: encoder, decoder, transformer; the defaults are the base model of Vaswani et al. 2017.
 
 Stacks map embeddings [batch tokens model_dim] to the same shape. The caller provides the vocabulary, the
 factor √model_dim on embeddings (section 3.4 there) and the shift of a decoder's input by one token.
 """
 
 from collections.abc import Mapping
+from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from efficient_attn import sharding
 from efficient_attn.backends import resolve
+from efficient_attn.errors import OptionError
+from efficient_attn.options import probability
 from efficient_attn.problem import positive_count
-from efficient_attn.sharding import whole_tokens
-from efficient_attn.transformer.block import DecoderBlock, DecoderBlockState, TransformerBlock
-from efficient_attn.transformer.layer import LayerState
-from efficient_attn.transformer.parts import (
-    EmbeddingInput,
-    build_final_norm,
-    each_layer,
-    inside_blocks,
-    run_block,
-    seeded,
+from efficient_attn.registry import BackendSpec
+from efficient_attn.sharding import Hook, at_positions, installed, whole_tokens
+from efficient_attn.transformer.block import DecoderBlock, TransformerBlock, accept_names, build_norm
+from efficient_attn.transformer.layer import (
+    AttentionLayer,
+    check_arguments,
+    check_mask,
+    check_sequence,
     share_layers,
 )
-from efficient_attn.transformer.seeds import spawn_seeds
-from efficient_attn.transformer.state_names import accept_names
+from efficient_attn.transformer.positions import INSIDE, build_positions
+from efficient_attn.transformer.seeds import seeded, spawn_seeds
 
 # Names of submodules in torch's stacks.
 _NAMES = {"layers": "blocks"}
 
 
-class EncoderState(NamedTuple):
-    """Streaming state of a causal encoder: number of past tokens, and the state of each block."""
+class StackState(NamedTuple):
+    """Streaming state of a stack: number of past tokens, and the state of each block."""
 
     tokens: int
-    blocks: tuple[LayerState, ...]
+    blocks: tuple[Any, ...]
 
 
-class DecoderState(NamedTuple):
-    """Streaming state of a decoder: number of past tokens, and the state of each block."""
+class EmbeddingInput(nn.Module):
+    """Embeddings with their positions, then dropout (Vaswani et al. 2017, sections 3.5 and 5.4)."""
 
-    tokens: int
-    blocks: tuple[DecoderBlockState, ...]
+    def __init__(self, positions: str | None, model_dim: int, dropout: float, max_tokens: int | None) -> None:
+        super().__init__()
+        probability("dropout", dropout)
+        self._model_dim = model_dim
+        self.positions = build_positions(positions, model_dim, max_tokens)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        check_sequence("x", x, self._model_dim)
+        return self.dropout(at_positions(self.positions, x, start))
 
 
 class Encoder(nn.Module):
@@ -106,7 +118,7 @@ class Encoder(nn.Module):
                 norm_type=norm_type,
                 norm_eps=norm_eps,
                 dropout=dropout,
-                positions=inside_blocks(positions),
+                positions=positions if positions in INSIDE else None,
                 causal=causal,
                 max_tokens=max_tokens,
                 **seeded(spec, layer_options, layer_seed),
@@ -114,28 +126,19 @@ class Encoder(nn.Module):
             for (spec, layer_options), layer_seed in zip(layers, spawn_seeds(seed, num_layers), strict=True)
         ]
         share_layers([block.attention for block in blocks])
-        # The element type of a ModuleList is unknown to type checkers.
         self.blocks: Any = nn.ModuleList(blocks)
         self.norm = build_final_norm(final_norm, norm, norm_type, model_dim, norm_eps)
         self.to(device=device, dtype=dtype)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
         """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
-        x = self.embedding_input(x)
-        for block in self.blocks:
-            x = run_block(block, x, key_mask=key_mask, again=self.checkpoint)
-        return self.norm(x)
+        return _run_blocks(self, x, key_mask=key_mask)
 
     def extend(
-        self, x: Tensor, state: EncoderState | None = None, *, key_mask: Tensor | None = None
-    ) -> tuple[Tensor, EncoderState]:
+        self, x: Tensor, state: StackState | None = None, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, StackState]:
         """Output of new tokens that follow `state`, and the new state; only if causal."""
-        start, before = (0, (None,) * len(self.blocks)) if state is None else state
-        y, after = self.embedding_input(x, start), []
-        for block, seen in zip(self.blocks, before, strict=True):
-            y, seen = block.extend(y, seen, key_mask=key_mask)
-            after.append(seen)
-        return self.norm(y), EncoderState(start + whole_tokens(x.shape[1]), tuple(after))
+        return _extend_blocks(self, x, state, key_mask=key_mask)
 
 
 class Decoder(nn.Module):
@@ -191,7 +194,7 @@ class Decoder(nn.Module):
                 norm_type=norm_type,
                 norm_eps=norm_eps,
                 dropout=dropout,
-                positions=inside_blocks(positions),
+                positions=positions if positions in INSIDE else None,
                 max_tokens=max_tokens,
                 cross_backend=cross,
                 cross_options=None if cross is None else seeded(cross, cross_options or {}, cross_seed),
@@ -202,7 +205,6 @@ class Decoder(nn.Module):
             )
         ]
         share_layers([block.cross_attention for block in blocks if block.cross_attention is not None])
-        # The element type of a ModuleList is unknown to type checkers.
         self.blocks: Any = nn.ModuleList(blocks)
         self.norm = build_final_norm(final_norm, norm, norm_type, model_dim, norm_eps)
         self.to(device=device, dtype=dtype)
@@ -222,29 +224,181 @@ class Decoder(nn.Module):
             key_mask: Mask of x, [batch tokens].
             context_mask: Mask of the context, [batch context_tokens].
         """
-        x = self.embedding_input(x)
-        for block in self.blocks:
-            masks = {"key_mask": key_mask, "context_mask": context_mask}
-            x = run_block(block, x, context, again=self.checkpoint, **masks)
-        return self.norm(x)
+        return _run_blocks(self, x, context, key_mask=key_mask, context_mask=context_mask)
 
     def extend(
         self,
         x: Tensor,
-        state: DecoderState | None = None,
+        state: StackState | None = None,
         context: Tensor | None = None,
         *,
         key_mask: Tensor | None = None,
         context_mask: Tensor | None = None,
-    ) -> tuple[Tensor, DecoderState]:
+    ) -> tuple[Tensor, StackState]:
         """Output of new tokens that follow `state`, and the new state.
 
         Args:
             context: Context to project and keep in the state; None: the context in the state.
         """
-        start, before = (0, (None,) * len(self.blocks)) if state is None else state
-        y, after = self.embedding_input(x, start), []
-        for block, seen in zip(self.blocks, before, strict=True):
-            y, seen = block.extend(y, seen, context, key_mask=key_mask, context_mask=context_mask)
-            after.append(seen)
-        return self.norm(y), DecoderState(start + whole_tokens(x.shape[1]), tuple(after))
+        return _extend_blocks(self, x, state, context, key_mask=key_mask, context_mask=context_mask)
+
+
+class Transformer(nn.Module):
+    """An encoder of the source and a decoder of the target that reads the encoder's output.
+
+    Args:
+        backend: Backend of the encoder's self-attention, and of the decoder's if decoder_backend is None.
+        decoder_backend: Causal backend of the decoder's self-attention.
+        decoder_options: Options of the decoder's layers; without decoder_backend, added to `options`.
+        cross_backend: Backend of the decoder's cross-attention.
+
+    The other arguments are the same as of Encoder and Decoder, for both.
+    """
+
+    def __init__(
+        self,
+        model_dim: int = 512,
+        num_heads: int = 8,
+        backend: Any = "exact",
+        *,
+        seed: int = 0,
+        decoder_backend: Any = None,
+        decoder_options: Mapping[str, Any] | None = None,
+        cross_backend: Any = "exact",
+        cross_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if cross_backend is None:
+            raise OptionError("A transformer's decoder reads its encoder: give a cross_backend, as 'exact'.")
+        backend = resolve_pairs(backend, options, Transformer, Encoder)
+        names = signature(Decoder).parameters.keys() - {"options"}
+        shared = {name: options.pop(name) for name in names & options.keys()}
+        seeds = spawn_seeds(seed, 2)
+        if decoder_backend is None:
+            decoder_backend, decoder_options = backend, {**options, **(decoder_options or {})}
+        self.encoder = Encoder(model_dim, num_heads, backend, **shared, seed=seeds[0], **options)
+        self.decoder = Decoder(
+            model_dim,
+            num_heads,
+            decoder_backend,
+            **shared,
+            seed=seeds[1],
+            cross_backend=cross_backend,
+            cross_options=cross_options,
+            **(decoder_options or {}),
+        )
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        source_mask: Tensor | None = None,
+        target_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Decoder output for source and target [batch tokens model_dim], in the target's shape.
+
+        Args:
+            source_mask: bool [batch source_tokens], True for a real token.
+            target_mask: bool [batch target_tokens], True for a real token.
+        """
+        check_mask("target_mask", target_mask, "target", target)
+        context = self._encode(source, source_mask)
+        return self.decoder(target, context, key_mask=target_mask, context_mask=source_mask)
+
+    def extend(
+        self,
+        target: Tensor,
+        state: StackState | None = None,
+        source: Tensor | None = None,
+        *,
+        source_mask: Tensor | None = None,
+        target_mask: Tensor | None = None,
+    ) -> tuple[Tensor, StackState]:
+        """Output of new target tokens that follow `state`, and the new state.
+
+        Args:
+            source: Source to encode and keep in the state; None: the source in the state.
+        """
+        if source is None and (state is None or source_mask is not None):
+            raise OptionError("extend needs the source in its first call, and with each source_mask.")
+        check_mask("target_mask", target_mask, "target", target)
+        context = None if source is None else self._encode(source, source_mask)
+        return self.decoder.extend(target, state, context, key_mask=target_mask, context_mask=source_mask)
+
+    def _encode(self, source: Tensor, source_mask: Tensor | None) -> Tensor:
+        check_mask("source_mask", source_mask, "source", source)
+        return self.encoder(source, key_mask=source_mask)
+
+
+def build_final_norm(
+    final_norm: bool | None, norm: str, norm_type: str, model_dim: int, norm_eps: float | None
+) -> nn.Module:
+    """Norm after the last block; None: of pre-norm ones, which leave the residual stream unnormalised."""
+    present = norm == "pre" if final_norm is None else final_norm
+    return build_norm(norm_type, model_dim, norm_eps) if present else nn.Identity()
+
+
+def resolve_pairs(
+    backend: Any, options: Mapping[str, Any], *modules: type[nn.Module]
+) -> list[tuple[BackendSpec, Mapping[str, Any]]]:
+    """Spec and options of each backend in a list, or of the only backend.
+
+    Raises:
+        UnknownNameError: If neither the modules nor a backend have one of the shared options.
+    """
+    entries = backend if isinstance(backend, list) else [(backend, {})]
+    pairs = [entry if isinstance(entry, tuple) else (entry, {}) for entry in entries]
+    specs = [(resolve(name), layer_options) for name, layer_options in pairs]
+    check_arguments(options, (*modules, AttentionLayer), [spec for spec, _ in specs])
+    return specs
+
+
+def each_layer(
+    stack: type[nn.Module], backend: Any, options: Mapping[str, Any], num_layers: int
+) -> list[tuple[BackendSpec, dict[str, Any]]]:
+    """Spec and options of each layer: of one backend, or of a list that the layers repeat.
+
+    Raises:
+        OptionError: If the list does not divide the layers.
+        UnknownNameError: If the stack has no such argument.
+    """
+    pairs = resolve_pairs(backend, options, stack)
+    if not pairs or num_layers % len(pairs):
+        raise OptionError(
+            f"A list of backends is repeated over the layers: num_layers={num_layers} is no multiple of its "
+            f"length, {len(pairs)}."
+        )
+    layers = [(spec, {**options, **layer_options}) for spec, layer_options in pairs]
+    return layers * (num_layers // len(pairs))
+
+
+def _run_blocks(stack: Any, x: Tensor, *inputs: Any, **masks: Any) -> Tensor:
+    """Output of a stack; with `checkpoint` activations are computed again in the backward pass."""
+    x = stack.embedding_input(x)
+    for block in stack.blocks:
+        if stack.checkpoint and torch.is_grad_enabled():
+            run = block if sharding.hook is None else partial(_run_inside, sharding.hook, block)
+            x = checkpoint(run, x, *inputs, use_reentrant=False, **masks)
+        else:
+            x = block(x, *inputs, **masks)
+    return stack.norm(x)
+
+
+def _run_inside(hook: Hook, block: nn.Module, *inputs: Any, **masks: Any) -> Tensor:
+    # The backward pass may be outside of the context that the forward pass was in.
+    with installed(hook):
+        return block(*inputs, **masks)
+
+
+def _extend_blocks(
+    stack: Any, x: Tensor, state: StackState | None, *inputs: Any, **masks: Any
+) -> tuple[Tensor, StackState]:
+    """Output of new tokens that follow `state`, and the new state."""
+    start, before = (0, (None,) * len(stack.blocks)) if state is None else state
+    y, after = stack.embedding_input(x, start), []
+    for block, seen in zip(stack.blocks, before, strict=True):
+        y, seen = block.extend(y, seen, *inputs, **masks)
+        after.append(seen)
+    return stack.norm(y), StackState(start + whole_tokens(x.shape[1]), tuple(after))

@@ -1,6 +1,6 @@
 """Tiny random models of transformers, made on the spot, and inputs for them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,117 +24,80 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": None,
 }
+GROUPED = {**SIZES, "num_key_value_heads": 2}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def bert(**changes: Any) -> Any:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return ready(BertForMaskedLM, BertConfig(**{**SIZES, **NO_DROPOUT, **changes}))
+    return tiny("BertForMaskedLM", {**SIZES, **NO_DROPOUT, **changes})
 
 
 def modernbert(**changes: Any) -> Any:
     """Layers 0 and 2 read everything, layer 1 four tokens on each side."""
-    from transformers import ModernBertConfig, ModernBertForMaskedLM
-
     fields = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
-    return ready(ModernBertForMaskedLM, ModernBertConfig(**{**SIZES, **fields, **changes}))
+    return tiny("ModernBertForMaskedLM", {**SIZES, **fields, **changes})
 
 
 def eurobert(**changes: Any) -> Any:
-    from transformers import EuroBertConfig, EuroBertForMaskedLM
-
-    fields = {"num_key_value_heads": 2, "mask_token_id": 3}
-    return ready(EuroBertForMaskedLM, EuroBertConfig(**{**SIZES, **fields, **changes}))
+    return tiny("EuroBertForMaskedLM", {**GROUPED, "mask_token_id": 3, **changes})
 
 
 def gpt2(**changes: Any) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     fields = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
-    special = {
-        "bos_token_id": 1,
-        "eos_token_id": None,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-    }
-    return ready(GPT2LMHeadModel, GPT2Config(**{**fields, **special, **changes}))
+    special = {"bos_token_id": 1, "eos_token_id": None}
+    dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    return tiny("GPT2LMHeadModel", {**fields, **special, **dropout, **changes})
 
 
 def llama(**changes: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return ready(LlamaForCausalLM, LlamaConfig(**{**SIZES, "num_key_value_heads": 2, **changes}))
+    return tiny("LlamaForCausalLM", {**GROUPED, **changes})
 
 
 def mistral(**changes: Any) -> Any:
     """All layers read the last five tokens."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    fields = {"num_key_value_heads": 2, "sliding_window": WINDOW}
-    return ready(MistralForCausalLM, MistralConfig(**{**SIZES, **fields, **changes}))
+    return tiny("MistralForCausalLM", {**GROUPED, "sliding_window": WINDOW, **changes})
 
 
 def gemma3(**changes: Any) -> Any:
     """Layers 0 and 1 read the last five tokens, layer 2 everything before it; a scale of its own."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    fields = {"num_key_value_heads": 2, "sliding_window": WINDOW, "head_dim": 8, "query_pre_attn_scalar": 20}
+    fields = {"sliding_window": WINDOW, "head_dim": 8, "query_pre_attn_scalar": 20}
     types = ["sliding_attention", "sliding_attention", "full_attention"]
-    return ready(Gemma3ForCausalLM, Gemma3TextConfig(**{**SIZES, **fields, "layer_types": types, **changes}))
+    return tiny("Gemma3ForCausalLM", {**GROUPED, **fields, "layer_types": types, **changes})
 
 
 def bart(**changes: Any) -> Any:
     """An encoder and a decoder that reads it: three kinds of attention, two layers each."""
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    fields = {
-        "vocab_size": VOCABULARY,
-        "d_model": 32,
-        "max_position_embeddings": 64,
-        "decoder_start_token_id": 1,
-    }
-    sides = {
-        f"{side}_{name}": size
-        for side in ("encoder", "decoder")
-        for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 32))
-    }
+    fields = {"vocab_size": VOCABULARY, "d_model": 32, "max_position_embeddings": 64}
+    sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 32}
+    fields |= {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "forced_eos_token_id": None}
-    return ready(BartForConditionalGeneration, BartConfig(**{**fields, **sides, **special, **changes}))
+    special["decoder_start_token_id"] = 1
+    return tiny("BartForConditionalGeneration", {**fields, **special, **changes})
 
 
 def opt(**changes: Any) -> Any:
     """Scales its queries itself and asks the attention function for a factor of 1."""
-    from transformers import OPTConfig, OPTForCausalLM
-
     fields = {"vocab_size": VOCABULARY, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-    }
-    return ready(OPTForCausalLM, OPTConfig(**{**fields, **sizes, **changes}))
+    sizes = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    return tiny("OPTForCausalLM", {**fields, **sizes, "max_position_embeddings": 64, **changes})
 
 
 def moshi(**changes: Any) -> Any:
     """The configuration has the width of a window, which no mask of the model reads."""
-    from transformers import MoshiConfig, MoshiForCausalLM
-
-    fields = {"num_key_value_heads": 2, "sliding_window": WINDOW, "head_dim": 8, "ffn_dim": 48}
-    return ready(MoshiForCausalLM, MoshiConfig(**{**SIZES, **fields, **changes}))
+    fields = {"sliding_window": WINDOW, "head_dim": 8, "ffn_dim": 48}
+    return tiny("MoshiForCausalLM", {**GROUPED, **fields, **changes})
 
 
-ENCODERS: dict[str, Callable[..., Any]] = {"bert": bert, "modernbert": modernbert, "eurobert": eurobert}
-DECODERS: dict[str, Callable[..., Any]] = {
-    "gpt2": gpt2,
-    "llama": llama,
-    "mistral": mistral,
-    "gemma3": gemma3,
-    "opt": opt,
-}
-MODELS = {**ENCODERS, **DECODERS}
+DECODERS = {make.__name__: make for make in (gpt2, llama, mistral, gemma3, opt)}
+MODELS = {make.__name__: make for make in (bert, modernbert, eurobert)} | DECODERS
+
+
+def tiny(name: str, fields: dict[str, Any]) -> Any:
+    """The model of a class of transformers with these fields of its configuration."""
+    import transformers
+
+    kind = getattr(transformers, name)
+    return ready(kind, kind.config_class(**fields))
 
 
 def ready(kind: Any, config: Any) -> Any:
@@ -183,3 +146,15 @@ def texts(count: int = 3, words: int = 40) -> dict[str, str]:
     generator = torch.Generator().manual_seed(1)
     drawn = torch.randint(VOCABULARY - 5, (count, words), generator=generator)
     return {f"text {number}": " ".join(f"w{int(word)}" for word in row) for number, row in enumerate(drawn)}
+
+
+def attended(backend: str, *tensors: Any, layer: Any = None, pattern: Any = None, **arguments: Any) -> Any:
+    """Output of our attention function in a layer with a backend, whose calls are of a pattern."""
+    import efficient_attn as ea
+    from efficient_attn.integrations.transformers import attend as ours
+
+    layer = torch.nn.Identity() if layer is None else layer
+    causal = pattern is not None and pattern.causal
+    layer.efficient_attn = ea.build(backend, head_dim=tensors[0].shape[-1], causal=causal)
+    setattr(layer.efficient_attn, ours.PATTERN, pattern)
+    return ours.attend(layer, *tensors, **arguments)[0]

@@ -53,8 +53,12 @@ class Looped(nn.Module):
 class Called(nn.Module):
     """One call of attention with the arguments of the forward."""
 
+    def __init__(self, **defaults):
+        super().__init__()
+        self.defaults = defaults
+
     def forward(self, q, k, v, **options):
-        return F.scaled_dot_product_attention(q, k, v, **options)
+        return F.scaled_dot_product_attention(q, k, v, **{**self.defaults, **options})
 
 
 def encoder():

@@ -190,21 +190,6 @@ def test_patterns_that_are_none_are_refused(told, tmp_path):
         read_activations(tmp_path / "x.safetensors")
 
 
-def test_a_folder_that_is_no_model_is_refused_in_one_line(folder, tmp_path):
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
-    with pytest.raises(DataError, match=r"as pytorch_model\.bin and no model\.safetensors"):
-        capture_folder(tmp_path, TEXT)
-    save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": "none of them"}')
-    with pytest.raises(DataError, match="Cannot load a model from") as caught:
-        capture_folder(tmp_path, TEXT)
-    assert "\n" not in str(caught.value)
-    (tmp_path / "config.json").unlink()
-    with pytest.raises(DataError, match=r"holds no config\.json"):
-        capture_folder(tmp_path, TEXT)
-
-
 def test_without_transformers_the_extra_is_named(tmp_path, monkeypatch):
     save_file({"weight": torch.ones(1)}, tmp_path / "model.safetensors")
     ours = ("efficient_attn.integrations.transformers", "efficient_attn.studies.swap.model")

@@ -17,8 +17,7 @@ from efficient_attn.backends import build
 from efficient_attn.integrations.masks import ShownKeys, read_mask
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
-from efficient_attn.transformer.parts import seeded
-from efficient_attn.transformer.seeds import spawn_seeds
+from efficient_attn.transformer.seeds import seeded, spawn_seeds
 
 SDPA = F.scaled_dot_product_attention
 PATTERN = "its mask is no key mask and not causal"

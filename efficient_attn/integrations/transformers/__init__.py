@@ -1,4 +1,4 @@
-"""Hugging Face transformers: backends registered by name, attached, saved and used for generation."""
+"""Hugging Face transformers: backends attached, saved and used for generation."""
 
 from efficient_attn.errors import MissingPackageError
 
@@ -15,7 +15,7 @@ if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 14):
         "pip install 'transformers>=5.14' tokenizers."
     )
 
-from efficient_attn.integrations.transformers.attachment import attach, register, swapped
+from efficient_attn.integrations.transformers.attachment import attach, swapped
 from efficient_attn.integrations.transformers.caches import StateCache
 from efficient_attn.integrations.transformers.distillation import (
     AttentionCall,
@@ -33,7 +33,6 @@ __all__ = [
     "exact_calls",
     "ignored",
     "load",
-    "register",
     "save",
     "swapped",
 ]

@@ -9,14 +9,13 @@ from transformers import PreTrainedModel
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.integrations.masks import Pattern
 from efficient_attn.integrations.plan_files import check_size, plan_of_backends
 from efficient_attn.integrations.transformers.attend import EXACT as EXACT_NAMES
-from efficient_attn.integrations.transformers.attend import serving
 from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.integrations.transformers.sites import AttentionSite
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.transformer.parts import seeded
-from efficient_attn.transformer.seeds import spawn_seeds
+from efficient_attn.transformer.seeds import seeded, spawn_seeds
 
 # Saved tensors of the backend of each attention module, by their names in the backend.
 SavedTensors = dict[str, dict[str, Tensor]]
@@ -96,7 +95,7 @@ def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, s
             "and a mapping such as {'0-3': 'exact', '4-7': 'window'} sets it by layer."
         )
     if site.only_exact is None:
-        name, window_options = serving(chosen.name, site.pattern)
+        name, window_options = _serving(chosen.name, site.pattern)
         if window_options:
             _check_window(site, options, window_options["window"])
             chosen, options = resolve(name), dict(window_options)
@@ -110,6 +109,21 @@ def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, s
         causal=site.pattern.causal,
         scale=site.scale,
         **options,
+    )
+
+
+def _serving(name: str, pattern: Pattern) -> tuple[str, dict[str, int]]:
+    """The backend and its options for a pattern, given the requested name.
+
+    For a sliding-window layer, exact attention is a window of the model's width.
+    """
+    if pattern.window is None:
+        return name, {}
+    if name in ("exact", "window"):
+        return "window", {"window": pattern.window}
+    raise UnsupportedError(
+        f"Backend {name!r} does not support {pattern}; 'window' and 'exact' do: attach(model, "
+        f"full={name!r}) leaves such layers exact."
     )
 
 

@@ -1,5 +1,6 @@
 """Attaching backends to transformers models, and detaching them."""
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,8 +9,8 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
+from efficient_attn import sharding
 from efficient_attn.backend import Backend
-from efficient_attn.backends import list_backends
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.integrations.plan_files import is_plan_file, read_plan
 from efficient_attn.integrations.transformers.assignment import (
@@ -23,10 +24,9 @@ from efficient_attn.integrations.transformers.attend import (
     NO_WEIGHTS,
     PATTERN,
     SUBMODULE,
-    attention_function,
+    attend,
 )
 from efficient_attn.integrations.transformers.masking import make_mask
-from efficient_attn.integrations.transformers.sharded import check_model
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, ignored, unwrap
 
 M = TypeVar("M", bound=nn.Module)
@@ -37,20 +37,15 @@ _FUNCTION = "attn_implementation"
 # Attribute that holds the handle of the hook below.
 _HOOK = "_efficient_attn_hook"
 
+# Rotary positions with frequencies that depend on the largest position of a call.
+_BY_LENGTH = ("dynamic", "longrope")
+
 _log = logging.getLogger(__name__)
 
 
-def register() -> tuple[str, ...]:
-    """Register all backends with transformers as attn_implementation="efficient_attn.<name>".
-
-    Stateless backends work by that name alone; the others raise an error that names `attach`. A mask function
-    of the same name is registered too, without which transformers would silently drop all masks.
-    """
-    names = {f"{NAME}.{name}": attention_function(name) for name in list_backends()}
-    for name, function in {NAME: attention_function(None), **names}.items():
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, make_mask)
-    return tuple(names)
+AttentionInterface.register(NAME, attend)
+# Without a mask function of the same name transformers silently drops all masks.
+AttentionMaskInterface.register(NAME, make_mask)
 
 
 def attach(
@@ -84,9 +79,9 @@ def attach(
         UnsupportedError: If a backend does not support a layer; no backend is attached then.
         UnknownNameError, OptionError, DtypeError: If the request is invalid.
     """
-    kinds = {"full": full, "sliding": sliding, "cross": cross}
     inner = unwrap(model)
-    sites, backends = _build_request(inner, backend, kinds, options, max_tokens, seed)
+    kinds = {"full": full, "sliding": sliding, "cross": cross}
+    sites, backends = _build_request(inner, backend, **kinds, max_tokens=max_tokens, seed=seed, **options)
     install(inner, sites, backends)
     _log.warning(
         "%s attends through efficient_attn. save_pretrained saves its backends and "
@@ -102,24 +97,10 @@ def attach(
 
 
 @contextmanager
-def swapped(
-    model: M,
-    backend: Any = None,
-    *,
-    full: Any = None,
-    sliding: Any = None,
-    cross: Any = None,
-    max_tokens: int | None = None,
-    seed: int = 0,
-    **options: Any,
-) -> Iterator[M]:
-    """Attach backends, and restore the model on exit.
-
-    The arguments are the arguments of `attach`.
-    """
-    kinds = {"full": full, "sliding": sliding, "cross": cross}
+def swapped(model: M, backend: Any = None, **arguments: Any) -> Iterator[M]:
+    """Attach backends with the arguments of `attach`, and restore the model on exit."""
     inner = unwrap(model)
-    with installed(inner, *_build_request(inner, backend, kinds, options, max_tokens, seed)):
+    with installed(inner, *_build_request(inner, backend, **arguments)):
         yield model
 
 
@@ -140,7 +121,6 @@ def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mappin
     """Install built backends in their modules and register them in the model's configuration."""
     restore = _snapshot(model)
     try:
-        register()
         model.set_attn_implementation(NAME)
         for site in sites:
             backend: Any = _move(backends[site.path], model, site).train(site.module.training)
@@ -203,17 +183,53 @@ def _refuse_call(model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> No
     """Refuse calls that the attention function cannot: some models hide output_attentions from it."""
     if named.get("output_attentions"):
         raise UnsupportedError(NO_WEIGHTS)
-    check_model(model, args, named)
+    if sharding.hook is not None:
+        _check_sharded(model, args, named)
+
+
+def _check_sharded(model: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Refuse calls inside context_parallel that would compute from the tokens of one rank alone.
+
+    Raises:
+        UnsupportedError: If positions are missing or depend on the length, or a module computes attention in
+            its own code.
+    """
+    kind, forward = type(model).__name__, inspect.signature(model.forward)
+    if "position_ids" not in forward.parameters:
+        raise UnsupportedError(
+            f"{kind} makes the positions of its tokens itself, which inside context_parallel begin at 0 on "
+            "every process; models that take position_ids work there."
+        )
+    if forward.bind_partial(*args, **named).arguments.get("position_ids") is None:
+        raise UnsupportedError(
+            f"Inside context_parallel {kind} needs position_ids of the tokens of this process: give "
+            "position_ids=shard(torch.arange(tokens)[None], mesh, dim=1)."
+        )
+    rotary = getattr(model.config, "rope_parameters", None) or {}
+    if rotary.get("rope_type") in _BY_LENGTH:
+        raise UnsupportedError(
+            f"{kind} has {rotary['rope_type']!r} rotary positions, which depend on the length of the "
+            "sequence and would differ between processes, inside context_parallel."
+        )
+    if uncalled := ignored(model):
+        raise UnsupportedError(
+            f"{next(iter(uncalled))} of {kind} computes attention in its own code, which inside "
+            "context_parallel reads the tokens of this process alone."
+        )
 
 
 def _build_request(
     model: PreTrainedModel,
     backend: Any,
-    kinds: Mapping[str, Any],
-    options: Mapping[str, Any],
-    max_tokens: int | None,
-    seed: int,
+    *,
+    full: Any = None,
+    sliding: Any = None,
+    cross: Any = None,
+    max_tokens: int | None = None,
+    seed: int = 0,
+    **options: Any,
 ) -> tuple[list[AttentionSite], dict[str, Backend]]:
+    kinds = {"full": full, "sliding": sliding, "cross": cross}
     sites = find_sites(model)
     if rest := ignored(model):
         path, kind = next(iter(rest.items()))

@@ -1,4 +1,4 @@
-"""The attention functions that transformers calls.
+"""The attention function that transformers calls.
 
 Features that no kernel of this package has are computed as the code of the model defines them: capped scores
 and attention sinks by the eager function of the model's file; position biases, packed sequences and other
@@ -14,17 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import assume_constant_result
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import build, spec
+from efficient_attn.backends import build
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern
-from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, visible_in
-from efficient_attn.integrations.transformers.sharded import check_no_pairs
+from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, check_no_pairs, visible_in
 
-# attn_implementation of attached models, and the prefix of ".<backend>".
+# attn_implementation of attached models.
 NAME = "efficient_attn"
 # Name of the submodule that `attach` adds to an attention module.
 SUBMODULE = "efficient_attn"
@@ -59,54 +57,44 @@ _SDPA = {
 }
 
 
-def attention_function(name: str | None) -> Callable[..., tuple[Tensor, None]]:
-    """Attention function of a stateless backend. None: of attached backends.
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of attached models: the output [batch tokens heads value_dim], and no weights.
 
     Raises:
         UnsupportedError: If no backend is attached, or it does not support an argument.
     """
-
-    def attend(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        is_causal: bool | None = None,
-        **arguments: Any,
-    ) -> tuple[Tensor, None]:
-        attached = _attached_backend(module) if name is None else None
-        _refuse_arguments(module, arguments)
-        expected = None if attached is None else getattr(attached, PATTERN)
-        visible = _visible_keys(module, query, key, attention_mask, is_causal, expected)
-        feature = _exact_only_feature(visible.pattern, arguments)
-        if feature is not None or (attached is not None and expected is None):
-            check_no_pairs(type(module).__name__, feature or "computes its scores in its own code")
-            served = name if attached is None else attached.spec.name
-            if served not in EXACT and not (expected is not None and expected.sliding):
-                raise UnsupportedError(
-                    f"{type(module).__name__} {feature}, which backend {served!r} does not support; 'exact' "
-                    "does."
-                )
-            out = _attend_as_written(
-                module, query, key, value, attention_mask, scaling, dropout, is_causal, arguments
+    backend = _attached_backend(module)
+    _refuse_arguments(module, arguments)
+    expected = getattr(backend, PATTERN)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    visible = _visible_keys(module, query, key, attention_mask, causal, expected)
+    feature = _exact_only_feature(visible.pattern, arguments)
+    if feature is not None or expected is None:
+        check_no_pairs(type(module).__name__, feature or "computes its scores in its own code")
+        if backend.spec.name not in EXACT and not (expected is not None and expected.sliding):
+            raise UnsupportedError(
+                f"{type(module).__name__} {feature}, which backend {backend.spec.name!r} does not support; "
+                "'exact' does."
             )
-            return out, None
-        if attached is None:
-            pattern = visible.pattern
-            place: str = _stateless(name, query.shape[-1], pattern.back, pattern.ahead, scaling)
-            backend: Backend = getattr(_BUILT, place)
-        else:
-            backend = attached
-            _check_built_for(backend, visible.pattern)
-            query = _scaled_queries(query, scaling, backend)
-        if dropout:
-            backend = _with_dropout(backend, dropout, module)
-        return _run_backend(backend, query, key, value, visible), None
-
-    return attend
+        tensors = (query, key, value, attention_mask)
+        return _attend_as_written(
+            module, *tensors, arguments, scaling=scaling, dropout=dropout, causal=causal
+        ), None
+    _check_built_for(backend, visible.pattern)
+    query = _scaled_queries(query, scaling, backend)
+    if dropout:
+        backend = _with_dropout(backend, dropout, module)
+    return _run_backend(backend, query, key, value, visible), None
 
 
 def _attached_backend(module: Any) -> Any:
@@ -119,26 +107,10 @@ def _attached_backend(module: Any) -> Any:
     return backend
 
 
-def serving(name: str, pattern: Pattern) -> tuple[str, dict[str, int]]:
-    """The backend and its options for a pattern, given the requested name.
-
-    For a sliding-window layer, exact attention is a window of the model's width.
-    """
-    if pattern.window is None:
-        return name, {}
-    if name in ("exact", "window"):
-        return "window", {"window": pattern.window}
-    raise UnsupportedError(
-        f"Backend {name!r} does not support {pattern}; 'window' and 'exact' do: attach(model, "
-        f"full={name!r}) leaves such layers exact."
-    )
-
-
 def _visible_keys(
-    module: Any, query: Tensor, key: Tensor, mask: Any, is_causal: bool | None, expected: Pattern | None
+    module: Any, query: Tensor, key: Tensor, mask: Any, causal: bool, expected: Pattern | None
 ) -> VisibleKeys:
-    """Visible keys by the mask, or else by the module."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    """Visible keys by the mask, or else by the causality of the call."""
     fits_causal = causal if expected is None else expected == CAUSAL
     visible = visible_in(mask, query.shape[0], query.shape[2], key.shape[2], causal=fits_causal)
     if visible is not None:
@@ -194,37 +166,6 @@ def _run_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, vi
     return backend(query, k, v, key_mask=visible.key_mask).transpose(1, 2).contiguous()
 
 
-class _Built:
-    """Backends of names as attributes, which compiled code reads as they are."""
-
-
-_BUILT = _Built()
-_PLACES: dict[tuple[str, int, Pattern, float | None], str] = {}
-
-
-@assume_constant_result
-def _stateless(name: str, head_dim: int, back: int | None, ahead: int | None, scale: float | None) -> str:
-    """Build a backend once, and return its attribute."""
-    pattern = Pattern(back, ahead)
-    key = (name, head_dim, pattern, scale)
-    if key in _PLACES:
-        return _PLACES[key]
-    served, options = serving(name, pattern)
-    stateful = spec(served).capabilities.needs_max_tokens
-    if not stateful:
-        backend = build(served, head_dim=head_dim, causal=pattern.causal, scale=scale, **options)
-        stateful = any(True for _ in backend.parameters()) or any(True for _ in backend.buffers())
-    if stateful:
-        raise UnsupportedError(
-            f"Backend {name!r} has parameters or random features, which must be part of the model: "
-            f"attach(model, {name!r}) of efficient_attn.integrations.transformers adds them."
-        )
-    place = f"backend_{len(_PLACES)}"
-    setattr(_BUILT, place, backend)
-    _PLACES[key] = place
-    return place
-
-
 def _with_dropout(backend: Backend, dropout: float, module: Any) -> Backend:
     """The same backend with the attention dropout that the model requests in training."""
     if not any(field.name == "dropout" for field in fields(backend.spec.options_type)):
@@ -266,12 +207,13 @@ def _attend_as_written(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    arguments: dict[str, Any],
+    *,
     scaling: float | None,
     dropout: float,
-    is_causal: bool | None,
-    arguments: dict[str, Any],
+    causal: bool,
 ) -> Tensor:
-    """The output in transformers' layout, [batch tokens heads value_dim].
+    """The output of the model's code, [batch tokens heads value_dim].
 
     Raises:
         UnsupportedError: If the model has no such function, or its keys are in a state.
@@ -281,7 +223,6 @@ def _attend_as_written(
             f"{type(module).__name__} has scores or a mask that no state supports; use transformers' own "
             "cache."
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     eager = any(arguments.get(name) is not None for name in _EAGER)
     pairs = mask.written().to(key.device) if isinstance(mask, Mask) else mask
     packed = _packed_pairs(query, key, arguments)
@@ -307,7 +248,7 @@ def _attend_as_written(
         return attend(module, query, key, value, pairs, scaling=scaling, dropout=dropout, **arguments)[0]
     bias = {"position_bias": arguments.get("position_bias")}
     return sdpa_attention_forward(
-        module, query, key, value, pairs, dropout=dropout, scaling=scaling, is_causal=is_causal, **bias
+        module, query, key, value, pairs, dropout=dropout, scaling=scaling, is_causal=causal, **bias
     )[0]
 
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import spec
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.transformers.attend import NAME, STATE, SUBMODULE, serving
+from efficient_attn.integrations.transformers.attend import NAME, STATE, SUBMODULE
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, unwrap
 from efficient_attn.sharding import whole_tokens
 
@@ -113,15 +112,10 @@ def _check_streams(site: AttentionSite) -> None:
             f"{site.path} is {site.kind} attention and not causal: it has no state; "
             "a StateCache is for decoders."
         )
-    name, _, registered = site.module.config._attn_implementation.partition(".")
-    backend: Any = getattr(site.module, SUBMODULE, None)
-    if name != NAME or (backend is None and not registered):
+    backend = getattr(site.module, SUBMODULE, None)
+    if site.module.config._attn_implementation != NAME or backend is None:
         raise UnsupportedError(
             "This model does not attend through efficient_attn, which a StateCache requires: attach first."
         )
-    if registered:
-        streams = spec(serving(registered, site.pattern)[0]).capabilities.streaming
-    else:
-        streams = backend.spec.capabilities.streaming
-    if not streams:
+    if not backend.spec.capabilities.streaming:
         raise UnsupportedError(f"The backend of {site.path} has no state; use transformers' own cache.")

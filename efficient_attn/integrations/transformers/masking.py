@@ -24,9 +24,8 @@ from transformers.masking_utils import (
 )
 
 from efficient_attn import sharding
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.errors import ShapeError, UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern, read_mask
-from efficient_attn.integrations.transformers.sharded import check_no_pairs, check_own_mask
 
 # Attributes of a tensor that expose its entries, methods that read no entry, and methods that copy all.
 _ENTRIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -121,18 +120,7 @@ def make_mask(
     allow_is_bidirectional_skip: bool | None = None,
     **_: Any,
 ) -> Tensor:
-    """Mask function of all our attention functions, called once per pattern.
-
-    Raises:
-        UnsupportedError: If the model of the configuration ignores its attention function.
-    """
-    kind = type(config)
-    name = getattr(config, "_attn_implementation", None) or ""
-    if "." in name and not _calls_interface(kind):
-        raise UnsupportedError(
-            f"{kind.__name__}: this model computes attention in its own code, so that "
-            f"attn_implementation={name!r} has no effect; use attn_implementation='eager'."
-        )
+    """Mask function of our attention function, called once per pattern."""
     if torch.compiler.is_compiling():
         bidirectional = allow_is_bidirectional_skip is not None
         plain = not use_vmap and (bidirectional or allow_is_causal_skip)
@@ -145,7 +133,7 @@ def make_mask(
     key_mask = _real_keys(attention_mask, kv_offset, keys)
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
     entries = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
-    added = not _reads_bool(kind)
+    added = not _reads_bool(type(config))
     if added:
         hidden = torch.finfo(dtype).min
         entries = torch.zeros_like(entries, dtype=dtype).masked_fill(~entries, hidden)
@@ -170,23 +158,10 @@ def make_mask(
     return Mask.of(entries, VisibleKeys(pattern, kv_offset, keys, key_mask), written)
 
 
-@cache
-def _model_of(config: Any) -> Any:
-    """Model class of a configuration, if transformers has one."""
-    return MODEL_MAPPING.get(config, None)
-
-
-@assume_constant_result
-def _calls_interface(config: Any) -> bool:
-    """Whether models of a configuration call the attention interface."""
-    model = _model_of(config)
-    return model is None or model._can_set_attn_implementation()
-
-
 @assume_constant_result
 def _reads_bool(config: Any) -> bool:
     """Whether models of a configuration accept the mask of sdpa, which is bool."""
-    return getattr(_model_of(config), "_supports_sdpa", True)
+    return getattr(MODEL_MAPPING.get(config, None), "_supports_sdpa", True)
 
 
 def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) -> VisibleKeys | None:
@@ -288,3 +263,29 @@ def _closure_value(function: Any, name: str) -> Any:
             "efficient_attn does not know; use attn_implementation='sdpa'."
         )
     return cells[name].cell_contents
+
+
+def check_own_mask(attention_mask: Tensor | None, keys: int) -> None:
+    """Refuse a mask of another length than the tokens of this rank.
+
+    Raises:
+        ShapeError: If `context_parallel` is active and the length differs.
+    """
+    if sharding.hook is not None and attention_mask is not None and attention_mask.shape[1] != keys:
+        raise ShapeError(
+            f"attention_mask has {attention_mask.shape[1]} tokens and this process holds {keys}: inside "
+            "context_parallel give shard(attention_mask, mesh, dim=1)."
+        )
+
+
+def check_no_pairs(name: str, what: str) -> None:
+    """Refuse attention by a mask of queries and keys, or by scores of the model's own code.
+
+    Raises:
+        UnsupportedError: If `context_parallel` is active.
+    """
+    if sharding.hook is not None:
+        raise UnsupportedError(
+            f"{name} {what}, which reads the tokens of this process alone inside context_parallel. If "
+            "position_ids of a head-tail layout look like packed sequences, give an attention_mask of ones."
+        )

@@ -18,7 +18,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.plan_files import check_plan
 from efficient_attn.integrations.transformers.assignment import SavedTensors, build_plan
-from efficient_attn.integrations.transformers.attachment import attach, install, register, second_names
+from efficient_attn.integrations.transformers.attachment import attach, install, second_names
 from efficient_attn.integrations.transformers.attend import SUBMODULE
 from efficient_attn.integrations.transformers.loading import (
     check_config,
@@ -114,8 +114,6 @@ def load(
         )
     layers = None if plan is not None else _checked_layers(saved, path / "config.json")
     kind = model_class(config, path)
-    # The configuration names the attention function of attached models.
-    register()
     model, report = read_model(path, kind, **arguments)
     check_nothing_else(path, report, ours=f".{SUBMODULE}.")
     if layers is None:

@@ -63,24 +63,27 @@ def test_sites_are_named_by_their_module_and_keep_the_name_in_loops():
 
 
 @torch.no_grad()
-def test_a_measured_error_is_that_of_the_backend_on_these_tensors():
+def test_a_measured_error_is_that_of_the_backend_on_the_captured_tensors_of_real_tokens(tmp_path):
     model, run = padded_encoder()
-    with (
-        ea.intercept.measure(model, {"window": {"window": 3}}) as measured,
-        ea.intercept.capture(model) as stored,
-    ):
+    entries = [ea.intercept.capture(model, entry=entry) for entry in (0, 1)]
+    with ea.intercept.measure(model, {"window": {"window": 3}}) as measured, entries[0], entries[1]:
         run()
     name, site = next(iter(measured.sites.items()))
-    captured, whole = stored.sites[name], []
-    with ea.intercept.capture(model, entry=1) as second:
-        run()
-    for q, k, v in (captured, second.sites[name]):
+    assert [x.sites[name].q.shape[-2] for x in entries] == [TOKENS, 9]
+    squares = []
+    for q, k, v in (x.sites[name] for x in entries):
         out = ea.attention(q, k, v, "window", window=3)
         exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
-        whole.append(((out - exact).square().sum(), exact.square().sum()))
-    errors, norms = map(sum, zip(*whole, strict=True))
+        squares.append(((out - exact).square().sum(), exact.square().sum()))
+    errors, norms = map(sum, zip(*squares, strict=True))
     assert site.errors["window(window=3)"] == pytest.approx(math.sqrt(errors / norms), rel=1e-5)
-    assert [x.q.shape[-2] for x in (captured, second.sites[name])] == [TOKENS, 9]
+    entries[1].save(tmp_path / "qkv.safetensors")
+    stored = read_activations(tmp_path / "qkv.safetensors")
+    assert (
+        list(stored.layers) == [0, 1]
+        and stored.about["sites"] == '["layers.0.self_attn", "layers.1.self_attn"]'
+    )
+    assert torch.equal(stored.layers[0].q, entries[1].sites[name].q.half())
 
 
 def test_equal_keys_have_the_entropy_of_uniform_weights():
@@ -90,6 +93,19 @@ def test_equal_keys_have_the_entropy_of_uniform_weights():
     (site,) = measured.sites.values()
     assert site.entropy == pytest.approx(site.uniform_entropy, rel=1e-12)
     assert site.shape == (1, 2, 1, 70, 70, 8)
+
+
+def test_requests_of_a_capture_that_cannot_be_served_are_refused():
+    model, run = written_model()
+    for options, error, match in (
+        ({"only": "layers.7"}, UnknownNameError, r"layers\.7"),
+        ({"entry": 2}, OptionError, "entry"),
+        ({"most_bytes": 100}, OptionError, "only"),
+    ):
+        with pytest.raises(error, match=match), ea.intercept.capture(model, **options):
+            run()
+    with pytest.raises(DataError, match=r"No call .* with its own softmax must call F\."):
+        ea.intercept.capture(model).captured()
 
 
 def bias(shown, low=-math.inf):
@@ -250,32 +266,3 @@ def test_calls_of_one_site_are_measured_with_their_scale_and_only_with_their_cau
     (both,) = measured.sites.values()
     assert both.exact_because == {"window(window=5)": "its causality is not that of the example"}
     assert both.errors == alone.errors
-
-
-@torch.no_grad()
-def test_captured_sites_are_read_as_layers_by_the_measurements(tmp_path):
-    model, run = padded_encoder()
-    with ea.intercept.capture(model, entry=1) as captured:
-        run()
-    captured.save(tmp_path / "qkv.safetensors")
-    stored = read_activations(tmp_path / "qkv.safetensors")
-    assert list(stored.layers) == [0, 1]
-    assert torch.equal(stored.layers[1].q, captured.sites[list(captured.sites)[1]].q.half())
-    assert stored.about["sites"] == '["layers.0.self_attn", "layers.1.self_attn"]'
-    errors = ea.mse(["window"], sizes=[3], inputs=str(tmp_path / "qkv.safetensors")).to_pandas()
-    assert set(errors["status"]) == {"ok"}
-
-
-@torch.no_grad()
-def test_captured_causal_sites_say_so_and_wrong_requests_are_refused(tmp_path):
-    model, run = written_model()
-    with ea.intercept.capture(model, only="layers.1") as captured:
-        run()
-    assert captured.captured().patterns == {0: "causal over all keys"}
-    with pytest.raises(UnknownNameError, match=r"layers\.7"):
-        ea.intercept.capture(model, only="layers.7")
-    with pytest.raises(DataError, match=r"No call .* with its own softmax must call F\."):
-        ea.intercept.capture(model).captured()
-    for options, match in (({"entry": 2}, "entry"), ({"most_bytes": 100}, "only")):
-        with pytest.raises(OptionError, match=match), ea.intercept.capture(model, **options):
-            run()

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import re
 
 import pytest
 import torch
@@ -40,29 +41,22 @@ def test_exact_in_the_place_of_torchs_function_changes_rounding_alone(make):
     assert torch.equal(run(), alone)
 
 
-@MODELS
-@torch.no_grad()
-def test_replaced_attention_travels_with_copies_state_dicts_and_pickles(make):
-    model, run = make()
-    with ea.intercept.replace(model, "performer-positive", example=run, num_features=16):
-        expected = run()
-        state = model.state_dict()
-        assert sum("efficient_attn.0" in name for name in state)
-    with ea.intercept.replace(model, "performer-positive", example=run, num_features=16, seed=5):
-        assert not torch.equal(run(), expected)
-        model.load_state_dict(state)
-        torch.testing.assert_close(run(), expected)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @torch.no_grad()
-def test_a_copy_has_backends_of_its_own(copied):
+def test_random_features_repeat_by_seed_and_travel_with_state_dicts_and_copies(copied):
     model, run = written_model()
-    x = torch.randn(1, TOKENS, DIM)
-    with ea.intercept.replace(model, "performer-positive", example=run, num_features=16):
-        expected, copy_ = model(x), copied(model)
-    assert torch.equal(copy_(x), expected)
-    assert not torch.equal(model(x), expected)
+    x, options = torch.randn(1, TOKENS, DIM), {"example": run, "num_features": 16}
+    with ea.intercept.replace(model, "performer-positive", **options, seed=3):
+        expected, copy_, state = model(x), copied(model), model.state_dict()
+        first, second = (x.clone() for name, x in state.items() if name.endswith("features.projection"))
+        assert sum("efficient_attn.0" in name for name in state) and not torch.equal(first, second)
+    assert torch.equal(copy_(x), expected) and not torch.equal(model(x), expected)
+    with ea.intercept.replace(model, "performer-positive", **options, seed=3):
+        assert torch.equal(model(x), expected)
+    with ea.intercept.replace(model, "performer-positive", **options, seed=5):
+        assert not torch.equal(model(x), expected)
+        model.load_state_dict(state)
+        torch.testing.assert_close(model(x), expected)
 
 
 def test_parameters_of_backends_are_trained_and_a_checkpoint_computes_them_again():
@@ -91,60 +85,6 @@ def test_each_site_may_have_its_own_backend():
         run()
 
 
-@torch.no_grad()
-def test_random_features_differ_by_site_and_repeat_by_seed():
-    model, run = written_model()
-
-    def projections(seed):
-        with ea.intercept.replace(model, "performer-positive", example=run, seed=seed):
-            return [x.clone() for name, x in model.named_buffers() if "projection" in name]
-
-    first, second = projections(3)
-    assert not torch.equal(first, second)
-    assert all(map(torch.equal, projections(3), [first, second]))
-    assert not torch.equal(projections(4)[0], first)
-
-
-@torch.no_grad()
-def test_calls_that_cannot_be_served_stay_exact_with_their_reason():
-    model, run = written_model()
-    x, sliding = torch.randn(2, TOKENS, DIM), TRIANGLE & ~TRIANGLE.tril(-4)
-    alone = model(x, sliding)
-    with ea.intercept.replace(model, "performer-positive", example=run) as replaced:
-        assert torch.equal(model(x, sliding), alone)
-        model(x, REAL[:, None, None])
-    reasons = {"its mask is no key mask and not causal": 1, "its causality is not that of the example": 1}
-    assert set(replaced.served) == {"layers.0", "layers.1"}
-    with ea.intercept.replace(model, "performer-positive", example=run) as replaced:
-        model(x, sliding), model(x, REAL[:, None, None])
-        assert replaced.calls == {"layers.0": reasons, "layers.1": reasons}
-    refused = pytest.raises(UnsupportedError, match=r"layers\.0 cannot be served: its mask is no key mask")
-    with ea.intercept.replace(model, "performer-positive", example=run, strict=True), refused:
-        model(x, sliding)
-
-
-def test_attention_with_dropout_stays_exact_in_training():
-    model, x = OwnModel(dropout=0.5).train(), torch.randn(2, TOKENS, DIM)
-    with ea.intercept.replace(model, "window", example=lambda: model(x)) as replaced:
-        assert model.training
-        model(x)
-        assert replaced.calls["layers.0"] == {"it drops attention weights (dropout_p=0.5)": 1}
-
-
-@torch.no_grad()
-def test_one_query_of_a_decoding_step_is_served_by_a_causal_backend():
-    q, k = torch.randn(1, HEADS, 1, HEAD_DIM), torch.randn(1, HEADS, TOKENS, HEAD_DIM)
-
-    class Cached(nn.Module):
-        def forward(self, q, k):
-            return F.scaled_dot_product_attention(q, k, k, is_causal=q.shape[-2] > 1)
-
-    model = Cached()
-    with ea.intercept.replace(model, "exact", example=lambda: model(k, k), strict=True) as replaced:
-        torch.testing.assert_close(model(q, k), F.scaled_dot_product_attention(q, k, k))
-        assert replaced.calls == {"model": {"served": 1}}
-
-
 LINEAR = ("linear-elu", "linear-hedgehog", "performer-positive", "performer-trig")
 
 
@@ -163,14 +103,6 @@ def test_a_backend_takes_the_scale_of_each_call(name, scale):
         assert replaced.calls == {"model": {"served": 1}}
 
 
-@torch.no_grad()
-def test_a_backend_built_with_scale_0_serves_no_other_scale():
-    model, (q, k, v) = Called(), torch.randn(3, 2, HEADS, TOKENS, HEAD_DIM)
-    with ea.intercept.replace(model, "exact", example=lambda: model(q, k, v, scale=0.0)) as replaced:
-        assert torch.equal(model(q, k, v), F.scaled_dot_product_attention(q, k, v))
-        assert replaced.calls == {"model": {"its scale is 0.353553, that of the example 0": 1}}
-
-
 class Biased(nn.Module):
     """Attention with a learned bias of the scores, zero at first."""
 
@@ -180,17 +112,6 @@ class Biased(nn.Module):
 
     def forward(self, q):
         return F.scaled_dot_product_attention(q, q, q, self.bias + torch.zeros(TOKENS))
-
-
-def test_a_learned_bias_that_is_still_zero_gets_its_gradient():
-    model, q = Biased(), torch.randn(2, HEADS, TOKENS, HEAD_DIM)
-    with ea.intercept.replace(model, "exact", example=lambda: model(q)) as replaced:
-        model(q).square().sum().backward()
-        assert replaced.calls == {"model": {"its mask is learned (it requires a gradient)": 1}}
-    assert model.bias.grad is not None
-    refused = pytest.raises(UnsupportedError, match="model cannot be served: its mask is learned")
-    with ea.intercept.replace(model, "exact", example=lambda: model(q), strict=True), refused:
-        model(q)
 
 
 class Pair(nn.Module):
@@ -212,6 +133,78 @@ class Uneven(nn.Module):
         return x
 
 
+class Cached(nn.Module):
+    """One query of a decoding step reads all keys, and is not causal."""
+
+    def forward(self, q, k):
+        return F.scaled_dot_product_attention(q, k, k, is_causal=q.shape[-2] > 1)
+
+
+X, HEADS_OF_X = torch.randn(2, TOKENS, DIM), torch.randn(2, HEADS, TOKENS, HEAD_DIM)
+SLIDING = TRIANGLE & ~TRIANGLE.tril(-4)
+# Model, inputs of the example, arguments of a later call, its site and the reason of exact attention.
+CALLS = {
+    "another mask": (OwnModel, (X,), {"mask": SLIDING}, "layers.0", "its mask is no key mask and not causal"),
+    "another causality": (
+        OwnModel,
+        (X,),
+        {"mask": REAL[:, None, None]},
+        "layers.0",
+        "its causality is not that of the example",
+    ),
+    "dropout": (
+        lambda: OwnModel(dropout=0.5),
+        (X,),
+        {},
+        "layers.0",
+        "it drops attention weights (dropout_p=0.5)",
+    ),
+    "another scale": (
+        lambda: Called(scale=0.0),
+        3 * (HEADS_OF_X,),
+        {"scale": None},
+        "model",
+        "its scale is 0.353553, that of the example 0",
+    ),
+    "a learned bias, zero at first": (
+        Biased,
+        (HEADS_OF_X,),
+        {},
+        "model",
+        "its mask is learned (it requires a gradient)",
+    ),
+    "more calls": (Pair, (HEADS_OF_X,), {"times": 2}, "inner#2", "the example makes no such call"),
+    "a decoding step": (Cached, 2 * (HEADS_OF_X,), {"q": HEADS_OF_X[..., -1:, :]}, "model", "served"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_cannot_be_served_stays_exact_with_its_reason(name):
+    make, tensors, options, site, reason = CALLS[name]
+    torch.manual_seed(0)
+    model = make().train()
+    call = dict(zip(("q", "k", "v") if len(tensors) > 1 else (), tensors, strict=False)) or None
+    run = (lambda: model(**{**call, **options})) if call else (lambda: model(*tensors, **options))
+    torch.manual_seed(1)
+    expected = run()
+    with ea.intercept.replace(model, "exact", example=lambda: model(*tensors)) as replaced:
+        assert model.training
+        torch.manual_seed(1)
+        output = run()
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+        assert replaced.calls[site][reason] == 1
+        if name.startswith("a learned"):
+            output.square().sum().backward()
+            assert model.bias.grad is not None
+    if reason == "served":
+        return
+    refused = pytest.raises(
+        UnsupportedError, match=f"{re.escape(site)} cannot be served: {re.escape(reason)}"
+    )
+    with refused, ea.intercept.replace(model, "exact", example=lambda: model(*tensors), strict=True):
+        run()
+
+
 @torch.no_grad()
 def test_a_run_with_fewer_calls_than_the_example_is_refused():
     model, x = Pair(), torch.randn(1, HEADS, TOKENS, HEAD_DIM)
@@ -220,18 +213,6 @@ def test_a_run_with_fewer_calls_than_the_example_is_refused():
         with pytest.raises(UnsupportedError, match="inner makes 1 of the 2 calls of the example"):
             model(x, first=False)
         assert torch.equal(model(x, first=False, times=0), x)
-
-
-@torch.no_grad()
-def test_calls_that_the_example_does_not_make_stay_exact():
-    model, x = Pair(), torch.randn(1, HEADS, TOKENS, HEAD_DIM)
-    expected = model(x, times=2)
-    with ea.intercept.replace(model, "exact", example=lambda: model(x)) as replaced:
-        torch.testing.assert_close(model(x, times=2), expected, rtol=1e-5, atol=1e-5)
-        assert replaced.calls["inner#2"] == {"the example makes no such call": 1}
-    refused = pytest.raises(UnsupportedError, match="inner#2 cannot be served: the example makes no such")
-    with ea.intercept.replace(model, "exact", example=lambda: model(x), strict=True), refused:
-        model(x, times=2)
 
 
 @torch.no_grad()
@@ -294,14 +275,10 @@ def test_a_module_around_another_that_calls_attention_stays_exact():
     ("backend", "options", "error", "match"),
     [
         ("window", {"only": "layer.*"}, UnknownNameError, "call site"),
-        (
-            "window",
-            {"example": lambda: None},
-            UnsupportedError,
-            r"nowhere: .* code with its own softmax",
-        ),
+        ("window", {"example": lambda: None}, UnsupportedError, "nowhere: .* code with its own softmax"),
         ("linformer", {}, UnsupportedError, r"layers\.0 cannot be served: .*causal"),
         ({"*": "window"}, {"window": 3}, OptionError, "With a mapping of backends, options and patterns"),
+        ({}, {}, OptionError, "names no site"),
         ("windoww", {}, UnknownNameError, "windoww"),
     ],
 )
@@ -311,10 +288,6 @@ def test_wrong_requests_name_the_argument_and_change_nothing(backend, options, e
     with pytest.raises(error, match=match):
         ea.intercept.replace(model, backend, **{"example": run, **options})
     assert list(model.state_dict()) == names
-
-
-def test_a_model_with_backends_takes_no_others():
-    model, run = written_model()
     refused = pytest.raises(OptionError, match=r"undo\(\) it first")
     with ea.intercept.replace(model, "window", example=run), refused:
         ea.intercept.replace(model, "window", example=run)

@@ -20,7 +20,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 
 from efficient_attn.errors import AttentionError
-from efficient_attn.integrations.transformers import ignored, register, swapped
+from efficient_attn.integrations.transformers import ignored, swapped
 from efficient_attn.integrations.transformers.sites import find_sites
 
 MAPPINGS: dict[str, Any] = {
@@ -114,15 +114,12 @@ def judged(mapping: str, model_type: str, class_name: str) -> tuple[str, str]:
 
 
 def compared(model: Any, arguments: dict[str, Any], real: Tensor | None, expected: Tensor) -> tuple[str, str]:
-    """The verdict on exact attention, attached and by name, and on an attached window that has to matter."""
+    """The verdict on attached exact attention, and on an attached window that has to matter."""
 
     def change() -> float:
         return float((output(model, arguments, real) - expected).abs().max() / expected.abs().max())
 
     verdict, reason = tried(lambda: with_backend(model, change, "exact"))
-    by_name, why = tried(lambda: named(model, change))
-    if by_name in (WRONG, ERROR):
-        return by_name, f"by name: {why}"
     if verdict != RIGHT:
         return verdict, reason
     rest = ignored(model)
@@ -151,15 +148,6 @@ def tried(change: Callable[[], float]) -> tuple[str, str]:
 def with_backend(model: Any, change: Callable[[], float], backend: Any = None, **kinds: Any) -> float:
     with swapped(model, backend, **kinds):
         return change()
-
-
-def named(model: Any, change: Callable[[], float]) -> float:
-    register()
-    model.set_attn_implementation("efficient_attn.exact")
-    try:
-        return change()
-    finally:
-        model.set_attn_implementation("eager")
 
 
 def words(error: Exception) -> str:

@@ -5,16 +5,25 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import DECODERS, ROUNDING, VOCABULARY, WINDOW, bert, gemma3, gpt2, llama, mistral
+from integrations.hf_models import (
+    DECODERS,
+    ROUNDING,
+    VOCABULARY,
+    WINDOW,
+    attended,
+    bert,
+    gemma3,
+    llama,
+    mistral,
+)
 
 import efficient_attn as ea
 from efficient_attn.errors import DtypeError, UnsupportedError
-from efficient_attn.integrations.transformers import StateCache, attach, register, swapped
-from efficient_attn.integrations.transformers.attend import attention_function
+from efficient_attn.integrations.masks import CAUSAL, FULL
+from efficient_attn.integrations.transformers import StateCache, attach, swapped
 from efficient_attn.integrations.transformers.caches import StateLayer
 
 NEW = 6
-register()
 
 
 def prompt():
@@ -50,30 +59,22 @@ def assert_same(actual, expected):
     assert torch.equal(actual[0], expected[0])
 
 
-def assert_all_caches(model, expected):
+EXACT = [(name, "exact") for name in DECODERS]
+OTHERS = [("llama", name) for name in ea.list_backends(causal=True) if name != "exact"]
+
+
+@pytest.mark.parametrize(("name", "backend"), [*EXACT, *OTHERS, ("gpt2", "performer-positive")])
+def test_text_is_the_same_without_a_cache_with_the_caches_of_transformers_and_with_states(name, backend):
+    model = DECODERS[name]()
+    sdpa = generated(model)
+    attach(model, backend, **({"window": WINDOW} if backend == "window" else {}))
+    ea.calibrate(model, torch.randint(4, VOCABULARY, (2, 30)))
+    expected = generated(model, use_cache=False)
+    if backend == "exact":
+        assert_same(expected, sdpa)
     assert_same(generated(model), expected)
     assert_same(generated(model, past_key_values=StateCache(model)), expected)
     assert_same(generated(model, cache_implementation="static", disable_compile=True), expected)
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_exact_generates_the_text_of_sdpa_with_all_caches(name):
-    model = DECODERS[name]()
-    expected = generated(model)
-    model.set_attn_implementation("efficient_attn.exact")
-    assert_same(generated(model, use_cache=False), expected)
-    assert_all_caches(model, expected)
-
-
-PAIRS = [(llama, name) for name in ea.list_backends(causal=True)]
-
-
-@pytest.mark.parametrize(("make", "backend"), [*PAIRS, (gpt2, "performer-positive"), (gpt2, "window")])
-def test_no_cache_kept_keys_and_a_state_agree(make, backend):
-    model = make()
-    attach(model, backend, **({"window": WINDOW} if backend == "window" else {}))
-    ea.calibrate(model, torch.randint(4, VOCABULARY, (2, 30)))
-    assert_all_caches(model, generated(model, use_cache=False))
 
 
 @pytest.mark.parametrize("make", [llama, gemma3, mistral])
@@ -102,64 +103,33 @@ def test_beams_are_reordered_with_their_states(backend):
     assert torch.equal(generated(model, past_key_values=StateCache(model), **choices)[0], expected[0])
 
 
-def test_a_text_may_come_in_pieces():
-    model, ids = attach(llama(), "performer-positive"), torch.randint(4, VOCABULARY, (2, 20))
-    cache = StateCache(model)
-    with torch.no_grad():
-        whole = model(ids).logits
-        pieces = [model(part, past_key_values=cache).logits for part in ids.split([7, 1, 12], dim=1)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-5, atol=1e-4)
+CHANGES = {
+    "rows are selected": (lambda cache: cache.batch_select_indices(torch.tensor([1, 0, 1])), [1, 0, 1]),
+    "rows are repeated": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1]),
+    "the cache is reset": (lambda cache: cache.reset(), None),
+}
 
 
-@pytest.fixture(params=["exact", "performer-positive", "window"])
-def streamed(request):
-    """A model, a cache that has read two texts, the texts, and the next tokens of three."""
-    model = attach(llama(), request.param)
-    generator = torch.Generator().manual_seed(0)
-    texts, following = (
-        torch.randint(4, VOCABULARY, shape, generator=generator) for shape in ((2, 9), (3, 4))
-    )
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("backend", ["exact", "performer-positive", "window"])
+def test_a_changed_cache_continues_texts_as_no_cache_does(backend, change):
+    act, rows = CHANGES[change]
+    model, generator = attach(llama(), backend), torch.Generator().manual_seed(0)
+    texts, following = (torch.randint(4, VOCABULARY, (2, n), generator=generator) for n in (9, 4))
     cache = StateCache(model)
+    # A state that has read nothing has nothing to select.
+    cache.reorder_cache(torch.tensor([0]))
+    assert [layer.state for layer in cache.layers] == [None] * 3
     with torch.no_grad():
         model(texts, past_key_values=cache)
-    return model, cache, texts, following
-
-
-def assert_continues(model, cache, texts, following):
-    """The cache continues texts as no cache does."""
-    with torch.no_grad():
+        act(cache)
+        texts = texts[:, :0] if rows is None else texts[rows]
+        following = following if rows is None else following[rows]
+        assert cache.get_seq_length() == texts.shape[1]
         actual = model(following, past_key_values=cache).logits
         whole = torch.cat([texts, following], dim=1)
         expected = model(whole, use_cache=False).logits[:, texts.shape[1] :]
     torch.testing.assert_close(actual, expected, **ROUNDING)
-
-
-def test_selected_rows_take_their_states_along(streamed):
-    model, cache, texts, following = streamed
-    rows = torch.tensor([1, 0, 1])
-    cache.batch_select_indices(rows)
-    assert_continues(model, cache, texts[rows], following)
-
-
-def test_repeated_rows_lie_side_by_side(streamed):
-    model, cache, texts, following = streamed
-    cache.batch_repeat_interleave(2)
-    following = torch.cat([following, following[:1]])
-    assert_continues(model, cache, texts.repeat_interleave(2, dim=0), following)
-
-
-def test_a_cache_that_is_reset_begins_with_another_text(streamed):
-    model, cache, texts, following = streamed
-    assert cache.get_seq_length() == texts.shape[1]
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert_continues(model, cache, following[:, :0], following)
-
-
-def test_a_state_that_has_read_nothing_has_nothing_to_select():
-    cache = StateCache(attach(llama(), "performer-positive"))
-    cache.reorder_cache(torch.tensor([0]))
-    assert [layer.state for layer in cache.layers] == [None] * 3
 
 
 def test_states_are_refused_where_they_cannot_be_kept_shortened_or_offloaded():
@@ -207,7 +177,8 @@ def test_without_a_mask_the_call_says_whether_it_is_causal_and_then_the_layer(ca
     if layer_causal is not None:
         layer.is_causal = layer_causal
     expected_causal = layer_causal is None if causal is None else causal
-    out, weights = attention_function("exact")(layer, q, k, v, None, is_causal=causal)
+    pattern = CAUSAL if expected_causal else FULL
+    out = attended("exact", q, k, v, None, layer=layer, pattern=pattern, is_causal=causal)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=expected_causal)
     torch.testing.assert_close(out, expected.transpose(1, 2))
-    assert weights is None and out.is_contiguous()
+    assert out.is_contiguous()

@@ -6,115 +6,61 @@ import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import ROUNDING, SIZES, TOKENS, bart, bert, inputs, llama, logits, mistral, ready
+from integrations.hf_models import ROUNDING, TOKENS, attended, bert, inputs, llama, mistral
+from integrations.transformers import hf_zoo
 
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.transformers import StateCache, attach, register, swapped
-from efficient_attn.integrations.transformers.attend import attention_function
-from efficient_attn.integrations.transformers.sites import find_sites
-
-register()
-
-SMALL = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
-
-
-def gemma2():
-    config = transformers.Gemma2Config(**SMALL, sliding_window=5, attn_logit_softcapping=2.0)
-    return ready(transformers.Gemma2ForCausalLM, config)
-
-
-def gpt_oss():
-    config = transformers.GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1, sliding_window=5)
-    model = ready(transformers.GptOssForCausalLM, config)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.sinks.fill_(1.0)
-    return model
-
-
-def t5():
-    if not hasattr(transformers.models.t5.modeling_t5, "ALL_ATTENTION_FUNCTIONS"):
-        pytest.skip("T5 of this version of transformers does not go through the attention interface")
-    sizes = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2}
-    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=1)
-    return ready(transformers.T5ForConditionalGeneration, config)
-
-
-def llama4():
-    chunks = {"attention_chunk_size": 6, "layer_types": ["chunked_attention", "full_attention"]}
-    experts = {"num_local_experts": 2, "intermediate_size_mlp": 48}
-    return ready(transformers.Llama4ForCausalLM, transformers.Llama4TextConfig(**SMALL, **chunks, **experts))
-
+from efficient_attn.integrations.masks import CAUSAL, FULL
+from efficient_attn.integrations.transformers import StateCache, attach, swapped
 
 MODELS = {
-    "capped scores": (gemma2, r"layers\.0\.self_attn caps its scores"),
-    "attention sinks": (gpt_oss, r"layers\.0\.self_attn has attention sinks"),
-    "position biases": (t5, r"SelfAttention adds a position bias"),
-    "chunks": (llama4, r"layers\.0\.self_attn reads keys in chunks"),
+    "capped scores": ("causal", "gemma2", r"layers\.0\.self_attn caps its scores"),
+    "attention sinks": ("causal", "gpt_oss", r"layers\.0\.self_attn has attention sinks"),
+    "position biases": ("seq2seq", "t5", r"SelfAttention adds a position bias"),
+    "chunks": ("causal", "llama4_text", r"layers\.0\.self_attn reads keys in chunks"),
 }
 
 
-def batch_of(model):
-    batch = inputs()
-    if model.config.is_encoder_decoder:
-        return {**batch, "decoder_input_ids": batch["input_ids"][:, :7]}
-    return {**batch, "use_cache": False}
-
-
-def real_logits(model):
-    """The logits of real tokens."""
-    batch = batch_of(model)
-    with torch.no_grad():
-        out = model(**batch).logits
-    return out if model.config.is_encoder_decoder else out[batch["attention_mask"].bool()]
-
-
-@pytest.mark.parametrize("feature", MODELS)
-@pytest.mark.parametrize("backend", ["exact", "exact-dense"])
-def test_exact_attention_has_every_feature_of_the_scores(feature, backend):
-    model = MODELS[feature][0]()
-    model.set_attn_implementation("eager")
-    expected = real_logits(model)
-    with swapped(model, backend):
-        torch.testing.assert_close(real_logits(model), expected, **ROUNDING)
-    model.set_attn_implementation(f"efficient_attn.{backend}")
-    torch.testing.assert_close(real_logits(model), expected, **ROUNDING)
+def tiny(feature):
+    """The model with a feature, its inputs and their real tokens."""
+    mapping, kind, _ = MODELS[feature]
+    name = hf_zoo.MAPPINGS[mapping][kind]
+    if kind == "t5" and not hasattr(transformers.models.t5.modeling_t5, "ALL_ATTENTION_FUNCTIONS"):
+        pytest.skip("T5 of this version of transformers does not go through the attention interface")
+    model = hf_zoo.tiny_model(kind, name, decoder=mapping == "causal")
+    return model, *hf_zoo.batch(mapping, model)
 
 
 @pytest.mark.parametrize("feature", MODELS)
 def test_other_backends_are_refused_by_the_feature_and_nothing_is_attached(feature):
-    make, match = MODELS[feature]
-    model = make()
+    match, (model, *_) = MODELS[feature][-1], tiny(feature)
     before = model.config._attn_implementation
     with pytest.raises(
         UnsupportedError, match=match + ".*'performer-positive' does not support; 'exact' does"
     ):
         attach(model, "performer-positive")
     assert model.config._attn_implementation == before
-    model.set_attn_implementation("efficient_attn.window")
-    with pytest.raises(UnsupportedError, match=r"which backend 'window' does not support; 'exact' does"):
-        model(**batch_of(model))
 
 
 def test_layers_without_the_feature_take_any_backend():
-    model = llama4()
-    expected = real_logits(model)
+    model, batch, real = tiny("chunks")
+    expected = hf_zoo.output(model, batch, real)
     with swapped(model, {1: ("window", {"window": 999})}):
-        torch.testing.assert_close(real_logits(model), expected, **ROUNDING)
+        torch.testing.assert_close(hf_zoo.output(model, batch, real), expected, **ROUNDING)
     with swapped(model, {1: ("window", {"window": 3})}):
-        assert not torch.allclose(real_logits(model), expected, **ROUNDING)
+        assert not torch.allclose(hf_zoo.output(model, batch, real), expected, **ROUNDING)
 
 
 @pytest.mark.parametrize("feature", ["capped scores", "attention sinks"])
 def test_no_state_is_kept_of_capped_scores_and_sinks(feature):
-    model = attach(MODELS[feature][0](), "exact")
+    model = attach(tiny(feature)[0], "exact")
     with pytest.raises(UnsupportedError, match="which no state supports; use transformers' own cache"):
         StateCache(model)
 
 
 @pytest.mark.parametrize("feature", ["capped scores", "attention sinks", "chunks"])
 def test_text_is_generated_with_the_cache_of_transformers(feature):
-    model = MODELS[feature][0]()
+    model, *_ = tiny(feature)
     model.set_attn_implementation("eager")
     text = {"input_ids": inputs()["input_ids"][2:, :9], "max_new_tokens": 6, "do_sample": False}
     expected = model.generate(**text)
@@ -144,12 +90,13 @@ def test_cumulative_lengths_separate_packed_sequences(causal, names):
     ends = torch.tensor([0, 7, 19, 24], dtype=torch.int32)
     layer = torch.nn.Identity()
     layer.is_causal = causal
-    out, _ = attention_function("exact")(layer, q, k, v, None, **dict.fromkeys(names, ends))
+    call = {"layer": layer, "pattern": CAUSAL if causal else FULL, **dict.fromkeys(names, ends)}
+    out = attended("exact", q, k, v, None, **call)
     parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
     expected = [F.scaled_dot_product_attention(*part, is_causal=causal) for part in parts]
     torch.testing.assert_close(out, torch.cat(expected, dim=2).transpose(1, 2))
     with pytest.raises(UnsupportedError, match=r"packs sequences into one row \(cu_seq_lens_\w\)"):
-        attention_function("window")(layer, q, k, v, None, **dict.fromkeys(names, ends))
+        attended("window", q, k, v, None, **call)
 
 
 def test_a_mask_of_queries_and_keys_is_served_by_exact_and_refused_by_the_rest():
@@ -184,58 +131,19 @@ def test_a_prepared_mask_of_real_keys_is_read_as_one(backend, counted):
 
 @pytest.mark.parametrize("shape", [(1, 1, 4, 9), (4, 4)])
 def test_a_mask_of_another_shape_is_no_mask_of_real_keys(shape):
-    q, layer = torch.randn(1, 2, 4, 8), torch.nn.Identity()
+    q = torch.randn(1, 2, 4, 8)
     with pytest.raises(UnsupportedError, match=r"reads a mask \[.*\] of queries and keys"):
-        attention_function("window")(layer, q, q, q, torch.ones(shape, dtype=torch.bool))
-
-
-def mla():
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    ranks = {"q_lora_rank": 16, "kv_lora_rank": 16, "first_k_dense_replace": 9}
-    dims = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12}
-    return ready(DeepseekV3ForCausalLM, DeepseekV3Config(**SIZES, **ranks, **dims, num_key_value_heads=4))
-
-
-@pytest.mark.parametrize("backend", ["exact", "exact-dense", "window", "performer-positive"])
-def test_latent_attention_is_served_in_the_size_of_its_queries(backend):
-    model, batch = mla(), inputs()
-    expected = logits(model, batch)
-    assert {site.head_dim for site in find_sites(model)} == {24}
-    with swapped(model, backend):
-        actual = logits(model, batch)
-    if backend == "performer-positive":
-        assert actual.isfinite().all()
-    else:
-        torch.testing.assert_close(actual, expected, **ROUNDING)
-
-
-def test_decoders_that_only_their_names_tell_from_cross_attention_are_causal():
-    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 50, "block_size": 8}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_global_tokens": 4}
-    ends = {"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "pad_token_id": 0, "decoder_start_token_id": 1}
-    config = transformers.PegasusXConfig(**sizes, **heads, **ends, max_position_embeddings=64)
-    model = ready(transformers.PegasusXForConditionalGeneration, config)
-    decoder = [(s.kind, s.pattern.causal) for s in find_sites(model) if ".decoder." in s.path]
-    assert decoder == [("full", True), ("cross", False)]
-    assert {site.kind for site in find_sites(bart())} == {"full", "cross"}
-    batch = {**inputs(), "decoder_input_ids": inputs()["input_ids"][:, :7]}
-    with torch.no_grad():
-        expected = model(**batch).logits
-        with swapped(model, "exact"):
-            torch.testing.assert_close(model(**batch).logits, expected, **ROUNDING)
-        with swapped(model, full=("window", {"window": 3})):
-            assert not torch.allclose(model(**batch).logits, expected, **ROUNDING)
+        attended("window", q, q, q, torch.ones(shape, dtype=torch.bool), pattern=FULL)
 
 
 def test_cumulative_lengths_are_honoured_with_sinks_and_with_a_bias():
     import transformers.models.gpt_oss.modeling_gpt_oss as modeling
 
-    model = gpt_oss()
+    model, *_ = tiny("attention sinks")
     layer, (q, k, v) = model.model.layers[1].self_attn, torch.randn(3, 1, 4, TOKENS, 8)
     layer.num_key_value_groups = 1
     ends, lengths = torch.tensor([0, 9, TOKENS]), [9, TOKENS - 9]
-    out, _ = attention_function("exact")(layer, q, k, v, None, cu_seq_lens_q=ends, s_aux=layer.sinks)
+    out = attended("exact", q, k, v, None, layer=layer, cu_seq_lens_q=ends, s_aux=layer.sinks)
     parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
     hidden = [torch.full((n, n), -1e30).triu(1) for n in lengths]
     eager = modeling.eager_attention_forward
@@ -244,7 +152,7 @@ def test_cumulative_lengths_are_honoured_with_sinks_and_with_a_bias():
     ]
     torch.testing.assert_close(out, torch.cat(expected, dim=1))
     bias = torch.randn(1, 1, TOKENS, TOKENS)
-    out, _ = attention_function("exact")(layer, q, k, v, bias, cu_seq_lens_q=ends)
+    out = attended("exact", q, k, v, bias, layer=layer, cu_seq_lens_q=ends)
     parts = zip(*(x.split(lengths, dim=2) for x in (q, k, v)), strict=True)
     blocks = [bias[..., :9, :9], bias[..., 9:, 9:]]
     expected = [
@@ -256,4 +164,4 @@ def test_cumulative_lengths_are_honoured_with_sinks_and_with_a_bias():
 def test_a_module_without_an_eager_function_is_refused():
     q = torch.randn(1, 2, 4, 8)
     with pytest.raises(UnsupportedError, match="Identity has no eager attention function"):
-        attention_function("exact")(torch.nn.Identity(), q, q, q, None, softcap=2.0)
+        attended("exact", q, q, q, None, softcap=2.0)

@@ -53,18 +53,9 @@ def test_it_prints_tables_sentences_and_the_folder(model, folder, capsys):
     assert str(folder) not in json.dumps(environment)
 
 
-def test_json_is_one_document_and_what_was_named_and_refused_is_told_in_the_exit_code(model, capsys):
-    assert tiny(model, "--backend", "window,linformer", "--json", "-") == 3
-    document = json.loads(capsys.readouterr().out)
-    refused = [record for record in document["records"] if record["status"] == "unsupported"]
-    assert {record["label"] for record in refused} == {"linformer"}
-    assert tiny(model, "--backend", "linformer") == 4
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--seq-len", "65"], "seq_len is at most the 64 positions of this model, not 65"),
         (["--seq-len", "60"], "The text '0.txt' has 42 tokens, fewer than seq_len=60"),
         (["--by", "head"], "--by is layer, not 'head'"),
         (["--text", "absent.txt"], "--text: cannot read absent.txt"),
@@ -76,15 +67,6 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(model, words, message, caps
     assert tiny(model, *words) == 2
     told = capsys.readouterr().err
     assert message in told and told.startswith("error: ") and told.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("absent", "absent is not a folder"), (".", "holds no config.json")]
-)
-def test_what_is_no_model_is_one_line_and_exit_code_2(name, message, capsys):
-    assert tiny(name) == 2
-    told = capsys.readouterr().err
-    assert message in told and told.count("\n") == 1
 
 
 def test_capture_writes_a_file_that_show_reads(model, folder, capsys):

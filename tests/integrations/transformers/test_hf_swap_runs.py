@@ -1,6 +1,5 @@
 """Runs that swap the attention of models: their order, records, files, interruption and resumption."""
 
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -55,26 +54,6 @@ def test_the_models_own_attention_is_put_back_even_after_an_error(encoder, fails
     assert model.config._attn_implementation == implementation
     assert not any(isinstance(module, ea.Backend) for module in model.modules())
     assert torch.equal(model(ids).logits, before)
-
-
-def test_interrupting_keeps_what_was_measured_and_puts_the_attention_back(encoder, tmp_path):
-    model = bert()
-    calls = []
-
-    def impatient(q, k, v):
-        calls.append(q)
-        signal.raise_signal(signal.SIGINT)
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
-    results = swap(model, ["window", impatient], tokenizer=tokenizer, out=tmp_path / "run")
-    assert calls and results.interrupted
-    assert {label for label, _ in quality(results)} == {OWN, "exact", MEAN_OF_VALUES, "window"}
-    again = ea.read(tmp_path / "run")
-    assert len(again) == len(results)
-    told = again.sentences()
-    assert told == results.sentences()
-    assert told[0].endswith("Not measured (1 of 3 candidates): impatient."), told
-    assert not any(isinstance(module, ea.Backend) for module in model.modules())
 
 
 def test_a_window_wider_than_the_texts_and_a_rank_of_half_of_them_are_remarked_on(encoder):

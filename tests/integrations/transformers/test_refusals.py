@@ -8,19 +8,21 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import bart, bert, gpt2, inputs, llama, mistral, modernbert
+from integrations.hf_models import attended, bart, bert, gpt2, inputs, llama, mistral, modernbert
 
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError, UnsupportedError
-from efficient_attn.integrations.transformers import attach, load, register, save, swapped
-from efficient_attn.integrations.transformers.attend import attention_function
-
-register()
+from efficient_attn.integrations.transformers import attach, load, save, swapped
 
 
 def indexed():
     model = llama()
     model.config.layer_types = ["full_attention", "indexed_attention", "full_attention"]
     return model
+
+
+def on_meta():
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(llama().config)
 
 
 def with_indexer():
@@ -53,6 +55,7 @@ def with_indexer():
         (mistral, {"sliding": ("window", {"max_distance": 4})}, UnsupportedError, "positions of its own"),
         (mistral, {"backend": {"1": "performer-trig"}}, UnsupportedError, "causal over 5 keys"),
         (indexed, {"backend": "exact"}, UnsupportedError, r"layers\.1\.self_attn is a layer of type 'index"),
+        (on_meta, {"backend": "window"}, UnsupportedError, r"0\.self_attn are on meta.*load the model first"),
         (with_indexer, {"backend": "exact"}, UnsupportedError, r"1\.self_attn reads the keys of an index"),
     ],
 )
@@ -84,7 +87,7 @@ def test_a_model_that_transformers_leaves_as_it_is_is_refused(monkeypatch):
     assert list(model.state_dict()) == state
 
 
-@pytest.mark.parametrize("make", [bert, gpt2, llama])
+@pytest.mark.parametrize("make", [bert, llama])
 def test_attention_outputs_are_refused(make):
     model, batch = make(), inputs()
     with swapped(model, "exact"), pytest.raises(UnsupportedError, match=r"output_attentions.*'eager'"):
@@ -93,28 +96,29 @@ def test_attention_outputs_are_refused(make):
     assert model(**batch, output_attentions=True).logits.isfinite().all()
 
 
-def test_implementations_without_a_backend_are_refused():
+def test_a_layer_without_a_backend_is_refused():
     model = bert()
-    with pytest.raises(ValueError, match=r"efficient_attn\.exacct"):
-        model.set_attn_implementation("efficient_attn.exacct")
-    assert model.config._attn_implementation == "sdpa"
     model.set_attn_implementation("efficient_attn")
     with pytest.raises(UnsupportedError, match=r"attach\(model, …\), or load\(path\)"):
         model(**inputs())
 
 
-@pytest.mark.parametrize("argument", ["cache", "block_table", "indices", "block_indices"])
-def test_pages_and_selected_keys_are_refused_by_the_name_of_their_argument(argument):
+ARGUMENTS = ["cache", "block_table", "indices", "block_indices", "output_attentions"]
+
+
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_pages_selected_keys_and_weights_are_refused_by_the_name_of_their_argument(argument):
     q = torch.randn(1, 2, 4, 8)
-    with pytest.raises(UnsupportedError, match=rf"Identity .*\({argument}\), which no backend supports"):
-        attention_function("exact")(nn.Identity(), q, q, q, None, **{argument: torch.ones(1)})
+    match = rf"\({argument}\), which no backend supports|^{argument}: attention weights are never"
+    with pytest.raises(UnsupportedError, match=match):
+        attended("exact", q, q, q, None, **{argument: torch.ones(1)})
 
 
 def test_a_layer_that_slides_is_refused_without_a_mask():
     q, layer = torch.randn(1, 2, 4, 8), nn.Identity()
     layer.sliding_window = 3
     with pytest.raises(UnsupportedError, match="Identity has a sliding window but got no mask"):
-        attention_function("exact")(layer, q, q, q, None)
+        attended("exact", q, q, q, None, layer=layer)
 
 
 def plan_text(**changes):

@@ -11,16 +11,16 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import NO_DROPOUT, SIZES, bert, gemma3, gpt2, inputs, llama, logits, modernbert
+from integrations.hf_models import NO_DROPOUT, SIZES, bert, gemma3, inputs, llama, logits, modernbert
 from integrations.hf_models import saved as saved_with_tokenizer
 
 import efficient_attn as ea
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
-from efficient_attn.integrations.transformers import StateCache, attach, load, register, save, swapped
+from efficient_attn.integrations.transformers import StateCache, attach, load, save, swapped
 from efficient_attn.integrations.transformers.loading import open_model
 
-SIZE = {"num_features": 16}
+POSITIVE = {"backend": "performer-positive", "num_features": 16}
 BATCH = inputs()
 
 
@@ -42,28 +42,21 @@ def linformer(**options):
 def calibrated():
     model = attach(llama(), "performer-full", num_features=16)
     ea.calibrate(model, inputs(left=0, right=0)["input_ids"])
+    model.model.layers[1].self_attn.efficient_attn.redraw(7)
     return model
 
 
-def redrawn():
-    model = attach(gpt2(), "performer-positive", num_features=16)
-    model.transformer.h[1].attn.efficient_attn.redraw(7)
-    return model
+MAKERS = {
+    "trained": linformer,
+    "keys as values": lambda: linformer(sharing="key-value"),
+    "calibrated, redrawn": calibrated,
+    "by layer": lambda: attach(bert(), {"0-1": ("window", {"window": 7}), 2: "performer-trig"}),
+    "sliding": lambda: attach(gemma3(), sliding="window", full="performer-positive"),
+    "exact": lambda: attach(modernbert(), "exact"),
+}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        linformer,
-        lambda: linformer(sharing="key-value"),
-        calibrated,
-        redrawn,
-        lambda: attach(bert(), {"0-1": ("window", {"window": 7}), 2: "performer-trig"}),
-        lambda: attach(gemma3(), sliding="window", full="performer-positive"),
-        lambda: attach(modernbert(), "exact"),
-    ],
-    ids=["linformer", "keys as values", "calibrated", "redrawn", "by layer", "sliding", "exact"],
-)
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_saved_model_is_loaded_with_its_backends_options_and_state_and_saved_again(make, tmp_path):
     model = make()
     model.save_pretrained(tmp_path)
@@ -88,7 +81,7 @@ def test_a_plan_fits_a_model_with_and_without_its_head(tmp_path):
         assert torch.equal(load(tmp_path / "body")(ids).last_hidden_state, expected)
 
 
-def test_an_encoder_that_was_saved_without_its_pooler_has_none_again(tmp_path):
+def test_an_encoder_that_was_saved_without_its_pooler_has_none_and_half_a_pooler_is_refused(tmp_path):
     config = transformers.BertConfig(**SIZES, **NO_DROPOUT)
     model = transformers.BertModel(config, add_pooling_layer=False).eval()
     ids = inputs()["input_ids"]
@@ -98,22 +91,10 @@ def test_an_encoder_that_was_saved_without_its_pooler_has_none_again(tmp_path):
         assert torch.equal(output.last_hidden_state, expected) and output.pooler_output is None
         attach(model, "window", window=3).save_pretrained(tmp_path / "window")
         assert torch.equal(load(tmp_path / "window")(ids).last_hidden_state, model(ids).last_hidden_state)
-
-
-def test_a_pooler_that_is_missing_in_part_is_refused(tmp_path):
-    saved_with_tokenizer(transformers.BertModel(transformers.BertConfig(**SIZES)), tmp_path)
-    change_tensors(tmp_path, lambda tensors: tensors.pop("pooler.dense.bias"))
+    saved_with_tokenizer(transformers.BertModel(transformers.BertConfig(**SIZES)), tmp_path / "part")
+    change_tensors(tmp_path / "part", lambda tensors: tensors.pop("pooler.dense.bias"))
     with pytest.raises(DataError, match=r"it lacks pooler\.dense\.bias"):
-        open_model(tmp_path)
-
-
-def test_plain_from_pretrained_runs_no_model_without_its_backends(saved):
-    register()
-    loaded = transformers.AutoModel.from_pretrained(saved)
-    with pytest.raises(
-        UnsupportedError, match=r"No backend is attached to this BertSelfAttention.*load\(path\)"
-    ):
-        loaded(**inputs())
+        open_model(tmp_path / "part")
 
 
 WITHOUT_US = """
@@ -127,19 +108,18 @@ assert "efficient_attn" not in sys.modules
 """
 
 
-def test_a_process_without_efficient_attn_refuses_a_model_with_backends(saved):
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_US, str(saved)], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert 'attn_implementation="efficient_attn"` is not supported' in done.stdout
-
-
-def test_from_pretrained_leaves_backends_away_where_sdpa_is_requested(saved):
+def test_plain_from_pretrained_runs_no_model_without_its_backends_unless_sdpa_is_requested(saved):
+    command = [sys.executable, "-c", WITHOUT_US, str(saved)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr
+    assert 'attn_implementation="efficient_attn"` is not supported' in process.stdout
+    loaded = transformers.AutoModel.from_pretrained(saved)
+    refused = r"No backend is attached to this BertSelfAttention.*load\(path\)"
+    with pytest.raises(UnsupportedError, match=refused):
+        loaded(**BATCH)
     with pytest.raises(DataError, match="holds a model with attached backends"):
         open_model(saved)
     plain = transformers.BertForMaskedLM.from_pretrained(saved, attn_implementation="sdpa")
-    assert plain.config._attn_implementation == "sdpa"
     assert not [name for name in plain.state_dict() if "efficient_attn" in name]
     torch.testing.assert_close(logits(plain, BATCH), logits(bert(), BATCH), rtol=1e-5, atol=1e-4)
 
@@ -242,13 +222,6 @@ def test_a_file_that_was_cut_off_or_is_hostile_is_refused(saved, content):
         load(saved)
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"holds no config\.json"):
-        load(tmp_path)
-    with pytest.raises(DtypeError, match="folder is a path, not None"):
-        load(None)
-
-
 def test_a_backend_without_a_registered_name_is_not_restored(tmp_path):
     model = attach(bert(), torch.nn.functional.scaled_dot_product_attention)
     model.save_pretrained(tmp_path)
@@ -275,36 +248,14 @@ class Adapter(nn.Module):
 def test_a_model_inside_a_module_is_attached_and_put_back():
     wrapped = Adapter(bert())
     expected = logits(wrapped, BATCH)
-    with swapped(wrapped, "performer-positive", **SIZE) as same:
+    with swapped(wrapped, **POSITIVE) as same:
         assert same is wrapped
         approximated = logits(wrapped, BATCH)
     assert not torch.allclose(approximated, expected)
     assert torch.equal(logits(wrapped, BATCH), expected)
-    assert attach(wrapped, "performer-positive", **SIZE) is wrapped
+    assert attach(wrapped, **POSITIVE) is wrapped
     assert torch.equal(logits(wrapped, BATCH), approximated)
     assert StateCache(attach(Adapter(llama()), "exact")).layers
-
-
-def test_backends_are_saved_next_to_an_adapter_and_loaded_into_a_new_adapter(tmp_path):
-    first = attach(Adapter(bert()), "linformer", rank=4, sharing="key-value", seed=3)
-    save(first, tmp_path / "saved")
-    assert (tmp_path / "saved" / "adapter_model.safetensors").is_file()
-    again = Adapter(bert())
-    assert load(tmp_path / "saved", into=again) is again
-    assert_same(again, first)
-    # In the folder of its base model, too.
-    bert().save_pretrained(tmp_path)
-    first = attach(Adapter(bert()), "performer-positive", **SIZE, seed=3)
-    save(first, tmp_path)
-    assert_same(load(tmp_path, into=Adapter(bert())), first)
-
-
-def test_a_whole_model_is_saved_in_its_own_form(tmp_path):
-    model = attach(bert(), "performer-positive", **SIZE)
-    save(model, tmp_path)
-    assert not (tmp_path / "efficient_attn.json").exists()
-    assert_same(load(tmp_path), model)
-    assert_same(load(tmp_path, into=bert()), model)
 
 
 class Encoder(Adapter):
@@ -314,66 +265,44 @@ class Encoder(Adapter):
         self.base_model["model"].save_pretrained(folder)
 
 
-def test_a_module_that_saves_its_whole_model_is_loaded_as_a_module_and_as_a_model(tmp_path):
-    first = attach(Encoder(bert()), "performer-positive", **SIZE, seed=3)
-    save(first, tmp_path)
-    assert_same(load(tmp_path, into=Encoder(bert())), first)
-    assert_same(load(tmp_path), first)
-
-
-@pytest.mark.parametrize("earlier", ["linformer", "performer-positive"])
-def test_a_whole_model_replaces_the_backends_of_an_adapter_in_the_same_folder(earlier, tmp_path):
-    options = {"linformer": {"rank": 4}, "performer-positive": SIZE}
-    save(attach(Adapter(bert()), earlier, seed=1, **options[earlier]), tmp_path)
-    model = attach(bert(), "performer-positive", **SIZE, seed=2)
-    model.save_pretrained(tmp_path)
-    assert_same(load(tmp_path), model)
+@pytest.mark.parametrize("wrap", [lambda model: model, Adapter, Encoder])
+@pytest.mark.parametrize("options", [{"backend": "linformer", "rank": 4, "sharing": "key-value"}, POSITIVE])
+def test_a_model_and_a_module_around_it_are_saved_in_their_form_and_loaded(wrap, options, tmp_path):
+    # The folder holds the base model and backends of an earlier adapter.
+    bert().save_pretrained(tmp_path)
+    save(attach(Adapter(bert()), "performer-positive", num_features=16, seed=1), tmp_path)
+    model = attach(wrap(bert()), **options, seed=3)
     save(model, tmp_path)
-    assert_same(load(tmp_path, into=bert()), model)
+    again = wrap(bert())
+    assert load(tmp_path, into=again) is again
+    assert_same(again, model)
+    if wrap is not Adapter:
+        assert_same(load(tmp_path), model)
+    assert (tmp_path / "efficient_attn.json").exists() == (wrap in (Adapter, Encoder))
 
 
-def test_what_cannot_be_saved_or_loaded_is_refused(tmp_path):
-    with pytest.raises(UnsupportedError, match="No backend with a registered name is attached"):
-        save(bert(), tmp_path)
-    with pytest.raises(DataError, match=r"neither efficient_attn\.json nor config\.json"):
-        load(tmp_path, into=bert())
-    with pytest.raises(OptionError, match=r"dtype=…: the model given by into=… is loaded already"):
-        load(tmp_path, into=bert(), dtype="float32")
+def test_folders_without_a_model_and_models_without_backends_are_refused(tmp_path):
+    refused = [
+        (lambda: load(tmp_path), DataError, r"holds no config\.json"),
+        (lambda: load(None), DtypeError, "folder is a path, not None"),
+        (lambda: save(bert(), tmp_path), UnsupportedError, "No backend with a registered name is attached"),
+        (
+            lambda: load(tmp_path, into=bert()),
+            DataError,
+            r"neither efficient_attn\.json nor config\.json",
+        ),
+        (
+            lambda: load(tmp_path, into=bert(), dtype="float32"),
+            OptionError,
+            r"dtype=…: the model given by into=… is loaded already",
+        ),
+    ]
+    for act, error, match in refused:
+        with pytest.raises(error, match=match):
+            act()
     bert().save_pretrained(tmp_path)
     with pytest.raises(DataError, match=r"config\.json names no backends"):
         load(tmp_path, into=bert())
     (tmp_path / "efficient_attn.json").write_text(json.dumps({"format": 1, "layers": {"0": {}}}))
     with pytest.raises(DataError, match=r"efficient_attn\.json: a layer in efficient_attn lacks"):
         load(tmp_path, into=bert())
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_a_peft_model_keeps_its_backends(tmp_path):
-    peft = pytest.importorskip("peft", reason="peft is not installed; no extra installs it")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
-    model = attach(peft.get_peft_model(llama(), config), "performer-positive", **SIZE)
-    expected = logits(model, BATCH)
-    save(model, tmp_path)
-    again = load(tmp_path, into=peft.PeftModel.from_pretrained(llama(), tmp_path))
-    assert torch.equal(logits(again, BATCH), expected)
-    assert torch.allclose(logits(again.merge_and_unload(), BATCH), expected, atol=1e-3)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_a_sentence_transformer_keeps_its_backends(tmp_path):
-    library = pytest.importorskip(
-        "sentence_transformers", reason="sentence_transformers is not installed; no extra installs it"
-    )
-    folder = saved_with_tokenizer(bert(), tmp_path / "model")
-    model = library.SentenceTransformer(str(folder), local_files_only=True)
-    texts = ["w1 w2 w3 w4", "w5 w6 w1"]
-    exact = torch.as_tensor(model.encode(texts))
-    attach(model, "performer-positive", **SIZE)
-    expected = torch.as_tensor(model.encode(texts))
-    assert not torch.allclose(exact, expected)
-    save(model, tmp_path / "saved")
-    arguments = {"attn_implementation": "sdpa"}
-    plain = library.SentenceTransformer(str(tmp_path / "saved"), model_kwargs=arguments)
-    torch.testing.assert_close(torch.as_tensor(plain.encode(texts)), exact)
-    again = load(tmp_path / "saved", into=plain)
-    torch.testing.assert_close(torch.as_tensor(again.encode(texts)), expected)

@@ -1,0 +1,62 @@
+"""Backends in a model: of transformers, of torch's layers, or of any code that calls torch's attention."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from efficient_attn.errors import OptionError
+
+
+def attach(
+    model: nn.Module, backend: Any = None, *, example: Callable[[], Any] | None = None, **arguments: Any
+) -> Any:
+    """Replace the attention of a model by backends, in place. The model decides how:
+
+    - A transformers model, or a module that holds one: `efficient_attn.integrations.transformers.attach`,
+      with backends by layer or by kind (`full`, `sliding`, `cross`). Returns the model, which
+      `save_pretrained` saves with its backends.
+    - Any other model with an example: `efficient_attn.intercept.replace`, at each call of
+      `F.scaled_dot_product_attention` in the example. `undo()` of the result restores the model.
+    - A model with `nn.MultiheadAttention` and no example: `replace_attention` of
+      `efficient_attn.integrations.pytorch_replace`. `undo()` of the result restores the model.
+
+    Args:
+        backend: Any argument of `build`; with transformers or an example also a mapping from layers or call
+            sites to backends, or the file of a plan.
+        example: Runs the model on typical input: `lambda: model(x)`.
+        arguments: Further arguments of the function above: `seed`, `max_tokens`, options of the backend, …
+
+    Raises:
+        OptionError: If the model is of transformers and has an example, or has neither attention of
+            transformers or torch nor an example.
+        UnsupportedError: If a backend does not support a layer.
+    """
+    if _holds_transformers(model):
+        from efficient_attn.integrations.transformers import attach as attach_transformers
+
+        if example is not None:
+            raise OptionError(
+                "example=…: a transformers model is attached without one; ea.intercept.replace replaces its "
+                "calls of F.scaled_dot_product_attention."
+            )
+        return attach_transformers(model, backend, **arguments)
+    if example is not None:
+        from efficient_attn.integrations.intercept import replace
+
+        return replace(model, backend, example=example, **arguments)
+    if not any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+        raise OptionError(
+            f"{type(model).__name__} is no transformers model and has no nn.MultiheadAttention: give "
+            "example=lambda: model(x), which shows its calls of F.scaled_dot_product_attention."
+        )
+    from efficient_attn.integrations.pytorch_replace import replace_attention
+
+    return replace_attention(model, backend, **arguments)
+
+
+def _holds_transformers(model: nn.Module) -> bool:
+    # A model of transformers has imported it.
+    module = sys.modules.get("transformers.modeling_utils")
+    return module is not None and any(isinstance(part, module.PreTrainedModel) for part in model.modules())
