@@ -1,4 +1,4 @@
-"""A KV cache grows in place where nobody can notice: memory, masks, and states that share a buffer."""
+"""States own their memory, and a KV cache grows in place: buffers, masks, and states that share one."""
 
 import copy
 import pickle
@@ -10,6 +10,7 @@ from torch import Tensor
 
 import efficient_attn as ea
 
+STREAMING = [name for name in ea.list_backends() if ea.spec(name).capabilities.streaming]
 HEADS, HEAD_DIM, WINDOW = 2, 8, 5
 GLOBAL = "window with global tokens"
 SIZES = {
@@ -20,7 +21,10 @@ SIZES = {
 
 
 def built(name: str) -> ea.Backend:
-    return ea.build(name.split()[0], head_dim=HEAD_DIM, causal=True, **SIZES.get(name, {})).double()
+    backend = ea.build(name.split()[0], head_dim=HEAD_DIM, causal=True, **SIZES.get(name, {})).double()
+    if backend.needs_calibration:
+        backend.calibrate(*inputs(24)[:2])
+    return backend
 
 
 def inputs(tokens: int) -> list[Tensor]:
@@ -29,97 +33,120 @@ def inputs(tokens: int) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
 
 
-CACHED = {"exact", "exact-dense", "window-clusters"}
+CACHED = ("exact", "exact-dense", "window-clusters")
+ALL = pytest.mark.parametrize("name", [*CACHED, "window", GLOBAL])
 
 
-@pytest.mark.parametrize("name", sorted(CACHED))
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_state_keeps_none_of_the_callers_memory_alive(name):
+    backend = built(name)
+    packed = torch.stack(inputs(24), dim=3)
+    q, k, v = packed.unbind(dim=3)
+    _, state = backend.extend(q, k, v)
+    _, later = backend.extend(q, k, v, state)
+    _, same = backend.extend(*(x[:, :, :0] for x in (q, k, v)), state)
+    for x in (*state, *later, *same):
+        assert x.untyped_storage().data_ptr() != packed.untyped_storage().data_ptr()
+        # Nothing but the state itself takes memory, and spare capacity for as much again.
+        assert x.untyped_storage().nbytes() <= 2 * x.numel() * x.element_size()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", STREAMING)
+def test_a_state_is_extended_twice_where_a_buffer_has_room_for_a_single_call(name):
+    backend, (q, k, v) = built(name), inputs(24)
+    first, second = ([x[:, :, part] for x in (q, k, v)] for part in (slice(9, 12), slice(12, 16)))
+    state = None
+    for start, stop in ((0, 8), (8, 9)):
+        _, state = backend.extend(*(x[:, :, start:stop] for x in (q, k, v)), state)
+    expected, branch = backend.extend(*first, state)
+    before = [x.clone() for x in branch]
+    alone, _ = backend.extend(*second, copy.deepcopy(state))
+    assert torch.equal(backend.extend(*second, state)[0], alone)
+    assert torch.equal(backend.extend(*first, state)[0], expected)
+    assert all(map(torch.equal, branch, before))
+
+
+@pytest.mark.parametrize("name", CACHED)
 def test_a_step_copies_no_past_token_while_there_is_room(name):
-    backend, given = built(name), inputs(66)
-    _, state = backend.extend(*(x[:, :, :1] for x in given))
-    places = []
+    backend, tokens = built(name), inputs(66)
+    _, state = backend.extend(*(x[:, :, :1] for x in tokens))
+    addresses = []
     for token in range(1, 66):
-        _, state = backend.extend(*(x[:, :, token : token + 1] for x in given), state)
-        places.append((state.k.untyped_storage().data_ptr(), state.v.untyped_storage().data_ptr()))
-    moves = [token for token, (one, other) in enumerate(pairwise(places), start=2) if one != other]
+        _, state = backend.extend(*(x[:, :, token : token + 1] for x in tokens), state)
+        addresses.append((state.k.untyped_storage().data_ptr(), state.v.untyped_storage().data_ptr()))
+    moves = [token for token, (before, after) in enumerate(pairwise(addresses), start=2) if before != after]
     # Room for 2 tokens at first, and for twice as many whenever it is full.
     assert moves == [2, 4, 8, 16, 32, 64]
-    assert torch.equal(state.k, given[1]) and torch.equal(state.v, given[2])
+    assert torch.equal(state.k, tokens[1]) and torch.equal(state.v, tokens[2])
 
 
 def test_the_buffer_of_a_window_is_at_most_twice_as_large_as_the_window():
-    backend, given = built("window"), inputs(30)
-    _, state = backend.extend(*(x[:, :, :20] for x in given))
+    backend, tokens = built("window"), inputs(30)
+    _, state = backend.extend(*(x[:, :, :20] for x in tokens))
     for start, stop in pairwise([20, 21, 22, 23, 24, 30]):
-        _, state = backend.extend(*(x[:, :, start:stop] for x in given), state)
-        assert torch.equal(state.k, given[1][:, :, stop - WINDOW + 1 : stop])
+        _, state = backend.extend(*(x[:, :, start:stop] for x in tokens), state)
+        assert torch.equal(state.k, tokens[1][:, :, stop - WINDOW + 1 : stop])
         assert state.k.untyped_storage().nbytes() <= 2 * state.k.nbytes
 
 
-def duplicated(state):
-    return copy.deepcopy(state)
-
-
-def reordered(state):
-    return type(state)(*(x.index_select(0, torch.tensor([0, 1])) for x in state))
-
-
-def cut(state):
-    return state._replace(k=state.k[:, :, :-1], v=state.v[:, :, :-1], key_mask=state.key_mask[:, :-1])
-
-
-def first_entry(state):
-    return type(state)(*(x[:1] for x in state))
-
-
-def pickled(state):
-    return pickle.loads(pickle.dumps(state))
+# One token or one sequence less, or the same tokens elsewhere in memory.
+SHORTER = {
+    "cut": lambda x: x._replace(k=x.k[:, :, :-1], v=x.v[:, :, :-1], key_mask=x.key_mask[:, :-1]),
+    "first entry": lambda x: type(x)(*(part[:1] for part in x)),
+}
+EQUAL = {
+    "duplicated": copy.deepcopy,
+    "reordered": lambda x: type(x)(*(part.index_select(0, torch.tensor([0, 1])) for part in x)),
+    "pickled": lambda x: pickle.loads(pickle.dumps(x)),
+}
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("change", [duplicated, reordered, cut, first_entry, pickled])
-@pytest.mark.parametrize("name", [*sorted(CACHED), "window", GLOBAL])
+@pytest.mark.parametrize("change", [*SHORTER, *EQUAL])
+@ALL
 def test_a_changed_state_never_writes_to_the_state_that_it_was_made_of(name, change, masked):
-    backend, given = built(name), inputs(10)
+    backend, tokens = built(name), inputs(10)
     mask = torch.arange(10)[None].expand(2, -1) % 5 != 1 if masked else None
 
     def extended(state, start, stop, batch=2):
-        some = None if mask is None else mask[:batch, start:stop]
-        return backend.extend(*(x[:batch, :, start:stop] for x in given), state, key_mask=some)
+        key_mask = None if mask is None else mask[:batch, start:stop]
+        return backend.extend(*(x[:batch, :, start:stop] for x in tokens), state, key_mask=key_mask)
 
     state = None
     for start, stop in pairwise([0, 3, 4, 5]):
         _, state = extended(state, start, stop)
-    other = change(state)
-    wanted, later = extended(state, 5, 6)
-    kept = [x.clone() for x in later]
-    extended(other, 9, 10, batch=len(other.k))
-    assert all(torch.equal(x, y) for x, y in zip(later, kept, strict=True))
-    if change not in (cut, first_entry):
+    changed = (SHORTER | EQUAL)[change](state)
+    expected, later = extended(state, 5, 6)
+    before = [x.clone() for x in later]
+    extended(changed, 9, 10, batch=len(changed.k))
+    assert all(map(torch.equal, later, before))
+    if change in EQUAL:
         # A changed state may have a mask of its own, with which global keys are read in another order.
-        assert (extended(other, 5, 6)[0] - wanted).abs().max() <= 1e-12
+        assert (extended(changed, 5, 6)[0] - expected).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("masks", ["..m", "m..", ".m.", "mmm"])
-@pytest.mark.parametrize("name", [*sorted(CACHED), "window"])
+@pytest.mark.parametrize("name", [*CACHED, "window"])
 def test_calls_with_and_without_a_mask_may_follow_each_other(name, masks):
-    backend, given = built(name), inputs(9)
+    backend, tokens = built(name), inputs(9)
     mask = torch.ones(2, 9, dtype=torch.bool)
     outs, state = [], None
     for number, kind in enumerate(masks):
         part = slice(3 * number, 3 * number + 3)
         if kind == "m":
             mask[:, part] = torch.tensor([[False, True, False], [True, False, True]])
-            for x in given[1:]:
+            for x in tokens[1:]:
                 x[:, :, part].masked_fill_(~mask[:, None, part, None], torch.nan)
-        some = mask[:, part].clone() if kind == "m" else None
-        out, state = backend.extend(*(x[:, :, part] for x in given), state, key_mask=some)
+        key_mask = mask[:, part].clone() if kind == "m" else None
+        out, state = backend.extend(*(x[:, :, part] for x in tokens), state, key_mask=key_mask)
         outs.append(out)
     assert torch.equal(state.key_mask, mask[:, -state.key_mask.shape[1] :])
-    wanted = backend(*given, key_mask=mask)
-    assert (torch.cat(outs, dim=2) - wanted).abs().max() <= 1e-12
+    expected = backend(*tokens, key_mask=mask)
+    assert (torch.cat(outs, dim=2) - expected).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("name", [*sorted(CACHED), "window", GLOBAL])
+@ALL
 def test_gradients_of_queries_survive_a_step_that_appends_in_place(name):
     backend, (q, k, v) = built(name), inputs(12)
     state, outs, leaf = None, [], q.clone().requires_grad_()
@@ -128,34 +155,34 @@ def test_gradients_of_queries_survive_a_step_that_appends_in_place(name):
         outs.append(out)
     with torch.no_grad():
         backend.extend(*(x[:, :, 8:9] for x in (q, k, v)), state)
-    (found,) = torch.autograd.grad(torch.cat(outs, dim=2).square().sum(), leaf)
-    (wanted,) = torch.autograd.grad(backend(leaf, k, v)[:, :, :8].square().sum(), leaf)
-    assert (found - wanted).abs().max() <= 1e-12
+    (actual,) = torch.autograd.grad(torch.cat(outs, dim=2).square().sum(), leaf)
+    (expected,) = torch.autograd.grad(backend(leaf, k, v)[:, :, :8].square().sum(), leaf)
+    assert (actual - expected).abs().max() <= 1e-12
 
 
-@pytest.mark.parametrize("name", [*sorted(CACHED), "window", GLOBAL])
+@ALL
 def test_a_state_of_inference_mode_is_extended_outside_it(name):
-    backend, given = built(name), inputs(8)
+    backend, tokens = built(name), inputs(8)
 
     def steps(modes):
         outs, state = [], None
         for mode, (start, stop) in zip(modes, pairwise([0, 3, 4, 5, 6]), strict=True):
             with mode():
-                out, state = backend.extend(*(x[:, :, start:stop] for x in given), state)
+                out, state = backend.extend(*(x[:, :, start:stop] for x in tokens), state)
             outs.append(out)
         return torch.cat(outs, dim=2)
 
     inside, outside = torch.inference_mode, torch.no_grad
-    wanted = steps([outside] * 4)
+    expected = steps([outside] * 4)
     for modes in ([inside] * 4, [inside, inside, inside, outside], [outside, outside, inside, outside]):
-        assert torch.equal(steps(modes), wanted)
+        assert torch.equal(steps(modes), expected)
 
 
-@pytest.mark.parametrize("name", [*sorted(CACHED), "window", GLOBAL])
+@ALL
 def test_a_state_of_another_batch_is_refused(name):
-    backend, given = built(name), inputs(6)
+    backend, tokens = built(name), inputs(6)
     state = None
     for start, stop in pairwise([0, 3, 4]):
-        _, state = backend.extend(*(x[:, :, start:stop] for x in given), state)
+        _, state = backend.extend(*(x[:, :, start:stop] for x in tokens), state)
     with pytest.raises(RuntimeError, match=r"[Ss]izes of tensors must match"):
-        backend.extend(*(x[:1, :, 4:5] for x in given), state)
+        backend.extend(*(x[:1, :, 4:5] for x in tokens), state)

@@ -47,7 +47,7 @@ def products(monkeypatch):
 
 @pytest.fixture
 def way(request, monkeypatch):
-    """Plain products or groups of blocks through the fused kernel, neither, or a PyTorch without the kernel."""
+    """Plain products, groups of blocks through the fused kernel, all at once, or no fused kernel."""
     if request.param != "small":
         monkeypatch.setattr(operator, "_LARGE", 0)
     monkeypatch.setattr(operator, "_MANY", 1 if request.param == "products" else 2**30)

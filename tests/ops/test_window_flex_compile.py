@@ -5,12 +5,11 @@ from functools import partial
 import pytest
 import torch
 from reference import random_mask, random_qkv
-from test_window import dense_band
 from torch._functorch import config as functorch_config
 from torch.nn.attention import flex_attention
 
 import efficient_attn as ea
-from efficient_attn.ops import paths
+from efficient_attn.ops import naive, paths
 from efficient_attn.ops.window import attention
 from efficient_attn.ops.window import flex as window_flex
 
@@ -18,8 +17,6 @@ pytestmark = [
     pytest.mark.compile,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
-
-compile_anything = torch.compile
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +50,8 @@ def inputs_of(batch=2, tokens=300, *, heads=4, dim=16, requires_grad=False):
 
 
 def band(inputs, window=257, causal=False, mask=None):
-    return dense_band(*(x.double() for x in inputs), window, causal, mask).float()
+    options = {"scale": inputs[0].shape[-1] ** -0.5, "window": window, "causal": causal, "key_mask": mask}
+    return naive.softmax_attention(*(x.double() for x in inputs), **options).float()
 
 
 def assert_right(out, inputs, window=257, mask=None):
