@@ -21,7 +21,9 @@ SIZES = {
 
 
 def built(name: str) -> ea.Backend:
-    backend = ea.build(name.split()[0], head_dim=HEAD_DIM, causal=True, **SIZES.get(name, {})).double()
+    size = ea.spec(name.split()[0]).size_option
+    options = SIZES.get(name, {} if size is None else {size: 6})
+    backend = ea.build(name.split()[0], head_dim=HEAD_DIM, causal=True, **options).double()
     if backend.needs_calibration:
         backend.calibrate(*inputs(24)[:2])
     return backend
