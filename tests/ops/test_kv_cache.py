@@ -42,7 +42,7 @@ ALL = pytest.mark.parametrize("name", [*CACHED, "window", GLOBAL])
 @pytest.mark.parametrize("name", STREAMING)
 def test_a_state_keeps_none_of_the_callers_memory_alive(name):
     backend = built(name)
-    packed = torch.stack(inputs(24), dim=3)
+    packed = torch.stack(inputs(200), dim=3)
     q, k, v = packed.unbind(dim=3)
     _, state = backend.extend(q, k, v)
     _, later = backend.extend(q, k, v, state)
