@@ -11,7 +11,7 @@ from efficient_attn.measure.memory import peak
 from efficient_attn.ops import naive
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.ops.softmax import cpu_flash
-from efficient_attn.ops.window import blocks, blocks_backward, operator
+from efficient_attn.ops.window import blocks, operator
 
 BLOCK = 64
 # Padding of the second sequence, and holes in both.
@@ -73,7 +73,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(
 ):
     # Steps of a few blocks, the last ones shorter, on the way back no longer than what is kept between them.
     monkeypatch.setattr(blocks, "_SCORES", 3 * BLOCK * (window + BLOCK))
-    monkeypatch.setattr(blocks_backward, "_NUMBERS", 0)
+    monkeypatch.setattr(blocks, "_NUMBERS", 0)
     # A causal window may be even, and its queries are the last positions of the keys.
     window, queries = (window + 1, max(1, tokens - 37)) if causal else (window, tokens)
     inputs = [x.requires_grad_() for x in random_qkv(2, 4, 2, queries, tokens)]
