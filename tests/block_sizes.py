@@ -18,7 +18,7 @@ import torch
 
 import efficient_attn as ea
 from efficient_attn.ops.linear import causal_exponential, scaled_chunks
-from efficient_attn.ops.window import blocks, blocks_backward, tiles
+from efficient_attn.ops.window import blocks, operator
 
 DIM, FACTORS = 64, (0.5, 1.0, 2.0)
 
@@ -37,7 +37,7 @@ SIZES = (
     Size("performer-positive", {"causal": True}, "BACKWARD_CHUNK", (causal_exponential,)),
     Size("linear-relu", {"causal": True}, "CHUNK", (scaled_chunks,)),
     Size("linear-relu", {"causal": True}, "_CACHED", (scaled_chunks,)),
-    Size("window", {"window": 257}, "BLOCK", (blocks, blocks_backward, tiles)),
+    Size("window", {"window": 257}, "BLOCK", (blocks, operator)),
     Size("window", {"window": 257}, "_SCORES", (blocks,)),
 )
 

@@ -4,11 +4,10 @@ Errors of outputs and of gradients of parameters are relative to one process, in
 """
 
 import itertools
-import os
 
 import torch
 import torch.distributed as dist
-from forked import join, report, run
+from forked import join, leave, report, run
 from integrations.hf_models import TOKENS, bert, gpt2, inputs, llama, mistral, modernbert
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -91,9 +90,7 @@ def work(rank: int) -> None:
         compare(mesh, *one)
     for one in itertools.product(DECODERS, LAYOUTS):
         decode(mesh, *one)
-    dist.destroy_process_group()
-    # Threads of gloo in torch 2.13 abort some processes while the interpreter ends.
-    os._exit(0)
+    leave()
 
 
 if __name__ == "__main__":

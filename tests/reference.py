@@ -109,6 +109,33 @@ def random_mask(batch, tokens, *, seed=0) -> Tensor:
     return mask
 
 
+def largest_difference(actual: Tensor, expected: Tensor, inputs=()) -> Tensor:
+    """Largest difference of two outputs, and of their gradients by the inputs; NaN if there is one."""
+    pairs = [(actual, expected)]
+    if inputs:
+        pairs += zip(*(torch.autograd.grad(x.sin().sum(), inputs) for x in (actual, expected)), strict=True)
+    # Not the maximum of Python, which passes over NaN.
+    return torch.stack([(x - y).detach().abs().max() for x, y in pairs]).max()
+
+
+def output_and_gradients(call, inputs) -> list[Tensor]:
+    """Output of a call, and the gradients of a scalar of it by all inputs."""
+    out = call(*inputs)
+    return [out, *torch.autograd.grad(out.sin().sum(), inputs)]
+
+
+def assert_near(actual, expected, bound: float) -> None:
+    """Every tensor differs by at most `bound` relative to the largest number of the expected one."""
+    for x, y in zip(actual, expected, strict=True):
+        assert (x - y).abs().max() <= bound * y.abs().max()
+
+
+def first_and_second_derivatives(call, inputs) -> list[Tensor]:
+    """Gradients of a scalar by all inputs, and the gradients of their squares."""
+    first = torch.autograd.grad(call(*inputs).sin().sum(), inputs, create_graph=True)
+    return [*first, *torch.autograd.grad(sum(x.square().sum() for x in first), inputs)]
+
+
 def relative_error(out: Tensor, reference: Tensor) -> float:
     """‖out − reference‖ / ‖reference‖."""
     return float((out.double() - reference).norm() / reference.norm().clamp_min(1e-300))

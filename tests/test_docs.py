@@ -17,7 +17,7 @@ DOCS = sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem not in 
 PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *DOCS]
 # The extra package that a page is about; where it is not installed, nothing on the page can run.
 NEEDS = {"hugging-face.md": "transformers"}
-# Pages whose Python torchrun starts, in tests/test_ranks.py.
+# Pages whose Python torchrun starts, in tests/distributed/test_ranks.py.
 ON_SEVERAL_PROCESSES = {"distributed.md"}
 # First line of a block that is a file of the package.
 FILE = re.compile(r"# (studies/\w+\.py)\n")

@@ -138,17 +138,6 @@ def test_a_wrong_function_breaks_the_promise_that_it_declared(wrong, check):
     assert record.outcome == "broken" and record.failed
 
 
-def test_undeclared_promises_stay_unknown():
-    names = ["masked_keys_leave_no_gap", "equals_softmax_attention", "later_values_move_no_output"]
-    records = check_backend(adapt(plain), only=names)
-    assert [record.outcome for record in records] == [
-        "could not check",
-        "kept without promise",
-        "could not check",
-    ]
-    assert not any(record.failed for record in records)
-
-
 @pytest.mark.parametrize(
     ("declared", "error", "words"),
     [
@@ -156,16 +145,12 @@ def test_undeclared_promises_stay_unknown():
         ({"layout": "sbhd"}, UnknownNameError, "layout"),
         ({"signature": "flash-attn", "key_mask": True}, UnsupportedError, "takes no key mask"),
         ({"signature": "fla"}, OptionError, "causal=True"),
+        ({"function": 3}, DtypeError, r"its address file\.py:object is wanted"),
     ],
 )
 def test_wrong_declarations_name_the_argument(declared, error, words):
     with pytest.raises(error, match=words):
-        adapt(plain, **declared)
-
-
-def test_only_functions_are_adapted():
-    with pytest.raises(DtypeError, match=r"its address file\.py:object is wanted"):
-        adapt(3)
+        adapt(**{"function": plain, **declared})
 
 
 @pytest.mark.slow

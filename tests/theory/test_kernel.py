@@ -72,31 +72,22 @@ def test_the_error_holds_where_plain_sampling_would_miss_it(sum_square, kind):
     assert_mean(weights * (estimates - 1) ** 2, np.exp(independent_error(kind, sum_square, 1)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("coupling", COUPLINGS)
-@pytest.mark.parametrize("head_dim", [3, 16, 64])
-def test_a_block_of_coupled_directions_has_the_exact_error(kind, coupling, head_dim):
+WHOLE = [(kind, coupling, d, d) for kind in KINDS for coupling in COUPLINGS for d in (3, 16, 64)]
+# Whole blocks; a part of a block, and several; distant pairs, where no estimate overflows.
+BLOCKS = [
+    *((*block, 0.25) for block in WHOLE),
+    *((*block, 1.0) for block in WHOLE),
+    *((kind, "orthogonal", m, 16, 0.8) for kind in ("positive", "trigonometric") for m in (8, 24, 48)),
+    *(("trigonometric", "orthogonal", 8, 8, square) for square in (4.0, 16.0, 64.0)),
+]
+
+
+@pytest.mark.parametrize(("kind", "coupling", "num_directions", "head_dim", "square"), BLOCKS)
+def test_blocks_of_coupled_directions_have_the_exact_error(kind, coupling, num_directions, head_dim, square):
     directions = np.eye(head_dim) if coupling == "orthogonal" else simplex_directions(head_dim)
-    along = block_projections(directions, head_dim, NUMBERS // head_dim, seed=0)
-    for square in (0.25, 1.0):
-        expected = log_coupled_error(
-            square, kind=kind, projection=coupling, num_directions=head_dim, head_dim=head_dim
-        )
-        assert_mean((ratio(kind, along, square).mean(axis=1) - 1) ** 2, np.exp(expected))
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_directions", "head_dim", "square"),
-    [
-        *((kind, m, 16, 0.8) for kind in ("positive", "trigonometric") for m in (8, 24, 48)),
-        # Distant pairs, where no estimate overflows.
-        *(("trigonometric", 8, 8, square) for square in (4.0, 16.0, 64.0)),
-    ],
-)
-def test_partial_and_several_blocks_have_the_exact_error(kind, num_directions, head_dim, square):
-    along = block_projections(np.eye(head_dim), num_directions, NUMBERS // num_directions, seed=0)
+    along = block_projections(directions, num_directions, NUMBERS // num_directions, seed=0)
     sizes = {"num_directions": num_directions, "head_dim": head_dim}
-    expected = log_coupled_error(square, kind=kind, projection="orthogonal", **sizes)
+    expected = log_coupled_error(square, kind=kind, projection=coupling, **sizes)
     assert_mean((ratio(kind, along, square).mean(axis=1) - 1) ** 2, np.exp(expected))
 
 

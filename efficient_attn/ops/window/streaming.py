@@ -124,8 +124,8 @@ def _extend_masked(
     stored = F.pad(stored, (0, missing))
     number = torch.arange(count, device=k.device) - stored.sum(dim=-1, keepdim=True)
     rank = real.cumsum(dim=-1)
-    # Positions of the global tokens among the new ones, −1 before them and `tokens` where there is none.
-    at = (rank[:, None] <= number[..., None]).sum(dim=-1).masked_fill(stored, -1)
+    # Positions of the global tokens among the new ones, 0 for earlier ones and `tokens` where there is none.
+    at = (rank[:, None] <= number[..., None]).sum(dim=-1)
     row = stored[:, None, :, None]
     index = at.clamp(0, tokens - 1)
     first_k, first_v = (

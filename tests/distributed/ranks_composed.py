@@ -8,8 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
-from forked import join, report, run
+from forked import join, leave, report, run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -78,8 +77,9 @@ def gradients(of: nn.Module) -> list[torch.Tensor]:
     return [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in of.parameters()]
 
 
-def worst(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
-    return torch.stack([(x - y).norm() / y.norm() for x, y in zip(found, wanted, strict=True)]).max().item()
+def worst(tensors: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    pairs = zip(tensors, expected, strict=True)
+    return torch.stack([(x - y).norm() / y.norm() for x, y in pairs]).max().item()
 
 
 def train(mesh: DeviceMesh, backend: str, masked: bool, dtype: torch.dtype) -> None:
@@ -88,12 +88,12 @@ def train(mesh: DeviceMesh, backend: str, masked: bool, dtype: torch.dtype) -> N
     counted = (y != PADDING).sum()
     alone = model(backend, dtype)
     (sum_of_losses(alone, x, y, mask) / counted).backward()
-    wanted, first = gradients(alone), 2 * mesh.get_local_rank("dp")
+    expected, first = gradients(alone), 2 * mesh.get_local_rank("dp")
     layout, again = WAYS[dtype]
     for engine in ENGINES:
-        own = [
-            None if one is None else shard(one[first : first + 2], mesh["cp"], 1, layout)
-            for one in (x, y, mask)
+        local = [
+            None if tensor is None else shard(tensor[first : first + 2], mesh["cp"], 1, layout)
+            for tensor in (x, y, mask)
         ]
         whole = model(backend, dtype, checkpoint=again)
         if again:
@@ -101,9 +101,9 @@ def train(mesh: DeviceMesh, backend: str, masked: bool, dtype: torch.dtype) -> N
         wrapped = ENGINES[engine](whole, mesh)
         with nullcontext() if again else context_parallel(mesh["cp"], layout=layout):
             # Engines average gradients over processes.
-            (sum_of_losses(wrapped, *own) * RANKS / counted).backward()
+            (sum_of_losses(wrapped, *local) * RANKS / counted).backward()
         case = [backend, masked, str(dtype), engine, layout, again]
-        report("training", case, worst(gradients(whole), wanted))
+        report("training", case, worst(gradients(whole), expected))
 
 
 def split_heads(mesh: DeviceMesh, backend: str, layout: str) -> None:
@@ -111,21 +111,21 @@ def split_heads(mesh: DeviceMesh, backend: str, layout: str) -> None:
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(3, 2, 4, TOKENS, 8, generator=generator, dtype=torch.float64).unbind()
     attention = ea.build(backend, head_dim=8, causal=True, **BACKENDS[backend]).double()
-    own = [shard(one.chunk(2, 1)[mesh.get_local_rank("dp")], mesh["cp"], 2, layout) for one in qkv]
+    local = [shard(x.chunk(2, 1)[mesh.get_local_rank("dp")], mesh["cp"], 2, layout) for x in qkv]
     with context_parallel(mesh["cp"], layout=layout):
-        heads = unshard(attention(*own), mesh["cp"], 2, layout)
-    found = unshard(heads, mesh["dp"], 1)
-    report("heads", [backend, layout], worst([found], [attention(*qkv)]))
+        heads = unshard(attention(*local), mesh["cp"], 2, layout)
+    joined = unshard(heads, mesh["dp"], 1)
+    report("heads", [backend, layout], worst([joined], [attention(*qkv)]))
 
 
 def work(rank: int) -> None:
     join(rank, RANKS)
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "cp"))
-    for one in itertools.product(BACKENDS, (False, True), WAYS):
-        train(mesh, *one)
-    for one in itertools.product(BACKENDS, LAYOUTS):
-        split_heads(mesh, *one)
-    dist.destroy_process_group()
+    for case in itertools.product(BACKENDS, (False, True), WAYS):
+        train(mesh, *case)
+    for case in itertools.product(BACKENDS, LAYOUTS):
+        split_heads(mesh, *case)
+    leave()
 
 
 if __name__ == "__main__":

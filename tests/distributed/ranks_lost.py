@@ -55,7 +55,7 @@ def lose(end: str) -> None:
     # A queue of all would keep its lock where the process that puts is killed.
     pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
     arguments = [(rank, end, sender) for rank, (_, sender) in enumerate(pipes)]
-    processes = [context.Process(target=work, args=one, daemon=True) for one in arguments]
+    processes = [context.Process(target=work, args=args, daemon=True) for args in arguments]
     for process in processes:
         process.start()
     for receiver, _ in pipes:
@@ -70,10 +70,10 @@ def lose(end: str) -> None:
     processes[LOST].kill()
     codes = [processes[rank].exitcode for rank in others]
     errors = {rank: pipes[rank][0].recv() for rank in others if pipes[rank][0].poll()}
-    print(json.dumps({"end": end, "seconds": seconds, "codes": codes, "errors": errors}), flush=True)
+    print(json.dumps({"what": end, "seconds": seconds, "codes": codes, "errors": errors}), flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for one in ("killed", "hung", "shape"):
-        lose(one)
+    for end in ("killed", "hung", "shape"):
+        lose(end)

@@ -40,18 +40,17 @@ def attend(*args, **options):
     return flex.attend(*inputs(*args, **options), 0.3)
 
 
-def assert_as_uncompiled(found, **sizes):
+def assert_as_uncompiled(actual, **sizes):
     with eager_flex():
         expected = attend(**sizes)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_all_lengths_and_batches_share_one_version():
     with traced_flex() as graphs:
         for batch, rows, keys in itertools.product((2, 3, 5), (64, 128, 77), (64, 130, 300)):
-            found = attend(batch, rows, keys)
-    assert_as_uncompiled(found, batch=5, rows=77, keys=300)
+            out = attend(batch, rows, keys)
+    assert_as_uncompiled(out, batch=5, rows=77, keys=300)
     assert len(graphs) == 1
     # One fused attention, and its log-sum-exps as natural logarithms.
     calls = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
@@ -83,8 +82,8 @@ def test_each_configuration_is_compiled_once_with_dimensions_as_constants():
                 attend(**sizes)
     assert len(graphs) == len(configurations)
     for graph, sizes in zip(graphs, configurations, strict=True):
-        given = (x.meta["example_value"] for x in graph.graph.nodes if x.op == "placeholder")
-        q = next(x for x in given if isinstance(x, torch.Tensor))
+        tensors = (x.meta["example_value"] for x in graph.graph.nodes if x.op == "placeholder")
+        q = next(x for x in tensors if isinstance(x, torch.Tensor))
         dimensions = [q.shape[1], q.shape[3]]
         assert dimensions == [sizes["heads"], sizes["head_dim"]]
         assert [type(x) for x in dimensions] == [int, int]
@@ -164,5 +163,5 @@ def test_the_compiler_of_pytorch_fuses_the_bias_of_each_key(nested, monkeypatch)
     monkeypatch.setattr(flex_attention, "flex_attention", without_log_sums)
     call = torch.compile(attend_opaquely, fullgraph=True) if nested else attend_opaquely
     with on_flex(), torch.no_grad():
-        found = call(*inputs(3, 70, 90))
-    torch.testing.assert_close(found, expected)
+        out = call(*inputs(3, 70, 90))
+    torch.testing.assert_close(out, expected)

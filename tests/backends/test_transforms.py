@@ -55,50 +55,46 @@ def loss(backend: ea.Backend) -> Callable[..., Tensor]:
     return call
 
 
-def gradients(backend: ea.Backend, *given: Tensor) -> list[Tensor]:
-    leaves = [x.clone().requires_grad_() for x in given[:3]]
-    return list(torch.autograd.grad(loss(backend)(*leaves, *given[3:]), leaves))
+def gradients(backend: ea.Backend, *tensors: Tensor) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    return list(torch.autograd.grad(loss(backend)(*leaves, *tensors[3:]), leaves))
 
 
-def assert_equal(got: object, wanted: object) -> None:
+def assert_equal(actual: object, expected: object) -> None:
     # Folded into one batch or not, sums are taken in another order.
-    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
 
 
 @EVERY
 def test_grad_and_jacrev_are_the_derivatives_of_autograd(name, causal):
-    backend, given = built(name, causal), [x[0] for x in inputs(heads=2)]
-    assert_equal(list(grad(loss(backend), (0, 1, 2))(*given)), gradients(backend, *given))
-    q, k, v = (x[:1, :1, :3] for x in given)
-    wanted = torch.autograd.functional.jacobian(lambda q, k, v: backend(q, k, v), (q, k, v))
-    assert_equal(jacrev(lambda q, k, v: backend(q, k, v), (0, 1, 2))(q, k, v), wanted)
+    backend, tensors = built(name, causal), [x[0] for x in inputs(heads=2)]
+    assert_equal(list(grad(loss(backend), (0, 1, 2))(*tensors)), gradients(backend, *tensors))
+    q, k, v = (x[:1, :1, :3] for x in tensors)
+    expected = torch.autograd.functional.jacobian(lambda q, k, v: backend(q, k, v), (q, k, v))
+    assert_equal(jacrev(lambda q, k, v: backend(q, k, v), (0, 1, 2))(q, k, v), expected)
 
 
 @EVERY
-def test_vmap_gives_the_calls_one_by_one_with_masks_and_grouped_queries(name, causal):
-    backend, given = built(name, causal), [*inputs(heads=2), masks()]
+def test_vmap_gives_the_calls_and_gradients_of_single_calls(name, causal):
+    backend, tensors = built(name, causal), [*inputs(heads=2), masks()]
     call = lambda q, k, v, m: backend(q, k, v, key_mask=m)  # noqa: E731
-    wanted = torch.stack([call(*one) for one in zip(*given, strict=True)])
-    assert_equal(vmap(call)(*given), wanted)
-    # Any axis may be the mapped one, and some arguments may have none.
-    q, k, v, mask = given
+    entries = list(zip(*tensors, strict=True))
+    assert_equal(vmap(call)(*tensors), torch.stack([call(*entry) for entry in entries]))
+    # Any axis may be the mapped axis, and an argument may have none.
+    q, k, v, mask = tensors
     mapped = vmap(call, in_dims=(2, None, 1, None))(q.movedim(0, 2), k[0], v.movedim(0, 1), mask[0])
     assert_equal(mapped, torch.stack([call(q[i], k[0], v[i], mask[0]) for i in range(ENTRIES)]))
-
-
-@EVERY
-def test_vmap_and_grad_compose_in_either_order(name, causal):
-    backend, given = built(name, causal), [*inputs(heads=2), masks()]
-    one_by_one = [gradients(backend, *one) for one in zip(*given, strict=True)]
-    wanted = [torch.stack(parts) for parts in zip(*one_by_one, strict=True)]
-    assert_equal(list(vmap(grad(loss(backend), (0, 1, 2)))(*given)), wanted)
-    together = grad(lambda *x: vmap(loss(backend))(*x, given[3]).sum(), (0, 1, 2))
-    assert_equal(list(together(*given[:3])), wanted)
+    # Gradients of a mapped call, and a mapped call of gradients.
+    parts = zip(*(gradients(backend, *entry) for entry in entries), strict=True)
+    expected = [torch.stack(part) for part in parts]
+    assert_equal(list(vmap(grad(loss(backend), (0, 1, 2)))(*tensors)), expected)
+    together = grad(lambda *x: vmap(loss(backend))(*x, mask).sum(), (0, 1, 2))
+    assert_equal(list(together(q, k, v)), expected)
 
 
 @pytest.mark.parametrize(
     ("name", "causal"),
-    [one for one in CASES if one[0] in ("linformer", "performer-positive", "performer-trig")],
+    [case for case in CASES if case[0] in ("linformer", "performer-positive", "performer-trig")],
 )
 def test_an_ensemble_of_models_is_mapped_over_its_parameters_and_directions(name, causal):
     models = [
@@ -107,13 +103,13 @@ def test_an_ensemble_of_models_is_mapped_over_its_parameters_and_directions(name
     for number, model in enumerate(models):
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
-    state, given = stack_module_state(models), [x[0] for x in inputs()]
+    state, tensors = stack_module_state(models), [x[0] for x in inputs()]
 
-    def one(parameters: dict, buffers: dict, q: Tensor) -> Tensor:
-        return functional_call(models[0], (parameters, buffers), (q, *given[1:])).sin().sum()
+    def of_model(parameters: dict, buffers: dict, q: Tensor) -> Tensor:
+        return functional_call(models[0], (parameters, buffers), (q, *tensors[1:])).sin().sum()
 
-    wanted = [gradients(model, *given)[0] for model in models]
-    assert_equal(vmap(grad(one, 2), in_dims=(0, 0, None))(*state, given[0]), torch.stack(wanted))
+    expected = [gradients(model, *tensors)[0] for model in models]
+    assert_equal(vmap(grad(of_model, 2), in_dims=(0, 0, None))(*state, tensors[0]), torch.stack(expected))
 
 
 # torch's own forward mode compiles its decompositions in a way that it calls deprecated.
@@ -135,9 +131,9 @@ def test_forward_mode_derivatives_are_right_or_refused_and_never_zero(name, caus
 
     for derivative in (by_transform, by_dual_numbers):
         if name in ("exact-dense", "window") or (name, causal) == OPENED:
-            found = derivative()
-            assert found is not None
-            assert_equal((found * cotangent).sum(), (by_q * tangent).sum())
+            value = derivative()
+            assert value is not None
+            assert_equal((value * cotangent).sum(), (by_q * tangent).sum())
         else:
             # Our refusal, or that of torch's fused kernel.
             with pytest.raises(NotImplementedError, match=r"no forward-mode derivatives|forward AD"):
@@ -151,8 +147,8 @@ def test_second_derivatives_through_torch_func_are_right_or_refused(name, causal
     if ea.spec(name).capabilities.second_derivatives or (name, causal) == OPENED:
         leaf = q.clone().requires_grad_()
         (first,) = torch.autograd.grad(backend(leaf, k, v).sin().sum(), leaf, create_graph=True)
-        (wanted,) = torch.autograd.grad(first.square().sum(), leaf)
-        assert_equal(grad(once)(q), wanted)
+        (expected,) = torch.autograd.grad(first.square().sum(), leaf)
+        assert_equal(grad(once)(q), expected)
     else:
         with pytest.raises(RuntimeError, match=r"no derivatives of their own|is not implemented"):
             grad(once)(q)

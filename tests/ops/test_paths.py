@@ -1,5 +1,6 @@
 """Which kernels serve a device, a dtype and a call, and what follows a failure of the compiler."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -20,16 +21,14 @@ def tensors(device="cpu", dtype=torch.float32, head_dim=16, value_dim=16, tokens
 
 def test_flex_serves_dimensions_and_sizes_that_its_kernels_take(monkeypatch):
     monkeypatch.setattr(paths, "kernels", lambda device, dtype: "flex" if dtype.itemsize < 8 else "torch")
-    assert flex.available(*tensors())
-    assert flex.available(*tensors(head_dim=256, value_dim=24))
-    assert not flex.available(*tensors(head_dim=8))
-    assert not flex.available(*tensors(value_dim=8))
-    assert not flex.available(*tensors(head_dim=257))
-    assert not flex.available(*tensors(tokens=0))
-    assert not flex.available(*tensors(dtype=torch.float64))
+    for sizes in ({}, {"head_dim": 256, "value_dim": 24}, {"device": "meta", "tokens": 2**24}):
+        assert flex.available(*tensors(**sizes)), sizes
+    for sizes in (
+        *({"head_dim": 8}, {"value_dim": 8}, {"head_dim": 257}, {"tokens": 0}, {"dtype": torch.float64}),
+        {"device": "meta", "tokens": 2**25},
+    ):
+        assert not flex.available(*tensors(**sizes)), sizes
     assert not flex.available(*tensors()[:2], tensors(dtype=torch.bfloat16)[2])
-    assert flex.available(*tensors("meta", tokens=2**24))
-    assert not flex.available(*tensors("meta", tokens=2**25))
 
 
 @pytest.fixture
@@ -121,37 +120,38 @@ def served(machine):
     flex._compiled.cache_clear()
 
 
-def test_operators_serve_a_call_while_compilation_is_turned_off(served):
+@pytest.fixture
+def call():
+    """A call of a backend that FlexAttention serves."""
     q, k, v = (x.float() for x in random_qkv(2, 4, 2, 50, 75, head_dim=16, value_dim=24))
-    mask = random_mask(2, 75)
     backend = ea.build("performer-positive", head_dim=16, num_features=64)
+    return partial(backend, q, k, v, key_mask=random_mask(2, 75))
+
+
+def test_operators_serve_a_call_while_compilation_is_turned_off(served, call):
     served.setattr(torch, "compile", lambda call, **options: call)
     with (
         pytest.warns(UserWarning, match="float32 runs on PyTorch's operators.* is turned off"),
         paths.observed_kernels() as names,
     ):
-        out = backend(q, k, v, key_mask=mask)
+        out = call()
     assert names == set()
     served.undo()
     # The formula is the same to the rounding of float32.
-    assert (out - backend(q, k, v, key_mask=mask)).abs().max() <= 1e-5
+    assert (out - call()).abs().max() <= 1e-5
 
 
-def test_a_failure_of_the_compiler_is_told_once_and_decides(served):
-    q, k, v = (x.float() for x in random_qkv(2, 4, 2, 50, 75, head_dim=16, value_dim=24))
-    mask = random_mask(2, 75)
-    backend = ea.build("performer-positive", head_dim=16, num_features=64)
-
+def test_a_failure_of_the_compiler_is_told_once_and_decides(served, call):
     def fails(*_):
         raise TorchDynamoException("Failed to find C compiler.\nSpecify CC.\n\nSet TORCHDYNAMO_VERBOSE=1")
 
     served.setattr(torch, "compile", lambda call, **options: fails)
     with pytest.warns(UserWarning, match="float32 runs .*: Failed to find C compiler. Specify CC.$"):
-        backend(q, k, v, key_mask=mask)
+        call()
     assert [on("cuda", x) for x in (torch.float32, torch.bfloat16)] == ["cpu", "flex"]
-    out = backend(q, k, v, key_mask=mask)
+    out = call()
     served.setattr(paths, "kernels", lambda device, dtype: "cpu")
-    assert torch.equal(out, backend(q, k, v, key_mask=mask))
+    assert torch.equal(out, call())
 
 
 def test_a_capture_without_a_call_before_is_told_and_decides_nothing(machine):

@@ -7,13 +7,13 @@ import jaxtyping
 import pytest
 import torch
 from launches import counted
-from reference import random_qkv, reference_attention
-from test_window import dense_band
+from reference import first_and_second_derivatives, largest_difference, random_qkv
 from torch.utils.checkpoint import checkpoint
 
 import efficient_attn as ea
 from efficient_attn.measure import worker
 from efficient_attn.measure.record import Case
+from efficient_attn.ops import naive
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.ops.window import attention, varlen
 from efficient_attn.ops.window.attention import window_attention
@@ -55,15 +55,15 @@ class Kernel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        found = torch.autograd.grad(ctx.out, ctx.leaves, gradient, retain_graph=True)
-        return None, *(Final.apply(x, ctx.saved_tensors[0]) for x in found)
+        gradients = torch.autograd.grad(ctx.out, ctx.leaves, gradient, retain_graph=True)
+        return None, *(Final.apply(x, ctx.saved_tensors[0]) for x in gradients)
 
 
 class Final(torch.autograd.Function):
     """A tensor that has no derivative with respect to another."""
 
     @staticmethod
-    def forward(ctx, x, other):
+    def forward(ctx, x, input_):
         return x.clone()
 
     @staticmethod
@@ -119,14 +119,10 @@ def between_tokens(x):
     ],
 )
 def test_the_kernel_is_asked_for_the_window(packed, window, causal, queries, tokens, heads, layout):
-    q, k, v = (layout(x) for x in random_qkv(2, *heads, queries, tokens))
-    out = ea.build("window", head_dim=8, window=window, causal=causal)(q, k, v)
-    back, ahead = (window - 1, 0) if causal else (window // 2, window // 2)
-    reference = reference_attention(
-        q, k, v, scale=8**-0.5, visible=lambda i, j: i - back <= j <= i + ahead, causal=causal
-    )
-    assert len(packed) == 1 and out.shape == reference.shape
-    assert (out - reference).abs().max() <= 1e-12
+    inputs = [layout(x) for x in random_qkv(2, *heads, queries, tokens)]
+    out = ea.build("window", head_dim=8, window=window, causal=causal)(*inputs)
+    expected = naive.softmax_attention(*inputs, scale=8**-0.5, window=window, causal=causal)
+    assert len(packed) == 1 and largest_difference(out, expected) <= 1e-12
 
 
 def test_a_record_names_this_kernel_where_it_ran(packed):
@@ -145,9 +141,8 @@ def test_a_record_names_this_kernel_where_it_ran(packed):
 def test_every_scale_is_served_by_a_positive_one(packed, scale):
     q, k, v = random_qkv(1, 1, 1, 9, 9)
     out = window_attention(q, k, v, scale=scale, back=2, ahead=2, key_mask=None)
-    reference = reference_attention(q, k, v, scale=scale, visible=lambda i, j: abs(i - j) <= 2)
-    assert packed[0][1]["scale"] > 0
-    assert (out - reference).abs().max() <= 1e-12
+    expected = naive.softmax_attention(q, k, v, scale=scale, window=5)
+    assert packed[0][1]["scale"] > 0 and largest_difference(out, expected) <= 1e-12
 
 
 @pytest.mark.parametrize("layout", [torch.clone, between_tokens])
@@ -167,15 +162,17 @@ def test_a_call_takes_three_launches_beside_the_kernel(packed, stand_in):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_first_and_second_derivatives_are_those_of_the_formula(packed, causal):
-    def derivatives(call):
-        first = torch.autograd.grad(call(*inputs).sin().sum(), inputs, create_graph=True)
-        return *first, *torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
+    def definition(*x):
+        return naive.softmax_attention(*x, scale=8**-0.5, window=5, causal=causal)
+
+    def assert_near(actual, expected):
+        for x, y in zip(actual, expected, strict=True):
+            assert (x - y).abs().max() <= 1e-12 * y.abs().max()
 
     inputs = [x.requires_grad_() for x in random_qkv(2, 4, 2, 20, 20)]
     backend = ea.build("window", head_dim=8, window=5, causal=causal)
-    wanted = derivatives(lambda *x: dense_band(*x, 5, causal, None))
-    for one, other in zip(derivatives(backend), wanted, strict=True):
-        assert (one - other).abs().max() <= 1e-12 * other.abs().max()
+    expected = first_and_second_derivatives(definition, inputs)
+    assert_near(first_and_second_derivatives(backend, inputs), expected)
     assert packed
     # The kernel's own gradients serve the first order; inputs without a gradient get none.
     q, k, v = inputs
@@ -183,8 +180,7 @@ def test_first_and_second_derivatives_are_those_of_the_formula(packed, causal):
     for _ in range(2):
         first = torch.autograd.grad(out, (q, v), retain_graph=True)
         assert first[0].grad_fn is None
-        for one, other in zip(first, (wanted[0], wanted[2]), strict=True):
-            assert (one - other).abs().max() <= 1e-12 * other.abs().max()
+        assert_near(first, (expected[0], expected[2]))
 
 
 def test_autocast_and_checkpoints_change_nothing(packed, stand_in):
@@ -222,24 +218,16 @@ CUDA = torch.device("cuda", 0)
     ],
 )
 def test_the_kernel_serves_half_precision_on_cuda(monkeypatch, stand_in, device, dtype, served):
-    def chosen():
+    def serves(*, capability=(8, 0), function=packed_attention, kernels=""):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setenv(VARIABLE, kernels)
+        stand_in(function)
         varlen._has_flash.cache_clear()
         return varlen._serves(device, dtype)
 
-    monkeypatch.setenv(VARIABLE, "")
-    stand_in(packed_attention)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert chosen() == served
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert not chosen()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert chosen() == served
-    stand_in(None)
-    assert not chosen()
-    stand_in(packed_attention)
-    monkeypatch.setenv(VARIABLE, "torch")
-    assert not chosen()
+    assert serves() == serves(capability=(9, 0)) == served
+    assert not (serves(capability=(7, 5)) or serves(function=None) or serves(kernels="torch"))
     varlen._has_flash.cache_clear()
 
 

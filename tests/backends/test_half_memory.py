@@ -6,23 +6,18 @@ import torch
 import efficient_attn as ea
 from efficient_attn.measure.memory import peak
 
-
 # Float16 products and the many operations of causal chunks take seconds.
-@pytest.mark.parametrize(
-    ("name", "causal", "dtype"),
-    [
-        ("linformer", False, torch.bfloat16),
-        ("performer-positive", False, torch.bfloat16),
-        ("performer-trig", False, torch.bfloat16),
-        pytest.param("linformer", False, torch.float16, marks=pytest.mark.slow),
-        pytest.param("performer-positive", False, torch.float16, marks=pytest.mark.slow),
-        pytest.param("performer-trig", False, torch.float16, marks=pytest.mark.slow),
-        pytest.param("performer-positive", True, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("performer-positive", True, torch.float16, marks=pytest.mark.slow),
-        pytest.param("performer-trig", True, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("performer-trig", True, torch.float16, marks=pytest.mark.slow),
-    ],
-)
+CASES = [
+    pytest.param(name, causal, dtype, marks=[pytest.mark.slow] * (causal or dtype is torch.float16))
+    for dtype in (torch.bfloat16, torch.float16)
+    for name, causal in [
+        *[("linformer", False), ("performer-positive", False), ("performer-trig", False)],
+        *[("performer-positive", True), ("performer-trig", True)],
+    ]
+]
+
+
+@pytest.mark.parametrize(("name", "causal", "dtype"), CASES)
 def test_half_precision_takes_no_more_memory_forward_or_backward(name, causal, dtype):
     backend = ea.build(name, head_dim=16, causal=causal, max_tokens=4096)
     inputs = [torch.randn(1, 1, 4096, 16) for _ in range(3)]

@@ -33,12 +33,12 @@ OPERATORS = {
 
 def inputs(tokens: int, dtype: torch.dtype, *, trained: bool, layout: str) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    found = []
+    tensors = []
     for heads in (4, 2, 2):
         x = torch.randn(2, heads, tokens, 4, generator=generator, dtype=torch.float64).to(dtype)
         x = x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "strided" else x
-        found.append(x.requires_grad_(trained))
-    return found[0], found[1], found[2]
+        tensors.append(x.requires_grad_(trained))
+    return tensors[0], tensors[1], tensors[2]
 
 
 def arguments(name: str, *, trained: bool, few: bool) -> Iterator[tuple[Any, ...]]:
@@ -58,15 +58,15 @@ def arguments(name: str, *, trained: bool, few: bool) -> Iterator[tuple[Any, ...
 
 
 def backward_arguments(name: str, *, few: bool) -> Iterator[tuple[Any, ...]]:
-    for given in arguments(name, trained=False, few=few):
-        outputs = OPERATORS[name](*given)
-        yield torch.ones_like(outputs[0]), *outputs, *given
+    for args in arguments(name, trained=False, few=few):
+        outputs = OPERATORS[name](*args)
+        yield torch.ones_like(outputs[0]), *outputs, *args
 
 
 def test_every_registered_operator_is_checked():
     # Derivatives are registered where backends are defined.
     assert ea.list_backends()
-    names = (one.split("::") for one in torch._C._dispatch_get_all_op_names())
+    names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
     assert {name for namespace, name in names if namespace == "efficient_attn"} == set(OPERATORS)
 
 
@@ -80,5 +80,12 @@ def test_torch_finds_nothing_wrong_with_a_registration(name, utility):
     cases = (
         arguments(name, trained=True, few=few) if name == forward else backward_arguments(forward, few=few)
     )
-    for given in cases:
-        assert opcheck(OPERATORS[name], given, test_utils=utility) == {utility: "SUCCESS"}
+    for args in cases:
+        assert opcheck(OPERATORS[name], args, test_utils=utility) == {utility: "SUCCESS"}
+
+
+@pytest.mark.compile
+def test_the_runtime_shape_checks_are_off_where_operators_are_compiled():
+    from efficient_attn.ops.softmax.definition import softmax_attention
+
+    assert not hasattr(softmax_attention, "__wrapped__")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from eager_flex import eager_flex
 from launches import counted
-from reference import random_qkv, reference_linear
+from reference import assert_near, output_and_gradients, random_qkv
 
 import efficient_attn as ea
 from efficient_attn.ops.linear import softmax_identity
@@ -39,19 +39,19 @@ def performer(name, **options):
 @pytest.fixture
 def parts(monkeypatch):
     """The inputs of every call in parts, and the number of parts."""
-    found, num_parts, mean_values = [], softmax_identity.num_parts, softmax_identity.mean_values_of_parts
+    records, num_parts, mean_values = [], softmax_identity.num_parts, softmax_identity.mean_values_of_parts
 
-    def told(*args):
-        found.append(num_parts(*args))
-        return found[-1]
+    def numbered(*args):
+        records.append(num_parts(*args))
+        return records[-1]
 
-    def asked(inputs):
-        found.append(inputs)
+    def recorded(inputs):
+        records.append(inputs)
         return mean_values(inputs)
 
-    monkeypatch.setattr(softmax_identity, "num_parts", told)
-    monkeypatch.setattr(softmax_identity, "mean_values_of_parts", asked)
-    return found
+    monkeypatch.setattr(softmax_identity, "num_parts", numbered)
+    monkeypatch.setattr(softmax_identity, "mean_values_of_parts", recorded)
+    return records
 
 
 def rounding(inputs):
@@ -75,12 +75,12 @@ def test_two_fused_attentions_equal_the_path_of_the_cpu(name, masked, keys, norm
     expected = backend(q, k, v, key_mask=mask)
     with eager_flex():
         out = backend(*(x.to(dtype) for x in (q, k, v)), key_mask=mask)
-    given, number = parts
+    call, number = parts
     assert number == PARTS[keys]
     assert out.dtype is dtype
     assert out.is_contiguous()
     error = (out.double() - expected).norm(dim=-1).max() / v.norm(dim=-1).max()
-    assert error <= rounding(given)
+    assert error <= rounding(call)
     if norm == 1 and dtype is torch.float64:
         assert error <= 1e-12
 
@@ -88,53 +88,20 @@ def test_two_fused_attentions_equal_the_path_of_the_cpu(name, masked, keys, norm
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", EXPONENTIAL)
 def test_gradients_equal_those_of_the_path_of_the_cpu(name, masked):
-    leaves, mask = inputs(75)
-    leaves = [x.requires_grad_() for x in leaves]
-    backend = performer(name)
-
-    def gradients():
-        out = backend(*leaves, key_mask=mask if masked else None)
-        return torch.autograd.grad(out.sin().sum(), leaves)
-
-    expected = gradients()
-    with eager_flex():
-        found = gradients()
-    for one, other in zip(found, expected, strict=True):
-        assert (one - other).abs().max() <= 1e-12 * other.abs().max()
-
-
-@pytest.mark.parametrize("kind", ["positive", "hyperbolic"])
-def test_the_formula_weight_by_weight(kind):
-    (q, k, v), mask = inputs(75, queries=5)
-    backend = performer(f"performer-{kind}")
-    directions, scale = backend.core.features.projection, backend.problem.factor
-    with eager_flex():
-        out = backend(q, k, v, key_mask=mask)
-    expected = reference_linear(q, k, v, directions, kind, scale=scale, key_mask=mask)
-    assert (out - expected).abs().max() <= 1e-12
-
-
-def test_an_entry_without_real_keys_gives_zeros_and_masked_keys_may_be_nan():
     (q, k, v), mask = inputs(75)
+    # No real key of a sequence, and masked keys of NaN.
     mask[1] = False
-    backend = performer("performer-positive")
-    expected = backend(q, k, v, key_mask=mask)
-    k, v = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (k, v))
+    if masked:
+        k, v = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (k, v))
     leaves = [x.requires_grad_() for x in (q, k, v)]
+    # A negative scale turns the queries.
+    backend = performer(name, scale=-0.3) if masked else performer(name)
+    call = partial(backend, key_mask=mask if masked else None)
+    expected = output_and_gradients(call, leaves)
     with eager_flex():
-        out = backend(*leaves, key_mask=mask)
-        found = torch.autograd.grad(out.sum(), leaves)
-    assert (out - expected).abs().max() <= 1e-12
-    assert all(torch.equal(x[1], torch.zeros_like(x[1])) for x in (out, *found))
-    assert all(x.isfinite().all() for x in found)
-
-
-def test_a_negative_scale_turns_the_queries_alone():
-    (q, k, v), _ = inputs(76)
-    backend = performer("performer-positive", scale=-0.3)
-    expected = backend(q, k, v)
-    with eager_flex():
-        assert (backend(q, k, v) - expected).abs().max() <= 1e-12
+        actual = output_and_gradients(call, leaves)
+    assert_near(actual, expected, 1e-12)
+    assert not masked or not any(x[1].any() for x in actual)
 
 
 def plain(inputs):
@@ -155,19 +122,19 @@ def test_half_precision_errs_at_most_twice_as_much_as_plain_operators_with_the_s
     backend = performer("performer-positive")
     with eager_flex():
         out = backend(*tensors)
-        found = torch.autograd.grad(out.float().sin().sum(), tensors)
-    given = parts[0]
-    assert given.directions.dtype is dtype
-    exact = given._replace(
-        **{x: getattr(given, x).detach().double().requires_grad_() for x in ("q", "k", "v")},
-        directions=given.directions.double(),
+        actual = [out, *torch.autograd.grad(out.float().sin().sum(), tensors)]
+    call = parts[0]
+    assert call.directions.dtype is dtype
+    exact = call._replace(
+        **{x: getattr(call, x).detach().double().requires_grad_() for x in ("q", "k", "v")},
+        directions=call.directions.double(),
     )
-    expected = plain(exact)
-    wanted = torch.autograd.grad(expected.sin().sum(), exact[:3])
-    other = plain(given)
-    theirs = torch.autograd.grad(other.float().sin().sum(), tensors)
-    for ours, same, truth in zip((out, *found), (other, *theirs), (expected, *wanted), strict=True):
-        assert (ours.double() - truth).norm() <= 2 * (same.double() - truth).norm()
+    results = []
+    for source, leaves in ((call, tensors), (exact, exact[:3])):
+        out = plain(source)
+        results.append([out, *torch.autograd.grad(out.float().sin().sum(), leaves)])
+    for x, same, truth in zip(actual, *results, strict=True):
+        assert (x.double() - truth).norm() <= 2 * (same.double() - truth).norm()
 
 
 @pytest.mark.parametrize(
@@ -222,11 +189,10 @@ def test_the_operator_returns_the_state_and_logarithms_of_the_cpu(parts, monkeyp
     backend = performer("performer-oprf")
     with eager_flex():
         backend(q, k, v, key_mask=mask)
-        found = torch.ops.efficient_attn.full_linear(*parts[0])
+        actual = torch.ops.efficient_attn.full_linear(*parts[0])
     expected = torch.ops.efficient_attn.full_linear(*parts[0])
-    assert (found[4][1] == -torch.inf).all()
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert (actual[4][1] == -torch.inf).all()
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("masked", "launches"), [(False, 32), (True, 44)])

@@ -4,13 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from reference import random_mask, random_qkv
-from test_window import dense_band
+from reference import assert_near, random_mask, random_qkv
 from torch._functorch import config as functorch_config
 from torch.nn.attention import flex_attention
 
 import efficient_attn as ea
-from efficient_attn.ops import paths
+from efficient_attn.ops import naive, paths
 from efficient_attn.ops.window import attention
 from efficient_attn.ops.window import flex as window_flex
 
@@ -19,7 +18,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
-compile_anything = torch.compile
+# A gradient sums 257 products, each rounded.
+ROUNDING = 257 * torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(autouse=True)
@@ -37,14 +37,14 @@ def on_cpu(monkeypatch):
 @pytest.fixture
 def graphs(monkeypatch):
     """Graphs of all versions, which run uncompiled."""
-    kept = []
+    versions = []
 
     def keep(graph, inputs):
-        kept.append(graph)
+        versions.append(graph)
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
-    return kept
+    return versions
 
 
 def inputs_of(batch=2, tokens=300, *, heads=4, dim=16, requires_grad=False):
@@ -53,7 +53,8 @@ def inputs_of(batch=2, tokens=300, *, heads=4, dim=16, requires_grad=False):
 
 
 def band(inputs, window=257, causal=False, mask=None):
-    return dense_band(*(x.double() for x in inputs), window, causal, mask).float()
+    options = {"scale": inputs[0].shape[-1] ** -0.5, "window": window, "causal": causal, "key_mask": mask}
+    return naive.softmax_attention(*(x.double() for x in inputs), **options).float()
 
 
 def assert_right(out, inputs, window=257, mask=None):
@@ -86,20 +87,14 @@ def test_gradients_of_a_kept_graph_are_right_or_refused(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     inputs, mask = inputs_of(requires_grad=True), random_mask(2, 300)
     backend = ea.build("window", head_dim=16, window=257)
-    wanted = derivatives(band(inputs, mask=mask), inputs)
+    expected = derivatives(band(inputs, mask=mask), inputs)
     out = backend(*inputs, key_mask=mask)
     with pytest.raises(RuntimeError, match="donated_buffer=False"):
         derivatives(out, inputs)
     # The setting that this error names; nothing is compiled anew.
     with functorch_config.patch(donated_buffer=False):
-        assert_near(derivatives(out, inputs), wanted)
-    assert_near(torch.autograd.grad(out.sin().sum(), inputs), wanted[:3])
-
-
-def assert_near(found, wanted):
-    for one, other in zip(found, wanted, strict=True):
-        # A gradient sums 257 products, each rounded.
-        assert (one - other).abs().max() <= 257 * torch.finfo(torch.float32).eps * other.abs().max()
+        assert_near(derivatives(out, inputs), expected, ROUNDING)
+    assert_near(torch.autograd.grad(out.sin().sum(), inputs), expected[:3], ROUNDING)
 
 
 def derivatives(out, inputs):

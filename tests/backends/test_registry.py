@@ -45,24 +45,24 @@ def test_adding_a_backend_is_adding_one_file(tmp_path):
         "assert torch.equal(ea.build('mean', head_dim=4)(x, x, x), x)\n"
         "print(ea.__file__)"
     )
-    done = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         env={"PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()).parent == copy
+    assert ended.returncode == 0, ended.stderr
+    assert Path(ended.stdout.strip()).parent == copy
 
 
 def test_a_function_in_a_file_is_built_by_its_address(tmp_path):
-    file = tmp_path / "other.py"
+    file = tmp_path / "mine.py"
     file.write_text(THREE_LINES)
     q, k, v = random_qkv(heads=2)
     backend = ea.build(f"{file}:mine", head_dim=8)
     assert torch.equal(backend(q, k, v), (q @ k.mT).softmax(-1) @ v)
-    assert backend.spec.name == "other.py:mine"
+    assert backend.spec.name == "mine.py:mine"
     with pytest.raises(ea.UnsupportedError, match=r"takes no key_mask"):
         backend(q, k, v, key_mask=torch.ones(2, 7, dtype=torch.bool))
     with pytest.raises(ea.UnsupportedError, match=r"cannot be causal"):
@@ -91,9 +91,9 @@ def test_modules_functions_builders_specs_and_built_backends_are_backends_too():
 def test_a_built_backend_is_not_taken_for_what_it_was_not_built_for():
     built = ea.build("window", head_dim=8, window=3)
     message = r"'window' was built with .* build it anew by its name"
-    for asked in ({"causal": True}, {"scale": 2.0}):
+    for changes in ({"causal": True}, {"scale": 2.0}):
         with pytest.raises(ea.UnsupportedError, match=message):
-            ea.build(built, head_dim=8, **asked)
+            ea.build(built, head_dim=8, **changes)
 
 
 def test_two_backends_of_one_name_are_refused():
@@ -105,23 +105,6 @@ def test_two_backends_of_one_name_are_refused():
 def test_lists_are_sorted_and_tell_who_can_be_causal():
     names = ea.list_backends()
     assert list(names) == sorted(names)
-    assert set(names) >= {
-        "exact",
-        "exact-dense",
-        "linear-elu",
-        "linear-hedgehog",
-        "linear-relu",
-        "linear-taylor-1",
-        "linear-taylor-2",
-        "linformer",
-        "performer-full",
-        "performer-hyperbolic",
-        "performer-oprf",
-        "performer-positive",
-        "performer-trig",
-        "window",
-        "window-clusters",
-    }
     assert "linformer" in ea.list_backends(causal=False)
     assert set(ea.list_backends(causal=True)) == set(names) - set(ea.list_backends(causal=False))
 

@@ -1,0 +1,141 @@
+"""Sequences distributed over processes: results, refusals, training engines, lost ranks, the examples."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from forked import output_of, rows_of
+
+import efficient_attn as ea
+from efficient_attn.errors import UnsupportedError
+
+PAGE = Path(__file__).parents[2] / "docs/distributed.md"
+# Timeout of the groups, and the time that a process has for its own end, in seconds.
+TIMEOUT_S, END_S = 5, 2
+# Roundings of sums in another order: 17 in float32, some hundred in float64.
+ROUNDING = {"torch.bfloat16": 2**-7, "torch.float32": 2e-6, "torch.float64": 1e-13}
+CASES = [
+    (name, causal)
+    for name in ea.list_backends()
+    for causal in (False, True)
+    if ea.spec(name).capabilities.causal >= causal
+]
+INSIDE = "UnsupportedError: Inside torch's context_parallel a backend would attend to the tokens of its own"
+
+
+def fixture_of(script, *arguments):
+    @pytest.fixture(scope="module")
+    def rows(tmp_path_factory):
+        return rows_of(f"distributed/{script}.py", tmp_path_factory.mktemp(script) / "store", *arguments)
+
+    return rows
+
+
+parts = fixture_of("ranks")
+composed = fixture_of("ranks_composed")
+lost = fixture_of("ranks_lost", TIMEOUT_S)
+torchs = fixture_of("two_ranks")
+
+
+@pytest.mark.slow
+def test_outputs_and_gradients_are_those_of_one_process(parts):
+    assert len(parts["attention"]) >= 60
+    for row in parts["attention"]:
+        bound = ROUNDING[row["case"][-1]]
+        for error, alone in (pair for pairs in row["errors"] for pair in pairs):
+            # As much rounding again as in one process, and once more of the exchanged tensors.
+            assert error <= bound + (0 if row["case"][-1] == "torch.float64" else 2 * alone), row["case"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "number"), [("model", 7), ("scan", 2), ("training", 36), ("heads", 6)])
+def test_models_scans_engines_and_split_heads_have_the_results_of_one_process(what, number, request):
+    rows = request.getfixturevalue("parts" if what in ("model", "scan") else "composed")[what]
+    assert len(rows) == number
+    for row in rows:
+        dtype = row["case"][2] if what == "training" else "torch.float64"
+        assert max(row["errors"]) <= ROUNDING[dtype], row["case"]
+
+
+@pytest.mark.slow
+def test_decoding_goes_on_from_a_prefill_on_all_ranks(parts):
+    assert len(parts["decoding"]) == 3
+    for row in parts["decoding"]:
+        assert all(error <= 1e-13 and same for error, same in row["errors"]), row["case"]
+
+
+@pytest.mark.slow
+def test_ranks_that_call_differently_are_refused_by_one_message_on_all(parts):
+    assert len(parts["refusal"]) == 5
+    for row in parts["refusal"]:
+        (message,) = set(row["errors"])
+        assert message.startswith("ShapeError: Rank ") and "and rank 0 calls" in message
+        assert row["case"] in message
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.parametrize("end", ["killed", "hung", "shape"])
+def test_a_lost_rank_ends_the_others_in_time(end, lost):
+    (row,) = lost[end]
+    assert set(row["codes"]) == {1}
+    assert row["errors"].keys() >= {"0", "2", "3"}
+    assert row["seconds"] < TIMEOUT_S + END_S
+    if end == "shape":
+        assert row["errors"]["0"] == row["errors"]["1"]
+        assert row["errors"]["0"].startswith("ShapeError: Rank 1 of the mesh calls")
+
+
+@pytest.mark.slow
+def test_no_backend_attends_inside_torchs_context_parallel_and_all_do_again_afterwards(torchs):
+    inside = {tuple(row["case"]): row["errors"] for row in torchs["inside"]}
+    assert inside.keys() == {*CASES, *((f"{name}.extend", True) for name, causal in CASES if causal)}
+    assert all(text.startswith(INSIDE) for texts in inside.values() for text in texts)
+    afterwards = {tuple(row["case"]): set(row["errors"]) for row in torchs["afterwards"]}
+    assert afterwards == {case: {"an output"} for case in CASES}
+
+
+@pytest.mark.slow
+def test_no_backend_takes_tensors_that_are_sharded_over_processes(torchs):
+    for axis in range(4):
+        rows = torchs[f"Shard({axis})"]
+        assert {tuple(row["case"]) for row in rows} == set(CASES)
+        for text in (text for row in rows for text in row["errors"]):
+            assert f"q is a DTensor with placements (Shard(dim={axis}),)" in text
+            assert text.endswith("give q.full_tensor().")
+    for row in torchs["single"]:
+        assert all(f"{row['case']} is a DTensor" in text for text in row["errors"])
+
+
+def test_a_replaced_fused_kernel_is_refused_if_torchs_distributed_part_replaced_it(monkeypatch):
+    q = torch.randn(1, 2, 8, 4)
+    backend, kernel = ea.build("exact", head_dim=4), F.scaled_dot_product_attention
+    expected = backend(q, q, q)
+
+    def replaced(*tensors, **options):
+        return kernel(*tensors, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", replaced)
+    assert torch.equal(backend(q, q, q), expected)
+    replaced.__module__ = "torch.distributed.tensor.experimental._context_parallel._attention"
+    layer, x = ea.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 4, 8)
+    for attend in (lambda: backend(q, q, q), lambda: layer(x, x, x, need_weights=True)):
+        with pytest.raises(UnsupportedError, match="Inside torch's context_parallel"):
+            attend()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "ranks"), [("", 2), ("# train.py", 4)])
+def test_the_examples_of_the_page_run_under_torchrun(first, ranks, tmp_path):
+    codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    code = next(code for code in codes if code.startswith(first))
+    # Threads of gloo in torch 2.13 abort some processes while the interpreter ends.
+    end = "\nimport os, sys\n\nsys.stdout.flush()\nos._exit(0)\n"
+    (tmp_path / "example.py").write_text(code + end, encoding="utf-8")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    output = output_of(*launcher, "example.py", cwd=tmp_path)
+    if first:
+        losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
+        assert len(losses) > 1 and losses[-1] < 0.8 * losses[0]

@@ -1,0 +1,218 @@
+"""The window is softmax over a band of keys and the global tokens, at every length, on every path."""
+
+from functools import partial
+
+import pytest
+import torch
+from reference import largest_difference, random_mask, random_qkv
+
+import efficient_attn as ea
+from efficient_attn.measure.memory import peak
+from efficient_attn.ops import naive
+from efficient_attn.ops.paths import VARIABLE
+from efficient_attn.ops.softmax import cpu_flash
+from efficient_attn.ops.window import blocks, operator
+
+BLOCK = 64
+# Padding of the second sequence, and holes in both.
+PADDED = {
+    "none": lambda tokens: None,
+    "left": lambda tokens: torch.arange(tokens) >= torch.tensor([[0], [tokens // 3]]),
+    "all": lambda tokens: torch.arange(tokens) < torch.tensor([[tokens], [0]]),
+    "holes": lambda tokens: random_mask(2, tokens),
+}
+# Short of a block, and several with a rest; a window of all keys; the rows at which a global key leaves it.
+SIZES = [
+    *[(1, 1, 0), (7, 3, 0), (97, 1, 0), (97, 201, 0), (2 * BLOCK + 1, 2 * BLOCK + 1, 0)],
+    *[(5 * BLOCK, 129, 0), (9 * BLOCK + 1, 5, 0), (9 * BLOCK + 1, 201, 0)],
+    *[(3 * BLOCK + 1, 1, 4), (3 * BLOCK + 1, 5, 1), (3 * BLOCK + 1, 9, 20), (3 * BLOCK + 1, 129, 4)],
+]
+
+
+def built(window, **options):
+    return ea.build("window", head_dim=8, window=window, **options)
+
+
+def definition(*inputs, **options):
+    return naive.softmax_attention(*inputs, scale=inputs[0].shape[-1] ** -0.5, **options)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Blocks inside the sequence go through plain products, however small the problem."""
+    monkeypatch.setattr(operator, "_LARGE", 0)
+    monkeypatch.setattr(operator, "_MANY", 1)
+
+
+@pytest.fixture
+def way(request, monkeypatch):
+    """Plain products, groups of blocks through the fused kernel, all at once, or no fused kernel."""
+    if request.param != "small":
+        monkeypatch.setattr(operator, "_LARGE", 0)
+    monkeypatch.setattr(operator, "_MANY", 1 if request.param == "products" else 2**30)
+    if request.param == "unfused":
+        monkeypatch.setattr(cpu_flash, "_FORWARD", None)
+
+
+WAYS = pytest.mark.parametrize(
+    ("path", "way"),
+    [
+        *[("cpu", way) for way in ("products", "groups", "small", "unfused")],
+        *[("few large steps", "groups"), ("many small steps", "groups")],
+    ],
+    indirect=True,
+)
+
+
+@WAYS
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", PADDED)
+@pytest.mark.parametrize(("tokens", "window", "first"), SIZES)
+def test_outputs_and_gradients_are_those_of_the_definition(
+    path, way, tokens, window, first, padded, causal, monkeypatch
+):
+    # Steps of a few blocks, the last ones shorter, on the way back no longer than what is kept between them.
+    monkeypatch.setattr(blocks, "_SCORES", 3 * BLOCK * (window + BLOCK))
+    monkeypatch.setattr(blocks, "_NUMBERS", 0)
+    # A causal window may be even, and its queries are the last positions of the keys.
+    window, queries = (window + 1, max(1, tokens - 37)) if causal else (window, tokens)
+    inputs = [x.requires_grad_() for x in random_qkv(2, 4, 2, queries, tokens)]
+    mask = PADDED[padded](tokens)
+    out = built(window, causal=causal, global_tokens=first)(*inputs, key_mask=mask)
+    options = {"window": window, "causal": causal, "key_mask": mask, "global_tokens": first}
+    assert largest_difference(out, definition(*inputs, **options), inputs) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "global_tokens": 4}])
+def test_long_sequences_in_half_precision_are_float32_rounded_once(products, options, dtype):
+    inputs = [torch.randn(1, 2, 1500, 8).to(dtype).requires_grad_() for _ in range(3)]
+    upstream = torch.randn(1, 2, 1500, 8).to(dtype)
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    backend = built(33, **options)
+    results = [(out := backend(*x), *torch.autograd.grad(out, x, upstream.to(out))) for x in (inputs, wide)]
+    for name, actual, expected in zip(["out", "q", "k", "v"], *results, strict=True):
+        assert actual.dtype == dtype
+        # The output is rounded; the gradients read it rounded, as every backward pass does.
+        allowed = torch.finfo(dtype).eps * (expected.abs() + (0 if name == "out" else expected.abs().max()))
+        assert ((actual.double() - expected).abs() <= allowed + 1e-5).all(), name
+
+
+def test_long_sequences_stay_finite_and_right_when_norms_grow(products):
+    norm, (q, k, v) = 20, (torch.randn(1, 1, 1200, 16) for _ in range(3))
+    inputs = [x.requires_grad_() for x in (norm * q, norm * k, v)]
+    out = ea.build("window", head_dim=16, window=65)(*inputs)
+    # A score of n² times √dim entries is off by its own rounding, and so, relatively, is every weight.
+    rounding = 8 * torch.finfo(torch.float32).eps * norm**2 * 16**0.5
+    expected = definition(*(x.detach().double() for x in inputs), window=65)
+    assert (out - expected).abs().max() <= rounding * v.abs().max()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), inputs))
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(2, 32), (8, 64)])
+def test_training_grows_by_output_and_gradients_alone(heads, dim, monkeypatch):
+    # On other devices autograd keeps the weights.
+    monkeypatch.setenv(VARIABLE, "")
+    lengths = 2048, 4096
+    backend = ea.build("window", head_dim=dim, window=257)
+    peaks = []
+    for tokens in lengths:
+        inputs = [torch.randn(1, heads, tokens, dim, requires_grad=True) for _ in range(3)]
+        upstream = torch.randn(1, heads, tokens, dim)
+        call = partial(lambda x, g: torch.autograd.grad(backend(*x), x, g), inputs, upstream)
+        peaks.append(peak(call, device="cpu").peak_bytes)
+    # Per token an output, three gradients and a log-sum-exp, in float32.
+    per_token = heads * (4 * dim + 1) * 4
+    assert peaks[1] - peaks[0] == pytest.approx(per_token * (lengths[1] - lengths[0]), rel=0.02)
+
+
+def test_steps_of_other_devices_hold_no_more_numbers_than_they_may(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "torch")
+    monkeypatch.setattr("efficient_attn.ops.paths.HELD", 2**18)
+    q = torch.randn(1, 2, 8192, 16)
+    backend = ea.build("window", head_dim=16, window=257)
+    with torch.no_grad():
+        peak_bytes = peak(lambda: backend(q, q, q), device="cpu").peak_bytes
+    # Padded queries, keys and values, the outputs of all steps and their concatenation; of a step scores,
+    # masked scores, weights and a mask, slices of keys and values. All scores are 10 times as many.
+    assert peak_bytes <= 4 * (5 * 1.1 * q.numel() + 5 * 2**18)
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("padded", ["none", "left", "holes"])
+@pytest.mark.parametrize(("window", "first"), [(1, 4), (5, 1), (9, 20)])
+@pytest.mark.parametrize("pieces", [[1] * 43, [2, 1, 0, 20, 20], [20, 1, 1, 1, 7, 13]])
+def test_global_tokens_stream_in_pieces_as_in_one_call(pieces, window, first, padded, trained):
+    inputs = [x.requires_grad_(trained) for x in random_qkv(2, 4, 2, 43, 43)]
+    mask = PADDED[padded](43)
+    backend = built(window, causal=True, global_tokens=first)
+    state, outs = None, []
+    for number, tokens in enumerate(pieces):
+        part = slice(sum(pieces[:number]), sum(pieces[:number]) + tokens)
+        key_mask = None if mask is None else mask[:, part]
+        out, state = backend.extend(*(x[:, :, part] for x in inputs), state, key_mask=key_mask)
+        outs.append(out)
+    options = {"window": window, "causal": True, "key_mask": mask, "global_tokens": first}
+    pair = torch.cat(outs, dim=2), definition(*inputs, **options)
+    assert largest_difference(*pair, inputs if trained else ()) <= 1e-12
+    assert state.k.shape[2] <= 2 * (window - 1) + first and state.first_k.shape[2] <= first
+
+
+def test_a_mask_given_late_and_beams_keep_the_global_tokens():
+    q, k, v = random_qkv(2, 2, 2, 12, 12)
+    backend = built(3, causal=True, global_tokens=2)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1, 6:8] = False
+    state = None
+    for start, stop in ((0, 1), (1, 4), (4, 5), (5, 6)):
+        _, state = backend.extend(*(x[:, :, start:stop] for x in (q, k, v)), state)
+    out, state = backend.extend(*(x[:, :, 6:9] for x in (q, k, v)), state, key_mask=mask[:, 6:9])
+    swapped, outs = type(state)(*(x.flip(0) for x in state)), []
+    for token in (9, 10, 11):
+        step, swapped = backend.extend(*(x[:, :, token : token + 1].flip(0) for x in (q, k, v)), swapped)
+        outs.append(step)
+    expected = definition(q, k, v, window=3, causal=True, key_mask=mask, global_tokens=2)
+    assert largest_difference(out, expected[:, :, 6:9]) <= 1e-12
+    assert largest_difference(torch.cat(outs, dim=2).flip(0), expected[:, :, 9:]) <= 1e-12
+
+
+def test_global_tokens_have_second_derivatives():
+    inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 20, 20)]
+    backend = built(5, causal=True, global_tokens=2)
+    assert torch.autograd.gradgradcheck(lambda *x: backend(*x).sin(), inputs, fast_mode=True)
+
+    def last(*x: torch.Tensor) -> torch.Tensor:
+        _, state = backend.extend(*(y[:, :, :19] for y in x))
+        return backend.extend(*(y[:, :, 19:] for y in x), state)[0].sin()
+
+    assert torch.autograd.gradgradcheck(last, inputs, fast_mode=True)
+
+
+def test_the_shipped_decoder_needs_its_first_token():
+    q, k, v = ea.sample(19, 4)
+    exact = ea.attention(q, k, v, causal=True)
+    outs = [ea.attention(q, k, v, "window", causal=True, global_tokens=first) for first in (0, 4)]
+    errors = [float((out - exact).norm() / exact.norm()) for out in outs]
+    # Measured: .822 without global tokens, .074 with four.
+    assert errors[0] > 0.5 and errors[1] <= 0.08
+
+
+def test_operations_count_the_global_keys_outside_of_the_windows():
+    for causal, tokens, first in ((True, 30, 4), (False, 30, 8), (True, 3, 9)):
+        backend = ea.build("window", head_dim=1, causal=causal, window=7, global_tokens=first)
+        ones = torch.ones(1, 1, tokens, 1)
+        pairs = (backend.attention_weights(ones, ones) > 0).sum()
+        assert backend.spec.flops(backend.problem, backend.options, tokens) == 2 * 2 * pairs
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 4}, r"window=4 has no middle.* 3 or 5"),
+        ({"num_heads": 2, "max_distance": 4, "global_tokens": 2}, "set one of the two to 0"),
+    ],
+)
+def test_what_no_window_can_be_is_refused(options, message):
+    with pytest.raises(ea.OptionError, match=message):
+        ea.build("window", head_dim=8, **options)
