@@ -11,12 +11,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from efficient_attn.measure import clock
-from efficient_attn.measure.clock import in_turns
-from efficient_attn.runner.counting import attention_flops
-from efficient_attn.runner.record import Case, Record, merge_rounds
-from efficient_attn.runner.records import append, read
-from efficient_attn.runner.variants import YARDSTICK, select
-from efficient_attn.runner.worker import measure
+from efficient_attn.measure.calls import attention_flops
+from efficient_attn.measure.record import Case, Record, merge_rounds
+from efficient_attn.measure.records import append, read
+from efficient_attn.measure.variants import YARDSTICK, select
+from efficient_attn.measure.worker import measure
 from efficient_attn.stats.estimates import call_time
 from efficient_attn.stats.predicted_time import TimeModel, time_models
 
@@ -51,7 +50,10 @@ def measure_missing(path: Path, *, causal: bool, dtype: str) -> None:
             if 4 * batch * heads * dim * tokens**2 > MOST:
                 continue
             parts: dict[str, list[Record]] = {}
-            for variant, case in in_turns([one for one in cases if one[1].key not in known], rounds=ROUNDS):
+            missing = [(variant, case) for variant, case in cases if case.key not in known]
+            # Alternately forward and in reverse, so that a drift affects all alike.
+            turns = [turn for left in range(ROUNDS) for turn in (missing[::-1] if left % 2 else missing)]
+            for variant, case in turns:
                 record = measure(case, target=variant.target, seconds=ROUND_S)
                 if record.status == "ok":
                     parts.setdefault(case.key, []).append(record)
