@@ -12,7 +12,7 @@ from looped import points, run
 from efficient_attn import mse, recall
 from efficient_attn.contained import LeftError, contained, described
 from efficient_attn.errors import DataError
-from efficient_attn.measure.records import held
+from efficient_attn.measure.records import uninterrupted
 from efficient_attn.measure.variants import Variant
 from efficient_attn.measure.worker import measure
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
@@ -70,7 +70,7 @@ def test_a_signal_that_has_to_wait_comes_after_the_block():
     came = []
     before = signal.signal(signal.SIGINT, lambda *_: came.append(len(came)))
     try:
-        with held(), contained():
+        with uninterrupted(), contained():
             os.kill(os.getpid(), signal.SIGINT)
             assert came == []
         assert came == [0]
