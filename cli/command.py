@@ -15,7 +15,7 @@ from . import console
 from .finish import finish
 from .options import JsonToOption, OutOption, as_json
 
-_BUDGET = "Time for measuring, such as 90s, 2m or 1h; points that do not fit are skipped."
+_BUDGET = "Time for measuring: 90s, 2m or 1h; points that do not fit are skipped."
 _RESUME = "Continue the run in --out; measured points are kept."
 _DRY_RUN = "List the points of the run without measuring any."
 _QUIET = "Print the folder of the results alone: no progress, tables or notes."

@@ -1,13 +1,12 @@
 """Citations: every backend's paper once, in well-formed BibTeX, for names and for runs."""
 
 import re
-from dataclasses import replace
 
 import pytest
 from made_records import case
 
 import efficient_attn as ea
-from efficient_attn.measure.record import Record
+from efficient_attn.measure.record import Record, replace
 from efficient_attn.registry import SPECS
 from efficient_attn.report.methods import PAPERS, how_measured
 

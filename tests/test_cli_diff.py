@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from efficient_attn.measure.record import replace
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from efficient_attn.errors import OptionError
 from efficient_attn.measure import calls
 from efficient_attn.measure.accuracy import error_of_case, sampled_queries
 from efficient_attn.measure.inputs import Activations, Subject, sample, write_given
-from efficient_attn.measure.record import Record
+from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import joint_name, single_names
 from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.studies import find

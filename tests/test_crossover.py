@@ -1,7 +1,6 @@
 """Crossovers: found where they are, marked where they are guessed, with intervals that hold."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from scipy.stats import binom
 
 import efficient_attn as ea
-from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.stats.curves import curves
 from efficient_attn.studies.bench.crossover import _crossing, _Lag, _near_zero, crossovers
 from efficient_attn.studies.bench.tables import crossover_cells, tables

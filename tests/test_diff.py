@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from made_records import case, costs, timed
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.measure.quantities import CONDITIONS, FIELDS, KINDS, QUANTITIES
-from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.studies import studies
 
 studies()

@@ -1,13 +1,12 @@
 """What tables, plots and sentences make of errors size by size."""
 
 import math
-from dataclasses import replace
 
 import pytest
 from drawn import texts
 
 import efficient_attn as ea
-from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import MEAN_OF_VALUES, Sized, Variant, sized, with_size
 from efficient_attn.studies.mse.analysis import below_from, panels
 from efficient_attn.studies.mse.overview import overview_tables

@@ -1,7 +1,5 @@
 """Errors size by size: what is asked for, and what is measured."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from planned import points_of
@@ -12,6 +10,7 @@ import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError
 from efficient_attn.measure.accuracy import DRAWS
 from efficient_attn.measure.inputs import Activations, Subject, gaussian
+from efficient_attn.measure.record import replace
 from efficient_attn.measure.variants import MEAN_OF_VALUES, sized
 from efficient_attn.stats.estimates import FEWEST_FOR_95
 from efficient_attn.studies import find

@@ -1,12 +1,10 @@
 """The sentence on speed: computed from records alone, with the numbers of the tables."""
 
-from dataclasses import replace
-
 import pytest
 from drawn import texts
 
 import efficient_attn as ea
-from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.studies.bench.tables import tables

@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import pytest
 import efficient_attn as ea
 from efficient_attn import limits
 from efficient_attn.errors import DataError
-from efficient_attn.measure.record import Case, Record, merge_rounds
+from efficient_attn.measure.record import Case, Record, merge_rounds, replace
 from efficient_attn.measure.records import append, line, parse
 
 # The work of `slowness` on an idle core of the machine where the limit was set.

@@ -4,7 +4,6 @@ import base64
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +12,7 @@ from PIL import Image
 from report.pages import Page
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.measure.record import Record
+from efficient_attn.measure.record import Record, replace
 from efficient_attn.studies import report as redraw
 from efficient_attn.studies.reading import read
 

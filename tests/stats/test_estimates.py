@@ -1,7 +1,6 @@
 """Medians, times and ratios with intervals that hold the truth as often as they say."""
 
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from scipy import stats
 from stats.simulate_intervals import MODELS, Coverage, of_runs, recall_coverage, time_coverage
 
 import efficient_attn as ea
+from efficient_attn.measure.record import replace
 from efficient_attn.stats.curves import curves
 from efficient_attn.stats.estimates import call_time, middle, time_ratio
 from efficient_attn.studies.bench.crossover import gains

@@ -68,14 +68,14 @@ def plan(
     min_cosine: Annotated[
         float | None,
         Option(
-            help="Least cosine with the exact output, or an encoder's exact embeddings; 0.99 if omitted.",
+            help="Least cosine with the exact output or embeddings; 0.99 if omitted.",
             least=0,
             most=1,
         ),
     ] = None,
     max_kl: Annotated[
         float | None,
-        Option(help="Largest divergence of a causal model's next token, nats; 0.05 if omitted.", least=0),
+        Option(help="Largest divergence of the next token, nats; 0.05 if omitted.", least=0),
     ] = None,
     max_error: Annotated[
         float | None,
@@ -96,16 +96,11 @@ def plan(
 ) -> Plan:
     """Find the length from which an efficient attention pays, and at what loss.
 
-    Without a model the shipped activations of a real encoder and of a real decoder decide, attention alone:
-    errors at their lengths, times at all lengths. With a model each layer gets the backend that
-    gains most within the target; the plan is verified end to end on texts that did not choose it, and
-    written to layers.json for `attach` and `load`. Predicted times leave out backends that would be slower.
-
-    Example: efficient-attn advise --seq-len 512:32k:x2 --budget 5m
+    Without a model the shipped activations of a real encoder and of a real decoder decide, attention alone.
+    With a model each layer gets the backend that gains most within the target; the plan is verified end to
+    end on texts that did not choose it, and written to layers.json for `attach` and `load`.
 
     Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
-
-    Example: efficient-attn advise models.py:make_model --min-cosine 0.99
     """
     settings = locals()
     if model is None:

@@ -1,11 +1,10 @@
 """Error, time and memory of backends at one length, from records: Pareto front and verdict."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import MEAN_OF_VALUES, YARDSTICK, joint_name, single_names
 from efficient_attn.stats.curves import grouped
 from efficient_attn.stats.estimates import Middle, Typical, call_time, middle, time_ratio
