@@ -62,23 +62,6 @@ def test_a_state_at_another_reference_is_the_same_state(kind, shift):
     assert (read(merge(moved, state), queries) - wanted).abs().max() <= bound
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_batch_and_its_heads_are_their_single_calls(name):
-    for causal in {False, ea.spec(name).capabilities.causal}:
-        q, k, v = random_qkv(3, 4, 2, 37, 37)
-        mask, backend = random_mask(3, 37), built(name, causal=causal).double()
-        whole = backend(q, k, v, key_mask=mask).detach()
-        bound = 1e-12 * max(1.0, float(whole.abs().max()))
-        for entry in range(3):
-            one = slice(entry, entry + 1)
-            single = backend(q[one], k[one], v[one], key_mask=mask[one])
-            assert (single[0] - whole[entry]).abs().max() <= bound
-            for group in range(2):
-                heads, kv_head = slice(2 * group, 2 * group + 2), slice(group, group + 1)
-                single = backend(q[one, heads], k[one, kv_head], v[one, kv_head], key_mask=mask[one])
-                assert (single[0] - whole[entry, heads]).abs().max() <= bound
-
-
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_up_to_a_million_overflow_nothing_in_half_precision(name, dtype):

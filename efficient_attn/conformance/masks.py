@@ -29,9 +29,9 @@ WIDE = (
 )
 def padding_contents_change_no_bit(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted = run(backend, inputs)
+    expected = run(backend, inputs)
     for filling in (100.0, math.nan, math.inf):
-        yield same_bits(f"Padding of {filling}", run(backend, padded_with(filling, inputs)), wanted)
+        yield same_bits(f"Padding of {filling}", run(backend, padded_with(filling, inputs)), expected)
 
 
 @check(
@@ -44,8 +44,8 @@ def amount_of_padding_does_not_matter(subject: Subject, case: Case) -> Iterator[
     for more in (1, 3, 64):
         backend = subject.build(case, max_tokens=case.k_tokens + more)
         padded = _appended(inputs, more)
-        wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
-        yield close(f"{more} masked keys of NaN appended", run(backend, padded), wanted, bound)
+        expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+        yield close(f"{more} masked keys of NaN appended", run(backend, padded), expected, bound)
 
 
 @check(
@@ -56,10 +56,10 @@ def amount_of_padding_does_not_matter(subject: Subject, case: Case) -> Iterator[
 )
 def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     for before, after in ((0, 1), (1, 0), (3, 0), (0, 64), (64, 3)):
         out = run(backend, _surrounded(inputs, before, after))[:, :, before : before + case.tokens]
-        yield close(f"{before} masked tokens before and {after} after", out, wanted, bound)
+        yield close(f"{before} masked tokens before and {after} after", out, expected, bound)
 
 
 @check(
