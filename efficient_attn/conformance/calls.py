@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import Case, Inputs, both, joint
+from efficient_attn.conformance.cases import LONG_KEYS, Case, Inputs, both, joint
 from efficient_attn.conformance.compare import same_bits
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, learn, run
@@ -154,7 +154,7 @@ def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Findin
 @check(
     "Outputs do not alias: overwriting inputs changes no output, and overwriting an output no later call.",
     cases=(*both(Case(tokens=1)), *both(Case(tokens=1, batch=1, heads=1, kv_heads=1)), *both(Case(tokens=7))),
-    drawn=lambda seed: joint(seed, 1, 9),
+    drawn=lambda seed: (*joint(seed, 1, 9), *LONG_KEYS),
 )
 def outputs_are_the_callers(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)

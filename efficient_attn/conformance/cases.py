@@ -200,12 +200,12 @@ LONG_KEYS = tuple(
 )
 # More queries than a tile holds, and few keys.
 LONG_QUERIES = Case(tokens=1100, keys=5, batch=1, kv_heads=1, value_dim=3)
-# More heads than a tile holds, a last group of a single key head, and vectors beyond 256 entries.
-MANY_HEADS = Case(tokens=3, batch=1, heads=130, kv_heads=65, norm=0.5)
-WIDE_KEYS = Case(tokens=3, batch=1, head_dim=257, value_dim=3, norm=0.5)
-WIDE_VALUES = Case(tokens=3, batch=1, head_dim=3, value_dim=261, norm=0.5)
+# More heads than a tile holds, in small and large groups, and vectors beyond 512 entries.
+MANY_HEADS = Case(tokens=3, batch=1, heads=130, kv_heads=130, norm=0.5)
+WIDE_KEYS = Case(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=521, value_dim=3, norm=0.5)
+WIDE_VALUES = Case(tokens=3, batch=1, head_dim=3, value_dim=521, norm=0.5)
 # Beyond any table or tile, and small in all but one respect.
-LARGE = (*LONG_KEYS, LONG_QUERIES, MANY_HEADS, WIDE_KEYS, WIDE_VALUES)
+LARGE = (*LONG_KEYS, LONG_QUERIES, MANY_HEADS, MANY_HEADS.but(kv_heads=2), WIDE_KEYS, WIDE_VALUES)
 # More pairs of batch and head than a grid has rows, and 2²⁰ entries of each tensor.
 MANY_PAIRS = Case(tokens=2, batch=65_537)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from efficient_attn.conformance.cases import LAYOUTS, Case, Inputs, both, everywhere, joint
+from efficient_attn.conformance.cases import LARGE, LAYOUTS, Case, Inputs, both, everywhere, joint
 from efficient_attn.conformance.compare import close, largest, rounding, same_bits
 from efficient_attn.conformance.masks import padded_with
 from efficient_attn.conformance.records import Finding
@@ -67,7 +67,7 @@ def _empty(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @check(
     "Transposed, sliced and expanded tensors give the output of contiguous ones.",
-    cases=everywhere(3, 7),
+    cases=(*everywhere(3, 7), *LARGE),
     drawn=lambda seed: joint(seed, 9),
 )
 def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -94,7 +94,7 @@ def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[F
 
 @check(
     "Inputs are not modified in place, forward, backward or in `extend`.",
-    cases=(*everywhere(3, 65), Case(tokens=200, masked=True)),
+    cases=(*everywhere(3, 65), Case(tokens=200, masked=True), *LARGE),
     drawn=lambda seed: joint(seed, 9, 140),
 )
 def inputs_are_not_written_to(subject: Subject, case: Case) -> Iterator[Finding]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from efficient_attn.conformance.cases import Case, Inputs, both, everywhere, joint
+from efficient_attn.conformance.cases import LONG_KEYS, Case, Inputs, both, everywhere, joint
 from efficient_attn.conformance.compare import close, largest, rounding, same_bits
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
@@ -24,7 +24,10 @@ WIDE = (
 @check(
     "The contents of masked keys and values change no bit, even if they are NaN or infinite.",
     cases=(case for dtype in DTYPES for case in everywhere(2, 7, 65, dtype=dtype) if case.masked),
-    drawn=lambda seed: tuple(case for case in joint(seed, 9, 200, 513) if case.masked and case.batch < 4),
+    drawn=lambda seed: (
+        *(case for case in joint(seed, 9, 200, 513) if case.masked and case.batch < 4),
+        *(case.but(masked=True, pattern=2) for case in LONG_KEYS),
+    ),
     needs=MASK,
 )
 def padding_contents_change_no_bit(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -67,6 +70,7 @@ def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iter
     cases=(
         *(one for dtype in DTYPES for n in (1, 3, 65) for one in both(Case(tokens=n, dtype=dtype))),
         *(one for dtype in DTYPES for case in WIDE for one in both(case.but(dtype=dtype))),
+        *LONG_KEYS,
     ),
     needs=MASK,
 )

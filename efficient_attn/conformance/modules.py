@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from efficient_attn.conformance.cases import LONG_KEYS, Case, both, everywhere, longest
+from efficient_attn.conformance.cases import LONG_KEYS, LONG_QUERIES, Case, both, everywhere, longest
 from efficient_attn.conformance.compare import close, largest, rounding, same_bits
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.settings import results
@@ -135,6 +135,7 @@ def nothing_uninitialised_is_read(subject: Subject, case: Case) -> Iterator[Find
         *(case for dtype in DTYPES for case in both(ONE.but(dtype=dtype))),
         *both(ONE.but(tokens=300, batch=1)),
         *LONG_KEYS,
+        LONG_QUERIES,
     ),
     long=lambda seed: longest(),
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import LAYOUTS, Case, Inputs, both, joint
+from efficient_attn.conformance.cases import LAYOUTS, LONG_KEYS, LONG_QUERIES, Case, Inputs, both, joint
 from efficient_attn.conformance.compare import close, distance, largest, rounding, same_bits
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.streams import decode
@@ -23,6 +23,7 @@ Named = list[tuple[str, Tensor]]
 ONE = Case(tokens=7, value_dim=3)
 # Powers of two, which cause no rounding: loss scaling, and gradients of a mean over many tokens.
 FLOWING = (2.0**20, 2.0**-40)
+LARGER = (*LONG_KEYS, LONG_QUERIES)
 KINDS = (*both(ONE), *both(ONE.but(masked=True)), *both(ONE.but(dtype="float32")))
 
 
@@ -57,7 +58,7 @@ def _same(where: str, actual: Named, expected: Named) -> Iterator[Finding]:
         yield same_bits(f"{name} {where}", x, y)
 
 
-@check("The default dtype affects neither construction nor calls.", cases=KINDS)
+@check("The default dtype affects neither construction nor calls.", cases=(*KINDS, *LARGER))
 def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     usual = subject.build(case)
@@ -90,7 +91,7 @@ def global_seeds_change_nothing(subject: Subject, case: Case) -> Iterator[Findin
     yield from _same("in evaluation", results(subject, backend.eval(), inputs), found[0])
 
 
-@check("Inference mode and no_grad affect neither the output nor later calls.", cases=KINDS)
+@check("Inference mode and no_grad affect neither the output nor later calls.", cases=(*KINDS, *LARGER))
 def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     wanted = results(subject, subject.build(case), inputs)
@@ -152,7 +153,7 @@ def _under_autocast(subject: Subject, case: Case, *dtypes: torch.dtype) -> Itera
             yield close(f"{name} under {dtype}", x, y, bound * max(1.0, largest(y)))
 
 
-@check("Calls emit no warning and print nothing.", cases=(*KINDS, *both(ONE.but(tokens=200))))
+@check("Calls emit no warning and print nothing.", cases=(*KINDS, *LARGER, *both(ONE.but(tokens=200))))
 def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend, printed = subject.inputs(case), subject.build(case), io.StringIO()
     with (

@@ -25,6 +25,7 @@ MANY = Case(tokens=4200, batch=1, heads=1, kv_heads=1, causal=True)
 PREFILL = 1050
 # A state of more tokens than a tile holds.
 CHAIN = Case(tokens=1030, batch=1, heads=1, kv_heads=1, value_dim=3, causal=True)
+BATCH = Case(tokens=5, batch=40, causal=True)
 # Tokens around every border are decoded one at a time.
 AROUND = 3
 
@@ -46,7 +47,7 @@ def continued_anywhere_is_the_whole(subject: Subject, case: Case) -> Iterator[Fi
 
 @check(
     "Decoding token by token gives the output of the full pass.",
-    cases=(*causally(3, 9, 70), *causally(9, dtype="float32"), *causally(9, dtype="bfloat16")),
+    cases=(*causally(3, 9, 70), *causally(9, dtype="float32"), *causally(9, dtype="bfloat16"), BATCH),
     needs=("streaming",),
 )
 def token_by_token_is_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
