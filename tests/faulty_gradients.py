@@ -220,26 +220,42 @@ class FlushesSmallGradients:
         return _Flushes.apply(super().forward(q, k, v, key_mask))
 
 
-class _SumsInLowPrecision(torch.autograd.Function):
+class _Viewed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weights, v):
-        ctx.save_for_backward(weights, v)
-        return weights @ v.to(weights)
+    def forward(ctx, x):
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        weights, v = ctx.saved_tensors
-        total = torch.zeros_like(v)
-        for row in range(0, weights.shape[-2], 2):
-            rows = slice(row, row + 2)
-            total = total + (weights[..., rows, :].mT @ gradient[..., rows, :]).to(v.dtype)
-        return gradient @ v.to(weights).mT, total
+        return gradient.view(-1, *gradient.shape[2:]).view(gradient.shape)
 
 
-class StallsGradientsOfValues:
-    """The rows' gradients of values are added up in the dtype of the values."""
+class ViewsGradientsAsContiguous:
+    def forward(self, q, k, v, key_mask):
+        return _Viewed.apply(super().forward(q, k, v, key_mask))
+
+
+class _RoundedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.bfloat16().to(gradient)
+
+
+class RoundsGradientsBeyond1024Queries:
+    def scores(self, q, k):
+        scores = super().scores(q, k)
+        return _RoundedBackward.apply(scores) if q.shape[2] > 1024 else scores
+
+
+class SumsGradientsOfValuesByTiles:
+    """Each tile of 64 queries adds its gradient in the dtype of the values."""
 
     def forward(self, q, k, v, key_mask):
-        k, v = (self.for_every_head(self.hidden(x, key_mask), q.shape[1]) for x in (k, v))
-        weights = self.weights(self.scores(q, k), self.visible(q, k, key_mask))
-        return _SumsInLowPrecision.apply(weights, v).to(q.dtype)
+        if q.shape[2] <= 64 or self.problem.causal:
+            return super().forward(q, k, v, key_mask)
+        forward = super().forward
+        return torch.cat([forward(part, k, v, key_mask) for part in q.split(64, dim=2)], dim=2)

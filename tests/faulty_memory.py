@@ -182,3 +182,12 @@ class ChangesAfterThreeHundredCalls:
     def scores(self, q, k):
         self.calls = getattr(self, "calls", 0) + 1
         return super().scores(q, k) * (1.01 if self.calls > 300 else 1.0)
+
+
+class KeepsMasksOfAllLengths:
+    def visible(self, q, k, key_mask):
+        kept = self.__dict__.setdefault("kept", {})
+        key = (q.shape[2], k.shape[2])
+        if key not in kept:
+            kept[key] = super().visible(q, k, None)
+        return kept[key] if key_mask is None else kept[key] & key_mask[:, None, None, :]

@@ -24,12 +24,6 @@ class ValuesInBfloat16:
         return super().forward(q, k, v.bfloat16().to(v) if v.dtype == torch.float32 else v, key_mask)
 
 
-class WeightsInFloat16:
-    def weights(self, scores, visible):
-        weights = super().weights(scores, visible)
-        return weights.half().float() if weights.dtype == torch.float32 else weights
-
-
 class HalfBeyond128:
     def weights(self, scores, visible):
         weights = super().weights(scores, visible)
@@ -172,3 +166,16 @@ class FlushesSmallValues:
     def wide(self, x):
         x = super().wide(x)
         return x.where(x.abs() > 1e-12, 0.0)
+
+
+class DividesValuesInFloat16:
+    def forward(self, q, k, v, key_mask):
+        if v.dtype != torch.float16:
+            return super().forward(q, k, v, key_mask)
+        return super().forward(q, k, v / 8, key_mask) * 8
+
+
+class RoundsLargeInputs:
+    def scores(self, q, k):
+        large = q.dtype == torch.float32 and q.numel() >= 2**20
+        return super().scores(*((x.bfloat16().float() for x in (q, k)) if large else (q, k)))

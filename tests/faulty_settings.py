@@ -21,22 +21,6 @@ class SeedsFromTheGlobalGenerator:
         return super().scores(q, k) * (1 + torch.initial_seed() % 7 * 1e-3)
 
 
-class DropsOutInTraining:
-    def weights(self, scores, visible):
-        weights = super().weights(scores, visible)
-        long = weights.shape[-1] > 100
-        if not (self.training and long):
-            return weights
-        with torch.random.fork_rng(devices=[]):
-            return nn.functional.dropout(weights, 0.1)
-
-
-class SetsTheGlobalSeed:
-    def forward(self, q, k, v, key_mask):
-        torch.manual_seed(0)
-        return super().forward(q, k, v, key_mask)
-
-
 class SetsTheMatmulPrecision:
     def forward(self, q, k, v, key_mask):
         torch.set_float32_matmul_precision("medium")
@@ -108,3 +92,34 @@ class CompilesTheUpperLeftTriangle:
         if self.problem.causal and torch.compiler.is_compiling():
             visible = visible & torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
         return visible
+
+
+class DropsOutBeyond512:
+    def weights(self, scores, visible):
+        weights = super().weights(scores, visible)
+        if not self.training or weights.shape[-1] <= 512:
+            return weights
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return nn.functional.dropout(weights, 0.1)
+
+
+class SeedsBeyond1024:
+    def forward(self, q, k, v, key_mask):
+        if k.shape[2] > 1024:
+            torch.manual_seed(0)
+        return super().forward(q, k, v, key_mask)
+
+
+class LeavesGradientModeOn:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        if q.shape[2] > 256 and not torch.is_inference_mode_enabled():
+            torch.set_grad_enabled(True)
+        return out
+
+
+class FlushesSubnormalNumbers:
+    def forward(self, q, k, v, key_mask):
+        torch.set_flush_denormal(True)
+        return super().forward(q, k, v, key_mask)

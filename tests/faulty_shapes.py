@@ -40,17 +40,11 @@ class WideValuesAreCut:
         return out.masked_fill(beyond, 0.0) if len(q) > 1 else out
 
 
-class BeyondFlatter:
+class BeyondFlatter500:
     """Longer sequences have another temperature."""
 
-    at = 200
-
     def scores(self, q, k):
-        return super().scores(q, k) * (0.99 if k.shape[2] > self.at else 1.0)
-
-
-class BeyondFlatter500(BeyondFlatter):
-    at = 500
+        return super().scores(q, k) * (0.99 if k.shape[2] > 500 else 1.0)
 
 
 class DropsThePartialBlock:
@@ -205,9 +199,9 @@ class GroupsOfTwelveInTurn:
         return x.repeat(1, group, 1, 1) if group > 8 else super().for_every_head(x, heads)
 
 
-class CutsEntriesBeyond128:
+class CutsEntriesBeyond256:
     def scores(self, q, k):
-        return super().scores(q[..., :128], k[..., :128])
+        return super().scores(q[..., :256], k[..., :256])
 
 
 class WidthsInStepsOf8:
@@ -242,3 +236,29 @@ class TakesASharedKeyForASharedQuery:
     def forward(self, q, k, v, key_mask):
         shared = len(k) > 1 and k.stride(0) == 0
         return super().forward(q[:1].expand_as(q) if shared else q, k, v, key_mask)
+
+
+class HeadsBeyondTheLastTileAreZero:
+    def forward(self, q, k, v, key_mask):
+        out, heads = super().forward(q, k, v, key_mask), q.shape[1]
+        whole = heads - heads % 64 if heads > 64 else heads
+        return out * (torch.arange(heads) < whole)[:, None, None]
+
+
+class ColumnsBeyond256AreZero:
+    def forward(self, q, k, v, key_mask):
+        return super().forward(q, k, v, key_mask) * (torch.arange(v.shape[-1]) < 256)
+
+
+class PairsBeyond65535AreZero:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        pairs = torch.arange(len(q) * q.shape[1]).view(len(q), q.shape[1], 1, 1)
+        return out * (pairs < 65_535)
+
+
+class DropsAShortLastTile:
+    def visible(self, q, k, key_mask):
+        visible, keys = super().visible(q, k, key_mask), k.shape[2]
+        whole = keys - keys % 1024 if keys > 1024 and keys % 1024 < 8 else keys
+        return visible & (torch.arange(keys) < whole)

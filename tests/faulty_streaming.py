@@ -9,24 +9,12 @@ class KeepsTheCallersBuffers:
         return out, (k, v, kept[2]) if state is None else kept
 
 
-class WritesToItsState:
-    def extend(self, q, k, v, state, key_mask):
-        out, kept = super().extend(q, k, v, state, key_mask)
-        if state is not None and k.shape[2]:
-            state[1][:, :, :1].mul_(1.5)
-        return out, kept
-
-
 class TruncatesLongStates:
     most = 256
 
     def extend(self, q, k, v, state, key_mask):
         out, (keys, values, mask) = super().extend(q, k, v, state, key_mask)
         return out, (keys[:, :, -self.most :], values[:, :, -self.most :], mask[:, -self.most :])
-
-
-class TruncatesStates(TruncatesLongStates):
-    most = 64
 
 
 class NoTokensEndTheState:
@@ -49,12 +37,6 @@ class StatesInHalfPrecision:
     def extend(self, q, k, v, state, key_mask):
         out, (keys, values, mask) = super().extend(q, k, v, state, key_mask)
         return out, (keys, values.half().to(values), mask)
-
-
-class DetachesItsState:
-    def extend(self, q, k, v, state, key_mask):
-        out, kept = super().extend(q, k, v, state, key_mask)
-        return out, tuple(x.detach() for x in kept)
 
 
 class GroupsWrongWhenExtending:
@@ -83,12 +65,6 @@ class HalvesLongStatesInFloat16:
         return out, (keys, values, mask)
 
 
-class DetachesLongStates:
-    def extend(self, q, k, v, state, key_mask):
-        out, kept = super().extend(q, k, v, state, key_mask)
-        return out, tuple(x.detach() for x in kept) if kept[0].shape[2] > 100 else kept
-
-
 class WritesToLongStates:
     def extend(self, q, k, v, state, key_mask):
         out, kept = super().extend(q, k, v, state, key_mask)
@@ -115,13 +91,6 @@ class NeedsAColumnToExtend:
         return super().extend(q, k, v, state, key_mask)
 
 
-class DropsTheScaleWhenExtending:
-    def extend(self, q, k, v, state, key_mask):
-        if state is not None and self.problem.scale:
-            q = q * (self.problem.head_dim**-0.5 / self.problem.scale)
-        return super().extend(q, k, v, state, key_mask)
-
-
 class KeepsARingOf3000(TruncatesLongStates):
     most = 3000
 
@@ -138,3 +107,58 @@ class ForgetsBeforeLongParts:
     def extend(self, q, k, v, state, key_mask):
         out, kept = super().extend(q, k, v, state, key_mask)
         return self(q, k, v, key_mask) if state is not None and k.shape[2] > 300 else out, kept
+
+
+class ForgetsMasksAtStepsWithoutMask:
+    def extend(self, q, k, v, state, key_mask):
+        if state is not None and key_mask is None:
+            state = (*state[:2], torch.ones_like(state[2]))
+        return super().extend(q, k, v, state, key_mask)
+
+
+class SingleTokensHaveTheDefaultScale:
+    def extend(self, q, k, v, state, key_mask):
+        if q.shape[2] == 1 and (self.problem.scale or 0) > 0:
+            q = q * (self.problem.head_dim**-0.5 / self.problem.scale)
+        return super().extend(q, k, v, state, key_mask)
+
+
+class SharesSpareMemory:
+    """A state is the start of a buffer, and its successors write behind it."""
+
+    def extend(self, q, k, v, state, key_mask):
+        before = 0 if state is None else state[0].shape[2]
+        mask = torch.ones(len(k), k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+        buffers = state[3] if state is not None else tuple(x[:, :, :0] for x in (k, v, mask[:, None]))
+        end = before + k.shape[2]
+        if end > buffers[0].shape[2] or k.requires_grad or v.requires_grad:
+            spare = end + 16
+            buffers = tuple(
+                torch.cat([x[:, :, :before], x.new_zeros(*x.shape[:2], spare - before, *x.shape[3:])], dim=2)
+                for x in buffers
+            )
+        for x, new in zip(buffers, (k, v, mask[:, None]), strict=True):
+            x[:, :, before:end] = new
+        keys, values, masks = (x[:, :, :end] for x in buffers)
+        out = self(q, keys, values, masks[:, 0]) if end else q.new_zeros(*q.shape[:-1], v.shape[-1])
+        return out, (keys, values, masks[:, 0], buffers)
+
+
+class KeepsBfloat16InFloat16:
+    def extend(self, q, k, v, state, key_mask):
+        if v.dtype != torch.bfloat16:
+            return super().extend(q, k, v, state, key_mask)
+        return super().extend(q, k.half().to(k), v.half().to(v), state, key_mask)
+
+
+class DetachesStatesOf1024:
+    def extend(self, q, k, v, state, key_mask):
+        if state is not None and state[0].shape[2] >= 1024:
+            state = tuple(x.detach() for x in state)
+        return super().extend(q, k, v, state, key_mask)
+
+
+class KeepsItsPredecessors:
+    def extend(self, q, k, v, state, key_mask):
+        out, kept = super().extend(q, k, v, state, key_mask)
+        return out, (*kept, state)

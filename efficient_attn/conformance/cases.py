@@ -70,6 +70,18 @@ class Inputs(NamedTuple):
         mask = None if self.key_mask is None else change(self.key_mask)
         return Inputs(change(self.q), change(self.k), change(self.v), mask)
 
+    def part(self, tokens: slice) -> "Inputs":
+        """Consecutive tokens, each with its query."""
+        q, k, v = (x[:, :, tokens] for x in self[:3])
+        return Inputs(q, k, v, None if self.key_mask is None else self.key_mask[:, tokens])
+
+    def fill(self, contents: "Inputs") -> "Inputs":
+        """Overwrite these tensors by other contents of the same shapes."""
+        for x, content in zip(self, contents, strict=True):
+            if x is not None and content is not None:
+                x.detach().copy_(content)
+        return self
+
     def double(self) -> "Inputs":
         return Inputs(self.q.double(), self.k.double(), self.v.double(), self.key_mask)
 
@@ -104,6 +116,23 @@ def _random_mask(case: Case, generator: torch.Generator) -> Tensor:
     share = torch.rand(case.batch, 1, generator=generator) * 4 / 3 - 1 / 6
     return torch.rand(case.batch, case.k_tokens, generator=generator) < share
 
+
+def _transposed(x: Tensor) -> Tensor:
+    """The same values, laid out in memory as [batch, tokens, heads, dim]."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1).transpose(1, -2).contiguous().transpose(1, -2)
+
+
+def _sliced(x: Tensor) -> Tensor:
+    """The same values, as every second entry of a larger tensor."""
+    return x.repeat_interleave(2, dim=-1)[..., ::2]
+
+
+def _turned(x: Tensor) -> Tensor:
+    """The same values, laid out in memory as [batch, heads, dim, tokens]."""
+    return x.mT.contiguous().mT
+
+
+LAYOUTS = {"Transposed": _transposed, "Sliced": _sliced, "Turned": _turned}
 
 # One token, no multiples of a block size, and more than a block of 64.
 LENGTHS = (1, 2, 3, 7, 16, 65)
@@ -162,6 +191,37 @@ def of_models(seed: int) -> tuple[Case, ...]:
 # Lengths around every usual size of a block, a chunk or a cache.
 BORDERS = (63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 511, 512, 513)
 LONG_BORDERS = (1023, 1024, 1025, 2047, 2048, 2049, 2100)
+
+# Few queries with more keys than a tile holds, and a last tile of a few keys.
+LONG_KEYS = tuple(
+    Case(tokens=3, keys=keys, batch=1, kv_heads=1, value_dim=3, causal=causal)
+    for keys in (1025, 2052)
+    for causal in (False, True)
+)
+# More queries than a tile holds, and few keys.
+LONG_QUERIES = Case(tokens=1100, keys=5, batch=1, kv_heads=1, value_dim=3)
+# More heads than a tile holds, in small and large groups, and vectors beyond 512 entries.
+MANY_HEADS = Case(tokens=3, batch=1, heads=130, kv_heads=130, norm=0.5)
+WIDE_KEYS = Case(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=521, value_dim=3, norm=0.5)
+WIDE_VALUES = Case(tokens=3, batch=1, head_dim=3, value_dim=521, norm=0.5)
+# Beyond any table or tile, and small in all but one respect.
+LARGE = (*LONG_KEYS, LONG_QUERIES, MANY_HEADS, MANY_HEADS.but(kv_heads=2), WIDE_KEYS, WIDE_VALUES)
+# More pairs of batch and head than a grid has rows, and 2²⁰ entries of each tensor.
+MANY_PAIRS = Case(tokens=2, batch=65_537)
+
+
+def longest(dtype: str = "float64") -> tuple[Case, ...]:
+    """As many queries as keys, beyond a tile of 1024, with and without causality and a mask."""
+    case = Case(tokens=1030, batch=1, kv_heads=1, value_dim=3, dtype=dtype)
+    return *both(case), *both(case.but(masked=True, pattern=2))
+
+
+def spread(count: int) -> list[int]:
+    """All of a few indices; of many, the first, the last and the indices around powers of two."""
+    if count <= 40:
+        return list(range(count))
+    borders = (2**power - less for power in range(count.bit_length()) for less in (0, 1))
+    return sorted({count - 1, *(index for index in borders if index < count)})
 
 
 def joint(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]:

@@ -1,23 +1,11 @@
-"""Causality: no leakage from later tokens, and equal outputs in full and incremental decoding."""
+"""Causality: no leakage from later tokens."""
 
-import math
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
-from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import BORDERS, Case, Inputs, causally
-from efficient_attn.conformance.compare import (
-    LEAK,
-    LEAK_LONG,
-    LONG,
-    close,
-    largest,
-    magnified,
-    rounding,
-    same_bits,
-)
+from efficient_attn.conformance.compare import LEAK, LEAK_LONG, LONG, close, largest, magnified, rounding
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
@@ -57,11 +45,11 @@ def no_output_depends_on_a_later_token(subject: Subject, case: Case) -> Iterator
 def later_values_move_no_output(subject: Subject, case: Case) -> Iterator[Finding]:
     backend = subject.build(case)
     for where, inputs, leak in _sequences(subject, case):
-        wanted, bound = run(backend, inputs), magnified(leak[case.dtype], backend, inputs)
+        expected, bound = run(backend, inputs), magnified(leak[case.dtype], backend, inputs)
         for cut in _cuts(case):
             for what, changed in _changed_after(inputs, cut, subject.inputs(case, other=1)):
                 out = run(backend, changed)[:, :, :cut]
-                yield close(f"{where}, {what} from token {cut}", out, wanted[:, :, :cut], bound[:, :, :cut])
+                yield close(f"{where}, {what} from token {cut}", out, expected[:, :, :cut], bound[:, :, :cut])
 
 
 def _cuts(case: Case) -> list[int]:
@@ -99,80 +87,5 @@ def queries_are_the_last_positions(subject: Subject, case: Case) -> Iterator[Fin
     bound = rounding(backend, inputs, case.dtype)
     for last in sorted({1, case.tokens // 2, *(n for n in BORDERS if 128 < n < case.tokens)}):
         out = run(backend, inputs._replace(q=inputs.q[:, :, -last:]))
-        wanted = run(backend, inputs)[:, :, -last:]
-        yield close(f"The last {last} queries alone", out, wanted, bound[:, :, -last:])
-
-
-@check(
-    "A sequence continued through `extend` at any split gives the output of the full pass.",
-    cases=(*causally(1, 2, 9, dtype="float64"), *causally(9, dtype="float32")),
-    needs=("streaming",),
-)
-def continued_anywhere_is_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
-    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
-    for split in range(case.tokens + 1):
-        out = _streamed(backend, inputs, [split, case.tokens - split])
-        yield close(f"Split at {split}", out, wanted, bound)
-
-
-@check(
-    "Decoding token by token gives the output of the full pass.",
-    cases=(*causally(3, 9, 70), *causally(9, dtype="float32"), *causally(9, dtype="bfloat16")),
-    needs=("streaming",),
-)
-def token_by_token_is_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
-    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
-    yield close("Token by token", _streamed(backend, inputs, [1] * case.tokens), wanted, bound)
-
-
-@check(
-    "A state is immutable: extending it twice with the same tokens gives the same bits.",
-    cases=causally(9),
-    needs=("streaming",),
-)
-def a_state_can_be_extended_twice(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
-    _, state = _extend(backend, _part(inputs, slice(0, 5)), None)
-    first, _ = _extend(backend, _part(inputs, slice(5, 9)), state)
-    _extend(backend, _part(subject.inputs(case, other=1), slice(5, 9)), state)
-    again, _ = _extend(backend, _part(inputs, slice(5, 9)), state)
-    yield same_bits("The second time", again, first)
-
-
-@check(
-    "Masked tokens stay masked in `extend`: a masked NaN token changes no later output.",
-    cases=(case for case in causally(9) if case.masked),
-    needs=("streaming", "key_mask"),
-)
-def extend_honours_its_mask(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
-    assert inputs.key_mask is not None
-    hidden = ~inputs.key_mask[:, None, :, None]
-    spoilt = inputs._replace(
-        k=inputs.k.masked_fill(hidden, math.nan), v=inputs.v.masked_fill(hidden, math.nan)
-    )
-    for parts in ([4, 5], [1] * case.tokens):
-        wanted = _streamed(backend, inputs, parts)
-        yield same_bits(f"In parts of {parts}", _streamed(backend, spoilt, parts), wanted)
-
-
-def _streamed(backend: Backend, inputs: Inputs, parts: list[int]) -> Tensor:
-    """Outputs of consecutive parts of a sequence, with one call of `extend` per part."""
-    outputs, state, start = [], None, 0
-    for tokens in parts:
-        out, state = _extend(backend, _part(inputs, slice(start, start + tokens)), state)
-        outputs.append(out)
-        start += tokens
-    return torch.cat(outputs, dim=2)
-
-
-def _extend(backend: Backend, inputs: Inputs, state: object) -> tuple[Tensor, object]:
-    q, k, v, key_mask = inputs
-    return backend.extend(q, k, v, state, key_mask=key_mask)
-
-
-def _part(inputs: Inputs, tokens: slice) -> Inputs:
-    q, k, v = (x[:, :, tokens] for x in inputs[:3])
-    return Inputs(q, k, v, None if inputs.key_mask is None else inputs.key_mask[:, tokens])
+        expected = run(backend, inputs)[:, :, -last:]
+        yield close(f"The last {last} queries alone", out, expected, bound[:, :, -last:])

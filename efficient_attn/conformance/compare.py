@@ -21,25 +21,27 @@ def largest(x: Tensor) -> float:
     return float(x.detach().double().abs().max()) if x.numel() else 0.0
 
 
-def same_bits(where: str, got: Tensor, wanted: Tensor) -> Finding:
+def same_bits(where: str, got: Tensor, expected: Tensor) -> Finding:
     """Bitwise equality; NaN equals NaN."""
-    equal = got.shape == wanted.shape and torch.equal(got.nan_to_num(nan=7e4), wanted.nan_to_num(nan=7e4))
-    gap = 0.0 if equal else distance(got, wanted)
+    equal = got.shape == expected.shape and torch.equal(got.nan_to_num(nan=7e4), expected.nan_to_num(nan=7e4))
+    gap = 0.0 if equal else distance(got, expected)
     return Finding(where, gap or (0.0 if equal else float("nan")), 0.0)
 
 
-def distance(got: Tensor, wanted: Tensor) -> float:
+def distance(got: Tensor, expected: Tensor) -> float:
     """Largest difference of two tensors; NaN if either contains NaN or the shapes differ."""
-    if got.shape != wanted.shape:
+    if got.shape != expected.shape:
         return float("nan")
-    return largest(got.detach().double() - wanted.detach().double())
+    return largest(got.detach().double() - expected.detach().double())
 
 
-def close(where: str, got: Tensor, wanted: Tensor, bound: float | Tensor) -> Finding:
+def close(where: str, got: Tensor, expected: Tensor, bound: float | Tensor) -> Finding:
     """Agreement within a bound, which may vary by row; the finding reports the worst entry."""
-    if got.shape != wanted.shape:
-        return Finding(f"{where}: shape {list(got.shape)} instead of {list(wanted.shape)}", float("nan"), 0.0)
-    gap = (got.detach().double() - wanted.detach().double()).abs()
+    if got.shape != expected.shape:
+        return Finding(
+            f"{where}: shape {list(got.shape)} instead of {list(expected.shape)}", float("nan"), 0.0
+        )
+    gap = (got.detach().double() - expected.detach().double()).abs()
     limit = torch.as_tensor(bound, dtype=torch.float64).expand_as(gap)
     if gap.numel() == 0:
         return Finding(where, 0.0, float(limit.max()) if limit.numel() else 0.0)

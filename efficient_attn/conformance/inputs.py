@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from efficient_attn.conformance.cases import Case, Inputs, both, everywhere, joint
+from efficient_attn.conformance.cases import LARGE, LAYOUTS, Case, Inputs, both, everywhere, joint
 from efficient_attn.conformance.compare import close, largest, rounding, same_bits
 from efficient_attn.conformance.masks import padded_with
 from efficient_attn.conformance.records import Finding
@@ -67,13 +67,13 @@ def _empty(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @check(
     "Transposed, sliced and expanded tensors give the output of contiguous ones.",
-    cases=everywhere(3, 7),
+    cases=(*everywhere(3, 7), *LARGE),
     drawn=lambda seed: joint(seed, 9),
 )
 def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
-    for where, layout in (("Transposed", _transposed), ("Sliced", _sliced), ("Turned", _turned)):
+    for where, layout in LAYOUTS.items():
         given = inputs.of(*map(layout, inputs[:3]))
         if inputs.key_mask is not None:
             given = given._replace(key_mask=layout(inputs.key_mask))
@@ -92,24 +92,9 @@ def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[F
         yield close(f"Expanded {names}", run(backend, first), run(backend, copied), bound)
 
 
-def _transposed(x: Tensor) -> Tensor:
-    """The same values, laid out in memory as [batch, tokens, heads, dim]."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1).transpose(1, -2).contiguous().transpose(1, -2)
-
-
-def _sliced(x: Tensor) -> Tensor:
-    """The same values, as every second entry of a larger tensor."""
-    return x.repeat_interleave(2, dim=-1)[..., ::2]
-
-
-def _turned(x: Tensor) -> Tensor:
-    """The same values, laid out in memory as [batch, heads, dim, tokens]."""
-    return x.mT.contiguous().mT
-
-
 @check(
     "Inputs are not modified in place, forward, backward or in `extend`.",
-    cases=(*everywhere(3, 65), Case(tokens=200, masked=True)),
+    cases=(*everywhere(3, 65), Case(tokens=200, masked=True), *LARGE),
     drawn=lambda seed: joint(seed, 9, 140),
 )
 def inputs_are_not_written_to(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -170,12 +155,10 @@ def a_nan_shows_where_it_is_read(subject: Subject, case: Case) -> Iterator[Findi
     cases=everywhere(3, 7, 65),
 )
 def batch_mates_do_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
+    yield from _apart(subject, case, "sequence", 0)
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
-    for where, changed in _elsewhere(inputs, axis=0):
-        yield close(f"{where} in another sequence", run(backend, changed)[:1], wanted[:1], bound[:1])
-    alone = inputs.each(lambda x: x[:1])
-    yield close("Alone", run(backend, alone), wanted[:1], bound[:1])
+    alone, bound = inputs.each(lambda x: x[:1]), rounding(backend, inputs, case.dtype)
+    yield close("Alone", run(backend, alone), run(backend, inputs)[:1], bound[:1])
 
 
 @check(
@@ -183,16 +166,17 @@ def batch_mates_do_not_matter(subject: Subject, case: Case) -> Iterator[Finding]
     cases=everywhere(3, 7, 65),
 )
 def other_heads_do_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
+    yield from _apart(subject, case, "head", 1)
+
+
+def _apart(subject: Subject, case: Case, what: str, axis: int) -> Iterator[Finding]:
+    """Compare the first sequence or head where all others have other contents."""
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
-    for where, changed in _elsewhere(inputs, axis=1):
-        yield close(f"{where} in another head", run(backend, changed)[:, :1], wanted[:, :1], bound[:, :1])
-
-
-def _elsewhere(inputs: Inputs, *, axis: int) -> Iterator[tuple[str, Inputs]]:
-    """The inputs with other contents in all but the first sequence or head."""
+    bound = rounding(backend, inputs, case.dtype).narrow(axis, 0, 1)
+    expected = run(backend, inputs).narrow(axis, 0, 1)
     for where, factor in (("Zeros", 0.0), ("Long vectors", 20.0), ("NaN", math.nan)):
-        q, k, v = (x.clone() for x in inputs[:3])
-        for x in (q, k, v):
+        changed = inputs.of(*(x.clone() for x in inputs[:3]))
+        for x in changed[:3]:
             x.narrow(axis, 1, x.shape[axis] - 1).mul_(factor)
-        yield where, Inputs(q, k, v, inputs.key_mask)
+        out = run(backend, changed).narrow(axis, 0, 1)
+        yield close(f"{where} in another {what}", out, expected, bound)

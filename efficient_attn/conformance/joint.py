@@ -8,18 +8,16 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import Case, Inputs, both, joint
+from efficient_attn.conformance.cases import LARGE, MANY_PAIRS, Case, Inputs, both, joint, spread
 from efficient_attn.conformance.compare import close, distance, rounding
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.subject import Subject, run, takes_scale
+from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
 
 # Short vectors keep signed features from cancelling, which would spoil finite differences.
 GENTLE = 0.5
 STEP = 1e-5
 DIRECTIONS = 3
-# Factor on the default scale of masked inputs.
-SCALE = 0.7
 BORDER = Case(tokens=129, batch=1, heads=2, kv_heads=1, value_dim=3, norm=GENTLE)
 # One length beyond each usual block size, with every setting that affects gradients.
 BEYOND = tuple(
@@ -34,8 +32,8 @@ LONG = Case(tokens=2100, batch=2, heads=2, kv_heads=2)
 
 
 # A batch, heads, groups and widths beyond the vectors, warps and tiles of kernels.
-LARGE_BATCH = Case(tokens=3, batch=40, heads=8, kv_heads=2, masked=True, pattern=6)
-MANY_HEADS = Case(tokens=3, batch=2, heads=36, kv_heads=3, norm=GENTLE)
+LARGE_BATCH = Case(tokens=3, batch=260, heads=8, kv_heads=2, masked=True, pattern=7)
+GROUPS = Case(tokens=3, batch=2, heads=36, kv_heads=3, norm=GENTLE)
 WIDE = Case(tokens=3, batch=1, head_dim=160, value_dim=136, norm=GENTLE)
 
 
@@ -49,13 +47,14 @@ def _long(seed: int) -> tuple[Case, ...]:
         *joint(seed, 3, 9, 70, 200),
         *joint(seed, 9, 70, dtype="float32"),
         *both(LARGE_BATCH),
+        MANY_PAIRS.but(dtype="float32"),
     ),
     long=_long,
 )
 def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     out, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
-    for b in range(case.batch):
+    for b in spread(case.batch):
         alone = inputs.each(itemgetter(slice(b, b + 1)))
         yield close(f"Sequence {b} alone", run(backend, alone), out[b : b + 1], bound[b : b + 1])
 
@@ -65,8 +64,9 @@ def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[
     drawn=lambda seed: (
         *joint(seed, 3, 9, 70),
         *joint(seed, 9, dtype="float32"),
-        *both(MANY_HEADS),
-        MANY_HEADS.but(kv_heads=36),
+        *both(GROUPS),
+        GROUPS.but(kv_heads=36),
+        *LARGE,
     ),
     long=_long,
 )
@@ -74,7 +74,7 @@ def every_head_is_its_single_call(subject: Subject, case: Case) -> Iterator[Find
     inputs, backend = subject.inputs(case), subject.build(case)
     out, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     single = _single_head(subject, case, backend)
-    for head in range(case.heads):
+    for head in spread(case.heads):
         group = head // (case.heads // case.kv_heads)
         alone = inputs.of(*(x[:, i : i + 1] for x, i in zip(inputs[:3], (head, group, group), strict=True)))
         if single is None:
@@ -86,12 +86,12 @@ def every_head_is_its_single_call(subject: Subject, case: Case) -> Iterator[Find
 
 @check(
     "A column of the values has the same output as in a call of its own, for any key and value dimensions.",
-    drawn=lambda seed: (*joint(seed, 3, 9), *joint(seed, 9, dtype="float32"), WIDE),
+    drawn=lambda seed: (*joint(seed, 3, 9), *joint(seed, 9, dtype="float32"), WIDE, *LARGE),
 )
 def columns_of_values_are_computed_alone(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     out, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
-    for column in range(case.value_dim):
+    for column in spread(case.value_dim):
         alone = run(backend, inputs._replace(v=inputs.v[..., column : column + 1]))
         yield close(f"Column {column} of v alone", alone, out[..., column : column + 1], bound)
 
@@ -110,8 +110,9 @@ def _single_head(subject: Subject, case: Case, backend: Backend) -> Backend | No
     cases=BEYOND,
     drawn=lambda seed: (
         *(case.but(norm=GENTLE) for case in joint(seed, 2, 6, 33)),
-        *both(MANY_HEADS),
+        *both(GROUPS),
         *both(WIDE),
+        *LARGE,
     ),
     long=lambda seed: (BORDER.but(tokens=2100), BORDER.but(tokens=2100, causal=True)),
     needs=("gradients",),
@@ -119,9 +120,7 @@ def _single_head(subject: Subject, case: Case, backend: Backend) -> Backend | No
 def gradients_hold_at_every_shape(subject: Subject, case: Case) -> Iterator[Finding]:
     if case.dtype not in subject.promises.dtypes:
         return
-    backend, finding = subject.build(case), None
-    if case.masked and takes_scale(backend):
-        backend = subject.build(case, scale=SCALE * case.head_dim**-0.5)
+    backend, finding = subject.rescaled(case) if case.masked else subject.build(case), None
     backend.train()
     for direction in range(DIRECTIONS):
         # A kink spoils the difference quotient of one direction; a wrong gradient is wrong along all of them.
@@ -178,22 +177,19 @@ def _shift(parameters: list[torch.nn.Parameter], moves: list[Tensor], factor: fl
 )
 def what_is_frozen_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted = _gradients(backend, inputs, (True,) * 4)
+    expected = _gradients(backend, inputs, (True,) * 4)
     bound = float(rounding(backend, inputs, case.dtype).max())
-    sizes = [max(1.0, float(x.abs().max())) if x is not None and x.numel() else 1.0 for x in wanted]
+    sizes = [max(1.0, float(x.abs().max())) if x is not None and x.numel() else 1.0 for x in expected]
+    names = [*"qkv", *(name for name, _ in backend.named_parameters())]
     # The parameters, all together, are a fourth input that may be frozen.
     own = (False, True) if any(True for _ in backend.parameters()) else (False,)
     for asking in itertools.product((False, True), (False, True), (False, True), own):
         got = _gradients(backend, inputs, asking) if any(asking) else []
-        for name, one, other, size in zip(_names(backend), got, wanted, sizes, strict=False):
+        for name, one, other, size in zip(names, got, expected, sizes, strict=False):
             if one is not None and other is not None:
                 where = "".join(letter for letter, is_asked in zip("qkv", asking, strict=False) if is_asked)
                 label = f"Gradient w.r.t. {name}, {where or 'none'}{' and parameters' * asking[3]} required"
                 yield Finding(label, distance(one, other), bound * size)
-
-
-def _names(backend: Backend) -> list[str]:
-    return ["q", "k", "v", *(name for name, _ in backend.named_parameters())]
 
 
 def _gradients(backend: Backend, inputs: Inputs, asking: tuple[bool, ...]) -> list[Tensor | None]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from efficient_attn.conformance.cases import BORDERS, LONG_BORDERS, Case, Inputs, both, joint
+from efficient_attn.conformance.cases import BORDERS, LONG_BORDERS, LONG_KEYS, Case, Inputs, both, joint
 from efficient_attn.conformance.compare import close, rounding
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
@@ -28,43 +28,38 @@ def _borders(case: Case) -> tuple[int, ...]:
 )
 def a_prefix_is_a_sequence_of_its_own(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     for tokens in _borders(case):
-        out = run(backend, _first(inputs, tokens))
-        yield close(f"The first {tokens} tokens", out, wanted[:, :, :tokens], bound[:, :, :tokens])
+        out = run(backend, inputs.part(slice(tokens)))
+        yield close(f"The first {tokens} tokens", out, expected[:, :, :tokens], bound[:, :, :tokens])
 
 
 @check(
     "A single query gives its row, with all keys or, if causal, with the keys up to its own position.",
     cases=(*both(WHOLE), *both(MASKED)),
-    drawn=lambda seed: joint(seed, 5, 40),
+    drawn=lambda seed: (*joint(seed, 5, 40), *LONG_KEYS),
     long=lambda seed: both(LONGEST),
 )
 def a_query_alone_is_its_row(subject: Subject, case: Case) -> Iterator[Finding]:
     if not (case.causal or subject.promises.cross):
         return
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     before = case.k_tokens - case.tokens
     for row in sorted({0, case.tokens - 1, *(n for n in _borders(case) if n < case.tokens)}):
         alone = inputs._replace(q=inputs.q[:, :, row : row + 1])
         if case.causal:
-            alone = _first(alone, before + row + 1)
+            alone = alone.part(slice(before + row + 1))
         here = slice(row, row + 1)
-        yield close(f"Query {row} alone", run(backend, alone), wanted[:, :, here], bound[:, :, here])
-
-
-def _first(inputs: Inputs, tokens: int) -> Inputs:
-    """The first tokens, with at most as many queries."""
-    q, k, v = (x[:, :, :tokens] for x in inputs[:3])
-    return Inputs(q, k, v, None if inputs.key_mask is None else inputs.key_mask[:, :tokens])
+        yield close(f"Query {row} alone", run(backend, alone), expected[:, :, here], bound[:, :, here])
 
 
 @check(
     "Masked keys leave no gap: outputs equal the outputs for the real tokens alone.",
     cases=(*both(MASKED.but(batch=2)), Case(tokens=3, keys=40, masked=True, pattern=1)),
-    drawn=lambda seed: tuple(
-        case.but(keys=None) if case.causal else case for case in joint(seed, 9, 70, 200) if case.masked
+    drawn=lambda seed: (
+        *(case.but(keys=None) if case.causal else case for case in joint(seed, 9, 70, 200) if case.masked),
+        *(case.but(masked=True, pattern=2) for case in LONG_KEYS if not case.causal),
     ),
     long=lambda seed: both(LONGEST.but(masked=True, pattern=2)),
     needs=("key_mask", "cross"),
@@ -85,7 +80,10 @@ def masked_keys_leave_no_gap(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @check(
     "A mask without masked keys changes the output by no more than rounding.",
-    cases=tuple(one for n in (1, 7, *BORDERS) for one in both(Case(tokens=n, batch=1, heads=2, kv_heads=1))),
+    cases=(
+        *(case for n in (1, 7, *BORDERS) for case in both(Case(tokens=n, batch=1, heads=2, kv_heads=1))),
+        *LONG_KEYS,
+    ),
     long=lambda seed: both(LONGEST),
     needs=("key_mask",),
 )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 
-from efficient_attn.conformance.cases import Case, Inputs, both, everywhere, joint
+from efficient_attn.conformance.cases import LONG_KEYS, Case, Inputs, both, everywhere, joint
 from efficient_attn.conformance.compare import close, largest, rounding, same_bits
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
@@ -24,14 +24,17 @@ WIDE = (
 @check(
     "The contents of masked keys and values change no bit, even if they are NaN or infinite.",
     cases=(case for dtype in DTYPES for case in everywhere(2, 7, 65, dtype=dtype) if case.masked),
-    drawn=lambda seed: tuple(case for case in joint(seed, 9, 200, 513) if case.masked and case.batch < 4),
+    drawn=lambda seed: (
+        *(case for case in joint(seed, 9, 200, 513) if case.masked and case.batch < 4),
+        *(case.but(masked=True, pattern=2) for case in LONG_KEYS),
+    ),
     needs=MASK,
 )
 def padding_contents_change_no_bit(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted = run(backend, inputs)
+    expected = run(backend, inputs)
     for filling in (100.0, math.nan, math.inf):
-        yield same_bits(f"Padding of {filling}", run(backend, padded_with(filling, inputs)), wanted)
+        yield same_bits(f"Padding of {filling}", run(backend, padded_with(filling, inputs)), expected)
 
 
 @check(
@@ -44,8 +47,8 @@ def amount_of_padding_does_not_matter(subject: Subject, case: Case) -> Iterator[
     for more in (1, 3, 64):
         backend = subject.build(case, max_tokens=case.k_tokens + more)
         padded = _appended(inputs, more)
-        wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
-        yield close(f"{more} masked keys of NaN appended", run(backend, padded), wanted, bound)
+        expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+        yield close(f"{more} masked keys of NaN appended", run(backend, padded), expected, bound)
 
 
 @check(
@@ -56,10 +59,10 @@ def amount_of_padding_does_not_matter(subject: Subject, case: Case) -> Iterator[
 )
 def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     for before, after in ((0, 1), (1, 0), (3, 0), (0, 64), (64, 3)):
         out = run(backend, _surrounded(inputs, before, after))[:, :, before : before + case.tokens]
-        yield close(f"{before} masked tokens before and {after} after", out, wanted, bound)
+        yield close(f"{before} masked tokens before and {after} after", out, expected, bound)
 
 
 @check(
@@ -67,6 +70,7 @@ def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iter
     cases=(
         *(one for dtype in DTYPES for n in (1, 3, 65) for one in both(Case(tokens=n, dtype=dtype))),
         *(one for dtype in DTYPES for case in WIDE for one in both(case.but(dtype=dtype))),
+        *LONG_KEYS,
     ),
     needs=MASK,
 )

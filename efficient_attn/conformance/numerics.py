@@ -1,7 +1,9 @@
 """Numerics: exact softmax where promised; finite, and close to float64, everywhere."""
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -9,8 +11,10 @@ import torch
 from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import (
     BORDERS,
+    LARGE,
     LENGTHS,
     LONG_BORDERS,
+    MANY_PAIRS,
     Case,
     Inputs,
     both,
@@ -22,6 +26,7 @@ from efficient_attn.conformance.compare import close, condition, distance, large
 from efficient_attn.conformance.masks import padded_with
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.reference import exact
+from efficient_attn.conformance.streams import decode
 from efficient_attn.conformance.subject import Subject, run, takes_scale
 from efficient_attn.conformance.table import CannotCheck, check
 
@@ -32,30 +37,30 @@ FACTORS = (2.0, 2.0**5, 2.0**-2, 2.0**-4)
 # Factor on the default scale for each norm of the sizes of models.
 SCALES = {1.0: 1.0, 0.3: -1.0, 2.0: 0.7}
 # Far beyond Gaussian values, and far below the largest number of float16.
-LARGE = {"float16": 2.0**12, "bfloat16": 2.0**40, "float32": 2.0**40, "float64": 2.0**40}
-# Values whose rounding is still that of their dtype.
-SMALL = {"float16": 2.0**-4, "bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-60}
+BIG = {"float16": 2.0**12, "bfloat16": 2.0**40, "float32": 2.0**40, "float64": 2.0**40}
+# Values near the smallest numbers of float16; in other dtypes they round as usual.
+SMALL = {"float16": 2.0**-20, "bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-60}
 # More keys of weight one than half precision can count; their sum overflows float16.
 LONG_SUM = 70_000
 
 
-def softmax_bound(inputs: Inputs, wanted: torch.Tensor, *, scale: float, causal: bool, dtype: str) -> float:
+def softmax_bound(inputs: Inputs, expected: torch.Tensor, *, scale: float, causal: bool, dtype: str) -> float:
     """Error bound of an exact backend: 1e-12 in float64, else twice the error of naive attention."""
     if dtype == "float64":
         return 1e-12 * max(1.0, largest(inputs.v))
     # The scale may multiply queries, keys or scores, with different rounding; the loosest is allowed.
     scaled = inputs._replace(q=inputs.q * scale), inputs._replace(k=inputs.k * scale), inputs
     plain = [exact(one, scale=s, causal=causal) for one, s in zip(scaled, (1.0, 1.0, scale), strict=True)]
-    lost = max(distance(one, wanted) for one in plain)
-    return 2 * (lost if math.isfinite(lost) else 0.0) + 2 * rounding_step(wanted.to(inputs.v.dtype))
+    lost = max(distance(one, expected) for one in plain)
+    return 2 * (lost if math.isfinite(lost) else 0.0) + 2 * rounding_step(expected.to(inputs.v.dtype))
 
 
 def _exactness(subject: Subject, case: Case, scale: float | None = None) -> Finding:
     inputs = subject.inputs(case)
     factor = case.head_dim**-0.5 if scale is None else scale
-    wanted = exact(inputs.double(), scale=factor, causal=case.causal)
-    bound = softmax_bound(inputs, wanted, scale=factor, causal=case.causal, dtype=case.dtype)
-    return close("Against the definition", run(subject.build(case, scale=scale), inputs), wanted, bound)
+    expected = exact(inputs.double(), scale=factor, causal=case.causal)
+    bound = softmax_bound(inputs, expected, scale=factor, causal=case.causal, dtype=case.dtype)
+    return close("Against the definition", run(subject.build(case, scale=scale), inputs), expected, bound)
 
 
 def _shapes(*, dtype: str) -> tuple[Case, ...]:
@@ -76,7 +81,9 @@ def _shapes(*, dtype: str) -> tuple[Case, ...]:
     "The output equals softmax attention up to rounding.",
     cases=(
         *(case for dtype in ("float64", *NARROW) for case in _shapes(dtype=dtype)),
-        *(one for n in BORDERS for one in both(Case(tokens=n, batch=1, heads=1, kv_heads=1))),
+        *(case for n in BORDERS for case in both(Case(tokens=n, batch=1, heads=1, kv_heads=1))),
+        *(case.but(dtype=dtype) for dtype in ("float64", *NARROW) for case in LARGE),
+        MANY_PAIRS.but(dtype="float32"),
     ),
     drawn=lambda seed: (
         *joint(seed, 5, 40, 200),
@@ -160,12 +167,12 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
     backend = subject.build(case)
     if not takes_scale(backend):
         raise CannotCheck("A plain callable declares no scale.")
-    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
-    yield close("Default scale given", run(subject.build(case, scale=default), inputs), wanted, bound)
+    expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    yield close("Default scale given", run(subject.build(case, scale=default), inputs), expected, bound)
     for factor in FACTORS:
         moved = inputs._replace(q=inputs.q * factor, k=inputs.k * factor)
         scaled = subject.build(case, scale=default / factor**2)
-        yield close(f"Inputs times {factor}", run(scaled, moved), wanted, bound)
+        yield close(f"Inputs times {factor}", run(scaled, moved), expected, bound)
 
 
 @check(
@@ -180,16 +187,17 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
 def narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     wide = subject.build(case).double()
-    wanted = run(wide, inputs.double())
-    bound = _narrow_bound(wide, inputs, wanted, case)
-    yield close("Against float64", run(subject.build(case), inputs), wanted, bound)
+    expected = run(wide, inputs.double())
+    bound = _narrow_bound(wide, inputs, expected, case)
+    yield close("Against float64", run(subject.build(case), inputs), expected, bound)
 
 
-def _narrow_bound(wide: Backend, inputs: Inputs, wanted: torch.Tensor, case: Case) -> torch.Tensor:
-    bound = rounding(wide, inputs.double(), "float32") + 2 * rounding_step(wanted.to(inputs.v.dtype))
+def _narrow_bound(wide: Backend, inputs: Inputs, expected: torch.Tensor, case: Case) -> torch.Tensor:
+    bound = rounding(wide, inputs.double(), "float32") + 2 * rounding_step(expected.to(inputs.v.dtype))
     if case.dtype in HALF:
         # Rounding of long sums, for which a promise of exactness has a tighter bound.
-        bound = bound + 2 * distance(_plain(inputs, case), _plain(inputs.double(), case))
+        plain = (exact(x, scale=case.head_dim**-0.5, causal=case.causal) for x in (inputs, inputs.double()))
+        bound = bound + 2 * distance(*plain)
     return bound
 
 
@@ -208,24 +216,24 @@ def sizes_of_models_are_single_calls(subject: Subject, case: Case) -> Iterator[F
     group = case.heads // case.kv_heads
     k, v = (x.repeat_interleave(group, dim=1) for x in inputs[1:3])
     single = [inputs.of(inputs.q, k, v).double().each(itemgetter(slice(b, b + 1))) for b in range(case.batch)]
-    wanted = torch.cat([run(wide, alone) for alone in single])
+    expected = torch.cat([run(wide, alone) for alone in single])
     bound = rounding(wide, inputs.double(), case.dtype)
     if case.dtype in NARROW:
-        bound = _narrow_bound(wide, inputs, wanted, case)
+        bound = _narrow_bound(wide, inputs, expected, case)
     # Models project to [batch, tokens, heads, dim], and the padding of a batch may hold anything.
     given = inputs if inputs.key_mask is None else padded_with(1e4, inputs)
     given = given.of(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in given[:3]))
-    yield close("Sequence by sequence", run(backend, given), wanted, bound)
+    yield close("Sequence by sequence", run(backend, given), expected, bound)
     if subject.promises.gradients:
         leaves = [x.detach().requires_grad_() for x in given[:3]]
-        yield close("In training", run(backend, given.of(*leaves)), wanted, bound)
+        yield close("In training", run(backend, given.of(*leaves)), expected, bound)
     if subject.promises.streaming and case.causal and case.keys is None:
         state = None
         for part in (slice(0, 1), slice(1, case.tokens // 2), slice(case.tokens // 2, case.tokens)):
             q, k, v = (x[:, :, part] for x in given[:3])
             mask = None if given.key_mask is None else given.key_mask[:, part]
             out, state = backend.extend(q, k, v, state, key_mask=mask)
-            yield close(f"Extended from {part.start}", out, wanted[:, :, part], bound[:, :, part])
+            yield close(f"Extended from {part.start}", out, expected[:, :, part], bound[:, :, part])
 
 
 @check(
@@ -241,10 +249,10 @@ def sizes_of_models_are_single_calls(subject: Subject, case: Case) -> Iterator[F
 def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     inputs = inputs._replace(v=torch.ones_like(inputs.v))
-    wanted = run(subject.build(case, learned=None).double(), inputs.double())
-    step = rounding_step(wanted.to(inputs.v.dtype))
+    expected = run(subject.build(case, learned=None).double(), inputs.double())
+    step = rounding_step(expected.to(inputs.v.dtype))
     yield close(
-        "Against float64, values 1", run(subject.build(case, learned=None), inputs), wanted, 2 * step + 1e-3
+        "Against float64, values 1", run(subject.build(case, learned=None), inputs), expected, 2 * step + 1e-3
     )
 
 
@@ -259,21 +267,24 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
     beyond="low-precision dtypes",
 )
 def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
-    out, bound = run(backend, inputs).double(), rounding(backend, inputs, case.dtype)
-    for factor in (LARGE[case.dtype], SMALL[case.dtype]):
-        yield _proportional(backend, inputs, factor, out, bound)
-
-
-def _proportional(
-    backend: Backend, inputs: Inputs, factor: float, out: torch.Tensor, bound: torch.Tensor
-) -> Finding:
-    large = run(backend, inputs._replace(v=inputs.v * factor)).double()
-    # Signed weights may take an output, or a sum on its way, beyond the largest number.
-    fits = 4 * factor * largest(inputs.v) * condition(backend, inputs) < torch.finfo(inputs.v.dtype).max
-    return close(
-        f"Values times {factor:g}", large.where(fits, 0), (out * factor).where(fits, 0), bound * factor
-    )
+    backend, exponents = subject.build(case), torch.finfo(getattr(torch, case.dtype))
+    calls: dict[str, Callable[[Inputs], torch.Tensor]] = {"": partial(run, backend)}
+    if subject.promises.streaming and case.causal:
+        half = case.tokens // 2
+        calls[" in two parts"] = lambda inputs: decode(backend, inputs, [half, case.tokens - half])[0]
+    for factor, (where, call) in itertools.product((BIG[case.dtype], SMALL[case.dtype]), calls.items()):
+        inputs = subject.inputs(case)
+        changed = inputs._replace(v=inputs.v * factor)
+        # Small values lose digits once, before both calls.
+        inputs = inputs._replace(v=changed.v / factor)
+        terms = condition(backend, inputs)
+        # Signed weights may take an output, or a sum on its way, beyond the largest number.
+        fits = 4 * factor * largest(inputs.v) * terms < exponents.max
+        bound = (
+            rounding(backend, inputs, case.dtype) * factor + exponents.smallest_normal * exponents.eps * terms
+        )
+        out, scaled = call(inputs).double() * factor, call(changed).double()
+        yield close(f"Values times {factor:g}{where}", scaled.where(fits, 0), out.where(fits, 0), bound)
 
 
 @check(
@@ -294,7 +305,3 @@ def large_inputs_stay_finite(subject: Subject, case: Case) -> Iterator[Finding]:
         # Signed weights may cancel almost completely; such rows need only be finite.
         bound = 2 * size if subject.promises.nonnegative and subject.promises.averages else math.inf
         yield Finding(where, largest(out), bound if largest(out) < math.inf else 0.0)
-
-
-def _plain(inputs: Inputs, case: Case) -> torch.Tensor:
-    return exact(inputs, scale=case.head_dim**-0.5, causal=case.causal)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import Case, Inputs, both
+from efficient_attn.conformance.cases import LONG_KEYS, LONG_QUERIES, Case, Inputs, both
 from efficient_attn.conformance.compare import close, magnified
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
@@ -32,7 +32,8 @@ NORMS = (0.5, 1.0, 3.0)
 def _cases(dtype: str) -> tuple[Case, ...]:
     cases = [case.but(dtype=dtype, norm=norm) for case in SIZES for norm in NORMS]
     cases.append(Case(tokens=513, batch=1, dtype=dtype))
-    return tuple(one for case in cases for one in both(case))
+    large = (case.but(dtype=dtype) for case in (*LONG_KEYS, LONG_QUERIES))
+    return *(case for shape in cases for case in both(shape)), *large
 
 
 @check(
@@ -43,17 +44,17 @@ def _cases(dtype: str) -> tuple[Case, ...]:
 def float32_is_float32_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     wide = subject.build(case).double()
-    wanted = run(wide, inputs.double())
+    expected = run(wide, inputs.double())
     bound = _moved(wide, inputs.double(), BETWEEN["float32"])
-    yield close("Against float64", run(subject.build(case), inputs), wanted, bound)
+    yield close("Against float64", run(subject.build(case), inputs), expected, bound)
 
 
 @torch.no_grad()
 def _moved(backend: Backend, inputs: Inputs, share: float) -> Tensor:
     """Change of every output that relative errors `share` in the inputs and in the sums cause."""
-    wanted, change = run(backend, inputs), magnified(share, backend, inputs)
+    expected, change = run(backend, inputs), magnified(share, backend, inputs)
     for seed in range(DRAWS):
-        change = torch.maximum(change, (run(backend, noisy(inputs, share, seed)) - wanted).abs().amax())
+        change = torch.maximum(change, (run(backend, noisy(inputs, share, seed)) - expected).abs().amax())
     return 2 * change
 
 

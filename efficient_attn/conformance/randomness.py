@@ -89,19 +89,19 @@ def more_features_come_nearer_to_softmax(subject: Subject, case: Case) -> Iterat
     if subject.spec.size_option is None:
         raise CannotCheck("The backend has no size option.")
     inputs = subject.inputs(case)
-    wanted = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal)
-    few, many = (_mean_square(subject, case, size, wanted) for size in (FEW, MANY))
+    expected = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal)
+    few, many = (_mean_square(subject, case, size, expected) for size in (FEW, MANY))
     # The squared error of an unbiased kernel falls as 1/size; ten times the limit leaves room for chance.
     yield Finding(f"Mean square with {MANY} features", many, 10 * few * FEW / MANY)
 
 
-def _mean_square(subject: Subject, case: Case, size: int, wanted: Tensor) -> float:
+def _mean_square(subject: Subject, case: Case, size: int, expected: Tensor) -> float:
     """Median over draws, which is robust to a single small denominator."""
     inputs, backend = subject.inputs(case), subject.build(case, size=size)
     squares = []
     for seed in range(15):
         backend.redraw(1 + seed)
-        squares.append((run(backend, inputs) - wanted).square().mean())
+        squares.append((run(backend, inputs) - expected).square().mean())
     return float(torch.stack(squares).median())
 
 

@@ -11,53 +11,54 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import Case, Inputs, both, joint
-from efficient_attn.conformance.compare import close, distance, rounding, same_bits
+from efficient_attn.conformance.cases import LAYOUTS, LONG_KEYS, LONG_QUERIES, Case, Inputs, both, joint
+from efficient_attn.conformance.compare import close, distance, largest, rounding, same_bits
 from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.streams import decode
 from efficient_attn.conformance.subject import Subject, run, takes_scale
 from efficient_attn.conformance.table import CannotCheck, check
 from efficient_attn.measure.memory import tensors_in
 
+Named = list[tuple[str, Tensor]]
 ONE = Case(tokens=7, value_dim=3)
 # Powers of two, which cause no rounding: loss scaling, and gradients of a mean over many tokens.
 FLOWING = (2.0**20, 2.0**-40)
+LARGER = (*LONG_KEYS, LONG_QUERIES)
 KINDS = (*both(ONE), *both(ONE.but(masked=True)), *both(ONE.but(dtype="float32")))
 
 
 def results(
     subject: Subject, backend: Backend, inputs: Inputs, forward: AbstractContextManager[Any] | None = None
-) -> list[tuple[str, Tensor]]:
-    """All results of a backend: output, gradients, and the output of `extend` in two parts.
+) -> Named:
+    """All results of a backend: output, gradients in gradient mode, and the output of `extend` in two parts.
 
     Args:
         forward: Context of the forward calls; the backward pass runs outside of it.
     """
     mode = forward or contextlib.nullcontext()
-    leaves = [x.detach().clone().requires_grad_(subject.promises.gradients) for x in inputs[:3]]
+    differentiable = subject.promises.gradients and torch.is_grad_enabled()
+    leaves = [x.detach().clone().requires_grad_(differentiable) for x in inputs[:3]]
     with mode:
         out = run(backend, inputs.of(*leaves))
-    found = [("Output", out.detach())]
-    if subject.promises.gradients:
+    named = [("Output", out.detach())]
+    if differentiable:
         gradients = torch.autograd.grad(out.square().sum(), leaves)
-        found += [(f"Gradient w.r.t. {name}", g) for name, g in zip("qkv", gradients, strict=True)]
-    if subject.promises.streaming and backend.problem.causal:
-        state, half = None, inputs.q.shape[2] // 2
-        for number, here in enumerate((slice(0, half), slice(half, None))):
-            q, k, v = (x[:, :, here] for x in inputs[:3])
-            mask = None if inputs.key_mask is None else inputs.key_mask[:, here]
-            with mode:
-                out, state = backend.extend(q, k, v, state, key_mask=mask)
-            found.append((f"Part {number} of extend", out.detach()))
-    return found
+        named += [(f"Gradient w.r.t. {name}", g) for name, g in zip("qkv", gradients, strict=True)]
+    tokens = inputs.q.shape[2]
+    if subject.promises.streaming and backend.problem.causal and tokens == inputs.k.shape[2]:
+        with mode:
+            out, _ = decode(backend, inputs, [tokens // 2, tokens - tokens // 2])
+        named.append(("Output of extend", out.detach()))
+    return named
 
 
-def _same(where: str, got: list[tuple[str, Tensor]], wanted: list[tuple[str, Tensor]]) -> Iterator[Finding]:
-    for (name, one), (_, other) in zip(got, wanted, strict=True):
-        yield Finding(f"{name} {where} is {one.dtype}, not {other.dtype}", float(one.dtype != other.dtype), 0)
-        yield same_bits(f"{name} {where}", one, other)
+def _same(where: str, actual: Named, expected: Named) -> Iterator[Finding]:
+    for (name, x), (_, y) in zip(actual, expected, strict=True):
+        yield Finding(f"{name} {where} is {x.dtype}, not {y.dtype}", float(x.dtype != y.dtype), 0)
+        yield same_bits(f"{name} {where}", x, y)
 
 
-@check("The default dtype affects neither construction nor calls.", cases=KINDS)
+@check("The default dtype affects neither construction nor calls.", cases=(*KINDS, *LARGER))
 def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     usual = subject.build(case)
@@ -90,7 +91,7 @@ def global_seeds_change_nothing(subject: Subject, case: Case) -> Iterator[Findin
     yield from _same("in evaluation", results(subject, backend.eval(), inputs), found[0])
 
 
-@check("Inference mode and no_grad affect neither the output nor later calls.", cases=KINDS)
+@check("Inference mode and no_grad affect neither the output nor later calls.", cases=(*KINDS, *LARGER))
 def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     wanted = results(subject, subject.build(case), inputs)
@@ -129,20 +130,30 @@ def _graphs(where: str, subject: Subject, backend: Backend, inputs: Inputs) -> I
             yield Finding(f"Step {step} of extend requires a gradient {where}", float(kept), 0.0)
 
 
+@check(
+    "The output keeps q's dtype, and the accuracy of that dtype, under autocast.",
+    cases=both(ONE.but(dtype="bfloat16")),
+)
+def autocast_costs_no_accuracy(subject: Subject, case: Case) -> Iterator[Finding]:
+    yield from _under_autocast(subject, case, torch.bfloat16)
+
+
 @check("Gradients and incremental decoding keep their dtype and accuracy under autocast.", cases=KINDS)
 def autocast_changes_no_result(subject: Subject, case: Case) -> Iterator[Finding]:
+    yield from _under_autocast(subject, case, torch.bfloat16, torch.float16)
+
+
+def _under_autocast(subject: Subject, case: Case, *dtypes: torch.dtype) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted, bound = results(subject, backend, inputs), rounding(backend, inputs, case.dtype).max()
-    for dtype in (torch.bfloat16, torch.float16):
-        got = results(subject, backend, inputs, torch.autocast("cpu", dtype=dtype))
-        for (name, one), (_, other) in zip(got, wanted, strict=True):
-            yield Finding(f"{name} is {one.dtype}, not {other.dtype}", float(one.dtype != other.dtype), 0.0)
-            yield close(
-                f"{name} under {dtype}", one, other, float(bound) * max(1.0, float(other.abs().max()))
-            )
+    expected, bound = results(subject, backend, inputs), float(rounding(backend, inputs, case.dtype).max())
+    for dtype in dtypes:
+        actual = results(subject, backend, inputs, torch.autocast("cpu", dtype=dtype))
+        for (name, x), (_, y) in zip(actual, expected, strict=True):
+            yield Finding(f"{name} is {x.dtype}, not {y.dtype}", float(x.dtype != y.dtype), 0.0)
+            yield close(f"{name} under {dtype}", x, y, bound * max(1.0, largest(y)))
 
 
-@check("Calls emit no warning and print nothing.", cases=(*KINDS, *both(ONE.but(tokens=200))))
+@check("Calls emit no warning and print nothing.", cases=(*KINDS, *LARGER, *both(ONE.but(tokens=200))))
 def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend, printed = subject.inputs(case), subject.build(case), io.StringIO()
     with (
@@ -188,19 +199,19 @@ def layout_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding
     for factor in FLOWING:
         got, _ = _backward(backend, inputs, flowing * factor)
         for letter, one, other in zip("qkv", got, wanted, strict=True):
-            size = bound * max(1.0, float(other.abs().max()) if other.numel() else 1.0)
+            size = bound * max(1.0, largest(other))
             where = f"Upstream times {factor:g}: gradient w.r.t. {letter}"
             yield Finding(where, distance(one / factor, other), size)
     turned = inputs.of(*(x.mT.contiguous().mT for x in inputs[:3]))
     if inputs.key_mask is not None:
         turned = turned._replace(key_mask=inputs.key_mask.T.contiguous().T)
-    for name, layout in (("Turned", _turned), ("Sliced", _sliced)):
+    for name, layout in LAYOUTS.items():
         given = layout(flowing)
         before = [x.clone() for x in (*turned, given) if x is not None]
         first, got = _backward(backend, turned, given)
         for letter, one, again, other in zip("qkv", first, got, wanted, strict=True):
             yield same_bits(f"{name}: gradient w.r.t. {letter} at a second pass", again, one)
-            size = bound * max(1.0, float(other.abs().max()) if other.numel() else 1.0)
+            size = bound * max(1.0, largest(other))
             yield Finding(f"{name}: gradient w.r.t. {letter}", distance(one, other), size)
             yield Finding(
                 f"{name}: gradient w.r.t. {letter} is {one.dtype}", float(one.dtype != other.dtype), 0.0
@@ -217,16 +228,6 @@ def _backward(
     out = run(backend, inputs.of(*leaves))
     first = torch.autograd.grad(out, leaves, flowing, retain_graph=True)
     return first, torch.autograd.grad(out, leaves, flowing)
-
-
-def _turned(x: Tensor) -> Tensor:
-    """The same values, laid out in memory as [batch, heads, dim, tokens]."""
-    return x.mT.contiguous().mT
-
-
-def _sliced(x: Tensor) -> Tensor:
-    """The same values, as every second entry of a larger tensor."""
-    return x.repeat_interleave(2, dim=-1)[..., ::2]
 
 
 @check("The leaves of the autograd graph are q, k, v and parameters of the module.", cases=both(ONE))

@@ -1,5 +1,6 @@
-"""Incremental decoding at all shapes: chunks of any size, reused buffers, states that are kept."""
+"""Incremental decoding at all shapes: chunks of any size, reused buffers, states with several successors."""
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -8,11 +9,13 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import BORDERS, LONG_BORDERS, Case, Inputs, joint
+from efficient_attn.conformance.cases import BORDERS, LONG_BORDERS, Case, Inputs, causally, joint
 from efficient_attn.conformance.compare import close, condition, distance, rounding, same_bits
+from efficient_attn.conformance.masks import padded_with
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
+from efficient_attn.measure import memory
 
 # A little more than the largest of BORDERS.
 DECODED = Case(tokens=530, batch=1, heads=2, kv_heads=1, value_dim=3, causal=True)
@@ -20,13 +23,57 @@ LONGEST = DECODED.but(tokens=2100, masked=True, pattern=2)
 # More tokens than the usual capacity of a preallocated cache, in parts of at most PREFILL.
 MANY = Case(tokens=4200, batch=1, heads=1, kv_heads=1, causal=True)
 PREFILL = 1050
+# A state of more tokens than a tile holds.
+CHAIN = Case(tokens=1030, batch=1, heads=1, kv_heads=1, value_dim=3, causal=True)
+BATCH = Case(tokens=5, batch=40, causal=True)
 # Tokens around every border are decoded one at a time.
 AROUND = 3
 
 
 def _drawn(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
-    """Causal cases with as many queries as keys, as incremental decoding requires."""
+    """Causal cases with as many queries as keys, as increremental decoding requires."""
     return tuple(case.but(keys=None) for case in joint(seed, *lengths, dtype=dtype) if case.causal)
+
+
+@check(
+    "A sequence continued through `extend` at any split gives the output of the full pass.",
+    cases=(*causally(1, 2, 9), *causally(9, dtype="float32")),
+    needs=("streaming",),
+)
+def continued_anywhere_is_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
+    for split in range(case.tokens + 1):
+        yield from _streamed(subject, case, [split, case.tokens - split])
+
+
+@check(
+    "Decoding token by token gives the output of the full pass.",
+    cases=(*causally(3, 9, 70), *causally(9, dtype="float32"), *causally(9, dtype="bfloat16"), BATCH),
+    needs=("streaming",),
+)
+def token_by_token_is_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
+    yield from _streamed(subject, case, [1] * case.tokens)
+
+
+@check(
+    "A state is immutable: extending it twice with the same tokens gives the same bits.",
+    cases=causally(9),
+    needs=("streaming",),
+)
+def a_state_can_be_extended_twice(subject: Subject, case: Case) -> Iterator[Finding]:
+    yield from _continued(subject, case)
+
+
+@check(
+    "Masked tokens stay masked in `extend`: a masked NaN token changes no later output.",
+    cases=(case for case in causally(9) if case.masked),
+    needs=("streaming", "key_mask"),
+)
+def extend_honours_its_mask(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    spoilt = padded_with(math.nan, inputs)
+    for parts in ([4, 5], [1] * case.tokens):
+        expected, _ = decode(backend, inputs, parts)
+        yield same_bits(f"In parts of {parts}", decode(backend, spoilt, parts)[0], expected)
 
 
 @check(
@@ -39,11 +86,7 @@ def _drawn(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]
     needs=("streaming",),
 )
 def parts_of_any_size_are_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
-    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
-    parts = _parts(case.tokens, random.Random(f"{subject.seed} {case}"))
-    where = f"In parts of {', '.join(map(str, parts))}"
-    yield from _streamed(where, backend, inputs, parts, wanted, bound)
+    yield from _streamed(subject, case, _parts(case.tokens, random.Random(f"{subject.seed} {case}")))
 
 
 def _parts(tokens: int, draws: random.Random) -> list[int]:
@@ -62,47 +105,50 @@ def _parts(tokens: int, draws: random.Random) -> list[int]:
     needs=("streaming",),
 )
 def long_states_are_whole(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
-    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     steps, done = [], 0
     for border in (*BORDERS, *LONG_BORDERS):
         if done < border - AROUND and border + AROUND < case.tokens:
             steps += [border - AROUND - done, *[1] * 2 * AROUND]
             done = border + AROUND
-    steps.append(case.tokens - done)
-    yield from _streamed("Decoding", backend, inputs, steps, wanted, bound)
+    yield from _streamed(subject, case, [*steps, case.tokens - done])
     if case.tokens >= LONGEST.tokens:
         # A token that is decoded alone cannot read later ones: each row of the full pass is compared.
-        yield from _streamed("Decoding", backend, inputs, [1] * case.tokens, wanted, bound)
+        yield from _streamed(subject, case, [1] * case.tokens)
 
 
-def _streamed(
-    where: str, backend: Backend, inputs: Inputs, parts: list[int], wanted: Tensor, bound: Tensor
-) -> Iterator[Finding]:
-    """Findings on each chunk: its output when returned, and the same bits after the last call."""
-    buffers = [torch.full_like(x[:, :, : max(parts)], torch.nan) for x in inputs[:3]]
-    mask = None if inputs.key_mask is None else torch.zeros_like(inputs.key_mask[:, : max(parts)])
-    state, start, kept = None, 0, []
+def _streamed(subject: Subject, case: Case, parts: list[int]) -> Iterator[Finding]:
+    """Compare each chunk with the full pass, when returned and after the last call.
+
+    Buffers are reused, masks without masked keys are left out in turn, and after each part a second sequence
+    of NaN continues from the state before it.
+    """
+    inputs, backend = subject.inputs(case), subject.rescaled(case)
+    expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    buffers = inputs.each(lambda x: torch.zeros_like(x.narrow(-1 if x.ndim == 2 else 2, 0, max(parts))))
+    state, start, outputs = None, 0, list[tuple[str, Tensor, Tensor]]()
     with torch.no_grad():
-        for tokens in parts:
-            here = slice(start, start + tokens)
-            for buffer, x in zip(buffers, inputs[:3], strict=True):
-                buffer[:, :, :tokens].copy_(x[:, :, here])
-            if mask is not None and inputs.key_mask is not None:
-                mask[:, :tokens].copy_(inputs.key_mask[:, here])
-            q, k, v = (buffer[:, :, :tokens] for buffer in buffers)
-            out, state = backend.extend(q, k, v, state, key_mask=None if mask is None else mask[:, :tokens])
-            yield close(f"{where}, from {start}", out, wanted[:, :, here], bound[:, :, here])
-            dtype = f"{where}: {out.dtype} instead of {wanted.dtype}"
-            yield Finding(dtype, float(out.dtype != wanted.dtype), 0.0)
-            kept.append((out, out.clone()))
+        for number, tokens in enumerate(parts):
+            here, before = slice(start, start + tokens), state
+            new = buffers.part(slice(0, tokens))
+            new.fill(inputs.part(here))
+            mask = new.key_mask
+            if mask is not None and number % 2 and bool(mask.all()):
+                mask = None
+            out, state = backend.extend(*new[:3], before, key_mask=mask)
+            where = f"Tokens {start} to {start + tokens} in parts of {', '.join(map(str, parts))}"
+            yield close(where, out, expected[:, :, here], bound[:, :, here])
+            dtype = f"{where}: {out.dtype} instead of {expected.dtype}"
+            yield Finding(dtype, float(out.dtype != expected.dtype), 0.0)
+            outputs.append((where, out, out.clone()))
             start += tokens
-            for buffer in buffers:
+            for buffer in buffers[:3]:
                 buffer.fill_(torch.nan)
-            if mask is not None:
-                mask.logical_not_()
-        for number, (out, before) in enumerate(kept):
-            yield same_bits(f"{where}: part {number} at the end", out, before)
+            if new.key_mask is not None:
+                new.key_mask.logical_not_()
+            if before is not None:
+                backend.extend(*new[:3], before)
+    for where, out, copied in outputs:
+        yield same_bits(f"{where}, at the end", out, copied)
 
 
 @check(
@@ -141,31 +187,36 @@ def states_of_thousands_are_whole(subject: Subject, case: Case) -> Iterator[Find
     needs=("streaming",),
 )
 def any_number_of_sequences_go_on_from_a_state(subject: Subject, case: Case) -> Iterator[Finding]:
+    yield from _continued(subject, case)
+
+
+def _continued(subject: Subject, case: Case) -> Iterator[Finding]:
+    """Extend one state several times: neither outputs nor the state change."""
     inputs, backend = subject.inputs(case), subject.build(case)
-    before = case.tokens // 2
+    rival, before = subject.inputs(case, other=1), case.tokens // 2
     with torch.no_grad():
         _, state = _extend(backend, inputs, slice(0, before), None)
-        copied = [x.clone() for x in _tensors(state)]
+        copied = [x.clone() for x in memory.tensors_in(state)]
         for tokens in sorted({1, case.tokens - before}):
             here = slice(before, before + tokens)
             first, later = _extend(backend, inputs, here, state)
-            kept = first.clone()
-            other, _ = _extend(backend, subject.inputs(case, other=1), here, state)
-            _extend(backend, subject.inputs(case, other=1), here, later)
+            expected = first.clone()
+            apart, _ = _extend(backend, rival, here, state)
+            _extend(backend, rival, here, later)
             again, _ = _extend(backend, inputs, here, state)
-            yield same_bits(f"{tokens} tokens once more", again, kept)
-            yield same_bits(f"The output of {tokens} tokens, later", first, kept)
-            if not torch.equal(subject.inputs(case, other=1).v[:, :, here], inputs.v[:, :, here]):
-                other.fill_(torch.nan)
+            yield same_bits(f"{tokens} tokens once more", again, expected)
+            yield same_bits(f"The output of {tokens} tokens, later", first, expected)
+            if not torch.equal(rival.v[:, :, here], inputs.v[:, :, here]):
+                apart.fill_(torch.nan)
                 again, _ = _extend(backend, inputs, here, state)
-                yield same_bits("After another output was overwritten", again, kept)
-    for x, old in zip(_tensors(state), copied, strict=True):
+                yield same_bits("After another output was overwritten", again, expected)
+    for x, old in zip(memory.tensors_in(state), copied, strict=True):
         yield same_bits("The state's own tensors", x, old)
 
 
 @check(
     "Gradients flow through states: incremental decoding gives the gradients of the full pass.",
-    drawn=lambda seed: (*_drawn(seed, 3, 9), *_drawn(seed, 70)[:2], *_drawn(seed, 260)[:2]),
+    drawn=lambda seed: (*_drawn(seed, 3, 9), *_drawn(seed, 70)[:2], *_drawn(seed, 260)[:2], CHAIN),
     needs=("streaming", "gradients"),
 )
 def gradients_pass_through_states(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -177,7 +228,8 @@ def gradients_pass_through_states(subject: Subject, case: Case) -> Iterator[Find
     def gradients(streamed: bool) -> tuple[Tensor | None, ...]:
         leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
         given = inputs.of(*leaves)
-        out = _in_three(backend, given, case.tokens) if streamed else run(backend, given)
+        parts = [case.tokens // 2, case.tokens - 1 - case.tokens // 2, 1]
+        out = decode(backend, given, parts)[0] if streamed else run(backend, given)
         return torch.autograd.grad(out.square().sum(), [*leaves, *learned], allow_unused=True)
 
     names = ["q", "k", "v", *(name for name, _ in backend.named_parameters())]
@@ -202,22 +254,33 @@ def values_without_columns_are_streamed(subject: Subject, case: Case) -> Iterato
         yield Finding(f"Shape {list(out.shape)} instead of {list(shape)}", float(out.shape != shape), 0.0)
 
 
-def _in_three(backend: Backend, inputs: Inputs, tokens: int) -> Tensor:
-    outputs, state = [], None
-    for here in (slice(0, tokens // 2), slice(tokens // 2, tokens - 1), slice(tokens - 1, tokens)):
-        out, state = _extend(backend, inputs, here, state)
+@check(
+    "A decoded state keeps no earlier states: it takes at most four times the bytes of a prefilled one.",
+    cases=(CHAIN.but(tokens=200),),
+    needs=("streaming",),
+)
+def states_keep_no_earlier_states(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+
+    @torch.no_grad()
+    def state_bytes(parts: list[int]) -> int:
+        decode(backend, inputs, parts)
+        return memory.peak(lambda: decode(backend, inputs, parts)[1], device="cpu").kept_bytes
+
+    prefilled, decoded = state_bytes([case.tokens]), state_bytes([1] * case.tokens)
+    yield Finding("Bytes of a state after single tokens", float(decoded), 4.0 * prefilled)
+
+
+def decode(backend: Backend, inputs: Inputs, parts: list[int]) -> tuple[Tensor, Any]:
+    """Outputs of consecutive parts of a sequence and the last state, with one call of `extend` per part."""
+    outputs, state, start = [], None, 0
+    for tokens in parts:
+        out, state = _extend(backend, inputs, slice(start, start + tokens), state)
         outputs.append(out)
-    return torch.cat(outputs, dim=2)
+        start += tokens
+    return torch.cat(outputs, dim=2), state
 
 
 def _extend(backend: Backend, inputs: Inputs, here: slice, state: Any) -> tuple[Tensor, Any]:
-    q, k, v = (x[:, :, here] for x in inputs[:3])
-    key_mask = None if inputs.key_mask is None else inputs.key_mask[:, here]
+    q, k, v, key_mask = inputs.part(here)
     return backend.extend(q, k, v, state, key_mask=key_mask)
-
-
-def _tensors(state: Any) -> list[Tensor]:
-    """All tensors of a state, in nested tuples and lists."""
-    if isinstance(state, Tensor):
-        return [state]
-    return [x for one in state for x in _tensors(one)] if isinstance(state, tuple | list) else []

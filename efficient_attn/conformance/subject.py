@@ -18,6 +18,8 @@ from efficient_attn.registry import BackendSpec, Capabilities
 SMALL_SIZES = (6, 5)
 # Capacity beyond the tokens of a case, so that sequences of the maximum length are not the only ones tested.
 SPARE_TOKENS = 8
+# Factor on the default scale, for paths that may not receive the scale.
+SCALE = 0.7
 # Length and seed of the calibration inputs; no case uses this seed.
 CALIBRATION_TOKENS, CALIBRATION_SEED = 32, 999_000
 
@@ -101,6 +103,11 @@ class Subject:
                 ready = self._ready(backend, case, learned)
                 return calibrate(ready, case, self.seed) if calibrated else ready
         raise AssertionError("the last size returns or raises")
+
+    def rescaled(self, case: Case) -> Backend:
+        """Build the backend with another scale than the default, if its formula has a scale."""
+        backend = self.build(case)
+        return self.build(case, scale=SCALE * case.head_dim**-0.5) if takes_scale(backend) else backend
 
     def has_option(self, name: str) -> bool:
         return any(field.name == name for field in fields(self.spec.options_type))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from efficient_attn.conformance.cases import BORDERS, Case, both, everywhere
+from efficient_attn.conformance.cases import BORDERS, LONG_KEYS, LONG_QUERIES, Case, both, everywhere
 from efficient_attn.conformance.compare import close, condition, largest, rounding
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.reference import exact
@@ -43,8 +43,8 @@ def weights_of_a_row_sum_to_one(subject: Subject, case: Case) -> Iterator[Findin
         backend = subject.build(case, learned=learned)
         out = run(backend, given)
         # Fully-masked rows are zero, as `blind_queries_give_zeros` checks.
-        wanted = reads(subject, case, inputs.key_mask, out)[..., None].double().expand_as(out)
-        yield close("Row sums", out, wanted, 1e-12 * condition(backend, given) * case.k_tokens)
+        expected = reads(subject, case, inputs.key_mask, out)[..., None].double().expand_as(out)
+        yield close("Row sums", out, expected, 1e-12 * condition(backend, given) * case.k_tokens)
 
 
 @check(
@@ -72,14 +72,14 @@ def outputs_are_linear_in_the_values(subject: Subject, case: Case) -> Iterator[F
     inputs, backend = subject.inputs(case), subject.build(case)
     other = subject.inputs(case, other=1).v
     mixed = run(backend, inputs._replace(v=3.0 * inputs.v - 2.0 * other))
-    wanted = 3.0 * run(backend, inputs) - 2.0 * run(backend, inputs._replace(v=other))
+    expected = 3.0 * run(backend, inputs) - 2.0 * run(backend, inputs._replace(v=other))
     bound = 5 * rounding(backend, inputs, case.dtype) * max(1.0, largest(other))
-    yield close("Of 3·v − 2·v′", mixed, wanted, bound)
+    yield close("Of 3·v − 2·v′", mixed, expected, bound)
 
 
 @check(
     "Permuted queries give permuted outputs.",
-    cases=tuple(case for case in (*everywhere(2, 7), *SINGLE) if not case.causal),
+    cases=tuple(case for case in (*everywhere(2, 7), *SINGLE, LONG_QUERIES) if not case.causal),
     needs=("cross",),
 )
 def order_of_queries_is_order_of_outputs(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -91,7 +91,7 @@ def order_of_queries_is_order_of_outputs(subject: Subject, case: Case) -> Iterat
 
 @check(
     "Permuting keys, values and mask together does not change the output.",
-    cases=(*everywhere(2, 7), *SINGLE),
+    cases=(*everywhere(2, 7), *SINGLE, *LONG_KEYS),
     long=lambda seed: both(Case(tokens=2100, batch=1, heads=1, kv_heads=1)),
     needs=("cross",),
     unless=("needs_max_tokens",),
@@ -122,9 +122,9 @@ def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[F
         reach = window - 1 if case.causal else window // 2
         backend = subject.build(case, size=window)
         first = getattr(backend.options, "global_tokens", 0)
-        wanted = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal, reach=reach, first=first)
+        expected = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal, reach=reach, first=first)
         out = run(backend, inputs)
-        yield close(f"window={window}", out, wanted, 1e-12 * largest(inputs.v))
+        yield close(f"window={window}", out, expected, 1e-12 * largest(inputs.v))
 
 
 @check(
@@ -142,8 +142,10 @@ def grouped_queries_are_repeated_heads(subject: Subject, case: Case) -> Iterator
     inputs, backend = subject.inputs(case), subject.build(case)
     group = case.heads // case.kv_heads
     k, v = (x.repeat_interleave(group, dim=1) for x in (inputs.k, inputs.v))
-    wanted = run(backend, inputs._replace(k=k, v=v))
-    yield close("Against repeated heads", run(backend, inputs), wanted, rounding(backend, inputs, case.dtype))
+    expected = run(backend, inputs._replace(k=k, v=v))
+    yield close(
+        "Against repeated heads", run(backend, inputs), expected, rounding(backend, inputs, case.dtype)
+    )
 
 
 def reads(subject: Subject, case: Case, key_mask: Tensor | None, out: Tensor) -> Tensor:
