@@ -62,8 +62,8 @@ def check(
     """Check every promise of a backend: kept, broken or not promised.
 
     The backend runs in a child process: a check that hangs or crashes is one broken promise in the table.
-    A function in a file declares its promises by flags. Of a broken promise the smallest input found is shown
-    as lines of Python.
+    A function in a file declares its promises by flags. The smallest input found that breaks
+    a promise is shown as lines of Python.
 
     Example: efficient-attn check my_file.py:my_attention --signature sdpa --causal --exact
     """

@@ -20,7 +20,7 @@ _HOME = {
     "BackendSpec": "registry",
     "Capabilities": "registry",
     "NoOptions": "registry",
-    "register": "registry",
+    "register": "signatures",
     "AttentionProblem": "problem",
     "AttentionError": "errors",
     "CalibrationError": "errors",
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     from efficient_attn.registry import BackendSpec as BackendSpec
     from efficient_attn.registry import Capabilities as Capabilities
     from efficient_attn.registry import NoOptions as NoOptions
-    from efficient_attn.registry import register as register
+    from efficient_attn.signatures import register as register
     from efficient_attn.transformer.block import DecoderBlock as DecoderBlock
     from efficient_attn.transformer.block import TransformerBlock as TransformerBlock
     from efficient_attn.transformer.language_model import LanguageModel as LanguageModel

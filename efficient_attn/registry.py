@@ -1,8 +1,7 @@
 """Registry of backends: names, capabilities, options and builders."""
 
-import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from efficient_attn.operation_counts import OperationCounts
@@ -113,12 +112,8 @@ SPECS: dict[str, BackendSpec] = {}
 def register(
     name: str,
     *,
-    summary: str | None = None,
-    capabilities: Capabilities | None = None,
-    causal: bool = False,
-    key_mask: bool = False,
-    cross: bool = False,
-    exact: bool = False,
+    summary: str,
+    capabilities: Capabilities,
     options: type = NoOptions,
     size_option: str | None = None,
     paper: str | None = None,
@@ -126,51 +121,45 @@ def register(
     operations: Callable[[Any, Any, int, int], OperationCounts | None] | None = None,
     also: tuple[Mapping[str, Any], ...] = (),
 ) -> Callable[[Callable], Callable]:
-    """Register the decorated function of (q, k, v) under `name`, or, with `capabilities`, a builder.
-
-    Args:
-        summary: One line for listings; None: the first line of the docstring.
-        causal, key_mask, cross, exact: Promises of a function, as of `adapt`.
+    """Register the decorated builder under `name`.
 
     Raises:
         RuntimeError: If the name is taken.
     """
 
     def add(builder: Callable) -> Callable:
-        # A file that is imported again, or a cell of a notebook, registers its function anew.
-        if name in SPECS and _origin(SPECS[name].function or SPECS[name].builder) != _origin(builder):
-            raise RuntimeError(f"Two backends are called {name!r}; rename one of them.")
-        line = (inspect.getdoc(builder) or name).partition("\n")[0] if summary is None else summary
-        if capabilities is None:
-            from efficient_attn.signatures import adapt
-
-            spec = adapt(builder, causal=causal, key_mask=key_mask, cross=cross, exact=exact)
-            SPECS[name] = replace(
-                spec,
+        add_spec(
+            BackendSpec(
                 name=name,
-                summary=line,
-                paper=paper,
+                summary=summary,
                 formula=formula,
+                paper=paper,
+                options_type=options,
+                size_option=size_option,
+                capabilities=capabilities,
+                builder=builder,
                 operations=operations,
-                function=builder,
+                also=also,
             )
-            return builder
-        SPECS[name] = BackendSpec(
-            name=name,
-            summary=line,
-            formula=formula,
-            paper=paper,
-            options_type=options,
-            size_option=size_option,
-            capabilities=capabilities,
-            builder=builder,
-            operations=operations,
-            also=also,
         )
         return builder
 
     return add
 
 
-def _origin(function: Any) -> tuple[str, str]:
+def add_spec(spec: BackendSpec) -> None:
+    """Add a backend to the table.
+
+    Raises:
+        RuntimeError: If another function or builder has the name.
+    """
+    stored = SPECS.get(spec.name)
+    # A file that is imported again, or a cell of a notebook, registers its function anew.
+    if stored is not None and _origin(stored) != _origin(spec):
+        raise RuntimeError(f"Two backends are called {spec.name!r}; rename one of them.")
+    SPECS[spec.name] = spec
+
+
+def _origin(spec: BackendSpec) -> tuple[str, str]:
+    function = spec.function or spec.builder
     return getattr(function, "__module__", ""), getattr(function, "__qualname__", "")

@@ -1,5 +1,6 @@
 """Attention functions with the signatures of other libraries, as backends with declared promises."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.external import BARE, function_at
 from efficient_attn.options import one_of
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.registry import BackendSpec, NoOptions
+from efficient_attn.registry import BackendSpec, NoOptions, add_spec
 
 LAYOUTS = ("bhsd", "bshd")
 """Order of axes: b batch, h heads, s tokens, d head_dim."""
@@ -188,3 +189,33 @@ def _core(
     function: Any, signature: str, layout: str, grouped: bool, problem: AttentionProblem, options: NoOptions
 ) -> nn.Module:
     return AdaptedAttention(function, signature, layout, problem, grouped)
+
+
+def register(
+    name: str,
+    *,
+    causal: bool = False,
+    key_mask: bool = False,
+    cross: bool = False,
+    exact: bool = False,
+    paper: str | None = None,
+    formula: str | None = None,
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register the decorated function of (q, k, v) as a backend under `name`, with the declared promises.
+
+    Backends with options, parameters or states are registered by `efficient_attn.registry.register`.
+
+    Args:
+        causal, key_mask, cross, exact: Promises, as of `adapt`.
+
+    Raises:
+        RuntimeError: If another function or builder has the name.
+    """
+
+    def add(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        spec = adapt(function, causal=causal, key_mask=key_mask, cross=cross, exact=exact)
+        summary = (inspect.getdoc(function) or name).partition("\n")[0]
+        add_spec(replace(spec, name=name, summary=summary, paper=paper, formula=formula, function=function))
+        return function
+
+    return add

@@ -17,7 +17,14 @@ from efficient_attn.studies.workload import Workload, settle
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
-SMALL = {"seq_lens": (16, 32), "num_heads": 2, "head_dim": 8, "budget_s": 3600, "isolate": "none"}
+SMALL = {
+    "seq_lens": (16, 32),
+    "num_heads": 2,
+    "head_dim": 8,
+    "budget_s": 3600,
+    "isolate": "none",
+    "error": False,
+}
 
 
 def values(q, k, v):
@@ -144,7 +151,7 @@ def test_records_are_written_while_the_rest_is_measured(undrawn, tmp_path):
 def test_auto_is_float32_on_the_cpu_and_settled_in_every_case():
     workload = settle(Workload(device="cpu"))
     assert (workload.dtype, workload.device, workload.threads) == ("float32", "cpu", torch.get_num_threads())
-    points = points_of(find("bench").plan(seq_lens=(16,), device="cpu"))
+    points = points_of(find("bench").plan(seq_lens=(16,), device="cpu", error=False))
     assert {(one.case.dtype, one.case.device, one.case.inputs) for one in points} == {
         ("float32", "cpu", "gaussian")
     }
@@ -154,8 +161,6 @@ def test_auto_is_float32_on_the_cpu_and_settled_in_every_case():
     ("wrong", "kind", "message"),
     [
         ({"of": "words"}, OptionError, "of is attention, block, encoder, not 'words'"),
-        ({"of": "block", "layers": 2}, OptionError, "layers belong to an encoder; of is 'block'"),
-        ({"of": "encoder", "layers": 0}, OptionError, "layers is at least 1"),
         ({"backends": [CEILING], "of": "block"}, OptionError, "is not a backend: it is measured with"),
         ({"dtype": "float8"}, OptionError, "dtype is auto, float64, float32"),
         ({"device": "tpu"}, OptionError, "device is auto, cpu, cuda"),

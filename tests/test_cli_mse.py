@@ -78,7 +78,7 @@ def test_mse_prints_tables_and_sentences_and_last_the_folder_of_its_files(folder
 
 def test_mse_measures_the_shipped_encoder(capsys):
     assert (
-        command("mse", "--inputs", "encoder", "--layer", "1", "--backend", "exact,window", "--size", "32")
+        command("mse", "--inputs", "encoder", "--layers", "1", "--backend", "exact,window", "--size", "32")
         == 0
     )
     out = unfolded(capsys.readouterr().out)
@@ -123,8 +123,8 @@ def test_the_predicted_duration_weighs_points_by_their_operations():
         (["--norm", "0"], "--norm is made of finite numbers above 0, such as 0.5,1, not '0'"),
         (["--norm", "small"], "--norm is made of finite numbers above 0, such as 0.5,1, not 'small'"),
         (["--norm", "inf"], "--norm is made of finite numbers above 0, such as 0.5,1, not 'inf'"),
-        (["--layer", "first"], "--layer is made of whole numbers, such as 0,1,5, not 'first'"),
-        (["--inputs", "encoder", "--layer", "2"], "layer 2 is not in encoder; it has 0, 1, 5."),
+        (["--layers", "first"], "--layers is made of whole numbers, such as 0,1,5, not 'first'"),
+        (["--inputs", "encoder", "--layers", "2"], "layer 2 is not in encoder; it has 0, 1, 5."),
         (["--inputs", "images"], "inputs cannot be 'images': there is no such file."),
         (["--inputs", ","], "',' names nothing"),
         (

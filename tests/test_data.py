@@ -4,7 +4,6 @@ import hashlib
 import importlib.util
 import re
 import runpy
-from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.inputs import CAUSAL, TEXTS, read_activations, sample, shipped
+from efficient_attn.measure.record import replace
 from efficient_attn.measure.texts import shipped_texts
 
 WEIGHTS_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"

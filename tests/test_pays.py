@@ -4,7 +4,7 @@ import pytest
 from drawn import texts
 
 import efficient_attn as ea
-from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.studies.bench.tables import tables
@@ -99,15 +99,6 @@ def test_nothing_pays_at_every_length_that_is_not_clearly_faster_at_every_length
 def test_an_extrapolated_crossing_is_called_that():
     (sentence,) = told(attention(lengths=(128, 256, 512)))
     assert "faster from: 900 (" in sentence and sentence.endswith(", extrapolated).")
-
-
-def test_a_load_that_may_explain_a_ratio_leaves_the_speed_of_its_backend_open():
-    """Two threads waited for 60 % of the time: that explains a speed of 1.1, and not one of 18."""
-    slow = records("attention", "slow", lambda n: 0.9 * ALONE["exact"](n))
-    waited = [replace(one, waited_s=1.2 * sum(one.times_s)) for one in [*attention(), *slow]]
-    (open_,) = (one for one in Results(waited).sentences() if one.startswith("Could not tell"))
-    assert "the speed of slow: threads waited for a processor up to 60% of the time" in open_
-    assert "window 18.2x" in told(waited)[0] and "slow" not in told(waited)[0]
 
 
 def test_what_is_unusual_about_the_runs_is_said_and_settings_are_never_mixed():

@@ -30,7 +30,7 @@ def test_the_first_screen_has_both_commands_the_figure_and_the_way_into_a_model(
     assert len(commands()) == 2
     assert all(command in screen for command in commands())
     assert "](docs/images/advise.png)" in screen
-    assert all(word in screen for word in ("'.[hf]'", "`swap`", "attach(model", "ea.intercept"))
+    assert all(word in screen for word in ("'.[hf]'", "`swap`", "attach(model"))
 
 
 def test_the_first_command_runs_the_main_job() -> None:

@@ -1,12 +1,11 @@
 """The task of associative recall: its draws, and models of equal terms that differ in attention alone."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from recall_cases import TASK, asked
 
 import efficient_attn as ea
+from efficient_attn.measure.record import replace
 from efficient_attn.studies.recall.measure import MEAN, floats_read, learner
 from efficient_attn.studies.recall.task import LEARNED, TESTED
 

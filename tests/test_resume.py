@@ -18,7 +18,7 @@ from efficient_attn.studies.run_folder import only_writer
 
 pytestmark = pytest.mark.usefixtures("hasty", "undrawn")
 
-SMALL = {"num_heads": 2, "head_dim": 8, "threads": 1, "isolate": "none"}
+SMALL = {"num_heads": 2, "head_dim": 8, "threads": 1, "isolate": "none", "error": False}
 OWN = """
 import os
 

@@ -205,7 +205,7 @@ MANY_HEADS = Case(tokens=3, batch=1, heads=130, kv_heads=130, norm=0.5)
 WIDE_KEYS = Case(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=521, value_dim=3, norm=0.5)
 WIDE_VALUES = Case(tokens=3, batch=1, head_dim=3, value_dim=521, norm=0.5)
 # Beyond any table or tile, and small in all but one respect.
-LARGE = (*LONG_KEYS, LONG_QUERIES, MANY_HEADS, MANY_HEADS.but(kv_heads=2), WIDE_KEYS, WIDE_VALUES)
+LARGE = (*LONG_KEYS, LONG_QUERIES, MANY_HEADS, MANY_HEADS.but(kv_heads=1), WIDE_KEYS, WIDE_VALUES)
 # More pairs of batch and head than a grid has rows, and 2²⁰ entries of each tensor.
 MANY_PAIRS = Case(tokens=2, batch=65_537)
 

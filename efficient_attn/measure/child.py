@@ -19,7 +19,6 @@ from typing import Any
 
 from efficient_attn.contained import contained, described
 from efficient_attn.errors import AttentionError
-from efficient_attn.measure import worker
 from efficient_attn.measure.process import READY
 from efficient_attn.measure.record import Case
 from efficient_attn.measure.records import line
@@ -91,8 +90,10 @@ def _send(answers: int, text: str) -> None:
 
 
 def _measure(request: Mapping[str, Any]) -> str:
+    from efficient_attn.measure.accuracy import measure_case
+
     case = Case(**request["case"])
-    return line(worker.measure(case, **{name: request[name] for name in ("target", "seconds", "inputs")}))
+    return line(measure_case(case, **{name: request[name] for name in ("target", "seconds", "inputs")}))
 
 
 def _load(request: Mapping[str, Any]) -> str:

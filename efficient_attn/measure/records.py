@@ -210,7 +210,7 @@ def _checked_row(text: bytes, source: str) -> Any:
         return msgspec.convert(row, line_type())
     except msgspec.ValidationError as error:
         message = str(error)
-    # Of several faults msgspec names the first field, and no list of all kinds is short.
+    # msgspec names the first faulty field alone, and no list of all kinds is short.
     for name, values in (("kind", tuple(KINDS)), ("status", STATUSES)):
         if row.get(name) not in values:
             raise DataError(f"{source} has {name} {str(row.get(name))[:40]!r}; known: {', '.join(values)}.")

@@ -30,16 +30,12 @@ Call = Callable[[], object]
 
 
 def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs: str | None = None) -> Record:
-    """Measure one case: calls for about `seconds`, the memory of one call, or its error.
+    """Measure one case: calls for about `seconds`, or the memory of one call.
 
     Args:
         target: Backend to build, if `case.backend` is not sufficient: an object, or a path.
         inputs: File of the q, k, v that `case.inputs` names; None: a Gaussian draw.
     """
-    if case.kind == "error" and inputs is not None:
-        from efficient_attn.measure.accuracy import error_of_case
-
-        return error_of_case(case, target, inputs)
 
     def measured() -> Record:
         # torch is loaded by the first measurement.

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from backends.test_gpu import CASES, STREAMING
 from plain import LARGE, SMALL, Problem, Sizes, bounds, error, problem, results
-from test_gpu import CASES, STREAMING
 from torch import Tensor, nn
 
 import efficient_attn as ea

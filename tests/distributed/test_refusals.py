@@ -13,6 +13,7 @@ from efficient_attn.distributed import context_parallel, shard
 from efficient_attn.distributed.calls import check_agreeing, check_segments, exchange_of, in_force
 from efficient_attn.distributed.layout import Layout
 from efficient_attn.errors import ShapeError, UnknownNameError, UnsupportedError
+from efficient_attn.integrations.pytorch_replace import replace_attention
 
 RANKS = 3
 
@@ -160,13 +161,13 @@ def test_torchs_layers_outside_of_a_replacement_are_refused(training):
     """In evaluation torch's encoder layer computes attention without the forward of its attention."""
     model, x = encoder().train(training), torch.randn(2, TOKENS, DIM)
     names, out = [*vars(model.layers[1])], model(x)
-    first = ea.replace_attention(model, "exact", only="layers.0.*")
+    first = replace_attention(model, "exact", only="layers.0.*")
     torch.testing.assert_close(model(x), out)
     copied = pickle.loads(pickle.dumps(model))
     for layer in (model.layers[1], copied.layers[1]):
         with in_force(of_rank(0)), pytest.raises(UnsupportedError, match=r"layers.1.self_attn stays exact"):
             layer(x)
-    second = ea.replace_attention(model, "window", window=5, only="layers.1.*")
+    second = replace_attention(model, "window", window=5, only="layers.1.*")
     served = model(x)
 
     def alone(layout):

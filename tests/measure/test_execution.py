@@ -19,7 +19,8 @@ from efficient_attn.measure.record import COMPILED, CUDA_GRAPH
 from efficient_attn.registry import Capabilities
 from efficient_attn.studies.bench.plan import plan
 
-SMALL = {"seq_lens": 8, "num_heads": 2, "head_dim": 8, "threads": 1, "isolate": "none", "rounds": 1}
+SMALL = {"seq_lens": 8, "num_heads": 2, "head_dim": 8, "threads": 1, "rounds": 1}
+SMALL |= {"isolate": "none", "error": False}
 EXACT = spec("exact")
 
 

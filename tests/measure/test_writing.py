@@ -141,7 +141,7 @@ def test_a_run_is_taken_up_or_left_as_it_was_whichever_call_fails(tmp_path, monk
     def act():
         folder = open_folder(tmp_path / "out", name="out")
         with only_writer(folder):
-            stored = begin(folder, [], MACHINE, resume=True)
+            stored = begin(folder, [CASE], MACHINE, resume=True)
         assert list(stored.rows) == [RECORD]
 
     lay_out()

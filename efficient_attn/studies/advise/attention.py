@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Generator, Sequence
-from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 from efficient_attn.measure.inputs import subjects
 from efficient_attn.measure.isolation import Measurer
-from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, YARDSTICK, Variant
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.advise.errors import error_points
@@ -63,7 +62,7 @@ def shipped_layers(workload: Workload) -> list[list[Any]]:
 def _layers(layers: Sequence[Any], workload: Workload, tokens: int | None = None) -> list[Any]:
     """q, k and v of layers, in the dtype and on the device of the workload."""
     placed = {"dtype": workload.dtype, "device": workload.device, "causal": workload.causal}
-    return [layer.placed(tokens=tokens, **placed) for layer in layers]
+    return [layer.converted(tokens=tokens, **placed) for layer in layers]
 
 
 def _errors(

@@ -1,4 +1,4 @@
-"""`efficient-attn swap` and `capture`: what they print and write, what they refuse, and how they end."""
+"""`efficient-attn swap`: what they print and write, what they refuse, and how they end."""
 
 import json
 
@@ -69,8 +69,8 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(model, words, message, caps
     assert message in told and told.startswith("error: ") and told.count("\n") == 1
 
 
-def test_capture_writes_a_file_that_show_reads(model, folder, capsys):
-    asked = ["capture", model, "--text", "0.txt", "--max-tokens", 24, "--layers", 1]
-    assert command(*asked, "--out", "a.safetensors") == 0
-    assert capsys.readouterr().out == "a.safetensors\n"
+def test_swap_saves_a_file_that_show_reads(model, folder, capsys):
+    asked = ["swap", model, "--text", "0.txt", "--backend", "exact", "--draws", "1", "--rounds", "1"]
+    assert command(*asked, "--save", "a.safetensors", "--layers", 1, "--out", "run") == 0
+    assert "Saved layers 1 on" in capsys.readouterr().err
     assert command("show", "--inputs", "a.safetensors", "--backend", "window", "--head", 1) == 0
