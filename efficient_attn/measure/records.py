@@ -3,6 +3,7 @@
 import errno
 import itertools
 import math
+import operator
 import os
 import re
 import signal
@@ -181,13 +182,24 @@ def _lines(path: str | Path) -> Iterator[bytes]:
 def parse(text: bytes, source: str) -> Record:
     """The record of one line; `source` names the line in messages."""
     row = _fast_row(text) or _checked_row(text, source)
-    measured = {name: value for name in FIELDS if (value := getattr(row, name)) is not None}
+    values = zip(FIELDS, _values_of(len(FIELDS))(row), strict=True)
+    measured = {name: value for name, value in values if value is not None}
     for name in ("times_s", "device_times_s"):
         if None in measured.get(name, ()):
             # Null replaces a time that was not finite, named in `reason`; it is no sample.
             measured[name] = tuple(time_s for time_s in measured[name] if time_s is not None) or None
-    case = Case(**{name: getattr(row, name) for name in Case.__struct_fields__})
+    case = Case(**dict(zip(Case.__struct_fields__, _case_of(row), strict=True)))
     return Record(case=case, status=row.status, reason=row.reason, measured=measured)
+
+
+# Getters of all fields at once; a loop over them would take longer than parsing.
+_case_of = operator.attrgetter(*Case.__struct_fields__)
+
+
+@cache
+def _values_of(count: int) -> Callable[[Any], tuple[Any, ...]]:
+    """The values of the quantities declared so far."""
+    return operator.attrgetter(*FIELDS)
 
 
 def _fast_row(text: bytes) -> Any:
