@@ -143,10 +143,13 @@ def error_plot(groups: Sequence[Sequence[Comparison]]) -> Plot:
                 x = tuple(tokens for tokens, _ in points)
                 y = tuple(min(error.median, HIGHEST) for _, error in points)
                 series.append(Series(label, x, y, style))
+        drawn = [y for line in series for y in line.y if y is not None]
+        marks = {mark: f"{mark:g}" for mark in MARKS if mark > min(drawn, default=1) / 2}
+        marks |= {HIGHEST: "higher"} if HIGHEST in drawn else {}
         charts.append(
             Chart(
                 Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths),
-                Axis("relative output error", "log", show_error, {mark: f"{mark:g}" for mark in MARKS}),
+                Axis("relative output error", "log", show_error, marks),
                 tuple(series),
                 inputs_words(group[-1]) if len(groups) > 1 else "",
             )
