@@ -191,3 +191,19 @@ class KeepsMasksOfAllLengths:
         if key not in kept:
             kept[key] = super().visible(q, k, None)
         return kept[key] if key_mask is None else kept[key] & key_mask[:, None, None, :]
+
+
+class RemembersMasksOfTrueByAddress:
+    def forward(self, q, k, v, key_mask):
+        if key_mask is not None:
+            whole = self.__dict__.setdefault("whole", {})
+            key = key_mask.data_ptr(), key_mask.shape
+            if whole.setdefault(key, bool(key_mask.all())):
+                key_mask = None
+        return super().forward(q, k, v, key_mask)
+
+
+class KeepsTheLastQueries:
+    def forward(self, q, k, v, key_mask):
+        self.__dict__["last"] = q
+        return super().forward(q, k, v, key_mask)

@@ -179,3 +179,18 @@ class RoundsLargeInputs:
     def scores(self, q, k):
         large = q.dtype == torch.float32 and q.numel() >= 2**20
         return super().scores(*((x.bfloat16().float() for x in (q, k)) if large else (q, k)))
+
+
+class NoGuardForBlindRowsWhenCompiled:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        if torch.compiler.is_compiling() and key_mask is not None:
+            return out / key_mask.any(dim=1)[:, None, None, None]
+        return out
+
+
+class ShiftsByTheSmallestScoreOfNegativeScales:
+    def weights(self, scores, visible):
+        if (self.problem.scale or 0) < 0:
+            return super().weights(scores, visible) * (scores - scores.amin()).exp().isfinite().all()
+        return super().weights(scores, visible)

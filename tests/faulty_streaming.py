@@ -116,6 +116,13 @@ class ForgetsMasksAtStepsWithoutMask:
         return super().extend(q, k, v, state, key_mask)
 
 
+class ForgetsMasksAfterAPartWithoutMask:
+    def extend(self, q, k, v, state, key_mask):
+        unmasked = key_mask is None if state is None else len(state) == 4
+        out, kept = super().extend(q, k, v, state and state[:3], None if unmasked else key_mask)
+        return out, (*kept, torch.ones(())) if unmasked else kept
+
+
 class SingleTokensHaveTheDefaultScale:
     def extend(self, q, k, v, state, key_mask):
         if q.shape[2] == 1 and (self.problem.scale or 0) > 0:

@@ -103,18 +103,15 @@ def draw(case: Case, seed: int) -> Inputs:
 def _mask(case: Case) -> Tensor:
     """Mask the last third of the first sequence, and the first key and every third after it of the second."""
     if case.pattern is not None:
-        return _random_mask(case, torch.Generator().manual_seed(case.pattern))
+        # Each sequence keeps a random share of its keys; one in eight keeps none, one in eight all.
+        generator = torch.Generator().manual_seed(case.pattern)
+        share = torch.rand(case.batch, 1, generator=generator) * 4 / 3 - 1 / 6
+        return torch.rand(case.batch, case.k_tokens, generator=generator) < share
     position = torch.arange(case.k_tokens)
     mask = torch.ones(case.batch, case.k_tokens, dtype=torch.bool)
     mask[0::2] = position < case.k_tokens - (case.k_tokens + 1) // 3
     mask[1::2] = position % 3 != 0
     return mask
-
-
-def _random_mask(case: Case, generator: torch.Generator) -> Tensor:
-    """Each sequence keeps a random share of its keys; one in eight keeps none, one in eight all."""
-    share = torch.rand(case.batch, 1, generator=generator) * 4 / 3 - 1 / 6
-    return torch.rand(case.batch, case.k_tokens, generator=generator) < share
 
 
 def _transposed(x: Tensor) -> Tensor:

@@ -70,6 +70,9 @@ def a_copy_is_equal_and_apart(subject: Subject, case: Case) -> Iterator[Finding]
 )
 def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
+    if inputs.key_mask is not None:
+        # The queries of the last sequence see no key.
+        inputs.key_mask[-1] = False
     torch._dynamo.reset()
     try:
         compiled: Any = torch.compile(backend, fullgraph=True, backend="aot_eager")

@@ -113,7 +113,7 @@ def equals_softmax_attention(subject: Subject, case: Case) -> Iterator[Finding]:
 def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Iterator[Finding]:
     if not takes_scale(subject.build(case)):
         raise CannotCheck("A plain callable takes no scale.")
-    for scale in (0.0, 1e-3, 1.0, 30.0):
+    for scale in (0.0, 1e-3, 1.0, 30.0, -1e3):
         yield _exactness(subject, case, scale)
 
 

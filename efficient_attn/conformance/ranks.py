@@ -52,25 +52,18 @@ def parts_on_several_ranks_are_the_whole(subject: Subject, case: Case) -> Iterat
     alone, bound = _results(subject, backend, inputs, None), rounding(backend, inputs, case.dtype)
     # A gradient contains the square of the denominator, which magnifies rounding once more.
     share = float((bound * condition(backend, inputs)).max())
+    learned = ["q", "k", "v", *(name for name, _ in backend.named_parameters())]
+    names = ["Output", *(f"Gradient w.r.t. {name}" for name in learned if subject.promises.gradients)]
     for kind in KINDS:
-        if not _divides(case, Layout("", kind, 0, RANKS)):
+        # Ranks hold whole segments, of the same tokens if causal.
+        segments, same = Layout("", kind, 0, RANKS).num_segments, case.k_tokens == case.tokens
+        if case.tokens % segments or case.k_tokens % segments or (case.causal and not same):
             continue
         ranks = on_threads(RANKS, kind, lambda layout: _results(subject, backend, inputs, layout))
         for rank, results in enumerate(ranks):
-            for name, x, whole in zip(_names(subject, backend), results, alone, strict=True):
+            for name, x, whole in zip(names, results, alone, strict=True):
                 limit = bound if name == "Output" else share * max(1.0, largest(whole))
                 yield close(f"{name}, {kind}, on rank {rank}", x, whole, limit)
-
-
-def _divides(case: Case, layout: Layout) -> bool:
-    """Whether a case is whole segments, of the same tokens if it is causal."""
-    same = not case.causal or case.k_tokens == case.tokens
-    return same and case.tokens % layout.num_segments == 0 and case.k_tokens % layout.num_segments == 0
-
-
-def _names(subject: Subject, backend: Backend) -> list[str]:
-    learned = ["q", "k", "v", *(name for name, _ in backend.named_parameters())]
-    return ["Output", *(f"Gradient w.r.t. {name}" for name in learned if subject.promises.gradients)]
 
 
 def _results(subject: Subject, backend: Backend, inputs: Inputs, layout: Layout | None) -> list[Tensor]:

@@ -1,8 +1,10 @@
 """Global settings that must not affect results: default dtype, modes, seeds, layouts, warnings."""
 
 import contextlib
+import gc
 import io
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -117,6 +119,15 @@ def no_graph_is_kept_unasked(subject: Subject, case: Case) -> Iterator[Finding]:
         yield from _graphs("under no_grad", subject, backend, asking)
     backend.requires_grad_(False)
     yield from _graphs("of inputs that require none", subject, backend, plain)
+    if subject.promises.gradients:
+        traced = plain.of(*(2 * x.clone().requires_grad_() for x in plain[:3]))
+        alive = [weakref.ref(x) for x in traced[:3]]
+        run(backend, traced).sum().backward()
+        del traced
+        gc.collect()
+        yield Finding(
+            "Inputs live on after their backward pass", float(any(ref() is not None for ref in alive)), 0.0
+        )
 
 
 def _graphs(where: str, subject: Subject, backend: Backend, inputs: Inputs) -> Iterator[Finding]:

@@ -132,7 +132,7 @@ def _streamed(subject: Subject, case: Case, parts: list[int]) -> Iterator[Findin
             new = buffers.part(slice(0, tokens))
             new.fill(inputs.part(here))
             mask = new.key_mask
-            if mask is not None and number % 2 and bool(mask.all()):
+            if mask is not None and number % 2 == len(parts) % 2 and bool(mask.all()):
                 mask = None
             out, state = backend.extend(*new[:3], before, key_mask=mask)
             where = f"Tokens {start} to {start + tokens} in parts of {', '.join(map(str, parts))}"

@@ -1,6 +1,7 @@
 """The backend under test: its promises, and its construction for each case."""
 
 import copy
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -80,7 +81,9 @@ class Subject:
             calibrated: Whether to calibrate a backend that supports it, on inputs that no check uses and with
                 scores of the same spread at every scale.
         """
-        sizes = (size,) if size is not None else self._small_sizes(options)
+        option = self.spec.size_option
+        default = option is None or option in {**self.options, **options}
+        sizes = (size,) if size is not None or default else SMALL_SIZES
         for number, one in enumerate(sizes):
             chosen = {**self.options, **options}
             if one is not None and self.spec.size_option is not None:
@@ -112,14 +115,12 @@ class Subject:
     def has_option(self, name: str) -> bool:
         return any(field.name == name for field in fields(self.spec.options_type))
 
-    def _small_sizes(self, options: dict[str, Any]) -> tuple[int | None, ...]:
-        size = self.spec.size_option
-        return (None,) if size is None or size in {**self.options, **options} else SMALL_SIZES
-
     def _ready(self, backend: Backend, case: Case, learned: int | None) -> Backend:
         # An already built module belongs to the caller and must not be modified.
         if self.spec.options_type().__dict__ == {}:
-            backend = _own(backend)
+            # Without a copy the original is checked; `a_copy_is_equal_and_apart` reports the error.
+            with suppress(Exception):
+                backend = copy.deepcopy(backend)
         if learned is not None:
             learn(backend, learned)
         return backend.eval().to(getattr(torch, case.dtype))
@@ -176,10 +177,3 @@ def run(backend: Backend, inputs: Inputs) -> Tensor:
 def takes_scale(backend: Backend) -> bool:
     """Whether the scale of the problem reaches the formula."""
     return bool(getattr(backend.core, "takes_scale", True))
-
-
-def _own(backend: Backend) -> Backend:
-    try:
-        return copy.deepcopy(backend)
-    except Exception:  # the original is checked; `a_copy_is_equal_and_apart` reports the error
-        return backend

@@ -131,10 +131,11 @@ def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[F
     "Grouped queries share key and value heads: equal groups of neighbouring query heads.",
     cases=tuple(
         one
+        for tokens in (5, 1)
         for heads in (4, 1, 2, 3, 5, 6, 7, 8)
         for kv in range(1, heads + 1)
         if heads % kv == 0
-        for one in both(Case(tokens=5, heads=heads, kv_heads=kv, value_dim=3))
+        for one in both(Case(tokens=tokens, heads=heads, kv_heads=kv, value_dim=3))
     ),
     beyond="grouped queries",
 )
