@@ -195,10 +195,9 @@ class Engine:
             reason = f"took too long at {tokens} tokens already (raise it with --timeout)"
         if reason is None and (needed_s > left_s or (point.cost and not left_s)):
             self._refuse_too_short(point)
-            reason = (
-                f"would take about {show_seconds(needed_s)}, {show_seconds(left_s)} of the budget "
-                f"of {show_seconds(self._budget_s)} are left {OVER_BUDGET}"
-            )
+            budget = f"of the budget of {show_seconds(self._budget_s)}"
+            reason = f"would take about {show_seconds(needed_s)}, {show_seconds(left_s)} {budget} are left"
+            reason = f"{reason if left_s else f'nothing {budget} is left'} {OVER_BUDGET}"
         if reason is not None:
             self._emit(point, Record(case=point.case, status="skipped", reason=reason))
         return reason is not None
