@@ -115,7 +115,7 @@ def test_json_on_stdout_is_one_document_whatever_backends_print_and_break(hasty,
     pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
     from efficient_attn_cli.main import main
 
-    small = ("--seq-len", "16", "--num-heads", "2", "--head-dim", "8", "--threads", "1")
+    small = ("--no-error", "--seq-len", "16", "--num-heads", "2", "--head-dim", "8", "--threads", "1")
     with pytest.raises(SystemExit) as exit_:
         main(["bench", *small, "--json", "-", "--backend", "own.py:loud,own.py:exits,own.py:full"])
     out, err = capfd.readouterr()
