@@ -181,32 +181,29 @@ def _lines(path: str | Path) -> Iterator[bytes]:
 
 def parse(text: bytes, source: str) -> Record:
     """The record of one line; `source` names the line in messages."""
-    row = _fast_row(text) or _checked_row(text, source)
-    values = zip(FIELDS, _values_of(len(FIELDS))(row), strict=True)
-    measured = {name: value for name, value in values if value is not None}
+    decode, names, values_of = _readers(len(FIELDS), len(KINDS))
+    row = _fast_row(text, decode, names) or _checked_row(text, source)
+    measured = {name: value for name, value in zip(FIELDS, values_of(row), strict=True) if value is not None}
     for name in ("times_s", "device_times_s"):
         if None in measured.get(name, ()):
             # Null replaces a time that was not finite, named in `reason`; it is no sample.
             measured[name] = tuple(time_s for time_s in measured[name] if time_s is not None) or None
-    case = Case(**dict(zip(Case.__struct_fields__, _case_of(row), strict=True)))
+    case = msgspec.convert(row, Case, from_attributes=True)
     return Record(case=case, status=row.status, reason=row.reason, measured=measured)
 
 
-# Getters of all fields at once; a loop over them would take longer than parsing.
-_case_of = operator.attrgetter(*Case.__struct_fields__)
-
-
 @cache
-def _values_of(count: int) -> Callable[[Any], tuple[Any, ...]]:
-    """The values of the quantities declared so far."""
-    return operator.attrgetter(*FIELDS)
+def _readers(*counts: int) -> tuple[Callable[[bytes], Any], frozenset[str], Callable[[Any], Any]]:
+    """Decoder of a line, its names, and all quantities at once, which a loop would take longer to get."""
+    kind = line_type()
+    return msgspec.json.Decoder(kind).decode, frozenset(kind.__struct_fields__), operator.attrgetter(*FIELDS)
 
 
-def _fast_row(text: bytes) -> Any:
+def _fast_row(text: bytes, decode: Callable[[bytes], Any], fields: frozenset[str]) -> Any:
     """The valid row of a line as this version writes it; None for others."""
     try:
-        row = _decoder(line_type())(text)
-        count = len(_names(text).keys() & set(row.__struct_fields__)) + len(row.options)
+        row, names = decode(text), _names(text).keys()
+        count = len(names) + len(row.options) if names <= fields else -1
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     # Every field has a colon, so that equal numbers leave none for a second value of a field, or for others.
@@ -235,11 +232,6 @@ def line_type() -> Any:
     """Type of a line: the case, the status, and the quantities and kinds declared so far."""
     # Declarations are only ever added, so that their numbers identify the type.
     return _line_type(len(FIELDS), len(KINDS))
-
-
-@cache
-def _decoder(line_type: Any) -> Callable[[bytes], Any]:
-    return msgspec.json.Decoder(line_type).decode
 
 
 @cache
