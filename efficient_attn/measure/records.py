@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -37,6 +37,7 @@ _KEY, _FIELD = re.compile(rb'"\s*:'), re.compile(r"`\$\.(\w+)")
 _encode = msgspec.json.Encoder(enc_hook=float).encode
 _names = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _ENDS = (signal.SIGINT, signal.SIGTERM)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Reading(NamedTuple):
@@ -181,9 +182,18 @@ def _lines(path: str | Path) -> Iterator[bytes]:
 
 def parse(text: bytes, source: str) -> Record:
     """The record of one line; `source` names the line in messages."""
-    decode, names, values_of = _readers(len(FIELDS), len(KINDS))
-    row = _fast_row(text, decode, names) or _checked_row(text, source)
-    measured = {name: value for name, value in zip(FIELDS, values_of(row), strict=True) if value is not None}
+    decode, num_fields, values_of = _readers(len(FIELDS), len(KINDS))
+    try:
+        row = decode(text)
+        values = zip(FIELDS, values_of(row), strict=True)
+        measured = {name: value for name, value in values if value is not None}
+        # Every field has a colon: equal numbers leave none for a second value of a field, or for others.
+        exact = text.count(b":") == num_fields + len(measured) + len(row.options)
+    except _UNREADABLE:
+        exact = False
+    if not exact:
+        row = _fast_row(text) or _checked_row(text, source)
+        measured = {name: value for name in FIELDS if (value := getattr(row, name)) is not None}
     for name in ("times_s", "device_times_s"):
         if None in measured.get(name, ()):
             # Null replaces a time that was not finite, named in `reason`; it is no sample.
@@ -193,20 +203,22 @@ def parse(text: bytes, source: str) -> Record:
 
 
 @cache
-def _readers(*counts: int) -> tuple[Callable[[bytes], Any], frozenset[str], Callable[[Any], Any]]:
-    """Decoder of a line, its names, and all quantities at once, which a loop would take longer to get."""
-    kind = line_type()
-    return msgspec.json.Decoder(kind).decode, frozenset(kind.__struct_fields__), operator.attrgetter(*FIELDS)
+def _readers(*counts: int) -> tuple[Callable[[bytes], Any], int, Callable[[Any], Any]]:
+    """Decoder of a line with all fields of a case, their number, and the getter of all quantities at once."""
+    required = [name for name in line_type().__struct_fields__ if name not in FIELDS]
+    types = get_type_hints(line_type(), include_extras=True)
+    fields = [*((name, types[name]) for name in required), *((name, types[name], None) for name in FIELDS)]
+    written = msgspec.defstruct("WrittenLine", fields, frozen=True, kw_only=True)
+    return msgspec.json.Decoder(written).decode, len(required), operator.attrgetter(*FIELDS)
 
 
-def _fast_row(text: bytes, decode: Callable[[bytes], Any], fields: frozenset[str]) -> Any:
-    """The valid row of a line as this version writes it; None for others."""
+def _fast_row(text: bytes) -> Any:
+    """The valid row of a line with few fields, or colons in its texts; None for others."""
     try:
-        row, names = decode(text), _names(text).keys()
-        count = len(names) + len(row.options) if names <= fields else -1
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        row, names = msgspec.json.decode(text, type=line_type()), _names(text).keys()
+        count = len(names & {*row.__struct_fields__}) + len(row.options)
+    except _UNREADABLE:
         return None
-    # Every field has a colon, so that equal numbers leave none for a second value of a field, or for others.
     return row if text.count(b":") == count or len(_KEY.findall(text)) == count else None
 
 
