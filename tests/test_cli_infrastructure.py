@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -94,3 +95,14 @@ def test_eleven_commands_have_few_options_on_one_screen(capsys, monkeypatch):
     whole = {name: options_of(capsys, name, "--help-all")[0] or shown[name][0] for name in COMMANDS}
     assert {name: pair for name, pair in shown.items() if pair[0] > 16 or pair[1] > 40} == {}
     assert sum(whole.values()) <= 150 and whole["bench"] <= 24, whole
+
+
+def test_commands_that_messages_name_exist_with_their_flags():
+    import typer
+
+    commands = typer.main.get_command(app).commands
+    flags = {flag for command in commands.values() for one in command.params for flag in one.opts}
+    for path in Path(ea.__file__).parent.glob("[ims]*/*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert {*re.findall(r"(?:with |\()(--[a-z-]+)", text)} <= flags, path
+        assert {*re.findall(r"efficient-attn ([a-z]+) (?:[A-Z-])", text)} <= {*commands}, path

@@ -51,7 +51,7 @@ def test_a_memory_limit_that_is_not_enforced_is_a_remark(limit: str, unknown: bo
     measure = {"isolate": "reuse", "timeout_s": 1.0, "memory_limit": limit}
     _, _, remarks = measurer_for(select(["exact"], None), Workload(device="cpu"), **measure)
     assert len(remarks) == 1 and "enforces no memory limit" in remarks[0]
-    assert ("--memory-limit takes an amount" in remarks[0]) == unknown
+    assert ("memory_limit in Python takes an amount" in remarks[0]) == unknown
 
 
 @pytest.mark.skipif(

@@ -1,4 +1,4 @@
-"""Captured q, k and v of a model, as input of `mse` and `compare`.
+"""Captured q, k and v of a model, as input of `bench` and `mse`.
 
 A Hugging Face model is read from a local folder, from safetensors only; nothing is fetched, and no code from
 the folder is run. Any other model is captured at its calls of `F.scaled_dot_product_attention`.
@@ -280,7 +280,7 @@ class Capturing(SiteMode):
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the activations as float16 safetensors, which `mse --inputs` and `compare --inputs` read."""
+        """Write the activations as float16 safetensors, which `bench --inputs` and `mse --inputs` read."""
         save_activations(self.captured(), path)
 
 

@@ -148,7 +148,7 @@ def read_activations(path: str | Path) -> Captured:
         DataError: If the file cannot be read, is not a safetensors file, or lacks matching finite q, k, v.
     """
     path = Path(path)
-    described, about = read_header(path, hint=". Make one with: efficient-attn capture")
+    described, about = read_header(path, hint=". Make one with: efficient-attn swap MODEL --save")
     names = _by_layer(described, path)
     for group in names.values():
         _check_shapes({letter: described[name] for letter, name in group.items()}, path)

@@ -98,7 +98,7 @@ def measurer_for(
     if workload.device != "cpu" or limits_memory():
         return measurer, limit, []
     remark = "This system enforces no memory limit: points are skipped by their predicted memory alone."
-    unknown = " Its available memory is unknown, so none was skipped: --memory-limit takes an amount."
+    unknown = " Its available memory is unknown, so none was skipped: memory_limit in Python takes an amount."
     return measurer, limit, [remark + (unknown if limit is None else "")]
 
 
