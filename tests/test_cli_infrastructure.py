@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
@@ -98,9 +99,7 @@ def test_eleven_commands_have_few_options_on_one_screen(capsys, monkeypatch):
 
 
 def test_commands_that_messages_name_exist_with_their_flags():
-    import typer
-
-    commands = typer.main.get_command(app).commands
+    commands = get_command(app).commands
     flags = {flag for command in commands.values() for one in command.params for flag in one.opts}
     for path in Path(ea.__file__).parent.glob("[ims]*/*.py"):
         text = path.read_text(encoding="utf-8")
