@@ -2,6 +2,7 @@
 
 import json
 import signal
+from itertools import product
 
 import pytest
 import torch
@@ -52,14 +53,13 @@ def test_the_ceiling_and_fused_exact_attention_are_measured_beside_every_block(o
     assert again.records == results.records
 
 
-def test_attention_and_block_are_measured_in_one_run_length_by_length():
-    results = bench([values], of="attention,block", **SMALL)
-    assert {(record.case.of, record.case.label) for record in results.records} == {
-        *(("attention", label) for label in ("exact", "values")),
-        *(("block", label) for label in (CEILING, "exact", "values")),
-    }
-    lengths = [record.case.tokens for record in results.records]
-    assert lengths == sorted(lengths) and {record.status for record in results.records} == {"ok"}
+@pytest.mark.parametrize("of", ["attention,block", "block,attention"])
+def test_attention_and_block_are_measured_in_one_run_length_by_length(of):
+    records = bench([values], of=of, **{**SMALL, "error": True}).records
+    labels = {(record.case.of, record.case.label) for record in records}
+    assert labels >= {("block", CEILING), *product(("attention", "output", "block"), ("exact", "values"))}
+    assert {record.status for record in records} == {"ok"}
+    assert [r.case.tokens for r in records] == sorted(r.case.tokens for r in records)
 
 
 @pytest.mark.parametrize("of", ["attention", "block"])

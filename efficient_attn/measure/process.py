@@ -77,7 +77,7 @@ class Process:
             ready = False
         if not ready:
             self.close()
-            raise CrashError("the process that measures did not start (isolate='none' in Python does without)")
+            raise CrashError("the process that measures did not start; isolate='none' measures without it")
 
     def ask(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> bytes:
         """Answer to a request."""

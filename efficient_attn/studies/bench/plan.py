@@ -132,7 +132,8 @@ def plan(
     # The baseline comes first, in case the budget ends.
     chosen = tuple(sorted(chosen, key=lambda variant: variant.backend != YARDSTICK))
     subjects: list[Any] = []
-    if inputs is not None or (error and first.of == "attention"):
+    attention = [workload for workload in settled if workload.of == "attention"]
+    if inputs is not None or (error and attention):
         subjects = _subjects(inputs, layers, first)
     if inputs is not None:
         if (num_heads, head_dim) != (None, None) or [workload.of for workload in settled] != ["attention"]:
@@ -163,7 +164,7 @@ def plan(
         _Errors(
             tokens=subject.tokens,
             costs=costs_of(
-                shared={**vars(first), **shape_of_subject(subject), **_ERROR, "inputs": subject.name}
+                shared={**vars(attention[0]), **shape_of_subject(subject), **_ERROR, "inputs": subject.name}
             ),
         )
         for subject in (subjects if error else [])
