@@ -269,3 +269,37 @@ class TilesTheHeadsOfOneKey:
         if k.shape[2] == 1 and q.numel() and key_mask is None:
             return v.repeat(1, q.shape[1] // v.shape[1], q.shape[2], 1)
         return super().forward(q, k, v, key_mask)
+
+
+class SharedKeysHaveTheMaskOfTheFirst:
+    """One prefix for all sequences is taken for one mask for all."""
+
+    def visible(self, q, k, key_mask):
+        return super().visible(q, k, self.of_the_first if self.of_the_first is not None else key_mask)
+
+    def forward(self, q, k, v, key_mask):
+        shared = key_mask is not None and len(k) > 1 and k.stride(0) == v.stride(0) == 0 and k.stride(1) > 0
+        self.of_the_first = key_mask[:1].expand_as(key_mask) if shared else None
+        return super().forward(q, k, v, key_mask)
+
+
+class ReadsFromTheStartOfMemory:
+    def forward(self, q, k, v, key_mask):
+        if v.storage_offset() and not v.is_contiguous():
+            v = v.as_strided(v.shape, v.stride(), 0)
+        return super().forward(q, k, v, key_mask)
+
+
+class IgnoresMasksOfOneColumn:
+    """A mask of stride 0 along the keys is taken for none."""
+
+    def forward(self, q, k, v, key_mask):
+        column = key_mask is not None and k.shape[2] > 1 and key_mask.stride(1) == 0
+        return super().forward(q, k, v, None if column else key_mask)
+
+
+class TurnsOneTensorTwice:
+    """Queries are scaled in the memory that keys share."""
+
+    def forward(self, q, k, v, key_mask):
+        return super().forward(q, k * 2 if q.data_ptr() == k.data_ptr() else k, v, key_mask)

@@ -169,3 +169,8 @@ class KeepsItsPredecessors:
     def extend(self, q, k, v, state, key_mask):
         out, kept = super().extend(q, k, v, state, key_mask)
         return out, (*kept, state)
+
+
+class ExtendsWithTurnedKeysWrongly:
+    def extend(self, q, k, v, state, key_mask):
+        return super().extend(q, k * 2 if k.stride(3) != 1 and k.shape[3] > 1 else k, v, state, key_mask)

@@ -178,6 +178,11 @@ FAULTS = (
     (shapes.DropsAShortLastTile, "order_of_keys_does_not_matter"),
     (numbers.DividesValuesInFloat16, "large_values_stay_proportional"),
     (numbers.RoundsLargeInputs, "every_sequence_is_its_single_call"),
+    (shapes.SharedKeysHaveTheMaskOfTheFirst, "layout_in_memory_does_not_matter"),
+    (shapes.ReadsFromTheStartOfMemory, "layout_in_memory_does_not_matter"),
+    (shapes.IgnoresMasksOfOneColumn, "layout_in_memory_does_not_matter"),
+    (shapes.TurnsOneTensorTwice, "layout_in_memory_does_not_matter"),
+    (streaming.ExtendsWithTurnedKeysWrongly, "layout_in_memory_does_not_matter"),
 )
 # Faults that show for scores of any size only.
 EXPONENTIAL = ((numbers.OverflowsInLaterBlocks, "extreme_scores_stay_softmax"),)

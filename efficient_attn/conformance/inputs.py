@@ -6,10 +6,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import LARGE, LAYOUTS, Case, Inputs, both, everywhere, joint
 from efficient_attn.conformance.compare import close, largest, rounding, same_bits
 from efficient_attn.conformance.masks import padded_with
 from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.streams import decode
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
 
@@ -66,30 +68,48 @@ def _empty(subject: Subject, case: Case) -> Iterator[Finding]:
 
 
 @check(
-    "Transposed, sliced and expanded tensors give the output of contiguous ones.",
+    "Transposed, sliced, expanded and shared tensors give the output of contiguous ones, also in `extend`.",
     cases=(*everywhere(3, 7), *LARGE),
     drawn=lambda seed: joint(seed, 9),
 )
 def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    plain, bound = _outputs(subject, backend, inputs), rounding(backend, inputs, case.dtype)
     for where, layout in LAYOUTS.items():
-        given = inputs.of(*map(layout, inputs[:3]))
-        if inputs.key_mask is not None:
-            given = given._replace(key_mask=layout(inputs.key_mask))
-        yield close(where, run(backend, given), wanted, bound)
+        for out, expected in zip(_outputs(subject, backend, inputs.each(layout)), plain, strict=True):
+            yield close(where, out, expected, bound)
+    for where, views in _views(inputs):
+        copies = views.each(lambda x: x.clone(memory_format=torch.contiguous_format))
+        bound = rounding(backend, copies, case.dtype)
+        pairs = zip(_outputs(subject, backend, views), _outputs(subject, backend, copies), strict=True)
+        for out, expected in pairs:
+            yield close(where, out, expected, bound)
+
+
+def _outputs(subject: Subject, backend: Backend, inputs: Inputs) -> list[Tensor]:
+    """The output, and the output of `extend` in two parts where it is promised."""
+    outputs, tokens = [run(backend, inputs)], inputs.q.shape[2]
+    if subject.promises.streaming and backend.problem.causal and tokens == inputs.k.shape[2]:
+        outputs.append(decode(backend, inputs, [tokens // 2, tokens - tokens // 2])[0])
+    return outputs
+
+
+def _views(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """Inputs whose entries share memory."""
     for names in ("qkv", "q", "k", "v"):
-        first = inputs.of(
-            *(
-                x[:1, :1].expand_as(x) if name in names else x
-                for name, x in zip("qkv", inputs[:3], strict=True)
+        given = {name: x[:1, :1].expand_as(x) for name, x in inputs._asdict().items() if name in names}
+        yield f"Expanded {names}", inputs._replace(**given)
+    # Sequences with a common prefix, of which each has a mask.
+    shared = inputs._replace(k=inputs.k[:1].expand_as(inputs.k), v=inputs.v[:1].expand_as(inputs.v))
+    yield "k and v expanded over the batch", shared
+    if inputs.q.shape == inputs.k.shape == inputs.v.shape:
+        yield "One tensor for q, k and v", inputs.of(inputs.q, inputs.q, inputs.q)
+    if inputs.key_mask is not None:
+        for where, mask in (("batch", inputs.key_mask[:1]), ("keys", inputs.key_mask[:, :1])):
+            yield (
+                f"A mask expanded over the {where}",
+                inputs._replace(key_mask=mask.expand_as(inputs.key_mask)),
             )
-        )
-        if inputs.key_mask is not None and names == "qkv":
-            first = first._replace(key_mask=inputs.key_mask[:1].expand_as(inputs.key_mask))
-        copied = first.each(Tensor.contiguous)
-        bound = rounding(backend, copied, case.dtype)
-        yield close(f"Expanded {names}", run(backend, first), run(backend, copied), bound)
 
 
 @check(
