@@ -15,6 +15,15 @@ class _Scaled(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
+class _OnTheOutput:
+    """A function of autograd on the output, which it leaves as it is."""
+
+    function: type[torch.autograd.Function]
+
+    def forward(self, q, k, v, key_mask):
+        return self.function.apply(super().forward(q, k, v, key_mask))
+
+
 class DetachesLongKeys:
     def scores(self, q, k):
         return super().scores(q, k.detach() if k.shape[2] > 128 else k)
@@ -259,3 +268,86 @@ class SumsGradientsOfValuesByTiles:
             return super().forward(q, k, v, key_mask)
         forward = super().forward
         return torch.cat([forward(part, k, v, key_mask) for part in q.split(64, dim=2)], dim=2)
+
+
+class _FirstWhereExpanded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * (1.5 if 0 in gradient.stride() and gradient.numel() > 1 else 1.0)
+
+
+class TakesExpandedGradientsForSums(_OnTheOutput):
+    function = _FirstWhereExpanded
+
+
+class _Cleaned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.nan_to_num()
+
+
+class CleansGradients(_OnTheOutput):
+    function = _Cleaned
+
+
+class _Float32Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.float().to(gradient)
+
+
+class GradientsOfScoresInFloat32:
+    def scores(self, q, k):
+        return _Float32Backward.apply(super().scores(q, k))
+
+
+class _Float16Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.half().to(gradient)
+
+
+class GradientsOfScoresInFloat16:
+    """Products of upstream gradients and values overflow under loss scaling."""
+
+    def weights(self, scores, visible):
+        weights = super().weights(scores, visible)
+        return weights if weights.dtype == torch.float64 else _Float16Backward.apply(weights)
+
+
+class _Workspace(torch.autograd.Function):
+    """The backward pass reads a buffer that the next forward pass fills."""
+
+    @staticmethod
+    def forward(ctx, q, buffers):
+        ctx.buffer = buffers.setdefault((q.shape, q.dtype), torch.empty_like(q)).copy_(q)
+        ctx.save_for_backward(q)
+        return q.view_as(q)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (q,) = ctx.saved_tensors
+        return gradient * (1 + (ctx.buffer - q)), None
+
+
+class ReusesItsWorkspaceBackward:
+    def forward(self, q, k, v, key_mask):
+        if q.requires_grad:
+            q = _Workspace.apply(q, self.__dict__.setdefault("buffers", {}))
+        return super().forward(q, k, v, key_mask)

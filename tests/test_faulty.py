@@ -183,6 +183,11 @@ FAULTS = (
     (shapes.IgnoresMasksOfOneColumn, "layout_in_memory_does_not_matter"),
     (shapes.TurnsOneTensorTwice, "layout_in_memory_does_not_matter"),
     (streaming.ExtendsWithTurnedKeysWrongly, "layout_in_memory_does_not_matter"),
+    (gradients.TakesExpandedGradientsForSums, "layout_changes_no_gradient"),
+    (gradients.CleansGradients, "a_nan_shows_where_it_is_read"),
+    (gradients.GradientsOfScoresInFloat32, "gradients_in_float64_are_float64_throughout"),
+    (gradients.GradientsOfScoresInFloat16, "gradients_in_narrow_dtypes_lose_only_rounding"),
+    (gradients.ReusesItsWorkspaceBackward, "layout_changes_no_gradient"),
 )
 # Faults that show for scores of any size only.
 EXPONENTIAL = ((numbers.OverflowsInLaterBlocks, "extreme_scores_stay_softmax"),)

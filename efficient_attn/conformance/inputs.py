@@ -144,7 +144,7 @@ def _written(subject: Subject, case: Case, inputs: Inputs) -> Iterator[Finding]:
 
 
 @check(
-    "NaN and infinity in a real token show in every output that reads it.",
+    "NaN and infinity in a real token show in every output that reads it, NaN upstream in the gradients.",
     cases=(
         *(one for dtype in DTYPES for one in everywhere(7, dtype=dtype)),
         *both(Case(tokens=130, batch=1, heads=2, kv_heads=1, masked=True, dtype="float32")),
@@ -168,6 +168,14 @@ def a_nan_shows_where_it_is_read(subject: Subject, case: Case) -> Iterator[Findi
             q[0, 0, token, -1] = math.nan
             clean = run(backend, inputs._replace(q=q))[0, 0, token].isfinite()
             yield Finding(f"NaN of q at {token}: outputs without it", float(clean.sum()), 0.0)
+        if subject.promises.gradients:
+            v = inputs.v.clone().requires_grad_()
+            out = run(backend, inputs._replace(v=v))
+            flowing = torch.ones_like(out)
+            flowing[0, 0, token, -1] = math.nan
+            (gradient,) = torch.autograd.grad(out, v, flowing)
+            clean = gradient[0, 0, weights[0, 0, token] != 0, -1].isfinite()
+            yield Finding(f"NaN upstream at {token}: gradients of v without it", float(clean.sum()), 0.0)
 
 
 @check(

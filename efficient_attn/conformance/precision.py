@@ -1,14 +1,15 @@
 """Precision: computations in float64 and float32 use that dtype throughout."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import LONG_KEYS, LONG_QUERIES, Case, Inputs, both
-from efficient_attn.conformance.compare import close, magnified
+from efficient_attn.conformance.compare import close, condition, largest, magnified
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
 from efficient_attn.conformance.table import check
@@ -71,19 +72,51 @@ def noisy(inputs: Inputs, share: float, seed: int) -> Inputs:
 def float64_is_float64_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     bound = magnified(BETWEEN["float64"], backend, inputs)
+    yield from _proportional("Small steps", partial(run, backend), inputs, bound)
+
+
+@check(
+    "Gradients in float64 use float64 throughout: changes of parts in 10⁸ have proportional effects.",
+    cases=(
+        *(one for case in SIZES[2:] for one in both(case.but(norm=0.5))),
+        LONG_QUERIES.but(norm=0.5),
+    ),
+    needs=("gradients",),
+)
+def gradients_in_float64_are_float64_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+
+    def gradients(inputs: Inputs) -> Tensor:
+        leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+        with torch.enable_grad():
+            total = run(backend, inputs.of(*leaves)).square().sum()
+        return torch.cat([x.flatten() for x in torch.autograd.grad(total, leaves)])
+
+    # A gradient contains the square of the denominator, which magnifies rounding once more.
+    bound = magnified(BETWEEN["float64"], backend, inputs) * condition(backend, inputs)
+    most = float(bound.max()) * max(1.0, largest(gradients(inputs)))
+    yield from _proportional("Gradients at small steps", gradients, inputs, most)
+
+
+def _proportional(
+    where: str, call: Callable[[Inputs], Tensor], inputs: Inputs, bound: float | Tensor
+) -> Iterator[Finding]:
+    """Compare the effect of a small step of each input with half the effect of a step twice as long."""
     for name in ("q", "k", "v"):
         # A kink spoils the difference along one direction; a lower precision shows along all of them.
         for direction in range(DIRECTIONS):
-            one, two = (_difference(backend, inputs, name, n * STEP, direction) for n in (1, 2))
+            one, two = (_difference(call, inputs, name, n * STEP, direction) for n in (1, 2))
             slack = CURVATURE * two.abs() ** 3 + ROUNDINGS * two.abs()
-            finding = close(f"Small steps of {name}", two, 2 * one, bound + slack)
+            finding = close(f"{where} of {name}", two, 2 * one, bound + slack)
             if finding.holds:
                 break
         yield finding
 
 
 @torch.no_grad()
-def _difference(backend: Backend, inputs: Inputs, name: str, step: float, direction: int) -> Tensor:
-    """Central difference of the output along a random direction of one input; even powers cancel."""
+def _difference(
+    call: Callable[[Inputs], Tensor], inputs: Inputs, name: str, step: float, direction: int
+) -> Tensor:
+    """Central difference along a random direction of one input; even powers cancel."""
     above, below = (noisy(inputs, sign * step, direction)._asdict()[name] for sign in (1, -1))
-    return run(backend, inputs._replace(**{name: above})) - run(backend, inputs._replace(**{name: below}))
+    return call(inputs._replace(**{name: above})) - call(inputs._replace(**{name: below}))

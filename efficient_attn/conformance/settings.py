@@ -206,39 +206,47 @@ def layout_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding
     shape = run(backend, inputs).shape
     flowing = subject.inputs(case, other=1).q.new_ones(shape).cumsum(-1).sin()
     bound = float(rounding(backend, inputs, case.dtype).max())
-    wanted, _ = _backward(backend, inputs, flowing)
+    expected = _gradients(backend, [inputs], flowing)
     for factor in FLOWING:
-        got, _ = _backward(backend, inputs, flowing * factor)
-        for letter, one, other in zip("qkv", got, wanted, strict=True):
-            size = bound * max(1.0, largest(other))
-            where = f"Upstream times {factor:g}: gradient w.r.t. {letter}"
-            yield Finding(where, distance(one / factor, other), size)
+        scaled = [x / factor for x in _gradients(backend, [inputs], flowing * factor)]
+        yield from _near(f"Upstream times {factor:g}", scaled, expected, bound)
+    expanded = flowing[..., :1].expand_as(flowing)
+    contiguous = _gradients(backend, [inputs], expanded.contiguous())
+    yield from _near("Expanded upstream", _gradients(backend, [inputs], expanded), contiguous, bound)
+    other = subject.inputs(case, other=2)._replace(key_mask=inputs.key_mask)
+    apart = [*expected, *_gradients(backend, [other], flowing)]
+    yield from _near("Two forward passes first", _gradients(backend, [inputs, other], flowing), apart, bound)
     turned = inputs.of(*(x.mT.contiguous().mT for x in inputs[:3]))
     if inputs.key_mask is not None:
         turned = turned._replace(key_mask=inputs.key_mask.T.contiguous().T)
     for name, layout in LAYOUTS.items():
         given = layout(flowing)
         before = [x.clone() for x in (*turned, given) if x is not None]
-        first, got = _backward(backend, turned, given)
-        for letter, one, again, other in zip("qkv", first, got, wanted, strict=True):
-            yield same_bits(f"{name}: gradient w.r.t. {letter} at a second pass", again, one)
-            size = bound * max(1.0, largest(other))
-            yield Finding(f"{name}: gradient w.r.t. {letter}", distance(one, other), size)
-            yield Finding(
-                f"{name}: gradient w.r.t. {letter} is {one.dtype}", float(one.dtype != other.dtype), 0.0
-            )
+        gradients = _gradients(backend, [turned], given)
+        yield from _near(name, gradients, expected, bound)
         for x, old in zip((x for x in (*turned, given) if x is not None), before, strict=True):
             yield same_bits(f"{name}: an input or upstream gradient after the call", x, old)
+        leaves = [x.detach().requires_grad_() for x in turned[:3]]
+        out = run(backend, turned.of(*leaves))
+        first = torch.autograd.grad(out, leaves, given, retain_graph=True)
+        for letter, x, again in zip("qkv", first, torch.autograd.grad(out, leaves, given), strict=True):
+            yield same_bits(f"{name}: gradient w.r.t. {letter} at a second pass", again, x)
+        written = float(any(x.grad is not None for x in leaves))
+        yield Finding(f"{name}: the backward pass writes to .grad", written, 0.0)
 
 
-def _backward(
-    backend: Backend, inputs: Inputs, flowing: Tensor
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Gradients of two backward passes through one graph; both must find it unchanged."""
-    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    out = run(backend, inputs.of(*leaves))
-    first = torch.autograd.grad(out, leaves, flowing, retain_graph=True)
-    return first, torch.autograd.grad(out, leaves, flowing)
+def _gradients(backend: Backend, sequences: list[Inputs], flowing: Tensor) -> list[Tensor]:
+    """Gradients w.r.t. q, k and v of calls in turn, all forward passes before the first backward pass."""
+    leaves = [[x.detach().requires_grad_() for x in inputs[:3]] for inputs in sequences]
+    outputs = [run(backend, inputs.of(*x)) for inputs, x in zip(sequences, leaves, strict=True)]
+    pairs = zip(outputs, leaves, strict=True)
+    return [gradient for out, x in pairs for gradient in torch.autograd.grad(out, x, flowing)]
+
+
+def _near(where: str, actual: list[Tensor], expected: list[Tensor], bound: float) -> Iterator[Finding]:
+    for letter, x, y in zip("qkvqkv", actual, expected, strict=False):
+        yield Finding(f"{where}: gradient w.r.t. {letter}", distance(x, y), bound * max(1.0, largest(y)))
+        yield Finding(f"{where}: gradient w.r.t. {letter} is {x.dtype}", float(x.dtype != y.dtype), 0.0)
 
 
 @check("The leaves of the autograd graph are q, k, v and parameters of the module.", cases=both(ONE))
