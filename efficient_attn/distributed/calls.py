@@ -102,17 +102,12 @@ def exchange_of(backend: Backend) -> Exchange:
 
 
 def check_segments(backend: Backend, q: Tensor, k: Tensor, layout: Layout) -> None:
-    """Refuse relative positions, parts of segments, and causal queries without keys at their positions.
+    """Refuse parts of segments, and causal queries without keys at their positions.
 
     Raises:
         ShapeError: If the segments of a rank do not divide its tokens.
-        UnsupportedError: If the backend has a learned score bias, or causal queries are not the keys' tokens.
+        UnsupportedError: If causal queries are not the keys' tokens.
     """
-    if getattr(backend.core, "distance_bias", None) is not None:
-        raise UnsupportedError(
-            "Inside efficient_attn's context_parallel no backend has relative positions; build it with "
-            "max_distance=0, or use rotary positions."
-        )
     for name, x in (("q", q), ("k", k)):
         if x.shape[2] % len(layout.local):
             raise ShapeError(

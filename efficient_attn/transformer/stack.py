@@ -28,7 +28,7 @@ from efficient_attn.transformer.layer import (
     check_sequence,
     share_layers,
 )
-from efficient_attn.transformer.positions import INSIDE, build_positions
+from efficient_attn.transformer.positions import build_positions
 from efficient_attn.transformer.seeds import seeded, spawn_seeds
 
 # Names of submodules in torch's stacks.
@@ -69,7 +69,7 @@ class Encoder(nn.Module):
         norm_eps: Constant under the root of the norms; None: torch's.
         final_norm: Whether a norm follows the last block; None: if norm is "pre".
         dropout: Dropout probability on residual branches and embeddings (0.1 in the paper).
-        positions: "sinusoidal", "learned" (needs max_tokens), "rotary", "relative" or None.
+        positions: "sinusoidal", "learned" (needs max_tokens), "rotary" or None.
         seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
         checkpoint: Whether the activations of each block are computed again in the backward pass instead of
             being kept (Chen et al. 2016).
@@ -118,7 +118,7 @@ class Encoder(nn.Module):
                 norm_type=norm_type,
                 norm_eps=norm_eps,
                 dropout=dropout,
-                positions=positions if positions in INSIDE else None,
+                positions="rotary" if positions == "rotary" else None,
                 causal=causal,
                 max_tokens=max_tokens,
                 **seeded(spec, layer_options, layer_seed),
@@ -194,7 +194,7 @@ class Decoder(nn.Module):
                 norm_type=norm_type,
                 norm_eps=norm_eps,
                 dropout=dropout,
-                positions=positions if positions in INSIDE else None,
+                positions="rotary" if positions == "rotary" else None,
                 max_tokens=max_tokens,
                 cross_backend=cross,
                 cross_options=None if cross is None else seeded(cross, cross_options or {}, cross_seed),

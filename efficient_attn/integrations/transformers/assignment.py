@@ -84,11 +84,6 @@ def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, s
         )
     if options.get("sharing") == "layers":
         raise UnsupportedError("sharing='layers' is for ea.Encoder; in a transformers model: 'key-value'.")
-    if distance := options.get("max_distance"):
-        raise UnsupportedError(
-            f"max_distance={distance}: a trained model has positions of its own; max_distance is for layers "
-            "of efficient_attn, trained with positions='relative'."
-        )
     if site.only_exact is not None and chosen.name not in EXACT_NAMES:
         raise UnsupportedError(
             f"{site.path} {site.only_exact}, which backend {chosen.name!r} does not support; 'exact' does, "
