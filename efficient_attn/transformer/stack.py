@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from efficient_attn import sharding
-from efficient_attn.backends import resolve
+from efficient_attn.backends import resolve, seeded, spawn_seeds
 from efficient_attn.errors import OptionError
 from efficient_attn.options import probability
 from efficient_attn.problem import positive_count
@@ -29,7 +29,6 @@ from efficient_attn.transformer.layer import (
     share_layers,
 )
 from efficient_attn.transformer.positions import build_positions
-from efficient_attn.transformer.seeds import seeded, spawn_seeds
 
 # Names of submodules in torch's stacks.
 _NAMES = {"layers": "blocks"}

@@ -72,7 +72,6 @@ BUILT = [
     (generate, {"temperature": -0.5}, OptionError, "temperature is at least 0, not -0.5"),
     (generate, {"top_k": 0}, OptionError, "top_k is at least 1"),
     (generate, {"seed": 0.5}, DtypeError, "seed is a whole number"),
-    (ea.beam_search, {"step": None, "first": IDS, "tokens": 2, "beams": 0}, OptionError, "beams"),
 ]
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import build, resolve
+from efficient_attn.backends import build, resolve, seeded, spawn_seeds
 from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.masks import Pattern
 from efficient_attn.integrations.plan_files import check_size, plan_of_backends
@@ -15,7 +15,6 @@ from efficient_attn.integrations.transformers.attend import EXACT as EXACT_NAMES
 from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.integrations.transformers.sites import AttentionSite
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.transformer.seeds import seeded, spawn_seeds
 
 # Saved tensors of the backend of each attention module, by their names in the backend.
 SavedTensors = dict[str, dict[str, Tensor]]
