@@ -180,9 +180,8 @@ def _description(backend: Backend, tensors: dict[str, Any], layout: Layout) -> s
     inputs = ", ".join(f"{name} {_show(x)}" for name, x in tensors.items() if x is not None)
     options = ", ".join(f"{name}={value}" for name, value in vars(backend.options).items())
     causal = "causal" if backend.problem.causal else "full"
-    place = f"{layout.kind}, gathered from {len(layout.near)} ranks"
     scale = f"scale {backend.problem.factor}"
-    return f"{backend.spec.name}({options}), {causal}, {scale}, {place}, with {inputs}"
+    return f"{backend.spec.name}({options}), {causal}, {scale}, {layout.kind}, with {inputs}"
 
 
 def _show(x: Any) -> str:
