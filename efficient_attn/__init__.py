@@ -45,7 +45,6 @@ _HOME = {
     "Decoder": "transformer.stack",
     "Transformer": "transformer.stack",
     "generate": "transformer.language_model",
-    "beam_search": "transformer.language_model",
     "LanguageModel": "transformer.language_model",
     "MultiheadAttention": "integrations.pytorch",
     "attach": "integrations.attach",
@@ -83,7 +82,6 @@ if TYPE_CHECKING:
     from efficient_attn.transformer.block import DecoderBlock as DecoderBlock
     from efficient_attn.transformer.block import TransformerBlock as TransformerBlock
     from efficient_attn.transformer.language_model import LanguageModel as LanguageModel
-    from efficient_attn.transformer.language_model import beam_search as beam_search
     from efficient_attn.transformer.language_model import generate as generate
     from efficient_attn.transformer.layer import AttentionLayer as AttentionLayer
     from efficient_attn.transformer.stack import Decoder as Decoder

@@ -1,4 +1,4 @@
-"""The light core: features in an environment of torch and jaxtyping alone, and refusals of the rest."""
+"""The light core: features in an environment of torch, numpy and jaxtyping, and refusals of the rest."""
 
 import re
 import subprocess
@@ -6,31 +6,27 @@ import sys
 import tomllib
 from pathlib import Path
 
-import numpy
 import pytest
 import torch
 
 from efficient_attn.errors import MissingPackageError, naming_missing
 from efficient_attn.ops.paths import constant_result
-from efficient_attn.transformer.seeds import spawn_seeds
 
 PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
-CORE = {"torch", "jaxtyping"}
+CORE = {"torch", "numpy", "jaxtyping"}
 # Requirements of torch itself.
 OF_TORCH = {"filelock", "jinja2"}
 ABSENT = {re.split(r"[<>=]", one)[0] for one in PROJECT["project"]["dependencies"]} - CORE - OF_TORCH
 
 # The import system finds none of the packages, as where they are not installed.
 WITHOUT = """
-import sys, warnings
+import sys
 from importlib.machinery import PathFinder
 
 absent, found = {absent!r}, PathFinder.find_spec
 PathFinder.find_spec = classmethod(
     lambda cls, name, *rest: None if name.partition(".")[0] in absent else found(name, *rest)
 )
-# PyTorch says that it found no numpy.
-warnings.simplefilter("ignore")
 """
 
 USES = """
@@ -71,7 +67,7 @@ importlib.import_module("efficient_attn_cli").start()
 """
 
 
-def test_torch_and_jaxtyping_are_enough_and_the_rest_names_what_it_lacks(tmp_path: Path) -> None:
+def test_torch_numpy_and_jaxtyping_are_enough_and_the_rest_names_what_it_lacks(tmp_path: Path) -> None:
     pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
     script = tmp_path / "child.py"
     script.write_text((WITHOUT + USES).format(absent=ABSENT), encoding="utf-8")
@@ -99,9 +95,3 @@ def test_a_constant_of_compiled_code_is_marked_as_torch_marks_it() -> None:
     def other() -> None: ...
 
     assert vars(constant_result(one)) == vars(torch.compiler.assume_constant_result(other)) != {}
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 123456789123456789, 2**63 - 1])
-def test_seeds_are_those_of_numpy(seed: int) -> None:
-    children = numpy.random.SeedSequence(seed).spawn(5)
-    assert spawn_seeds(seed, 5) == [int(child.generate_state(1)[0]) for child in children]

@@ -28,7 +28,7 @@ def drawn(tokens: int) -> list[Tensor]:
 
 
 def assert_ranks_are_the_whole(
-    backend: Backend, tensors: list[Tensor], mask: Tensor | None, *, ranks: int, kind: str, per_node: int = 1
+    backend: Backend, tensors: list[Tensor], mask: Tensor | None, *, ranks: int, kind: str
 ) -> None:
     """Rows and gradients of all ranks, put together, are the rows and gradients of one process."""
     *qkv, g = tensors
@@ -43,7 +43,7 @@ def assert_ranks_are_the_whole(
         grads = torch.autograd.grad(out, [*inputs, *learned], local_tokens(g, 2, layout))
         return [out.detach(), *grads]
 
-    parts = list(zip(*on_threads(ranks, kind, call, per_node=per_node), strict=True))
+    parts = list(zip(*on_threads(ranks, kind, call), strict=True))
     joined = [*(join(x, kind, 2) for x in parts[:4]), *(sum(x) for x in parts[4:])]
     for x, y in zip(joined, expected, strict=True):
         # Sums of at most 66 terms, each with a few roundings of 1.1e-16.

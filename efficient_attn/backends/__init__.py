@@ -2,16 +2,17 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnknownNameError, UnsupportedError
 from efficient_attn.external import is_address, load, spec_of
-from efficient_attn.options import resolved
+from efficient_attn.options import resolved, whole_number
 from efficient_attn.plugins import load_plugin, plugins
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec
@@ -100,6 +101,18 @@ def attention(
             "and call the module."
         )
     return backend(q, k, v, key_mask=key_mask)
+
+
+def spawn_seeds(seed: int, count: int) -> list[int]:
+    """Independent seeds of `count` layers, each a function of `seed` and its index."""
+    whole_number("seed", seed)
+    return [int(child.generate_state(1)[0]) for child in np.random.SeedSequence(seed).spawn(count)]
+
+
+def seeded(spec: BackendSpec, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """The options, with `seed` as the default of a backend with random features."""
+    draws = any(field.name == "seed" for field in fields(spec.options_type))
+    return {"seed": seed, **options} if draws else dict(options)
 
 
 def _options(backend: BackendSpec, options: dict[str, Any]) -> Any:

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from efficient_attn.backends.exact import MAX_DISTANCE, count, distance_bias
 from efficient_attn.errors import OptionError
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
 from efficient_attn.ops.softmax.fused import fused_attention
@@ -16,7 +15,6 @@ from efficient_attn.ops.softmax.kv_cache import (
     mask_of,
     summarise_tokens,
 )
-from efficient_attn.ops.softmax.relative import relative_attention
 from efficient_attn.ops.window.attention import window_attention
 from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, first_keys
 from efficient_attn.ops.window.streaming import WindowState, extend_window, slide_window
@@ -32,7 +30,6 @@ class WindowOptions:
     window: int = option(
         257, "Number of keys per query, itself included: odd and centred; if causal, the last keys."
     )
-    max_distance: int = option(0, MAX_DISTANCE, added=True)
     global_tokens: int = option(
         0, "Number of first real tokens that every query reads besides its window.", added=True
     )
@@ -40,11 +37,6 @@ class WindowOptions:
     def __post_init__(self) -> None:
         positive_count("window", self.window)
         whole_number("global_tokens", self.global_tokens)
-        if self.global_tokens and self.max_distance:
-            raise OptionError(
-                f"global_tokens={self.global_tokens} have no distance among the learned ones of max_distance="
-                f"{self.max_distance}; set one of the two to 0."
-            )
 
     def sides(self, *, causal: bool) -> tuple[int, int]:
         """Number of keys before and after its position that a query reads."""
@@ -53,20 +45,12 @@ class WindowOptions:
 
 
 class WindowAttention(nn.Module):
-    """Attention to the window of each query, and to the global tokens.
-
-    Attributes:
-        distance_bias: Score bias of each head and distance, or None.
-    """
-
-    distance_bias: nn.Parameter | None
+    """Attention to the window of each query, and to the global tokens."""
 
     def __init__(self, problem: AttentionProblem, options: WindowOptions) -> None:
         super().__init__()
         self._scale, self._causal, self._count = problem.factor, problem.causal, options.global_tokens
         self._back, self._ahead = options.sides(causal=problem.causal)
-        self._biased = options.max_distance > 0
-        self.register_parameter("distance_bias", distance_bias(problem, options.max_distance))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         # A window that reaches both ends of the sequence has every key.
@@ -79,9 +63,6 @@ class WindowAttention(nn.Module):
     ) -> Tensor:
         """The output, with global keys aged from the last key."""
         scale, back, ahead = self._scale, self._back, self._ahead
-        if self.distance_bias is not None:
-            table = self.distance_bias
-            return relative_attention(q, k, v, table, scale=scale, back=back, ahead=ahead, key_mask=key_mask)
         keys = None
         if first is not None:
             keys = first.seen_by(q.shape[2], k.shape[2], back=back, ahead=ahead, causal=self._causal)
@@ -93,7 +74,7 @@ class WindowAttention(nn.Module):
         if k.shape[2] == 0 and state is not None:
             return q.new_zeros(*q.shape[:-1], v.shape[-1]), state
         step = None
-        if state is not None and key_mask is None and not self._biased:
+        if state is not None and key_mask is None:
             step = slide_window(state, q, k, v, back=self._back)
         if step is not None:
             keys, values, after = step
@@ -123,8 +104,7 @@ def operations(
     pairs = visible_pairs(tokens, back=back, ahead=ahead)
     for at in range(min(options.global_tokens, tokens)):
         pairs += max(tokens - 1 - back - at, 0) + (0 if problem.causal else max(at - ahead, 0))
-    matmuls = softmax_matmuls(pairs, problem.head_dim, value_dim)
-    return OperationCounts(matmuls, learned=count(problem, options.max_distance))
+    return OperationCounts(softmax_matmuls(pairs, problem.head_dim, value_dim))
 
 
 @register(

@@ -24,18 +24,12 @@ _NUMBERS = count()
 
 
 def on_threads(
-    ranks: int,
-    kind: str,
-    call: Callable[[Layout], Result],
-    *,
-    per_node: int = 1,
-    timeout_s: float = TIMEOUT_S,
+    ranks: int, kind: str, call: Callable[[Layout], Result], *, timeout_s: float = TIMEOUT_S
 ) -> list[Result]:
     """Results of `call(layout)` on every rank; the first error of a rank ends the others.
 
     Args:
         kind: Kind of the layout.
-        per_node: Number of consecutive ranks on each node of the layout.
 
     Raises:
         BrokenBarrierError: If the ranks call different numbers of collectives.
@@ -47,7 +41,7 @@ def on_threads(
         group, name = _Rank(rank, barrier, shown), f"efficient_attn threads {next(_NUMBERS)}"
         _C10D._register_process_group(name, group)
         try:
-            return call(Layout(name, kind, rank, ranks, per_node))
+            return call(Layout(name, kind, rank, ranks))
         except BaseException as error:  # raised again below, in the thread of the caller
             errors.append(error)
             barrier.abort()

@@ -5,7 +5,6 @@ of these tokens of attention over the whole sequence. No tensor is resized and n
 """
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,19 +15,7 @@ from efficient_attn.distributed.exchange import all_tokens
 from efficient_attn.distributed.layout import layout_of, local_tokens
 from efficient_attn.errors import ShapeError
 
-if TYPE_CHECKING:
-    from efficient_attn.distributed.style import ContextParallel
-
-__all__ = ["ContextParallel", "context_parallel", "shard", "unshard"]
-
-
-def __getattr__(name: str) -> Any:
-    # Styles of torch take a third of a second to import.
-    if name != "ContextParallel":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from efficient_attn.distributed.style import ContextParallel
-
-    return ContextParallel
+__all__ = ["context_parallel", "shard", "unshard"]
 
 
 def context_parallel(mesh: DeviceMesh, *, layout: str = "contiguous") -> AbstractContextManager[None]:

@@ -102,17 +102,12 @@ def exchange_of(backend: Backend) -> Exchange:
 
 
 def check_segments(backend: Backend, q: Tensor, k: Tensor, layout: Layout) -> None:
-    """Refuse relative positions, parts of segments, and causal queries without keys at their positions.
+    """Refuse parts of segments, and causal queries without keys at their positions.
 
     Raises:
         ShapeError: If the segments of a rank do not divide its tokens.
-        UnsupportedError: If the backend has a learned score bias, or causal queries are not the keys' tokens.
+        UnsupportedError: If causal queries are not the keys' tokens.
     """
-    if getattr(backend.core, "distance_bias", None) is not None:
-        raise UnsupportedError(
-            "Inside efficient_attn's context_parallel no backend has relative positions; build it with "
-            "max_distance=0, or use rotary positions."
-        )
     for name, x in (("q", q), ("k", k)):
         if x.shape[2] % len(layout.local):
             raise ShapeError(
@@ -185,9 +180,8 @@ def _description(backend: Backend, tensors: dict[str, Any], layout: Layout) -> s
     inputs = ", ".join(f"{name} {_show(x)}" for name, x in tensors.items() if x is not None)
     options = ", ".join(f"{name}={value}" for name, value in vars(backend.options).items())
     causal = "causal" if backend.problem.causal else "full"
-    place = f"{layout.kind}, gathered from {len(layout.near)} ranks"
     scale = f"scale {backend.problem.factor}"
-    return f"{backend.spec.name}({options}), {causal}, {scale}, {place}, with {inputs}"
+    return f"{backend.spec.name}({options}), {causal}, {scale}, {layout.kind}, with {inputs}"
 
 
 def _show(x: Any) -> str:

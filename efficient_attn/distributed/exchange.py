@@ -31,23 +31,6 @@ def gathered(x: Tensor, layout: Layout) -> Tensor:
     return _Gathered.apply(x, layout)
 
 
-def gathered_near(x: Tensor, layout: Layout) -> Tensor:
-    """Tensors of the ranks `layout.near`, [near …]."""
-    if len(layout.near) == 1:
-        return x[None]
-    if len(layout.near) == layout.ranks:
-        return gathered(x, layout)
-    rows = [int(rank in layout.near) for rank in range(layout.ranks)]
-    return moved(x.expand(len(layout.near), *x.shape), rows, rows, layout)
-
-
-def shifted(x: Tensor, by: int, layout: Layout) -> Tensor:
-    """Tensor of the rank `by` places before this one, [1 …], or nothing where there is none, [0 …]."""
-    target, source = layout.rank + by, layout.rank - by
-    sent, received = ([int(rank == peer) for rank in range(layout.ranks)] for peer in (target, source))
-    return moved(x[None][: sum(sent)], sent, received, layout)
-
-
 def all_tokens(x: Tensor, dim: int, layout: Layout) -> Tensor:
     """Tokens of all ranks along `dim`, in the order of the sequence."""
     rows = gathered(x, layout).unbind()

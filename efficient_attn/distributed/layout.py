@@ -1,7 +1,5 @@
 """Layouts of a sequence over the ranks of a process group."""
 
-import os
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +10,6 @@ from efficient_attn.errors import ShapeError
 from efficient_attn.options import one_of
 
 KINDS = ("contiguous", "head-tail")
-# A gather brings every state to every rank; from more ranks a scan receives fewer.
-MOST_GATHERED = 16
 
 
 class Layout(NamedTuple):
@@ -27,21 +23,12 @@ class Layout(NamedTuple):
         kind: "contiguous" or "head-tail".
         rank: Rank of this process in the group.
         ranks: Number of ranks.
-        per_node: Number of consecutive ranks on each node; 1 if unknown or unequal.
     """
 
     group: Any
     kind: str
     rank: int
     ranks: int
-    per_node: int = 1
-
-    @property
-    def near(self) -> range:
-        """Ranks that gather their states: the group, a node of it, or this one; scans pass states beyond."""
-        gathered = next(n for n in (self.ranks, self.per_node, 1) if n <= MOST_GATHERED)
-        first = self.rank // gathered * gathered
-        return range(first, first + gathered)
 
     @property
     def num_segments(self) -> int:
@@ -87,19 +74,7 @@ def layout_of(mesh: DeviceMesh, kind: str) -> Layout:
             f"mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; the tokens are distributed over one: "
             'give mesh["cp"] for a dimension called cp.'
         )
-    per_node = ranks_per_node(mesh.mesh.tolist(), int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    return Layout(mesh.get_group().group_name, kind, mesh.get_local_rank(), mesh.size(), per_node)
-
-
-def ranks_per_node(members: list[int], local_ranks: int) -> int:
-    """Number of consecutive members of a group on each node; 1 if nodes have unequal numbers.
-
-    Args:
-        members: Global ranks of the group.
-        local_ranks: Number of consecutive global ranks on each node, as torchrun numbers them.
-    """
-    sizes = {len(list(node)) for _, node in groupby(members, key=lambda rank: rank // local_ranks)}
-    return sizes.pop() if len(sizes) == 1 else 1
+    return Layout(mesh.get_group().group_name, kind, mesh.get_local_rank(), mesh.size())
 
 
 def local_tokens(x: Tensor, dim: int, layout: Layout) -> Tensor:

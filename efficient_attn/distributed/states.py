@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from efficient_attn.backend import Backend
-from efficient_attn.distributed.exchange import gathered_near, largest, shifted, total
+from efficient_attn.distributed.exchange import gathered, largest, total
 from efficient_attn.distributed.layout import Layout
 from efficient_attn.errors import ShapeError
 from efficient_attn.ops.dtypes import upcast, zero_masked
@@ -90,32 +90,12 @@ def total_state(state: LinearState, layout: Layout) -> LinearState:
 
 def states_before(states: list[LinearState], layout: Layout) -> list[LinearState]:
     """For each local segment, the state of all keys before it, from the states of the local segments."""
-    near = gathered_near(torch.stack([_packed(state) for state in states]), layout)  # [near segments numbers]
-    place, heads = layout.rank - layout.near.start, near[:, 0]
-    earlier = _scanned(heads, states[0], 1, layout)
-    before = [torch.cat([earlier, heads[:place]])]
+    near = gathered(torch.stack([_packed(state) for state in states]), layout)  # [ranks segments numbers]
+    before = [near[: layout.rank, 0]]
     if layout.kind == "head-tail":
         # Tails follow all heads, in the opposite order of ranks.
-        later = _scanned(near.flatten(0, 1), states[0], -1, layout)
-        before.append(torch.cat([earlier, heads, later, near[place + 1 :, 1]]))
+        before.append(torch.cat([near[:, 0], near[layout.rank + 1 :, 1]]))
     return [_merged(rows, states[0]) for rows in before]
-
-
-def _scanned(near: Tensor, like: LinearState, direction: int, layout: Layout) -> Tensor:
-    """States of all ranks before `layout.near`, or behind, in ⌈log₂⌉ rows, by a scan over such ranges.
-
-    A step receives the state of 1, 2, 4, … ranges (Hillis and Steele, Data parallel algorithms, 1986).
-
-    Args:
-        near: Packed states of `layout.near`, [states numbers].
-        direction: 1 for the ranks before, −1 for the ranks behind.
-    """
-    beyond, step = [near[:0]], len(layout.near)
-    while step < layout.ranks:
-        state = _packed(_merged(torch.cat([near, *beyond]), like))
-        beyond.append(shifted(state, direction * step, layout))
-        step *= 2
-    return torch.cat(beyond)
 
 
 def _packed(state: LinearState) -> Tensor:

@@ -251,11 +251,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         if bias is None and not need_weights and causal == self.backend.problem.causal:
             return self.backend(*qkv, key_mask=key_mask), None
         # Only exact backends get here, for which weights and patterns are defined for every kernel.
-        if getattr(self.backend.options, "max_distance", 0):
-            raise UnsupportedError(
-                "A layer with max_distance returns no weights and takes no mask but its own pattern: build "
-                "it with causal=True for the causal mask, or without max_distance."
-            )
         q, k, v = qkv
         check_alone()
         check_whole(q=q, k=k, v=v, key_mask=key_mask)

@@ -9,13 +9,12 @@ from typing import Any
 from torch import nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import resolve
+from efficient_attn.backends import resolve, seeded, spawn_seeds
 from efficient_attn.errors import AttentionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.pytorch import MultiheadAttention, build_for, use_backend
 from efficient_attn.registry import BackendSpec
 from efficient_attn.sharding import check_exact_alone
 from efficient_attn.transformer.layer import share_layers
-from efficient_attn.transformer.seeds import seeded, spawn_seeds
 
 
 @dataclass(frozen=True, kw_only=True)

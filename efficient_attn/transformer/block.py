@@ -142,7 +142,7 @@ class TransformerBlock(nn.Module):
         norm_type: "layer" or "rms".
         norm_eps: Constant under the root of the norms; None: torch's.
         dropout: Dropout probability on residual branches, never on attention weights.
-        positions: "rotary", "relative" or None; a stack adds the other kinds to embeddings.
+        positions: "rotary" or None; a stack adds the other kinds to embeddings.
         options: Further arguments of AttentionLayer: num_kv_heads, head_dim, scale, bias, qk_norm,
             rotary_base, rotary_scaling, options of the backend.
     """
@@ -206,7 +206,7 @@ class DecoderBlock(nn.Module):
         cross_options: Further arguments of the cross-attention layer, including options of its backend;
             head_dim is the self-attention's by default.
 
-    The other arguments are the same as of TransformerBlock. Rotary and relative positions apply to
+    The other arguments are the same as of TransformerBlock. Rotary positions apply to
     self-attention only, since distances between two sequences are undefined.
     """
 

@@ -1,15 +1,12 @@
-"""Causal language model around any causal backend, and generation: greedy, sampled, by beam search."""
+"""Causal language model around any causal backend, and generation: greedy or sampled."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from efficient_attn.errors import DtypeError, OptionError, ShapeError
-from efficient_attn.ops.dtypes import float64_device
 from efficient_attn.options import whole_number
 from efficient_attn.problem import positive_count
 from efficient_attn.transformer.stack import Encoder, StackState, resolve_pairs
@@ -115,81 +112,6 @@ def generate(
         new = _chosen(logits[:, -1], temperature, top_k, generator).to(first)
         texts.append(new)
     return torch.cat(texts, dim=1)
-
-
-@torch.no_grad()
-def beam_search(
-    step: Callable[[Tensor, Any], tuple[Tensor, Any]],
-    first: Tensor,
-    tokens: int,
-    *,
-    beams: int = 4,
-    length_penalty: float = 0.6,
-    end: int | None = None,
-) -> Tensor:
-    """The most probable of `beams` continuations of `first`, int64 [batch tokens].
-
-    Scores are log-probabilities over ((5 + length) / 6)^length_penalty (Wu et al. 2016, eq. 14); the defaults
-    are those of Vaswani et al. 2017, section 6.1.
-
-    Args:
-        step: As for `generate`; tensors of its state have the batch as their first axis.
-        first: Prompt, token ids [batch at_least_one].
-        tokens: Number of tokens to generate.
-        beams: Number of continuations kept for each prompt.
-        length_penalty: Exponent; 0 compares log-probabilities, which favours short continuations.
-        end: Token that ends a continuation, and fills the rest; None: all have `tokens` tokens.
-
-    Raises:
-        ShapeError, DtypeError, OptionError: If an argument is invalid.
-    """
-    _check(first, tokens, 0.0, None)
-    positive_count("beams", beams)
-    if tokens == 0:
-        return first[:, :0]
-    device = float64_device(first.device)
-    batch, rows = len(first), torch.arange(len(first), device=device)[:, None]
-    logits, state = step(first, None)
-    scores, new = _log_probabilities(logits, device).topk(min(beams, logits.shape[-1]))
-    state = _rows(state, rows.expand_as(new).flatten(), batch)
-    texts, lengths = new[..., None], torch.ones_like(new)
-    ended = torch.zeros_like(new, dtype=torch.bool) if end is None else new == end
-    for _ in range(tokens - 1):
-        if bool(ended.all()):
-            break
-        logits, state = step(texts[..., -1:].flatten(0, 1).to(first), state)
-        following = _log_probabilities(logits, device).unflatten(0, (batch, -1))
-        if end is not None:
-            # An ended continuation goes on by `end` alone, at no cost.
-            only_end = torch.full_like(following, -torch.inf).index_fill(
-                -1, torch.tensor(end, device=device), 0.0
-            )
-            following = torch.where(ended[..., None], only_end, following)
-        before, scores = scores.shape[1], (scores[..., None] + following).flatten(1)
-        scores, chosen = scores.topk(min(beams, scores.shape[1]))
-        beam, new = chosen // following.shape[-1], chosen % following.shape[-1]
-        state = _rows(state, (rows * before + beam).flatten(), batch * before)
-        texts = torch.cat((texts[rows, beam], new[..., None]), dim=-1)
-        lengths = lengths[rows, beam] + ~ended[rows, beam]
-        ended = ended[rows, beam] if end is None else new == end
-    best = (scores / ((5 + lengths) / 6) ** length_penalty).argmax(dim=-1)
-    text = texts[rows[:, 0], best].to(first)
-    return F.pad(text, (0, tokens - text.shape[1]), value=0 if end is None else end)
-
-
-def _log_probabilities(logits: Tensor, device: torch.device) -> Tensor:
-    """Log-probabilities of the next token, float64 [rows vocabulary]."""
-    return logits[:, -1].to(device).double().log_softmax(dim=-1)
-
-
-def _rows(state: Any, rows: Tensor, batch: int) -> Any:
-    """The state with these rows of its batch."""
-
-    def chosen(x: Any) -> Any:
-        in_batch = isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == batch
-        return x.index_select(0, rows.to(x.device)) if in_batch else x
-
-    return tree_map(chosen, state)
 
 
 def _chosen(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:

@@ -21,10 +21,7 @@ from efficient_attn.options import one_of, positive_number
 from efficient_attn.problem import positive_count
 from efficient_attn.registry import BackendSpec
 from efficient_attn.sharding import at_positions, whole_tokens
-from efficient_attn.transformer.positions import BASE, INSIDE, check_even, rotate
-
-# Longest distance with a bias of its own (Raffel et al. 2020, section 2.1).
-_MAX_DISTANCE = 128
+from efficient_attn.transformer.positions import BASE, check_even, rotate
 
 
 class ContextKeys(NamedTuple):
@@ -61,8 +58,7 @@ class AttentionLayer(nn.Module):
         num_kv_heads: Number of key and value heads, a divisor of num_heads; None: num_heads.
         head_dim: Size of each head; None: model_dim / num_heads.
         scale: Factor on q·k; None: 1/√head_dim.
-        positions: "rotary" rotates q and k, "relative" adds a learned bias of each head and distance to the
-            scores of a backend with the option `max_distance` (128 by default); None: no positions.
+        positions: "rotary" rotates q and k; None: no positions.
         rotary_base: Longest wavelength of rotary positions over 2π.
         rotary_scaling: Factor by which rotary positions are divided: the model's length over the trained one.
         qk_norm: Whether each query and key head is divided by its root mean square, times a learned vector
@@ -105,8 +101,8 @@ class AttentionLayer(nn.Module):
         self.model_dim, self.head_dim = model_dim, _head_size(model_dim, num_heads, kv_heads, head_dim)
         self._heads = (num_heads, kv_heads, kv_heads)
         if positions is not None:
-            one_of("positions in a block", positions, INSIDE)
-        self._rotary = positions == "rotary"
+            one_of("positions in a block", positions, ["rotary"])
+        self._rotary = positions is not None
         self._rotary_options = {
             "base": positive_number("rotary_base", rotary_base),
             "scaling": positive_number("rotary_scaling", rotary_scaling),
@@ -118,9 +114,6 @@ class AttentionLayer(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
         if self._rotary:
             check_even("head_dim", self.head_dim, "rotary")
-        if positions == "relative":
-            options = {"max_distance": _MAX_DISTANCE, **options}
-            _check_scores(backend)
         rows = sum(self._heads) * self.head_dim
         self.in_proj_weight = nn.Parameter(torch.empty(rows, model_dim))
         self.register_parameter("in_proj_bias", nn.Parameter(torch.zeros(rows)) if bias else None)
@@ -223,10 +216,9 @@ class AttentionLayer(nn.Module):
             )
         if not self.backend.spec.capabilities.cross:
             raise UnsupportedError(f"Backend {name!r} cannot read another sequence: it takes no context.")
-        if self._rotary or getattr(self.backend.options, "max_distance", False):
-            kind = "Rotary" if self._rotary else "Relative"
+        if self._rotary:
             raise UnsupportedError(
-                f"{kind} positions compare tokens of one sequence: a layer that reads a context has none."
+                "Rotary positions compare tokens of one sequence: a layer that reads a context has none."
             )
 
     def extra_repr(self) -> str:
@@ -264,15 +256,6 @@ def check_arguments(
             kind = f"argument of {modules[0].__name__} or option of "
             kind += " and ".join(dict.fromkeys(repr(spec.name) for spec in backends))
             raise UnknownNameError(kind, option, names)
-
-
-def _check_scores(spec: BackendSpec) -> None:
-    """Refuse relative positions of a backend that adds no bias to scores."""
-    if all(field.name != "max_distance" for field in fields(spec.options_type)):
-        raise UnsupportedError(
-            f"Backend {spec.name!r} adds no bias to scores, as positions='relative' needs: 'exact' and "
-            "'window' do. Rotary positions work with every backend."
-        )
 
 
 def _head_size(model_dim: int, num_heads: int, kv_heads: int, head_dim: int | None) -> int:

@@ -1,7 +1,6 @@
 """Position encodings: sinusoidal and learned ones are added to embeddings, rotary ones rotate q and k.
 
-Rotary positions work with every backend, since they change q and k before the backend. Relative ones are a
-learned bias of the scores (`max_distance` of a backend), which few backends compute.
+Rotary positions work with every backend, since they change q and k before the backend.
 """
 
 import torch
@@ -12,9 +11,7 @@ from efficient_attn.ops.dtypes import float64_device, upcast
 from efficient_attn.options import one_of
 from efficient_attn.problem import positive_count
 
-KINDS = ("sinusoidal", "learned", "rotary", "relative")
-# Kinds that change the attention instead of the embeddings.
-INSIDE = ("rotary", "relative")
+KINDS = ("sinusoidal", "learned", "rotary")
 
 # Longest wavelength over 2π (Vaswani et al. 2017, section 3.5; Su et al. 2021, section 3.2.2).
 BASE = 10_000.0
@@ -97,7 +94,7 @@ class NoPositions(nn.Module):
 
 
 def build_positions(kind: str | None, model_dim: int, max_tokens: int | None) -> nn.Module:
-    """Module that adds positions of this kind to embeddings; NoPositions for None and kinds inside blocks.
+    """Module that adds positions of this kind to embeddings; NoPositions for None and rotary ones.
 
     Raises:
         UnknownNameError: If there are no such positions.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from efficient_attn import sharding
-from efficient_attn.backends import resolve
+from efficient_attn.backends import resolve, seeded, spawn_seeds
 from efficient_attn.errors import OptionError
 from efficient_attn.options import probability
 from efficient_attn.problem import positive_count
@@ -28,8 +28,7 @@ from efficient_attn.transformer.layer import (
     check_sequence,
     share_layers,
 )
-from efficient_attn.transformer.positions import INSIDE, build_positions
-from efficient_attn.transformer.seeds import seeded, spawn_seeds
+from efficient_attn.transformer.positions import build_positions
 
 # Names of submodules in torch's stacks.
 _NAMES = {"layers": "blocks"}
@@ -69,7 +68,7 @@ class Encoder(nn.Module):
         norm_eps: Constant under the root of the norms; None: torch's.
         final_norm: Whether a norm follows the last block; None: if norm is "pre".
         dropout: Dropout probability on residual branches and embeddings (0.1 in the paper).
-        positions: "sinusoidal", "learned" (needs max_tokens), "rotary", "relative" or None.
+        positions: "sinusoidal", "learned" (needs max_tokens), "rotary" or None.
         seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
         checkpoint: Whether the activations of each block are computed again in the backward pass instead of
             being kept (Chen et al. 2016).
@@ -118,7 +117,7 @@ class Encoder(nn.Module):
                 norm_type=norm_type,
                 norm_eps=norm_eps,
                 dropout=dropout,
-                positions=positions if positions in INSIDE else None,
+                positions="rotary" if positions == "rotary" else None,
                 causal=causal,
                 max_tokens=max_tokens,
                 **seeded(spec, layer_options, layer_seed),
@@ -194,7 +193,7 @@ class Decoder(nn.Module):
                 norm_type=norm_type,
                 norm_eps=norm_eps,
                 dropout=dropout,
-                positions=positions if positions in INSIDE else None,
+                positions="rotary" if positions == "rotary" else None,
                 max_tokens=max_tokens,
                 cross_backend=cross,
                 cross_options=None if cross is None else seeded(cross, cross_options or {}, cross_seed),

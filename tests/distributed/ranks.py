@@ -5,10 +5,8 @@ the errors of one process in the same dtype.
 """
 
 import itertools
-import os
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
 from copy import deepcopy
 
 import torch
@@ -16,11 +14,9 @@ import torch.distributed as dist
 from forked import join, leave, report, run
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 import efficient_attn as ea
-from efficient_attn.distributed import ContextParallel, context_parallel, shard, unshard
-from efficient_attn.distributed import layout as layouts
+from efficient_attn.distributed import context_parallel, shard, unshard
 from efficient_attn.errors import AttentionError
 
 RANKS, TOKENS = 4, 192
@@ -119,23 +115,11 @@ def compare(mesh: DeviceMesh) -> None:
         report("attention", [name, causal, layout, masked, str(dtype)], pairs)
 
 
-def scan(mesh: DeviceMesh) -> None:
-    """Causal states by a scan over two nodes of half of the ranks each."""
-    before = layouts.MOST_GATHERED
-    os.environ["LOCAL_WORLD_SIZE"], layouts.MOST_GATHERED = str(RANKS // 2), RANKS // 2
-    backend = ea.build("performer-positive", head_dim=DIM, causal=True, num_features=16).double()
-    for layout in LAYOUTS:
-        call = backend, drawn(1.0), key_mask()
-        pairs = zip(parts(mesh, *call, layout), whole(*call), strict=True)
-        report("scan", layout, max(relative(x, y) for x, y in pairs))
-    layouts.MOST_GATHERED = before
-
-
 def models(mesh: DeviceMesh) -> None:
     """An encoder whose positions go on from rank to rank, in every way to put it on several ranks."""
     x = torch.randn(2, 48, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     sizes = {"num_layers": 2, "feed_forward_dim": 16, "max_tokens": 48, "causal": True}
-    ways = "context", "checkpoint", "style", "style, checkpoint", "compiled"
+    ways = "context", "checkpoint", "compiled"
     rows = [*itertools.product(("sinusoidal", "learned"), ways[:1]), *itertools.product(("rotary",), ways)]
     for positions, way in rows:
         torch.manual_seed(0)
@@ -144,11 +128,8 @@ def models(mesh: DeviceMesh) -> None:
         out = model(x)
         out.sin().sum().backward()
         expected = [out.detach(), *gradients(model)]
-        style = way.startswith("style")
-        if style:
-            parallelize_module(model, mesh, ContextParallel("head-tail"))
         call = torch.compile(model, backend="aot_eager") if way == "compiled" else model
-        with nullcontext() if style else context_parallel(mesh, layout="head-tail"):
+        with context_parallel(mesh, layout="head-tail"):
             out = call(shard(x, mesh, 1, "head-tail"))
             out.sin().sum().backward()
         joined = [unshard(out, mesh, 1, "head-tail"), *gradients(model, of_all_ranks=True)]
@@ -213,7 +194,6 @@ def work(rank: int) -> None:
     models(mesh)
     decode(mesh)
     disagree(mesh, rank)
-    scan(mesh)
     leave()
 
 

@@ -5,25 +5,22 @@ Errors are relative to one process in the same dtype.
 
 import itertools
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 from forked import join, leave, report, run
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import efficient_attn as ea
-from efficient_attn.distributed import ContextParallel, context_parallel, shard, unshard
+from efficient_attn.distributed import context_parallel, shard, unshard
 
 RANKS, TOKENS = 4, 64
 BACKENDS = {"exact": {}, "performer-positive": {"num_features": 16}, "window": {"window": 21}}
 LAYOUTS = ("contiguous", "head-tail")
-# Layout of each dtype, and whether the style puts it in force and activations are computed again in the
-# backward pass, which is outside of it.
+# Layout of each dtype, and whether activations are computed again in the backward pass.
 WAYS = {torch.float32: ("contiguous", False), torch.float64: ("head-tail", True)}
 # Target that no loss counts.
 PADDING = -100
@@ -96,10 +93,8 @@ def train(mesh: DeviceMesh, backend: str, masked: bool, dtype: torch.dtype) -> N
             for tensor in (x, y, mask)
         ]
         whole = model(backend, dtype, checkpoint=again)
-        if again:
-            parallelize_module(whole, mesh["cp"], ContextParallel(layout))
         wrapped = ENGINES[engine](whole, mesh)
-        with nullcontext() if again else context_parallel(mesh["cp"], layout=layout):
+        with context_parallel(mesh["cp"], layout=layout):
             # Engines average gradients over processes.
             (sum_of_losses(wrapped, *local) * RANKS / counted).backward()
         case = [backend, masked, str(dtype), engine, layout, again]

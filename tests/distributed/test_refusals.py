@@ -97,16 +97,6 @@ def test_calls_that_other_ranks_cannot_answer_are_refused(request_, message):
             UnsupportedError,
             "q has 4 tokens and k has 6",
         ),
-        *(
-            (
-                lambda name=name: check_segments(
-                    built(name, num_heads=2, max_distance=4), *zeros(8, 8), of_rank(0)
-                ),
-                UnsupportedError,
-                "no backend has relative positions",
-            )
-            for name in ("exact", "window")
-        ),
         (
             lambda: exchange_of(linformer := built("linformer", max_tokens=20, rank=4)).attend(
                 linformer, *zeros(8, 8, 8), None, of_rank(0)

@@ -300,9 +300,6 @@ REFUSED_WHEN_CALLED = [
     ({}, {"key_padding_mask": LATER}, r"key_padding_mask has shape \[5, 5\].*here \[2, 5\]"),
     ({}, {"key_padding_mask": LATER[:BATCH].int()}, "key_padding_mask is torch.int32; expected bool"),
     ({"backend": "exact"}, {"attn_mask": LATER[:2]}, r"attn_mask has shape \[2, 5\]"),
-    ({"backend": "exact", "max_distance": 4}, {"attn_mask": NUMBERS}, "layer with max_distance"),
-    ({"backend": "exact", "max_distance": 4}, {"need_weights": True}, "layer with max_distance"),
-    ({"backend": "exact", "max_distance": 4}, {"is_causal": True}, "build it with causal=True"),
     ({"backend": "exact"}, {"attn_mask": "causal"}, "attn_mask is a torch tensor"),
 ]
 

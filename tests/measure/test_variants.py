@@ -98,8 +98,8 @@ def test_options_that_were_added_leave_the_cases_of_former_records_as_they_are()
     former = {record.case.backend: record.case.options for record in kept}
     sizes = {"tokens": 8, "num_heads": 1, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}
     assert {one.backend: one.case(kind="time", **sizes).options for one in select(list(former))} == former
-    (relative,) = select(["window"], parse_settings(["window.max_distance=4"]))
-    assert relative.options == {"window": 257, "max_distance": 4}
+    (added,) = select(["window"], parse_settings(["window.global_tokens=4"]))
+    assert added.options == {"window": 257, "global_tokens": 4}
 
 
 def test_further_variants_are_selected_where_no_backend_is_named_and_no_option_of_theirs_is_set():

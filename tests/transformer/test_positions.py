@@ -64,7 +64,7 @@ def test_a_position_beyond_the_learned_table_is_refused():
         decoder.extend(torch.zeros(1, 1, 8), state)
 
 
-@pytest.mark.parametrize("kind", [None, "sinusoidal", "learned", "rotary", "relative"])
+@pytest.mark.parametrize("kind", [None, "sinusoidal", "learned", "rotary"])
 def test_an_encoder_is_permutation_equivariant_only_without_positions(kind):
     torch.manual_seed(0)
     encoder = ea.Encoder(DIM, 2, "exact", num_layers=2, positions=kind, max_tokens=TOKENS).double().eval()

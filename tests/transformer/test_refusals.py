@@ -38,7 +38,7 @@ BUILT = [
     (layer, {"norm_eps": -1.0}, OptionError, "norm_eps is a finite number above 0"),
     (layer, {"backend": "linformer", "causal": True}, UnsupportedError, "'linformer' cannot be causal"),
     (layer, {"head_dim": 3, "positions": "rotary"}, OptionError, "head_dim=3 is odd, and rotary"),
-    (layer, {"positions": "learned"}, UnknownNameError, "positions in a block.*Known: relative, rotary"),
+    (layer, {"positions": "learned"}, UnknownNameError, "positions in a block.*Known: rotary"),
     (block, {"backend": "linformer"}, UnsupportedError, "'linformer' cannot be causal.*exact.*window"),
     (block, {"cross_backend": "window"}, UnsupportedError, "'window' cannot read another sequence"),
     (block, {"causal": False}, OptionError, "decoder block is causal"),
@@ -72,7 +72,6 @@ BUILT = [
     (generate, {"temperature": -0.5}, OptionError, "temperature is at least 0, not -0.5"),
     (generate, {"top_k": 0}, OptionError, "top_k is at least 1"),
     (generate, {"seed": 0.5}, DtypeError, "seed is a whole number"),
-    (ea.beam_search, {"step": None, "first": IDS, "tokens": 2, "beams": 0}, OptionError, "beams"),
 ]
 
 
@@ -145,4 +144,4 @@ def test_an_argument_that_a_module_lacks_is_refused_with_its_arguments(kind, mis
     with pytest.raises(UnknownNameError, match=message) as refusal:
         kind(DIM, HEADS, **sizes, **{misspelt: 2})
     names = str(refusal.value).partition("Known: ")[2].rstrip(".").split(", ")
-    assert {meant, "head_dim", "max_distance"} <= set(names)
+    assert {meant, "head_dim", "dropout"} <= set(names)

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import build
+from efficient_attn.backends import build, seeded, spawn_seeds
 from efficient_attn.integrations.masks import ShownKeys, read_mask
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
-from efficient_attn.transformer.seeds import seeded, spawn_seeds
 
 SDPA = F.scaled_dot_product_attention
 PATTERN = "its mask is no key mask and not causal"

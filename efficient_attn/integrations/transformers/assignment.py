@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import build, resolve
+from efficient_attn.backends import build, resolve, seeded, spawn_seeds
 from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.masks import Pattern
 from efficient_attn.integrations.plan_files import check_size, plan_of_backends
@@ -15,7 +15,6 @@ from efficient_attn.integrations.transformers.attend import EXACT as EXACT_NAMES
 from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.integrations.transformers.sites import AttentionSite
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.transformer.seeds import seeded, spawn_seeds
 
 # Saved tensors of the backend of each attention module, by their names in the backend.
 SavedTensors = dict[str, dict[str, Tensor]]
@@ -84,11 +83,6 @@ def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, s
         )
     if options.get("sharing") == "layers":
         raise UnsupportedError("sharing='layers' is for ea.Encoder; in a transformers model: 'key-value'.")
-    if distance := options.get("max_distance"):
-        raise UnsupportedError(
-            f"max_distance={distance}: a trained model has positions of its own; max_distance is for layers "
-            "of efficient_attn, trained with positions='relative'."
-        )
     if site.only_exact is not None and chosen.name not in EXACT_NAMES:
         raise UnsupportedError(
             f"{site.path} {site.only_exact}, which backend {chosen.name!r} does not support; 'exact' does, "

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
+from efficient_attn.backends import spawn_seeds
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites
 from efficient_attn.options import SEED
-from efficient_attn.transformer.seeds import spawn_seeds
 
 
 class ModelOutputs(NamedTuple):

@@ -51,8 +51,6 @@ def with_indexer():
         (modernbert, {"backend": "performer-positive"}, UnsupportedError, "full='performer-positive'"),
         (modernbert, {"backend": "window", "window": 65}, OptionError, "slides over 9 keys"),
         (modernbert, {"backend": "window", "global_tokens": 4}, OptionError, "cache drops the first tokens"),
-        (bert, {"backend": "exact", "max_distance": 4}, UnsupportedError, "4: a trained model has"),
-        (mistral, {"sliding": ("window", {"max_distance": 4})}, UnsupportedError, "positions of its own"),
         (mistral, {"backend": {"1": "performer-trig"}}, UnsupportedError, "causal over 5 keys"),
         (indexed, {"backend": "exact"}, UnsupportedError, r"layers\.1\.self_attn is a layer of type 'index"),
         (on_meta, {"backend": "window"}, UnsupportedError, r"0\.self_attn are on meta.*load the model first"),
