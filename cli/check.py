@@ -27,7 +27,7 @@ OnlyOption = Annotated[
 ]
 _TIMEOUT = "Time limit of one check; a check that takes longer is broken."
 TimeoutOption = Annotated[str, typer.Option("--timeout", metavar="TIME", help=_TIMEOUT)]
-_SIGNATURE = "Library whose signature the function has: plain, sdpa, flash-attn, xformers, flex or fla."
+_SIGNATURE = "Library whose signature the function has: plain, sdpa, flash-attn or fla."
 SignatureOption = Annotated[str | None, typer.Option("--signature", metavar="NAME", help=_SIGNATURE)]
 LayoutOption = Annotated[
     str | None, typer.Option("--layout", metavar="bhsd|bshd", help="Order of axes; the library's if omitted.")

@@ -1,23 +1,21 @@
-"""Input size limits of all readers; larger inputs are refused before parsing."""
+"""Input size limits of all readers, which refuse larger inputs before parsing."""
 
+import os
+import struct
 from pathlib import Path
 
 from efficient_attn.errors import DataError
 
 # A record takes a few kilobytes, a run a few hundred lines; a million samples take 24 megabytes.
-RECORD_LINE_BYTES, RECORDS_BYTES, RECORDS_LINES = 1 << 22, 3 << 23, 20_000
-# Entries of one field of a record (timed calls, draws), and number of options.
-SAMPLES, OPTIONS = 100_000, 1000
-# Total values in one file.
-RECORDS_VALUES = 2_000_000
+RECORD_LINE_BYTES, RECORDS_BYTES = 1 << 22, 3 << 23
 
-# Counts in records (tokens, heads, threads, answers, …); bytes; and other whole numbers, which fit into 64
-# bits.
-COUNT, BYTES, WHOLE_NUMBER = 1 << 40, 1 << 50, (1 << 63) - 1
+# Counts in records (tokens, heads, threads, answers, …), and other whole numbers, which fit into 64 bits.
+COUNT, WHOLE_NUMBER = 1 << 40, (1 << 63) - 1
 
-# A header takes about 100 bytes per tensor, plus the token strings of captured activations.
-TENSOR_HEADER_BYTES, TENSORS = 1 << 22, 20_000
-# Files whose tensors are read as a whole: captured activations, checkpoints.
+# A header takes about 100 bytes per tensor, plus the token strings of captured activations. The safetensors
+# library accepts headers of 100 MB, which take seconds and half a gigabyte.
+TENSOR_HEADER_BYTES = 1 << 22
+# Files whose tensors are read as a whole: captured activations.
 TENSOR_FILE_BYTES = 1 << 34
 
 # Text files: environment of a run, model configuration.
@@ -36,3 +34,27 @@ def read_bytes(path: Path, most: int) -> bytes:
     if len(data) > most:
         raise DataError(f"{path} is larger than {most} bytes, the limit for such a file.")
     return data
+
+
+def check_header(path: Path, *, most: int | None = None, hint: str = "") -> None:
+    """Refuse a file that is no safetensors file or exceeds a limit, before the library reads it.
+
+    Args:
+        most: Largest size of the file; None: unlimited.
+        hint: Advice for the error message on other files.
+
+    Raises:
+        DataError: If the file cannot be read, has no header, or exceeds a limit.
+    """
+    try:
+        with path.open("rb") as file:
+            size, start = os.fstat(file.fileno()).st_size, file.read(9)
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror}.") from None
+    if start[8:] != b"{":
+        raise DataError(f"{path} is not a valid safetensors file: it has no header{hint}.")
+    (length,) = struct.unpack("<Q", start[:8])
+    if length > TENSOR_HEADER_BYTES:
+        raise DataError(f"{path} has a header of {length} bytes; at most {TENSOR_HEADER_BYTES} are read.")
+    if most is not None and size > most:
+        raise DataError(f"{path} has {size} bytes; at most {most} are read.")

@@ -45,37 +45,6 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: Attent
     return {"causal": problem.causal, "softmax_scale": problem.scale}
 
 
-def _xformers(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem
-) -> dict[str, Any]:
-    """memory_efficient_attention: attn_bias as a tensor [batch, heads, queries, keys], scale."""
-    rows, keys = q.shape[-2], k.shape[-2]
-    hidden = torch.zeros(1, 1, rows, keys, dtype=torch.bool, device=q.device)
-    if problem.causal:
-        hidden = hidden | ~torch.ones_like(hidden).tril(keys - rows)
-    if mask is not None:
-        hidden = hidden | ~mask[:, None, None]
-    bias = torch.zeros(len(q), q.shape[1], rows, keys, dtype=q.dtype, device=q.device)
-    plain = mask is None and not problem.causal
-    return {"attn_bias": None if plain else bias.masked_fill(hidden, -torch.inf), "scale": problem.scale}
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
-    """torch.nn.attention.flex_attention: block_mask, scale, enable_gqa."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": k.shape[1] != q.shape[1]}
-    if mask is None and not problem.causal:
-        return options
-    rows, keys = q.shape[-2], k.shape[-2]
-
-    def shown(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        seen = key <= row + (keys - rows) if problem.causal else key >= 0
-        return seen if mask is None else seen & mask[batch, key]
-
-    return {**options, "block_mask": create_block_mask(shown, len(q), None, rows, keys, device=str(q.device))}
-
-
 def _fla(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
     """Linear attention of flash-linear-attention: scale; always causal, returns the output and a state."""
     return {} if problem.scale is None else {"scale": problem.scale}
@@ -86,8 +55,6 @@ SIGNATURES: dict[str, tuple[Callable[..., dict[str, Any]], str]] = {
     "plain": (_plain, "bhsd"),
     "sdpa": (_sdpa, "bhsd"),
     "flash-attn": (_flash, "bshd"),
-    "xformers": (_xformers, "bshd"),
-    "flex": (_flex, "bhsd"),
     "fla": (_fla, "bshd"),
 }
 _NO_KEY_MASK = ("flash-attn", "fla")
@@ -142,8 +109,7 @@ def adapt(
     Args:
         function: f(q, k, v, …), or its address file.py:object.
         signature: "plain" (key_mask=, causal=), "sdpa" (F.scaled_dot_product_attention), "flash-attn"
-            (flash_attn_func), "xformers" (memory_efficient_attention), "flex" (flex_attention) or "fla"
-            (linear attention of flash-linear-attention).
+            (flash_attn_func) or "fla" (linear attention of flash-linear-attention).
         layout: Order of axes, "bhsd" or "bshd"; None: that of the library.
         causal: Whether causality is promised; always, for "fla".
         key_mask: Whether key masks are promised.

@@ -81,3 +81,4 @@ def forgotten():
             table.clear()
             table.update(before)
         records._line_type.cache_clear()
+        records._decoder.cache_clear()

@@ -18,7 +18,7 @@ COMMANDS = ROOT / "cli"
 
 # Each row may import itself and the rows above it.
 LAYERS = (
-    {"shapes", "errors", "contained", "limits", "strict", "tensor_headers", "problem", "options"}
+    {"shapes", "errors", "contained", "limits", "strict", "problem", "options"}
     | {"operation_counts", "sharding"},
     {"ops"},
     {"registry"},

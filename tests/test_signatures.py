@@ -50,12 +50,6 @@ def flash_attn(q, k, v, causal=False, softmax_scale=None):
     return attend(*(x.transpose(1, 2) for x in (q, k, v)), shown, softmax_scale).transpose(1, 2)
 
 
-def xformers(q, k, v, attn_bias=None, scale=None):
-    assert q.shape[2] == k.shape[2], "grouped heads were not declared"
-    shown = None if attn_bias is None else attn_bias == 0
-    return attend(*(x.transpose(1, 2) for x in (q, k, v)), shown, scale).transpose(1, 2)
-
-
 def linear(q, k, v, scale=None):
     """Causal linear attention without a feature map's denominator, as fla returns it: output and state."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -67,14 +61,13 @@ CASES = {
     "plain": (plain, {**ALL, "key_mask": True}),
     "sdpa": (F.scaled_dot_product_attention, {**ALL, "key_mask": True, "grouped": True}),
     "flash-attn": (flash_attn, {**ALL, "grouped": True}),
-    "xformers": (xformers, {**ALL, "key_mask": True}),
 }
 
 
 # The quick ones differ most: all promises by keyword, and another layout with fewer of them.
 @pytest.mark.parametrize(
     "signature",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("plain", "xformers"))) for name in CASES],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "plain")) for name in CASES],
 )
 def test_a_right_function_keeps_what_it_declares(signature):
     function, declared = CASES[signature]
@@ -94,18 +87,6 @@ def test_adapted_functions_compute_what_exact_computes(signature):
         made = {"head_dim": 8, "num_heads": 4, "causal": causal}
         backend = ea.build(adapt(function, signature=signature, **declared), **made)
         torch.testing.assert_close(backend(q, k, k), ea.build("exact", **made)(q, k, k))
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_is_reached_with_its_block_mask():
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    declared = {**ALL, "key_mask": True, "grouped": True, "backward": False}
-    backend = ea.build(adapt(flex.flex_attention, signature="flex", **declared), head_dim=16, causal=True)
-    q, k, mask = torch.randn(1, 2, 9, 16), torch.randn(1, 1, 9, 16), torch.ones(1, 9, dtype=torch.bool)
-    mask[:, 7:] = False
-    with torch.no_grad():
-        expected = ea.attention(q, k, k, key_mask=mask, causal=True)
-        torch.testing.assert_close(backend(q, k, k, key_mask=mask), expected)
 
 
 def test_linear_attention_of_fla_is_called_in_its_layout():

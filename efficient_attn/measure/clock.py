@@ -1,5 +1,8 @@
 """Timing of calls: raw samples after a warm-up, by the CPU's clock or CUDA events; device times, ceilings.
 
+Other processes lengthen calls most by keeping the core from them. Linux counts this run-queue wait per
+thread, and times on one CPU thread exclude it.
+
 Device times are of calls on CUDA that are queued while the device is busy, so that it waits for no launch. As
 in `triton.testing.do_bench`, the L2 cache is flushed before each call, events enclose the call alone, and the
 host waits once, after the last call. The flush hides some 0.1 ms of launches; a spinning kernel before it
@@ -14,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 from typing import NamedTuple
 
 Call = Callable[[], object]
@@ -32,6 +36,9 @@ _FLUSH_BYTES = 256_000_000
 # Least device time of a warm-up, as in do_bench, during which clocks rise.
 _WARM_UP_S = 0.025
 
+# CPU time, run-queue wait and number of time slices of the calling thread, the first two in nanoseconds.
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
 # Cycles of the spinning kernel per second of enqueueing: twice the clock of a GPU, as a margin.
 _CYCLES_PER_S = 4e9
 
@@ -42,9 +49,16 @@ _COPIED_BYTES, _ROWS = 1 << 28, 8192
 _CALLS = 5
 
 
-def clock(device: str) -> Clock:
-    """A function that makes one call and returns its duration in seconds, including the device's work."""
-    return partial(_time_on_cuda, device=device) if device.startswith("cuda") else _time_on_cpu
+def clock(device: str, threads: int = 1) -> Clock:
+    """A function that makes one call and returns its duration in seconds, including the device's work.
+
+    Args:
+        threads: Number of torch threads on the CPU. With one, the time excludes the run-queue wait of this
+            thread, where the system counts it, and is at least its CPU time.
+    """
+    if device.startswith("cuda"):
+        return partial(_time_on_cuda, device=device)
+    return _time_on_one_thread if threads == 1 and _wait_s() is not None else _time_on_cpu
 
 
 def warm_up(call: Call, time_call: Clock, *, limit_s: float, first: Call | None = None) -> float:
@@ -76,6 +90,26 @@ def _time_on_cpu(call: Call) -> float:
     stop = time.perf_counter()
     del result
     return stop - start
+
+
+def _time_on_one_thread(call: Call) -> float:
+    wait_s, cpu_s = -(_wait_s() or 0.0), -time.thread_time()
+    start = time.perf_counter()
+    result = call()
+    stop = time.perf_counter()
+    cpu_s += time.thread_time()
+    wait_s += _wait_s() or 0.0
+    del result
+    # The wait also counts what passes between the readings.
+    return min(stop - start, max(stop - start - wait_s, cpu_s))
+
+
+def _wait_s() -> float | None:
+    """Run-queue wait: seconds that this thread was ready to run but not running; None if not counted."""
+    try:
+        return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _time_on_cuda(call: Call, *, device: str) -> float:

@@ -5,7 +5,7 @@ A subject is the named input of a measurement, with its exact output and its tra
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path, PurePath
@@ -15,15 +15,17 @@ import msgspec
 import numpy as np
 import torch
 from msgspec import Meta
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from efficient_attn.errors import DataError, OptionError
+from efficient_attn.limits import TENSOR_FILE_BYTES, check_header
 from efficient_attn.measure import error as measure
 from efficient_attn.options import whole_number
 from efficient_attn.problem import positive_count
+from efficient_attn.registry import ALL_DTYPES
 from efficient_attn.shapes import Keys, Queries, Values
-from efficient_attn.tensor_headers import load_tensors, read_header
 
 # Texts of the shipped activations: four of an encoder, the last one of a decoder.
 TEXTS = ("alice", "pride", "sawyer", "opticks", "types")
@@ -148,12 +150,24 @@ def read_activations(path: str | Path) -> Captured:
         DataError: If the file cannot be read, is not a safetensors file, or lacks matching finite q, k, v.
     """
     path = Path(path)
-    described, about = read_header(path, hint=". Make one with: efficient-attn swap MODEL --save")
-    names = _by_layer(described, path)
-    for group in names.values():
-        _check_shapes({letter: described[name] for letter, name in group.items()}, path)
-    tensors = load_tensors(path, (name for group in names.values() for name in group.values()))
-    layers = {layer: _activations(names[layer], tensors, path) for layer in sorted(names)}
+    hint = ". Make one with: efficient-attn swap MODEL --save"
+    check_header(path, most=TENSOR_FILE_BYTES, hint=hint)
+    try:
+        # The library checks shapes and offsets against the size of the file, and maps it into memory.
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+            groups = _by_layer(file.keys(), path)
+            tensors = {name: file.get_tensor(name) for group in groups.values() for name in group.values()}
+    except DataError:
+        raise
+    # PyTorch raises a RuntimeError if the file cannot be mapped.
+    except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{path} is not a valid safetensors file: {reason}.") from None
+    layers = {
+        layer: _activations({letter: tensors[name] for letter, name in groups[layer].items()}, path)
+        for layer in sorted(groups)
+    }
     metadata: dict[str, Any] = {}
     for name in _METADATA.keys() & about.keys():
         try:
@@ -164,44 +178,37 @@ def read_activations(path: str | Path) -> Captured:
     return Captured(layers=layers, about=rest, **metadata)
 
 
-def _by_layer(tensors: Mapping[str, Tensor], path: Path) -> dict[int, dict[str, str]]:
+def _by_layer(names: Iterable[str], path: Path) -> dict[int, dict[str, str]]:
     """{layer: {"q": name, "k": …, "v": …}}; tensors without a layer in their name belong to layer 0."""
     groups: dict[int, dict[str, str]] = {}
-    for name in tensors:
+    for name in names:
         if parts := _NAME.fullmatch(name):
             groups.setdefault(int(parts[1] or 0), {})[parts[2]] = name
     incomplete = [layer for layer, group in groups.items() if len(group) < len(Activations._fields)]
     if not groups or incomplete:
-        names = ", ".join(sorted(tensors)[:6]) or "nothing"
+        shown = ", ".join(sorted(names)[:6]) or "nothing"
         raise DataError(
-            f"{path} lacks q, k and v of one layer (layer.N.q, layer.N.k, layer.N.v); it holds {names}."
+            f"{path} lacks q, k and v of one layer (layer.N.q, layer.N.k, layer.N.v); it holds {shown}."
         )
     return groups
 
 
-def _check_shapes(group: Mapping[str, Tensor], path: Path) -> None:
-    """Refuse q, k and v with inconsistent shapes, before any data are read."""
+def _activations(group: Mapping[str, Tensor], path: Path) -> Activations:
+    """q, k and v of a layer, [1, heads, tokens, head_dim]."""
     shapes = ", ".join(f"{name} {list(group[name].shape)}" for name in Activations._fields)
-    q, k, v = (_as_batch(group[name]) for name in Activations._fields)
-    if any(tensor.ndim != 4 or tensor.shape[0] != 1 or tensor.numel() == 0 for tensor in (q, k, v)):
+    tensors = [group[name] for name in Activations._fields]
+    q, k, v = tensors = [tensor[None] if tensor.ndim == 3 else tensor for tensor in tensors]
+    if any(tensor.ndim != 4 or tensor.shape[0] != 1 or tensor.numel() == 0 for tensor in tensors):
         raise DataError(f"{path} does not hold q, k, v as [heads, tokens, head_dim] or [1, …]: {shapes}.")
     heads_fit = k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0
     if not heads_fit or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
         raise DataError(f"{path} holds q, k, v with inconsistent shapes: {shapes}.")
     for name, tensor in group.items():
-        if not tensor.is_floating_point():
-            raise DataError(f"{path} holds {name} as {tensor.dtype}, which is not a floating-point dtype.")
-
-
-def _activations(names: Mapping[str, str], tensors: Mapping[str, Tensor], path: Path) -> Activations:
-    for letter, name in names.items():
-        if not tensors[name].isfinite().all():
-            raise DataError(f"{path} holds {letter} with non-finite entries.")
-    return Activations(*(_as_batch(tensors[names[letter]]) for letter in Activations._fields))
-
-
-def _as_batch(tensor: Tensor) -> Tensor:
-    return tensor[None] if tensor.ndim == 3 else tensor
+        if str(tensor.dtype).removeprefix("torch.") not in ALL_DTYPES:
+            raise DataError(f"{path} holds {name} as {tensor.dtype}; dtypes are {', '.join(ALL_DTYPES)}.")
+        if not tensor.isfinite().all():
+            raise DataError(f"{path} holds {name} with non-finite entries.")
+    return Activations(q, k, v)
 
 
 @dataclass(frozen=True, eq=False)

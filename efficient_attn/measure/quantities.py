@@ -149,7 +149,7 @@ _CEILING, _STATE = "reference of shares", "reason for an unclear device time"
 
 # Costs: `bench`.
 register(
-    duration("time_s", "times_s", "Wall-clock time of a call"),
+    duration("time_s", "times_s", "Wall-clock time of a call, less the run-queue wait on one CPU thread"),
     duration("device_time_s", "device_times_s", "Time of a queued call on a GPU without launch overhead"),
     condition(
         "round_sizes",

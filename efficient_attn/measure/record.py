@@ -5,6 +5,7 @@ their fields. A measurement that failed is a record too, with its reason.
 """
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,13 @@ import msgspec
 from msgspec import Meta
 
 from efficient_attn.errors import UnknownNameError
-from efficient_attn.limits import COUNT, OPTIONS, SAMPLES, WHOLE_NUMBER
+from efficient_attn.limits import COUNT, WHOLE_NUMBER
 from efficient_attn.measure.quantities import FIELDS
 
 if TYPE_CHECKING:
     Options = Mapping[str, Any]
 else:
-    Options = Annotated[Mapping[str, str | int | float | bool | None], Meta(max_length=OPTIONS)]
+    Options = Mapping[str, str | int | float | bool | None]
 
 T = TypeVar("T")
 
@@ -172,24 +173,10 @@ def merge_rows(rows: Sequence[Record]) -> dict[str, Record]:
 
 
 def merge_rounds(parts: Sequence[Record]) -> Record:
-    """One record with the samples of all rounds, cut evenly to the capacity of a record."""
-    rounds = sum(len(part.round_sizes or ()) for part in parts)
-    most = max(SAMPLES // rounds, 1)
-    names = ("times_s", "device_times_s")
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    sizes, waited_s = [], 0.0
-    for part in parts:
-        start = 0
-        for size in part.round_sizes or ():
-            for name in names:
-                samples[name] += (getattr(part, name) or ())[start : start + min(size, most)]
-            start += size
-            sizes.append(min(size, most))
-        waited_s += (part.waited_s or 0.0) * sum(sizes[-len(part.round_sizes or ()) :]) / max(start, 1)
-    return replace(
-        parts[0],
-        times_s=tuple(samples["times_s"]),
-        device_times_s=tuple(samples["device_times_s"]) or None,
-        round_sizes=tuple(sizes),
-        waited_s=waited_s if all(part.waited_s is not None for part in parts) else None,
-    )
+    """One record with the samples of all rounds."""
+    waits_s = [part.waited_s for part in parts]
+    joined = {
+        name: tuple(itertools.chain.from_iterable(getattr(part, name) or () for part in parts)) or None
+        for name in ("times_s", "device_times_s", "round_sizes")
+    }
+    return replace(parts[0], waited_s=None if None in waits_s else sum(waits_s), **joined)

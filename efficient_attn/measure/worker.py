@@ -90,7 +90,7 @@ def time_of(
     Args:
         first: The same call with checks of its result; None: no checks.
     """
-    time_call = clock.clock(case.device)
+    time_call = clock.clock(case.device, case.threads)
     clock.warm_up(call, time_call, limit_s=seconds, first=first)
     queued = QueuedCalls(call, case.device, l2=case.l2 or COLD) if case.device.startswith("cuda") else None
     if queued is not None:

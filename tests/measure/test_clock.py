@@ -1,6 +1,9 @@
 """The clock: what a call takes, whatever else happens."""
 
+import os
 import statistics
+import subprocess
+import sys
 import time
 from itertools import cycle
 
@@ -12,7 +15,7 @@ from made_records import case
 from efficient_attn.measure import clock as module
 from efficient_attn.measure import worker
 from efficient_attn.measure.clock import Ceilings, QueuedCalls, ceilings, clock, sample, warm_up
-from efficient_attn.measure.record import Case, Record, merge_rounds
+from efficient_attn.measure.record import Record, merge_rounds
 
 
 class Scripted:
@@ -25,68 +28,98 @@ class Scripted:
         return self.times_s.pop(0)
 
 
-def sleeping(seconds):
-    time.sleep(seconds)
-
-
-def spinning(seconds):
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
+def spin(cpu_s):
+    end = time.thread_time() + cpu_s
+    while time.thread_time() < end:
         pass
 
 
-def told_and_own(passing, seconds, measure):
-    """The times that `measure` tells of calls of a function, and those that the function tells itself.
+@pytest.fixture
+def schedstat(monkeypatch, tmp_path):
+    """Stand-in for the system's count of the run-queue wait; returns the function that sets it."""
+    path = tmp_path / "schedstat"
+    monkeypatch.setattr(module, "_SCHEDSTAT", path)
 
-    A call ends late where the machine wakes it late, so it tells by another clock when it ended. What is
-    left is the time between two readings of clocks; a machine that takes the processor away there hits
-    single calls, and the median is one of those that it spared.
-    """
-    own_s = []
+    def count(wait_s):
+        path.write_text(f"7 {round(wait_s * 1e9)} 3\n")
 
-    def known(*tensors):
-        start = time.clock_gettime(time.CLOCK_MONOTONIC_RAW)
-        passing(seconds)
-        own_s.append(time.clock_gettime(time.CLOCK_MONOTONIC_RAW) - start)
-        return tensors[-1] if tensors else None
+    count(5.0)
+    return count
 
-    times_s = measure(known)
-    # The calls that were timed are the last ones; those before warmed up.
-    own_s = own_s[-len(times_s) :]
-    # Nothing sleeps or spins for less than it was told; how much longer is the machine's affair.
-    assert min(times_s) >= seconds
-    return statistics.median(time_s / own - 1 for time_s, own in zip(times_s, own_s, strict=True))
+
+@pytest.mark.parametrize(
+    ("threads", "wait_s", "time_s"),
+    [(1, 0.0, 0.05), (1, 0.04, 0.01), (1, 9.0, 0.0), (2, 0.04, 0.05)],
+    ids=["no wait", "a wait", "a wait beyond the call", "two threads"],
+)
+def test_one_thread_is_timed_without_its_wait_and_several_by_wall_clock(schedstat, threads, wait_s, time_s):
+    def call():
+        time.sleep(0.05)
+        schedstat(5.0 + wait_s)
+
+    found_s = clock("cpu", threads)(call)
+    assert time_s <= found_s < time_s + 0.02
+
+
+@pytest.mark.parametrize(("threads", "least_s", "most_s"), [(1, 0.0, 0.01), (2, 0.02, 0.04)])
+def test_a_record_on_one_thread_excludes_the_wait(schedstat, threads, least_s, most_s):
+    waits_s = iter(range(9, 99))
+
+    def call():
+        time.sleep(0.02)
+        schedstat(next(waits_s))
+
+    record = worker.time_of(case("time", "f", 4, threads=threads), call, seconds=0.0)
+    assert least_s <= min(record.times_s) < most_s
+
+
+def test_a_time_is_at_least_the_cpu_time_of_the_thread(schedstat):
+    def call():
+        spin(0.02)
+        schedstat(14.0)
+
+    assert clock("cpu")(call) >= 0.02
+
+
+@pytest.mark.parametrize("text", ["", "7 many 3"])
+def test_where_the_wait_is_not_counted_the_wall_clock_times(monkeypatch, tmp_path, text):
+    path = tmp_path / "schedstat"
+    path.write_text(text)
+    for place in (path, tmp_path / "missing"):
+        monkeypatch.setattr(module, "_SCHEDSTAT", place)
+        assert clock("cpu") is clock("cpu", 2)
+        assert clock("cpu")(lambda: time.sleep(0.02)) >= 0.02
+
+
+@pytest.mark.skipif(not module._SCHEDSTAT.exists(), reason="Linux alone counts the wait of a thread")
+def test_a_call_beside_a_busy_process_on_its_core_takes_its_own_time_alone():
+    before = os.sched_getaffinity(0)
+    core = {min(before)}
+    busy = subprocess.Popen([sys.executable, "-c", f"import os; os.sched_setaffinity(0, {core})\nwhile 1: 1"])
+    os.sched_setaffinity(0, core)
+    try:
+        time.sleep(0.1)
+        times_s, walls_s = (
+            [clock("cpu", threads)(lambda: spin(0.05)) for _ in range(3)] for threads in (1, 2)
+        )
+    finally:
+        os.sched_setaffinity(0, before)
+        busy.kill()
+        busy.wait()
+    assert min(times_s) >= 0.05 and statistics.median(times_s) < 0.06
+    assert statistics.median(walls_s) > 0.075
 
 
 @pytest.mark.serial
-@pytest.mark.parametrize("milliseconds", [5, 20, 100])
-@pytest.mark.parametrize("passing", [sleeping, spinning])
-def test_a_call_of_a_known_time_is_timed_within_2_percent(passing, milliseconds):
-    def measure(known):
-        return sample(known, clock("cpu"), seconds=0, least=5, most=5)
+def test_the_time_of_a_backend_includes_all_layers_of_its_call():
+    """The checks of shapes before a backend is called are part of its time."""
 
-    assert 0 <= told_and_own(passing, milliseconds / 1000, measure) < 0.02
+    def backend(q, k, v):
+        time.sleep(0.05)
+        return v
 
-
-@pytest.mark.serial
-def test_a_backend_of_a_known_time_is_timed_within_2_percent():
-    """Through all layers: the checks of shapes before a backend is called are part of its time."""
-    case = Case(
-        kind="time",
-        backend="own",
-        label="own",
-        num_heads=1,
-        head_dim=4,
-        tokens=4,
-        dtype="float32",
-        device="cpu",
-        threads=1,
-    )
-
-    def measure(known):
-        return worker.measure(case, target=known, seconds=0.5).times_s
-
-    assert 0 <= told_and_own(sleeping, 0.1, measure) < 0.02
+    times_s = worker.measure(case("time", "f", 4, threads=1), target=backend, seconds=0.2).times_s
+    assert 0.05 <= statistics.median(times_s) < 0.06
 
 
 def test_giving_the_result_back_is_not_part_of_the_time():

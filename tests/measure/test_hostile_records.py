@@ -37,7 +37,7 @@ PAYLOADS = (
     "[red]rich[/red] [link=http://example.org]x[/link]",
     "\x1b[2J\x1b]0;title\x07\x9b31m",
     "\u202etxt.exe\u2066\u200f\ufeff\u2028\u2029",
-    "\0\ud800\ufffe\U000e0041",
+    "\0\ufffe\U000e0041",
     "../../../etc/passwd",
     "C:\\x\\NUL",
     "x" * 10_000,

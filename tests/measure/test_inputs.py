@@ -1,14 +1,19 @@
 """Gaussian inputs that mean the same everywhere, and files of activations that are read with care."""
 
+import contextlib
 import json
 import pickle
 import struct
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save, save_file
 
+from efficient_attn import limits
 from efficient_attn.errors import DataError, DtypeError, OptionError
+from efficient_attn.measure import inputs
 from efficient_attn.measure.inputs import gaussian, read_activations
 
 
@@ -98,7 +103,10 @@ def changed(**changes):
         (changed(q=torch.ones(6, 4)), r"does not hold q, k, v as \[heads, tokens, head_dim\]"),
         (changed(q=torch.ones(2, 2, 6, 4)), r"does not hold q, k, v as \[heads, tokens, head_dim\]"),
         (changed(q=torch.ones(2, 0, 4)), r"does not hold q, k, v as \[heads, tokens, head_dim\]"),
-        (changed(q=torch.ones(2, 6, 4, dtype=torch.int64)), "holds q as torch.int64"),
+        (
+            changed(q=torch.ones(2, 6, 4, dtype=torch.int64)),
+            "holds q as torch.int64; dtypes are float64, float32",
+        ),
         (changed(k=torch.full((2, 6, 4), torch.nan)), "holds k with non-finite entries"),
         (changed(v=torch.full((2, 6, 4), torch.inf)), "holds v with non-finite entries"),
     ],
@@ -110,16 +118,45 @@ def test_a_file_without_matching_finite_q_k_v_is_refused_in_one_line(tmp_path, c
     assert "\n" not in str(caught.value)
 
 
+def header(entries, data=b"\0" * 48):
+    """A file with this header and these data."""
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entries(**changed):
+    rows = {name: [16 * place, 16 * place + 16] for place, name in enumerate("qkv")}
+    described = {
+        name: {"dtype": "F32", "shape": [1, 2, 2], "data_offsets": offsets} for name, offsets in rows.items()
+    }
+    return {**described, "q": {**described["q"], **changed}}
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is not a valid safetensors file"),
-        (b"short", "is not a valid safetensors file"),
-        (b"q,k,v\n1,2,3\n", "is not a valid safetensors file"),
-        (pickle.dumps({"q": 1}), "is not a valid safetensors file"),
-        (struct.pack("<Q", 1 << 40) + b"{}", "has a header of 1099511627776 bytes"),
-        (struct.pack("<Q", 2) + b"{]", "is not a valid safetensors file"),
-        (struct.pack("<Q", 500) + b"{}", "is not a valid safetensors file"),
+        (b"", "is not a valid safetensors file: it has no header. Make one with"),
+        (b"q,k,v\n1,2,3\n", "is not a valid safetensors file: it has no header"),
+        (pickle.dumps({"q": 1}), "is not a valid safetensors file: it has no header"),
+        (struct.pack("<Q", 2) + b"[]", "is not a valid safetensors file: it has no header"),
+        (struct.pack("<Q", 1 << 40) + b"{}", "has a header of 1099511627776 bytes; at most 4194304 are read"),
+        *(
+            (content, "is not a valid safetensors file")
+            for content in (
+                struct.pack("<Q", 2) + b"{]",
+                struct.pack("<Q", 500) + b"{}",
+                struct.pack("<Q", 10) + b'{"q": "\xff"}',
+                header(entries(shape=[2**62, 4])),
+                header(entries(shape=[-1, 2, 2])),
+                header(entries(shape=None)),
+                header(entries(dtype="F31")),
+                header(entries(dtype="F64")),
+                header(entries(data_offsets=[16, 32])),
+                header(entries(data_offsets=[0, 2**62])),
+                header({**entries(), "__metadata__": {"tokens": 3}}),
+                header(entries(), b"\0" * 8),
+            )
+        ),
     ],
 )
 def test_a_file_that_is_no_safetensors_file_is_refused_in_one_line(tmp_path, content, message):
@@ -127,7 +164,31 @@ def test_a_file_that_is_no_safetensors_file_is_refused_in_one_line(tmp_path, con
     path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
         read_activations(path)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_a_file_beyond_the_limit_is_refused_before_safetensors_reads_it(tmp_path, monkeypatch):
+    path = tmp_path / "it.safetensors"
+    path.write_bytes(header(entries()))
+    assert read_activations(path).layers[0].q.shape == (1, 1, 2, 2)
+    with path.open("r+b") as file:
+        file.truncate(limits.TENSOR_FILE_BYTES + 1)
+    monkeypatch.setattr(inputs, "safe_open", lambda *_, **__: pytest.fail("it was opened"))
+    with pytest.raises(DataError, match=f"bytes; at most {limits.TENSOR_FILE_BYTES} are read"):
+        read_activations(path)
+
+
+WHOLE = save({name: torch.ones(1, 2, 2) for name in "qkv"}, metadata={"tokens": '["a", "b"]', "scale": "0.5"})
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(place=st.integers(0, len(WHOLE)), removed=st.integers(0, 40), added=st.binary(max_size=12))
+def test_any_bytes_at_any_place_are_refused_or_read(tmp_path, place, removed, added):
+    path = tmp_path / "it.safetensors"
+    path.write_bytes(WHOLE[:place] + added + WHOLE[place + removed :])
+    with contextlib.suppress(DataError):
+        layers = read_activations(path).layers
+        assert all(tensor.isfinite().all() for layer in layers.values() for tensor in layer)
 
 
 @pytest.mark.parametrize("scale", ["0", "-1", "nan", "many", "[1]", "true"])

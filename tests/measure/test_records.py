@@ -1,16 +1,29 @@
-"""Records: strict JSON lines that survive being cut off."""
+"""Records: strict JSON lines that survive being cut off, and their published schema."""
 
 import copy
 import dataclasses
 import json
 import pickle
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_records import forgotten
 
+import efficient_attn as ea
+from efficient_attn import limits
 from efficient_attn.errors import DataError
-from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.records import append, line, parse, read
+from efficient_attn.measure import quantities
+from efficient_attn.measure.quantities import FIELDS, KINDS
+from efficient_attn.measure.record import SCHEMA, STATUSES, Case, Record, merge_rounds, replace
+from efficient_attn.measure.records import append, line, parse, read, records_schema
+from efficient_attn.studies import studies
+
+studies()
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "run"
 
 CASE = Case(
     kind="time",
@@ -60,76 +73,81 @@ def with_field(name, value):
     return json.dumps({**json.loads(line(RECORD)), name: value})
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "line 1 is no strict JSON"),
-        ("[1]", "is no JSON object"),
-        ('{"schema": 3}', "has schema '3'; this version reads 2"),
-        ('{"schema": true}', "has schema 'True'; this version reads 2"),
-        ('{"schema": 2}', "has kind 'None'; known: time, memory"),
-        ('{"schema": 2, "kind": "time"}', "has status 'None'; known: ok, unsupported"),
-        ('{"schema": 2, "kind": "speed"}', "has kind 'speed'; known: time, memory"),
-        ('{"schema": 2, "kind": "time", "status": "fine"}', "has status 'fine'"),
-        ('{"schema": 2, "kind": "time", "status": "ok"}', "line 1: object missing required field `backend`"),
-        (line(RECORD).replace("0.25", "NaN"), "NaN is no JSON number"),
-        (line(RECORD).replace("0.25", "1e999"), "1e999 is no finite number"),
-        (line(RECORD).replace("0.25", '"x"'), "times_s cannot be"),
-        (line(RECORD).replace('"tokens": 256', '"tokens": "many"'), "tokens cannot be 'many'"),
-        (line(RECORD).replace("33}", "[33]}"), "options cannot be"),
-        (line(RECORD).replace("256", "-256"), "tokens cannot be '-256'"),
-        (line(RECORD).replace("256", "1" + "0" * 30), "tokens cannot be '1000"),
-        *(
-            (
-                line(RECORD).replace('"tokens": 256', f'"tokens": {value}'),
-                f"line 1: tokens cannot be '{shown}'",
-            )
-            for value, shown in (("true", "True"), ("256.0", "256.0"))
-        ),
-        (with_field("threads", True), "threads cannot be 'True'"),
-        (with_field("seed", 1.0), "seed cannot be '1.0'"),
-        (with_field("causal", 1), "causal cannot be '1'"),
-        (with_field("round_sizes", [1.0]), r"round_sizes cannot be '\[1.0\]'"),
-        (with_field("round_sizes", [True]), r"round_sizes cannot be '\[True\]'"),
-        (with_field("round_sizes", [None]), r"round_sizes cannot be '\[None\]'"),
-        (with_field("output_mse", -1.0), "output_mse cannot be '-1.0'; expected `float` >= 0"),
-        (with_field("times_s", [True]), r"times_s cannot be '\[True\]'"),
-        (line(RECORD)[:-1] + ', "tokens": 256}', "line 1 is no strict JSON: 'tokens' stands twice"),
-        (line(RECORD).replace("33}", '33, "window": 33}'), "'window' stands twice in one object"),
-        ("[" * 100_000, "is no strict JSON"),
-        (line(RECORD).replace('"label": "window(window=33)"', '"label": 3'), "label cannot be '3'"),
-    ],
-)
+BROKEN = [
+    ("{", "line 1 is no strict JSON"),
+    ("[1]", "is no JSON object"),
+    ('{"schema": 3}', "has schema '3'; this version reads 2"),
+    ('{"schema": true}', "has schema 'True'; this version reads 2"),
+    ('{"schema": 2}', "has kind 'None'; known: time, memory"),
+    ('{"schema": 2, "kind": "time"}', "has status 'None'; known: ok, unsupported"),
+    ('{"schema": 2, "kind": "time", "status": "ok"}', "line 1: object missing required field `backend`"),
+    ("[" * 100_000, "is no strict JSON"),
+    (line(RECORD).replace("0.25", "NaN"), "is no strict JSON"),
+    (line(RECORD).replace("0.25", "1e999"), "is no strict JSON"),
+    (line(RECORD)[:-1] + ', "watts": NaN}', "is no strict JSON"),
+    (line(RECORD) + " " * limits.RECORD_LINE_BYTES, "line 1 is longer than"),
+    *(
+        (with_field(name, value), f"line 1: {name} cannot be {re.escape(repr(str(value)[:40]))}; expected")
+        for name, value in {
+            "tokens": -256,
+            "threads": True,
+            "head_dim": 10**30,
+            "num_heads": "many",
+            "seed": 1.0,
+            "causal": 1,
+            "label": 3,
+            "options": {"window": [33]},
+            "round_sizes": [None],
+            "times_s": ["x"],
+            "output_mse": -1.0,
+            "output_mse_draws": [True],
+        }.items()
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN, ids=[message for _, message in BROKEN])
 def test_what_is_no_record_is_refused_with_its_line(tmp_path, text, message):
     path = tmp_path / "records.jsonl"
     path.write_text(f"{text}\n")
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=message) as caught:
         read(path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        line(RECORD)[:-1] + ', "tokens" : 256}',
-        line(RECORD)[:-1] + ', "label": "a:b", "label" : "a:b"}',
-        line(RECORD)[:-1] + ', "watts": {"a": 1, "a": 2}}',
-        line(RECORD)[:-1] + ', "watts": 1e999}',
-        line(RECORD)[:-1] + ', "watts": NaN}',
-    ],
-)
-def test_a_line_is_strict_in_every_spelling_and_in_fields_of_later_versions(text):
-    with pytest.raises(DataError, match="It is no strict JSON"):
-        parse(text.encode(), "It")
-
-
-def test_names_with_colons_and_half_characters_and_a_byte_order_mark_are_read():
+def test_names_with_colons_are_read_and_half_characters_are_refused():
     odd = Record(case=replace(CASE, label='a": "b', options={"x:y": "z:"}), reason="why: \\")
     assert parse(line(odd).encode(), "It") == odd
-    assert parse(b"\xef\xbb\xbf" + line(RECORD).encode(), "It") == RECORD
-    half = line(RECORD).replace('"window"', r'"\ud800"').encode()
-    assert parse(half, "It").case.backend == "\ud800"
     with pytest.raises(DataError, match="It is no strict JSON"):
         parse(line(RECORD).encode().replace(b'"window"', b'"\xff"'), "It")
+
+
+def test_files_and_lines_beyond_their_limits_are_refused_by_reader_and_writer(tmp_path, monkeypatch):
+    path, long = tmp_path / "records.jsonl", replace(RECORD, times_s=(0.123456,) * 500_000)
+    with pytest.raises(DataError, match=r"window\(window=33\), 256 tokens, time: a record of \d+ bytes"):
+        append(path, long)
+    assert not path.exists()
+    append(path, RECORD)
+    monkeypatch.setattr(limits, "RECORDS_BYTES", path.stat().st_size)
+    assert read(path).records == (RECORD,)
+    append(path, RECORD)
+    for source in (path, "/dev/zero"):
+        with pytest.raises(DataError, match=f"{source} is larger than"):
+            read(source)
+
+
+def test_the_docs_state_every_limit():
+    page = (Path(__file__).parents[2] / "docs" / "reference.md").read_text(encoding="utf-8")
+    stated = set(re.findall(r"\d+", page.partition("## Limits")[2]))
+    assert {str(value) for name, value in vars(limits).items() if name.isupper()} <= stated
+
+
+@pytest.mark.parametrize("waits_s", [(1.0, 0.5), (1.0, None)])
+def test_rounds_are_joined_with_the_sum_of_their_waits(waits_s):
+    parts = [replace(RECORD, round_sizes=(2,), waited_s=wait_s) for wait_s in waits_s]
+    merged = merge_rounds(parts)
+    assert merged.times_s == RECORD.times_s * 2 and merged.round_sizes == (2, 2)
+    assert merged.waited_s == (None if None in waits_s else 1.5) and merged.device_times_s is None
 
 
 def test_a_record_has_every_declared_quantity_and_no_other():
@@ -177,3 +195,136 @@ def test_unreadable_and_unwritable_files_are_named(tmp_path):
         read(tmp_path / "nothing")
     with pytest.raises(DataError, match=r"Cannot write records to .*: Is a directory"):
         append(tmp_path, RECORD)
+
+
+JSON_TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "number": (int, float),
+    "integer": int,
+    "null": type(None),
+}
+
+
+def valid(value, schema):
+    """Whether a value is what our JSON Schema says; a keyword that is not known here is an error."""
+    return all(CHECKS[keyword](value, wanted, schema) for keyword, wanted in schema.items())
+
+
+def of_type(value, wanted):
+    if isinstance(value, bool):
+        return "boolean" in wanted
+    return any(isinstance(value, JSON_TYPES[name]) for name in wanted)
+
+
+CHECKS = {
+    "$schema": lambda value, wanted, schema: wanted.endswith("2020-12/schema"),
+    "title": lambda value, wanted, schema: True,
+    "default": lambda value, wanted, schema: True,
+    "anyOf": lambda value, wanted, schema: any(valid(value, one) for one in wanted),
+    "description": lambda value, wanted, schema: True,
+    "enum": lambda value, wanted, schema: any(value == one and type(value) is type(one) for one in wanted),
+    "type": lambda value, wanted, schema: of_type(value, [wanted] if isinstance(wanted, str) else wanted),
+    "minimum": lambda value, wanted, schema: not of_type(value, ["number"]) or value >= wanted,
+    "maximum": lambda value, wanted, schema: not of_type(value, ["number"]) or value <= wanted,
+    "items": lambda value, wanted, schema: value is None or all(valid(item, wanted) for item in value),
+    "required": lambda value, wanted, schema: set(wanted) <= set(value),
+    "properties": lambda value, wanted, schema: all(
+        valid(item, wanted[name]) for name, item in value.items() if name in wanted
+    ),
+    "additionalProperties": lambda value, wanted, schema: all(valid(item, wanted) for item in value.values()),
+}
+
+
+def strictly(text):
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_the_schema_names_every_field_of_a_record_and_no_other():
+    listed = records_schema()["properties"]
+    assert set(listed) == {*Case.__struct_fields__, "status", "reason", *FIELDS}
+    assert len(listed) == len(Case.__struct_fields__) + 2 + len(FIELDS)
+    assert all(item["description"] for item in listed.values())
+    assert set(listed["kind"]["enum"]) == set(KINDS) and set(listed["status"]["enum"]) == set(STATUSES)
+    assert listed["schema"]["enum"] == [SCHEMA] and ea.records_schema() == records_schema()
+    known = {"schema", "kind", "backend", "label", "num_heads", "head_dim", "tokens", "dtype", "device"}
+    assert set(records_schema()["required"]) == known | {"threads", "status"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("status", STATUSES)
+def test_every_kind_of_record_is_valid_and_strict_whatever_was_measured(kind, status):
+    broken = float("nan")
+    values = {"whole number": 1, "whole numbers": (1, 2), "number": broken, "numbers": (1.0, float("inf"))}
+    measured = {name: values.get(field.type) for name, field in FIELDS.items()}
+    case = replace(CASE, kind=kind, options={"a": 1, "b": "c", "d": None, "e": broken})
+    for record in (
+        Record(case=case, status=status, reason="because"),
+        Record(case=case, status=status, **measured),
+    ):
+        row = strictly(line(record))
+        assert valid(row, records_schema())
+        assert (row["reason"] or "").startswith("because" if record.reason else "not a finite number: ")
+
+
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(),
+    st.lists(st.none() | st.integers() | st.text(max_size=2), max_size=3),
+    st.dictionaries(st.text(max_size=2), st.none() | st.integers() | st.lists(st.none(), max_size=1)),
+)  # fmt: skip
+
+
+@given(name=st.sampled_from(sorted(records_schema()["properties"])), value=VALUES)
+def test_the_reader_accepts_exactly_what_the_schema_does(name, value):
+    row = {**json.loads(line(Record(case=CASE))), name: value}
+    try:
+        parse(json.dumps(row).encode(), "It")
+    except DataError:
+        accepted = False
+    else:
+        accepted = True
+    # To a schema 1.0 is an integer too; we never write it.
+    assert accepted == valid(row, records_schema())
+
+
+def test_stored_files_are_read_tabled_told_and_compared():
+    results = ea.read(FIXTURE)
+    assert {record.case.kind for record in results.records} == set(KINDS) - {"prediction", "bound"}
+    assert {record.status for record in results.records} == set(STATUSES)
+    assert (
+        len(results.to_pandas()) == len(results) == len((FIXTURE / "records.jsonl").read_text().splitlines())
+    )
+    assert results.tables() and results.sentences() and results.environment["torch"]["version"]
+    assert all(record.case.schema == SCHEMA for record in results.records)
+    assert (found := ea.diff(FIXTURE, FIXTURE)).tables() is not None and not found.regressions
+    for text in (FIXTURE / "records.jsonl").read_text().splitlines():
+        assert valid(strictly(text), {**records_schema(), "properties": {}})
+
+
+def test_a_new_quantity_needs_a_declaration_alone():
+    with pytest.raises(TypeError, match="No quantity of a record is called 'energy_j'"):
+        Record(case=CASE, energy_j=2.5)
+    with forgotten():
+        declared = quantities.Quantity(
+            name="energy_j", unit="J", meaning="Energy of a call.", scatter="draws", samples="energy_j_draws"
+        )
+        quantities.register(declared, declared, kinds={"energy": "energy of a call"})
+        made, more = (
+            Record(
+                case=replace(CASE, kind="energy"),
+                energy_j=2.5 * factor,
+                energy_j_draws=tuple(2.5 * factor + n for n in (-0.1, 0.0, 0.0, 0.1)),
+            )
+            for factor in (1, 2)
+        )
+        assert parse(line(made).encode(), "It") == made and made.energy_j_draws[2] == 2.5
+        with pytest.raises(DataError, match="It: energy_j cannot be 'much'"):
+            parse(line(made).replace('_j": 2.5', '_j": "much"').encode(), "It")
+        assert records_schema()["properties"]["energy_j"]["description"] == "Energy of a call."
+        found = ea.diff(ea.Results([made]), ea.Results([more]), fail_on={"energy_j": 0.1})
+        assert [one.quantity for one in found.regressions] == ["energy_j"]
+        other = replace(declared, unit="kWh")
+        with pytest.raises(RuntimeError, match="Two quantities are called 'energy_j'"):
+            quantities.register(other)

@@ -3,7 +3,6 @@
 import math
 import re
 import runpy
-import time
 from pathlib import Path
 
 import numpy as np
@@ -110,9 +109,7 @@ def test_the_coverage_that_the_page_states_follows_from_the_committed_records(ca
 
 
 @pytest.mark.slow
-def test_four_of_five_measured_crossovers_of_unseen_settings_are_inside_their_intervals(monkeypatch):
-    # Seconds of the processor on one thread, which other work moves less than the clock on the wall.
-    monkeypatch.setattr("efficient_attn.measure.clock._time_on_cpu", processor_time)
+def test_four_of_five_measured_crossovers_of_unseen_settings_are_inside_their_intervals():
     settings = (
         ("window", (1, 12, 64), False, "float32"),
         ("linformer", (2, 6, 64), False, "float32"),
@@ -138,11 +135,3 @@ def crossover_is_inside(label, shape, causal, dtype):
         for tokens in map(round, (low, high))
     ]
     return speeds[0] < 1 < speeds[1]
-
-
-def processor_time(call):
-    start = time.process_time()
-    result = call()
-    stop = time.process_time()
-    del result
-    return stop - start

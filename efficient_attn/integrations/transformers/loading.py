@@ -19,8 +19,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedMo
 
 from efficient_attn.errors import AttentionError, DataError, OptionError
 from efficient_attn.integrations.transformers.attend import NAME
-from efficient_attn.limits import CONFIG_BYTES, read_bytes
-from efficient_attn.tensor_headers import check_header
+from efficient_attn.limits import CONFIG_BYTES, check_header, read_bytes
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 _LONGEST_MESSAGE = 200

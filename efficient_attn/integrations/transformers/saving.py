@@ -29,8 +29,7 @@ from efficient_attn.integrations.transformers.loading import (
     read_model,
 )
 from efficient_attn.integrations.transformers.sites import find_sites, unwrap
-from efficient_attn.limits import CONFIG_BYTES, read_bytes
-from efficient_attn.tensor_headers import check_header
+from efficient_attn.limits import CONFIG_BYTES, check_header, read_bytes
 
 M = TypeVar("M", bound=nn.Module)
 
