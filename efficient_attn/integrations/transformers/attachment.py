@@ -126,7 +126,7 @@ def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mappin
             backend: Any = _move(backends[site.path], model, site).train(site.module.training)
             # transformers reads this attribute to find tied parameters before it saves them.
             backend._tied_weights_keys = second_names(backend)
-            setattr(backend, PATTERN, None if site.only_exact else site.pattern)
+            setattr(backend, PATTERN, site.pattern)
             setattr(site.module, SUBMODULE, backend)
         for site in sites:
             # transformers only warns about models whose attention it does not replace.

@@ -103,10 +103,6 @@ class StateLayer(CacheLayerMixin):
 
 
 def _check_streams(site: AttentionSite) -> None:
-    if site.only_exact is not None:
-        raise UnsupportedError(
-            f"{site.path} {site.only_exact}, which no state supports; use transformers' own cache."
-        )
     if not site.pattern.causal:
         raise UnsupportedError(
             f"{site.path} is {site.kind} attention and not causal: it has no state; "
