@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from efficient_attn import sharding
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build
 from efficient_attn.errors import UnsupportedError
@@ -56,6 +57,11 @@ def attend(
     Raises:
         UnsupportedError: If no backend is attached, or it does not support an argument.
     """
+    if sharding.hook is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__} is of transformers, whose positions and masks are of the tokens of "
+            "this process alone inside context_parallel; call the model outside, on whole sequences."
+        )
     backend = _attached_backend(module)
     _refuse_arguments(module, arguments)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from efficient_attn import sharding
-from efficient_attn.errors import ShapeError, UnsupportedError
+from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern, read_mask
 
 # Attributes of a tensor that expose its entries, methods that read no entry, and methods that copy all.
@@ -113,7 +112,6 @@ def make_mask(
     else:
         pattern = _read_pattern(mask_function)
     keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
-    check_own_mask(attention_mask, keys)
     key_mask = _real_keys(attention_mask, kv_offset, keys)
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
     entries = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
@@ -137,7 +135,6 @@ def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) 
         raise UnsupportedError(
             f"attention_mask is a {type(mask).__name__}; pass a mask of real tokens [batch, tokens]."
         )
-    check_no_pairs("attention_mask", f"is a mask {list(mask.shape)} of queries and keys")
     fits = mask.ndim == 4 and mask.shape[-1] in (1, keys) and mask.shape[0] in (1, batch)
     # A mask that is learned is a bias, zero at first or not.
     fits = fits and not mask.requires_grad
@@ -157,9 +154,8 @@ def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor |
     real = attention_mask[:, first : first + keys].bool()
     # As in transformers, keys beyond the end of the mask are padding.
     real = F.pad(real, (0, keys - real.shape[1]))
-    # A compiled graph has one form for all masks, and so have the ranks of a distributed sequence.
-    uniform = torch.compiler.is_compiling() or sharding.hook is not None
-    return None if not uniform and bool(real.all()) else real
+    # A compiled graph has one form for all masks.
+    return None if not torch.compiler.is_compiling() and bool(real.all()) else real
 
 
 def _read_pattern(mask_function: Callable) -> Pattern:
@@ -219,29 +215,3 @@ def _closure_value(function: Any, name: str) -> Any:
             "efficient_attn does not know; use attn_implementation='sdpa'."
         )
     return cells[name].cell_contents
-
-
-def check_own_mask(attention_mask: Tensor | None, keys: int) -> None:
-    """Refuse a mask of another length than the tokens of this rank.
-
-    Raises:
-        ShapeError: If `context_parallel` is active and the length differs.
-    """
-    if sharding.hook is not None and attention_mask is not None and attention_mask.shape[1] != keys:
-        raise ShapeError(
-            f"attention_mask has {attention_mask.shape[1]} tokens and this process holds {keys}: inside "
-            "context_parallel give shard(attention_mask, mesh, dim=1)."
-        )
-
-
-def check_no_pairs(name: str, what: str) -> None:
-    """Refuse attention by a mask of queries and keys, or by scores of the model's own code.
-
-    Raises:
-        UnsupportedError: If `context_parallel` is active.
-    """
-    if sharding.hook is not None:
-        raise UnsupportedError(
-            f"{name} {what}, which reads the tokens of this process alone inside context_parallel. If "
-            "position_ids of a head-tail layout look like packed sequences, give an attention_mask of ones."
-        )

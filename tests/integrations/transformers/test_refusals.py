@@ -11,6 +11,8 @@ transformers = pytest.importorskip("transformers", minversion="5.14", reason="th
 from integrations.hf_models import TOKENS, attended, bart, bert, gpt2, inputs, llama, mistral, modernbert
 from integrations.transformers import hf_zoo
 
+from efficient_attn.distributed.calls import in_force
+from efficient_attn.distributed.layout import Layout
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.masks import FULL
 from efficient_attn.integrations.transformers import attach, load, save, swapped
@@ -138,6 +140,13 @@ def test_models_with_other_scores_or_chunks_are_refused_for_every_backend(kind):
         with pytest.raises(UnsupportedError, match=match + ".*keep the model's own attention"):
             attach(model, backend)
     assert model.config._attn_implementation == before
+
+
+def test_a_model_is_refused_on_distributed_sequences():
+    model = attach(llama(), "exact")
+    refused = pytest.raises(UnsupportedError, match=r"positions and masks .* inside context_parallel; call")
+    with in_force(Layout("", "contiguous", 0, 2)), refused:
+        model(**inputs())
 
 
 def test_calls_with_another_mask_than_of_keys_are_refused():
