@@ -97,7 +97,7 @@ def plan(
 
     Without a model the shipped activations of a real encoder and of a real decoder decide, attention alone.
     With a model each layer gets the backend that gains most within the target; the plan is verified end to
-    end on texts that did not choose it, and written to layers.json for `attach` and `load`.
+    end on texts that did not choose it, and written to layers.json for `attach`.
 
     Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
     """

@@ -15,7 +15,7 @@ from efficient_attn.distributed.calls import in_force
 from efficient_attn.distributed.layout import Layout
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.masks import FULL
-from efficient_attn.integrations.transformers import attach, load, save, swapped
+from efficient_attn.integrations.transformers import attach, swapped
 
 
 def indexed():
@@ -211,16 +211,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_it_takes_memory(encoder, tmp
 @pytest.mark.parametrize("options", [{"window": 5}, {"max_tokens": 60}, {"seed": 3}, {"full": "window"}])
 def test_a_plan_sets_the_options_of_its_backends_itself(options, tmp_path):
     (name,) = options
+    with pytest.raises(DataError, match="Cannot read the plan"):
+        attach(bert(), tmp_path / "layers.json")
     with pytest.raises(OptionError, match=f"{name}=…: the file .* sets the backend of every"):
         attach(bert(), tmp_path / "layers.json", **options)
-
-
-def test_load_refuses_a_plan_that_it_would_drop_or_that_would_drop_backends(encoder, tmp_path):
-    model, plan = transformers.AutoModel.from_pretrained(encoder).eval(), tmp_path / "layers.json"
-    with pytest.raises(DataError, match="Cannot read the plan"):
-        attach(model, plan)
-    with pytest.raises(OptionError, match="plan=…: the model given by into"):
-        load(encoder, into=model, plan=plan)
-    save(attach(model, "window", window=5), tmp_path / "saved")
-    with pytest.raises(OptionError, match="holds a model with backends of its own"):
-        load(tmp_path / "saved", plan=plan)
