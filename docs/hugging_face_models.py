@@ -15,6 +15,15 @@ _MAPPINGS = {
     "seq2seq": "sequence to sequence",
     "image": "image classification",
 }
+_REASONS = {
+    "No attention of this": "attention outside of the interface, or none",
+    "index": "keys by an index",
+    "caps its scores": "capped scores",
+    "sinks": "attention sinks",
+    "position bias": "position biases",
+    "in chunks": "keys in chunks",
+    "computes with its mask": "code that computes with its mask",
+}
 _HEAD = """\
 # Hugging Face: every architecture
 
@@ -24,7 +33,7 @@ Every entry of four mappings of transformers 5.23 as a tiny random model (2 or 3
 with padding on both sides), with `attach(model, "exact")`.
 
 - *Right*: the output differs from eager attention by at most 2e-3 of its largest entry, and a window of 3
-  keys in full layers changes the output. *Exact only*: other backends are refused in words. *Partly*: some
+  keys in full layers changes the output. *Partly*: some
   attention is outside of transformers' attention interface and stays as it is, with a warning.
 - *Refused in words*: an error names the reason before anything is computed.
 - *Not built tiny*: no small configuration was found.
@@ -60,13 +69,10 @@ def _verdict(row: dict[str, str]) -> str:
     """The verdict with its reason in few words."""
     verdict, reason = row["verdict"], row["reason"]
     if verdict == "right":
-        only = "exact only" if reason.startswith("exact only") else ""
-        return f"right, {only}" if only else "right, partly outside of the interface" if reason else "right"
+        return "right, partly outside of the interface" if reason else "right"
     if verdict == "refused in words":
-        outside = "No attention of this" in reason
-        return f"{verdict}: " + (
-            "attention outside of the interface, or none" if outside else "keys by an index"
-        )
+        words = (words for part, words in _REASONS.items() if part in reason)
+        return f"{verdict}: {next(words, 'other keys or masks')}"
     return verdict
 
 

@@ -46,7 +46,6 @@ _HOME = {
     "Transformer": "transformer.stack",
     "generate": "transformer.language_model",
     "LanguageModel": "transformer.language_model",
-    "MultiheadAttention": "integrations.pytorch",
     "attach": "integrations.attach",
 }
 
@@ -74,7 +73,6 @@ if TYPE_CHECKING:
     from efficient_attn.calibration import calibrate as calibrate
     from efficient_attn.integrations import intercept as intercept
     from efficient_attn.integrations.attach import attach as attach
-    from efficient_attn.integrations.pytorch import MultiheadAttention as MultiheadAttention
     from efficient_attn.registry import BackendSpec as BackendSpec
     from efficient_attn.registry import Capabilities as Capabilities
     from efficient_attn.registry import NoOptions as NoOptions

@@ -100,7 +100,10 @@ def is_called(model: Any) -> bool:
     if isinstance(model, (str, Path)):
         name = str(model)
         return (is_address(name) or name.endswith(".py")) and not Path(name).is_dir()
-    return isinstance(model, tuple) or (callable(model) and not isinstance(model, (nn.Module, type)))
+    if isinstance(model, tuple):
+        # A model of transformers comes with its tokenizer.
+        return len(model) != 2 or isinstance(model[1], (tuple, Mapping))
+    return callable(model) and not isinstance(model, (nn.Module, type))
 
 
 @dataclass(frozen=True, eq=False)

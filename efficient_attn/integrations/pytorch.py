@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` with any backend: constructor, call, return value and parameters as in torch."""
+"""`nn.MultiheadAttention` with any backend: call, return value and parameters as in torch."""
 
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -9,12 +9,11 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend, check_whole
 from efficient_attn.backends import build, resolve
-from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnsupportedError
+from efficient_attn.errors import DtypeError, ShapeError, UnsupportedError
 from efficient_attn.ops.softmax.biased import biased_attention, biased_weights
 from efficient_attn.ops.softmax.definition import apply_weights, causal_mask
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.options import probability
-from efficient_attn.problem import positive_count
 from efficient_attn.sharding import check_alone
 
 
@@ -34,77 +33,17 @@ class Masks(NamedTuple):
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """Concat(head_1 … head_h) W_O, each head computed by a backend (Vaswani et al. 2017, section 3.2.2).
+    """The class of a layer of torch whose heads are computed by a backend, in place.
 
     State dicts of `torch.nn.MultiheadAttention` load into this class; the backend keeps its state if the
-    state dict has no entries for it. Fully-masked rows give zeros before `out_proj`.
-
-    Args:
-        embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: As in torch. A dropout
-            above 0 requires a backend with attention weights, 'exact' or 'exact-dense'.
-        add_bias_kv, add_zero_attn: Not supported.
-        backend: Any argument of `build`: a name, file.py:object, a module or a function.
-        causal: Causal attention. Every call has to request it too, by `is_causal` or an `attn_mask`, as in
-            torch.
-        max_tokens: Maximum sequence length, for backends that require it.
-        options: Options of the backend.
+    state dict has no entries for it. Fully-masked rows give zeros before `out_proj`. Every call of a causal
+    layer has to request causality, by `is_causal` or an `attn_mask`, as in torch.
 
     Attributes:
         backend: Attention of q, k and v [batch heads tokens head_dim].
     """
 
     backend: Backend
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        *,
-        backend: Any = "exact",
-        causal: bool = False,
-        max_tokens: int | None = None,
-        **options: Any,
-    ) -> None:
-        positive_count("embed_dim", embed_dim)
-        positive_count("num_heads", num_heads)
-        if embed_dim % num_heads:
-            raise OptionError(f"embed_dim={embed_dim} is not divisible by num_heads={num_heads}.")
-        if add_bias_kv or add_zero_attn:
-            argument = "add_bias_kv" if add_bias_kv else "add_zero_attn"
-            raise UnsupportedError(
-                f"{argument}=True adds a key, which no backend supports: use torch.nn.MultiheadAttention."
-            )
-        # Built before super().__init__(), so that a refusal has no side effects.
-        built = build_for(
-            backend,
-            embed_dim // num_heads,
-            num_heads,
-            dropout=dropout,
-            causal=causal,
-            max_tokens=max_tokens,
-            **options,
-        )
-        super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias,
-            kdim=kdim,
-            vdim=vdim,
-            batch_first=batch_first,
-            device=device,
-            dtype=dtype,
-        )
-        use_backend(self, built)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # A state dict of torch's class has no entries for the backend, which keeps its state.

@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 Better = Literal["less", "more"]
 Scatter = Literal["rounds", "draws", "seeds"]
-Entry = Literal["worst"]
 Type = Literal["number", "whole number", "numbers", "whole numbers", "text"]
 
 # Relative change of a scattering number that matters unless --fail-on names another.
@@ -38,7 +37,6 @@ class Quantity:
         threshold: Relative change that matters.
         record_field: Field of a record; omitted: the name.
         samples: Field of the raw values, one per repetition; None: records keep none.
-        entry: Compared entry of a field with several.
         rounding: The number is rounding error if it is below this power of the precision of its dtype;
             0: never.
         condition: Part in the comparison of a field without a verdict of its own; None: it is compared.
@@ -54,7 +52,6 @@ class Quantity:
     threshold: float = 0.0
     record_field: str | None = None
     samples: str | None = None
-    entry: Entry | None = None
     rounding: int = 0
     condition: str | None = None
 
@@ -114,10 +111,9 @@ def cost(name: str, unit: str, meaning: str) -> Quantity:
     return Quantity(name, unit, meaning, type="whole number")
 
 
-def mean_error(name: str, unit: str, meaning: str, *, type: Type = "number") -> Quantity:
-    """Error of which records keep the mean over draws alone; of several entries the worst is compared."""
-    entry: Entry | None = "worst" if type == "numbers" else None
-    return replace(error(name, unit, meaning), type=type, samples=None, entry=entry)
+def mean_error(name: str, unit: str, meaning: str) -> Quantity:
+    """Error of which records keep the mean over draws alone."""
+    return replace(error(name, unit, meaning), samples=None)
 
 
 def error(name: str, unit: str, meaning: str, *, rounding: int = 1) -> Quantity:
@@ -133,10 +129,9 @@ def setting(
     *,
     type: Type = "whole number",
     threshold: float = 1e-9,
-    entry: Entry | None = None,
 ) -> Quantity:
     """Value that describes the measurement or follows from theory; a change is neither better nor worse."""
-    return Quantity(name, unit, meaning, type=type, better=None, threshold=threshold, entry=entry)
+    return Quantity(name, unit, meaning, type=type, better=None, threshold=threshold)
 
 
 def condition(name: str, unit: str, meaning: str, part: str, *, type: Type = "number") -> Quantity:

@@ -171,10 +171,8 @@ def _repetitions(quantity: Quantity, run: Run) -> list[float]:
 
 
 def _samples(quantity: Quantity, record: Record) -> list[float]:
-    """Values of a record, of several entries the worst."""
+    """Values of a record."""
     value = getattr(record, quantity.field)
-    if quantity.entry == "worst":
-        value = max(numbers(value or ()), default=None)
     # Samples without a mean are invalid.
     if not numbers([value]):
         return []

@@ -60,8 +60,6 @@ def test_a_swapped_model_is_as_far_from_itself_as_the_definition():
     assert found[OWN, None].output_relative_error == 0.0
     record = found[label, None]
     assert record.case.inputs == "models.py:make_pair" and record.texts is None
-    assert record.audited_layers == (0, 1) and found[label, 1].audited_layers == (1,)
-    assert found["exact", None].audited_layers is None and min(record.attention_relative_error) > 0.01
     kinds = {(one.case.kind, one.case.label) for one in results.records if one.status == "ok"}
     assert {("time", OWN), ("time", label), ("memory", label)} <= kinds
 

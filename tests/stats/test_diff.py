@@ -128,15 +128,6 @@ def test_thresholds_of_quantities_and_kinds_decide():
     assert change.verdict == "regression"
 
 
-def test_of_several_entries_the_worst_is_compared():
-    old, new = (
-        Record(case=case("swap"), attention_relative_error=heads)
-        for heads in ((0.1, 0.2, 0.3), (0.1, 0.4, 0.1))
-    )
-    change = change_of(old, new)
-    assert (change.old, change.new, change.verdict) == (0.3, 0.4, "regression")
-
-
 def test_seeds_of_a_backend_that_learn_or_fail_make_all_verdicts_careful():
     """Three that learned and three that failed may be chance where a second backend shows such a chance."""
     old = accuracies(0.99, 0.98, 0.97) + accuracies(0.1, 0.99, 0.1, backend="c")

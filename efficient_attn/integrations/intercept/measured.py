@@ -1,4 +1,4 @@
-"""Measured attention of a model: shapes, entropy, time, errors of backends."""
+"""Measured attention of a model: shapes, time, errors of backends."""
 
 import math
 import time
@@ -20,9 +20,6 @@ from efficient_attn.sharding import check_exact_alone
 if TYPE_CHECKING:
     import pandas
 
-# Queries per call, evenly spaced, whose weights give the entropy.
-_ROWS = 64
-
 
 @dataclass(kw_only=True)
 class MeasuredSite:
@@ -42,23 +39,10 @@ class MeasuredSite:
     mask: str
     calls: int = 0
     seconds: float = 0.0
-    rows: int = 0
-    entropy_sum: float = 0.0
-    uniform_sum: float = 0.0
     squares: dict[str, float] = field(default_factory=dict)
     exact_squares: dict[str, float] = field(default_factory=dict)
     exact_because: dict[str, str] = field(default_factory=dict)
     backends: dict[str, Backend] = field(default_factory=dict)
-
-    @property
-    def entropy(self) -> float:
-        """Mean entropy of a row of weights, in nats."""
-        return self.entropy_sum / self.rows if self.rows else math.nan
-
-    @property
-    def uniform_entropy(self) -> float:
-        """Mean entropy of uniform weights over the visible keys, in nats."""
-        return self.uniform_sum / self.rows if self.rows else math.nan
 
     @property
     def errors(self) -> dict[str, float]:
@@ -131,7 +115,6 @@ class Measured(SiteMode):
         if shown is None:
             site.exact_because.setdefault("all", refusal or PATTERN)
             return
-        _add_entropy(site, call, shown)
         self._add_errors(site, call, shown, output)
 
     def _add_errors(self, site: MeasuredSite, call: Call, shown: ShownKeys, output: Tensor) -> None:
@@ -156,7 +139,7 @@ class Measured(SiteMode):
             site.exact_squares[label] = site.exact_squares.get(label, 0.0) + norm
 
     def to_pandas(self) -> "pandas.DataFrame":
-        """One row per site: shape, mask, calls, times, entropies, errors."""
+        """One row per site: shape, mask, calls, times, errors."""
         with naming_missing("to_pandas"):
             import pandas
 
@@ -169,8 +152,6 @@ class Measured(SiteMode):
                 "calls": site.calls,
                 "time_s": site.seconds,
                 "time_share": site.seconds / self.total_s if self.total_s > 0 else math.nan,
-                "entropy_nats": site.entropy,
-                "uniform_entropy_nats": site.uniform_entropy,
                 **{f"relative_error_{label}": error for label, error in site.errors.items()},
                 "exact_because": "; ".join(f"{label}: {why}" for label, why in site.exact_because.items()),
             }
@@ -233,25 +214,3 @@ def _real_queries(call: Call, shown: ShownKeys) -> Tensor:
     if shown.key_mask is None or q_tokens != k_tokens:
         return torch.ones((), device=call.query.device)
     return shown.key_mask[:, None, :, None]
-
-
-def _add_entropy(site: MeasuredSite, call: Call, shown: ShownKeys) -> None:
-    """Add entropies of evenly spaced rows of exact and of uniform weights."""
-    q, k, _ = call.tensors
-    q_tokens, k_tokens = q.shape[-2], k.shape[-2]
-    if not q_tokens or not k_tokens:
-        return
-    rows = torch.linspace(0, q_tokens - 1, min(_ROWS, q_tokens), device=q.device).round().long()
-    keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    scores = call.factor * (q[..., rows, :].double() @ keys.double().mT)
-    seen = torch.ones(1, 1, len(rows), k_tokens, dtype=torch.bool, device=q.device)
-    if shown.causal:
-        seen = (torch.arange(k_tokens, device=q.device) <= (rows + k_tokens - q_tokens)[:, None])[None, None]
-    if shown.key_mask is not None:
-        seen = seen & shown.key_mask[:, None, None]
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).nan_to_num()
-    real = _real_queries(call, shown).expand(*q.shape[:-1], 1)
-    counts = real[..., rows, 0].double()
-    site.rows += int(counts.sum())
-    site.entropy_sum += float((torch.special.entr(weights).sum(dim=-1) * counts).sum())
-    site.uniform_sum += float((seen.sum(dim=-1).clamp_min(1).double().log() * counts).sum())

@@ -22,7 +22,7 @@ from efficient_attn.integrations.transformers.distillation import (
     distillation_loss,
     exact_calls,
 )
-from efficient_attn.integrations.transformers.saving import load, save
+from efficient_attn.integrations.transformers.saving import load
 from efficient_attn.integrations.transformers.sites import ignored
 
 __all__ = [
@@ -33,6 +33,5 @@ __all__ = [
     "exact_calls",
     "ignored",
     "load",
-    "save",
     "swapped",
 ]

@@ -11,7 +11,6 @@ from efficient_attn.backends import build, resolve, seeded, spawn_seeds
 from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.masks import Pattern
 from efficient_attn.integrations.plan_files import check_size, plan_of_backends
-from efficient_attn.integrations.transformers.attend import EXACT as EXACT_NAMES
 from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.integrations.transformers.sites import AttentionSite
 from efficient_attn.problem import AttentionProblem
@@ -83,16 +82,10 @@ def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, s
         )
     if options.get("sharing") == "layers":
         raise UnsupportedError("sharing='layers' is for ea.Encoder; in a transformers model: 'key-value'.")
-    if site.only_exact is not None and chosen.name not in EXACT_NAMES:
-        raise UnsupportedError(
-            f"{site.path} {site.only_exact}, which backend {chosen.name!r} does not support; 'exact' does, "
-            "and a mapping such as {'0-3': 'exact', '4-7': 'window'} sets it by layer."
-        )
-    if site.only_exact is None:
-        name, window_options = _serving(chosen.name, site.pattern)
-        if window_options:
-            _check_window(site, options, window_options["window"])
-            chosen, options = resolve(name), dict(window_options)
+    name, window_options = _serving(chosen.name, site.pattern)
+    if window_options:
+        _check_window(site, options, window_options["window"])
+        chosen, options = resolve(name), dict(window_options)
     if seed is not None:
         options = seeded(chosen, options, seed)
     return build(

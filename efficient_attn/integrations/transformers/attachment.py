@@ -1,6 +1,5 @@
 """Attaching backends to transformers models, and detaching them."""
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,7 +8,6 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
-from efficient_attn import sharding
 from efficient_attn.backend import Backend
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.integrations.plan_files import is_plan_file, read_plan
@@ -36,9 +34,6 @@ _FUNCTION = "attn_implementation"
 
 # Attribute that holds the handle of the hook below.
 _HOOK = "_efficient_attn_hook"
-
-# Rotary positions with frequencies that depend on the largest position of a call.
-_BY_LENGTH = ("dynamic", "longrope")
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +121,7 @@ def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mappin
             backend: Any = _move(backends[site.path], model, site).train(site.module.training)
             # transformers reads this attribute to find tied parameters before it saves them.
             backend._tied_weights_keys = second_names(backend)
-            setattr(backend, PATTERN, None if site.only_exact else site.pattern)
+            setattr(backend, PATTERN, site.pattern)
             setattr(site.module, SUBMODULE, backend)
         for site in sites:
             # transformers only warns about models whose attention it does not replace.
@@ -183,39 +178,6 @@ def _refuse_call(model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> No
     """Refuse calls that the attention function cannot: some models hide output_attentions from it."""
     if named.get("output_attentions"):
         raise UnsupportedError(NO_WEIGHTS)
-    if sharding.hook is not None:
-        _check_sharded(model, args, named)
-
-
-def _check_sharded(model: PreTrainedModel, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Refuse calls inside context_parallel that would compute from the tokens of one rank alone.
-
-    Raises:
-        UnsupportedError: If positions are missing or depend on the length, or a module computes attention in
-            its own code.
-    """
-    kind, forward = type(model).__name__, inspect.signature(model.forward)
-    if "position_ids" not in forward.parameters:
-        raise UnsupportedError(
-            f"{kind} makes the positions of its tokens itself, which inside context_parallel begin at 0 on "
-            "every process; models that take position_ids work there."
-        )
-    if forward.bind_partial(*args, **named).arguments.get("position_ids") is None:
-        raise UnsupportedError(
-            f"Inside context_parallel {kind} needs position_ids of the tokens of this process: give "
-            "position_ids=shard(torch.arange(tokens)[None], mesh, dim=1)."
-        )
-    rotary = getattr(model.config, "rope_parameters", None) or {}
-    if rotary.get("rope_type") in _BY_LENGTH:
-        raise UnsupportedError(
-            f"{kind} has {rotary['rope_type']!r} rotary positions, which depend on the length of the "
-            "sequence and would differ between processes, inside context_parallel."
-        )
-    if uncalled := ignored(model):
-        raise UnsupportedError(
-            f"{next(iter(uncalled))} of {kind} computes attention in its own code, which inside "
-            "context_parallel reads the tokens of this process alone."
-        )
 
 
 def _build_request(

@@ -1,26 +1,17 @@
-"""The attention function that transformers calls.
+"""The attention function that transformers calls."""
 
-Features that no kernel of this package has are computed as the code of the model defines them: capped scores
-and attention sinks by the eager function of the model's file; position biases, packed sequences and other
-masks of queries and keys by transformers' sdpa function.
-"""
-
-import inspect
-import sys
-from collections.abc import Callable
 from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from efficient_attn import sharding
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern
-from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, check_no_pairs, visible_in
+from efficient_attn.integrations.transformers.masking import VisibleKeys, visible_in
 
 # attn_implementation of attached models.
 NAME = "efficient_attn"
@@ -30,27 +21,20 @@ SUBMODULE = "efficient_attn"
 PATTERN = "_efficient_attn_pattern"
 # Attribute that attaches the layer of a StateCache to its keys.
 STATE = "_efficient_attn_state"
-# Backends that serve features of a model's scores and masks that no kernel here has.
-EXACT = ("exact", "exact-dense")
-
 NO_WEIGHTS = (
     "output_attentions: attention weights are never materialised; use attn_implementation='eager', or "
     "backend.attention_weights(q, k) with q and k of a layer."
 )
 
+# Arguments of attention functions that no backend supports, in words.
 _REFUSED = {
     "cache": "pages its cache (cache)",
     "block_table": "pages its cache (block_table)",
     "indices": "reads the keys of an index (indices)",
     "block_indices": "reads the keys of an index (block_indices)",
-}
-# Arguments of attention functions that change the scores, by the function that computes them.
-_EAGER = {
     "softcap": "caps its scores (softcap)",
     "s_aux": "has attention sinks (s_aux)",
     "sinks": "has attention sinks (sinks)",
-}
-_SDPA = {
     "position_bias": "adds a position bias to its scores (position_bias)",
     "cu_seq_lens_q": "packs sequences into one row (cu_seq_lens_q)",
     "cu_seq_lens_k": "packs sequences into one row (cu_seq_lens_k)",
@@ -73,23 +57,15 @@ def attend(
     Raises:
         UnsupportedError: If no backend is attached, or it does not support an argument.
     """
+    if sharding.hook is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__} is of transformers, whose positions and masks are of the tokens of "
+            "this process alone inside context_parallel; call the model outside, on whole sequences."
+        )
     backend = _attached_backend(module)
     _refuse_arguments(module, arguments)
-    expected = getattr(backend, PATTERN)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    visible = _visible_keys(module, query, key, attention_mask, causal, expected)
-    feature = _exact_only_feature(visible.pattern, arguments)
-    if feature is not None or expected is None:
-        check_no_pairs(type(module).__name__, feature or "computes its scores in its own code")
-        if backend.spec.name not in EXACT and not (expected is not None and expected.sliding):
-            raise UnsupportedError(
-                f"{type(module).__name__} {feature}, which backend {backend.spec.name!r} does not support; "
-                "'exact' does."
-            )
-        tensors = (query, key, value, attention_mask)
-        return _attend_as_written(
-            module, *tensors, arguments, scaling=scaling, dropout=dropout, causal=causal
-        ), None
+    visible = _visible_keys(module, query, key, attention_mask, causal, getattr(backend, PATTERN))
     _check_built_for(backend, visible.pattern)
     query = _scaled_queries(query, scaling, backend)
     if dropout:
@@ -108,11 +84,10 @@ def _attached_backend(module: Any) -> Any:
 
 
 def _visible_keys(
-    module: Any, query: Tensor, key: Tensor, mask: Any, causal: bool, expected: Pattern | None
+    module: Any, query: Tensor, key: Tensor, mask: Any, causal: bool, expected: Pattern
 ) -> VisibleKeys:
     """Visible keys by the mask, or else by the causality of the call."""
-    fits_causal = causal if expected is None else expected == CAUSAL
-    visible = visible_in(mask, query.shape[0], query.shape[2], key.shape[2], causal=fits_causal)
+    visible = visible_in(mask, query.shape[0], query.shape[2], key.shape[2], causal=expected == CAUSAL)
     if visible is not None:
         return visible
     if getattr(module, "sliding_window", None) is not None:
@@ -126,7 +101,8 @@ def _refuse_arguments(module: Any, arguments: dict[str, Any]) -> None:
     for name, what in _REFUSED.items():
         if arguments.get(name) is not None:
             raise UnsupportedError(
-                f"{type(module).__name__} {what}, which no backend supports; use attn_implementation='eager'."
+                f"{type(module).__name__} {what}, which no backend supports; use the model's own attention, "
+                "attn_implementation='eager'."
             )
     if arguments.get("output_attentions"):
         raise UnsupportedError(NO_WEIGHTS)
@@ -144,6 +120,11 @@ def _scaled_queries(query: Tensor, scaling: float | None, backend: Backend) -> T
 def _check_built_for(backend: Backend, pattern: Pattern) -> None:
     """Refuse another pattern than at the time of `attach`."""
     expected = getattr(backend, PATTERN)
+    if pattern.irregular is not None:
+        raise UnsupportedError(
+            f"This layer reads {pattern}, which no backend supports; use the model's own attention, "
+            "attn_implementation='sdpa'."
+        )
     if pattern != expected:
         raise UnsupportedError(
             f"This layer reads {pattern}, and backend {backend.spec.name!r} was attached to one that reads "
@@ -191,90 +172,3 @@ def _dropout_field(config: Any, dropout: float) -> str:
         if ("drop" in name and name.startswith(("attention", "attn"))) and value == dropout
     ]
     return fitting[0] if fitting else "attention_dropout"
-
-
-def _exact_only_feature(pattern: Pattern, arguments: dict[str, Any]) -> str | None:
-    """Feature of a call that only exact attention supports, in words."""
-    for name, words in (_EAGER | _SDPA).items():
-        if arguments.get(name) is not None:
-            return words
-    return None if pattern.irregular is None else f"reads {pattern.irregular}"
-
-
-def _attend_as_written(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    arguments: dict[str, Any],
-    *,
-    scaling: float | None,
-    dropout: float,
-    causal: bool,
-) -> Tensor:
-    """The output of the model's code, [batch tokens heads value_dim].
-
-    Raises:
-        UnsupportedError: If the model has no such function, or its keys are in a state.
-    """
-    if getattr(key, STATE, None) is not None:
-        raise UnsupportedError(
-            f"{type(module).__name__} has scores or a mask that no state supports; use transformers' own "
-            "cache."
-        )
-    eager = any(arguments.get(name) is not None for name in _EAGER)
-    pairs = mask.written().to(key.device) if isinstance(mask, Mask) else mask
-    packed = _packed_pairs(query, key, arguments)
-    if pairs is None and causal and (packed is not None or eager):
-        # Queries are the last positions of the keys.
-        queries, keys = query.shape[2], key.shape[2]
-        pairs = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=query.device)
-        pairs = pairs.tril(keys - queries)
-    if packed is not None:
-        if pairs is None:
-            pairs = packed
-        elif pairs.dtype == torch.bool:
-            pairs = pairs & packed
-        else:
-            pairs = pairs.masked_fill(~packed, torch.finfo(pairs.dtype).min)
-    if eager:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if pairs is not None and pairs.dtype == torch.bool:
-            hidden = torch.finfo(query.dtype).min
-            scores = torch.zeros(pairs.shape, dtype=query.dtype, device=query.device)
-            pairs = scores.masked_fill(~pairs, hidden)
-        attend = _eager_function(module)
-        return attend(module, query, key, value, pairs, scaling=scaling, dropout=dropout, **arguments)[0]
-    bias = {"position_bias": arguments.get("position_bias")}
-    return sdpa_attention_forward(
-        module, query, key, value, pairs, dropout=dropout, scaling=scaling, is_causal=causal, **bias
-    )[0]
-
-
-def _eager_function(module: Any) -> Callable[..., tuple[Tensor, Any]]:
-    """Eager attention function in the code of a module."""
-    code: Any = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    names = vars(sys.modules[type(module).__module__])
-    for name in code.co_names:
-        function: Any = names.get(name)
-        if "eager" in name and callable(function):
-            return function
-    raise UnsupportedError(
-        f"{type(module).__name__} has no eager attention function that computes its scores."
-    )
-
-
-def _packed_pairs(query: Tensor, key: Tensor, arguments: dict[str, Any]) -> Tensor | None:
-    """Pairs in the same packed sequence. None without cumulative lengths."""
-    q_ends, k_ends = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
-    if q_ends is None and k_ends is None:
-        return None
-    q_row = _sequence_numbers(query, k_ends if q_ends is None else q_ends)
-    k_row = _sequence_numbers(key, q_ends if k_ends is None else k_ends)
-    return (q_row[:, None] == k_row)[None, None]
-
-
-def _sequence_numbers(x: Tensor, ends: Any) -> Tensor:
-    """Number of the sequence of each token."""
-    return torch.bucketize(torch.arange(x.shape[2], device=x.device), ends.to(x.device), right=True)

@@ -14,7 +14,6 @@ from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.attend import NAME, STATE, SUBMODULE
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, unwrap
-from efficient_attn.sharding import whole_tokens
 
 
 class StateCache(Cache):
@@ -53,7 +52,7 @@ class StateLayer(CacheLayerMixin):
         """Return new keys and values, with this layer as an attribute."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.seen += whole_tokens(key_states.shape[-2])
+        self.seen += key_states.shape[-2]
         key_states = key_states.view_as(key_states)
         setattr(key_states, STATE, self)
         return key_states, value_states
@@ -103,10 +102,6 @@ class StateLayer(CacheLayerMixin):
 
 
 def _check_streams(site: AttentionSite) -> None:
-    if site.only_exact is not None:
-        raise UnsupportedError(
-            f"{site.path} {site.only_exact}, which no state supports; use transformers' own cache."
-        )
     if not site.pattern.causal:
         raise UnsupportedError(
             f"{site.path} is {site.kind} attention and not causal: it has no state; "

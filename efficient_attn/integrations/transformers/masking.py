@@ -3,28 +3,18 @@
 A model requests its masks through one function per attention implementation. Ours builds no mask of queries
 and keys: it identifies the pattern and keeps the mask of real keys, in O(tokens) memory. The result is a
 tensor [batch 1 1 keys], which models pass on and transformers accepts as a prepared mask. Model code that
-computes with it computes with the mask of queries and keys that transformers would have built.
+computes with it is refused.
 """
 
 from collections.abc import Callable, Iterator
-from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.compiler import assume_constant_result
-from torch.utils._pytree import tree_map_only
-from transformers import MODEL_MAPPING
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    eager_mask,
-    sdpa_mask,
-)
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from efficient_attn import sharding
-from efficient_attn.errors import ShapeError, UnsupportedError
+from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern, read_mask
 
 # Attributes of a tensor that expose its entries, methods that read no entry, and methods that copy all.
@@ -65,18 +55,15 @@ class Mask(Tensor):
 
     Attributes:
         visible: The visible keys.
-        written: Function that returns the mask of transformers, [batch 1 q_tokens k_tokens]: bool, or in
-            models without sdpa the numbers that are added to the scores.
     """
 
     visible: VisibleKeys
-    written: Callable[[], Tensor]
 
     @classmethod
-    def of(cls, entries: Tensor, visible: VisibleKeys, written: Callable[[], Tensor]) -> "Mask":
+    def of(cls, entries: Tensor, visible: VisibleKeys) -> "Mask":
         """The mask with the entries of a tensor."""
         mask = entries.as_subclass(cls)
-        mask.visible, mask.written = visible, written
+        mask.visible = visible
         return mask
 
     @classmethod
@@ -93,14 +80,11 @@ class Mask(Tensor):
                 moved, real = func(*args, **(kwargs or {})), mask.visible.key_mask
                 if moved.dtype == mask.dtype:
                     real = None if real is None else real.to(moved.device)
-                    return cls.of(moved, mask.visible._replace(key_mask=real), mask.written)
-            args, kwargs = tree_map_only(Mask, _pairs_of, (args, kwargs or {}))
-            return func(*args, **kwargs)
-
-
-def _pairs_of(mask: Mask) -> Tensor:
-    check_no_pairs("This model", "computes with the mask of queries and keys")
-    return mask.written().to(mask.device)
+                    return cls.of(moved, mask.visible._replace(key_mask=real))
+        raise UnsupportedError(
+            "This model computes with its mask of queries and keys, which no backend builds; use the model's "
+            "own attention, attn_implementation='sdpa'."
+        )
 
 
 def make_mask(
@@ -112,7 +96,6 @@ def make_mask(
     mask_function: Callable = causal_mask_function,
     attention_mask: Tensor | None = None,
     device: Any = None,
-    dtype: torch.dtype = torch.float32,
     config: Any = None,
     use_vmap: bool = False,
     local_size: int | None = None,
@@ -129,39 +112,10 @@ def make_mask(
     else:
         pattern = _read_pattern(mask_function)
     keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
-    check_own_mask(attention_mask, keys)
     key_mask = _real_keys(attention_mask, kv_offset, keys)
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
     entries = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
-    added = not _reads_bool(type(config))
-    if added:
-        hidden = torch.finfo(dtype).min
-        entries = torch.zeros_like(entries, dtype=dtype).masked_fill(~entries, hidden)
-
-    def written() -> Tensor:
-        build = partial(eager_mask, dtype=dtype) if added else partial(sdpa_mask, allow_is_causal_skip=False)
-        pairs: Tensor = build(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset,
-            kv_offset,
-            mask_function,
-            attention_mask,
-            use_vmap=use_vmap,
-            device=entries.device,
-        )
-        return pairs
-
-    if not torch.compiler.is_compiling():
-        written = cache(written)
-    return Mask.of(entries, VisibleKeys(pattern, kv_offset, keys, key_mask), written)
-
-
-@assume_constant_result
-def _reads_bool(config: Any) -> bool:
-    """Whether models of a configuration accept the mask of sdpa, which is bool."""
-    return getattr(MODEL_MAPPING.get(config, None), "_supports_sdpa", True)
+    return Mask.of(entries, VisibleKeys(pattern, kv_offset, keys, key_mask))
 
 
 def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) -> VisibleKeys | None:
@@ -181,7 +135,6 @@ def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) 
         raise UnsupportedError(
             f"attention_mask is a {type(mask).__name__}; pass a mask of real tokens [batch, tokens]."
         )
-    check_no_pairs("attention_mask", f"is a mask {list(mask.shape)} of queries and keys")
     fits = mask.ndim == 4 and mask.shape[-1] in (1, keys) and mask.shape[0] in (1, batch)
     # A mask that is learned is a bias, zero at first or not.
     fits = fits and not mask.requires_grad
@@ -201,9 +154,8 @@ def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor |
     real = attention_mask[:, first : first + keys].bool()
     # As in transformers, keys beyond the end of the mask are padding.
     real = F.pad(real, (0, keys - real.shape[1]))
-    # A compiled graph has one form for all masks, and so have the ranks of a distributed sequence.
-    uniform = torch.compiler.is_compiling() or sharding.hook is not None
-    return None if not uniform and bool(real.all()) else real
+    # A compiled graph has one form for all masks.
+    return None if not torch.compiler.is_compiling() and bool(real.all()) else real
 
 
 def _read_pattern(mask_function: Callable) -> Pattern:
@@ -263,29 +215,3 @@ def _closure_value(function: Any, name: str) -> Any:
             "efficient_attn does not know; use attn_implementation='sdpa'."
         )
     return cells[name].cell_contents
-
-
-def check_own_mask(attention_mask: Tensor | None, keys: int) -> None:
-    """Refuse a mask of another length than the tokens of this rank.
-
-    Raises:
-        ShapeError: If `context_parallel` is active and the length differs.
-    """
-    if sharding.hook is not None and attention_mask is not None and attention_mask.shape[1] != keys:
-        raise ShapeError(
-            f"attention_mask has {attention_mask.shape[1]} tokens and this process holds {keys}: inside "
-            "context_parallel give shard(attention_mask, mesh, dim=1)."
-        )
-
-
-def check_no_pairs(name: str, what: str) -> None:
-    """Refuse attention by a mask of queries and keys, or by scores of the model's own code.
-
-    Raises:
-        UnsupportedError: If `context_parallel` is active.
-    """
-    if sharding.hook is not None:
-        raise UnsupportedError(
-            f"{name} {what}, which reads the tokens of this process alone inside context_parallel. If "
-            "position_ids of a head-tail layout look like packed sequences, give an attention_mask of ones."
-        )

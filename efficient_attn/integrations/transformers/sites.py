@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,17 +12,22 @@ from transformers import PreTrainedModel
 from efficient_attn.errors import DtypeError, UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern
 
-# Attributes of attention modules that only exact attention supports, and their meaning.
-_EXACT = {
+# Attributes of attention modules that no backend supports, in words.
+_REFUSED = {
+    "indexer": "reads the keys of an index (indexer)",
     "attn_logit_softcapping": "caps its scores (attn_logit_softcapping)",
     "softcap": "caps its scores (softcap)",
     "sinks": "has attention sinks (sinks)",
     # Layers without this attribute get the bias of the first layer.
     "has_relative_attention_bias": "adds a position bias to its scores (relative_attention_bias)",
 }
-# Attributes of attention modules that select keys, and their meaning.
-_SELECTING = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention")
-_REFUSED = {"indexer": "reads the keys of an index (indexer)"}
+# Types of layers that no backend supports, in words.
+_REFUSED_TYPES = {
+    "indexed_attention": "reads the keys of an index",
+    "compressed_sparse_attention": "reads compressed keys",
+    "heavily_compressed_attention": "reads compressed keys",
+    "chunked_attention": "reads keys in chunks",
+}
 
 
 class AttentionSite(NamedTuple):
@@ -35,7 +40,6 @@ class AttentionSite(NamedTuple):
         scale: Factor on q·k; None: 1/√head_dim.
         max_tokens: Maximum sequence length of the model; None: unknown.
         num_kv_heads: Number of heads of the keys and values; None: num_heads, or unknown.
-        only_exact: Feature that only exact attention supports, in words; None: it has none.
     """
 
     path: str
@@ -48,7 +52,6 @@ class AttentionSite(NamedTuple):
     scale: float | None
     max_tokens: int | None
     num_kv_heads: int | None = None
-    only_exact: str | None = None
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -132,9 +135,12 @@ def _site(path: str, module: Any) -> AttentionSite:
     config = module.config
     for attribute, feature in _REFUSED.items():
         if getattr(module, attribute, None) is not None:
-            raise UnsupportedError(f"{path} {feature}, which no backend supports; nothing was attached.")
+            _refuse(path, feature)
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
     layer = int(number[1]) if number else 0
+    types = getattr(config, "layer_types", None) or ()
+    if layer < len(types) and types[layer] in _REFUSED_TYPES:
+        _refuse(path, f"{_REFUSED_TYPES[types[layer]]} (layer type {types[layer]!r})")
     kind = _site_kind(path, module, config, layer)
     heads = _first_value("num_heads", "num_attention_heads", "n_heads", of=(module, config))
     kv_heads = _first_value("num_key_value_heads", "num_kv_heads", of=(module, config))
@@ -153,7 +159,12 @@ def _site(path: str, module: Any) -> AttentionSite:
         scale=_first_value("scaling", "scale", of=(module,)),
         max_tokens=_first_value("max_position_embeddings", "n_positions", of=(config,)),
         num_kv_heads=None if kv_heads == heads else kv_heads,
-        only_exact=_exact_feature(module, config, layer),
+    )
+
+
+def _refuse(path: str, feature: str) -> NoReturn:
+    raise UnsupportedError(
+        f"{path} {feature}, which no backend supports; keep the model's own attention. Nothing was attached."
     )
 
 
@@ -161,14 +172,6 @@ def _first_value(*names: str, of: tuple[Any, ...]) -> Any:
     """First of these attributes of the first object that has any."""
     values = (getattr(thing, name, None) for thing in of for name in names)
     return next((value for value in values if value is not None), None)
-
-
-def _exact_feature(module: Any, config: Any, layer: int) -> str | None:
-    for attribute, feature in _EXACT.items():
-        if getattr(module, attribute, None) is not None:
-            return feature
-    types = getattr(config, "layer_types", None) or ()
-    return "reads keys in chunks" if layer < len(types) and types[layer] == "chunked_attention" else None
 
 
 def _site_kind(path: str, module: Any, config: Any, layer: int) -> str:
@@ -181,10 +184,6 @@ def _site_kind(path: str, module: Any, config: Any, layer: int) -> str:
         return "cross"
     types = getattr(config, "layer_types", None)
     if types is not None and layer < len(types):
-        if types[layer] in _SELECTING:
-            raise UnsupportedError(
-                f"{path} is a layer of type {types[layer]!r}, which no backend supports; nothing is attached."
-            )
         # Layers of other types, such as layers of hybrids, are verified by the mask of every call.
         return "sliding" if types[layer] == "sliding_attention" else "full"
     width = getattr(module if hasattr(module, "sliding_window") else config, "sliding_window", None)

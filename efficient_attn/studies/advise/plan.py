@@ -33,7 +33,7 @@ _MAX_KL = 0.05
 # Targets of a model, options of attention alone, and options of a folder, which a model from a file decides.
 _TARGETS = ("min_cosine", "max_kl")
 _OF_ATTENTION = ("draws", "causal", "isolate", "timeout_s", "memory_limit")
-_OF_A_FOLDER = ("texts", "tokenizer", "dtype", "device")
+_OF_A_FOLDER = ("texts", "dtype", "device")
 
 # A divergence beyond this many nats is no target; float64 has none above 745.
 _MOST_KL = 1e3
@@ -61,7 +61,6 @@ def plan(
     backends: shared.Backends = None,
     *,
     texts: TextFiles = None,
-    tokenizer: Any = None,
     seq_lens: Annotated[
         str | int | Sequence[int] | None, shared.usually(shared.SeqLens, "512,2048,8192")
     ] = None,
@@ -98,14 +97,14 @@ def plan(
 
     Without a model the shipped activations of a real encoder and of a real decoder decide, attention alone.
     With a model each layer gets the backend that gains most within the target; the plan is verified end to
-    end on texts that did not choose it, and written to layers.json for `attach` and `load`.
+    end on texts that did not choose it, and written to layers.json for `attach`.
 
     Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
     """
     settings = locals()
     if model is None:
         _refuse(settings, _TARGETS, "without a model; the limit there is max_error (--max-error)")
-        _refuse(settings, ("texts", "tokenizer", "name"), "without a model")
+        _refuse(settings, ("texts", "name"), "without a model")
     else:
         targets = "min_cosine (--min-cosine), of a causal model max_kl (--max-kl)"
         _refuse(settings, ("max_error",), f"with this model; its target is {targets}")
@@ -170,7 +169,7 @@ def plan(
     else:
         from efficient_attn.studies.swap.model import load, texts_of_lengths
 
-        named, opened = named_texts(texts), load(model, tokenizer, name, workload)
+        named, opened = named_texts(texts), load(model, name, workload)
         pairs, left_out = texts_of_lengths(opened, named, workload, lengths)
         hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
         origin = {**opened.about, "texts": hashes}

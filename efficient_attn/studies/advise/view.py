@@ -41,7 +41,7 @@ from efficient_attn.studies.swap.view import show_quantity
 from efficient_attn.studies.swap.view import tables as swap_tables
 from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots
 
-# Name of the file that `attach`, `load` and `intercept.replace` take.
+# Name of the file that `attach` and `intercept.replace` take.
 LAYERS = "layers.json"
 
 # Losses below this are rounding of float32.
@@ -84,7 +84,7 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
 
 
 def files(records: Sequence[Record], environment: Environment) -> dict[str, str]:
-    """The plan of the longest length at which one is faster, as `attach` and `load` take it."""
+    """The plan of the longest length at which one is faster, as `attach` takes it."""
     faster = [outcome for outcome in _outcomes(records, environment) if outcome.side == 1]
     attached = _attached(faster[-1]) if faster else None
     return {} if attached is None else {LAYERS: json.dumps(attached, indent=2) + "\n"}

@@ -1,6 +1,6 @@
 """Training-free conversion: a real model with replaced attention, compared with itself."""
 
-from efficient_attn.measure.quantities import QUANTITIES, condition, error, mean_error, setting
+from efficient_attn.measure.quantities import QUANTITIES, error, setting
 from efficient_attn.studies.study import Study
 from efficient_attn.studies.swap.plan import plan
 
@@ -9,7 +9,7 @@ STUDY = Study(
     plan=plan,
     module=__name__,
     kinds=("swap", "time", "memory"),
-    # Errors are means over texts and draws, but for the audited one, of all their rows together.
+    # Errors are means over texts and draws.
     quantities=(
         error(
             "hidden_relative_error", "relative", "Norm of the error of the last hidden states over theirs."
@@ -28,33 +28,6 @@ STUDY = Study(
         error("perplexity", "", "Perplexity of the texts.", rounding=0),
         QUANTITIES["output_relative_error"],
         error("output_distance", "1 − cosine", "1 − cosine of the output of a model with its own inputs."),
-        mean_error(
-            "attention_relative_error",
-            "relative",
-            "Error of the attention of each replaced layer on its inputs, from random rows of every call.",
-            type="numbers",
-        ),
-        condition(
-            "attention_relative_error_low",
-            "relative",
-            "Lower end of the 95 % interval of attention_relative_error.",
-            "interval of attention_relative_error",
-            type="numbers",
-        ),
-        condition(
-            "attention_relative_error_high",
-            "relative",
-            "Upper end of the 95 % interval of attention_relative_error.",
-            "interval of attention_relative_error",
-            type="numbers",
-        ),
-        condition(
-            "audited_layers",
-            "",
-            "Layers of attention_relative_error, in order.",
-            "layers of attention_relative_error",
-            type="whole numbers",
-        ),
         setting("texts", "", "Number of texts; values of draws are listed text by text."),
         QUANTITIES["time_s"],
         QUANTITIES["peak_bytes"],

@@ -16,7 +16,6 @@ KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perp
 MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN = "mean_pool_distance", "first_token_distance", "token_distance"
 HIDDEN = "hidden_relative_error"
 OUTPUT, OUTPUT_COSINE = "output_relative_error", "output_distance"
-AUDITED = "attention_relative_error"
 NAMES = {
     KL: "divergence of the next token, nats",
     DISAGREEMENT: "same likeliest token",

@@ -189,12 +189,13 @@ class CallSubject:
     def build(self, variant: Variant) -> dict[str, Backend]:
         """The backends of all replaced call sites, by name."""
         with self.replaced(variant):
-            return self._present()
-
-    def attached(self) -> list[tuple[int, Backend]]:
-        """The present backends, with the numbers of their layers."""
-        present = self._present()
-        return [(number, present[site]) for number, site in self.sites.items() if site in present]
+            return {
+                str(Site(part.owner, int(number))): backend
+                for part in self.model.modules()
+                if isinstance(part, SiteBackends)
+                for number, backend in part.items()
+                if isinstance(backend, Backend)
+            }
 
     def plan(self, variant: Variant) -> dict[str, Any] | None:
         """The plan that `ea.intercept.replace` takes; None with a backend without a registered name."""
@@ -207,16 +208,6 @@ class CallSubject:
     def case(self, kind: str, variant: Variant, layer: int | None = None) -> Case:
         """The case of a measurement, with the shape of the first call site."""
         return variant.case(kind=kind, of=MODEL, layer=layer, **self.shared)
-
-    def _present(self) -> dict[str, Backend]:
-        """The backends in the model, by call site."""
-        return {
-            str(Site(part.owner, int(number))): backend
-            for part in self.model.modules()
-            if isinstance(part, SiteBackends)
-            for number, backend in part.items()
-            if isinstance(backend, Backend)
-        }
 
     def _output(self) -> Tensor:
         with _Unfused():

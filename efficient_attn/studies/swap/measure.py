@@ -11,7 +11,6 @@ from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import OWN, Variant
 from efficient_attn.measure.worker import answer, memory_of, time_of
 from efficient_attn.options import SEED
-from efficient_attn.studies.swap.audited import Samples, audited, pooled
 from efficient_attn.studies.swap.subject import Subject
 
 # A preemption would go unnoticed with a single call per round.
@@ -40,12 +39,12 @@ def cost(case: Case, variant: Variant, subject: Subject, *, seconds: float = 0.0
 def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Record:
     # The exact outputs are computed before the attention is replaced.
     found: list[list[dict[str, float]]] = [[] for _ in subject.exact]
-    calibrated, samples = False, Samples()
+    calibrated = False
     for draw in range(draws if SEED in variant.options else 1):
         with subject.replaced(variant, draw, case.layer) as was_calibrated:
             calibrated = calibrated or was_calibrated
             for number, values in enumerate(found):
-                with outputs_checked(subject.model), audited(subject.attached(), samples):
+                with outputs_checked(subject.model):
                     values.append(subject.distances(number))
     record = Record(
         case=case,
@@ -53,7 +52,7 @@ def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Rec
         calibrated_on=subject.calibrated_on if calibrated else None,
         flops=None if _uncounted(variant) else attention_flops(case, variant.target),
     )
-    return replace(record, **_means([one for text in found for one in text]), **pooled(samples))
+    return replace(record, **_means([one for text in found for one in text]))
 
 
 def _uncounted(variant: Variant) -> bool:

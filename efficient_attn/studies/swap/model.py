@@ -10,11 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers.assignment import Choice, plan_of
 from efficient_attn.integrations.transformers.attachment import installed
-from efficient_attn.integrations.transformers.attend import SUBMODULE
 from efficient_attn.integrations.transformers.loading import (
     Opened,
     check_length,
@@ -176,15 +174,6 @@ class TextSubject:
             text = self.texts[0] if self.calibration is None else self.calibration
             yield calibrate_on(self.model, list(backends.values()), text)
 
-    def attached(self) -> list[tuple[int, Backend]]:
-        """The present backends of full attention, with the numbers of their layers.
-
-        Backends of a sliding window are exact in it.
-        """
-        found = [(site.layer, getattr(site.module, SUBMODULE, None)) for site in self.sites.swapped]
-        sliding = self.sites.swapped[0].pattern.sliding
-        return [] if sliding else [(layer, one) for layer, one in found if isinstance(one, Backend)]
-
     def build(self, variant: Variant, draw: int = 0, layer: int | None = None) -> dict[str, Any]:
         """The backends of all attention modules."""
         options, tokens = dict(variant.options), self.shared["tokens"]
@@ -244,23 +233,25 @@ def texts_of_lengths(
     return pairs, notes
 
 
-def load(model: Any, tokenizer: Any, name: str | None, workload: Workload) -> Opened:
-    """The model of a folder, or a loaded model with its tokenizer."""
+def load(model: Any, name: str | None, workload: Workload) -> Opened:
+    """The model of a folder, or a loaded model in a pair with its tokenizer."""
     from transformers import PreTrainedModel
 
     if isinstance(model, (str, Path)):
-        if tokenizer is not None:
-            raise OptionError("tokenizer is for a model that is loaded; a folder has its own.")
         return open_model(model, dtype=workload.dtype, device=workload.device, name=name)
-    if not isinstance(model, PreTrainedModel):
-        raise DtypeError(f"model is a folder or a model of transformers, not {type(model).__name__}.")
-    if tokenizer is None:
-        raise OptionError("tokenizer is needed with a model that is loaded: the one that belongs to it.")
-    if model.training:
+    if isinstance(model, PreTrainedModel):
+        raise OptionError("A loaded model comes with its tokenizer: give the pair (model, tokenizer).")
+    if not isinstance(model, tuple) or not isinstance(model[0], PreTrainedModel):
+        raise DtypeError(
+            "model is a folder, a pair (model, tokenizer) of transformers, or makes its own inputs, not "
+            f"{type(model).__name__}."
+        )
+    module, tokenizer = model
+    if module.training:
         raise OptionError(
             "model is in training mode, where dropout would be taken for an error; model.eval() first."
         )
-    return Opened(model, tokenizer, {"model": name or type(model).__name__, "class": type(model).__name__})
+    return Opened(module, tokenizer, {"model": name or type(module).__name__, "class": type(module).__name__})
 
 
 def _token_ids(opened: Opened, texts: Mapping[str, str], seq_len: int | None) -> tuple[Tensor, ...]:

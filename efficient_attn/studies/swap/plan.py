@@ -51,7 +51,6 @@ def plan(
     backends: shared.Backends = None,
     *,
     texts: TextFiles = None,
-    tokenizer: Any = None,
     seq_len: Annotated[
         int | None,
         Option(help="Tokens of each text; 512, or as many as model and texts have.", least=2),
@@ -91,9 +90,9 @@ def plan(
     """Replace the attention of a model: outputs, time and memory.
 
     Encoders are compared by their hidden states and embeddings, causal models by their next-token
-    distributions, a model from a file by the output of its run. In Python the model may also be a loaded one
-    in eval mode, with its `tokenizer`, or a pair (module, inputs); its own attention is restored afterwards,
-    whatever happens.
+    distributions, a model from a file by the output of its run. In Python the model may also be a pair
+    (model, tokenizer) of a loaded model in eval mode, or a pair (module, inputs); the attention of the model
+    is restored afterwards, whatever happens.
 
     Example: efficient-attn swap MODEL --set window.window=65,129 --by layer
 
@@ -116,13 +115,13 @@ def plan(
     if is_called(model):
         from efficient_attn.studies.swap.called import CallSubject
 
-        refuse_beside(model, text=texts, tokenizer=tokenizer, seq_len=seq_len, dtype=dtype, device=device)
+        refuse_beside(model, text=texts, seq_len=seq_len, dtype=dtype, device=device)
         subject = CallSubject.of(called_model(model, name=name), workload)
     else:
         from efficient_attn.studies.swap.model import TextSubject, load
 
         named = named_texts(texts)
-        subject = TextSubject.of(load(model, tokenizer, name, workload), named, workload, seq_len=seq_len)
+        subject = TextSubject.of(load(model, name, workload), named, workload, seq_len=seq_len)
     variants = candidates(chosen, subject, options)
     notes = list(subject.notes)
     if save is not None:

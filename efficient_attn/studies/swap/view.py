@@ -16,7 +16,6 @@ from efficient_attn.report.text import (
 from efficient_attn.stats.candidates import missing, operations_sentence, operations_share
 from efficient_attn.stats.estimates import time_ratio
 from efficient_attn.studies.swap.analysis import (
-    AUDITED,
     DISAGREEMENT,
     EVERY_TOKEN,
     FIRST_TOKEN,
@@ -31,11 +30,6 @@ from efficient_attn.studies.swap.analysis import (
 from efficient_attn.studies.swap.plot import swap_plot
 from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots, cost_cells
 
-AUDIT_NOTE = (
-    "Against exact attention in float64 on the inputs of the layer inside the swapped model, from 64 rows or "
-    "1 % of every call; in brackets the nominal 95 % interval of the error of all rows."
-)
-
 
 def claim(records: Sequence[Record]) -> list[Record]:
     """The records of models."""
@@ -48,24 +42,8 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
-    """All layers swapped, the error of each of them, and each layer alone, where it was measured."""
-    return [table for one in swaps(records) for table in (_whole(one), *_audited(one), *_alone(one))]
-
-
-def tables_of_models(records: Sequence[Record]) -> list[Table]:
     """All layers swapped; then each layer alone, where it was measured."""
     return [table for one in swaps(records) for table in (_whole(one), *_alone(one))]
-
-
-def audited_cells(record: Record) -> dict[int, str]:
-    """Error of the attention of each layer and its interval, `0.12 (0.1 to 0.15)`."""
-    values = (getattr(record, f"{AUDITED}{end}") or () for end in ("", "_low", "_high"))
-    found = zip(record.audited_layers or (), *values, strict=False)
-    return {
-        layer: f"{show_error(value)} ({show_error(low)} to {show_error(high)})"
-        for layer, value, low, high in found
-        if None not in (value, low, high)
-    }
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
@@ -129,18 +107,6 @@ def _cell(row: SwapRow, quantity: str) -> str:
 def _operations(record: Record | None) -> str:
     share = None if record is None else operations_share(record)
     return NOT_MEASURED if share is None else f"{share:.3g}"
-
-
-def _audited(one: Swap) -> list[Table]:
-    """The error of the attention of each layer, with all layers swapped."""
-    cells = {row.label: audited_cells(row.whole) for row in one.rows if row.whole is not None}
-    cells = {label: found for label, found in cells.items() if found}
-    layers = sorted({layer for found in cells.values() for layer in found})
-    rows = tuple(
-        (str(layer), *(found.get(layer, NOT_MEASURED) for found in cells.values())) for layer in layers
-    )
-    title = f"Error of the attention of each layer, all layers swapped: {heading(one.case)}"
-    return [Table(title, ("layer", *cells), rows, (AUDIT_NOTE,))] if cells else []
 
 
 def _alone(one: Swap) -> list[Table]:

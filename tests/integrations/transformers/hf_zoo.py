@@ -81,17 +81,12 @@ def output(model: Any, arguments: dict[str, Any], real: Tensor | None) -> Tensor
 
 
 class Row(NamedTuple):
-    """Verdict on one architecture.
-
-    Attributes:
-        before: The verdict at commit 990d42b, before exact attention served every feature of a model.
-    """
+    """Verdict on one architecture."""
 
     mapping: str
     model: str
     verdict: str
     reason: str
-    before: str
 
 
 def judged(mapping: str, model_type: str, class_name: str) -> tuple[str, str]:
@@ -196,11 +191,7 @@ def write(rows: Iterable[Row]) -> None:
 def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     torch.set_num_threads(1)
-    before = {(row.mapping, row.model): row.before for row in read()}
-    write(
-        Row(mapping, model, *judged(mapping, model, name), before.get((mapping, model), ""))
-        for mapping, model, name in list(architectures())
-    )
+    write(Row(mapping, model, *judged(mapping, model, name)) for mapping, model, name in architectures())
 
 
 TOKENS, VOCABULARY, IMAGE = 24, 60, 32

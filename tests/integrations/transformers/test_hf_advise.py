@@ -12,7 +12,7 @@ from integrations.hf_advice import TIMES_S, advise, plans
 from integrations.hf_models import TOKENS, gemma3, gpt2, mistral, saved, texts
 
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
-from efficient_attn.integrations.transformers import attach, load
+from efficient_attn.integrations.transformers import attach
 from efficient_attn.measure.error import cosine_distance
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.stats.predicted_time import Predicted
@@ -78,17 +78,12 @@ def test_the_attached_plan_reproduces_the_verified_cosine(encoder, advised, tmp_
     held_out = list(texts(4).values())[1::2]
     own = transformers.AutoModel.from_pretrained(encoder).eval()
     model = attach(transformers.AutoModel.from_pretrained(encoder).eval(), tmp_path / LAYERS)
-    loaded = load(encoder, plan=tmp_path / LAYERS).eval()
     distances = []
     for text in held_out:
         ids = tokenizer(text, truncation=True, max_length=TOKENS, return_tensors="pt")["input_ids"]
         with torch.no_grad():
             exact, changed = (one(input_ids=ids).last_hidden_state[0].double() for one in (own, model))
-            logits, wanted = loaded(input_ids=ids), model(input_ids=ids)
         distances.append(cosine_distance(changed.mean(dim=0), exact.mean(dim=0)))
-        hidden = loaded.base_model(input_ids=ids).last_hidden_state
-        torch.testing.assert_close(hidden, wanted.last_hidden_state, rtol=1e-5, atol=1e-5)
-        assert logits is not None
     assert sum(distances) / len(distances) == pytest.approx(plan.mean_pool_distance, abs=1e-6)
 
 

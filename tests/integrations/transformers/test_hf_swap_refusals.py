@@ -26,7 +26,6 @@ def swap(model, backends, **changes):
         ({"texts": []}, DtypeError, "texts is a list of texts"),
         ({"texts": "a text"}, DtypeError, "texts is a list of texts, or a mapping"),
         ({"draws": 0}, OptionError, "draws"),
-        ({"tokenizer": "one"}, OptionError, "tokenizer is for a model that is loaded"),
         ({"options": {"window": {"window": [4]}}, "backends": ["window"]}, OptionError, "window"),
         ({"backends": ["windw"]}, ValueError, "Did you mean 'window'"),
         ({"dtype": "int8"}, OptionError, "dtype"),
@@ -39,11 +38,11 @@ def test_a_request_that_makes_no_sense_is_refused(encoder, changes, error, messa
 
 
 def test_a_model_that_is_loaded_needs_its_tokenizer_and_eval_mode(encoder):
-    with pytest.raises(OptionError, match="tokenizer is needed"):
+    with pytest.raises(OptionError, match=r"give the pair \(model, tokenizer\)"):
         swap(bert(), ["exact"])
     with pytest.raises(OptionError, match="training mode"):
-        swap(bert().train(), ["exact"], tokenizer=transformers.AutoTokenizer.from_pretrained(encoder))
-    with pytest.raises(DtypeError, match="model is a folder or a model of transformers, not int"):
+        swap((bert().train(), transformers.AutoTokenizer.from_pretrained(encoder)), ["exact"])
+    with pytest.raises(DtypeError, match=r"model is a folder, a pair .* not int"):
         swap(3, ["exact"])
 
 

@@ -48,7 +48,7 @@ def test_the_models_own_attention_is_put_back_even_after_an_error(encoder, fails
 
     wrong = [broken] if fails == "forward" else ["linformer"]
     options = {"linformer": {"sharing": ["layers"], "rank": [8]}} if fails == "build" else None
-    results = swap(model, wrong, tokenizer=tokenizer, options=options)
+    results = swap((model, tokenizer), wrong, options=options)
     label = "broken" if fails == "forward" else "linformer(sharing=layers, rank=8)"
     assert quality(results)[label, None].status == ("error" if fails == "forward" else "unsupported")
     assert model.config._attn_implementation == implementation

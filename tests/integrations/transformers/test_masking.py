@@ -1,4 +1,4 @@
-"""Masks of transformers models: their pattern, the real keys, and what model code that reads a mask gets."""
+"""Masks of transformers models: pattern and real keys; model code that reads their entries is refused."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,6 @@ from integrations.hf_models import (
     mistral,
     modernbert,
     moshi,
-    ready,
 )
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -29,8 +28,6 @@ from transformers.masking_utils import (
     create_causal_mask,
     create_chunked_causal_mask,
     create_sliding_window_causal_mask,
-    eager_mask,
-    sdpa_mask,
 )
 
 import efficient_attn as ea
@@ -122,20 +119,6 @@ def test_a_call_with_another_pattern_than_the_attached_layer_is_refused(make, op
             model(**inputs())
 
 
-@pytest.mark.parametrize("backend", ["exact", "exact-dense"])
-def test_a_model_that_adds_our_mask_to_its_scores_gets_the_mask_of_transformers(backend):
-    sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIDE.items()}
-    special = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.BigBirdPegasusConfig(**sides, **special, d_model=32, max_position_embeddings=64)
-    model = ready(transformers.BigBirdPegasusForConditionalGeneration, config)
-    batch = {**inputs(), "decoder_input_ids": inputs()["input_ids"][:, :7]}
-    with torch.no_grad():
-        expected = model(**batch).logits
-        attach(model, backend)
-        torch.testing.assert_close(model(**batch).logits, expected, **ROUNDING)
-
-
-SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 48}
 Q = torch.randn(2, 3, 4, 8)
 READERS = {
     "as a float": lambda mask: mask.to(torch.float32),
@@ -158,19 +141,22 @@ def mask():
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_whoever_computes_with_our_mask_computes_with_the_mask_of_sdpa(reader, mask):
-    theirs = sdpa_mask(2, 4, 4, attention_mask=REAL, allow_is_causal_skip=False)
-    actual, expected = READERS[reader](mask), READERS[reader](theirs)
-    assert not isinstance(actual, Mask)
-    assert type(actual) is type(expected) and np.array_equal(actual, expected)
+def test_whoever_computes_with_our_mask_is_refused(reader, mask):
+    with pytest.raises(UnsupportedError, match="computes with its mask of queries and keys"):
+        READERS[reader](mask)
 
 
-def test_models_without_sdpa_compute_with_the_mask_of_eager_attention():
-    config = transformers.BigBirdPegasusConfig()
-    mask = make_mask(2, 4, 4, attention_mask=REAL, config=config, dtype=torch.float64)
-    assert mask.dtype == torch.float64 and mask.shape == (2, 1, 1, 4)
-    theirs = eager_mask(2, 4, 4, attention_mask=REAL, dtype=torch.float64)
-    assert torch.equal(mask + 1.0, theirs + 1.0) and (theirs < -1e30).any()
+@pytest.mark.parametrize("backend", ["exact", "window"])
+def test_a_prepared_mask_of_real_keys_is_read_as_one(backend, counted):
+    model, batch = bert(), inputs()
+    real = batch["attention_mask"].bool()
+    prepared = real[:, None, None, :].expand(-1, 1, TOKENS, -1)
+    with swapped(model, backend), torch.no_grad():
+        expected = model(**batch).logits
+        counted.clear()
+        actual = model(batch["input_ids"], attention_mask=prepared).logits
+    torch.testing.assert_close(actual[real], expected[real], **ROUNDING)
+    assert len(counted) == 3
 
 
 def test_whoever_moves_our_mask_or_asks_for_its_shape_gets_it(mask):

@@ -8,10 +8,14 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import attended, bart, bert, gpt2, inputs, llama, mistral, modernbert
+from integrations.hf_models import TOKENS, attended, bart, bert, gpt2, inputs, llama, mistral, modernbert
+from integrations.transformers import hf_zoo
 
+from efficient_attn.distributed.calls import in_force
+from efficient_attn.distributed.layout import Layout
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError, UnsupportedError
-from efficient_attn.integrations.transformers import attach, load, save, swapped
+from efficient_attn.integrations.masks import FULL
+from efficient_attn.integrations.transformers import attach, swapped
 
 
 def indexed():
@@ -52,7 +56,7 @@ def with_indexer():
         (modernbert, {"backend": "window", "window": 65}, OptionError, "slides over 9 keys"),
         (modernbert, {"backend": "window", "global_tokens": 4}, OptionError, "cache drops the first tokens"),
         (mistral, {"backend": {"1": "performer-trig"}}, UnsupportedError, "causal over 5 keys"),
-        (indexed, {"backend": "exact"}, UnsupportedError, r"layers\.1\.self_attn is a layer of type 'index"),
+        (indexed, {"backend": "exact"}, UnsupportedError, r"layers\.1\.self_attn reads the keys of an index"),
         (on_meta, {"backend": "window"}, UnsupportedError, r"0\.self_attn are on meta.*load the model first"),
         (with_indexer, {"backend": "exact"}, UnsupportedError, r"1\.self_attn reads the keys of an index"),
     ],
@@ -101,15 +105,65 @@ def test_a_layer_without_a_backend_is_refused():
         model(**inputs())
 
 
-ARGUMENTS = ["cache", "block_table", "indices", "block_indices", "output_attentions"]
+ARGUMENTS = (
+    *("cache", "block_table", "indices", "block_indices", "output_attentions"),
+    *("softcap", "s_aux", "sinks", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k"),
+)
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS)
-def test_pages_selected_keys_and_weights_are_refused_by_the_name_of_their_argument(argument):
+def test_arguments_that_change_scores_or_keys_are_refused_by_their_name(argument):
     q = torch.randn(1, 2, 4, 8)
     match = rf"\({argument}\), which no backend supports|^{argument}: attention weights are never"
     with pytest.raises(UnsupportedError, match=match):
         attended("exact", q, q, q, None, **{argument: torch.ones(1)})
+
+
+FEATURES = {
+    "gemma2": ("causal", r"layers\.0\.self_attn caps its scores"),
+    "gpt_oss": ("causal", r"layers\.0\.self_attn has attention sinks"),
+    "t5": ("seq2seq", r"SelfAttention adds a position bias"),
+    "llama4_text": ("causal", r"layers\.0\.self_attn reads keys in chunks"),
+}
+
+
+@pytest.mark.parametrize("kind", FEATURES)
+def test_models_with_other_scores_or_chunks_are_refused_for_every_backend(kind):
+    mapping, match = FEATURES[kind]
+    if kind == "t5" and not hasattr(transformers.models.t5.modeling_t5, "ALL_ATTENTION_FUNCTIONS"):
+        pytest.skip("T5 of this version of transformers does not go through the attention interface")
+    model = hf_zoo.tiny_model(kind, hf_zoo.MAPPINGS[mapping][kind], decoder=mapping == "causal")
+    before = model.config._attn_implementation
+    for backend in ("exact", "performer-positive"):
+        with pytest.raises(UnsupportedError, match=match + ".*keep the model's own attention"):
+            attach(model, backend)
+    assert model.config._attn_implementation == before
+
+
+def test_a_model_is_refused_on_distributed_sequences():
+    model = attach(llama(), "exact")
+    refused = pytest.raises(UnsupportedError, match=r"positions and masks .* inside context_parallel; call")
+    with in_force(Layout("", "contiguous", 0, 2)), refused:
+        model(**inputs())
+
+
+def test_calls_with_another_mask_than_of_keys_are_refused():
+    ids = inputs()["input_ids"]
+    pairs = torch.eye(TOKENS, dtype=torch.bool).expand(len(ids), 1, -1, -1)
+    packed = torch.cat([torch.arange(n) for n in (7, 12, 5)])[None]
+    for make, call, match in (
+        (bert, {"attention_mask": pairs}, r"a mask \[3, 1, 24, 24\] of queries and keys.*own attention"),
+        (llama, {"position_ids": packed, "use_cache": False}, "several sequences packed into one row"),
+    ):
+        with swapped(make(), "exact") as model, pytest.raises(UnsupportedError, match=match):
+            model(ids, **call)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4, 9), (4, 4)])
+def test_a_mask_of_another_shape_is_no_mask_of_real_keys(shape):
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(UnsupportedError, match=r"reads a mask \[.*\] of queries and keys"):
+        attended("window", q, q, q, torch.ones(shape, dtype=torch.bool), pattern=FULL)
 
 
 def test_a_layer_that_slides_is_refused_without_a_mask():
@@ -155,16 +209,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_it_takes_memory(encoder, tmp
 @pytest.mark.parametrize("options", [{"window": 5}, {"max_tokens": 60}, {"seed": 3}, {"full": "window"}])
 def test_a_plan_sets_the_options_of_its_backends_itself(options, tmp_path):
     (name,) = options
+    with pytest.raises(DataError, match="Cannot read the plan"):
+        attach(bert(), tmp_path / "layers.json")
     with pytest.raises(OptionError, match=f"{name}=…: the file .* sets the backend of every"):
         attach(bert(), tmp_path / "layers.json", **options)
-
-
-def test_load_refuses_a_plan_that_it_would_drop_or_that_would_drop_backends(encoder, tmp_path):
-    model, plan = transformers.AutoModel.from_pretrained(encoder).eval(), tmp_path / "layers.json"
-    with pytest.raises(DataError, match="Cannot read the plan"):
-        attach(model, plan)
-    with pytest.raises(OptionError, match="plan=…: the model given by into"):
-        load(encoder, into=model, plan=plan)
-    save(attach(model, "window", window=5), tmp_path / "saved")
-    with pytest.raises(OptionError, match="holds a model with backends of its own"):
-        load(tmp_path / "saved", plan=plan)

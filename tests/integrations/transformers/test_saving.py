@@ -16,8 +16,8 @@ from integrations.hf_models import saved as saved_with_tokenizer
 
 import efficient_attn as ea
 from efficient_attn.backend import Backend
-from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
-from efficient_attn.integrations.transformers import StateCache, attach, load, save, swapped
+from efficient_attn.errors import DataError, DtypeError, UnsupportedError
+from efficient_attn.integrations.transformers import StateCache, attach, load, swapped
 from efficient_attn.integrations.transformers.loading import open_model
 
 POSITIVE = {"backend": "performer-positive", "num_features": 16}
@@ -230,7 +230,7 @@ def test_a_backend_without_a_registered_name_is_not_restored(tmp_path):
 
 
 class Adapter(nn.Module):
-    """A module around a model that saves a part of it, as PEFT does."""
+    """A module around a model, as of PEFT."""
 
     def __init__(self, model):
         super().__init__()
@@ -239,10 +239,6 @@ class Adapter(nn.Module):
 
     def forward(self, **batch):
         return self.base_model["model"](**batch)
-
-    def save_pretrained(self, folder):
-        folder.mkdir(exist_ok=True)
-        save_file({"scale": self.scale.data}, folder / "adapter_model.safetensors")
 
 
 def test_a_model_inside_a_module_is_attached_and_put_back():
@@ -258,51 +254,10 @@ def test_a_model_inside_a_module_is_attached_and_put_back():
     assert StateCache(attach(Adapter(llama()), "exact")).layers
 
 
-class Encoder(Adapter):
-    """A module around a model that saves all of it, as Sentence Transformers does."""
-
-    def save_pretrained(self, folder):
-        self.base_model["model"].save_pretrained(folder)
-
-
-@pytest.mark.parametrize("wrap", [lambda model: model, Adapter, Encoder])
-@pytest.mark.parametrize("options", [{"backend": "linformer", "rank": 4, "sharing": "key-value"}, POSITIVE])
-def test_a_model_and_a_module_around_it_are_saved_in_their_form_and_loaded(wrap, options, tmp_path):
-    # The folder holds the base model and backends of an earlier adapter.
-    bert().save_pretrained(tmp_path)
-    save(attach(Adapter(bert()), "performer-positive", num_features=16, seed=1), tmp_path)
-    model = attach(wrap(bert()), **options, seed=3)
-    save(model, tmp_path)
-    again = wrap(bert())
-    assert load(tmp_path, into=again) is again
-    assert_same(again, model)
-    if wrap is not Adapter:
-        assert_same(load(tmp_path), model)
-    assert (tmp_path / "efficient_attn.json").exists() == (wrap in (Adapter, Encoder))
-
-
-def test_folders_without_a_model_and_models_without_backends_are_refused(tmp_path):
-    refused = [
-        (lambda: load(tmp_path), DataError, r"holds no config\.json"),
-        (lambda: load(None), DtypeError, "folder is a path, not None"),
-        (lambda: save(bert(), tmp_path), UnsupportedError, "No backend with a registered name is attached"),
-        (
-            lambda: load(tmp_path, into=bert()),
-            DataError,
-            r"neither efficient_attn\.json nor config\.json",
-        ),
-        (
-            lambda: load(tmp_path, into=bert(), dtype="float32"),
-            OptionError,
-            r"dtype=…: the model given by into=… is loaded already",
-        ),
-    ]
-    for act, error, match in refused:
+def test_folders_without_a_model_are_refused(tmp_path):
+    for folder, error, match in (
+        (tmp_path, DataError, r"holds no config\.json"),
+        (None, DtypeError, "folder is a path, not None"),
+    ):
         with pytest.raises(error, match=match):
-            act()
-    bert().save_pretrained(tmp_path)
-    with pytest.raises(DataError, match=r"config\.json names no backends"):
-        load(tmp_path, into=bert())
-    (tmp_path / "efficient_attn.json").write_text(json.dumps({"format": 1, "layers": {"0": {}}}))
-    with pytest.raises(DataError, match=r"efficient_attn\.json: a layer in efficient_attn lacks"):
-        load(tmp_path, into=bert())
+            load(folder)
