@@ -49,7 +49,7 @@ def test_entries_are_well_formed(paper) -> None:
 
 
 def test_results_are_cited_with_the_version_that_measured_them() -> None:
-    made = [record("performer-positive"), record("mine.py:attend"), record("mean of V")]
+    made = [record("performer-positive"), record("mine.py:attend"), record("uniform attention")]
     results = ea.Results(made, environment={"packages": {"efficient-attn": "9.8.7"}})
     text = ea.cite(results)
     assert keys(text) == ["efficient_attn", "choromanski2021rethinking"]

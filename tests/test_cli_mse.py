@@ -60,8 +60,8 @@ def test_mse_prints_tables_and_sentences_and_last_the_folder_of_its_files(folder
     assert command(*SMALL, "--draws", "2", "--norm", "0.5,1") == 0
     out, err = capsys.readouterr()
     assert "Relative output error: gaussian, norm 0.5; 24 tokens, 1 head of 4" in unfolded(out)
-    assert "mean of V" in out
-    assert "Below the mean of V on" in out
+    assert "uniform attention" in out
+    assert "Below uniform attention on" in out
     assert "Relative output error" not in err
     last = out.splitlines()[-1]
     assert last.startswith("runs/mse-")
@@ -84,7 +84,7 @@ def test_mse_measures_the_shipped_encoder(capsys):
     out = unfolded(capsys.readouterr().out)
     assert "encoder, layer 1; 512 tokens, 12 heads of 32" in out
     assert (
-        "Below the mean of V on every input, with fewer operations than exact attention: window from size 33."
+        "Below uniform attention on every input, with fewer operations than exact: window from size 33."
         in out
     )
 

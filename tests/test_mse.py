@@ -11,7 +11,7 @@ from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNam
 from efficient_attn.measure.accuracy import DRAWS
 from efficient_attn.measure.inputs import Activations, Subject, gaussian
 from efficient_attn.measure.record import replace
-from efficient_attn.measure.variants import MEAN_OF_VALUES, sized
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.stats.estimates import FEWEST_FOR_95
 from efficient_attn.studies import find
 from efficient_attn.studies.mse.analysis import panels
@@ -34,12 +34,12 @@ def records_of(results, backend):
 
 def measured_in(results):
     """The records of backends, without the baseline."""
-    return [record for record in results.records if record.case.backend != MEAN_OF_VALUES]
+    return [record for record in results.records if record.case.backend != UNIFORM_ATTENTION]
 
 
 def test_exact_backends_are_right_to_rounding_and_the_yardstick_stands_first():
     results = ea.mse(["exact", "exact-dense"], **SMALL)
-    assert results.records[0].case.backend == MEAN_OF_VALUES
+    assert results.records[0].case.backend == UNIFORM_ATTENTION
     # Sums of 24 terms in float32, relative to an output of norm one.
     rounding = 24 * torch.finfo(torch.float32).eps
     assert all(r.output_relative_error < rounding for r in measured_in(results))

@@ -34,11 +34,11 @@ def learned(label, accuracies=(0.5, 0.52, 0.48), error=0.3, **changes):
 
 
 EXACT = learned("exact", (0.99, 1.0, 1.0), 1e-7, floats_read=336)
-MEAN_OF_V = learned("mean of V", (0.25, 0.24, 0.26), 0.5, floats_read=8)
+UNIFORM = learned("uniform attention", (0.25, 0.24, 0.26), 0.5, floats_read=8)
 BLIND = learned("window(window=9)", (0.26, 0.25, 0.24), 0.9)
 ALL = [
     *EXACT,
-    *MEAN_OF_V,
+    *UNIFORM,
     *BLIND,
     *learned("rank(num_features=4)", (0.5, 0.4, 0.6), 0.2),
     *learned("rank(num_features=8)", (0.9, 0.91, 0.92), 0.1),
@@ -89,8 +89,8 @@ def test_sentences_tell_exact_controls_and_who_learned():
 
 
 def test_a_control_that_is_not_at_chance_is_said():
-    told = recall_sentences([*EXACT, *learned("mean of V", (0.5, 0.5, 0.5))])
-    assert "Trust none of it: mean of V" in told[1]
+    told = recall_sentences([*EXACT, *learned("uniform attention", (0.5, 0.5, 0.5))])
+    assert "Trust none of it: uniform attention" in told[1]
 
 
 def test_what_was_trained_in_another_way_is_never_in_one_table():
@@ -102,7 +102,7 @@ def test_the_figure_has_an_accuracy_with_its_interval_for_each_size(tmp_path):
     results = Results(ALL)
     axes = results.plot().figure.axes
     lines = {line.get_label(): line for line in axes[0].containers}
-    assert set(lines) == {"exact", "uniform-attention baseline", "window(window=9)", "rank", "late"}
+    assert set(lines) == {"exact", "uniform attention", "window(window=9)", "rank", "late"}
     assert lines["rank"].lines[0].get_ydata().tolist() == pytest.approx([0.5, 0.91])
     results.save(tmp_path)
     assert not results.notes and "Recall after training" in (tmp_path / "report.html").read_text()

@@ -18,7 +18,7 @@ _EXACT, _COMPARING = 0.5, 50.0
 def error_points(
     variants: Sequence[Variant], subjects: Sequence[Any], workload: Workload, *, draws: int
 ) -> dict[str, list[Point]]:
-    """Errors by label, one per subject: exact attention, the mean of V, then the fewest operations first."""
+    """Errors by label, one per subject: exact and uniform attention, then the fewest operations first."""
     from efficient_attn.measure.accuracy import MEAN, error_case, measure_error, measure_mean
 
     first, threads = subjects[0], workload.threads or 1

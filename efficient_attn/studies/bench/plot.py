@@ -6,7 +6,7 @@ from typing import Any
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import show_bytes, show_seconds
-from efficient_attn.measure.variants import MEAN_OF_VALUES
+from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.report.figures import GRID, LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.text import setting, show_error
 from efficient_attn.stats.curves import DEVICE_TIME, Curve, by_clock, by_subject, curves
@@ -100,9 +100,9 @@ def comparison_plot(groups: Sequence[Sequence[Comparison]], max_error: float) ->
     """Two charts for the longest comparison of each setting."""
     shown = [group[-1] for group in groups]
     backends = {row.label: row.backend for comparison in shown for row in comparison.contenders}
-    styles = line_styles([pair for pair in backends.items() if pair[1] != MEAN_OF_VALUES])
+    styles = line_styles([pair for pair in backends.items() if pair[1] != UNIFORM_ATTENTION])
     styles = {label: {**style, **_POINT} for label, style in styles.items()}
-    styles[MEAN_OF_VALUES] = {"color": MUTED, "marker": (4, 1, 0), **_POINT}
+    styles[UNIFORM_ATTENTION] = {"color": MUTED, "marker": (4, 1, 0), **_POINT}
     rows = [[_chart(comparison, cost, styles, max_error) for cost in _COSTS] for comparison in shown]
     headings = [heading_of(comparison) for comparison in shown]
     if len(shown) > 1:
@@ -124,9 +124,9 @@ def comparison_plot(groups: Sequence[Sequence[Comparison]], max_error: float) ->
 def error_plot(groups: Sequence[Sequence[Comparison]]) -> Plot:
     """Relative error against tokens, a chart for each setting."""
     last = [group[-1] for group in groups]
-    rows = [row for comparison in last for row in comparison.contenders if row.backend != MEAN_OF_VALUES]
+    rows = [row for comparison in last for row in comparison.contenders if row.backend != UNIFORM_ATTENTION]
     styles = line_styles([(row.label, row.backend) for row in rows])
-    styles[MEAN_OF_VALUES] = {"color": MUTED, "linestyle": "--"}
+    styles[UNIFORM_ATTENTION] = {"color": MUTED, "linestyle": "--"}
     charts = []
     for group in groups:
         lengths = [comparison.case.tokens for comparison in group]

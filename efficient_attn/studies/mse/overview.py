@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import MEAN_OF_VALUES, is_layer, joint_name
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, is_layer, joint_name
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import describe, show_error
 from efficient_attn.studies.mse.analysis import NAMES, Panel, panels
@@ -52,7 +52,7 @@ def _by_input(shown: Sequence[Panel]) -> dict[tuple[Any, ...], list[_Errors]]:
 
 
 def _errors(panel: Panel) -> _Errors:
-    found: _Errors = {} if panel.yardstick is None else {(MEAN_OF_VALUES, None): panel.yardstick}
+    found: _Errors = {} if panel.yardstick is None else {(UNIFORM_ATTENTION, None): panel.yardstick}
     return found | {(curve.label, one.size): one.value for curve in panel.curves for one in curve.points}
 
 

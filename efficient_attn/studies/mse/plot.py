@@ -1,10 +1,10 @@
-"""Errors against size, one chart per input, with the uniform-attention baseline in each."""
+"""Errors against size, one chart per input, with uniform attention in each."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import MEAN_OF_VALUES
+from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.text import show_error
 from efficient_attn.studies.mse.analysis import (
@@ -50,7 +50,7 @@ def _chart(panel: Panel, styles: Styles, scale: tuple[float, float], quantity: s
     above = [curve for curve in panel.curves if min(point.value for point in curve.points) > high]
     series = []
     if panel.yardstick is not None:
-        series.append(Series(MEAN_OF_VALUES, (), (panel.yardstick,), UNIFORM_STYLE))
+        series.append(Series(UNIFORM_ATTENTION, (), (panel.yardstick,), UNIFORM_STYLE))
     for curve in panel.curves:
         if curve not in above and max(point.value for point in curve.points) >= low:
             series.append(_series(curve, styles[curve.label]))

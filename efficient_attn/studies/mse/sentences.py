@@ -53,7 +53,7 @@ def _reason(shown: Sequence[Panel], environment: Mapping[str, Any]) -> str | Non
 
 
 def _useful(shown: Sequence[Panel]) -> str | None:
-    """What is below the mean of V on every input, and from which size on."""
+    """What is below uniform attention on every input, and from which size on."""
     if not shown or any(panel.yardstick is None for panel in shown):
         return None
     found = []
@@ -66,4 +66,4 @@ def _useful(shown: Sequence[Panel]) -> str | None:
             remark = "" if counted else " (operations not counted)"
             found.append(f"{label} from size {max(size for size in sizes if size is not None)}{remark}")
     names = ", ".join(found) or "nothing measured here"
-    return f"Below the mean of V on every input, with fewer operations than exact attention: {names}."
+    return f"Below uniform attention on every input, with fewer operations than exact: {names}."

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import MEAN_OF_VALUES
+from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import CONCATENATED, CONCATENATED_NOTE, failure_notes, show_error
 from efficient_attn.studies.mse.analysis import NAMES, ErrorPoint, Panel, interval, panels, quantity_in
@@ -27,7 +27,9 @@ def show_point(point: ErrorPoint) -> str:
 def _table(panel: Panel, quantity: str) -> Table:
     sizes = _columns(panel)
     rows = (
-        [] if panel.yardstick is None else [(MEAN_OF_VALUES, show_error(panel.yardstick), *[""] * len(sizes))]
+        []
+        if panel.yardstick is None
+        else [(UNIFORM_ATTENTION, show_error(panel.yardstick), *[""] * len(sizes))]
     )
     for curve in panel.curves:
         fixed = next((show_point(point) for point in curve.points if point.size is None), "")

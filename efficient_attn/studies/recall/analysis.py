@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.measure.variants import MEAN_OF_VALUES, YARDSTICK
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.stats.curves import grouped
 from efficient_attn.stats.estimates import FEWEST_FOR_95, Middle, middle
 
@@ -104,7 +104,7 @@ class Contest(NamedTuple):
     @property
     def controls(self) -> tuple[Learned, ...]:
         """Rows of backends that cannot see the pairs."""
-        return tuple(r for r in self.rows if r.case.backend == MEAN_OF_VALUES or is_blind(r.case))
+        return tuple(r for r in self.rows if r.case.backend == UNIFORM_ATTENTION or is_blind(r.case))
 
 
 def contests(records: Iterable[Record]) -> tuple[Contest, ...]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.texts import Texts, named_texts, read_texts
-from efficient_attn.measure.variants import MEAN_OF_VALUES, MODEL, OWN, YARDSTICK, Variant, select
+from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK, Variant, select
 from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
 from efficient_attn.stats.candidates import CANDIDATES
@@ -135,7 +135,7 @@ def plan(
         about={
             # The origin of model and texts.
             MODEL: subject.about,
-            CANDIDATES: [one.label for one in variants if one.backend != MEAN_OF_VALUES],
+            CANDIDATES: [one.label for one in variants if one.backend != UNIFORM_ATTENTION],
         },
     )
 

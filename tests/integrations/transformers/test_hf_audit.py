@@ -16,7 +16,7 @@ import efficient_attn as ea
 from efficient_attn.integrations.transformers import swapped
 from efficient_attn.measure.error import backends_in
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies import find
 from efficient_attn.studies.swap.audited import audited, pooled
 from efficient_attn.studies.swap.view import audited_cells
@@ -66,14 +66,14 @@ def test_each_layer_is_audited_on_the_inputs_that_reach_it_in_the_swapped_model(
     assert alone[0].attention_relative_error == pytest.approx(wanted[:1], rel=1e-5)
     assert alone[2].attention_relative_error != pytest.approx(wanted[2:], rel=1e-5)
     assert found["exact", None].audited_layers is None and found[OWN, None].audited_layers is None
-    assert min(found[MEAN_OF_VALUES, None].attention_relative_error) > 0
+    assert min(found[UNIFORM_ATTENTION, None].attention_relative_error) > 0
 
 
 @pytest.mark.usefixtures("hasty")
 def test_the_table_has_a_line_per_layer_and_a_column_per_backend(encoder):
     results = swap(encoder, ["window"], options=OPTIONS)
     (table,) = [one for one in results.tables() if one.title.startswith("Error of the attention of each")]
-    assert table.columns == ("layer", MEAN_OF_VALUES, LABEL)
+    assert table.columns == ("layer", UNIFORM_ATTENTION, LABEL)
     assert [row[0] for row in table.rows] == ["0", "1", "2"]
     record = quality(results)[LABEL, None]
     for row, value in zip(table.rows, record.attention_relative_error, strict=True):
