@@ -16,7 +16,7 @@ SMALL = [
     "mse",
     "--inputs",
     "gaussian",
-    "--data-seeds",
+    "--seeds",
     "1",
     "--seq-len",
     "24",
@@ -106,7 +106,7 @@ def test_mse_sets_options_and_writes_where_it_is_told(capsys):
 
 
 def test_the_predicted_duration_weighs_points_by_their_operations():
-    asked = {"inputs": "gaussian", "norms": (1.0,), "seq_len": 512, "head_dim": 4, "sizes": (16, 64)}
+    asked = {"inputs": "gaussian", "norms": (1.0,), "seq_lens": 512, "head_dim": 4, "sizes": (16, 64)}
     plan = studies.find("mse").plan(["performer-positive", "exact"], **asked)
     costs = {point.case.label: point.cost for point in points_of(plan)}
     small, large = (costs[f"performer-positive(num_features={size})"] for size in (16, 64))

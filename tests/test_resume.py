@@ -185,7 +185,7 @@ def test_the_folder_of_another_study_is_refused_and_left_alone():
     run()
     before = lines()
     with pytest.raises(DataError, match="out: out holds a run of bench, not mse; name a new folder"):
-        ea.mse(["window"], seq_len=16, out="out", resume=True)
+        ea.mse(["window"], seq_lens=16, out="out", resume=True)
     assert lines() == before
 
 

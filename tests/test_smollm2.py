@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 def test_swapped_exact_attention_changes_nothing_and_approximations_lose_less_than_the_mean(folder):
     backends, sizes = ["exact", "window"], {"window": {"window": [65, TOKENS]}}
-    given = {"texts": {"types": TEXT}, "seq_len": TOKENS, "options": sizes, "draws": 1, "rounds": 1}
+    given = {"texts": {"types": TEXT}, "seq_lens": TOKENS, "options": sizes, "draws": 1, "rounds": 1}
     records = ea.swap(folder, backends, **given).records
     assert {record.status for record in records} == {"ok"}
     found = {record.case.label: record for record in records if record.case.kind == "swap"}

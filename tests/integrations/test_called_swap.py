@@ -102,7 +102,7 @@ def test_a_backend_that_cannot_serve_a_site_is_recorded_with_the_reason(capsys):
 )
 def test_options_of_a_folder_are_refused(words, capsys):
     assert command("swap", "models.py:make_pair", *words) == 2
-    name = words[0].removeprefix("--").replace("-", "_")
+    name = {"--seq-len": "seq_lens"}.get(words[0], words[0].removeprefix("--"))
     assert f"error: {name} belongs to a Hugging Face folder" in capsys.readouterr().err
 
 

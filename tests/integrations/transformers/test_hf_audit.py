@@ -32,7 +32,7 @@ def every_row(monkeypatch):
 
 def distances(model, backends, **changes):
     """{(label, layer): record} of what is compared, without times."""
-    plan = find("swap").plan(model, backends, texts=texts(), seq_len=TOKENS, **changes)
+    plan = find("swap").plan(model, backends, texts=texts(), seq_lens=TOKENS, **changes)
     return {
         (one.case.label, one.case.layer): one.measure() for one in points_of(plan) if one.case.kind == "swap"
     }

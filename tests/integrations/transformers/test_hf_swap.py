@@ -51,7 +51,7 @@ def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(en
 
 def test_the_model_is_compared_with_its_own_attention_whatever_is_measured_first(encoder):
     options = {"window": {"window": [5]}}
-    plan = find("swap").plan(encoder, ["window"], texts=texts(), seq_len=TOKENS, options=options)
+    plan = find("swap").plan(encoder, ["window"], texts=texts(), seq_lens=TOKENS, options=options)
     (window,) = (one for one in points_of(plan) if one.case.kind == "swap" and one.case.backend == "window")
     alone = window.measure()
     assert alone.hidden_relative_error > 100 * ROUNDING

@@ -121,11 +121,17 @@ def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path)
     assert any(c.quantity == "mean_pool_distance" and c.ratio == pytest.approx(2) for c in changed)
 
 
+def test_every_length_is_a_swap_of_its_own_and_layers_filter_those_replaced_alone(encoder):
+    asked = {"seq_lens": (8, TOKENS), "by_layer": True, "layers": (1,)}
+    found = swaps(swap(encoder, ["window"], options={"window": {"window": [5]}}, **asked).records)
+    assert [(one.case.tokens, one.layers) for one in found] == [(8, (1,)), (TOKENS, (1,))]
+
+
 def test_the_most_promising_candidates_are_measured_first_and_the_predicted_duration_never_rises(
     decoder, monkeypatch
 ):
     now, left = 0.0, []
-    plan = find("swap").plan(decoder, texts=texts(), seq_len=TOKENS, by_layer=True)
+    plan = find("swap").plan(decoder, texts=texts(), seq_lens=TOKENS, by_layer=True)
     labels = list(dict.fromkeys(point.case.label for point in points_of(plan)))
     opened = "window-clusters(probes=8)"
     assert labels[:6] == [OWN, "exact", UNIFORM_ATTENTION, "window-clusters", opened, "window"]
