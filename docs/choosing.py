@@ -14,8 +14,7 @@ from efficient_attn.stats.curves import curves
 from efficient_attn.studies.bench.comparison import Comparison, Contender, comparisons
 from efficient_attn.studies.bench.crossover import Gain, gains
 from efficient_attn.studies.bench.tables import crossover_cells
-from efficient_attn.studies.recall.analysis import Contest, Learned, contests
-from efficient_attn.studies.recall.view import show_accuracy
+from efficient_attn.studies.recall.view import Contest, Learned, contests, show_accuracy
 
 HERE = Path(__file__).parent
 PAGE = HERE / "choosing.md"

@@ -18,12 +18,11 @@ from efficient_attn.measure.variants import joint_name, single_names
 from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.studies import find
 from efficient_attn.studies.bench.comparison import comparisons
-from efficient_attn.studies.bench.sentences import sentences
 from efficient_attn.studies.bench.tables import tables
+from efficient_attn.studies.bench.view import sentences
 from efficient_attn.studies.engine import Engine
-from efficient_attn.studies.reading import read
-from efficient_attn.studies.results import Results
-from efficient_attn.studies.store import Store
+from efficient_attn.studies.results import Results, read
+from efficient_attn.studies.run_folder import Store
 
 pytestmark = pytest.mark.usefixtures("hasty")
 

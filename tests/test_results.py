@@ -14,8 +14,7 @@ from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.records import append
 from efficient_attn.report import table as tables
 from efficient_attn.studies.diff import diff
-from efficient_attn.studies.reading import read
-from efficient_attn.studies.results import Results
+from efficient_attn.studies.results import Results, read
 from efficient_attn.studies.run_folder import open_folder
 
 HOSTILE = "=1+1|`x`<script>alert(1)</script>$\\frac{[red]\x1b[2J\u202e"

@@ -13,7 +13,7 @@ import efficient_attn as ea
 from efficient_attn import bench
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure import worker
-from efficient_attn.studies.reading import read
+from efficient_attn.studies.results import read
 from efficient_attn.studies.run_folder import only_writer
 
 pytestmark = pytest.mark.usefixtures("hasty", "undrawn")

@@ -18,7 +18,7 @@ from efficient_attn.limits import ENVIRONMENT_BYTES
 from efficient_attn.measure.records import line, read
 from efficient_attn.studies import records_schema
 from efficient_attn.studies.diff import diff
-from efficient_attn.studies.report import report
+from efficient_attn.studies.results import report
 from efficient_attn.studies.run_folder import begin
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")

@@ -17,8 +17,8 @@ from efficient_attn.measure.quantities import FIELDS
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.report.escape import slug
 from efficient_attn.report.files import write
-from efficient_attn.studies import report as redraw
-from efficient_attn.studies.reading import read
+from efficient_attn.studies import results as redraw
+from efficient_attn.studies.results import read
 
 PAYLOADS = (
     "<script>alert(1)</script>",

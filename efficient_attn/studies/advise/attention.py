@@ -12,9 +12,8 @@ from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import DENSE, UNIFORM_ATTENTION, YARDSTICK, Variant
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.advise.errors import error_points
-from efficient_attn.studies.costs import Costs, shape_of_subject
-from efficient_attn.studies.points import Point, Request, Steps
-from efficient_attn.studies.workload import Workload
+from efficient_attn.studies.study import Point, Request, Steps
+from efficient_attn.studies.workload import Costs, Workload, shape_of_subject
 
 # The shipped activations.
 SOURCES = ("encoder", "decoder")

@@ -7,7 +7,7 @@ from typing import Any
 from efficient_attn.measure.variants import YARDSTICK, Variant
 from efficient_attn.options import SEED
 from efficient_attn.stats.candidates import exact_operations
-from efficient_attn.studies.points import Point
+from efficient_attn.studies.study import Point
 from efficient_attn.studies.workload import Workload
 
 # Durations relative to that of an operation of a backend, building included: of exact attention in float64,

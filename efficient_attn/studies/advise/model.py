@@ -17,10 +17,10 @@ from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.advise.attention import PROBE
 from efficient_attn.studies.advise.plan import BOUND, LOSSLESS, SLIDING
-from efficient_attn.studies.costs import Costs
-from efficient_attn.studies.points import Point, Steps
+from efficient_attn.studies.study import Point, Steps
 from efficient_attn.studies.swap import measure
 from efficient_attn.studies.swap.subject import WINDOW, Subject
+from efficient_attn.studies.workload import Costs
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)

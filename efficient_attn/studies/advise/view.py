@@ -35,7 +35,7 @@ from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.strict import read_object
 from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS, SLIDING
 from efficient_attn.studies.bench.comparison import error_limit
-from efficient_attn.studies.bench.plot import HIGHEST, MARKS, cost_plot
+from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
 from efficient_attn.studies.swap.analysis import KL, MEAN_POOL, NAMES, OUTPUT_COSINE
 from efficient_attn.studies.swap.view import show_quantity
 from efficient_attn.studies.swap.view import tables as swap_tables

@@ -13,12 +13,11 @@ from efficient_attn.measure.variants import Variant, select, sized
 from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.points import Plan, Point, in_lists, interleaved
-from efficient_attn.studies.study import Option
+from efficient_attn.studies.study import Option, Plan, Point, in_lists, interleaved
 from efficient_attn.studies.workload import Workload, settle
 
 # Performer's figure 4 (Choromanski et al. 2021): sequences of 4096 tokens, vectors of 16.
-_TOKENS, _HEAD_DIM = 4096, 16
+_LENGTHS, _HEAD_DIM = (4096,), 16
 _INPUTS = ("gaussian", "encoder", "decoder")
 
 _ANGLES = (60.0, 90.0, 120.0)
@@ -79,7 +78,7 @@ def plan(
     seeds: Annotated[int, Option(help="Number of seeds of Gaussian inputs.", least=1, rare=True)] = 2,
     seq_lens: Annotated[
         str | int | Sequence[int], shared.worded(shared.SeqLens, "Lengths of Gaussian inputs: 4096 or 1k,4k.")
-    ] = _TOKENS,
+    ] = _LENGTHS,
     head_dim: shared.HeadDim = _HEAD_DIM,
     layers: shared.Layers = None,
     options: shared.Settings = None,

@@ -23,7 +23,7 @@ from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
 from efficient_attn.measure.worker import answer
 from efficient_attn.options import SEED
-from efficient_attn.studies.recall.task import LEARNED, TESTED, Course, Sequences, Task
+from efficient_attn.studies.recall.plan import LEARNED, TESTED, Course, Sequences, Task
 from efficient_attn.transformer.block import TransformerBlock
 
 _TEST_BATCHES, _TEST_SEQUENCES = 4, 32

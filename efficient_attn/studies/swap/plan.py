@@ -13,8 +13,7 @@ from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.points import Plan, Point, Steps
-from efficient_attn.studies.study import Option
+from efficient_attn.studies.study import Option, Plan, Point, Steps
 from efficient_attn.studies.workload import Workload, settle
 
 # The default selection begins with the most similar models of results/epyc-2-cores/swap-encoder.

@@ -16,7 +16,7 @@ from efficient_attn.errors import DataError
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies import engine, find
-from efficient_attn.studies.store import Store
+from efficient_attn.studies.run_folder import Store
 from efficient_attn.studies.swap.analysis import MEAN_POOL, swaps
 from efficient_attn.studies.swap.view import show_quantity
 
