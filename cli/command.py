@@ -86,8 +86,7 @@ def command_of(study: Study) -> Callable[..., None]:
         from efficient_attn.measure.environment import command_line
         from efficient_attn.studies.engine import foreseen
         from efficient_attn.studies.run import run_plan
-        from efficient_attn.studies.run_folder import open_folder, run_folder
-        from efficient_attn.studies.store import Store
+        from efficient_attn.studies.run_folder import Store, open_folder, run_folder
 
         # A wrong request must leave no folder behind, so the plan is made first.
         asked = study.plan(**options)
@@ -146,7 +145,7 @@ def _declared(one: Parameter) -> tuple[str, Any, Any]:
 def _points(plan: Any) -> Any:
     from efficient_attn.report.table import Table
     from efficient_attn.studies.engine import foreseen
-    from efficient_attn.studies.store import Store
+    from efficient_attn.studies.run_folder import Store
 
     rows = tuple(
         (point.case.label, str(point.case.tokens), point.case.kind, point.skip or "")

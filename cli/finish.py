@@ -50,12 +50,12 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
     Refusals and skips of a default selection are expected, and so is the refusal of some inputs, such as
     causal ones, by a backend that is measured on others.
     """
-    from efficient_attn.measure.variants import CEILING, MEAN_OF_VALUES, OWN, PLAN, YARDSTICK
+    from efficient_attn.measure.variants import CEILING, OWN, PLAN, UNIFORM_ATTENTION, YARDSTICK
 
     if results.interrupted:
         return exits.INTERRUPTED
     # Baselines are measured with every selection; a plan is a decision, also for no backend.
-    baselines = {CEILING, MEAN_OF_VALUES, OWN, PLAN}
+    baselines = {CEILING, UNIFORM_ATTENTION, OWN, PLAN}
     if named is not None and YARDSTICK not in named:
         baselines.add(YARDSTICK)
     asked = [record for record in results.records if record.case.backend not in baselines]

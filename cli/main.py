@@ -12,7 +12,7 @@ import typer
 
 from efficient_attn.errors import AttentionError, naming_missing
 from efficient_attn.studies import studies
-from efficient_attn.studies.processes import refuse_several
+from efficient_attn.studies.run_folder import refuse_several
 
 from . import console, exits
 from .command import command_of

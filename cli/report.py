@@ -56,7 +56,7 @@ def report_command(
 
     Example: efficient-attn report runs/before runs/after --html both.html
     """
-    from efficient_attn.studies.report import report
+    from efficient_attn.studies.results import report
 
     for path in report(*folders, html=html, out=out, labels=_labels(label or ()), width=width, style=style):
         console.put(path)

@@ -14,8 +14,7 @@ from efficient_attn.stats.curves import curves
 from efficient_attn.studies.bench.comparison import Comparison, Contender, comparisons
 from efficient_attn.studies.bench.crossover import Gain, gains
 from efficient_attn.studies.bench.tables import crossover_cells
-from efficient_attn.studies.recall.analysis import Contest, Learned, contests
-from efficient_attn.studies.recall.view import show_accuracy
+from efficient_attn.studies.recall.view import Contest, Learned, contests, show_accuracy
 
 HERE = Path(__file__).parent
 PAGE = HERE / "choosing.md"
@@ -122,11 +121,11 @@ quadratic in `exact-dense`, the baseline of papers.
 _TRAINING = """\
 ## Promises and untrained errors
 
-Smallest and largest error of the runs above; *mean of V* is the uniform-attention baseline.
+Smallest and largest error of the runs above; *uniform attention* gives every query the mean of the values.
 """
 
 _AFTER = """\
-- A backend with an error near the mean of V does not approximate attention: train with it, but do not use
+- A backend with an error near uniform attention does not approximate attention: train with it, but do not use
   it as a drop-in replacement.
 - Decoding needs a causal, streaming backend; others refuse `causal=True`.
 - `linformer` mixes positions: it is built for a maximum length, and its projections are meant to be learned.
@@ -385,7 +384,7 @@ def _by_promise(compared: list[Comparison]) -> str:
     rows = [
         [f"`{name}`" if known else name, *_promises(name, known), _range(errors)]
         for name, errors in sorted(found.items(), key=lambda item: max(item[1]))
-        if (known := name in ea.list_backends()) or name == "mean of V"
+        if (known := name in ea.list_backends()) or name == "uniform attention"
     ]
     return table(["backend", "causal", "streaming", "needs calibration", "error untrained"], rows)
 

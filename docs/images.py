@@ -99,7 +99,7 @@ def figure(name: str) -> Any:
     from efficient_attn.report.drawing import draw
     from efficient_attn.studies.bench.comparison import comparisons
     from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR
-    from efficient_attn.studies.bench.plot import comparison_plot
+    from efficient_attn.studies.bench.view import comparison_plot
 
     if name in LESSONS:
         return runpy.run_path(str(HERE / "lessons.py"))[LESSONS[name]]()

@@ -173,8 +173,8 @@ def draw_real() -> Figure:
             color=MUTED,
         )
         level = mean_error(layer)
-        print("layer", layer, "mean of V", f"{level:.2f}")
-        ax.axhline(level, color=INK, linestyle=(0, (4, 3)), linewidth=1.2, label="uniform-attention baseline")
+        print("layer", layer, "uniform attention", f"{level:.2f}")
+        ax.axhline(level, color=INK, linestyle=(0, (4, 3)), linewidth=1.2, label="uniform attention")
         ax.set_xscale("log", base=2)
         ax.set_xticks(SIZES, [str(size) for size in SIZES])
         ax.set_ylim(0, 1.25)

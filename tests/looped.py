@@ -5,10 +5,10 @@ from functools import partial
 
 from isolated_points import SHARED
 
-from efficient_attn.studies.costs import Costs
 from efficient_attn.studies.engine import Engine
-from efficient_attn.studies.points import Plan, in_lists
-from efficient_attn.studies.store import Store
+from efficient_attn.studies.run_folder import Store
+from efficient_attn.studies.study import Plan, in_lists
+from efficient_attn.studies.workload import Costs
 
 ROUNDS = 4
 

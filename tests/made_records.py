@@ -47,7 +47,7 @@ def costs(labels=("exact", "window"), lengths=LENGTHS):
 def errors(labels=("performer-positive",), inputs=("gaussian(norm=1.0)",)):
     made = []
     for source in inputs:
-        made.append(_error("mean of V", source, 0.2, {}))
+        made.append(_error("uniform attention", source, 0.2, {}))
         for label in labels:
             made += [_error(label, source, 1 / size, {"num_features": size, "seed": 0}) for size in (16, 64)]
     return made

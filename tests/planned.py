@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from efficient_attn.studies.engine import foreseen
-from efficient_attn.studies.store import Store
+from efficient_attn.studies.run_folder import Store
 
 
 def points_of(plan):

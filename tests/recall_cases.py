@@ -2,7 +2,7 @@
 
 from made_records import case
 
-from efficient_attn.studies.recall.task import Course, Task
+from efficient_attn.studies.recall.plan import Course, Task
 
 TASK = Task(pairs=12, classes=4, queries=5, gap=4)
 

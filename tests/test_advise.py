@@ -10,7 +10,7 @@ from planned import points_of
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies import find
 from efficient_attn.studies.advise.model import best_layers
 from efficient_attn.studies.advise.view import _by_shape, in_ranges
@@ -199,7 +199,7 @@ def of_model(tokens, own, plan=(), *, layers='{"0": "window"}', attached=ATTACHE
 def bound(tokens, own, mean):
     """Times of a model with its own attention, and with the mean of the values."""
     shared = {"of": "model", "inputs": "m on t"}
-    times = [timed(OWN, tokens, own, **shared), timed(MEAN_OF_VALUES, tokens, mean, **shared)]
+    times = [timed(OWN, tokens, own, **shared), timed(UNIFORM_ATTENTION, tokens, mean, **shared)]
     return [replace(one, case=replace(one.case, kind="bound")) for one in times]
 
 
@@ -249,7 +249,7 @@ def test_a_length_without_a_decision_is_undecided():
 
 
 def test_a_bound_that_is_not_clearly_above_one_ends_a_length_and_is_said_with_its_interval():
-    records = [*bound(512, EXACT, (0.5, 1.1, 0.7, 1.2)), record("swap", MEAN_OF_VALUES, 512, of="model")]
+    records = [*bound(512, EXACT, (0.5, 1.1, 0.7, 1.2)), record("swap", UNIFORM_ATTENTION, 512, of="model")]
     (sentence,) = Results(records, environment=TARGET).sentences()
     assert sentence.startswith("Nothing is known to be faster")
     shown = r"no attention is clearly faster; attention takes 1\d% of the time, so at most 1.1\dx \(0"

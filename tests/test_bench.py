@@ -64,7 +64,7 @@ def test_attention_and_block_are_measured_in_one_run_length_by_length(of):
 
 @pytest.mark.parametrize("of", ["attention", "block"])
 def test_what_would_not_fit_into_memory_is_skipped_and_not_run(of, monkeypatch):
-    monkeypatch.setattr("efficient_attn.studies.costs.available_bytes", lambda device: 16 * 2**30)
+    monkeypatch.setattr("efficient_attn.studies.workload.available_bytes", lambda device: 16 * 2**30)
     called = []
 
     def measure(case, **settings):

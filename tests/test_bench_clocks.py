@@ -9,9 +9,8 @@ from efficient_attn.measure.records import line, parse
 from efficient_attn.report.methods import how_measured
 from efficient_attn.stats.curves import by_clock, curves
 from efficient_attn.studies.bench.crossover import gains
-from efficient_attn.studies.bench.plot import plots
-from efficient_attn.studies.bench.sentences import sentences
 from efficient_attn.studies.bench.tables import tables
+from efficient_attn.studies.bench.view import plots, sentences
 
 # Eleven calls of 1 to 11 ms; a record with less than four rounds has no interval.
 SAMPLES = tuple(0.001 * n for n in (11, 3, 5, 1, 9, 7, 2, 10, 4, 8, 6))

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 from efficient_attn.errors import AttentionError
-from efficient_attn.studies.reading import read
+from efficient_attn.studies.results import read
 from efficient_attn_cli.main import main
 
 pytestmark = pytest.mark.usefixtures("hasty", "unisolated")
@@ -87,7 +87,7 @@ def test_a_function_in_a_file_is_benched_with_one_command(undrawn, capsys):
 
 
 def test_a_dry_run_prints_the_plan_and_runs_nothing(folder, capsys, monkeypatch):
-    monkeypatch.setattr("efficient_attn.studies.costs.available_bytes", lambda device: 2**30)
+    monkeypatch.setattr("efficient_attn.studies.workload.available_bytes", lambda device: 2**30)
     dense = ("--backend", "own.py:impatient,exact-dense")
     assert command("bench", "--dry-run", "--seq-len", "16,64k", *dense) == 0
     out = capsys.readouterr().out

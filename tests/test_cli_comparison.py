@@ -37,7 +37,7 @@ def test_it_prints_one_table_one_sentence_and_the_folder_with_all_its_files(fold
     *lines, last = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("On this machine")] == [lines[-1]]
     assert "at 24 tokens (encoder, layers 0, 1, 5)" in lines[-1]
-    for name in ("exact", "linformer(rank=9)", "own.py:mean", "mean of V"):
+    for name in ("exact", "linformer(rank=9)", "own.py:mean", "uniform attention"):
         assert len([line for line in lines if line.startswith(f" {name} ")]) == 1
     assert last.startswith("runs/bench-")
     written = {path.name for path in (folder / last).iterdir()}

@@ -16,7 +16,7 @@ SMALL = [
     "mse",
     "--inputs",
     "gaussian",
-    "--data-seeds",
+    "--seeds",
     "1",
     "--seq-len",
     "24",
@@ -60,8 +60,8 @@ def test_mse_prints_tables_and_sentences_and_last_the_folder_of_its_files(folder
     assert command(*SMALL, "--draws", "2", "--norm", "0.5,1") == 0
     out, err = capsys.readouterr()
     assert "Relative output error: gaussian, norm 0.5; 24 tokens, 1 head of 4" in unfolded(out)
-    assert "mean of V" in out
-    assert "Below the mean of V on" in out
+    assert "uniform attention" in out
+    assert "Below uniform attention on" in out
     assert "Relative output error" not in err
     last = out.splitlines()[-1]
     assert last.startswith("runs/mse-")
@@ -84,7 +84,7 @@ def test_mse_measures_the_shipped_encoder(capsys):
     out = unfolded(capsys.readouterr().out)
     assert "encoder, layer 1; 512 tokens, 12 heads of 32" in out
     assert (
-        "Below the mean of V on every input, with fewer operations than exact attention: window from size 33."
+        "Below uniform attention on every input, with fewer operations than exact: window from size 33."
         in out
     )
 
@@ -106,7 +106,7 @@ def test_mse_sets_options_and_writes_where_it_is_told(capsys):
 
 
 def test_the_predicted_duration_weighs_points_by_their_operations():
-    asked = {"inputs": "gaussian", "norms": (1.0,), "seq_len": 512, "head_dim": 4, "sizes": (16, 64)}
+    asked = {"inputs": "gaussian", "norms": (1.0,), "seq_lens": 512, "head_dim": 4, "sizes": (16, 64)}
     plan = studies.find("mse").plan(["performer-positive", "exact"], **asked)
     costs = {point.case.label: point.cost for point in points_of(plan)}
     small, large = (costs[f"performer-positive(num_features={size})"] for size in (16, 64))

@@ -55,7 +55,7 @@ def command(*words):
 def test_it_prints_a_table_sentences_and_the_folder_with_all_its_files(folder, capsys):
     assert command(*TINY, "--backend", "performer-positive") == 0
     *lines, last = capsys.readouterr().out.splitlines()
-    for name in ("exact", "mean of V", "window(window=9)", "performer-positive(num_features=4)"):
+    for name in ("exact", "uniform attention", "window(window=9)", "performer-positive(num_features=4)"):
         assert len([line for line in lines if line.startswith(f" {name} ")]) == 1
     assert any("exact attention is right in" in line for line in lines)
     assert last.startswith("runs/recall-")

@@ -18,12 +18,11 @@ from efficient_attn.measure.variants import joint_name, single_names
 from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.studies import find
 from efficient_attn.studies.bench.comparison import comparisons
-from efficient_attn.studies.bench.sentences import sentences
 from efficient_attn.studies.bench.tables import tables
+from efficient_attn.studies.bench.view import sentences
 from efficient_attn.studies.engine import Engine
-from efficient_attn.studies.reading import read
-from efficient_attn.studies.results import Results
-from efficient_attn.studies.store import Store
+from efficient_attn.studies.results import Results, read
+from efficient_attn.studies.run_folder import Store
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -53,7 +52,7 @@ def measured(label, error, seconds=None, peak=None, spread=SPREAD, **changes):
 
 
 EXACT = measured("exact", 3e-7, 0.010, 4096)
-MEAN = measured("mean of V", 0.8, 0.001, 1024)
+MEAN = measured("uniform attention", 0.8, 0.001, 1024)
 WINDOW = measured("window", 0.3, 0.004, 2048)
 DENSE = measured("exact-dense", 2e-7, 0.030, 1 << 20)
 UNTIMED = measured("untimed", 0.2)
@@ -109,7 +108,7 @@ def test_the_sentence_follows_the_error_that_was_asked_about():
 
 
 def test_yardsticks_are_never_the_answer():
-    told = sentence([*EXACT, *measured("mean of V", 0.01, 0.001)], 0.5)
+    told = sentence([*EXACT, *measured("uniform attention", 0.01, 0.001)], 0.5)
     assert told.endswith("nothing but exact is within 50 % of it, whatever the times.")
 
 
@@ -133,7 +132,7 @@ def test_error_and_cost_of_different_lengths_are_never_joined():
 def test_the_table_is_sorted_by_time_and_holds_what_has_none_last():
     (table,) = tables(ALL, {})
     assert [row[0] for row in table.rows] == [
-        "mean of V",
+        "uniform attention",
         "window",
         "exact",
         "exact-dense",
@@ -155,8 +154,8 @@ def test_the_front_is_what_nothing_beats_in_both():
     beaten = measured("beaten", 0.31, 0.0041, 2049)
     (one,) = comparisons([*ALL, *heavy, *beaten])
     # exact-dense has a smaller error than exact, but both are rounding, and it costs more.
-    assert [row.label for row in one.front("time_s")] == ["mean of V", "window", "heavy", "exact"]
-    assert [row.label for row in one.front("peak_bytes")] == ["mean of V", "window", "exact"]
+    assert [row.label for row in one.front("time_s")] == ["uniform attention", "window", "heavy", "exact"]
+    assert [row.label for row in one.front("peak_bytes")] == ["uniform attention", "window", "exact"]
 
 
 def test_two_that_are_equal_in_both_are_both_on_the_front():
@@ -168,7 +167,7 @@ def test_the_figure_fills_the_front_and_leaves_the_rest_hollow():
     axes = Results([*ALL, *measured("beaten", 0.31, 0.0041)], environment=STUDY).plot().figure.axes
     marks = {line.get_label(): line.get_markerfacecolor() for line in axes[0].lines}
     assert marks["beaten"] == "white" and marks["exact-dense"] == "white"
-    assert all(marks[name] != "white" for name in ("uniform-attention baseline", "window", "exact"))
+    assert all(marks[name] != "white" for name in ("uniform attention", "window", "exact"))
 
 
 def test_hostile_names_are_harmless_in_figure_table_and_page(tmp_path):
@@ -369,7 +368,9 @@ def test_the_error_is_that_of_the_definition_on_the_compared_queries(tmp_path, t
     write_given(tmp_path / "qkv.safetensors", Subject("x", Activations(3 * q, k, v), 0.5))
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "inputs": "x", "causal": causal}
     record = error_of_case(
-        case("error", "mean of V", tokens, of="output", **shape), None, str(tmp_path / "qkv.safetensors")
+        case("error", "uniform attention", tokens, of="output", **shape),
+        None,
+        str(tmp_path / "qkv.safetensors"),
     )
     keys, values = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
     visible = torch.ones(tokens, tokens).tril().bool() if causal else torch.ones(tokens, tokens).bool()
@@ -451,7 +452,9 @@ def test_a_backend_that_fails_on_the_first_layer_is_measured_on_no_other():
 SMALL = {"inputs": "encoder", "layers": [1], "seq_lens": 24, "rounds": 4}
 
 
-@pytest.mark.parametrize("name", ["exact", "exact-dense", "window", "performer-positive", "mean of V"])
+@pytest.mark.parametrize(
+    "name", ["exact", "exact-dense", "window", "performer-positive", "uniform attention"]
+)
 def test_causal_errors_are_those_against_causal_attention(name):
     results = ea.bench(["window", "exact-dense", "performer-positive"], causal=True, isolate="none",
                          options={"window": {"window": [24]}}, **SMALL)  # fmt: skip
@@ -459,7 +462,7 @@ def test_causal_errors_are_those_against_causal_attention(name):
     assert {record.case.causal for record in results.records} == {True}
     assert {record.status for record in own} == {"ok"}
     (error,) = (record.output_relative_error for record in own if record.case.kind == "error")
-    # A window as long as the sequence is exact; the mean of V is not.
+    # A window as long as the sequence is exact; uniform attention is not.
     assert (error < 1e-4) == (name in ("exact", "exact-dense", "window"))
     (one,) = comparisons(results.records)
     assert name in {row.backend for row in one.contenders} and "causal" in results.sentences()[0]
@@ -479,7 +482,7 @@ def test_backward_and_batch_are_those_of_times_and_memory_and_are_named():
         ("memory", True, 2),
     }
     (one,) = comparisons(results.records)
-    assert all(row.error and row.time_s for row in one.contenders if row.backend != "mean of V")
+    assert all(row.error and row.time_s for row in one.contenders if row.backend != "uniform attention")
     assert "batch 2, forward and backward" in results.tables()[0].title
     both = ea.bench(["window"], batch=2, isolate="none", **SMALL)
     assert len(comparisons([*results.records, *both.records])) == 2
@@ -524,7 +527,7 @@ def test_queries_and_keys_of_unlike_number_are_refused(tmp_path):
 # Seconds of one error and of one call, rounded, of 512 tokens with 12 heads of 32: their proportions matter.
 ERROR_S = {
     "exact": 0.3,
-    "mean of V": 0.001,
+    "uniform attention": 0.001,
     "window-clusters": 0.12,
     "window-clusters(probes=8)": 0.2,
     "window": 0.06,
@@ -537,7 +540,7 @@ ERROR_S = {
     "performer-positive": 0.6,
     "performer-full": 1.4,
 }
-CALL_S = {"mean of V": 1e-4, "exact-dense": 0.03, "performer-full": 0.04}
+CALL_S = {"uniform attention": 1e-4, "exact-dense": 0.03, "performer-full": 0.04}
 
 
 class Clock:

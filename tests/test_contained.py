@@ -121,7 +121,7 @@ def test_a_backend_that_leaves_is_one_record_and_the_others_are_measured(name):
 @pytest.mark.parametrize("name", LEAVING)
 def test_studies_in_this_process_go_on_after_a_backend_that_leaves(name, tmp_path):
     wrong = LEAVING[name]
-    found = mse([wrong, "window"], inputs="gaussian", seq_len=16, norms=(1,), sizes=(4,))
+    found = mse([wrong, "window"], inputs="gaussian", seq_lens=16, norms=(1,), sizes=(4,))
     assert [(one.status, one.reason) for one in found.records if one.case.backend == name] == [
         ("error", SAID[name])
     ] * 2
@@ -142,7 +142,7 @@ def test_builders_that_leave_end_no_study(name):
     )
     record = measure(case_of("built"), target=spec)
     assert (record.status, record.reason) == ("error", SAID[name])
-    record = mse([spec], inputs="gaussian", seq_len=16, norms=(1,), sizes=(4,)).records[-1]
+    record = mse([spec], inputs="gaussian", seq_lens=16, norms=(1,), sizes=(4,)).records[-1]
     assert (record.status, record.reason) == ("error", SAID[name])
     record = recall([spec], steps=1, seeds=1, sizes=(4,), pairs=16).records[-1]
     assert (record.status, record.reason) == ("error", SAID[name])

@@ -10,10 +10,10 @@ from efficient_attn.measure import worker
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.records import read
 from efficient_attn.measure.variants import Variant, select
-from efficient_attn.studies.durations import Durations
 from efficient_attn.studies.engine import Engine, foreseen
-from efficient_attn.studies.points import Plan, Point, in_lists
-from efficient_attn.studies.store import OVER_BUDGET, Store
+from efficient_attn.studies.progress import Durations
+from efficient_attn.studies.run_folder import OVER_BUDGET, Store
+from efficient_attn.studies.study import Plan, Point, in_lists
 
 
 def measured(case, *, target=None, seconds=0.0):

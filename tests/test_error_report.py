@@ -3,14 +3,11 @@
 import math
 
 import pytest
-from drawn import texts
 
 import efficient_attn as ea
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.variants import MEAN_OF_VALUES, Sized, Variant, sized, with_size
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, Sized, Variant, sized, with_size
 from efficient_attn.studies.mse.analysis import below_from, panels
-from efficient_attn.studies.mse.overview import overview_tables
-from efficient_attn.studies.mse.tables import error_tables as tables
 
 QUANTITY = "output_relative_error"
 
@@ -40,7 +37,7 @@ def made_up(positive, trig, window, yardstick, **more):
     """Records of two sizes for three backends and the yardstick."""
     named = {"performer-positive": ("num_features", positive), "performer-trig": ("num_features", trig)}
     named["window"] = ("window", window)
-    made = [record(MEAN_OF_VALUES, yardstick, **more)]
+    made = [record(UNIFORM_ATTENTION, yardstick, **more)]
     for backend, (option, errors) in named.items():
         seed = {"seed": 0} if option == "num_features" else {}
         for size, error in zip((16, 32), errors, strict=True):
@@ -82,77 +79,22 @@ def test_of_equal_cases_the_last_one_counts():
     assert [point.value for point in panel.curves[0].points] == [0.25]
 
 
-def test_tables_have_one_row_per_backend_and_odd_sizes_under_the_size_they_stand_for():
-    (table,) = tables(made_up((0.9, 0.3), ((20.0, 40.0, 60.0), 1e6), (0.2, 0.1), 0.5))
-    assert table.columns == ("backend", "no size", "16", "32")
-    assert table.rows == (
-        ("mean of V", "0.5", "", ""),
-        ("performer-positive", "", "0.9", "0.3"),
-        ("performer-trig", "", "40 ±50%", "1e+06"),
-        ("window", "", "0.2", "0.1"),
-    )
-    assert "window: sizes are odd, each one more than its column says." in table.notes
-
-
 def test_the_sentences_are_computed_from_the_rows():
     real = [
         *made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5),
         *made_up((0.9, 0.4), (9.0, 8.0), (0.2, 0.1), 0.5, inputs="encoder(layer=1)"),
     ]
     drawn = made_up((0.9, 0.8), (0.7, 0.9), (0.9, 0.9), 0.5, inputs="gaussian(norm=0.5)")
-    words = (
-        "Below the mean of V on every input, with fewer operations than exact attention: window from size 33"
-    )
+    words = "Below uniform attention on every input, with fewer operations than exact: window from size 33"
     counted = [replace(one, flops=1) for one in (*drawn, *real)]
     assert ea.Results(counted).sentences() == [f"{words}."]
     # Backends of users need not declare their operations.
     assert ea.Results([*drawn, *real]).sentences() == [f"{words} (operations not counted)."]
 
 
-def test_the_plot_has_a_panel_per_input_each_with_the_yardstick():
-    gaussians = made_up((0.9, 0.8), (900.0, 800.0), (0.9, 0.1), 0.5, inputs="gaussian(norm=1)")
-    encoder = [*made_up((0.9, 0.8), (9.0, 8.0), (0.9, 0.1), 0.5), record("exact", 1e-7)]
-    first = ea.Results([*gaussians, *encoder]).plot()
-    drawn = [ax for ax in first.figure.axes if ax.axison]
-    assert [ax.get_title(loc="left").split(";")[0] for ax in drawn] == [
-        "gaussian, norm 1",
-        "encoder, layer 0",
-    ]
-    for ax in drawn:
-        (across,) = (line for line in ax.lines if line.get_label() == "uniform-attention baseline")
-        assert set(across.get_ydata()) == {0.5}
-    assert "▲ performer-trig: 800 to 900" in texts(drawn[0])
-
-
-def both(label, relative, mean_square=0.04, **more):
-    """A record of the relative and of the mean squared error of one draw."""
-    squared = mean_square * relative**2
-    return record(label, relative, output_mse=squared, output_mse_draws=(squared,), **more)
-
-
-def test_the_overview_has_the_mean_squared_error_beside_the_relative_one_and_the_range_over_layers():
-    layers = [
-        both(label, error * (1 + layer), inputs=f"encoder(layer={layer})")
-        for layer in (0, 1, 5)
-        for label, error in ((MEAN_OF_VALUES, 0.1), ("window", 0.05))
-    ]
-    gaussian = [both("window", 0.3, inputs="gaussian(norm=1)")]
-    (table,) = overview_tables([*layers, *gaussian])
-    assert table.columns == ("backend", "size", "encoder, layers 0, 1, 5", "MSE", "gaussian, norm 1", "MSE")
-    assert table.rows == (
-        ("mean of V", "", "0.2 (0.1 to 0.6)", "0.0016 (0.0004 to 0.014)", "", ""),
-        ("window", "", "0.1 (0.05 to 0.3)", "0.0004 (0.0001 to 0.0036)", "0.3", "0.0036"),
-    )
-    assert table in ea.Results([*layers, *gaussian]).tables()
-
-
-def test_without_mean_squared_errors_there_is_no_overview():
-    assert overview_tables(made_up((0.9, 0.3), (20.0, 30.0), (0.2, 0.1), 0.5)) == []
-
-
 def featured(norm, size=64):
     name = f"performer-positive(num_features={size})"
-    shown = [record(MEAN_OF_VALUES, 0.5), record(name, 0.9, options={"num_features": size, "seed": 0})]
+    shown = [record(UNIFORM_ATTENTION, 0.5), record(name, 0.9, options={"num_features": size, "seed": 0})]
     return ea.Results(shown, environment={"pair_norms": {"encoder(layer=0)": norm}}).sentences()
 
 
@@ -172,7 +114,7 @@ def test_sizes_that_save_no_operations_are_not_counted_as_useful():
         record(f"window(window={size})", 0.1, options={"window": size}, flops=flops)
         for size, flops in ((5, 10**3), (47, 10**9))
     ]
-    useful = ea.Results([record(MEAN_OF_VALUES, 0.5), *shown]).sentences()[-1]
+    useful = ea.Results([record(UNIFORM_ATTENTION, 0.5), *shown]).sentences()[-1]
     assert useful.endswith(": window from size 5.")
-    wasteful = ea.Results([record(MEAN_OF_VALUES, 0.5), shown[1]]).sentences()[-1]
+    wasteful = ea.Results([record(UNIFORM_ATTENTION, 0.5), shown[1]]).sentences()[-1]
     assert wasteful.endswith(": nothing measured here.")

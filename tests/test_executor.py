@@ -11,7 +11,7 @@ from efficient_attn.errors import OptionError
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
-MSE = {"inputs": "gaussian", "seq_len": 24, "head_dim": 4, "sizes": (4, 8), "draws": 2, "threads": 1}
+MSE = {"inputs": "gaussian", "seq_lens": 24, "head_dim": 4, "sizes": (4, 8), "draws": 2, "threads": 1}
 
 
 @pytest.fixture(autouse=True)

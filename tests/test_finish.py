@@ -46,7 +46,7 @@ def test_the_exit_code_tells_what_was_asked_for_and_not_measured(statuses, named
     assert exit_code(results(*statuses), named) == code
 
 
-@pytest.mark.parametrize("yardstick", ["attention := v", "mean of V"])
+@pytest.mark.parametrize("yardstick", ["attention := v", "uniform attention"])
 def test_a_yardstick_is_no_backend_that_was_asked_for(yardstick):
     labels = (yardstick, "window")
     assert exit_code(results(BROKEN, labels=labels), ["window"]) == exits.NOTHING_MEASURED

@@ -41,7 +41,7 @@ def test_lengths_are_those_of_sums_of_scaled_vectors(lessons: dict[str, Any]) ->
 @pytest.mark.slow
 def test_the_numbers_on_the_page_are_those_that_are_drawn(lessons: dict[str, Any]) -> None:
     means = [f"{lessons['mean_error'](layer):.2f}" for layer in lessons["LAYERS"]]
-    assert f"that of the mean of V {means[0]}, {means[1]} and {means[2]}." in PAGE
+    assert f"that of uniform attention {means[0]}, {means[1]} and {means[2]}." in PAGE
     errors = [f"{lessons['errors_on'](layer, 'performer-positive', 256)[0]:.2f}" for layer in (0, 1, 5)]
     assert f"the relative error is {errors[0]}, {errors[1]} and {errors[2]}," in PAGE
     divided, undivided = (lessons["scores"](64, scaled=scaled) for scaled in (True, False))

@@ -11,15 +11,15 @@ from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNam
 from efficient_attn.measure.accuracy import DRAWS
 from efficient_attn.measure.inputs import Activations, Subject, gaussian
 from efficient_attn.measure.record import replace
-from efficient_attn.measure.variants import MEAN_OF_VALUES, sized
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.stats.estimates import FEWEST_FOR_95
 from efficient_attn.studies import find
 from efficient_attn.studies.mse.analysis import panels
 
 SMALL = {
     "inputs": "gaussian",
-    "data_seeds": 1,
-    "seq_len": 24,
+    "seeds": 1,
+    "seq_lens": 24,
     "head_dim": 4,
     "norms": (0.5,),
     "sizes": (4, 8),
@@ -34,12 +34,12 @@ def records_of(results, backend):
 
 def measured_in(results):
     """The records of backends, without the baseline."""
-    return [record for record in results.records if record.case.backend != MEAN_OF_VALUES]
+    return [record for record in results.records if record.case.backend != UNIFORM_ATTENTION]
 
 
 def test_exact_backends_are_right_to_rounding_and_the_yardstick_stands_first():
     results = ea.mse(["exact", "exact-dense"], **SMALL)
-    assert results.records[0].case.backend == MEAN_OF_VALUES
+    assert results.records[0].case.backend == UNIFORM_ATTENTION
     # Sums of 24 terms in float32, relative to an output of norm one.
     rounding = 24 * torch.finfo(torch.float32).eps
     assert all(r.output_relative_error < rounding for r in measured_in(results))
@@ -54,6 +54,12 @@ def test_the_error_is_that_of_the_backend_on_the_inputs_named():
     expected = float((output.double() - exact).norm() / exact.norm())
     assert found.output_relative_error == pytest.approx(expected, rel=1e-6)
     assert found.output_mse == pytest.approx(float((output.double() - exact).square().mean()), rel=1e-6)
+
+
+def test_gaussian_inputs_are_drawn_at_every_length():
+    lengths = {**SMALL, "seq_lens": "16,24"}
+    tokens = [record.case.tokens for record in ea.mse(["exact"], **lengths).records]
+    assert tokens == [16, 16, 24, 24]
 
 
 def test_random_features_are_drawn_anew_for_each_draw_and_others_measured_once():
@@ -88,7 +94,7 @@ def test_by_default_what_approximates_softmax_is_measured_and_other_kernels_when
 
 
 def test_gaussian_inputs_have_two_seeds_by_default():
-    request = {name: value for name, value in SMALL.items() if name != "data_seeds"}
+    request = {name: value for name, value in SMALL.items() if name != "seeds"}
     assert [r.case.seed for r in measured_in(ea.mse(["exact"], **request))] == [0, 1]
 
 
@@ -130,7 +136,7 @@ def test_on_real_activations_windows_get_better_with_size_and_random_features_lo
 
 
 def test_by_default_the_layers_of_full_length_are_measured_and_the_decoder_causally(short_decoder):
-    results = ea.mse(["exact", "window"], sizes=(3,), seq_len=24, head_dim=4)
+    results = ea.mse(["exact", "window"], sizes=(3,), seq_lens=24, head_dim=4)
     encoder = {(f"encoder(layer={layer})", 512, False) for layer in (0, 1, 5)}
     gaussians = {(f"gaussian(norm={norm:g})", 24, False) for norm in (0.5, 1)}
     found = {(r.case.inputs, r.case.tokens, r.case.causal) for r in results.records}
@@ -147,7 +153,7 @@ def test_by_default_the_layers_of_full_length_are_measured_and_the_decoder_causa
 
 
 def test_an_input_by_default_that_lacks_the_layer_is_left_out_and_named():
-    results = ea.mse(["window"], sizes=(4,), seq_len=24, head_dim=4, layers=(5,))
+    results = ea.mse(["window"], sizes=(4,), seq_lens=24, head_dim=4, layers=(5,))
     assert {r.case.inputs for r in results.records if r.case.tokens > 24} == {"encoder(layer=5)"}
     assert "Left out: layer 5 is not in decoder; it has 18, 19." in results.notes
 
@@ -196,7 +202,7 @@ def test_a_function_is_measured_once_and_what_breaks_is_a_record_with_its_reason
         ({"angles": (60.0,)}, OptionError, "angles has no effect on the error of the output"),
         ({"of": "kernel"}, OptionError, "inputs has no effect on the error of the kernel"),
         ({"metric": "msee"}, UnknownNameError, "No metric is called 'msee'. Did you mean 'mse'"),
-        ({"data_seeds": 0}, OptionError, "data_seeds is at least 1, not 0"),
+        ({"seeds": 0}, OptionError, "seeds is at least 1, not 0"),
         ({"draws": 0}, OptionError, "draws is at least 1, not 0"),
         ({"draws": 2.5}, DtypeError, "draws is a whole number, not 2.5"),
         ({"sizes": "many"}, OptionError, "sizes cannot be 'many'"),

@@ -8,8 +8,7 @@ import torch
 
 import efficient_attn as ea
 from efficient_attn.report.table import Table
-from efficient_attn.studies.engine import Progress
-from efficient_attn.studies.notebook import notebook_bar
+from efficient_attn.studies.progress import Progress, notebook_bar
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 
 import efficient_attn as ea
 
-SMALL = {"inputs": "gaussian", "seq_len": 16, "sizes": (8,), "draws": 2}
+SMALL = {"inputs": "gaussian", "seq_lens": 16, "sizes": (8,), "draws": 2}
 
 
 @pytest.fixture(autouse=True)

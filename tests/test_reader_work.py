@@ -10,7 +10,7 @@ import pytest
 from made_records import costs, folder
 
 from efficient_attn.measure.records import read
-from efficient_attn.studies import report as redraw
+from efficient_attn.studies import results as redraw
 from efficient_attn.studies.diff import diff
 
 # Calls of functions per record of costs, about 1.3 times the calls of today.

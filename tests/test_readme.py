@@ -9,7 +9,7 @@ import pytest
 from efficient_attn.report.files import save
 from efficient_attn.report.text import layer_words
 from efficient_attn.studies.bench.comparison import comparisons
-from efficient_attn.studies.reading import read
+from efficient_attn.studies.results import read
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

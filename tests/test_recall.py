@@ -7,9 +7,9 @@ import efficient_attn as ea
 from efficient_attn.errors import DtypeError
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.records import line, parse
-from efficient_attn.studies.reading import read
 from efficient_attn.studies.recall import measure as recall_training
-from efficient_attn.studies.recall.analysis import contests
+from efficient_attn.studies.recall.view import contests
+from efficient_attn.studies.results import read
 
 TINY = {
     "pairs": 8,

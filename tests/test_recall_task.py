@@ -7,7 +7,7 @@ from recall_cases import TASK, asked
 import efficient_attn as ea
 from efficient_attn.measure.record import replace
 from efficient_attn.studies.recall.measure import MEAN, floats_read, learner
-from efficient_attn.studies.recall.task import LEARNED, TESTED
+from efficient_attn.studies.recall.plan import LEARNED, TESTED
 
 
 def drawn(*, seed=0, stream=LEARNED, number=0):

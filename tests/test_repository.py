@@ -13,8 +13,7 @@ from made_records import case, folder
 
 import efficient_attn as ea
 from efficient_attn.measure.record import Record
-from efficient_attn.studies.citation import ADDRESS
-from efficient_attn.studies.report import report
+from efficient_attn.studies.results import report
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -114,13 +113,6 @@ def test_an_issue_asks_for_the_environment(path: Path) -> None:
     assert len(fields) == 1 and "efficient-attn env" in fields[0]["attributes"]["label"]
 
 
-def test_the_citation_file_and_the_function_agree() -> None:
-    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f'repository-code: "{ADDRESS}"' in text
-    (title,) = re.findall(r'^title: "(.+)"$', text, re.MULTILINE)
-    assert f"{{{title}}}" in ea.cite() and "The efficient-attn developers" in text
-
-
 def test_reading_records_runs_no_file_that_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil.py").write_text("open('ran', 'w')\ndef attend(q, k, v): ...\n")
@@ -134,7 +126,7 @@ def test_reading_records_runs_no_file_that_they_name(tmp_path: Path, monkeypatch
     run = folder(tmp_path / "run", named, {"study": "bench"})
     results = ea.read(run)
     (page,) = report(run, html=tmp_path / "page.html")
-    assert "attend" in str(results.tables()) and ea.cite(results) and ea.diff(run, run).sentences()
+    assert "attend" in str(results.tables()) and ea.diff(run, run).sentences()
     assert "attend" in page.read_text(encoding="utf-8")
     assert not (tmp_path / "ran").exists()
 

@@ -36,7 +36,7 @@ for name in ea.list_backends():
 costs = ea.bench(
     seq_lens=(16, 300), num_heads=2, head_dim=8, threads=1, isolate="none", rounds=1, budget_s=60
 )
-errors = ea.mse(sizes=(8, 16), seq_len=64, inputs=("gaussian",), draws=3)
+errors = ea.mse(sizes=(8, 16), seq_lens=64, inputs=("gaussian",), draws=3)
 rows = [json.loads(line(record)) for record in (*costs.records, *errors.records)]
 kept = [{{name: value for name, value in row.items() if name not in {TIMED}}} for row in rows]
 print(json.dumps([digest.hexdigest(), kept], sort_keys=True))
@@ -80,7 +80,7 @@ def test_two_processes_give_the_same_bits_of_outputs_gradients_errors_and_bytes(
 @pytest.mark.slow
 def test_a_point_alone_is_the_point_of_a_sweep():
     names = ["linformer", "performer-positive", "performer-trig", "window"]
-    several = {"seq_len": 64, "inputs": ("gaussian",), "norms": (0.5, 1.0), "draws": 3}
+    several = {"seq_lens": 64, "inputs": ("gaussian",), "norms": (0.5, 1.0), "draws": 3}
     sweep = {record.case.key: record for record in ea.mse(names, sizes=(8, 16), **several).records}
     for name in names:
         for record in ea.mse([name], sizes=(16,), **{**several, "norms": (1.0,)}).records:

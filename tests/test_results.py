@@ -14,8 +14,7 @@ from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.records import append
 from efficient_attn.report import table as tables
 from efficient_attn.studies.diff import diff
-from efficient_attn.studies.reading import read
-from efficient_attn.studies.results import Results
+from efficient_attn.studies.results import Results, read
 from efficient_attn.studies.run_folder import open_folder
 
 HOSTILE = "=1+1|`x`<script>alert(1)</script>$\\frac{[red]\x1b[2J\u202e"
@@ -186,7 +185,7 @@ def test_errors_of_two_machines_are_drawn_as_one_run(tmp_path):
         for backend, environment in (("performer-trig", HERE), ("performer-positive", THERE))
     ]
     (table, *_) = read(*runs).tables()
-    assert {"performer-trig", "performer-positive", "mean of V"} <= {row[0] for row in table.rows}
+    assert {"performer-trig", "performer-positive", "uniform attention"} <= {row[0] for row in table.rows}
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import efficient_attn as ea
 from efficient_attn import bench
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure import worker
-from efficient_attn.studies.reading import read
+from efficient_attn.studies.results import read
 from efficient_attn.studies.run_folder import only_writer
 
 pytestmark = pytest.mark.usefixtures("hasty", "undrawn")
@@ -185,7 +185,7 @@ def test_the_folder_of_another_study_is_refused_and_left_alone():
     run()
     before = lines()
     with pytest.raises(DataError, match="out: out holds a run of bench, not mse; name a new folder"):
-        ea.mse(["window"], seq_len=16, out="out", resume=True)
+        ea.mse(["window"], seq_lens=16, out="out", resume=True)
     assert lines() == before
 
 

@@ -10,7 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 import efficient_attn as ea
-from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 
 pytestmark = pytest.mark.slow
 
@@ -34,13 +34,13 @@ def folder(tmp_path_factory):
 
 def test_swapped_exact_attention_changes_nothing_and_approximations_lose_less_than_the_mean(folder):
     backends, sizes = ["exact", "window"], {"window": {"window": [65, TOKENS]}}
-    given = {"texts": {"types": TEXT}, "seq_len": TOKENS, "options": sizes, "draws": 1, "rounds": 1}
+    given = {"texts": {"types": TEXT}, "seq_lens": TOKENS, "options": sizes, "draws": 1, "rounds": 1}
     records = ea.swap(folder, backends, **given).records
     assert {record.status for record in records} == {"ok"}
     found = {record.case.label: record for record in records if record.case.kind == "swap"}
     for label in ("exact", f"window(window={TOKENS})"):
         assert found[label].hidden_relative_error < HIDDEN and found[label].next_token_kl < DIVERGENCE
-    assert DIVERGENCE < found["window(window=65)"].next_token_kl < found[MEAN_OF_VALUES].next_token_kl
+    assert DIVERGENCE < found["window(window=65)"].next_token_kl < found[UNIFORM_ATTENTION].next_token_kl
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = transformers.AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt")["input_ids"]
     with torch.no_grad():

@@ -19,8 +19,8 @@ from planned import points_of
 
 import efficient_attn as ea
 from efficient_attn import studies
-from efficient_attn.studies.points import in_lists
 from efficient_attn.studies.run import function_of, run_plan
+from efficient_attn.studies.study import in_lists
 
 FILE = '''
 """Sums of numbers, as fast as this process adds them."""
@@ -32,7 +32,7 @@ from typing import Annotated
 from efficient_attn.measure.quantities import Quantity
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.points import Plan, Point, in_lists
+from efficient_attn.studies.study import Plan, Point, in_lists
 from efficient_attn.studies.study import Option, Study
 
 

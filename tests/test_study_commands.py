@@ -14,7 +14,7 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 
 from quick_runs import OWN, QUICK, cases, command, flags, run, study_of, words_of
 
-from efficient_attn.studies import engine, store, studies
+from efficient_attn.studies import engine, run_folder, studies
 
 # One study stands for all in the quick tests that take seconds for each; the slow tests have the others.
 ONE_OF_ALL = pytest.mark.parametrize(
@@ -27,10 +27,10 @@ ONE_OF_ALL = pytest.mark.parametrize(
 KILLED = """
 import os, signal, sys
 
-from efficient_attn.studies import store
+from efficient_attn.studies import run_folder
 from efficient_attn_cli.main import main
 
-append = store.append
+append = run_folder.append
 
 
 def last(path, record):
@@ -38,7 +38,7 @@ def last(path, record):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-store.append = last
+run_folder.append = last
 main(sys.argv[1:])
 """
 
@@ -134,14 +134,14 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_as_it_was(name):
 
 @ONE_OF_ALL
 def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypatch):
-    append = store.append
+    append = run_folder.append
 
     def interrupt(path, record):
         append(path, record)
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "append", interrupt)
+        patch.setattr(run_folder, "append", interrupt)
         code, out, err = run(name, "--out", "out")
     file = Path("out/records.jsonl")
     kept = file.read_bytes()

@@ -11,8 +11,7 @@ from efficient_attn.measure import child
 from efficient_attn.measure.environment import available_bytes, environment, usable_cores, waited_s
 from efficient_attn.measure.isolation import limits_memory
 from efficient_attn.measure.variants import select
-from efficient_attn.studies.costs import measurer_for
-from efficient_attn.studies.workload import Workload
+from efficient_attn.studies.workload import Workload, measurer_for
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from terminals import on_a_terminal
 
 from efficient_attn.report.escape import plain
-from efficient_attn.studies.reading import read
+from efficient_attn.studies.results import read
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 pytest.importorskip("pty", reason="there are no pseudo-terminals here")

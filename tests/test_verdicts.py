@@ -10,8 +10,8 @@ from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import OWN
 from efficient_attn.stats.candidates import CANDIDATES, exact_operations
 from efficient_attn.stats.noise_warnings import DURING
-from efficient_attn.studies.bench.sentences import sentences as bench_sentences
-from efficient_attn.studies.reading import read
+from efficient_attn.studies.bench.view import sentences as bench_sentences
+from efficient_attn.studies.results import read
 from efficient_attn.studies.swap.view import sentences as swap_sentences
 from efficient_attn.studies.swap.view import tables as swap_tables
 from efficient_attn.studies.view import NOT_MEASURED

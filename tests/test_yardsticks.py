@@ -7,7 +7,7 @@ from drawn import texts
 import efficient_attn as ea
 from efficient_attn.studies.mse.analysis import panels
 
-SMALL = {"inputs": "gaussian", "seq_len": 24, "head_dim": 4, "norms": (0.5,), "sizes": (4, 8), "draws": 3}
+SMALL = {"inputs": "gaussian", "seq_lens": 24, "head_dim": 4, "norms": (0.5,), "sizes": (4, 8), "draws": 3}
 RELATIVE = "output_relative_error"
 
 
@@ -25,7 +25,7 @@ def test_records_tables_and_plots_hold_the_metric(metric, quantities):
 
 
 def test_the_interval_over_several_seeds_of_the_inputs_is_that_of_their_medians():
-    results = ea.mse(["performer-positive"], **{**SMALL, "sizes": (64,), "draws": 8}, data_seeds=3)
+    results = ea.mse(["performer-positive"], **{**SMALL, "sizes": (64,), "draws": 8}, seeds=3)
     records = [r for r in results.records if r.case.backend == "performer-positive"]
     assert [r.case.seed for r in records] == [0, 1, 2]
     (panel,) = panels(results.records, RELATIVE)
@@ -38,12 +38,12 @@ def test_the_interval_over_several_seeds_of_the_inputs_is_that_of_their_medians(
 
 
 def test_a_single_draw_has_no_interval():
-    notes = ea.mse(["performer-trig"], **{**SMALL, "draws": 1}, data_seeds=1).tables()[0].notes
+    notes = ea.mse(["performer-trig"], **{**SMALL, "draws": 1}, seeds=1).tables()[0].notes
     assert not any(note.startswith("±") for note in notes)
 
 
 def test_the_interval_over_draws_on_one_seed_of_the_inputs_says_that_it_is_over_draws_alone():
-    results = ea.mse(["performer-positive"], **{**SMALL, "draws": 6}, data_seeds=1)
+    results = ea.mse(["performer-positive"], **{**SMALL, "draws": 6}, seeds=1)
     (note,) = (note for note in results.tables()[0].notes if note.startswith("±"))
     assert note.startswith("±: median of 6 draws and its 95 % interval, over draws alone")
     assert "over draws alone" in texts(results.plot().figure).replace("\n", " ")

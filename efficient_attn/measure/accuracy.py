@@ -19,7 +19,7 @@ from efficient_attn.measure.calls import attention_flops
 from efficient_attn.measure.error import mean_of_values, outputs_checked, unsafe_rows
 from efficient_attn.measure.inputs import Subject, read_given
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
-from efficient_attn.measure.variants import MEAN_OF_VALUES, Variant, possible, with_size
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant, possible, with_size
 from efficient_attn.measure.worker import answer
 from efficient_attn.options import SEED
 
@@ -33,8 +33,8 @@ DRAWS = 6
 # Errors at more tokens are measured on some queries: all of them in float64 would take longer than the calls.
 MOST_COMPARED, SAMPLED_QUERIES = 1024, 256
 
-# The uniform-attention baseline.
-MEAN = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=None)
+# The baseline: uniform attention.
+MEAN = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=None)
 
 
 def measure_error(
@@ -67,7 +67,7 @@ def measure_error(
 def measure_mean(
     subject: Subject, *, metric: str = RELATIVE, draws: int = 1, threads: int | None = None
 ) -> Record:
-    """Errors of the uniform-attention baseline: every query gets the mean of the visible values."""
+    """Errors of uniform attention: every query gets the mean of the visible values."""
     q, _, v = subject.activations
     case = error_case(MEAN, subject, "output", threads=threads)
 
@@ -93,7 +93,7 @@ def error_of_case(case: Case, target: Any, path: str) -> Record:
         target: Backend to build, if `case.backend` is not sufficient: an object, or a path.
     """
     subject = _given_subject(path, case.dtype, case.device, case.tokens, case.causal, case.seed)
-    if case.backend == MEAN_OF_VALUES:
+    if case.backend == UNIFORM_ATTENTION:
         record = measure_mean(subject, threads=case.threads)
     else:
         target = case.backend if target is None else target

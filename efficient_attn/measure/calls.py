@@ -30,7 +30,7 @@ from efficient_attn.measure.error import (
 from efficient_attn.measure.inputs import read_given
 from efficient_attn.measure.memory import ITEM_BYTES
 from efficient_attn.measure.record import COMPILED, SAME_INPUTS, Case, replace
-from efficient_attn.measure.variants import CEILING, MEAN_OF_VALUES
+from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION
 from efficient_attn.operation_counts import MatMul, OperationCounts
 from efficient_attn.options import resolved
 from efficient_attn.problem import AttentionProblem
@@ -167,7 +167,7 @@ class _Mean(nn.Module):
 
 
 MEAN = BackendSpec(
-    name=MEAN_OF_VALUES,
+    name=UNIFORM_ATTENTION,
     summary="Uniform attention: the mean of the visible values for every query.",
     options_type=NoOptions,
     capabilities=Capabilities(causal=True, streaming=False),
@@ -176,7 +176,7 @@ MEAN = BackendSpec(
 )
 
 # Baselines that are measured with the backends.
-_PLAIN = {CEILING: _VALUES, MEAN_OF_VALUES: MEAN}
+_PLAIN = {CEILING: _VALUES, UNIFORM_ATTENTION: MEAN}
 
 
 def _forward(module: Any, inputs: list[Tensor]) -> Callable[[], object]:

@@ -74,7 +74,7 @@ def exact_output(
 
 
 def mean_of_values(q: Queries, v: Values, *, causal: bool = False, key_mask: Tensor | None = None) -> Output:
-    """Uniform-attention baseline: the mean of the visible values for every query."""
+    """Uniform attention: the mean of the visible values for every query."""
     # Sums of many values exceed the range of half precision.
     wide = v.to(torch.promote_types(v.dtype, torch.float32))
     wide = wide.repeat_interleave(q.shape[1] // v.shape[1], dim=1)

@@ -28,8 +28,8 @@ CEILING = "attention := v"
 # of the papers.
 YARDSTICK, DENSE = "exact", "exact-dense"
 
-# Label of the uniform-attention baseline: each query gets the mean of the values.
-MEAN_OF_VALUES = "mean of V"
+# Label of the baseline: each query gets the mean of the values.
+UNIFORM_ATTENTION = "uniform attention"
 
 # Subject of cases of a whole model, and label of its original attention.
 MODEL, OWN = "model", "the model's own"

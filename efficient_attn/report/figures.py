@@ -4,11 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
-from efficient_attn.measure.variants import CEILING, MEAN_OF_VALUES
+from efficient_attn.measure.variants import CEILING
 
 # Names of baselines in figures, where records have shorter ones.
 DISPLAY_NAMES = {
-    MEAN_OF_VALUES: "uniform-attention baseline",
     CEILING: "identity attention (upper bound)",
 }
 
@@ -32,7 +31,7 @@ _FURTHER_COLOURS = (("#8a6d00", ">"), ("#008b8b", "h"), ("#8b4513", "d"), ("#5f6
 _VARIANT_MARKERS = ("*", "h", "d", ">")
 _STROKES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 
-# The dashed line of the uniform-attention baseline and of guesses.
+# The dashed line of uniform attention and of guesses.
 UNIFORM_STYLE: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.2, "marker": ""}
 
 # Beyond this the margins of an axis are no floating-point numbers any more.

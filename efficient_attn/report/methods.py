@@ -43,7 +43,6 @@ class Paper(NamedTuple):
     Attributes:
         authors: `Surname, Given and Surname, Given`, as in BibTeX.
         backends: Names of the backends that implement its method.
-        text: The entry in BibTeX.
     """
 
     key: str
@@ -51,7 +50,6 @@ class Paper(NamedTuple):
     year: int
     address: str
     backends: tuple[str, ...]
-    text: str
 
     @property
     def short(self) -> str:
@@ -60,41 +58,22 @@ class Paper(NamedTuple):
         names = surnames[0] + (" et al." if len(surnames) > 2 else "".join(f" and {n}" for n in surnames[1:]))
         return f"{names} {self.year}"
 
-    def bibtex(self) -> str:
-        """Entry of the paper in BibTeX."""
-        return self.text
-
 
 def _stored_papers() -> Iterator[Paper]:
     """Papers of papers.bib, with the names of their backends."""
     stored = files(__package__).joinpath("papers.bib").read_text("utf-8")
     for text in re.findall(r"^@.*?^\}$", stored, re.MULTILINE | re.DOTALL):
         fields = dict(_FIELD.findall(text))
-        cited = re.sub(r"  backends = .*\n", "", text)
         yield Paper(
             key=re.split("[{,]", text)[1],
             authors=fields["author"],
             year=int(fields["year"]),
             address=fields["url"],
             backends=tuple(fields["backends"].split(", ")),
-            text=cited,
         )
 
 
 PAPERS = tuple(_stored_papers())
-
-
-def entry(kind: str, key: str, values: dict[str, str]) -> str:
-    """Entry of BibTeX."""
-    values = values | {"title": values["title"].replace("&", "\\&")}
-    lines = "".join(f"  {name} = {{{plain(text)}}},\n" for name, text in values.items())
-    return f"@{kind}{{{key},\n{lines}}}"
-
-
-def papers(backends: Iterable[str]) -> list[Paper]:
-    """Papers of the backends, each once."""
-    names = set(backends)
-    return [paper for paper in PAPERS if names & {*paper.backends}]
 
 
 def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> str:
@@ -153,7 +132,9 @@ def _where(environment: Mapping[str, Any]) -> str:
 
 
 def _cited(backend: str) -> str:
-    return backend + "".join(f" ({paper.short}, {paper.address})" for paper in papers([backend]))
+    return backend + "".join(
+        f" ({paper.short}, {paper.address})" for paper in PAPERS if backend in paper.backends
+    )
 
 
 def _listed(values: Iterable[object]) -> str:

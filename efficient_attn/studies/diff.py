@@ -25,8 +25,7 @@ from efficient_attn.stats.diff import (
     names,
 )
 from efficient_attn.studies import studies
-from efficient_attn.studies.reading import read_one
-from efficient_attn.studies.results import Results
+from efficient_attn.studies.results import Results, read_one
 from efficient_attn.studies.run_folder import GPU_SOFTWARE, differences
 
 # Entries of the environment that identify the machine, and others that affect results.

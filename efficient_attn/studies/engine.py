@@ -9,7 +9,6 @@ rest.
 import math
 import time
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from efficient_attn.contained import described
@@ -17,9 +16,9 @@ from efficient_attn.errors import OptionError
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.records import uninterrupted
 from efficient_attn.measure.units import show_seconds
-from efficient_attn.studies.durations import Durations
-from efficient_attn.studies.points import Plan, Point, Request, Steps
-from efficient_attn.studies.store import OVER_BUDGET, Store, over_budget
+from efficient_attn.studies.progress import Durations, Progress
+from efficient_attn.studies.run_folder import OVER_BUDGET, Store, over_budget
+from efficient_attn.studies.study import Plan, Point, Request, Steps
 
 # Seconds of timed calls in a round; the rounds of a run take at most this share of its budget.
 _ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
@@ -29,21 +28,6 @@ _COMPARED = 2
 
 # Backends that the note on an interruption names before it counts the others.
 _NAMED = 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """State of a run after a record."""
-
-    done: int
-    total: int
-    remaining_s: float
-    outcome: str
-    record: Record
-
-    def __str__(self) -> str:
-        minutes, seconds = divmod(round(self.remaining_s), 60)
-        return f"[{self.done}/{self.total}] {self.outcome}; {minutes}:{seconds:02} left"
 
 
 def drive(steps: Steps, answer: Callable[[Request], Any]) -> None:

@@ -42,16 +42,6 @@ def parse_text(text: str, *, name: str) -> str:
     return text
 
 
-def parse_length(text: str | int, *, name: str) -> int:
-    """One length, as in 512 or 1k."""
-    from efficient_attn.errors import OptionError
-
-    (length, *more) = parse_sizes(text, name=name)
-    if more:
-        raise OptionError(f"{name} is one length, not {text!r}.")
-    return length
-
-
 def parse_options(texts: Sequence[str] | None, *, name: str) -> dict[str, dict[str, list[str]]]:
     """{backend: {option: values}} of repeated `--set backend.option=value,value`."""
     return parse_settings(texts or [])
@@ -125,15 +115,6 @@ SeqLens = Annotated[
         parse=parse_sizes,
     ),
 ]
-SeqLen = Annotated[
-    int | None,
-    Option(
-        help="Sequence length in tokens: 512 or 1k.",
-        flag="--seq-len",
-        metavar="LENGTH",
-        parse=parse_length,
-    ),
-]
 Causal = Annotated[bool, Option(help="Each token attends to itself and earlier tokens.")]
 Backward = Annotated[bool, Option(help="Forward and backward pass together.")]
 Batch = Annotated[int, Option(help="Batch size.", least=1, rare=True)]
@@ -194,6 +175,12 @@ def usually(declared: Any, value: Any) -> Option:
     """Declaration of a shared option whose default is None, so that a typed value can be refused."""
     option: Option = get_args(declared)[1]
     return replace(option, help=f"{option.help.removesuffix('.')}; {value} if omitted.")
+
+
+def worded(declared: Any, text: str) -> Option:
+    """Declaration of a shared option with another help text."""
+    option: Option = get_args(declared)[1]
+    return replace(option, help=text)
 
 
 def rarely(declared: Any) -> Option:

@@ -1,28 +1,32 @@
-"""What an experiment hands back: its records, as a data frame, a plot, sentences, or files."""
+"""Results: records read from run folders, as data frame, tables, plots, sentences, files and reports."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.errors import DataError, UnknownNameError
-from efficient_attn.measure.record import Record
+from efficient_attn.errors import DataError, OptionError, UnknownNameError
+from efficient_attn.measure.record import Record, merge_rows
 from efficient_attn.measure.records import append
+from efficient_attn.measure.records import read as read_records
 from efficient_attn.report.drawing import draw
 from efficient_attn.report.escape import plain
 from efficient_attn.report.figures import Plot
-from efficient_attn.report.files import Run, write_all
+from efficient_attn.report.files import Run, write_all, write_page
+from efficient_attn.report.methods import flat
 from efficient_attn.report.table import Table, to_html
+from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies import studies
-from efficient_attn.studies.points import STUDY
 from efficient_attn.studies.run_folder import (
     COMMAND,
     ENVIRONMENT,
     RECORDS,
     open_folder,
+    read_json,
     read_text,
+    run_folder,
     write_json,
 )
-from efficient_attn.studies.study import Study
+from efficient_attn.studies.study import STUDY, Study
 from efficient_attn.studies.view import flat_row, sample_rows, view_of
 
 
@@ -202,3 +206,131 @@ def _smallest(kind: str) -> Study | None:
     """The study with records of this kind that has the fewest others."""
     able = [study for study in studies().values() if kind in study.kinds]
     return min(able, key=lambda study: (len(study.kinds), study.name != "mse"), default=None)
+
+
+# Entries that identify a machine; times of two are never drawn as one run.
+_MACHINE = ("gpu.name", "processor", "machine", "cores_usable", "torch.version")
+
+
+def read(*paths: str | Path) -> Results:
+    """All records in folders of runs, or in files of records.
+
+    Rows of several runs name their run. Such results are drawn together unless two runs measured one case, or
+    times are of several machines.
+
+    Raises:
+        DataError: If there are none, or a file holds something else.
+    """
+    if not paths:
+        raise DataError("Nothing to read: name at least one folder of a run, or a file of records.")
+    runs = {str(path): read_one(path) for path in paths}
+    if len(runs) == 1:
+        return next(iter(runs.values()))
+    return Results(
+        [record for run in runs.values() for record in run.records],
+        environment=_common([run.environment for run in runs.values()]),
+        notes=dict.fromkeys(note for run in runs.values() for note in run.notes),
+        runs=[name for name, run in runs.items() for _ in run.records],
+        conflict=_conflict(runs),
+    )
+
+
+def read_one(path: str | Path) -> Results:
+    """The results in one folder, or in one file of records."""
+    studies()
+    path = Path(path)
+    file = path / RECORDS if path.is_dir() else path
+    reading = read_records(file)
+    # Rounds, and repetitions of failed measurements, are rows of their own.
+    records = merge_rows(reading.records).values()
+    torn = [f"The last line of {file.name} was cut off and is left out."] if reading.torn else []
+    known = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
+    return Results(records, environment=known, notes=[*torn, *doubts(records, known)])
+
+
+def _conflict(runs: Mapping[str, Results]) -> str | None:
+    """Reason why these runs cannot be drawn as one; None: they can."""
+    measured: dict[str, tuple[str, Record]] = {}
+    for name, run in runs.items():
+        for record in run.records:
+            first, known = measured.setdefault(record.case.key, (name, record))
+            if known != record:
+                case = record.case
+                return f"{first} and {name} both measured {case.label}, {case.tokens} tokens, {case.kind}"
+    timed = [run for run in runs.values() if any(record.times_s for record in run.records)]
+    machines = dict.fromkeys(_machine(run.environment) for run in timed)
+    return f"The times are of several machines ({'; '.join(machines)})" if len(machines) > 1 else None
+
+
+def _machine(environment: Mapping[str, Any]) -> str:
+    entries = dict(flat(environment))
+    return ", ".join(f"{name} {entries[name]}" for name in _MACHINE if name in entries) or "unrecorded"
+
+
+def _common(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Entries on which all runs agree; conditions during the runs are joined."""
+    during = [entry for one in environments if isinstance(one.get(DURING), list) for entry in one[DURING]]
+    return {**_equal(environments), **({DURING: during} if during else {})}
+
+
+def _equal(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    common: dict[str, Any] = {}
+    for name, value in values[0].items():
+        entries = [entry.get(name) for entry in values]
+        nested = [entry for entry in entries if isinstance(entry, Mapping)]
+        if len(nested) == len(entries):
+            common[name] = _equal(nested)
+        elif all(entry == value for entry in entries):
+            common[name] = value
+    return common
+
+
+def report(
+    *folders: str | Path,
+    html: str | Path | None = None,
+    out: str | Path | None = None,
+    labels: Mapping[str, str] | None = None,
+    width: float | None = None,
+    style: str = "screen",
+) -> list[Path]:
+    """Draw runs again from their records: into the folder of the only run, or into `out`; the files.
+
+    Args:
+        folders: Folders of runs; several are shown side by side on one page.
+        html: Write nothing but the page, to this file.
+        out: A folder for all of it; `runs/…` if there are several runs.
+        labels: {name: text}: texts for legends and tables in place of the names of lines and rows.
+        width: Width of figures in inches, at which letters have their stated sizes.
+        style: `screen`, or `paper`: small letters and no title.
+
+    Raises:
+        DataError: If there is nothing to read, or a file cannot be read or written.
+        OptionError: If figures cannot be drawn so, or nothing drawn has a name of `labels`.
+    """
+    if html is not None and out is not None:
+        raise OptionError("html and out exclude each other: out also receives the page.")
+    look = {"labels": labels, "width": width, "style": style}
+    homes = [_home(Path(folder)) for folder in folders]
+    runs = [
+        read_one(folder).as_run(label, home)
+        for folder, label, home in zip(folders, _labels(homes), homes, strict=True)
+    ]
+    if html is not None:
+        return [write_page(runs, Path(html), look)]
+    only = homes[0] if len(homes) == 1 else run_folder("report")
+    return write_all(runs, open_folder(out or only, name="out"), look)
+
+
+def _labels(homes: Sequence[Path]) -> list[str]:
+    """The shortest end of each path that distinguishes it from the others."""
+    whole = [home.resolve().parts for home in homes]
+    if len(set(whole)) < len(whole):
+        raise OptionError("The same folder is named twice.")
+    lengths = range(1, max(map(len, whole), default=0) + 1)
+    ends = (["/".join(parts[-length:]) for parts in whole] for length in lengths)
+    return next((labels for labels in ends if len(set(labels)) == len(labels)), [])
+
+
+def _home(path: Path) -> Path:
+    """The folder of a run, of which perhaps only the records were named."""
+    return path.parent if path.name == RECORDS else path

@@ -13,20 +13,19 @@ from efficient_attn.errors import OptionError
 from efficient_attn.measure.environment import between, environment, moment
 from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies.engine import Engine, Progress, foreseen
-from efficient_attn.studies.notebook import notebook_bar
-from efficient_attn.studies.points import CODE, STUDY, Plan
-from efficient_attn.studies.processes import refuse_several
+from efficient_attn.studies.progress import notebook_bar
 from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import (
     RECORDS,
+    Store,
     Stored,
     begin,
     only_writer,
     open_folder,
     refuse_other_study,
+    refuse_several,
 )
-from efficient_attn.studies.store import Store
-from efficient_attn.studies.study import Study
+from efficient_attn.studies.study import CODE, STUDY, Plan, Study
 
 
 def run_plan(

@@ -1,7 +1,8 @@
-"""The folder of a run: its files, one writer at a time, and an interrupted run can be resumed."""
+"""Run directory: records, other files, lock, resume."""
 
 import json
 import os
+import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,10 +10,10 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from efficient_attn.errors import DataError
+from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
 from efficient_attn.measure.record import Case, Record, merge_rows
-from efficient_attn.measure.records import NO_LINK
+from efficient_attn.measure.records import NO_LINK, append
 from efficient_attn.measure.records import read as read_records
 from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.escape import short
@@ -20,7 +21,7 @@ from efficient_attn.report.files import write
 from efficient_attn.report.methods import flat
 from efficient_attn.strict import read_object
 from efficient_attn.studies import studies
-from efficient_attn.studies.points import CODE, STUDY
+from efficient_attn.studies.study import CODE, STUDY, Point
 
 RECORDS, ENVIRONMENT, COMMAND = "records.jsonl", "environment.json", "command.txt"
 LOCK = ".lock"
@@ -120,6 +121,27 @@ def refuse_other_study(folder: Path, machine: Mapping[str, Any]) -> None:
         raise DataError(
             f"out: {folder} holds a run of {short(str(study))}, not {machine[STUDY]}; name a new folder."
         )
+
+
+def refuse_several(name: str) -> None:
+    """Refuse to run in several processes, which would all write the same files; one of them explains.
+
+    Raises:
+        UnsupportedError: In the first of several processes; the others exit with code 2.
+    """
+    processes = _number("WORLD_SIZE", 1)
+    if processes == 1:
+        return
+    if _number("RANK", 0) > 0:
+        sys.exit(2)
+    raise UnsupportedError(
+        f"{name} runs in one process, and WORLD_SIZE is {processes}: start it without torchrun."
+    )
+
+
+def _number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() else default
 
 
 @contextmanager
@@ -257,3 +279,74 @@ def _cut_torn_line(path: Path) -> bool:
     except OSError as error:
         raise DataError(f"out: cannot write to {path}: {error.strerror}.") from None
     return True
+
+
+# End of the reason of points that the budget skipped.
+OVER_BUDGET = "(raise it with --budget)"
+
+# A resumed run tries these again.
+_FAILURES = ("oom", "timeout", "crash", "error", "skipped")
+
+
+class Store:
+    """Records by their case, in the order in which the cases were first measured.
+
+    Args:
+        path: File that gets a line per row; None: no file.
+        rows: Rows of an earlier run in that file.
+        retry_over_budget: Measure points again that the budget of the earlier run skipped.
+    """
+
+    def __init__(
+        self, path: Path | None = None, rows: Iterable[Record] = (), *, retry_over_budget: bool = False
+    ) -> None:
+        self._path = path
+        self._records = merge_rows([*rows])
+        self._closed: set[str] = set()
+        self._stale = {
+            key
+            for key, record in self._records.items()
+            if record.status in _FAILURES and (retry_over_budget or not over_budget(record))
+        }
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """All records."""
+        return tuple(self._records.values())
+
+    def get(self, case: Case) -> Record | None:
+        """The record of a case; with the rounds so far if it is timed."""
+        return self._records.get(case.key)
+
+    def rounds(self, case: Case) -> int:
+        """Number of successful rounds of a timed case."""
+        record = self.get(case)
+        return 0 if record is None or record.status != "ok" else len(record.round_sizes or ())
+
+    def answers(self, point: Point) -> bool:
+        """Whether a point need not be measured: it has all rounds, failed, or was skipped."""
+        record = self.get(point.case)
+        if record is None or point.case.key in self._stale:
+            return False
+        complete = point.case.key in self._closed or self.rounds(point.case) >= point.rounds
+        return record.status != "ok" or complete
+
+    def add(self, row: Record) -> None:
+        """Write and merge a row; a repeated failure is not written twice."""
+        key = row.case.key
+        known = self._records.get(key)
+        self._stale.discard(key)
+        if known == row and not row.round_sizes:
+            return
+        self._records |= merge_rows([row] if known is None else [known, row])
+        if self._path is not None:
+            append(self._path, row)
+
+    def close(self, case: Case) -> None:
+        """Measure no further rounds of a case in this run."""
+        self._closed.add(case.key)
+
+
+def over_budget(record: Record) -> bool:
+    """Whether the budget skipped the point."""
+    return record.status == "skipped" and (record.reason or "").endswith(OVER_BUDGET)

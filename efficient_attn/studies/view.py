@@ -1,4 +1,4 @@
-"""How the records of a study are shown: functions of its folder, and defaults made from its quantities.
+"""How the records of a study are shown: functions of its folder, and a default table of its quantities.
 
 All are functions of (records, environment): `tables`, `sentences`, `plots` as {name of the file: plot}, and
 further `files` as {name: text}.
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from efficient_attn.measure.quantities import FIELDS, QUANTITIES, Quantity
+from efficient_attn.measure.quantities import FIELDS, QUANTITIES
 from efficient_attn.measure.record import Record
-from efficient_attn.report.figures import Axis, Chart, Plot, Series, line_styles
+from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import failure_notes, show_ratio, show_spread, three_digits
 from efficient_attn.stats.estimates import call_time, on_device, percentiles, time_ratio, tokens_per_s
@@ -79,7 +79,8 @@ def record_tables(records: Sequence[Record], environment: Environment) -> list[T
     """One row per record, one column per quantity that was measured."""
     if not records:
         return []
-    shown = _measured(records)
+    fields = {field for record in records for field in record.measured}
+    shown = [quantity for quantity in QUANTITIES.values() if quantity.field in fields]
     rows = tuple(
         (record.case.label, str(record.case.tokens), *(_cell(getattr(record, one.field)) for one in shown))
         for record in records
@@ -95,44 +96,9 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, (int, float)) else ", ".join(f"{one:.4g}" for one in value)
 
 
-def _measured(records: Sequence[Record]) -> list[Quantity]:
-    known = {field for record in records for field in record.measured}
-    return [one for one in QUANTITIES.values() if one.field in known]
-
-
-def _plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """The first quantity that was measured, against the length."""
-    for one in _measured(records):
-        if any(isinstance(getattr(record, one.field), (int, float)) for record in records):
-            return {one.name: _against_tokens(one, records)}
-    return {}
-
-
-def _against_tokens(quantity: Quantity, records: Sequence[Record]) -> Plot:
-    backends = {record.case.label: record.case.backend for record in records}
-    styles = line_styles(list(backends.items()))
-    series = []
-    for label, style in styles.items():
-        points = sorted(
-            (record.case.tokens, value)
-            for record in records
-            if record.case.label == label and (value := getattr(record, quantity.field)) is not None
-        )
-        if points:
-            x, y = zip(*points, strict=True)
-            series.append(Series(label, x, y, style))
-    lengths = sorted({record.case.tokens for record in records})
-    chart = Chart(
-        Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths),
-        Axis(f"{quantity.name}, {quantity.unit}" if quantity.unit else quantity.name),
-        tuple(series),
-    )
-    return Plot(quantity.name, "", ((chart,),))
-
-
 _DEFAULTS: dict[str, Any] = {
     "tables": record_tables,
     "sentences": lambda records, environment: [],
-    "plots": _plots,
+    "plots": lambda records, environment: {},
     "files": lambda records, environment: {},
 }

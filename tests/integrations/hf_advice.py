@@ -6,13 +6,13 @@ from integrations.hf_models import TOKENS, texts
 
 import efficient_attn as ea
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 
 # Seconds of one forward pass, by backend.
 TIMES_S = {
     OWN: 1.0,
     "exact": 1.0,
-    MEAN_OF_VALUES: 0.25,
+    UNIFORM_ATTENTION: 0.25,
     "window": 0.4,
     "linformer": 1.6,
     "plan": 0.5,

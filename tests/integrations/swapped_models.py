@@ -7,7 +7,7 @@ import efficient_attn as ea
 
 def swap(model, backends, **changes):
     """The attention of a model of transformers swapped, timed in one round."""
-    return ea.swap(model, backends, **{"texts": texts(), "seq_len": TOKENS, "rounds": 1, **changes})
+    return ea.swap(model, backends, **{"texts": texts(), "seq_lens": TOKENS, "rounds": 1, **changes})
 
 
 def quality(results):

@@ -14,7 +14,7 @@ from efficient_attn.integrations.called import maker_of
 from efficient_attn.integrations.intercept.replaced import OUTSIDE
 from efficient_attn.measure.error import cosine_distance
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies.swap import measure
 from efficient_attn.studies.swap.called import inputs_of_lengths
 from efficient_attn.studies.workload import Workload, settle
@@ -95,7 +95,7 @@ def make_sized(seq_len=12):
 TIMES_S = {
     OWN: 1.0,
     "exact": 1.0,
-    MEAN_OF_VALUES: 0.25,
+    UNIFORM_ATTENTION: 0.25,
     "window": 0.4,
     "performer-positive": 0.4,
     "performer-full": 0.4,

@@ -15,7 +15,7 @@ import efficient_attn as ea
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.integrations.capture import captured_model
 from efficient_attn.integrations.intercept.replaced import SiteBackends
-from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies import find
 
 pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")
@@ -48,7 +48,7 @@ def test_a_swapped_model_is_as_far_from_itself_as_the_definition():
         (label, None): reference(near, recent),
         (label, 0): reference(first=near),
         (label, 1): reference(second=recent),
-        (MEAN_OF_VALUES, None): reference(uniform=True),
+        (UNIFORM_ATTENTION, None): reference(uniform=True),
     }
     for key, output in expected.items():
         error = float((output - exact).norm() / exact.norm())
@@ -100,7 +100,7 @@ def test_a_backend_that_cannot_serve_a_site_is_recorded_with_the_reason(capsys):
 )
 def test_options_of_a_folder_are_refused(words, capsys):
     assert command("swap", "models.py:make_pair", *words) == 2
-    name = words[0].removeprefix("--").replace("-", "_")
+    name = {"--seq-len": "seq_lens"}.get(words[0], words[0].removeprefix("--"))
     assert f"error: {name} belongs to a Hugging Face folder" in capsys.readouterr().err
 
 

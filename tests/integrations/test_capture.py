@@ -90,7 +90,7 @@ def test_swap_saves_the_activations_of_a_folder(folder, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"layers": [1]}, OptionError, "layers name what is saved: name a file by save"),
+        ({"layers": [1]}, OptionError, "layers name those that are replaced alone"),
         ({"save": "x.bin"}, OptionError, "save is a file that ends in .safetensors, not 'x.bin'"),
         ({"save": __file__ + "/../x.safetensors", "layers": [7]}, OptionError, "layers are from 0 to 2"),
     ],

@@ -124,7 +124,7 @@ def test_numbers_are_checked_in_every_dtype(dtype):
 @pytest.mark.parametrize("name", WRONG)
 def test_errors_maps_and_trainings_refuse_what_is_no_output_too(name):
     wrong, _ = WRONG[name]
-    record = mse([wrong], inputs="gaussian", seq_len=16, norms=(1,), sizes=(4,)).records[-1]
+    record = mse([wrong], inputs="gaussian", seq_lens=16, norms=(1,), sizes=(4,)).records[-1]
     assert record.status == "error" and record.reason.startswith("WrongOutputError: "), record
     (note,) = show([wrong]).notes
     assert ": WrongOutputError: " in note

@@ -17,8 +17,8 @@ from efficient_attn.measure.quantities import FIELDS
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.report.escape import slug
 from efficient_attn.report.files import write
-from efficient_attn.studies import report as redraw
-from efficient_attn.studies.reading import read
+from efficient_attn.studies import results as redraw
+from efficient_attn.studies.results import read
 
 PAYLOADS = (
     "<script>alert(1)</script>",
@@ -69,7 +69,7 @@ def with_texts(path, replacement):
                 row["memory_method"] = "method"
             for name in sorted(texts - known & set(row)):
                 # The yardsticks keep their names, so that everything that compares is told.
-                if isinstance(row.get(name), str) and row[name] not in ("exact", "mean of V"):
+                if isinstance(row.get(name), str) and row[name] not in ("exact", "uniform attention"):
                     row[name] = replacement(row[name], next(count))
             row["options"] = {
                 replacement(key, next(count)): value for key, value in row["options"].items()

@@ -9,8 +9,8 @@ from efficient_attn.errors import AttentionError, DtypeError, OptionError, Unkno
 from efficient_attn.measure import worker
 from efficient_attn.measure.units import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds
 from efficient_attn.measure.variants import parse_settings, select
-from efficient_attn.studies.costs import Costs
-from efficient_attn.studies.reading import read
+from efficient_attn.studies.results import read
+from efficient_attn.studies.workload import Costs
 
 SHARED = {
     "batch": 2,

@@ -8,8 +8,7 @@ from made_records import costs
 
 from efficient_attn.report.drawing import STYLES, WIDTH_INCHES, draw
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
-from efficient_attn.studies.reading import read
-from efficient_attn.studies.results import Results
+from efficient_attn.studies.results import Results, read
 
 RUNS = Path(__file__).parents[2] / "results" / "epyc-2-cores"
 LINE = {"color": "#0072b2", "marker": "o", "linestyle": "-"}

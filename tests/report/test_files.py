@@ -13,8 +13,8 @@ from report.pages import Page
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.measure.record import Record, replace
-from efficient_attn.studies import report as redraw
-from efficient_attn.studies.reading import read
+from efficient_attn.studies import results as redraw
+from efficient_attn.studies.results import read
 
 FAILED = [
     Record(case=case("time", "exact-dense", tokens), status="skipped", reason="needs 3 GiB")

@@ -18,7 +18,7 @@ from efficient_attn.measure.record import Record
 from efficient_attn.stats.curves import Curve, curves
 from efficient_attn.stats.estimates import FEWEST_FOR_95
 from efficient_attn.studies.bench.crossover import crossovers, gains
-from efficient_attn.studies.recall.analysis import accuracy_of
+from efficient_attn.studies.recall.view import accuracy_of
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 CALLS = 9

@@ -10,7 +10,7 @@ from efficient_attn.measure.environment import moment
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.stats.candidates import CANDIDATES, missing
 from efficient_attn.stats.noise_warnings import DURING, doubts
-from efficient_attn.studies.reading import read
+from efficient_attn.studies.results import read
 
 STEADY = (1.0, 1.001, 1.002, 1.003, 1.002, 1.001, 1.0)
 QUIET = {

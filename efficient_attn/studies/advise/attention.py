@@ -9,12 +9,11 @@ from typing import Any
 from efficient_attn.measure.inputs import subjects
 from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, YARDSTICK, Variant
+from efficient_attn.measure.variants import DENSE, UNIFORM_ATTENTION, YARDSTICK, Variant
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.advise.errors import error_points
-from efficient_attn.studies.costs import Costs, shape_of_subject
-from efficient_attn.studies.points import Point, Request, Steps
-from efficient_attn.studies.workload import Workload
+from efficient_attn.studies.study import Point, Request, Steps
+from efficient_attn.studies.workload import Costs, Workload, shape_of_subject
 
 # The shipped activations.
 SOURCES = ("encoder", "decoder")
@@ -71,7 +70,7 @@ def _errors(
     """Yield the errors on all layers up to a failure; returns the medians by label, ∞ of failures."""
     points = error_points(variants, layers, workload, draws=draws)
     medians = {}
-    for label in dict.fromkeys([YARDSTICK, MEAN_OF_VALUES, *(variant.label for variant in variants)]):
+    for label in dict.fromkeys([YARDSTICK, UNIFORM_ATTENTION, *(variant.label for variant in variants)]):
         errors: list[float] = []
         for point in points.get(label, ()):
             record = yield point
@@ -87,7 +86,7 @@ def _near(variants: Sequence[Variant], errors: dict[str, float]) -> list[Variant
     near = [
         variant
         for variant in variants
-        if variant.backend == YARDSTICK or not errors[MEAN_OF_VALUES] <= errors[variant.label]
+        if variant.backend == YARDSTICK or not errors[UNIFORM_ATTENTION] <= errors[variant.label]
     ]
     return sorted(near, key=lambda variant: (variant.backend != YARDSTICK, errors[variant.label]))
 

@@ -7,7 +7,7 @@ from typing import Any
 from efficient_attn.measure.variants import YARDSTICK, Variant
 from efficient_attn.options import SEED
 from efficient_attn.stats.candidates import exact_operations
-from efficient_attn.studies.points import Point
+from efficient_attn.studies.study import Point
 from efficient_attn.studies.workload import Workload
 
 # Durations relative to that of an operation of a backend, building included: of exact attention in float64,
@@ -18,7 +18,7 @@ _EXACT, _COMPARING = 0.5, 50.0
 def error_points(
     variants: Sequence[Variant], subjects: Sequence[Any], workload: Workload, *, draws: int
 ) -> dict[str, list[Point]]:
-    """Errors by label, one per subject: exact attention, the mean of V, then the fewest operations first."""
+    """Errors by label, one per subject: exact and uniform attention, then the fewest operations first."""
     from efficient_attn.measure.accuracy import MEAN, error_case, measure_error, measure_mean
 
     first, threads = subjects[0], workload.threads or 1

@@ -12,15 +12,15 @@ import torch
 from efficient_attn.measure import worker
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.record import replace as with_values
-from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, OWN, PLAN, YARDSTICK, Variant
+from efficient_attn.measure.variants import DENSE, OWN, PLAN, UNIFORM_ATTENTION, YARDSTICK, Variant
 from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.advise.attention import PROBE
 from efficient_attn.studies.advise.plan import BOUND, LOSSLESS, SLIDING
-from efficient_attn.studies.costs import Costs
-from efficient_attn.studies.points import Point, Steps
+from efficient_attn.studies.study import Point, Steps
 from efficient_attn.studies.swap import measure
 from efficient_attn.studies.swap.subject import WINDOW, Subject
+from efficient_attn.studies.workload import Costs
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)
@@ -39,7 +39,7 @@ _LOSSLESS = Variant(backend=WINDOW, label=LOSSLESS, target={})
 _OWN = Variant(backend=OWN, label=OWN, target=OWN)
 
 # Backends that stand in no plan.
-_BASELINES = (YARDSTICK, DENSE, MEAN_OF_VALUES)
+_BASELINES = (YARDSTICK, DENSE, UNIFORM_ATTENTION)
 
 
 def model_steps(
@@ -54,7 +54,7 @@ def model_steps(
     first = pairs[0][0]
     shared = {key: value for key, value in first.shared.items() if key not in ("tokens", "inputs")}
     costs = Costs(shared={**shared, "inputs": "gaussian"}, measure=worker.measure, rounds=rounds)
-    called = [variant for variant in variants if variant.backend != MEAN_OF_VALUES]
+    called = [variant for variant in variants if variant.backend != UNIFORM_ATTENTION]
     probes = [costs.time(variant, tokens) for tokens in PROBE for variant in called]
     short = (yield probes) if _free(first) else []
     models = time_models(short, {variant.label: variant.target for variant in called})
@@ -112,7 +112,7 @@ def _length_steps(
             windows = {}
             choosing, held_out = (replace(cast(Any, part), base={}) for part in (choosing, held_out))
     references = [_OWN, _LOSSLESS] if windows else [_OWN]
-    mean = next(variant for variant in variants if variant.backend == MEAN_OF_VALUES)
+    mean = next(variant for variant in variants if variant.backend == UNIFORM_ATTENTION)
     bounded = bool(free) and (yield _distance(choosing, mean)).status == "ok"
     if bounded or windows:
         points = [timed(choosing, variant, BOUND) for variant in (*references, *([mean] if bounded else []))]

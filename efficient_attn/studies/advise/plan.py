@@ -15,11 +15,9 @@ from efficient_attn.problem import positive_count
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR, MAX_ERROR
-from efficient_attn.studies.costs import measurer_for
-from efficient_attn.studies.points import Plan
-from efficient_attn.studies.study import Option
+from efficient_attn.studies.study import Option, Plan
 from efficient_attn.studies.swap.plan import TextFiles, promising
-from efficient_attn.studies.workload import Workload, settle
+from efficient_attn.studies.workload import Workload, measurer_for, settle
 
 # Seconds for the shipped activations: with the installation less than two minutes.
 _BUDGET_S = 60.0

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from efficient_attn.errors import DataError
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import DENSE, MEAN_OF_VALUES, MODEL, OWN, PLAN, YARDSTICK
+from efficient_attn.measure.variants import DENSE, MODEL, OWN, PLAN, UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.report.figures import (
     UNIFORM_STYLE,
     Axis,
@@ -35,7 +35,7 @@ from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.strict import read_object
 from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS, SLIDING
 from efficient_attn.studies.bench.comparison import error_limit
-from efficient_attn.studies.bench.plot import HIGHEST, MARKS, cost_plot
+from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
 from efficient_attn.studies.swap.analysis import KL, MEAN_POOL, NAMES, OUTPUT_COSINE
 from efficient_attn.studies.swap.view import show_quantity
 from efficient_attn.studies.swap.view import tables as swap_tables
@@ -49,10 +49,10 @@ _ROUNDING = 1e-8
 
 _NOTES = (
     "error: ‖out − exact‖ / ‖exact‖ against exact attention in float64, median over layers and in brackets "
-    f"the worst layer; {MEAN_OF_VALUES}: an error above it is worse than no attention.",
+    f"the worst layer; {UNIFORM_ATTENTION}: an error above it is worse than no attention.",
     "predicted: from calls of at most 1024 tokens and the counted operations, with an interval, which held "
     "207 of 207 measured speed-ups to 4096 tokens; backends that are slower by it are not timed beyond 1024 "
-    "tokens, backends no nearer than the mean of V at no length.",
+    "tokens, backends no nearer than uniform attention at no length.",
     "faster from: tokens above which a call is faster than one of exact, by the same speed-ups, measured and "
     "predicted, at all lengths.",
 )
@@ -212,7 +212,7 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
     if not times:
         return []
     limit = error_limit(environment)
-    known = [row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE, MEAN_OF_VALUES)]
+    known = [row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE, UNIFORM_ATTENTION)]
     places = sorted({place for row in rows for place in row.errors})
     # A backend that failed on a layer or at a length is not known to be near.
     layers = {place: max(len(row.errors.get(place, ())) for row in rows) for place in places}
@@ -284,8 +284,8 @@ def _attention_plot(records: Sequence[Record], max_error: float) -> Plot:
 
 def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, Chart]:
     """The chart of times at doublings of the length, and errors in the same styles."""
-    styles = line_styles([(row.label, row.backend) for row in rows if row.backend != MEAN_OF_VALUES])
-    styles[MEAN_OF_VALUES] = UNIFORM_STYLE
+    styles = line_styles([(row.label, row.backend) for row in rows if row.backend != UNIFORM_ATTENTION])
+    styles[UNIFORM_ATTENTION] = UNIFORM_STYLE
     series = [
         Series(
             row.label,
@@ -356,7 +356,7 @@ def _outcome(tokens: int, records: Sequence[Record], quantity: str, limit: float
     loss = None if plan is None else getattr(plan, quantity)
     bounds = {record.case.label: record for record in records if record.case.kind == BOUND and record.times_s}
     speeds = {label: time_ratio(record, bounds[OWN]) for label, record in bounds.items() if OWN in bounds}
-    bound = speeds.get(MEAN_OF_VALUES)
+    bound = speeds.get(UNIFORM_ATTENTION)
     side: int | None = None
     text = "not measured to the end"
     if plan is not None and layers and loss is not None:
@@ -375,7 +375,7 @@ def _outcome(tokens: int, records: Sequence[Record], quantity: str, limit: float
     losses = [
         (value, record.case.label)
         for record in swaps
-        if record.case.backend not in (MEAN_OF_VALUES, PLAN)
+        if record.case.backend not in (UNIFORM_ATTENTION, PLAN)
         and (value := getattr(record, quantity)) is not None
         and value > _ROUNDING
     ]

@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.variants import MEAN_OF_VALUES, YARDSTICK, joint_name, single_names
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, joint_name, single_names
 from efficient_attn.stats.curves import grouped
 from efficient_attn.stats.estimates import Middle, Typical, call_time, middle, time_ratio
 from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR, MAX_ERROR
@@ -90,7 +90,7 @@ class Comparison(NamedTuple):
     @property
     def candidates(self) -> list[Contender]:
         """Backends with an error, except `exact`."""
-        rows = [row for row in self.contenders if row.error and row.backend != MEAN_OF_VALUES]
+        rows = [row for row in self.contenders if row.error and row.backend != UNIFORM_ATTENTION]
         return [row for row in rows if row is not self.exact]
 
     @property

@@ -18,10 +18,15 @@ from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, is_ours
 from efficient_attn.options import positive_number
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.costs import Costs, measurer_for, shape_of_subject
-from efficient_attn.studies.points import Plan, Point, Steps
-from efficient_attn.studies.study import Option
-from efficient_attn.studies.workload import SUBJECTS, Workload, workloads
+from efficient_attn.studies.study import Option, Plan, Point, Steps
+from efficient_attn.studies.workload import (
+    SUBJECTS,
+    Costs,
+    Workload,
+    measurer_for,
+    shape_of_subject,
+    workloads,
+)
 
 # Key of a run's environment that holds the error limit.
 MAX_ERROR = "max_error"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import MEAN_OF_VALUES, YARDSTICK, single_names, timed_layer
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, single_names, timed_layer
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import (
     CONCATENATED,
@@ -194,7 +194,7 @@ def _error_notes(comparison: Comparison) -> tuple[str, ...]:
     return (
         f"error: ‖out − exact‖ / ‖exact‖ against exact softmax attention in float64{queries}; of random "
         f"features the median of {draws} draws; in brackets the {spread}.",
-        f"{MEAN_OF_VALUES}: uniform attention; an error above its error is worse than not attending.",
+        f"{UNIFORM_ATTENTION}: the mean of the values; an error above its error is worse than not attending.",
     )
 
 

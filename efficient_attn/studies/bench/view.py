@@ -1,16 +1,301 @@
-"""Views of the records of a benchmark."""
+"""Views of a benchmark: tables, sentences with their numbers, and plots with Pareto fronts."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import MODEL
-from efficient_attn.studies.bench.plot import plots as plots
-from efficient_attn.studies.bench.sentences import sentences as sentences
+from efficient_attn.measure.units import show_bytes, show_seconds
+from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, YARDSTICK, single_names
+from efficient_attn.report.figures import GRID, LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
+from efficient_attn.report.text import setting, show_error, show_ratio
+from efficient_attn.stats.candidates import missing, operations_sentence
+from efficient_attn.stats.curves import DEVICE_TIME, TIME, Curve, by_clock, by_subject, curves
+from efficient_attn.stats.estimates import RUN_SHIFT
+from efficient_attn.studies.bench.comparison import (
+    Comparison,
+    Contender,
+    by_setting,
+    comparisons,
+    error_limit,
+    nearest,
+)
+from efficient_attn.studies.bench.crossover import gains
+from efficient_attn.studies.bench.tables import (
+    crossover_cells,
+    error_cell,
+    heading_of,
+    inputs_words,
+    many_lengths,
+)
 from efficient_attn.studies.bench.tables import tables as tables
+from efficient_attn.studies.view import Environment, Plots, cost_cells
 
-_KINDS = ("time", "memory")
+_TITLES = {
+    "time_s": "Time of one call",
+    "peak_bytes": "Peak memory of one call, excluding its inputs",
+}
+
+# Plots worth a file, by name.
+_FILES = {"time": "time_s", "memory": "peak_bytes"}
+
+# Space around the medians; wider intervals leave the picture, which would be flat lines otherwise.
+_MARGIN = 1.5
 
 
-def claim(records: Sequence[Record]) -> list[Record]:
-    """Times and memory of all but whole models."""
-    return [record for record in records if record.case.kind in _KINDS and record.case.of != MODEL]
+# Rounding is drawn this many times below the smallest error of a method: its own distance means nothing.
+_BELOW = 2.5
+# Larger errors are drawn no higher.
+HIGHEST = 3.0
+MARKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+_POINT = {"linestyle": "none", "markersize": 8, "markeredgewidth": 1.5, "clip_on": False}
+
+_COSTS = {
+    "time_s": ("time of one call", "log", show_seconds),
+    "peak_bytes": ("peak memory of one call, excluding its inputs", "log2", show_bytes),
+}
+
+
+def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+    """The verdict at the longest length with errors, then speeds and lengths from which a backend pays."""
+    groups = by_setting(comparisons(records))
+    texts = []
+    for group in groups:
+        texts += [_verdict(group[-1], environment), operations_sentence(group[-1].records)]
+    if many_lengths(records) or not groups:
+        texts += _speeds(records)
+    return [text for text in texts if text is not None]
+
+
+def _speeds(records: Sequence[Record]) -> list[str]:
+    texts = []
+    for subject, group in by_subject(records).items():
+        place = "" if subject == "attention" else f" of the {subject}"
+        for clock, timed in by_clock(group).items():
+            where = place if clock == TIME else f"{place} by {clock}"
+            texts += pay_sentences(where, curves(timed, "time_s"))
+    return texts
+
+
+def pay_sentences(place: str, times: Sequence[Curve]) -> list[str]:
+    """Speeds and crossovers, one sentence per setting."""
+    starts = crossover_cells(times)
+    speeds: dict[str, list[str]] = {}
+    for gain in gains(times):
+        case = gain.records[0].case
+        # A file may hold times whose ratio no float can hold.
+        if case.backend == CEILING or not 0 < gain.ratio.median < math.inf:
+            continue
+        start = f", faster from: {starts[gain.label]}" if gain.label in starts else ""
+        text = f"{gain.label} {show_ratio(gain.ratio)} at {gain.tokens} tokens{start}"
+        speeds.setdefault(setting(case), []).append(text)
+    return [
+        f"Speed{place}, {YARDSTICK} = 1, on this machine ({where}): {'; '.join(texts)}."
+        for where, texts in speeds.items()
+    ]
+
+
+def _verdict(comparison: Comparison, environment: Environment) -> str:
+    case, max_error = comparison.case, error_limit(environment)
+    place = f"On this machine ({setting(case)}) at {case.tokens} tokens ({inputs_words(comparison)})"
+    exact, share = comparison.exact, f"{100 * max_error:g} %"
+    if exact is None:
+        return f"{place} exact attention was not measured, so nothing can be compared with it."
+    everywhere = " on every layer" if len(single_names(comparison.inputs)) > 1 else ""
+    near = comparison.near(max_error)
+    finished = {row.label for row in comparison.contenders if row.failed or (row.error and row.timed)}
+    left = missing(environment, finished)
+    nothing = "nothing measured so far" if left else "nothing"
+    both = f"both within {share} of exact{everywhere} and faster"
+    untimed = [row for row in comparison.candidates if not row.timed and row.worst <= max_error]
+    if not near and untimed:
+        text = f"it is open whether anything is {both}; not timed: {_names(untimed)}"
+    elif not near:
+        text = f"{nothing} but exact is within {share} of it{everywhere}, whatever the times"
+        text += f"; nearest: {_names([nearest(comparison.candidates)])}" if comparison.candidates else ""
+    elif faster := comparison.faster(near):
+        text = f"{both}: {_names(faster, exact)}"
+    elif alike := comparison.faster(near, side=0):
+        names = ", ".join(row.label for row in alike)
+        text = f"it is unclear whether anything is {both}: the times of {names} and exact overlap; more "
+        text += "--rounds would settle it"
+    else:
+        answer = "" if left else ", so exact is the answer"
+        fast = _names([nearest(comparison.faster(comparison.candidates))], exact)
+        text = f"{nothing} is {both}{answer}; nearest of the faster backends: {fast}; "
+        text += f"of the backends within {share}: {_names(near[:1], exact)}"
+    return f"{place} {text}.{left}"
+
+
+def _names(rows: Iterable[Contender | None], exact: Contender | None = None) -> str:
+    """`window (error 0.3, 2.50x as fast)`; without exact attention the error alone."""
+    texts = []
+    for row in filter(None, rows):
+        speed = f", {cost_cells(row.timed, exact.timed, None)[1]} as fast" if exact is not None else ""
+        texts.append(f"{row.label} (error {error_cell(row)}{speed})")
+    return ", ".join(texts) or "nothing"
+
+
+def plots(records: Sequence[Record], environment: Environment) -> Plots:
+    """The plots worth a file: costs and errors against tokens, and errors against costs."""
+    measured = {record.case.kind for record in records if record.status == "ok"}
+    groups = by_setting(comparisons(records))
+    pictures: Plots = {}
+    if many_lengths(records) or not groups:
+        pictures = {
+            name: cost_plot(records, quantity) for name, quantity in _FILES.items() if name in measured
+        }
+        if queued := by_clock(records).get(DEVICE_TIME):
+            pictures["device-time"] = cost_plot(queued)._replace(title="Device time of one queued call")
+    if drawn := [group for group in groups if len(group) > 1]:
+        pictures["error"] = error_plot(drawn)
+    if groups:
+        pictures["comparison"] = comparison_plot(groups, error_limit(environment))
+    return pictures
+
+
+def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
+    """One cost of every backend against tokens: a chart for attention, curve for the block, …"""
+    drawn = {subject: curves(group, y) for subject, group in by_subject(records).items()}
+    styles = line_styles([(curve.label, curve.backend) for group in drawn.values() for curve in group])
+    costs = Axis(scale="log", show=show_seconds) if y == "time_s" else Axis(scale="log2", show=show_bytes)
+    charts = []
+    for subject, group in drawn.items():
+        lengths = sorted({point.tokens for curve in group for point in curve.points})
+        chart = Chart(
+            Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths),
+            costs._replace(limits=_limits(group)),
+            tuple(_series(curve, styles[curve.label]) for curve in group),
+            subject.capitalize() if len(drawn) > 1 or subject != "attention" else "",
+        )
+        charts.append(chart)
+    shown = [chart for chart in charts if chart.drawable().series] or charts
+    cases = [point.record.case for group in drawn.values() for curve in group for point in curve.measured]
+    conditions = setting(cases[0]) if cases else ""
+    if cases and y == "time_s":
+        conditions += f"; median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs"
+    return Plot(_TITLES[y], conditions, tuple((chart,) for chart in shown))
+
+
+def _limits(group: Sequence[Curve]) -> tuple[float, float] | None:
+    """Ends of the axis of costs: around the medians, whatever their intervals are."""
+    values = [point.value for curve in group for point in curve.measured if point.value]
+    values = [value for value in values if 1 / LARGEST < value < LARGEST]
+    return (min(values) / _MARGIN, max(values) * _MARGIN) if values else None
+
+
+def _series(curve: Curve, style: dict[str, object]) -> Series:
+    columns = (
+        tuple(getattr(point, name) for point in curve.measured) for name in ("tokens", "value", "low", "high")
+    )
+    x, y, low, high = columns
+    return Series(curve.label, x, y, style, low, high)
+
+
+def comparison_plot(groups: Sequence[Sequence[Comparison]], max_error: float) -> Plot:
+    """Two charts for the longest comparison of each setting."""
+    shown = [group[-1] for group in groups]
+    backends = {row.label: row.backend for comparison in shown for row in comparison.contenders}
+    styles = line_styles([pair for pair in backends.items() if pair[1] != UNIFORM_ATTENTION])
+    styles = {label: {**style, **_POINT} for label, style in styles.items()}
+    styles[UNIFORM_ATTENTION] = {"color": MUTED, "marker": (4, 1, 0), **_POINT}
+    rows = [[_chart(comparison, cost, styles, max_error) for cost in _COSTS] for comparison in shown]
+    headings = [heading_of(comparison) for comparison in shown]
+    if len(shown) > 1:
+        rows = [
+            [first._replace(notes=(heading,)), second]
+            for (first, second), heading in zip(rows, headings, strict=True)
+        ]
+    several = any(row.layers > 1 for comparison in shown for row in comparison.contenders)
+    return Plot(
+        "Relative error against cost",
+        f"{headings[0] if len(shown) == 1 else ''}\n"
+        "filled: on the Pareto front (none has both less error and less cost); shaded: within "
+        f"{100 * max_error:g} % of exact, and cheaper"
+        f"{'; markers and bars: median and range over the layers' if several else ''}",
+        tuple(map(tuple, rows)),
+    )
+
+
+def error_plot(groups: Sequence[Sequence[Comparison]]) -> Plot:
+    """Relative error against tokens, a chart for each setting."""
+    last = [group[-1] for group in groups]
+    rows = [row for comparison in last for row in comparison.contenders if row.backend != UNIFORM_ATTENTION]
+    styles = line_styles([(row.label, row.backend) for row in rows])
+    styles[UNIFORM_ATTENTION] = {"color": MUTED, "linestyle": "--"}
+    charts = []
+    for group in groups:
+        lengths = [comparison.case.tokens for comparison in group]
+        series = []
+        for label, style in styles.items():
+            points = [
+                (comparison.case.tokens, row.error)
+                for comparison in group
+                if (row := comparison.row(label)) is not None
+                and row.error
+                and row.worst > comparison.rounding
+            ]
+            if points:
+                x = tuple(tokens for tokens, _ in points)
+                y = tuple(min(error.median, HIGHEST) for _, error in points)
+                series.append(Series(label, x, y, style))
+        drawn = [y for line in series for y in line.y if y is not None]
+        marks = {mark: f"{mark:g}" for mark in MARKS if mark > min(drawn, default=1) / 2}
+        marks |= {HIGHEST: "higher"} if HIGHEST in drawn else {}
+        charts.append(
+            Chart(
+                Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths),
+                Axis("relative output error", "log", show_error, marks),
+                tuple(series),
+                inputs_words(group[-1]) if len(groups) > 1 else "",
+            )
+        )
+    conditions = f"{inputs_words(last[0])}; median over the layers; errors of rounding are not drawn"
+    return Plot("Relative error of the output", conditions, tuple((chart,) for chart in charts))
+
+
+def _chart(comparison: Comparison, cost: str, styles: dict[str, dict[str, Any]], max_error: float) -> Chart:
+    label, scale, show = _COSTS[cost]
+    drawn = [(x, row, row.error) for row in comparison.contenders if row.error and (x := row.cost(cost))]
+    real = [error for *_, spread in drawn for error in spread[:3] if error > comparison.rounding]
+    floor = min([*real, max_error]) / _BELOW
+
+    def height(error: float) -> float:
+        return floor if error <= comparison.rounding else min(error, HIGHEST)
+
+    series, front = [], comparison.front(cost)
+    for x, row, error in drawn:
+        style = styles[row.label]
+        style = {**style, "markerfacecolor": style["color"] if row in front else "white"}
+        low, high = ((height(edge),) if row.layers > 1 else () for edge in (error.low, error.high))
+        series.append(Series(row.label, (x,), (height(error.median),), style, low, high, bars=bool(low)))
+    marks = {mark: f"{mark:g}" for mark in MARKS if floor * 1.3 < mark}
+    marks |= {HIGHEST: "higher"} if any(error > HIGHEST for error in real) else {}
+    return Chart(
+        Axis(label, scale, show),
+        Axis(
+            "relative output error",
+            "log",
+            show_error,
+            {floor: "rounding", **marks},
+            (floor / 1.3, HIGHEST * 1.05),
+        ),
+        tuple(series),
+        apart=True,
+        height=3.4,
+        draw=partial(
+            _shade,
+            comparison.exact.cost(cost) if comparison.exact is not None else None,
+            floor / 2,
+            max_error,
+        ),
+    )
+
+
+def _shade(edge: float | None, low: float, high: float, ax: Any) -> None:
+    """Shade where a backend would be both nearly exact and cheaper than exact attention."""
+    if edge:
+        left, right = ax.get_xlim()
+        ax.fill_between([left, edge], low, high, color=GRID, alpha=0.6, linewidth=0, zorder=0)
+        ax.set_xlim(left, right)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import MEAN_OF_VALUES, sized
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.report.text import describe
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.curves import grouped
@@ -53,7 +53,7 @@ class Panel(NamedTuple):
     Attributes:
         inputs: Name of the inputs, such as `gaussian(norm=0.5)`.
         failed: Records without a value, each with its reason.
-        yardstick: Error of the uniform-attention baseline.
+        yardstick: Error of uniform attention.
     """
 
     inputs: str
@@ -120,7 +120,7 @@ def _panel(records: Sequence[Record], quantity: str) -> Panel:
     for record in measured:
         series.setdefault(sized(record.case).series, []).append(record)
     curves = [_curve(label, group, quantity) for label, group in series.items()]
-    plainest = next((curve for curve in curves if curve.backend == MEAN_OF_VALUES), None)
+    plainest = next((curve for curve in curves if curve.backend == UNIFORM_ATTENTION), None)
     return Panel(
         inputs=case.inputs,
         tokens=case.tokens,

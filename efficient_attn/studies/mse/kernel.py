@@ -18,7 +18,7 @@ from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import Variant, sized
 from efficient_attn.ops.linear.features import haar_rotations
 from efficient_attn.problem import positive_count
-from efficient_attn.studies.points import Point, Steps, in_lists, interleaved
+from efficient_attn.studies.study import Point, Steps, in_lists, interleaved
 from efficient_attn.theory import kernel
 from efficient_attn.theory.kernel import Floats, log_coupled_error, log_oprf_error, standard_error
 

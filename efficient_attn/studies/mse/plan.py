@@ -13,18 +13,17 @@ from efficient_attn.measure.variants import Variant, select, sized
 from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.points import Plan, Point, in_lists, interleaved
-from efficient_attn.studies.study import Option
+from efficient_attn.studies.study import Option, Plan, Point, in_lists, interleaved
 from efficient_attn.studies.workload import Workload, settle
 
 # Performer's figure 4 (Choromanski et al. 2021): sequences of 4096 tokens, vectors of 16.
-_TOKENS, _HEAD_DIM = 4096, 16
+_LENGTHS, _HEAD_DIM = (4096,), 16
 _INPUTS = ("gaussian", "encoder", "decoder")
 
 _ANGLES = (60.0, 90.0, 120.0)
 
 # Options that the error of kernel entries does not have.
-_OF_THE_OUTPUT = ("inputs", "metric", "data_seeds", "seq_len", "layers", "device", "dtype")
+_OF_THE_OUTPUT = ("inputs", "metric", "seeds", "seq_lens", "layers", "device", "dtype")
 
 # Settings of figures of Choromanski et al. 2021, with fewer norms and angles.
 _MAPS = ("performer-trig", "performer-positive")
@@ -76,8 +75,10 @@ def plan(
     draws: Annotated[
         int | None, Option(help="Number of random-feature draws; 6, of entries 64.", least=1)
     ] = None,
-    data_seeds: Annotated[int, Option(help="Number of seeds of Gaussian inputs.", least=1, rare=True)] = 2,
-    seq_len: shared.SeqLen = _TOKENS,
+    seeds: Annotated[int, Option(help="Number of seeds of Gaussian inputs.", least=1, rare=True)] = 2,
+    seq_lens: Annotated[
+        str | int | Sequence[int], shared.worded(shared.SeqLens, "Lengths of Gaussian inputs: 4096 or 1k,4k.")
+    ] = _LENGTHS,
     head_dim: shared.HeadDim = _HEAD_DIM,
     layers: shared.Layers = None,
     options: shared.Settings = None,
@@ -115,28 +116,22 @@ def plan(
     workload = settle(Workload(device=device, dtype=dtype, threads=threads))
     named = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
 
-    def placed(source: Any) -> list[Any]:
-        made = subjects(
-            [source],
-            norms=norms,
-            tokens=_TOKENS if seq_len is None else seq_len,
-            head_dim=head_dim,
-            layers=layers,
-            seed=seed,
-            data_seeds=data_seeds,
-        )
-        return [one.converted(dtype=workload.dtype, device=workload.device) for one in made]
-
-    chosen, left_out = [], []
+    positive_count("seeds", seeds)
+    drawn = partial(subjects, norms=norms, head_dim=head_dim, layers=layers, seed=seed, data_seeds=seeds)
+    lengths = parse_sizes(seq_lens, name="seq_lens")
+    chosen: list[Any] = []
+    left_out = []
     for source in named:
         try:
-            chosen += placed(source)
+            for tokens in lengths if source == "gaussian" else lengths[:1]:
+                chosen += drawn([source], tokens=tokens)
         except OptionError as reason:
             if list(named) != list(_INPUTS):
                 raise
             left_out.append(f"Left out: {reason}")
     if not chosen:
         raise OptionError(" ".join(left_out) or "inputs must not be empty.")
+    chosen = [subject.converted(dtype=workload.dtype, device=workload.device) for subject in chosen]
     question = {"metric": metric, "threads": workload.threads or 1}
     return Plan(
         steps=partial(

@@ -1,22 +1,63 @@
-"""Views of the records of errors."""
+"""Errors as tables, in sentences and as plots, over the size of the approximation."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
 
 from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, is_layer, joint_name
+from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.table import Table
+from efficient_attn.report.text import CONCATENATED, CONCATENATED_NOTE, describe, failure_notes, show_error
+from efficient_attn.stats.candidates import operations_share
 from efficient_attn.studies.mse import kernel_view
-from efficient_attn.studies.mse.overview import overview_tables
-from efficient_attn.studies.mse.plot import error_plot
-from efficient_attn.studies.mse.sentences import sentences as error_sentences
-from efficient_attn.studies.mse.tables import error_tables
+from efficient_attn.studies.mse.analysis import (
+    NAMES,
+    RELATIVE,
+    ErrorCurve,
+    ErrorPoint,
+    Panel,
+    below_from,
+    interval,
+    panels,
+    quantity_in,
+)
+from efficient_attn.studies.mse.plan import PAIR_NORMS
 from efficient_attn.studies.view import Environment, Plots
+
+# The exponential of a larger number is more than a float holds.
+_LARGEST_NORM = 700.0
+
+_POSITIVE = "performer-positive"
+
+# An error of this many times the baseline is off the scale: a hundred or a million, both are no attention.
+_WORST = 12.0
+# Errors below this share of the baseline are rounding.
+_ROUNDING = 1e-4
+
+# Errors of one input by label and size.
+_Errors = dict[tuple[str, int | None], float]
+Styles = Mapping[str, Mapping[str, Any]]
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """Errors by input and size, and all inputs side by side at the largest size; or kernel entries."""
     if _of_kernel(records):
         return kernel_view.tables(records)
-    return [*error_tables(records), *overview_tables(records)]
+    quantity = quantity_in(records)
+    return [*(_table(panel, quantity) for panel in panels(records, quantity)), *_overview(records)]
+
+
+def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+    """The scatter of random features, and backends that are useful; or agreement with theory."""
+    if _of_kernel(records):
+        return kernel_view.sentences(records)
+    shown = panels(records, quantity_in(records))
+    real = [panel for panel in shown if panel.source != "gaussian"]
+    drawn = [panel for panel in shown if panel.source == "gaussian"]
+    texts = [_reason([*drawn, *real], environment), _useful(real or drawn)]
+    return [text for text in texts if text is not None]
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
@@ -26,13 +67,222 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
     return {"error": error_plot(records)} if any(record.status == "ok" for record in records) else {}
 
 
-def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """The scatter of random features, and backends that are useful; or agreement with theory."""
-    if _of_kernel(records):
-        return kernel_view.sentences(records)
-    return error_sentences(records, environment)
-
-
 def _of_kernel(records: Sequence[Record]) -> bool:
     """Whether entries of the softmax kernel were measured."""
     return any(record.case.of == "kernel" for record in records)
+
+
+def show_point(point: ErrorPoint) -> str:
+    """The value, with half the width of its interval where there were several samples."""
+    shown = show_error(point.value)
+    if point.samples == 1 or not point.value:
+        return shown
+    spread = max(point.high - point.value, point.value - point.low) / point.value
+    return f"{shown} ±{spread:.0%}"
+
+
+def _table(panel: Panel, quantity: str) -> Table:
+    sizes = _columns(panel)
+    rows = (
+        []
+        if panel.yardstick is None
+        else [(UNIFORM_ATTENTION, show_error(panel.yardstick), *[""] * len(sizes))]
+    )
+    for curve in panel.curves:
+        fixed = next((show_point(point) for point in curve.points if point.size is None), "")
+        cells = [show_point(point) if (point := curve.at(size)) else "" for size in sizes]
+        rows.append((curve.label, fixed, *cells))
+    return Table(
+        f"{NAMES[quantity]}: {panel.title}",
+        ("backend", "no size", *map(str, sizes)),
+        tuple(rows),
+        (
+            *([CONCATENATED_NOTE] if panel.source == CONCATENATED else []),
+            *_interval_note(panel),
+            *_odd_note(panel, sizes),
+            *failure_notes(panel.failed),
+        ),
+    )
+
+
+def _columns(panel: Panel) -> list[int]:
+    """All sizes, but an odd one that stands for the even size before it has no column of its own."""
+    sizes = {point.size for curve in panel.curves for point in curve.points if point.size is not None}
+    return sorted(size for size in sizes if size - 1 not in sizes)
+
+
+def _odd_note(panel: Panel, sizes: Sequence[int]) -> list[str]:
+    odd = {curve.label for curve in panel.curves for point in curve.points if (point.size or 0) - 1 in sizes}
+    return [f"{', '.join(sorted(odd))}: sizes are odd, each one more than its column says."] if odd else []
+
+
+def _interval_note(panel: Panel) -> list[str]:
+    found = interval([point for curve in panel.curves for point in curve.points])
+    return [f"±: {found}."] if found else []
+
+
+def _overview(records: Sequence[Record]) -> list[Table]:
+    """One row for each backend, a pair of columns for each input; layers of one model are one input."""
+    relative, squared = (_by_input(panels(records, quantity)) for quantity in NAMES)
+    if not any(map(any, relative.values())) or not any(map(any, squared.values())):
+        return []
+    lines = dict.fromkeys(line for layers in relative.values() for line in _largest(layers))
+    rows = tuple(
+        (
+            label,
+            "" if size is None else str(size),
+            *(_cell(group[key], (label, size)) for key in relative for group in (relative, squared)),
+        )
+        for label, size in lines
+    )
+    columns = ("backend", "size", *(head for name, *_ in relative for head in (describe(name), "MSE")))
+    several = [describe(name) for (name, *_), layers in relative.items() if len(layers) > 1]
+    notes = (
+        "relative: ‖out − exact‖ / ‖exact‖; MSE: mean squared error of the output's entries; medians over "
+        "draws.",
+        *([f"{', '.join(several)}: median (range) over the layers."] if several else []),
+    )
+    title = "Output error, relative and mean squared (MSE), at the largest size measured"
+    return [Table(title, columns, rows, notes)]
+
+
+def _by_input(shown: Sequence[Panel]) -> dict[tuple[Any, ...], list[_Errors]]:
+    """Errors by name and sizes of an input, the layers of one model together."""
+    groups: dict[tuple[Any, ...], list[Panel]] = {}
+    for panel in shown:
+        name = panel.inputs.rpartition("(")[0] if is_layer(panel.inputs) else panel.inputs
+        groups.setdefault((name, panel.tokens, panel.num_heads, panel.head_dim), []).append(panel)
+    return {
+        (joint_name([one.inputs for one in group]), *sizes): list(map(_errors, group))
+        for (_, *sizes), group in groups.items()
+    }
+
+
+def _errors(panel: Panel) -> _Errors:
+    found: _Errors = {} if panel.yardstick is None else {(UNIFORM_ATTENTION, None): panel.yardstick}
+    return found | {(curve.label, one.size): one.value for curve in panel.curves for one in curve.points}
+
+
+def _largest(layers: Sequence[_Errors]) -> list[tuple[str, int | None]]:
+    """Each label with the largest size that every layer has; curves are in rising order of size."""
+    return list(
+        {label: size for label, size in layers[0] if all((label, size) in one for one in layers)}.items()
+    )
+
+
+def _cell(layers: Sequence[_Errors], line: tuple[str, int | None]) -> str:
+    """`0.33 (0.32 to 0.52)`: the median and the range over layers; empty where one lacks the size."""
+    if not all(line in one for one in layers):
+        return ""
+    known = [one[line] for one in layers]
+    middle, low, high = (show_error(value) for value in (median(known), min(known), max(known)))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def _reason(shown: Sequence[Panel], environment: Mapping[str, Any]) -> str | None:
+    """How far one weight scatters at the measured norms: √((exp(|x + y|²) − 1) / m) of its value."""
+    norms = environment.get(PAIR_NORMS)
+    norms = norms if isinstance(norms, dict) else {}
+    texts = []
+    for panel in shown:
+        curve = next((curve for curve in panel.curves if curve.backend == _POSITIVE), None)
+        norm = norms.get(panel.inputs)
+        size = None if curve is None else curve.points[-1].size
+        if isinstance(norm, float) and 0 <= norm < _LARGEST_NORM and size:
+            scatter = show_error(math.sqrt(math.expm1(norm) / size))
+            place = f"{describe(panel.inputs)}: |x+y|² {show_error(norm)}"
+            texts.append(f"{place}, {size} features, {scatter}")
+    if not texts:
+        return None
+    return (
+        "Random features: one weight estimated by m positive features has a relative standard error of "
+        "√((exp(|x+y|²) − 1) / m), with x, y = q, k / d^¼; above 1 its scatter hides the differences between "
+        "keys, and the output is no nearer than uniform attention. At the median |x+y|² over queries and "
+        f"keys: {'; '.join(texts)}."
+    )
+
+
+def _useful(shown: Sequence[Panel]) -> str | None:
+    """What is below uniform attention on every input, and from which size on."""
+    if not shown or any(panel.yardstick is None for panel in shown):
+        return None
+    found = []
+    for label in dict.fromkeys(curve.label for panel in shown for curve in panel.curves):
+        pairs = [(panel.curve(label), panel.yardstick or 0.0) for panel in shown]
+        sizes = [below_from(curve, yardstick) if curve else None for curve, yardstick in pairs]
+        if None not in sizes:
+            points = [point for curve, _ in pairs if curve for point in curve.points]
+            counted = all(operations_share(point.record) is not None for point in points)
+            remark = "" if counted else " (operations not counted)"
+            found.append(f"{label} from size {max(size for size in sizes if size is not None)}{remark}")
+    names = ", ".join(found) or "nothing measured here"
+    return f"Below uniform attention on every input, with fewer operations than exact: {names}."
+
+
+def error_plot(records: Sequence[Record], y: str = RELATIVE) -> Plot:
+    """The error of every backend against its size, a chart for each input."""
+    quantity = quantity_in(records, y)
+    shown = panels(records, quantity)
+    styles = line_styles(
+        list({curve.label: curve.backend for panel in shown for curve in panel.curves}.items())
+    )
+    # Inputs of one source share a scale, so that they can be compared.
+    scales = {
+        source: _limits([panel for panel in shown if panel.source == source])
+        for source in {panel.source for panel in shown}
+    }
+    charts = [_chart(panel, styles, scales[panel.source], quantity) for panel in shown]
+    found = interval([point for panel in shown for curve in panel.curves for point in curve.points])
+    bands = f"; lines and bands: {found}" if found else ""
+    conditions = f"reference in float64{bands}; errors at rounding are left out"
+    title = f"{NAMES[quantity]} against exact softmax attention"
+    return Plot(title, conditions, in_rows(charts, 1 if len(shown) == 1 else 2))
+
+
+def _chart(panel: Panel, styles: Styles, scale: tuple[float, float], quantity: str) -> Chart:
+    low, high = scale
+    above = [curve for curve in panel.curves if min(point.value for point in curve.points) > high]
+    series = []
+    if panel.yardstick is not None:
+        series.append(Series(UNIFORM_ATTENTION, (), (panel.yardstick,), UNIFORM_STYLE))
+    for curve in panel.curves:
+        if curve not in above and max(point.value for point in curve.points) >= low:
+            series.append(_series(curve, styles[curve.label]))
+    sizes = {point.size for curve in panel.curves for point in curve.points if point.size is not None}
+    return Chart(
+        Axis(
+            "features, rank or window",
+            "log2",
+            "{:.0f}".format,
+            [size for size in sizes if size - 1 not in sizes],
+        ),
+        Axis(NAMES[quantity].lower(), "log", show_error, limits=scale),
+        tuple(series),
+        panel.title,
+        tuple(f"▲ {_range(curve)}" for curve in above),
+        apart=True,
+    )
+
+
+def _series(curve: ErrorCurve, style: Mapping[str, Any]) -> Series:
+    points = [point for point in curve.points if point.size is not None]
+    if not points:
+        return Series(curve.label, (), (curve.points[0].value,), {**style, "marker": ""})
+    x, y, low, high = (tuple(getattr(p, name) for p in points) for name in ("size", "value", "low", "high"))
+    return Series(curve.label, x, y, {**style, "markersize": 4, "linewidth": 1.5}, low, high)
+
+
+def _range(curve: ErrorCurve) -> str:
+    values = [point.value for point in curve.points]
+    ends = dict.fromkeys((show_error(min(values)), show_error(max(values))))
+    return f"{curve.label}: {' to '.join(ends)}"
+
+
+def _limits(shown: Sequence[Panel]) -> tuple[float, float]:
+    """From below the smallest error that is no rounding to above the largest that is no nonsense."""
+    yardsticks = [panel.yardstick for panel in shown if panel.yardstick]
+    floor, worst = _ROUNDING * min(yardsticks, default=1.0), _WORST * max(yardsticks, default=1.0)
+    lines = [curve.points for panel in shown for curve in panel.curves]
+    points = [point for line in lines if min(one.value for one in line) <= worst for point in line]
+    real = [edge for point in points for edge in (point.value, point.low) if edge > floor] + yardsticks
+    return min(real, default=1.0) / 1.4, min(max(real, default=1.0), worst) * 1.8

@@ -20,10 +20,10 @@ from efficient_attn.measure import calls, memory
 from efficient_attn.measure.accuracy import directions_of
 from efficient_attn.measure.error import exact_output, output_error, outputs_checked
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.variants import MEAN_OF_VALUES, Variant
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
 from efficient_attn.measure.worker import answer
 from efficient_attn.options import SEED
-from efficient_attn.studies.recall.task import LEARNED, TESTED, Course, Sequences, Task
+from efficient_attn.studies.recall.plan import LEARNED, TESTED, Course, Sequences, Task
 from efficient_attn.transformer.block import TransformerBlock
 
 _TEST_BATCHES, _TEST_SEQUENCES = 4, 32
@@ -32,7 +32,7 @@ _TEST_BATCHES, _TEST_SEQUENCES = 4, 32
 CALIBRATED_ON = "the first batch, untrained"
 
 # The control that looks at nothing.
-MEAN = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=calls.MEAN)
+MEAN = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=calls.MEAN)
 
 
 class Learner(nn.Module):

@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.texts import Texts, named_texts, read_texts
-from efficient_attn.measure.variants import MEAN_OF_VALUES, MODEL, OWN, YARDSTICK, Variant, select
+from efficient_attn.measure.units import parse_sizes
+from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK, Variant, select
 from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.points import Plan, Point, Steps
-from efficient_attn.studies.study import Option
+from efficient_attn.studies.study import Option, Plan, Point, Steps
 from efficient_attn.studies.workload import Workload, settle
 
 # The default selection begins with the most similar models of results/epyc-2-cores/swap-encoder.
@@ -51,9 +51,9 @@ def plan(
     backends: shared.Backends = None,
     *,
     texts: TextFiles = None,
-    seq_len: Annotated[
-        int | None,
-        Option(help="Tokens of each text; 512, or as many as model and texts have.", least=2),
+    seq_lens: Annotated[
+        str | int | Sequence[int] | None,
+        shared.worded(shared.SeqLens, "Tokens of each text: 512,2k; 512, or all that there are, if omitted."),
     ] = None,
     options: shared.Settings = None,
     draws: Annotated[int, Option(help="Number of random-feature draws.", least=1)] = 3,
@@ -71,12 +71,7 @@ def plan(
     ] = None,
     layers: Annotated[
         Sequence[int] | None,
-        Option(
-            help="Layers to save, from 0; all if omitted.",
-            flag="--layers",
-            metavar="N[,N…]",
-            parse=shared.parse_layers,
-        ),
+        shared.worded(shared.Layers, "Layers of --by layer and --save, from 0; all if omitted."),
     ] = None,
     name: Annotated[
         str | None, Option(help="Name of the model in records; the folder's or file's if omitted.")
@@ -98,8 +93,8 @@ def plan(
 
     Example: efficient-attn swap models.py:make_model --by layer
     """
-    if layers is not None and save is None:
-        raise OptionError("layers name what is saved: name a file by save (--save FILE.safetensors).")
+    if layers is not None and save is None and not by_layer:
+        raise OptionError("layers name those that are replaced alone (--by layer) or saved (--save FILE).")
     if save is not None:
         _check_new(Path(save))
     positive_count("draws", draws)
@@ -111,30 +106,43 @@ def plan(
     from efficient_attn.integrations.called import called_model, is_called, refuse_beside
     from efficient_attn.studies.swap.subject import Subject, candidates
 
-    subject: Subject
+    subjects: list[Subject]
+    lengths = [None] if seq_lens is None else list(parse_sizes(seq_lens, name="seq_lens"))
     if is_called(model):
         from efficient_attn.studies.swap.called import CallSubject
 
-        refuse_beside(model, text=texts, seq_len=seq_len, dtype=dtype, device=device)
-        subject = CallSubject.of(called_model(model, name=name), workload)
+        refuse_beside(model, text=texts, seq_lens=seq_lens, dtype=dtype, device=device)
+        subjects = [CallSubject.of(called_model(model, name=name), workload)]
     else:
         from efficient_attn.studies.swap.model import TextSubject, load
 
-        named = named_texts(texts)
-        subject = TextSubject.of(load(model, name, workload), named, workload, seq_len=seq_len)
-    variants = candidates(chosen, subject, options)
-    notes = list(subject.notes)
+        named, opened = named_texts(texts), load(model, name, workload)
+        subjects = [TextSubject.of(opened, named, workload, seq_len=tokens) for tokens in lengths]
+    first = subjects[0]
+    unknown = [layer for layer in layers or () if layer not in first.layers]
+    if by_layer and unknown:
+        raise OptionError(
+            f"layers that get a backend: {', '.join(map(str, first.layers))}; not {unknown[0]}."
+        )
+    variants = [candidates(chosen, subject, options) for subject in subjects]
+    notes = list(dict.fromkeys(note for subject in subjects for note in subject.notes))
     if save is not None:
         text = None if is_called(model) else next(iter(named_texts(texts).values()))
-        notes += _save(Path(save), model, text=text, layers=layers, max_tokens=seq_len, name=name)
+        notes += _save(Path(save), model, text=text, layers=layers, max_tokens=lengths[-1], name=name)
     return Plan(
-        steps=partial(_steps, subject, variants, draws=draws, rounds=rounds, by_layer=bool(by_layer)),
-        device=subject.shared["device"],
+        steps=partial(
+            _all_steps,
+            list(zip(subjects, variants, strict=True)),
+            draws=draws,
+            rounds=rounds,
+            layers=(layers or first.layers) if by_layer else (),
+        ),
+        device=first.shared["device"],
         notes=notes,
         about={
             # The origin of model and texts.
-            MODEL: subject.about,
-            CANDIDATES: [one.label for one in variants if one.backend != MEAN_OF_VALUES],
+            MODEL: first.about,
+            CANDIDATES: [one.label for one in variants[0] if one.backend != UNIFORM_ATTENTION],
         },
     )
 
@@ -172,7 +180,15 @@ def promising(variant: Variant) -> int:
     return first.index(variant.backend) if variant.backend in first else len(first)
 
 
-def _steps(subject: Any, variants: Sequence[Variant], *, draws: int, rounds: int, by_layer: bool) -> Steps:
+def _all_steps(parts: Sequence[tuple[Any, Sequence[Variant]]], **settings: Any) -> Steps:
+    """Length by length, the shortest first."""
+    for subject, variants in parts:
+        yield from _steps(subject, variants, **settings)
+
+
+def _steps(
+    subject: Any, variants: Sequence[Variant], *, draws: int, rounds: int, layers: Sequence[int]
+) -> Steps:
     """All layers replaced, then time and memory, then single layers; a failed backend is measured once."""
     from efficient_attn.studies.swap import measure
 
@@ -206,7 +222,7 @@ def _steps(subject: Any, variants: Sequence[Variant], *, draws: int, rounds: int
     yield [cost("time", variant) for variant in working]
     for variant in working:
         yield cost("memory", variant)
-    for variant in working if by_layer else ():
+    for variant in working:
         if variant is not own:
-            for layer in subject.layers:
+            for layer in layers:
                 yield distance(variant, layer)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import MEAN_OF_VALUES
+from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.report.figures import MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.text import heading
 from efficient_attn.studies.swap.analysis import MEAN_POOL, NAMES, Swap, swaps
@@ -27,7 +27,7 @@ def swap_plot(records: Sequence[Record]) -> Plot:
     return Plot(
         "Distance of a converted model from itself",
         f"{heading(found[0].case) if len(found) == 1 else ''}\n"
-        "training-free conversion; crosses: uniform-attention baseline (mean of the values); backends that "
+        "training-free conversion; crosses: uniform attention (mean of the values); backends that "
         "differ by rounding are left out",
         tuple((chart,) for chart in charts),
         (),
@@ -36,9 +36,9 @@ def swap_plot(records: Sequence[Record]) -> Plot:
 
 def _charts(one: Swap, head: str) -> list[Chart]:
     rows = one.changed[:_MOST_ROWS]
-    styles = line_styles([(row.label, row.backend) for _, row in rows if row.backend != MEAN_OF_VALUES])
+    styles = line_styles([(row.label, row.backend) for _, row in rows if row.backend != UNIFORM_ATTENTION])
     cross = {"color": MUTED, "marker": "x", "linestyle": (0, (1, 2)), "linewidth": 1.2, "markersize": 6}
-    styles[MEAN_OF_VALUES] = cross
+    styles[UNIFORM_ATTENTION] = cross
     alone = [
         Series(row.label, list(line), list(line.values()), styles[row.label])
         for _, row in rows

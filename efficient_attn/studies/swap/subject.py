@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from efficient_attn.contained import trial
 from efficient_attn.measure.calls import MEAN
-from efficient_attn.measure.variants import MEAN_OF_VALUES, YARDSTICK, Variant, select
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, Variant, select
 
 # The module of TextSubject needs transformers, which models from files do not.
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Subject: TypeAlias = "TextSubject | CallSubject"
 def candidates(
     chosen: Sequence[Variant], subject: Subject, settings: Mapping[str, Any] | None
 ) -> tuple[Variant, ...]:
-    """Exact attention, the uniform-attention baseline, then the other variants, built once if set.
+    """Exact attention, uniform attention, then the other variants, built once if set.
 
     Raises:
         OptionError: If a set value never works.
@@ -39,5 +39,5 @@ def candidates(
         if one.backend in (settings or {}):
             with trial():
                 subject.build(one)
-    mean = Variant(backend=MEAN_OF_VALUES, label=MEAN_OF_VALUES, target=MEAN)
+    mean = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=MEAN)
     return (*exact, mean, *others)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import MEAN_OF_VALUES, MODEL, OWN, YARDSTICK
+from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import (
     calibration_note,
@@ -82,7 +82,7 @@ def _whole(one: Swap) -> Table:
         "Against the same model with its own attention, all layers swapped, nothing trained afterwards. "
         f"Means over {f'{texts} texts' if texts else 'draws'}; ±: standard deviation over draws of random "
         f"features. Time and memory: one {'forward pass of the first text' if texts else 'run'}.",
-        f"{MEAN_OF_VALUES}: every query gets the same output, without any attention.",
+        f"{UNIFORM_ATTENTION}: every query gets the same output, without any attention.",
         f"{YARDSTICK} is the same attention as the model's own: a difference of their times is noise or the "
         "kernel, and no speed is printed.",
         *calibration_note(wholes),
@@ -124,12 +124,12 @@ def _alone(one: Swap) -> list[Table]:
 
 
 def _nearest(one: Swap, environment: Environment) -> str:
-    near = [(mean, row) for mean, row in one.changed if row.backend not in (OWN, MEAN_OF_VALUES)]
+    near = [(mean, row) for mean, row in one.changed if row.backend not in (OWN, UNIFORM_ATTENTION)]
     left = missing(environment, {row.label for row in one.rows if row.whole is not None or row.failed})
     if not near:
         return left.strip()
     value, row = near[0]
-    plainest = next((mean for mean, other in one.changed if other.backend == MEAN_OF_VALUES), float("inf"))
+    plainest = next((mean for mean, other in one.changed if other.backend == UNIFORM_ATTENTION), float("inf"))
     worse = [other.label for mean, other in near if mean >= plainest]
     no_nearer = f" No nearer than the mean of the values: {', '.join(worse)}." if worse else ""
     return (

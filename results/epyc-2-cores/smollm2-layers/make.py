@@ -22,9 +22,9 @@ STEP = 16
 
 
 def properties(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> dict[str, float]:
-    """Errors of backends and of the mean of V, entropy of a row in nats, weight of the first token."""
+    """Errors of backends and of uniform attention, entropy of a row in nats, weight of the first token."""
     exact = exact_output(q, k, v, scale=scale, causal=True)
-    found = {"mean of V": output_error(mean_of_values(q, v.double(), causal=True), exact).relative}
+    found = {"uniform attention": output_error(mean_of_values(q, v.double(), causal=True), exact).relative}
     for name in BACKENDS:
         backend = ea.build(name, head_dim=q.shape[-1], num_heads=q.shape[1], causal=True, scale=scale)
         found[name] = output_error(backend(q, k, v), exact).relative

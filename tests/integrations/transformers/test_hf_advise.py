@@ -19,7 +19,7 @@ from efficient_attn.stats.predicted_time import Predicted
 from efficient_attn.studies import find
 from efficient_attn.studies.advise.plan import LOSSLESS, SLIDING
 from efficient_attn.studies.advise.view import LAYERS
-from efficient_attn.studies.durations import Durations
+from efficient_attn.studies.progress import Durations
 from efficient_attn.studies.swap import measure
 
 pytestmark = pytest.mark.usefixtures("given_times")

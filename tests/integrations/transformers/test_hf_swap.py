@@ -13,7 +13,7 @@ from planned import points_of
 
 from efficient_attn.integrations.transformers import swapped
 from efficient_attn.integrations.transformers.swapping import run
-from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies import find
 from efficient_attn.studies.swap.analysis import spread
 
@@ -51,7 +51,7 @@ def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(en
 
 def test_the_model_is_compared_with_its_own_attention_whatever_is_measured_first(encoder):
     options = {"window": {"window": [5]}}
-    plan = find("swap").plan(encoder, ["window"], texts=texts(), seq_len=TOKENS, options=options)
+    plan = find("swap").plan(encoder, ["window"], texts=texts(), seq_lens=TOKENS, options=options)
     (window,) = (one for one in points_of(plan) if one.case.kind == "swap" and one.case.backend == "window")
     alone = window.measure()
     assert alone.hidden_relative_error > 100 * ROUNDING
@@ -90,7 +90,7 @@ def test_exact_swapped_for_exact_changes_nothing_but_rounding(name, tmp_path):
     results = swap(saved(MODELS[name](), tmp_path), ["exact", "exact-dense"], by_layer=True)
     checked = 0
     for (label, _), record in quality(results).items():
-        if record.case.backend in (OWN, MEAN_OF_VALUES) or record.status == "unsupported":
+        if record.case.backend in (OWN, UNIFORM_ATTENTION) or record.status == "unsupported":
             continue
         checked += 1
         assert record.status == "ok", record.reason

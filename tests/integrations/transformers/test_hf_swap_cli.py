@@ -45,7 +45,7 @@ def test_it_prints_tables_sentences_and_the_folder(model, folder, capsys):
     assert tiny(model, *asked, "--seq-len", 20) == 0
     *lines, last = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"Attention swapped: {model.name} on 2 texts #") and "; 20 tokens" in lines[0]
-    for name in ("the model's own", "exact", "mean of V", "window(window=3)", "performer-positive"):
+    for name in ("the model's own", "exact", "uniform attention", "window(window=3)", "performer-positive"):
         assert any(line.startswith(f" {name} ") for line in lines)
     assert last.startswith("runs/swap-") and (folder / last / "records.jsonl").is_file()
     environment = json.loads((folder / last / "environment.json").read_text())

@@ -20,9 +20,9 @@ def swap(model, backends, **changes):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"seq_len": 65}, OptionError, "seq_len is at most the 64 positions of this model, not 65"),
-        ({"seq_len": 1}, OptionError, "seq_len is at least 2, not 1"),
-        ({"seq_len": 60}, DataError, "The text 'text 0' has 42 tokens, fewer than seq_len=60"),
+        ({"seq_lens": 65}, OptionError, "seq_len is at most the 64 positions of this model, not 65"),
+        ({"seq_lens": 1}, OptionError, "seq_len is at least 2, not 1"),
+        ({"seq_lens": 60}, DataError, "The text 'text 0' has 42 tokens, fewer than seq_len=60"),
         ({"texts": []}, DtypeError, "texts is a list of texts"),
         ({"texts": "a text"}, DtypeError, "texts is a list of texts, or a mapping"),
         ({"draws": 0}, OptionError, "draws"),

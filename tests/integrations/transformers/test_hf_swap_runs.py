@@ -14,9 +14,9 @@ from planned import answered_by, points_of
 import efficient_attn as ea
 from efficient_attn.errors import DataError
 from efficient_attn.measure.record import Record, replace
-from efficient_attn.measure.variants import MEAN_OF_VALUES, OWN
+from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies import engine, find
-from efficient_attn.studies.store import Store
+from efficient_attn.studies.run_folder import Store
 from efficient_attn.studies.swap.analysis import MEAN_POOL, swaps
 from efficient_attn.studies.swap.view import show_quantity
 
@@ -96,7 +96,7 @@ def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path)
     assert set(rows) == {
         OWN,
         "exact",
-        MEAN_OF_VALUES,
+        UNIFORM_ATTENTION,
         "window(window=3)",
         "window(window=9)",
         "performer-positive",
@@ -121,14 +121,20 @@ def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path)
     assert any(c.quantity == "mean_pool_distance" and c.ratio == pytest.approx(2) for c in changed)
 
 
+def test_every_length_is_a_swap_of_its_own_and_layers_filter_those_replaced_alone(encoder):
+    asked = {"seq_lens": (8, TOKENS), "by_layer": True, "layers": (1,)}
+    found = swaps(swap(encoder, ["window"], options={"window": {"window": [5]}}, **asked).records)
+    assert [(one.case.tokens, one.layers) for one in found] == [(8, (1,)), (TOKENS, (1,))]
+
+
 def test_the_most_promising_candidates_are_measured_first_and_the_predicted_duration_never_rises(
     decoder, monkeypatch
 ):
     now, left = 0.0, []
-    plan = find("swap").plan(decoder, texts=texts(), seq_len=TOKENS, by_layer=True)
+    plan = find("swap").plan(decoder, texts=texts(), seq_lens=TOKENS, by_layer=True)
     labels = list(dict.fromkeys(point.case.label for point in points_of(plan)))
     opened = "window-clusters(probes=8)"
-    assert labels[:6] == [OWN, "exact", MEAN_OF_VALUES, "window-clusters", opened, "window"]
+    assert labels[:6] == [OWN, "exact", UNIFORM_ATTENTION, "window-clusters", opened, "window"]
 
     def measure(point, seconds=0.0):
         nonlocal now

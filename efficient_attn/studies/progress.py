@@ -1,10 +1,14 @@
-"""Predicted durations of points, learnt while a run measures."""
+"""Progress of a run: predicted durations, learnt while it measures, and a bar in notebooks."""
 
-from collections.abc import Hashable, Iterable
-from typing import NamedTuple
+import html
+import sys
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Record
-from efficient_attn.studies.points import Point
+from efficient_attn.report.escape import plain
+from efficient_attn.studies.study import Point
 
 # A longer call lengthens a round by two calls of the warm-up and at least one that is timed.
 _CALLS = 3
@@ -66,3 +70,44 @@ class Durations:
 
 def _key(point: Point) -> tuple[Hashable, str]:
     return point.series, point.case.kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """State of a run after a record."""
+
+    done: int
+    total: int
+    remaining_s: float
+    outcome: str
+    record: Record
+
+    def __str__(self) -> str:
+        minutes, seconds = divmod(round(self.remaining_s), 60)
+        return f"[{self.done}/{self.total}] {self.outcome}; {minutes}:{seconds:02} left"
+
+
+def notebook_bar() -> Callable[[Progress], None] | None:
+    """A progress function that draws one bar below the cell; None outside of notebooks."""
+    # A notebook has imported IPython before any of its cells; a terminal's IPython has no kernel.
+    ipython = sys.modules.get("IPython")
+    if ipython is None or getattr(ipython.get_ipython(), "kernel", None) is None:
+        return None
+    display: Any = ipython.display.display
+    handle: Any = None
+
+    def show(step: Progress) -> None:
+        nonlocal handle
+        if handle is None:
+            handle = display(_drawn(step), raw=True, display_id=True)
+        else:
+            handle.update(_drawn(step), raw=True)
+
+    return show
+
+
+def _drawn(step: Progress) -> dict[str, str]:
+    """The bar by media type."""
+    line = plain(str(step))
+    bar = f'<progress value="{step.done}" max="{step.total}"></progress>'
+    return {"text/plain": line, "text/html": f"<div>{bar} {html.escape(line)}</div>"}
