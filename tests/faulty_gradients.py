@@ -351,3 +351,21 @@ class ReusesItsWorkspaceBackward:
         if q.requires_grad:
             q = _Workspace.apply(q, self.__dict__.setdefault("buffers", {}))
         return super().forward(q, k, v, key_mask)
+
+
+class _WrongTwice(torch.autograd.Function):
+    """A gradient whose own gradient is half of what it is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _Scaled.apply(gradient, 0.5)
+
+
+class HalvesSecondDerivativesInGroups:
+    def for_every_head(self, x, heads):
+        x = super().for_every_head(x, heads)
+        return _WrongTwice.apply(x) if heads > 2 else x

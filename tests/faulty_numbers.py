@@ -194,3 +194,8 @@ class ShiftsByTheSmallestScoreOfNegativeScales:
         if (self.problem.scale or 0) < 0:
             return super().weights(scores, visible) * (scores - scores.amin()).exp().isfinite().all()
         return super().weights(scores, visible)
+
+
+class TakesAScaleOfZeroForNone:
+    def scores(self, q, k):
+        return super().scores(q, k) if self.problem.factor else self.wide(q) @ self.wide(k).mT

@@ -188,6 +188,20 @@ FAULTS = (
     (gradients.GradientsOfScoresInFloat32, "gradients_in_float64_are_float64_throughout"),
     (gradients.GradientsOfScoresInFloat16, "gradients_in_narrow_dtypes_lose_only_rounding"),
     (gradients.ReusesItsWorkspaceBackward, "layout_changes_no_gradient"),
+    (gradients.HalvesSecondDerivativesInGroups, "second_derivatives_are_right_or_refused"),
+    (memory.KeepsTheLastOutput, "no_graph_is_kept_unasked"),
+    (memory.KeepsTheLastMask, "no_graph_is_kept_unasked"),
+    (memory.KeepsTheLastUpstreamGradient, "no_graph_is_kept_unasked"),
+    (memory.ReusesItsOutputInInferenceMode, "outputs_are_the_callers"),
+    (memory.KeepsItsMaskBetweenThreads, "threads_do_not_disturb_each_other"),
+    (memory.KeepsAFactorOfItsFirstDtype, "a_saved_state_brings_the_output_back"),
+    (settings.LeavesTheDefaultDtypeWhenItFails, "nothing_global_is_touched"),
+    (settings.StaysBusyAfterAnError, "nothing_global_is_touched"),
+    (settings.ReplacesSoftmax, "nothing_global_is_touched"),
+    (settings.CountsItsTrainingCalls, "the_same_call_gives_the_same_bits"),
+    (settings.KeepsGraphsUnderNoGradBeyond256, "no_graph_is_kept_unasked"),
+    (shapes.MergesHalvesWithoutTheirSums, "padding_on_either_side_does_not_matter"),
+    (numbers.TakesAScaleOfZeroForNone, "scale_is_a_factor_on_the_scores"),
 )
 # Faults that show for scores of any size only.
 EXPONENTIAL = ((numbers.OverflowsInLaterBlocks, "extreme_scores_stay_softmax"),)
@@ -207,6 +221,8 @@ LONG = (
     (shapes.LeaksBeyond2048, "later_values_move_no_output"),
     (shapes.LeaksBeyond3000, "later_values_move_no_output"),
     (shapes.OneRowLeaksBeyond2048, "long_states_are_whole"),
+    (shapes.DropsAShortLastBlockOf4096, "order_of_keys_does_not_matter"),
+    (shapes.IndexesKeysWith16Bits, "order_of_keys_does_not_matter"),
 )
 CONTROLS = {
     "softmax": spec_of(Softmax, EXACT, NoOptions, None),
@@ -217,12 +233,14 @@ CONTROLS = {
 
 
 @pytest.fixture(autouse=True)
-def products_as_they_were():
-    """A fault that sets the precision of products, or flushes small numbers, leaves it to no later test."""
-    before = torch.get_float32_matmul_precision()
+def settings_as_they_were():
+    """Keep the settings that a fault leaves behind from later tests."""
+    precision, softmax = torch.get_float32_matmul_precision(), torch.nn.functional.softmax
     yield
-    torch.set_float32_matmul_precision(before)
+    torch.set_float32_matmul_precision(precision)
     torch.set_flush_denormal(False)
+    torch.set_default_dtype(torch.float32)
+    torch.nn.functional.softmax = softmax
 
 
 def with_fault(fault: type, base: type, capabilities: Capabilities) -> BackendSpec:

@@ -158,20 +158,25 @@ def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Findin
     drawn=lambda seed: (*joint(seed, 1, 9), *LONG_KEYS),
 )
 def outputs_are_the_callers(subject: Subject, case: Case) -> Iterator[Finding]:
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            yield from _aliases(subject, case)
+
+
+def _aliases(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    with torch.no_grad():
-        given = inputs.each(torch.clone)
-        out = run(backend, given)
-        expected = out.clone()
-        for x in given[:3]:
-            x.fill_(torch.nan)
-        if given.key_mask is not None:
-            given.key_mask.logical_not_()
-        yield same_bits("After its inputs were overwritten", out, expected)
-        later = run(backend, subject.inputs(case, other=1)).clone()
-        yield same_bits("After another call", out, expected)
-        if 0 in out.stride() and out.numel() > 1:
-            return  # an expanded output is not writable
-        out.fill_(torch.nan)
-        yield same_bits("After an output was overwritten", run(backend, inputs), expected)
-        yield same_bits("Another call then", run(backend, subject.inputs(case, other=1)), later)
+    given = inputs.each(torch.clone)
+    out = run(backend, given)
+    expected = out.clone()
+    for x in given[:3]:
+        x.fill_(torch.nan)
+    if given.key_mask is not None:
+        given.key_mask.logical_not_()
+    yield same_bits("After its inputs were overwritten", out, expected)
+    later = run(backend, subject.inputs(case, other=1)).clone()
+    yield same_bits("After another call", out, expected)
+    if 0 in out.stride() and out.numel() > 1:
+        return  # an expanded output is not writable
+    out.fill_(torch.nan)
+    yield same_bits("After an output was overwritten", run(backend, inputs), expected)
+    yield same_bits("Another call then", run(backend, subject.inputs(case, other=1)), later)

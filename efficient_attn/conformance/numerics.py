@@ -173,6 +173,10 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
         moved = inputs._replace(q=inputs.q * factor, k=inputs.k * factor)
         scaled = subject.build(case, scale=default / factor**2)
         yield close(f"Inputs times {factor}", run(scaled, moved), expected, bound)
+    still = subject.build(case, scale=0.0, calibrated=False)
+    if not still.needs_calibration:
+        zeros = inputs._replace(q=torch.zeros_like(inputs.q))
+        yield close("Scale 0, queries of zeros", run(still, inputs), run(still, zeros), bound)
 
 
 @check(
