@@ -263,3 +263,34 @@ class KeepsAFactorOfItsFirstDtype:
         if "third" not in self.__dict__:
             self.__dict__["third"] = torch.tensor(0.1, dtype=torch.float64).to(q.dtype)
         return super().scores(q, k) * self.__dict__["third"].to(self.wide(q).dtype)
+
+
+class WritesToTransposedQueries:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        if not q.is_contiguous() and not torch.is_grad_enabled() and 0 not in q.stride():
+            q.data.mul_(2.0)
+        return out
+
+
+class AsksForGradientsOfItsInputs:
+    def forward(self, q, k, v, key_mask):
+        if torch.is_grad_enabled() and q.is_leaf and not q.is_inference():
+            q.requires_grad_()
+        return super().forward(q, k, v, key_mask)
+
+
+class KeepsCausalMasksOfAllLengths:
+    def visible(self, q, k, key_mask):
+        if key_mask is not None:
+            return super().visible(q, k, key_mask)
+        kept = self.__dict__.setdefault("kept", {})
+        key = (q.shape[2], k.shape[2])
+        return kept.setdefault(key, super().visible(q, k, None))
+
+
+class KeepsAGraphThatHasNoCopy:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        self.__dict__["norm"] = out.sum() * 2
+        return out

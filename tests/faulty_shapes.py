@@ -325,3 +325,10 @@ class DropsAShortLastBlockOf4096:
 class IndexesKeysWith16Bits:
     def visible(self, q, k, key_mask):
         return super().visible(q, k, key_mask) & (torch.arange(k.shape[2]).to(torch.int16) >= 0)
+
+
+class TurnsSquareKeys:
+    """Keys with as many tokens as entries are taken for turned ones."""
+
+    def scores(self, q, k):
+        return super().scores(q, k.mT if k.shape[2] == k.shape[3] else k)

@@ -202,6 +202,16 @@ FAULTS = (
     (settings.KeepsGraphsUnderNoGradBeyond256, "no_graph_is_kept_unasked"),
     (shapes.MergesHalvesWithoutTheirSums, "padding_on_either_side_does_not_matter"),
     (numbers.TakesAScaleOfZeroForNone, "scale_is_a_factor_on_the_scores"),
+    (gradients.ReadsValuesLater, "a_change_before_the_backward_pass_is_noticed"),
+    (gradients.WrongGradientInLargeBatches, "gradients_hold_at_every_shape"),
+    (memory.WritesToTransposedQueries, "layout_in_memory_does_not_matter"),
+    (memory.AsksForGradientsOfItsInputs, "inputs_are_not_written_to"),
+    (memory.KeepsCausalMasksOfAllLengths, "no_call_leaves_bytes_behind"),
+    (memory.KeepsAGraphThatHasNoCopy, "a_copy_is_equal_and_apart"),
+    (numbers.SingleQueriesHaveTheDefaultScale, "scale_is_a_factor_on_the_scores"),
+    (numbers.TakesTheScaleAsPositiveBeyond128, "a_negative_scale_turns_queries_round"),
+    (shapes.TurnsSquareKeys, "order_of_keys_does_not_matter"),
+    (streaming.TakesTheScaleAsPositiveWhenExtending, "token_by_token_is_the_whole"),
 )
 # Faults that show for scores of any size only.
 EXPONENTIAL = ((numbers.OverflowsInLaterBlocks, "extreme_scores_stay_softmax"),)
@@ -223,6 +233,7 @@ LONG = (
     (shapes.OneRowLeaksBeyond2048, "long_states_are_whole"),
     (shapes.DropsAShortLastBlockOf4096, "order_of_keys_does_not_matter"),
     (shapes.IndexesKeysWith16Bits, "order_of_keys_does_not_matter"),
+    (streaming.KeepsARingOf8192, "states_of_thousands_are_whole"),
 )
 CONTROLS = {
     "softmax": spec_of(Softmax, EXACT, NoOptions, None),

@@ -76,6 +76,8 @@ def a_saved_state_brings_the_output_back(subject: Subject, case: Case) -> Iterat
 def a_copy_is_equal_and_apart(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     wanted = run(backend, inputs)
+    # What a call of training leaves on the module may be part of a graph, which has no copy.
+    results(subject, backend, inputs)
     copied = copy.deepcopy(backend)
     yield same_bits("Copy", run(copied, inputs), wanted)
     learn(copied, 1)
@@ -84,7 +86,7 @@ def a_copy_is_equal_and_apart(subject: Subject, case: Case) -> Iterator[Finding]
 
 @check(
     "Output and gradients under torch.compile(fullgraph=True) equal the eager ones.",
-    cases=(*both(ONE), ONE.but(keys=9, masked=True, causal=True)),
+    cases=(*both(ONE), ONE.but(keys=9, masked=True, causal=True, heads=4, value_dim=3)),
     capability="compile",
 )
 def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:

@@ -159,6 +159,7 @@ def length_moves_freely_between_queries_and_keys(subject: Subject, case: Case) -
     cases=(
         *(one for head_dim in (4, 64, 80, 128) for one in both(Case(tokens=7, head_dim=head_dim))),
         *both(Case(tokens=200, batch=1, value_dim=3)),
+        *both(Case(tokens=1, keys=5)),
     ),
     drawn=lambda seed: joint(seed, 9),
 )

@@ -195,7 +195,7 @@ def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @check(
     "A negative scale is equivalent to negated queries at the positive scale.",
-    cases=KINDS,
+    cases=(*KINDS, *both(ONE.but(tokens=200, batch=1)), *both(ONE.but(tokens=1, keys=5))),
     drawn=lambda seed: joint(seed, 9),
 )
 def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterator[Finding]:
