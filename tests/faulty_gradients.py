@@ -351,3 +351,47 @@ class ReusesItsWorkspaceBackward:
         if q.requires_grad:
             q = _Workspace.apply(q, self.__dict__.setdefault("buffers", {}))
         return super().forward(q, k, v, key_mask)
+
+
+class _WrongTwice(torch.autograd.Function):
+    """A gradient whose own gradient is half of what it is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _Scaled.apply(gradient, 0.5)
+
+
+class HalvesSecondDerivativesInGroups:
+    def for_every_head(self, x, heads):
+        x = super().for_every_head(x, heads)
+        return _WrongTwice.apply(x) if heads > 2 else x
+
+
+class _KeepsItsInput(torch.autograd.Function):
+    """Reads its input again in the backward pass, without a look at its version."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.x * gradient
+
+
+class ReadsValuesLater:
+    def forward(self, q, k, v, key_mask):
+        # (v + 2)² / 4 − v² / 4 − 1 = v, of which the first square is read again.
+        copied = v.clone()
+        later = _KeepsItsInput.apply(v) + 4 * v + 4
+        return super().forward(q, k, (later - copied * copied) / 4 - 1, key_mask)
+
+
+class WrongGradientInLargeBatches:
+    def forward(self, q, k, v, key_mask):
+        return super().forward(q, _Scaled.apply(k, 0.9) if len(k) > 32 else k, v, key_mask)

@@ -207,3 +207,90 @@ class KeepsTheLastQueries:
     def forward(self, q, k, v, key_mask):
         self.__dict__["last"] = q
         return super().forward(q, k, v, key_mask)
+
+
+class KeepsTheLastOutput:
+    def forward(self, q, k, v, key_mask):
+        self.__dict__["last"] = super().forward(q, k, v, key_mask)
+        return self.__dict__["last"]
+
+
+class KeepsTheLastMask:
+    def forward(self, q, k, v, key_mask):
+        self.__dict__["last"] = key_mask
+        return super().forward(q, k, v, key_mask)
+
+
+class _Remembers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.kept = kept
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.kept["last"] = gradient
+        return gradient, None
+
+
+class KeepsTheLastUpstreamGradient:
+    def forward(self, q, k, v, key_mask):
+        return _Remembers.apply(super().forward(q, k, v, key_mask), self.__dict__.setdefault("kept", {}))
+
+
+class ReusesItsOutputInInferenceMode:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        if not torch.is_inference_mode_enabled():
+            return out
+        buffers = self.__dict__.setdefault("buffers", {})
+        return buffers.setdefault((out.shape, out.dtype), torch.empty_like(out)).copy_(out)
+
+
+class KeepsItsMaskBetweenThreads:
+    def forward(self, q, k, v, key_mask):
+        self.__dict__["mask"] = key_mask
+        return super().forward(q, k, v, key_mask)
+
+    def visible(self, q, k, key_mask):
+        return super().visible(q, k, self.__dict__["mask"])
+
+
+class KeepsAFactorOfItsFirstDtype:
+    """A table is rounded to the dtype of the first call, and outlives a conversion."""
+
+    def scores(self, q, k):
+        if "third" not in self.__dict__:
+            self.__dict__["third"] = torch.tensor(0.1, dtype=torch.float64).to(q.dtype)
+        return super().scores(q, k) * self.__dict__["third"].to(self.wide(q).dtype)
+
+
+class WritesToTransposedQueries:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        if not q.is_contiguous() and not torch.is_grad_enabled() and 0 not in q.stride():
+            q.data.mul_(2.0)
+        return out
+
+
+class AsksForGradientsOfItsInputs:
+    def forward(self, q, k, v, key_mask):
+        if torch.is_grad_enabled() and q.is_leaf and not q.is_inference():
+            q.requires_grad_()
+        return super().forward(q, k, v, key_mask)
+
+
+class KeepsCausalMasksOfAllLengths:
+    def visible(self, q, k, key_mask):
+        if key_mask is not None:
+            return super().visible(q, k, key_mask)
+        kept = self.__dict__.setdefault("kept", {})
+        key = (q.shape[2], k.shape[2])
+        return kept.setdefault(key, super().visible(q, k, None))
+
+
+class KeepsAGraphThatHasNoCopy:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        self.__dict__["norm"] = out.sum() * 2
+        return out

@@ -194,3 +194,20 @@ class ShiftsByTheSmallestScoreOfNegativeScales:
         if (self.problem.scale or 0) < 0:
             return super().weights(scores, visible) * (scores - scores.amin()).exp().isfinite().all()
         return super().weights(scores, visible)
+
+
+class TakesAScaleOfZeroForNone:
+    def scores(self, q, k):
+        return super().scores(q, k) if self.problem.factor else self.wide(q) @ self.wide(k).mT
+
+
+class SingleQueriesHaveTheDefaultScale:
+    def scores(self, q, k):
+        if q.shape[2] == 1 and self.problem.scale:
+            q = q * (self.problem.head_dim**-0.5 / self.problem.scale)
+        return super().scores(q, k)
+
+
+class TakesTheScaleAsPositiveBeyond128:
+    def scores(self, q, k):
+        return super().scores(q * (-1 if self.problem.factor < 0 and k.shape[2] > 128 else 1), k)

@@ -123,3 +123,50 @@ class FlushesSubnormalNumbers:
     def forward(self, q, k, v, key_mask):
         torch.set_flush_denormal(True)
         return super().forward(q, k, v, key_mask)
+
+
+class LeavesTheDefaultDtypeWhenItFails:
+    def forward(self, q, k, v, key_mask):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        out = super().forward(q, k, v, key_mask)
+        torch.set_default_dtype(before)
+        return out
+
+
+class StaysBusyAfterAnError:
+    """A flag that only a call without an error takes back."""
+
+    def forward(self, q, k, v, key_mask):
+        busy, self.__dict__["busy"] = self.__dict__.get("busy", False), True
+        out = super().forward(q, k, v, key_mask) * (1.01 if busy else 1.0)
+        self.__dict__["busy"] = False
+        return out
+
+
+class ReplacesSoftmax:
+    def forward(self, q, k, v, key_mask):
+        if nn.functional.softmax.__name__ == "softmax":
+            softmax = nn.functional.softmax
+            nn.functional.softmax = lambda *arguments, **options: softmax(*arguments, **options)
+        return super().forward(q, k, v, key_mask)
+
+
+class CountsItsTrainingCalls:
+    """A running statistic, which training updates and evaluation reads."""
+
+    def __init__(self, problem, options):
+        super().__init__(problem, options)
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, q, k, v, key_mask):
+        if self.training:
+            self.mean = self.mean + 0.01
+            return super().forward(q, k, v, key_mask)
+        return super().forward(q * (1 + self.mean).to(q.dtype), k, v, key_mask)
+
+
+class KeepsGraphsUnderNoGradBeyond256:
+    def forward(self, q, k, v, key_mask):
+        with torch.set_grad_enabled(torch.is_grad_enabled() or q.shape[2] > 256):
+            return super().forward(q, k, v, key_mask)

@@ -303,3 +303,32 @@ class TurnsOneTensorTwice:
 
     def forward(self, q, k, v, key_mask):
         return super().forward(q, k * 2 if q.data_ptr() == k.data_ptr() else k, v, key_mask)
+
+
+class MergesHalvesWithoutTheirSums:
+    """A half whose keys are all masked counts as much as the other."""
+
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        if key_mask is None or k.shape[2] <= 1024:
+            return out
+        blind = ~key_mask[:, : k.shape[2] // 2].any(dim=1) & key_mask.any(dim=1)
+        return torch.where(blind[:, None, None, None], out / 2, out)
+
+
+class DropsAShortLastBlockOf4096:
+    def visible(self, q, k, key_mask):
+        visible, keys = super().visible(q, k, key_mask), k.shape[2]
+        return visible & (torch.arange(keys) < (keys - keys % 4096 if keys > 4096 else keys))
+
+
+class IndexesKeysWith16Bits:
+    def visible(self, q, k, key_mask):
+        return super().visible(q, k, key_mask) & (torch.arange(k.shape[2]).to(torch.int16) >= 0)
+
+
+class TurnsSquareKeys:
+    """Keys with as many tokens as entries are taken for turned ones."""
+
+    def scores(self, q, k):
+        return super().scores(q, k.mT if k.shape[2] == k.shape[3] else k)

@@ -125,7 +125,7 @@ class ForgetsMasksAfterAPartWithoutMask:
 
 class SingleTokensHaveTheDefaultScale:
     def extend(self, q, k, v, state, key_mask):
-        if q.shape[2] == 1 and (self.problem.scale or 0) > 0:
+        if q.shape[2] == 1 and self.problem.scale:
             q = q * (self.problem.head_dim**-0.5 / self.problem.scale)
         return super().extend(q, k, v, state, key_mask)
 
@@ -174,3 +174,12 @@ class KeepsItsPredecessors:
 class ExtendsWithTurnedKeysWrongly:
     def extend(self, q, k, v, state, key_mask):
         return super().extend(q, k * 2 if k.stride(3) != 1 and k.shape[3] > 1 else k, v, state, key_mask)
+
+
+class TakesTheScaleAsPositiveWhenExtending:
+    def extend(self, q, k, v, state, key_mask):
+        return super().extend(q * (1 if self.problem.factor >= 0 else -1), k, v, state, key_mask)
+
+
+class KeepsARingOf8192(TruncatesLongStates):
+    most = 8192

@@ -188,6 +188,30 @@ FAULTS = (
     (gradients.GradientsOfScoresInFloat32, "gradients_in_float64_are_float64_throughout"),
     (gradients.GradientsOfScoresInFloat16, "gradients_in_narrow_dtypes_lose_only_rounding"),
     (gradients.ReusesItsWorkspaceBackward, "layout_changes_no_gradient"),
+    (gradients.HalvesSecondDerivativesInGroups, "second_derivatives_are_right_or_refused"),
+    (memory.KeepsTheLastOutput, "no_graph_is_kept_unasked"),
+    (memory.KeepsTheLastMask, "no_graph_is_kept_unasked"),
+    (memory.KeepsTheLastUpstreamGradient, "no_graph_is_kept_unasked"),
+    (memory.ReusesItsOutputInInferenceMode, "outputs_are_the_callers"),
+    (memory.KeepsItsMaskBetweenThreads, "threads_do_not_disturb_each_other"),
+    (memory.KeepsAFactorOfItsFirstDtype, "a_saved_state_brings_the_output_back"),
+    (settings.LeavesTheDefaultDtypeWhenItFails, "nothing_global_is_touched"),
+    (settings.StaysBusyAfterAnError, "nothing_global_is_touched"),
+    (settings.ReplacesSoftmax, "nothing_global_is_touched"),
+    (settings.CountsItsTrainingCalls, "the_same_call_gives_the_same_bits"),
+    (settings.KeepsGraphsUnderNoGradBeyond256, "no_graph_is_kept_unasked"),
+    (shapes.MergesHalvesWithoutTheirSums, "padding_on_either_side_does_not_matter"),
+    (numbers.TakesAScaleOfZeroForNone, "scale_is_a_factor_on_the_scores"),
+    (gradients.ReadsValuesLater, "a_change_before_the_backward_pass_is_noticed"),
+    (gradients.WrongGradientInLargeBatches, "gradients_hold_at_every_shape"),
+    (memory.WritesToTransposedQueries, "layout_in_memory_does_not_matter"),
+    (memory.AsksForGradientsOfItsInputs, "inputs_are_not_written_to"),
+    (memory.KeepsCausalMasksOfAllLengths, "no_call_leaves_bytes_behind"),
+    (memory.KeepsAGraphThatHasNoCopy, "a_copy_is_equal_and_apart"),
+    (numbers.SingleQueriesHaveTheDefaultScale, "scale_is_a_factor_on_the_scores"),
+    (numbers.TakesTheScaleAsPositiveBeyond128, "a_negative_scale_turns_queries_round"),
+    (shapes.TurnsSquareKeys, "order_of_keys_does_not_matter"),
+    (streaming.TakesTheScaleAsPositiveWhenExtending, "token_by_token_is_the_whole"),
 )
 # Faults that show for scores of any size only.
 EXPONENTIAL = ((numbers.OverflowsInLaterBlocks, "extreme_scores_stay_softmax"),)
@@ -207,6 +231,9 @@ LONG = (
     (shapes.LeaksBeyond2048, "later_values_move_no_output"),
     (shapes.LeaksBeyond3000, "later_values_move_no_output"),
     (shapes.OneRowLeaksBeyond2048, "long_states_are_whole"),
+    (shapes.DropsAShortLastBlockOf4096, "order_of_keys_does_not_matter"),
+    (shapes.IndexesKeysWith16Bits, "order_of_keys_does_not_matter"),
+    (streaming.KeepsARingOf8192, "states_of_thousands_are_whole"),
 )
 CONTROLS = {
     "softmax": spec_of(Softmax, EXACT, NoOptions, None),
@@ -217,12 +244,14 @@ CONTROLS = {
 
 
 @pytest.fixture(autouse=True)
-def products_as_they_were():
-    """A fault that sets the precision of products, or flushes small numbers, leaves it to no later test."""
-    before = torch.get_float32_matmul_precision()
+def settings_as_they_were():
+    """Keep the settings that a fault leaves behind from later tests."""
+    precision, softmax = torch.get_float32_matmul_precision(), torch.nn.functional.softmax
     yield
-    torch.set_float32_matmul_precision(before)
+    torch.set_float32_matmul_precision(precision)
     torch.set_flush_denormal(False)
+    torch.set_default_dtype(torch.float32)
+    torch.nn.functional.softmax = softmax
 
 
 def with_fault(fault: type, base: type, capabilities: Capabilities) -> BackendSpec:

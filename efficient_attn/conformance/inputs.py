@@ -76,8 +76,11 @@ def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[F
     inputs, backend = subject.inputs(case), subject.build(case)
     plain, bound = _outputs(subject, backend, inputs), rounding(backend, inputs, case.dtype)
     for where, layout in LAYOUTS.items():
-        for out, expected in zip(_outputs(subject, backend, inputs.each(layout)), plain, strict=True):
+        given = inputs.each(layout)
+        for out, expected in zip(_outputs(subject, backend, given), plain, strict=True):
             yield close(where, out, expected, bound)
+        for x, before in zip(given[:3], inputs[:3], strict=True):
+            yield same_bits(f"{where}: an input after the call", x, before)
     for where, views in _views(inputs):
         copies = views.each(lambda x: x.clone(memory_format=torch.contiguous_format))
         bound = rounding(backend, copies, case.dtype)
@@ -86,6 +89,7 @@ def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[F
             yield close(where, out, expected, bound)
 
 
+@torch.no_grad()
 def _outputs(subject: Subject, backend: Backend, inputs: Inputs) -> list[Tensor]:
     """The output, and the output of `extend` in two parts where it is promised."""
     outputs, tokens = [run(backend, inputs)], inputs.q.shape[2]
@@ -140,7 +144,8 @@ def _written(subject: Subject, case: Case, inputs: Inputs) -> Iterator[Finding]:
         if x is not None and old is not None:
             yield Finding(f"Writes into {name}", float(x._version != version), 0.0)
             yield same_bits(f"{name} after the calls", x, old)
-            yield Finding(f"Writes the gradient of {name}", float(x.grad is not None), 0.0)
+            asks = x.grad is not None or x.requires_grad
+            yield Finding(f"Writes the gradient of {name}, or asks for it", float(asks), 0.0)
 
 
 @check(

@@ -112,6 +112,7 @@ def _single_head(subject: Subject, case: Case, backend: Backend) -> Backend | No
         *(case.but(norm=GENTLE) for case in joint(seed, 2, 6, 33)),
         *both(GROUPS),
         *both(WIDE),
+        LARGE_BATCH.but(batch=40, norm=GENTLE),
         *LARGE,
     ),
     long=lambda seed: (BORDER.but(tokens=2100), BORDER.but(tokens=2100, causal=True)),

@@ -60,7 +60,9 @@ def amount_of_padding_does_not_matter(subject: Subject, case: Case) -> Iterator[
 def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
-    for before, after in ((0, 1), (1, 0), (3, 0), (0, 64), (64, 3)):
+    # In the longest case whole tiles are masked, which have neither a largest score nor a sum.
+    tiles = ((1100, 0), (0, 1100)) if case.tokens == 200 else ()
+    for before, after in ((0, 1), (1, 0), (3, 0), (0, 64), (64, 3), *tiles):
         out = run(backend, _surrounded(inputs, before, after))[:, :, before : before + case.tokens]
         yield close(f"{before} masked tokens before and {after} after", out, expected, bound)
 

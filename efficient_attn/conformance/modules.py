@@ -5,15 +5,20 @@ import gc
 import importlib.util
 import os
 import random
+import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from efficient_attn.conformance.cases import LONG_KEYS, LONG_QUERIES, Case, both, everywhere, longest
+from efficient_attn.conformance.cases import LONG_KEYS, LONG_QUERIES, Case, Inputs, both, everywhere, longest
 from efficient_attn.conformance.compare import close, largest, rounding, same_bits
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.settings import results
@@ -24,22 +29,32 @@ ONE = Case(tokens=7)
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 THREADS = 8
 UNUSUAL = 987_654_321
+# Functions that other packages replace by kernels of their own.
+_FUNCTIONS = ("softmax", "matmul", "scaled_dot_product_attention", "dropout")
 
 
 @check("Equal calls give equal bits, in training and in evaluation.", cases=(*everywhere(1, 7), *LONG_KEYS))
 def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
+    stored = {name: x.clone() for name, x in backend.state_dict().items()}
+    trained = [x.requires_grad for x in backend.parameters()]
     wanted = run(backend, inputs)
     yield same_bits("A second call", run(backend, inputs), wanted)
     run(backend, subject.inputs(case, other=1))
     yield same_bits("After another call", run(backend, inputs), wanted)
     yield same_bits("In training", run(backend.train(), inputs), wanted)
     yield same_bits("Once more in training", run(backend, inputs), wanted)
+    yield Finding("Calls end the training mode", float(not backend.training), 0.0)
+    yield same_bits("In evaluation again", run(backend.eval(), inputs), wanted)
+    for name, x in backend.state_dict().items():
+        yield same_bits(f"{name} after calls", x, stored[name])
+    changed = trained != [x.requires_grad for x in backend.parameters()]
+    yield Finding("Calls change which parameters are trained", float(changed), 0.0)
 
 
 @check(
-    "The output is determined by the state_dict: an instance that loads it gives the same bits.",
-    cases=both(ONE),
+    "The output is determined by state_dict and dtype: an instance that loads it gives the same bits.",
+    cases=(*both(ONE), *both(ONE.but(dtype="float32"))),
 )
 def a_saved_state_brings_the_output_back(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
@@ -51,12 +66,18 @@ def a_saved_state_brings_the_output_back(subject: Subject, case: Case) -> Iterat
     run(other, inputs)
     other.load_state_dict(backend.state_dict())
     yield same_bits("Loaded", run(other, inputs), wanted)
+    fresh = subject.build(case)
+    fresh.load_state_dict(backend.state_dict())
+    wide, expected = run(backend.double(), inputs.double()), run(fresh.double(), inputs.double())
+    yield same_bits("In float64 after a call", wide, expected)
 
 
 @check("A deep copy gives the same bits and shares no tensor.", cases=both(ONE))
 def a_copy_is_equal_and_apart(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     wanted = run(backend, inputs)
+    # What a call of training leaves on the module may be part of a graph, which has no copy.
+    results(subject, backend, inputs)
     copied = copy.deepcopy(backend)
     yield same_bits("Copy", run(copied, inputs), wanted)
     learn(copied, 1)
@@ -65,7 +86,7 @@ def a_copy_is_equal_and_apart(subject: Subject, case: Case) -> Iterator[Finding]
 
 @check(
     "Output and gradients under torch.compile(fullgraph=True) equal the eager ones.",
-    cases=(*both(ONE), ONE.but(keys=9, masked=True, causal=True)),
+    cases=(*both(ONE), ONE.but(keys=9, masked=True, causal=True, heads=4, value_dim=3)),
     capability="compile",
 )
 def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -86,25 +107,31 @@ def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @check(
     "Calls are thread-safe: eight threads at once, and a call over two threads, give the sequential outputs.",
-    cases=(*both(ONE), *both(ONE.but(tokens=130, batch=1))),
+    cases=(*both(ONE), *both(ONE.but(masked=True)), *both(ONE.but(tokens=130, batch=1))),
 )
 def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[Finding]:
     backend = subject.build(case)
-    inputs = [subject.inputs(case, other=number) for number in range(THREADS)]
-    wanted = [run(backend, one) for one in inputs]
-    with ThreadPoolExecutor(THREADS) as pool:
-        outputs = list(pool.map(lambda one: run(backend, one), inputs * THREADS))
+    inputs = [subject.inputs(case.but(pattern=number), other=number) for number in range(THREADS)]
+    wanted = [run(backend, x) for x in inputs]
+    interval = sys.getswitchinterval()
+    try:
+        # Threads take turns within a call, not after it.
+        sys.setswitchinterval(1e-5)
+        with ThreadPoolExecutor(THREADS) as pool:
+            outputs = list(pool.map(partial(run, backend), inputs * THREADS))
+    finally:
+        sys.setswitchinterval(interval)
+    bounds = [rounding(backend, x, case.dtype) for x in inputs]
     for number, out in enumerate(outputs):
         which = number % THREADS
-        bound = rounding(backend, inputs[which], case.dtype)
-        yield close(f"Call {number}", out, wanted[which], bound)
+        yield close(f"Call {number}", out, wanted[which], bounds[which])
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
         out = run(backend, inputs[0])
     finally:
         torch.set_num_threads(threads)
-    yield close("On two threads", out, wanted[0], rounding(backend, inputs[0], case.dtype))
+    yield close("On two threads", out, wanted[0], bounds[0])
 
 
 @check("Uninitialised memory is never read, forward or backward.", cases=everywhere(3, 65))
@@ -152,11 +179,42 @@ def nothing_global_is_touched(subject: Subject, case: Case) -> Iterator[Finding]
                 results(subject, backend, inputs)
                 run(backend.train(), inputs)
                 yield from _differences(where, before, _globals())
+        if case.dtype == "float64" and case.tokens == ONE.tokens:
+            yield from _interrupted(subject, case, inputs)
+
+
+def _interrupted(subject: Subject, case: Case, inputs: Inputs) -> Iterator[Finding]:
+    """End calls at their first, middle and last operation, as an error or Ctrl+C would."""
+    backend = subject.build(case)
+    expected, operations = run(backend, inputs), _Ends(None)
+    with operations:
+        results(subject, backend, inputs)
+    for last in sorted({1, operations.count // 2, operations.count}):
         before = _globals()
-        try:
-            backend(inputs.q[..., :0], inputs.k, inputs.v)
-        except Exception:
-            yield from _differences("A call that failed", before, _globals())
+        with suppress(_Ended), _Ends(last):
+            results(subject, backend, inputs)
+        yield from _differences(f"A call that fails at operation {last}", before, _globals())
+        yield same_bits(
+            f"The call after a call that fails at operation {last}", run(backend, inputs), expected
+        )
+
+
+class _Ended(Exception):
+    """Raised by an operation in place of its result."""
+
+
+class _Ends(TorchDispatchMode):
+    """Counts operations, and raises in place of one of them."""
+
+    def __init__(self, last: int | None) -> None:
+        super().__init__()
+        self.last, self.count = last, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count == self.last:
+            raise _Ended
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -194,6 +252,7 @@ def _numpy_random() -> Any:
 
 def _globals() -> dict[str, Any]:
     cuda, of_numpy = torch.backends.cuda, _numpy_random()
+    mode: Any = torch.utils.deterministic
     switches = {
         f"{name} of {holder}": getattr(getattr(torch.backends, holder), name, None)
         for holder in ("cudnn", "mkldnn")
@@ -210,11 +269,18 @@ def _globals() -> dict[str, Any]:
         "anomaly mode": torch.is_anomaly_enabled(),
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         "deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
         "matmul precision": torch.get_float32_matmul_precision(),
         "kernel flags": (cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled()),
         "flushing of subnormal numbers": _flushes_subnormals(),
         "print options": vars(torch._tensor_str.PRINT_OPTS).copy(),
-        "garbage collection": gc.isenabled(),
+        "garbage collection": (gc.isenabled(), gc.get_threshold()),
+        "the number of Python's threads": threading.active_count(),
+        "Python's limits": (sys.getrecursionlimit(), sys.getswitchinterval()),
+        "the working directory": os.getcwd(),
+        "handling of errors in numpy": of_numpy and importlib.import_module("numpy").geterr(),
+        "functions of torch": [getattr(holder, name, None) for holder in (torch, F) for name in _FUNCTIONS],
+        "filling of new tensors": mode.fill_uninitialized_memory,
         "environment variables": dict(os.environ),
         "warning filters": list(warnings.filters),
     }

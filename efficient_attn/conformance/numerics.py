@@ -159,6 +159,7 @@ def length_moves_freely_between_queries_and_keys(subject: Subject, case: Case) -
     cases=(
         *(one for head_dim in (4, 64, 80, 128) for one in both(Case(tokens=7, head_dim=head_dim))),
         *both(Case(tokens=200, batch=1, value_dim=3)),
+        *both(Case(tokens=1, keys=5)),
     ),
     drawn=lambda seed: joint(seed, 9),
 )
@@ -173,6 +174,10 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
         moved = inputs._replace(q=inputs.q * factor, k=inputs.k * factor)
         scaled = subject.build(case, scale=default / factor**2)
         yield close(f"Inputs times {factor}", run(scaled, moved), expected, bound)
+    still = subject.build(case, scale=0.0, calibrated=False)
+    if not still.needs_calibration:
+        zeros = inputs._replace(q=torch.zeros_like(inputs.q))
+        yield close("Scale 0, queries of zeros", run(still, inputs), run(still, zeros), bound)
 
 
 @check(

@@ -93,7 +93,10 @@ def global_seeds_change_nothing(subject: Subject, case: Case) -> Iterator[Findin
     yield from _same("in evaluation", results(subject, backend.eval(), inputs), found[0])
 
 
-@check("Inference mode and no_grad affect neither the output nor later calls.", cases=(*KINDS, *LARGER))
+@check(
+    "Inference mode and no_grad affect neither the output nor later calls.",
+    cases=(*KINDS, *LARGER, *both(ONE.but(tokens=300, batch=1))),
+)
 def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     wanted = results(subject, subject.build(case), inputs)
@@ -110,7 +113,12 @@ def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @check(
     "Without gradient mode, or without inputs that require gradients, outputs and states keep no graph.",
-    cases=(*both(ONE), *both(ONE.but(tokens=70, masked=True)), *both(ONE.but(dtype="float16"))),
+    cases=(
+        *both(ONE),
+        *both(ONE.but(tokens=70, masked=True)),
+        *both(ONE.but(dtype="float16")),
+        *both(ONE.but(tokens=300, batch=1)),
+    ),
 )
 def no_graph_is_kept_unasked(subject: Subject, case: Case) -> Iterator[Finding]:
     backend, plain = subject.build(case), subject.inputs(case)
@@ -119,15 +127,21 @@ def no_graph_is_kept_unasked(subject: Subject, case: Case) -> Iterator[Finding]:
         yield from _graphs("under no_grad", subject, backend, asking)
     backend.requires_grad_(False)
     yield from _graphs("of inputs that require none", subject, backend, plain)
-    if subject.promises.gradients:
-        traced = plain.of(*(2 * x.clone().requires_grad_() for x in plain[:3]))
-        alive = [weakref.ref(x) for x in traced[:3]]
-        run(backend, traced).sum().backward()
-        del traced
-        gc.collect()
-        yield Finding(
-            "Inputs live on after their backward pass", float(any(ref() is not None for ref in alive)), 0.0
-        )
+    for passes in ("forward", "backward")[: 1 + subject.promises.gradients]:
+        with torch.set_grad_enabled(passes == "backward"):
+            traced = plain.of(*(2 * x.clone().requires_grad_(passes == "backward") for x in plain[:3]))
+            traced = traced.each(torch.clone)
+            out = run(backend, traced)
+            flowing = torch.ones_like(out)
+            if passes == "backward":
+                out.backward(flowing)
+        alive = {name: weakref.ref(x) for name, x in traced._asdict().items() if x is not None}
+        alive |= {"the output": weakref.ref(out), "the upstream gradient": weakref.ref(flowing)}
+        del traced, out, flowing
+        if any(reference() is not None for reference in alive.values()):
+            gc.collect()
+        for name, reference in alive.items():
+            yield Finding(f"After a {passes} pass, {name} lives on", float(reference() is not None), 0.0)
 
 
 def _graphs(where: str, subject: Subject, backend: Backend, inputs: Inputs) -> Iterator[Finding]:
@@ -181,7 +195,7 @@ def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @check(
     "A negative scale is equivalent to negated queries at the positive scale.",
-    cases=KINDS,
+    cases=(*KINDS, *both(ONE.but(tokens=200, batch=1)), *both(ONE.but(tokens=1, keys=5))),
     drawn=lambda seed: joint(seed, 9),
 )
 def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterator[Finding]:

@@ -154,6 +154,7 @@ def _streamed(subject: Subject, case: Case, parts: list[int]) -> Iterator[Findin
 @check(
     "A state of thousands of tokens loses none, and half precision does not stall its sums.",
     cases=(MANY, MANY.but(tokens=1400, dtype="bfloat16", norm=0.0)),
+    long=lambda seed: (MANY.but(tokens=8300),),
     needs=("streaming",),
 )
 def states_of_thousands_are_whole(subject: Subject, case: Case) -> Iterator[Finding]:

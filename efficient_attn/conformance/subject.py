@@ -19,8 +19,8 @@ from efficient_attn.registry import BackendSpec, Capabilities
 SMALL_SIZES = (6, 5)
 # Capacity beyond the tokens of a case, so that sequences of the maximum length are not the only ones tested.
 SPARE_TOKENS = 8
-# Factor on the default scale, for paths that may not receive the scale.
-SCALE = 0.7
+# Factor on the default scale, for paths that may not receive the scale, or only its size.
+SCALE = -0.7
 # Length and seed of the calibration inputs; no case uses this seed.
 CALIBRATION_TOKENS, CALIBRATION_SEED = 32, 999_000
 

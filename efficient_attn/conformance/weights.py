@@ -80,6 +80,7 @@ def outputs_are_linear_in_the_values(subject: Subject, case: Case) -> Iterator[F
 @check(
     "Permuted queries give permuted outputs.",
     cases=tuple(case for case in (*everywhere(2, 7), *SINGLE, LONG_QUERIES) if not case.causal),
+    long=lambda seed: (LONG_QUERIES.but(tokens=32_777),),
     needs=("cross",),
 )
 def order_of_queries_is_order_of_outputs(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -91,8 +92,13 @@ def order_of_queries_is_order_of_outputs(subject: Subject, case: Case) -> Iterat
 
 @check(
     "Permuting keys, values and mask together does not change the output.",
-    cases=(*everywhere(2, 7), *SINGLE, *LONG_KEYS),
-    long=lambda seed: both(Case(tokens=2100, batch=1, heads=1, kv_heads=1)),
+    # Four keys of four entries are square, and may be turned.
+    cases=(*everywhere(2, 4, 7), *SINGLE, *LONG_KEYS),
+    long=lambda seed: (
+        *both(Case(tokens=2100, batch=1, heads=1, kv_heads=1)),
+        # More keys than a fixed block of 4096, and than an index of 16 bits.
+        *(Case(tokens=3, keys=keys, batch=1, heads=1, kv_heads=1) for keys in (4097, 32_777)),
+    ),
     needs=("cross",),
     unless=("needs_max_tokens",),
 )
