@@ -38,6 +38,7 @@ _HOME = {
     "records_schema": "studies",
     "sample": "measure.inputs",
     "AttentionLayer": "transformer.layer",
+    "BlockOptions": "transformer.block",
     "TransformerBlock": "transformer.block",
     "DecoderBlock": "transformer.block",
     "Encoder": "transformer.stack",
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
     from efficient_attn.registry import Capabilities as Capabilities
     from efficient_attn.registry import NoOptions as NoOptions
     from efficient_attn.signatures import register as register
+    from efficient_attn.transformer.block import BlockOptions as BlockOptions
     from efficient_attn.transformer.block import DecoderBlock as DecoderBlock
     from efficient_attn.transformer.block import TransformerBlock as TransformerBlock
     from efficient_attn.transformer.language_model import LanguageModel as LanguageModel

@@ -29,7 +29,6 @@ OF_A_KIND = {
 }
 FOR_EVERY_BACKEND = {
     "test_conformance.py",
-    "test_copying.py",
     "test_reproducible.py",
     "test_stack.py",
 }

@@ -10,8 +10,12 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend, check_whole
 from efficient_attn.backends import build, resolve
 from efficient_attn.errors import DtypeError, ShapeError, UnsupportedError
-from efficient_attn.ops.softmax.biased import biased_attention, biased_weights
-from efficient_attn.ops.softmax.definition import apply_weights, causal_mask
+from efficient_attn.ops.softmax.definition import (
+    apply_weights,
+    biased_attention,
+    biased_weights,
+    causal_mask,
+)
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.options import probability
 from efficient_attn.sharding import check_alone

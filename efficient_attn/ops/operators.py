@@ -13,17 +13,17 @@ from torch.autograd import forward_ad
 
 from efficient_attn.errors import ShapeError, UnsupportedError
 
-# Arguments without a batch axis: parameters of the model, and the ends of chunks.
-_SHARED = {"directions", "log_weights", "ends"}
+# Arguments without a batch axis: parameters of the model.
+_SHARED = {"directions", "log_weights"}
 
 
-def check_one_device(**tensors: Tensor | None) -> None:
+def check_one_device(**inputs: Any) -> None:
     """Refuse tensors on several devices; every fake implementation of an operator calls this function.
 
     Torch runs the fake implementation as soon as one argument lies on meta. The result then lies on the
     device of the other arguments and holds uninitialised memory.
     """
-    (first, reference), *rest = ((name, x) for name, x in tensors.items() if x is not None)
+    (first, reference), *rest = ((name, x) for name, x in inputs.items() if isinstance(x, Tensor))
     for name, x in rest:
         if x.device != reference.device:
             raise ShapeError(
@@ -87,21 +87,16 @@ def _folded(
     call: Callable, size: int, in_dims: tuple, args: tuple, shared: list[bool]
 ) -> tuple[tuple, tuple]:
     """One call on a batch of all mapped entries."""
+
+    def entries_first(x: Tensor, dim: int | None) -> Tensor:
+        return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
     whole = [
-        x if without_batch or not isinstance(x, Tensor) else _mapped_first(x, dim, size).flatten(0, 1)
+        x if without_batch or not isinstance(x, Tensor) else entries_first(x, dim).flatten(0, 1)
         for x, dim, without_batch in zip(args, in_dims, shared, strict=True)
     ]
     outputs = call(*whole)
-    # The only output without a batch axis, the ends of chunks, is one-dimensional.
-    dims = tuple(None if x.ndim == 1 else 0 for x in outputs)
-    return tuple(
-        x if dim is None else x.unflatten(0, (size, len(x) // size))
-        for x, dim in zip(outputs, dims, strict=True)
-    ), dims
-
-
-def _mapped_first(x: Tensor, dim: int | None, size: int) -> Tensor:
-    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return tuple(x.unflatten(0, (size, len(x) // size)) for x in outputs), (0,) * len(outputs)
 
 
 def _one_by_one(call: Callable, size: int, in_dims: tuple, args: tuple) -> tuple[tuple, tuple]:

@@ -5,7 +5,9 @@ x + sublayer(LayerNorm(x)) (Xiong et al. 2020), whose stack ends in a final norm
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -61,18 +63,61 @@ class DecoderBlockState(NamedTuple):
     context: ContextKeys | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions:
+    """Options of the sublayers of a block.
+
+    Attributes:
+        feed_forward_dim: Width of the feed-forward network.
+        activation: "relu", "gelu", "gelu-tanh", "silu", or of a gated network "swiglu" or "geglu".
+        norm: "post", after each residual branch, or "pre", before each.
+        norm_type: "layer", or "rms", division by the root mean square (Zhang and Sennrich 2019).
+        norm_eps: Constant under the root of the norms; None: torch's.
+        dropout: Dropout probability on residual branches, never on attention weights (0.1 in the paper).
+    """
+
+    feed_forward_dim: int = 2048
+    activation: str = "relu"
+    norm: str = "post"
+    norm_type: str = "layer"
+    norm_eps: float | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive_count("feed_forward_dim", self.feed_forward_dim)
+        one_of("activation", self.activation, [*_ACTIVATIONS, *_GATES])
+        one_of("norm", self.norm, NORMS)
+        one_of("norm_type", self.norm_type, NORM_TYPES)
+        if self.norm_eps is not None:
+            positive_number("norm_eps", self.norm_eps)
+        probability("dropout", self.dropout)
+
+    @classmethod
+    def split(cls, options: Mapping[str, Any]) -> tuple["BlockOptions", dict[str, Any]]:
+        """The options of the sublayers, and the others, which are those of the attention layer."""
+        names = signature(cls).parameters
+        chosen = {name: value for name, value in options.items() if name in names}
+        return cls(**chosen), {name: value for name, value in options.items() if name not in names}
+
+    def build_norm(self, model_dim: int) -> nn.Module:
+        """A norm of embeddings."""
+        eps = {} if self.norm_eps is None else {"eps": self.norm_eps}
+        return NORM_TYPES[self.norm_type](model_dim, **eps)
+
+    def build_feed_forward(self, model_dim: int) -> nn.Module:
+        """The feed-forward network of the activation."""
+        network = GatedFeedForward if self.activation in _GATES else FeedForward
+        return network(model_dim, self.feed_forward_dim, self.activation)
+
+
 class Residual(nn.Module):
     """Residual branch around a sublayer: dropout on its output, and the norm before or after."""
 
-    def __init__(
-        self, model_dim: int, norm: str, norm_type: str, dropout: float, norm_eps: float | None = None
-    ) -> None:
+    def __init__(self, model_dim: int, options: BlockOptions) -> None:
         super().__init__()
-        one_of("norm", norm, NORMS)
-        probability("dropout", dropout)
-        self.norm = build_norm(norm_type, model_dim, norm_eps)
-        self.dropout = nn.Dropout(dropout)
-        self._before = norm == "pre"
+        self.norm = options.build_norm(model_dim)
+        self.dropout = nn.Dropout(options.dropout)
+        self._before = options.norm == "pre"
 
     def pre(self, x: Tensor) -> Tensor:
         """Input of the sublayer."""
@@ -89,7 +134,6 @@ class FeedForward(nn.Module):
 
     def __init__(self, model_dim: int, feed_forward_dim: int, activation: str) -> None:
         super().__init__()
-        positive_count("feed_forward_dim", feed_forward_dim)
         self.up = nn.Linear(model_dim, feed_forward_dim)
         self.activation = _ACTIVATIONS[activation]()
         self.down = nn.Linear(feed_forward_dim, model_dim)
@@ -105,7 +149,6 @@ class GatedFeedForward(nn.Module):
 
     def __init__(self, model_dim: int, feed_forward_dim: int, activation: str) -> None:
         super().__init__()
-        positive_count("feed_forward_dim", feed_forward_dim)
         self.gate = nn.Linear(model_dim, feed_forward_dim, bias=False)
         self.activation = _GATES[activation]()
         self.up = nn.Linear(model_dim, feed_forward_dim, bias=False)
@@ -117,34 +160,14 @@ class GatedFeedForward(nn.Module):
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
-def build_feed_forward(model_dim: int, feed_forward_dim: int, activation: str) -> nn.Module:
-    """The feed-forward network of an activation."""
-    one_of("activation", activation, [*_ACTIVATIONS, *_GATES])
-    network = GatedFeedForward if activation in _GATES else FeedForward
-    return network(model_dim, feed_forward_dim, activation)
-
-
-def build_norm(norm_type: str, model_dim: int, eps: float | None) -> nn.Module:
-    """Layer normalisation, or division by the root mean square (Zhang and Sennrich 2019)."""
-    one_of("norm_type", norm_type, NORM_TYPES)
-    if eps is None:
-        return NORM_TYPES[norm_type](model_dim)
-    return NORM_TYPES[norm_type](model_dim, eps=positive_number("norm_eps", eps))
-
-
 class TransformerBlock(nn.Module):
     """Self-attention, then a feed-forward network: the block of an encoder or of a causal stack.
 
     Args:
         backend: Backend, as for `build`.
-        activation: "relu", "gelu", "gelu-tanh", "silu", or of a gated network "swiglu" or "geglu".
-        norm: "post", after each residual branch, or "pre", before each.
-        norm_type: "layer" or "rms".
-        norm_eps: Constant under the root of the norms; None: torch's.
-        dropout: Dropout probability on residual branches, never on attention weights.
         positions: "rotary" or None; a stack adds the other kinds to embeddings.
-        options: Further arguments of AttentionLayer: num_kv_heads, head_dim, scale, bias, qk_norm,
-            rotary_base, rotary_scaling, options of the backend.
+        options: Fields of BlockOptions, and further arguments of AttentionLayer: num_kv_heads, head_dim,
+            scale, bias, qk_norm, rotary_base, rotary_scaling, options of the backend.
     """
 
     def __init__(
@@ -153,12 +176,6 @@ class TransformerBlock(nn.Module):
         num_heads: int,
         backend: Any = "exact",
         *,
-        feed_forward_dim: int,
-        activation: str = "relu",
-        norm: str = "post",
-        norm_type: str = "layer",
-        norm_eps: float | None = None,
-        dropout: float = 0.0,
         positions: str | None = None,
         causal: bool = False,
         max_tokens: int | None = None,
@@ -166,7 +183,8 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         backend = resolve(backend)
-        check_arguments(options, (TransformerBlock, AttentionLayer), [backend])
+        check_arguments(options, (TransformerBlock, BlockOptions, AttentionLayer), [backend])
+        sublayers, options = BlockOptions.split(options)
         self.attention = AttentionLayer(
             model_dim,
             num_heads,
@@ -174,12 +192,12 @@ class TransformerBlock(nn.Module):
             causal=causal,
             max_tokens=max_tokens,
             positions=positions,
-            norm_eps=norm_eps,
+            norm_eps=sublayers.norm_eps,
             **options,
         )
-        self.feed_forward = build_feed_forward(model_dim, feed_forward_dim, activation)
-        self.attention_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
-        self.feed_forward_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
+        self.feed_forward = sublayers.build_feed_forward(model_dim)
+        self.attention_residual = Residual(model_dim, sublayers)
+        self.feed_forward_residual = Residual(model_dim, sublayers)
         accept_names(self, _TORCH_ENCODER)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
@@ -206,8 +224,8 @@ class DecoderBlock(nn.Module):
         cross_options: Further arguments of the cross-attention layer, including options of its backend;
             head_dim is the self-attention's by default.
 
-    The other arguments are the same as of TransformerBlock. Rotary positions apply to
-    self-attention only, since distances between two sequences are undefined.
+    The other arguments are the same as of TransformerBlock. Rotary positions apply to self-attention only,
+    since distances between two sequences are undefined.
     """
 
     def __init__(
@@ -216,12 +234,6 @@ class DecoderBlock(nn.Module):
         num_heads: int,
         backend: Any = "exact",
         *,
-        feed_forward_dim: int,
-        activation: str = "relu",
-        norm: str = "post",
-        norm_type: str = "layer",
-        norm_eps: float | None = None,
-        dropout: float = 0.0,
         positions: str | None = None,
         causal: bool = True,
         max_tokens: int | None = None,
@@ -233,27 +245,21 @@ class DecoderBlock(nn.Module):
         if causal is not True:
             raise OptionError("A decoder block is causal; without that it is a TransformerBlock.")
         backend = resolve(backend)
-        check_arguments(options, (DecoderBlock, AttentionLayer), [backend])
+        check_arguments(options, (DecoderBlock, BlockOptions, AttentionLayer), [backend])
+        sublayers, options = BlockOptions.split(options)
+        shared: dict[str, Any] = {"max_tokens": max_tokens, "norm_eps": sublayers.norm_eps}
         self.attention = AttentionLayer(
-            model_dim,
-            num_heads,
-            backend,
-            causal=True,
-            max_tokens=max_tokens,
-            positions=positions,
-            norm_eps=norm_eps,
-            **options,
+            model_dim, num_heads, backend, causal=True, positions=positions, **shared, **options
         )
         self.cross_attention: AttentionLayer | None = None
         if cross_backend is not None:
-            shared = {"max_tokens": max_tokens, "head_dim": options.get("head_dim"), "norm_eps": norm_eps}
-            arguments = {**shared, **(cross_options or {})}
+            arguments = {**shared, "head_dim": options.get("head_dim"), **(cross_options or {})}
             self.cross_attention = AttentionLayer(model_dim, num_heads, cross_backend, **arguments)
             self.cross_attention.check_reads_context()
-            self.cross_attention_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
-        self.feed_forward = build_feed_forward(model_dim, feed_forward_dim, activation)
-        self.attention_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
-        self.feed_forward_residual = Residual(model_dim, norm, norm_type, dropout, norm_eps)
+            self.cross_attention_residual = Residual(model_dim, sublayers)
+        self.feed_forward = sublayers.build_feed_forward(model_dim)
+        self.attention_residual = Residual(model_dim, sublayers)
+        self.feed_forward_residual = Residual(model_dim, sublayers)
         accept_names(self, _TORCH_ENCODER if cross_backend is None else _TORCH_DECODER)
 
     def forward(

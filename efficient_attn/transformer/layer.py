@@ -246,7 +246,7 @@ def check_mask(name: str, mask: Tensor | None, of: str, x: Tensor) -> None:
 
 
 def check_arguments(
-    options: Mapping[str, Any], modules: Sequence[type[nn.Module]], backends: Sequence[BackendSpec]
+    options: Mapping[str, Any], modules: Sequence[type], backends: Sequence[BackendSpec]
 ) -> None:
     """Refuse options that neither the modules, the first of which is asked, nor the backends have."""
     names = {name for module in modules for name in signature(module).parameters} - {"options"}

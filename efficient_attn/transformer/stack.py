@@ -16,11 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from efficient_attn import sharding
 from efficient_attn.backends import resolve, seeded, spawn_seeds
 from efficient_attn.errors import OptionError
-from efficient_attn.options import probability
 from efficient_attn.problem import positive_count
 from efficient_attn.registry import BackendSpec
 from efficient_attn.sharding import Hook, at_positions, installed, whole_tokens
-from efficient_attn.transformer.block import DecoderBlock, TransformerBlock, accept_names, build_norm
+from efficient_attn.transformer.block import BlockOptions, DecoderBlock, TransformerBlock, accept_names
 from efficient_attn.transformer.layer import (
     AttentionLayer,
     check_arguments,
@@ -46,7 +45,6 @@ class EmbeddingInput(nn.Module):
 
     def __init__(self, positions: str | None, model_dim: int, dropout: float, max_tokens: int | None) -> None:
         super().__init__()
-        probability("dropout", dropout)
         self._model_dim = model_dim
         self.positions = build_positions(positions, model_dim, max_tokens)
         self.dropout = nn.Dropout(dropout)
@@ -62,19 +60,15 @@ class Encoder(nn.Module):
     Args:
         backend: Backend, as for `build`, or a list of backends or pairs (backend, options), which the layers
             repeat: 3 linear layers, then an exact one.
-        activation: "relu", "gelu", "gelu-tanh", "silu", or of a gated network "swiglu" or "geglu".
-        norm: "post", or "pre".
-        norm_type: "layer" or "rms".
-        norm_eps: Constant under the root of the norms; None: torch's.
         final_norm: Whether a norm follows the last block; None: if norm is "pre".
-        dropout: Dropout probability on residual branches and embeddings (0.1 in the paper).
         positions: "sinusoidal", "learned" (needs max_tokens), "rotary" or None.
         seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
         checkpoint: Whether the activations of each block are computed again in the backward pass instead of
             being kept (Chen et al. 2016).
         device, dtype: Device and dtype of parameters and buffers, as of torch's layers.
-        options: Further arguments of AttentionLayer: num_kv_heads, head_dim, scale, bias, qk_norm,
-            rotary_base, rotary_scaling, options of the backend.
+        options: Fields of BlockOptions, whose dropout acts on embeddings too, and further arguments of
+            AttentionLayer: num_kv_heads, head_dim, scale, bias, qk_norm, rotary_base, rotary_scaling, options
+            of the backend.
     """
 
     def __init__(
@@ -84,13 +78,7 @@ class Encoder(nn.Module):
         backend: Any = "exact",
         *,
         num_layers: int = 6,
-        feed_forward_dim: int = 2048,
-        activation: str = "relu",
-        norm: str = "post",
-        norm_type: str = "layer",
-        norm_eps: float | None = None,
         final_norm: bool | None = None,
-        dropout: float = 0.0,
         positions: str | None = "sinusoidal",
         causal: bool = False,
         max_tokens: int | None = None,
@@ -104,19 +92,14 @@ class Encoder(nn.Module):
         positive_count("num_layers", num_layers)
         self.checkpoint = checkpoint
         layers = each_layer(Encoder, backend, options, num_layers)
-        self.embedding_input = EmbeddingInput(positions, model_dim, dropout, max_tokens)
+        sublayers, _ = BlockOptions.split(options)
+        self.embedding_input = EmbeddingInput(positions, model_dim, sublayers.dropout, max_tokens)
         accept_names(self, _NAMES)
         blocks = [
             TransformerBlock(
                 model_dim,
                 num_heads,
                 spec,
-                feed_forward_dim=feed_forward_dim,
-                activation=activation,
-                norm=norm,
-                norm_type=norm_type,
-                norm_eps=norm_eps,
-                dropout=dropout,
                 positions="rotary" if positions == "rotary" else None,
                 causal=causal,
                 max_tokens=max_tokens,
@@ -126,7 +109,7 @@ class Encoder(nn.Module):
         ]
         share_layers([block.attention for block in blocks])
         self.blocks: Any = nn.ModuleList(blocks)
-        self.norm = build_final_norm(final_norm, norm, norm_type, model_dim, norm_eps)
+        self.norm = build_final_norm(final_norm, sublayers, model_dim)
         self.to(device=device, dtype=dtype)
 
     def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
@@ -157,13 +140,7 @@ class Decoder(nn.Module):
         backend: Any = "exact",
         *,
         num_layers: int = 6,
-        feed_forward_dim: int = 2048,
-        activation: str = "relu",
-        norm: str = "post",
-        norm_type: str = "layer",
-        norm_eps: float | None = None,
         final_norm: bool | None = None,
-        dropout: float = 0.0,
         positions: str | None = "sinusoidal",
         max_tokens: int | None = None,
         seed: int = 0,
@@ -178,21 +155,16 @@ class Decoder(nn.Module):
         positive_count("num_layers", num_layers)
         self.checkpoint = checkpoint
         layers = each_layer(Decoder, backend, options, num_layers)
+        sublayers, _ = BlockOptions.split(options)
         cross = None if cross_backend is None else resolve(cross_backend)
         seeds = spawn_seeds(seed, 2 * num_layers)
-        self.embedding_input = EmbeddingInput(positions, model_dim, dropout, max_tokens)
+        self.embedding_input = EmbeddingInput(positions, model_dim, sublayers.dropout, max_tokens)
         accept_names(self, _NAMES)
         blocks = [
             DecoderBlock(
                 model_dim,
                 num_heads,
                 spec,
-                feed_forward_dim=feed_forward_dim,
-                activation=activation,
-                norm=norm,
-                norm_type=norm_type,
-                norm_eps=norm_eps,
-                dropout=dropout,
                 positions="rotary" if positions == "rotary" else None,
                 max_tokens=max_tokens,
                 cross_backend=cross,
@@ -205,7 +177,7 @@ class Decoder(nn.Module):
         ]
         share_layers([block.cross_attention for block in blocks if block.cross_attention is not None])
         self.blocks: Any = nn.ModuleList(blocks)
-        self.norm = build_final_norm(final_norm, norm, norm_type, model_dim, norm_eps)
+        self.norm = build_final_norm(final_norm, sublayers, model_dim)
         self.to(device=device, dtype=dtype)
 
     def forward(
@@ -271,7 +243,7 @@ class Transformer(nn.Module):
         if cross_backend is None:
             raise OptionError("A transformer's decoder reads its encoder: give a cross_backend, as 'exact'.")
         backend = resolve_pairs(backend, options, Transformer, Encoder)
-        names = signature(Decoder).parameters.keys() - {"options"}
+        names = {*signature(Decoder).parameters, *signature(BlockOptions).parameters} - {"options"}
         shared = {name: options.pop(name) for name in names & options.keys()}
         seeds = spawn_seeds(seed, 2)
         if decoder_backend is None:
@@ -331,12 +303,10 @@ class Transformer(nn.Module):
         return self.encoder(source, key_mask=source_mask)
 
 
-def build_final_norm(
-    final_norm: bool | None, norm: str, norm_type: str, model_dim: int, norm_eps: float | None
-) -> nn.Module:
+def build_final_norm(final_norm: bool | None, options: BlockOptions, model_dim: int) -> nn.Module:
     """Norm after the last block; None: of pre-norm ones, which leave the residual stream unnormalised."""
-    present = norm == "pre" if final_norm is None else final_norm
-    return build_norm(norm_type, model_dim, norm_eps) if present else nn.Identity()
+    present = options.norm == "pre" if final_norm is None else final_norm
+    return options.build_norm(model_dim) if present else nn.Identity()
 
 
 def resolve_pairs(
@@ -350,7 +320,7 @@ def resolve_pairs(
     entries = backend if isinstance(backend, list) else [(backend, {})]
     pairs = [entry if isinstance(entry, tuple) else (entry, {}) for entry in entries]
     specs = [(resolve(name), layer_options) for name, layer_options in pairs]
-    check_arguments(options, (*modules, AttentionLayer), [spec for spec, _ in specs])
+    check_arguments(options, (*modules, BlockOptions, AttentionLayer), [spec for spec, _ in specs])
     return specs
 
 

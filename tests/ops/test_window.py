@@ -11,7 +11,6 @@ from efficient_attn.measure.memory import peak
 from efficient_attn.ops import naive
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.ops.softmax import cpu_flash
-from efficient_attn.ops.window import blocks, operator
 
 BLOCK = 64
 # Padding of the second sequence, and holes in both.
@@ -37,30 +36,10 @@ def definition(*inputs, **options):
     return naive.softmax_attention(*inputs, scale=inputs[0].shape[-1] ** -0.5, **options)
 
 
-@pytest.fixture
-def products(monkeypatch):
-    """Blocks inside the sequence go through plain products, however small the problem."""
-    monkeypatch.setattr(operator, "_LARGE", 0)
-    monkeypatch.setattr(operator, "_MANY", 1)
-
-
-@pytest.fixture
-def way(request, monkeypatch):
-    """Plain products, groups of blocks through the fused kernel, all at once, or no fused kernel."""
-    if request.param != "small":
-        monkeypatch.setattr(operator, "_LARGE", 0)
-    monkeypatch.setattr(operator, "_MANY", 1 if request.param == "products" else 2**30)
-    if request.param == "unfused":
-        monkeypatch.setattr(cpu_flash, "_FORWARD", None)
-
-
 WAYS = pytest.mark.parametrize(
-    ("path", "way"),
-    [
-        *[("cpu", way) for way in ("products", "groups", "small", "unfused")],
-        *[("few large steps", "groups"), ("many small steps", "groups")],
-    ],
-    indirect=True,
+    ("path", "fused"),
+    [("cpu", True), ("cpu", False), ("few large steps", True), ("many small steps", True)],
+    indirect=["path"],
 )
 
 
@@ -69,11 +48,10 @@ WAYS = pytest.mark.parametrize(
 @pytest.mark.parametrize("padded", PADDED)
 @pytest.mark.parametrize(("tokens", "window", "first"), SIZES)
 def test_outputs_and_gradients_are_those_of_the_definition(
-    path, way, tokens, window, first, padded, causal, monkeypatch
+    path, fused, tokens, window, first, padded, causal, monkeypatch
 ):
-    # Steps of a few blocks, the last ones shorter, on the way back no longer than what is kept between them.
-    monkeypatch.setattr(blocks, "_SCORES", 3 * BLOCK * (window + BLOCK))
-    monkeypatch.setattr(blocks, "_NUMBERS", 0)
+    if not fused:
+        monkeypatch.setattr(cpu_flash, "_FORWARD", None)
     # A causal window may be even, and its queries are the last positions of the keys.
     window, queries = (window + 1, max(1, tokens - 37)) if causal else (window, tokens)
     inputs = [x.requires_grad_() for x in random_qkv(2, 4, 2, queries, tokens)]
@@ -85,7 +63,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "global_tokens": 4}])
-def test_long_sequences_in_half_precision_are_float32_rounded_once(products, options, dtype):
+def test_long_sequences_in_half_precision_are_float32_rounded_once(options, dtype):
     inputs = [torch.randn(1, 2, 1500, 8).to(dtype).requires_grad_() for _ in range(3)]
     upstream = torch.randn(1, 2, 1500, 8).to(dtype)
     wide = [x.detach().double().requires_grad_() for x in inputs]
@@ -98,7 +76,7 @@ def test_long_sequences_in_half_precision_are_float32_rounded_once(products, opt
         assert ((actual.double() - expected).abs() <= allowed + 1e-5).all(), name
 
 
-def test_long_sequences_stay_finite_and_right_when_norms_grow(products):
+def test_long_sequences_stay_finite_and_right_when_norms_grow():
     norm, (q, k, v) = 20, (torch.randn(1, 1, 1200, 16) for _ in range(3))
     inputs = [x.requires_grad_() for x in (norm * q, norm * k, v)]
     out = ea.build("window", head_dim=16, window=65)(*inputs)

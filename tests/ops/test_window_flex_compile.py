@@ -73,16 +73,6 @@ def test_lengths_and_batches_share_few_versions(graphs):
     assert sum("flex_attention" in str(x.target) for x in graphs[0].graph.nodes) >= 1
 
 
-def test_more_configurations_than_torch_keeps_by_default_are_all_compiled(graphs):
-    configurations = [(window, masked) for window in range(1, 13, 2) for masked in (False, True)]
-    for window, masked in configurations:
-        inputs = inputs_of(tokens=20)
-        mask = random_mask(2, 20) if masked else None
-        out = ea.build("window", head_dim=16, window=window)(*inputs, key_mask=mask)
-        assert_right(out, inputs, window, mask)
-    assert len(graphs) == len(configurations) > torch._dynamo.config.recompile_limit
-
-
 def test_gradients_of_a_kept_graph_are_right_or_refused(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     inputs, mask = inputs_of(requires_grad=True), random_mask(2, 300)
@@ -111,15 +101,6 @@ def test_compiled_code_of_a_caller_holds_the_kernel_itself(graphs, masked):
     assert_right(compiled(*inputs, key_mask=mask), inputs, mask=mask)
     assert len(graphs) == 1
     assert any("flex_attention" in str(node.target) for node in graphs[0].graph.nodes)
-
-
-def test_turned_off_compilation_never_runs_the_form_that_writes_all_scores():
-    inputs = inputs_of()
-    with (
-        torch.compiler.set_stance("force_eager"),
-        pytest.warns(UserWarning, match="torch.compile is turned off"),
-    ):
-        assert_right(ea.build("window", head_dim=16, window=257)(*inputs), inputs)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

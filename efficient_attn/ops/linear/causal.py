@@ -20,7 +20,7 @@ from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear.causal_exponential import causal_exponential, causal_exponential_gradients
 from efficient_attn.ops.linear.features import Features
 from efficient_attn.ops.linear.full import whole_state
-from efficient_attn.ops.linear.inputs import LinearInputs, Outputs, new_outputs
+from efficient_attn.ops.linear.inputs import FIELDS, LinearInputs, Outputs, new_outputs
 from efficient_attn.ops.linear.scaled_chunks import segments
 from efficient_attn.ops.linear.segments import attend, causal_gradients
 from efficient_attn.ops.linear.state import (
@@ -105,74 +105,43 @@ def _past(inputs: LinearInputs, before: int) -> LinearState:
     return whole_state(inputs._replace(k=inputs.k[..., first, :], v=inputs.v[..., first, :], key_mask=mask))
 
 
-@torch.library.custom_op("efficient_attn::causal_linear", mutates_args=())
-def _causal(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    directions: Tensor | None,
-    log_weights: Tensor | None,
-    kind: str,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
-    before = k.shape[-2] - q.shape[-2]
-    with without_autocast(q):
+@torch.library.custom_op(
+    "efficient_attn::causal_linear", mutates_args=(), schema=f"({FIELDS}) -> (Tensor, Tensor, Tensor)"
+)
+def _causal(*fields: Any) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = LinearInputs(*fields)
+    before = inputs.k.shape[-2] - inputs.q.shape[-2]
+    with without_autocast(inputs.q):
         past = _past(inputs, before) if before else None
         return (*causal_rows(inputs, past),)
 
 
 @_causal.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    directions: Tensor | None,
-    log_weights: Tensor | None,
-    kind: str,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    check_one_device(q=q, k=k, v=v, key_mask=key_mask, directions=directions, log_weights=log_weights)
-    return (*new_outputs(q, v),)
+def _(*fields: Any) -> tuple[Tensor, ...]:
+    inputs = LinearInputs(*fields)
+    check_one_device(**inputs._asdict())
+    return (*new_outputs(inputs.q, inputs.v),)
 
 
-@torch.library.custom_op("efficient_attn::causal_linear_backward", mutates_args=())
+@torch.library.custom_op(
+    "efficient_attn::causal_linear_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor out, Tensor logarithm, Tensor negative, {FIELDS}) "
+    "-> (Tensor, Tensor, Tensor)",
+)
 def _causal_backward(
-    grad_out: Tensor,
-    out: Tensor,
-    logarithm: Tensor,
-    negative: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    directions: Tensor | None,
-    log_weights: Tensor | None,
-    kind: str,
-    scale: float,
+    grad_out: Tensor, out: Tensor, logarithm: Tensor, negative: Tensor, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
-    outputs = Outputs(out, logarithm, negative)
-    before = k.shape[-2] - q.shape[-2]
-    with without_autocast(q):
+    inputs, outputs = LinearInputs(*fields), Outputs(out, logarithm, negative)
+    before = inputs.k.shape[-2] - inputs.q.shape[-2]
+    with without_autocast(inputs.q):
         past = _past(inputs, before) if before else None
         return causal_row_gradients(inputs, past, grad_out, outputs, to_past=False)[:3]
 
 
 @_causal_backward.register_fake
-def _(
-    grad_out: Tensor,
-    out: Tensor,
-    logarithm: Tensor,
-    negative: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: Any,
-) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in arguments[4:7])
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple:

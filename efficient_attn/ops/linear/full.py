@@ -12,8 +12,7 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import without_autocast
 from efficient_attn.ops.grouped_queries import unfold
-from efficient_attn.ops.linear.features import MAPS
-from efficient_attn.ops.linear.inputs import LinearInputs, Outputs, chunks, new_outputs
+from efficient_attn.ops.linear.inputs import FIELDS, LinearInputs, Outputs, chunks, new_outputs
 from efficient_attn.ops.linear.softmax_identity import suits, two_softmaxes, two_softmaxes_gradients
 from efficient_attn.ops.linear.state import (
     LinearState,
@@ -54,24 +53,19 @@ def whole_state(inputs: LinearInputs) -> LinearState:
     return state
 
 
-@torch.library.custom_op("efficient_attn::full_linear", mutates_args=())
-def _full(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    directions: Tensor | None,
-    log_weights: Tensor | None,
-    kind: str,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
-    with without_autocast(q):
+@torch.library.custom_op(
+    "efficient_attn::full_linear",
+    mutates_args=(),
+    schema=f"({FIELDS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _full(*fields: Any) -> tuple[Tensor, ...]:
+    inputs = LinearInputs(*fields)
+    with without_autocast(inputs.q):
         if suits(inputs):
             with suppress(NotCompiledError):
                 outputs, state = two_softmaxes(inputs)
                 return *outputs, *state
-        if inputs.map.trigonometric and tuned_for_cpu(q):
+        if inputs.map.trigonometric and tuned_for_cpu(inputs.q):
             outputs, state = trigonometric_attention(inputs)
             return *outputs, *state
         state = whole_state(inputs)
@@ -95,29 +89,24 @@ def _read(inputs: LinearInputs, part: slice, state: LinearState) -> Outputs:
 
 
 @_full.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    directions: Tensor | None,
-    log_weights: Tensor | None,
-    kind: str,
-    scale: float,
-) -> tuple[Tensor, ...]:
-    check_one_device(q=q, k=k, v=v, key_mask=key_mask, directions=directions, log_weights=log_weights)
-    outputs = new_outputs(q, v)
-    rows = 0 if directions is None else directions.shape[-2]
-    features, one_scale = MAPS[kind].num_features(rows, k.shape[-1]), MAPS[kind].has_values
-    shape, logarithm = k.shape[:2], outputs.log_normaliser
+def _(*fields: Any) -> tuple[Tensor, ...]:
+    inputs = LinearInputs(*fields)
+    check_one_device(**inputs._asdict())
+    outputs, features = new_outputs(inputs.q, inputs.v), inputs.num_features
+    shape, logarithm = inputs.k.shape[:2], outputs.log_normaliser
     return (
         *outputs,
-        logarithm.new_empty(*shape, features, v.shape[-1] + 1),
-        logarithm.new_empty(*shape, 1, 1 if one_scale else features),
+        logarithm.new_empty(*shape, features, inputs.v.shape[-1] + 1),
+        logarithm.new_empty(*shape, 1, 1 if inputs.map.has_values else features),
     )
 
 
-@torch.library.custom_op("efficient_attn::full_linear_backward", mutates_args=())
+@torch.library.custom_op(
+    "efficient_attn::full_linear_backward",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor out, Tensor logarithm, Tensor negative, Tensor sums, Tensor reference, "
+    f"{FIELDS}) -> (Tensor, Tensor, Tensor)",
+)
 def _full_backward(
     grad_out: Tensor,
     out: Tensor,
@@ -125,25 +114,16 @@ def _full_backward(
     negative: Tensor,
     sums: Tensor,
     reference: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    directions: Tensor | None,
-    log_weights: Tensor | None,
-    kind: str,
-    scale: float,
+    *fields: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = LinearInputs(q, k, v, key_mask, directions, log_weights, kind, scale)
-    if inputs.map.exponential:
-        with without_autocast(q):
-            return two_softmaxes_gradients(inputs, grad_out, out, logarithm, LinearState(sums, reference))
-    outputs = Outputs(out, logarithm, negative)
-    if inputs.map.trigonometric and tuned_for_cpu(q):
-        with without_autocast(q):
-            return trigonometric_gradients(inputs, grad_out, outputs, LinearState(sums, reference))
-    with without_autocast(q):
-        grad_q, query_sums = query_gradients(inputs, LinearState(sums, reference), grad_out, outputs)
+    inputs, outputs = LinearInputs(*fields), Outputs(out, logarithm, negative)
+    state = LinearState(sums, reference)
+    with without_autocast(inputs.q):
+        if inputs.map.exponential:
+            return two_softmaxes_gradients(inputs, grad_out, out, logarithm, state)
+        if inputs.map.trigonometric and tuned_for_cpu(inputs.q):
+            return trigonometric_gradients(inputs, grad_out, outputs, state)
+        grad_q, query_sums = query_gradients(inputs, state, grad_out, outputs)
         return grad_q, *key_gradients(inputs, reference, query_sums)
 
 
@@ -178,19 +158,8 @@ def key_gradients(inputs: LinearInputs, reference: Tensor, query_sums: Tensor) -
 
 
 @_full_backward.register_fake
-def _(
-    grad_out: Tensor,
-    out: Tensor,
-    logarithm: Tensor,
-    negative: Tensor,
-    sums: Tensor,
-    reference: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *_: Any,
-) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _(*arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in arguments[6:9])
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple:

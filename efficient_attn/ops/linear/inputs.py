@@ -26,6 +26,13 @@ _FEATURES = 2**18
 _CACHE_BYTES = 2**20
 
 
+# The fields of `LinearInputs`, as arguments of operators.
+FIELDS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? key_mask, Tensor? directions, Tensor? log_weights, str kind, "
+    "float scale"
+)
+
+
 class LinearInputs(NamedTuple):
     """Queries, keys and values, and their feature map.
 

@@ -12,8 +12,8 @@ from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.window import flex, varlen
-from efficient_attn.ops.window.global_keys import GlobalKeys, attend_one, global_keys, tokens_at
-from efficient_attn.ops.window.operator import fused_window, fused_window_backward
+from efficient_attn.ops.window.global_keys import GlobalKeys, attend_one, tokens_at
+from efficient_attn.ops.window.operator import WindowInputs, fused_window, fused_window_backward
 from efficient_attn.ops.window.unfused import unfused_window
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
@@ -125,8 +125,8 @@ class _Leave(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return grad_out, *[None] * 7
         q, k, v, key_mask = ctx.saved_tensors
-        grads = _differentiable(grad_out, q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale)
-        return None, *grads[:3], *[None] * 4
+        inputs = WindowInputs(q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale)
+        return None, *_differentiable(grad_out, inputs), *[None] * 4
 
 
 def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -137,40 +137,29 @@ def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple:
     out, log_sum, q, k, v, key_mask, *first = ctx.saved_tensors
-    numbers = ctx.back, ctx.ahead, ctx.scale
+    inputs = WindowInputs(q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale, *first)
     if not torch.is_grad_enabled():
-        grads = fused_window_backward(grad_out, out, log_sum, q, k, v, key_mask, *numbers, *first)
+        grads = fused_window_backward(grad_out, out, log_sum, *inputs)
     else:
-        grads = _differentiable(grad_out, q, k, v, key_mask, *numbers, *first)
+        grads = _differentiable(grad_out, inputs)
     grad_q, grad_k, grad_v, *grad_first = grads
-    if first[0] is None or first[-1] is not None:
+    if inputs.first is None or inputs.at is not None:
         grad_first = [None, None]
     return grad_q, grad_k, grad_v, *[None] * 4, *grad_first, None, None
 
 
-def _differentiable(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    back: int,
-    ahead: int,
-    scale: float,
-    first_k: Tensor | None = None,
-    first_v: Tensor | None = None,
-    far: Tensor | None = None,
-    at: Tensor | None = None,
-) -> list[Tensor | None]:
+def _differentiable(grad_out: Tensor, inputs: WindowInputs) -> list[Tensor | None]:
     """Gradients with derivatives, which exist for the unfused operators only."""
-    if at is not None:
-        first_k, first_v = tokens_at(k, at), tokens_at(v, at)
-    first = global_keys(first_k, first_v, far, None)
-    out = unfused_window(q, k, v, key_mask, back, ahead, scale, first)
-    inputs = [q, k, v] if at is not None else [q, k, v, first_k, first_v]
-    trained = [x for x in inputs if x is not None and x.requires_grad]
+    first, tensors = inputs.first, list(inputs[:3])
+    if first is not None and first.at is not None:
+        # The gradients of the keys hold those of their global keys.
+        first = GlobalKeys(tokens_at(inputs.k, first.at), tokens_at(inputs.v, first.at), first.far)
+    elif first is not None:
+        tensors += first[:2]
+    out = unfused_window(*inputs[:7], first)
+    trained = [x for x in tensors if x.requires_grad]
     grads = iter(torch.autograd.grad(out, trained, grad_out, create_graph=True))
-    return [next(grads) if x is not None and x.requires_grad else None for x in inputs]
+    return [next(grads) if x.requires_grad else None for x in tensors]
 
 
 fused_window.register_autograd(_backward, setup_context=_keep)

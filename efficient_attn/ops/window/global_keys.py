@@ -36,13 +36,6 @@ class GlobalKeys(NamedTuple):
     at: Tensor | None = None
 
 
-def global_keys(
-    k: Tensor | None, v: Tensor | None, far: Tensor | None, at: Tensor | None
-) -> GlobalKeys | None:
-    """The global keys of an operator's arguments."""
-    return None if k is None or v is None else GlobalKeys(k, v, far, at)
-
-
 class AgedKeys(NamedTuple):
     """Global keys with their distances from the token after the last.
 

@@ -1,8 +1,7 @@
 """Window attention on the CPU, forward and backward, as registered operators.
 
-Batched products compute the blocks of a long sequence whose key slices lie inside it. The fused kernel
-computes its ends, and the whole of a shorter sequence, many heads and blocks per call; the slices of
-consecutive blocks overlap and are views. Memory excluding inputs and outputs is the scratch of one step.
+The fused kernel computes many heads and blocks of queries per call. The slices of keys that consecutive
+blocks read overlap and are views. Memory excluding inputs and outputs is the scratch of one call.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,23 +14,12 @@ from torch import Tensor
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, without_autocast
 from efficient_attn.ops.operators import check_one_device
 from efficient_attn.ops.softmax import cpu_flash
-from efficient_attn.ops.window.blocks import (
-    BLOCK,
-    Backward,
-    Band,
-    Forward,
-    attend_blocks,
-    differentiate_blocks,
-)
-from efficient_attn.ops.window.global_keys import add_gradients, global_keys, merge
+from efficient_attn.ops.window.global_keys import GlobalKeys, add_gradients, merge
 
-# Blocks per kernel call; fewer in the backward pass, where each block has gradients of a slice.
-_GROUP, _GROUP_BACK = 16, 4
-# Thresholds of the batched products: numbers in q, compared with which the scratch memory is small, and
-# blocks in a head, above which one head per step costs less.
-_LARGE, _MANY = 2**20, 32
-# Largest number of blocks that a backward step can keep for the next step.
-_KEPT = 8
+# Queries per block, and blocks per kernel call. Larger blocks read more keys outside the window, and their
+# slices overlap less, of which the backward pass adds up gradients.
+_BLOCK, _GROUP = 32, 16
+_BLOCK_BACK, _GROUP_BACK = 64, 4
 # Queries per tile near the ends of the sequence, where slices are truncated and differ.
 _EDGE = 128
 # Scores of a head up to which a sequence hardly longer than its window is one tile.
@@ -88,38 +76,59 @@ class Tile(NamedTuple):
                 target.unflatten(1, (self.blocks, self.rows)).add_(part)
 
 
-@torch.library.custom_op("efficient_attn::window", mutates_args=())
-def fused_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    back: int,
-    ahead: int,
-    scale: float,
-    first_k: Tensor | None = None,
-    first_v: Tensor | None = None,
-    far: Tensor | None = None,
-    at: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+class WindowInputs(NamedTuple):
+    """Inputs of the operators.
+
+    Attributes:
+        key_mask: bool [batch k_tokens], True for a real token; None: all real.
+        back, ahead: Number of keys before and after its position that a query reads.
+        first_k, first_v, far, at: `GlobalKeys`, or None.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    back: int
+    ahead: int
+    scale: float
+    first_k: Tensor | None = None
+    first_v: Tensor | None = None
+    far: Tensor | None = None
+    at: Tensor | None = None
+
+    @property
+    def first(self) -> GlobalKeys | None:
+        """The global keys."""
+        if self.first_k is None or self.first_v is None:
+            return None
+        return GlobalKeys(self.first_k, self.first_v, self.far, self.at)
+
+
+# The fields of `WindowInputs`.
+_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor? key_mask, int back, int ahead, float scale, "
+    "Tensor? first_k=None, Tensor? first_v=None, Tensor? far=None, Tensor? at=None"
+)
+
+
+@torch.library.custom_op("efficient_attn::window", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
+def fused_window(*fields: Any) -> tuple[Tensor, Tensor]:
     """The output [batch heads q_tokens dim] and each row's log-sum-exp [batch heads q_tokens].
 
     Args:
-        first_k, first_v, far, at: `GlobalKeys`, or None.
+        fields: Of `WindowInputs`.
     """
-    first = global_keys(first_k, first_v, far, at)
+    inputs = WindowInputs(*fields)
+    (q, k, v, key_mask, back, ahead, scale), first = inputs[:7], inputs.first
     # The output of half precision is rounded once, after the global keys.
     dtype = q.dtype if first is None else upcast_dtype(q.dtype)
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
     log_sum = upcast(q.new_empty(0)).new_empty(q.shape[:-1])
-    inside = whole_blocks(q.shape[-2], k.shape[-2], back, ahead)
-    products = q.numel() >= _LARGE and inside.blocks >= _MANY
     with without_autocast(q):
-        if products:
-            attend_blocks(Forward(q, k, v, key_mask, out, log_sum), inside, scale)
         for heads, mask in _heads(q, k, v, key_mask):
             queries, keys, values, outs, sums = (heads(x) for x in (q, k, v, out, log_sum))
-            for tile, bias in _steps(queries, keys, mask, back, ahead, inside, None if products else _GROUP):
+            for tile, bias in _steps(queries, keys, mask, back, ahead, _BLOCK, _GROUP):
                 k_read, v_read = (tile.slices(x, len(queries)) for x in (keys, values))
                 some, logarithm = cpu_flash.attend(upcast(tile.queries(queries)), k_read, v_read, bias, scale)
                 tile.queries(outs).copy_(some)
@@ -131,50 +140,36 @@ def fused_window(
 
 
 @fused_window.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float, *first: Any
-) -> tuple[Tensor, Tensor]:
-    check_one_device(q=q, k=k, v=v, key_mask=key_mask)
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), upcast(q.new_empty(0)).new_empty(q.shape[:-1])
+def _(*fields: Any) -> tuple[Tensor, Tensor]:
+    inputs = WindowInputs(*fields)
+    check_one_device(**inputs._asdict())
+    log_sum = upcast(inputs.q.new_empty(0)).new_empty(inputs.q.shape[:-1])
+    return inputs.q.new_empty(*inputs.q.shape[:-1], inputs.v.shape[-1]), log_sum
 
 
-@torch.library.custom_op("efficient_attn::window_backward", mutates_args=())
-def fused_window_backward(
-    grad_out: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    back: int,
-    ahead: int,
-    scale: float,
-    first_k: Tensor | None = None,
-    first_v: Tensor | None = None,
-    far: Tensor | None = None,
-    at: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "efficient_attn::window_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad_out, Tensor out, Tensor log_sum, {_SCHEMA}) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def fused_window_backward(grad_out: Tensor, out: Tensor, log_sum: Tensor, *fields: Any) -> tuple[Tensor, ...]:
     """Gradients with respect to q, k, v, first_k and first_v, the last two empty without keys of their own.
 
     The weights of the window and of the global keys are recomputed from the log-sum-exps.
     """
+    inputs = WindowInputs(*fields)
+    (q, k, v, key_mask, back, ahead, scale), first = inputs[:7], inputs.first
     dtype = upcast_dtype(q.dtype)
     grad_q = q.new_empty(q.shape, dtype=dtype)
     # Several blocks read a key; their contributions are summed in float32 or better.
     grad_k, grad_v = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
     sums = [grad_q, grad_k, grad_v]
-    inside = whole_blocks(q.shape[-2], k.shape[-2], back, ahead)
-    products = q.numel() >= _LARGE and inside.blocks >= _MANY and inside.kept <= _KEPT
     with without_autocast(q):
-        if products:
-            forward = Forward(q, k, v, key_mask, out, log_sum)
-            differentiate_blocks(Backward(forward, grad_out, grad_q, grad_k, grad_v), inside, scale)
         for heads, mask in _heads(q, k, v, key_mask):
             queries, keys, values, log_sums = (heads(x) for x in (q, k, v, log_sum))
             grad_outs, outs = heads(grad_out), heads(out)
-            group = None if products else _GROUP_BACK
-            for tile, bias in _steps(queries, keys, mask, back, ahead, inside, group):
+            for tile, bias in _steps(queries, keys, mask, back, ahead, _BLOCK_BACK, _GROUP_BACK):
                 k_read, v_read = (tile.slices(x, len(queries)) for x in (keys, values))
                 some_q, some_k, some_v = cpu_flash.gradients(
                     upcast(tile.queries(grad_outs)),
@@ -191,7 +186,6 @@ def fused_window_backward(
                 tile.add(heads(grad_v), some_v)
                 del some_q, some_k, some_v
         by_first = q.new_empty(0), q.new_empty(0)
-        first = global_keys(first_k, first_v, far, at)
         if first is not None:
             by_first = add_gradients(grad_out, out, log_sum, q, first, scale, *sums)
     # One conversion at a time: in half precision all three exist in float32 until here.
@@ -201,24 +195,11 @@ def fused_window_backward(
 
 
 @fused_window_backward.register_fake
-def _(
-    grad_out: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    back: int,
-    ahead: int,
-    scale: float,
-    first_k: Tensor | None = None,
-    first_v: Tensor | None = None,
-    far: Tensor | None = None,
-    at: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    first = [q.new_empty(0) if x is None or at is not None else x for x in (first_k, first_v)]
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *first))
+def _(grad_out: Tensor, out: Tensor, log_sum: Tensor, *fields: Any) -> tuple[Tensor, ...]:
+    inputs = WindowInputs(*fields)
+    empty = inputs.first is None or inputs.at is not None
+    first = [inputs.q.new_empty(0)] * 2 if empty else inputs[7:9]
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*inputs[:3], *first))
 
 
 def _heads(
@@ -258,17 +239,17 @@ def _steps(
     mask: Tensor | None,
     back: int,
     ahead: int,
-    inside: Band,
-    group: int | None,
+    block: int,
+    group: int,
 ) -> Iterator[tuple[Tile, Tensor | None]]:
     """Tiles, each with its score bias, [rows keys] or [1 blocks rows keys]."""
     before = keys.shape[1] - queries.shape[1]
-    known: dict[tuple[int, ...], Tensor | None] = {}
-    for tile in tiles(queries.shape[1], keys.shape[1], back, ahead, inside, group):
+    biases: dict[tuple[int, ...], Tensor | None] = {}
+    for tile in tiles(queries.shape[1], keys.shape[1], back, ahead, block, group):
         alike = (tile.rows, tile.keys, tile.start - tile.first_key)
-        if alike not in known:
-            known[alike] = window_bias(tile, before, back, ahead, like=queries)
-        bias = known[alike]
+        if alike not in biases:
+            biases[alike] = window_bias(tile, before, back, ahead, like=queries)
+        bias = biases[alike]
         if mask is not None:
             visible = tile.slices(mask[None, :, None], 1).mT
             shown = upcast(queries.new_zeros(())) if bias is None else bias
@@ -276,31 +257,24 @@ def _steps(
         yield tile, bias
 
 
-def whole_blocks(queries: int, keys: int, back: int, ahead: int) -> Band:
-    """Band of the blocks whose slices lie inside the sequence; possibly empty."""
+def tiles(queries: int, keys: int, back: int, ahead: int, block: int, group: int) -> Iterator[Tile]:
+    """Tiles of all queries: both ends of the sequence, and up to `group` inner blocks of `block` queries."""
     before = keys - queries
-    reach = -(-(back + ahead) // BLOCK) * BLOCK
-    begin = max(0, -(-(reach - ahead - before) // BLOCK))
-    end = max(begin, (queries - ahead) // BLOCK)
-    return Band(begin * BLOCK, end - begin, before + begin * BLOCK + ahead, back + ahead)
-
-
-def tiles(queries: int, keys: int, back: int, ahead: int, inside: Band, group: int | None) -> Iterator[Tile]:
-    """Tiles of all queries: both ends of the sequence, and `group` inner blocks per tile unless None."""
-    before = keys - queries
-    if group is not None and keys < 2 * (back + ahead) and queries * keys <= _SMALL:
+    if keys < 2 * (back + ahead) and queries * keys <= _SMALL:
         yield Tile(0, queries, 1, 0, keys)
         return
-    begin, end = inside.first, inside.first + inside.blocks * BLOCK
-    for first, last in [(0, begin), (end, queries)] if inside.blocks else [(0, queries)]:
+    reach = -(-(back + ahead) // block) * block
+    # Blocks begin … end − 1 have slices inside the sequence.
+    begin = max(0, -(-(reach - ahead - before) // block))
+    end = max(begin, (queries - ahead) // block)
+    for first, last in [(0, begin * block), (end * block, queries)] if end > begin else [(0, queries)]:
         for start in range(first, last, _EDGE):
             stop = min(start + _EDGE, last)
             low, high = max(before + start - back, 0), min(before + stop + ahead, keys)
             yield Tile(start, stop - start, 1, low, high - low)
-    if group is not None:
-        for block in range(0, inside.blocks, group):
-            blocks, read = min(group, inside.blocks - block), inside.read(block, 1)
-            yield Tile(inside.queries(block, 1).start, BLOCK, blocks, read.start, inside.width)
+    for number in range(begin, end, group):
+        blocks, first_key = min(group, end - number), before + number * block + ahead - reach
+        yield Tile(number * block, block, blocks, first_key, reach + block)
 
 
 def window_bias(tile: Tile, before: int, back: int, ahead: int, like: Tensor) -> Tensor | None:
