@@ -40,7 +40,11 @@ def measured(quantity, value, noise):
     if quantity.type == "text":
         return [record(**{quantity.field: f"about {value}"})]
     value = round(value) if whole else value
-    fields = {quantity.field: (3 * value, value) if quantity.entry else value}
+    fields = {
+        quantity.field: (3 * value, value)
+        if quantity.type == "numbers" and quantity.samples is None
+        else value
+    }
     if quantity.samples:
         fields[quantity.samples] = tuple(value * noise)
     return [record(**fields)]
@@ -54,8 +58,8 @@ def test_every_field_of_a_record_is_compared_or_says_its_part_in_the_comparison(
     assert not compared & {*CONDITIONS} and not FIELDS.keys() & {*Case.__struct_fields__, "status", "reason"}
     assert " ".join(sorted(CONDITIONS)) == (
         "attention_relative_error_high attention_relative_error_low audited_layers compared_queries "
-        "copy_bytes_per_s kernels matmul_flops_per_s memory_clock_hz memory_method power_state power_w "
-        "round_sizes sm_clock_hz temperature_c throttle_reasons waited_s"
+        "copy_bytes_per_s kernels matmul_flops_per_s memory_method "
+        "round_sizes sm_clock_hz throttle_reasons waited_s"
     )
     assert not {*QUANTITIES, *CONDITIONS} & set(KINDS)
 

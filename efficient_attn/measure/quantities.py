@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 Better = Literal["less", "more"]
 Scatter = Literal["rounds", "draws", "seeds"]
-Entry = Literal["worst"]
 Type = Literal["number", "whole number", "numbers", "whole numbers", "text"]
 
 # Relative change of a scattering number that matters unless --fail-on names another.
@@ -37,8 +36,8 @@ class Quantity:
         scatter: Repetitions over which the number differs by chance; None: it is reproduced by its case.
         threshold: Relative change that matters.
         record_field: Field of a record; omitted: the name.
-        samples: Field of the raw values, one per repetition; None: records keep none.
-        entry: Compared entry of a field with several.
+        samples: Field of the raw values, one per repetition; None: records keep none, and of several numbers
+            the largest is compared.
         rounding: The number is rounding error if it is below this power of the precision of its dtype;
             0: never.
         condition: Part in the comparison of a field without a verdict of its own; None: it is compared.
@@ -54,7 +53,6 @@ class Quantity:
     threshold: float = 0.0
     record_field: str | None = None
     samples: str | None = None
-    entry: Entry | None = None
     rounding: int = 0
     condition: str | None = None
 
@@ -116,8 +114,7 @@ def cost(name: str, unit: str, meaning: str) -> Quantity:
 
 def mean_error(name: str, unit: str, meaning: str, *, type: Type = "number") -> Quantity:
     """Error of which records keep the mean over draws alone; of several entries the worst is compared."""
-    entry: Entry | None = "worst" if type == "numbers" else None
-    return replace(error(name, unit, meaning), type=type, samples=None, entry=entry)
+    return replace(error(name, unit, meaning), type=type, samples=None)
 
 
 def error(name: str, unit: str, meaning: str, *, rounding: int = 1) -> Quantity:
@@ -133,10 +130,9 @@ def setting(
     *,
     type: Type = "whole number",
     threshold: float = 1e-9,
-    entry: Entry | None = None,
 ) -> Quantity:
     """Value that describes the measurement or follows from theory; a change is neither better nor worse."""
-    return Quantity(name, unit, meaning, type=type, better=None, threshold=threshold, entry=entry)
+    return Quantity(name, unit, meaning, type=type, better=None, threshold=threshold)
 
 
 def condition(name: str, unit: str, meaning: str, part: str, *, type: Type = "number") -> Quantity:
@@ -187,10 +183,6 @@ register(
     condition("matmul_flops_per_s", "FLOP/s", "Peak rate of large matrix products.", _CEILING),
     condition("copy_bytes_per_s", "B/s", "Peak rate of a large copy, reads and writes.", _CEILING),
     condition("sm_clock_hz", "Hz", "Clock of the GPU's multiprocessors after the first round.", _STATE),
-    condition("memory_clock_hz", "Hz", "Clock of the GPU's memory after the first round.", _STATE),
-    condition("power_w", "W", "Power draw of the GPU after the first round.", _STATE),
-    condition("temperature_c", "°C", "Temperature of the GPU after the first round.", _STATE),
-    condition("power_state", "", "Performance state of the GPU, P0 the highest.", _STATE, type="text"),
     condition(
         "throttle_reasons",
         "",

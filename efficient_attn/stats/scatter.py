@@ -173,7 +173,7 @@ def _repetitions(quantity: Quantity, run: Run) -> list[float]:
 def _samples(quantity: Quantity, record: Record) -> list[float]:
     """Values of a record, of several entries the worst."""
     value = getattr(record, quantity.field)
-    if quantity.entry == "worst":
+    if quantity.type == "numbers" and quantity.samples is None:
         value = max(numbers(value or ()), default=None)
     # Samples without a mean are invalid.
     if not numbers([value]):

@@ -29,7 +29,7 @@ LOCK = ".lock"
 _DECISIVE = ("torch.version", "processor", "gpu.name", "model.weights_sha256")
 
 # Entries of the software of a GPU.
-GPU_SOFTWARE = ("gpu.cuda", "gpu.driver_version", "gpu.clocks.max.sm", "gpu.clocks.max.mem")
+GPU_SOFTWARE = ("gpu.cuda", "gpu.driver_version", "gpu.clocks.max.sm")
 
 
 def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False) -> Path:
