@@ -5,6 +5,7 @@ and depend on the system; unknown figures are None.
 """
 
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -217,7 +218,12 @@ class Moment(NamedTuple):
 
 def moment() -> Moment:
     """Current counters and speed; takes about ten milliseconds."""
-    loop_s = min(_time_of_the_loop() for _ in range(_LOOPS))
+    loop_s = math.inf
+    for _ in range(_LOOPS):
+        start = time.perf_counter()
+        for _ in range(_LOOP_STEPS):
+            pass
+        loop_s = min(loop_s, time.perf_counter() - start)
     busy_s, stolen_s = _processor_seconds()
     return Moment(time.monotonic(), sum(os.times()[:4]), busy_s, stolen_s, loop_s)
 
@@ -262,13 +268,6 @@ def waited_s() -> float | None:
         return sum(int((thread / "schedstat").read_text().split()[1]) for thread in threads) / 1e9
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _time_of_the_loop() -> float:
-    start = time.perf_counter()
-    for _ in range(_LOOP_STEPS):
-        pass
-    return time.perf_counter() - start
 
 
 def _processor_seconds() -> tuple[float | None, float | None]:

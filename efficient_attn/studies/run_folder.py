@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import DataError
-from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
+from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes, read_object
 from efficient_attn.measure.record import Case, Record, merge_rows
 from efficient_attn.measure.records import NO_LINK
 from efficient_attn.measure.records import read as read_records
@@ -18,7 +18,6 @@ from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.escape import short
 from efficient_attn.report.files import write
 from efficient_attn.report.methods import flat
-from efficient_attn.strict import read_object
 from efficient_attn.studies import studies
 from efficient_attn.studies.points import CODE, STUDY
 
