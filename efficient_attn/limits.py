@@ -1,8 +1,9 @@
-"""Input size limits of all readers, which refuse larger inputs before parsing."""
+"""Limits of all readers, which refuse larger inputs before parsing, and strict JSON."""
 
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 from efficient_attn.errors import DataError
 
@@ -58,3 +59,21 @@ def check_header(path: Path, *, most: int | None = None, hint: str = "") -> None
         raise DataError(f"{path} has a header of {length} bytes; at most {TENSOR_HEADER_BYTES} are read.")
     if most is not None and size > most:
         raise DataError(f"{path} has {size} bytes; at most {most} are read.")
+
+
+def read_object(text: bytes | str, source: str) -> dict[str, Any]:
+    """Parse a JSON object; `source` names the input in error messages.
+
+    Raises:
+        DataError: If it is something else, or holds a number that is not finite.
+    """
+    # The conformance suite runs without msgspec.
+    import msgspec
+
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DataError(f"{source} is no strict JSON: {str(error)[:80]}.") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{source} is no JSON object.")
+    return value

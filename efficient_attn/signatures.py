@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -146,15 +145,9 @@ def adapt(
         summary=f"A function with the signature of {signature}.",
         options_type=NoOptions,
         capabilities=capabilities,
-        builder=partial(_core, called, signature, chosen, grouped),
+        builder=lambda problem, options: AdaptedAttention(called, signature, chosen, problem, grouped),
         outside=True,
     )
-
-
-def _core(
-    function: Any, signature: str, layout: str, grouped: bool, problem: AttentionProblem, options: NoOptions
-) -> nn.Module:
-    return AdaptedAttention(function, signature, layout, problem, grouped)
 
 
 def register(

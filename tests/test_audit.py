@@ -10,7 +10,7 @@ from reference import random_qkv
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
-from efficient_attn.measure.error import Sample, _positions, _real_tokens
+from efficient_attn.measure.error import Sample, _real_tokens, random_positions
 from efficient_attn.studies.audit import estimates
 
 
@@ -96,7 +96,7 @@ def test_intervals_are_those_of_a_stratified_sample():
 @pytest.mark.parametrize(("count", "drawn"), [(10, 10), (10, 3), (512, 7), (5, 2)])
 def test_every_row_is_drawn_as_often_as_any_other(count, drawn):
     generator, calls = torch.Generator().manual_seed(0), 4000
-    found = torch.stack([_positions(count, drawn, generator) for _ in range(calls)])
+    found = torch.stack([random_positions(count, drawn, generator) for _ in range(calls)])
     share = torch.bincount(found.flatten(), minlength=count) / calls
     # A count of independent calls scatters by less than a binomial one.
     expected = drawn / count
@@ -147,7 +147,7 @@ def test_a_call_without_keys_has_no_error():
 
 def test_the_rows_are_drawn_on_the_cpu_whatever_the_default_device():
     with torch.device("meta"):
-        assert _positions(12, 8, torch.Generator("cpu").manual_seed(0)).device.type == "cpu"
+        assert random_positions(12, 8, torch.Generator("cpu").manual_seed(0)).device.type == "cpu"
         assert _real_tokens(12, None, causal=False).device.type == "cpu"
 
 

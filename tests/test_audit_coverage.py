@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import efficient_attn as ea
-from efficient_attn.measure.error import Sample, _positions, exact_output
+from efficient_attn.measure.error import Sample, exact_output, random_positions
 from efficient_attn.studies.audit import estimates
 
 # Simulated audits of 72 rows, the least number in 12 or 9 heads that is 64 or more.
@@ -44,7 +44,7 @@ def simulated(errors, exact, calls=1):
     """
     (heads, count), generator = errors.shape, torch.Generator().manual_seed(0)
     each = ROWS * calls // heads
-    drawn = ([_positions(count, each, generator).numpy() for _ in errors] for _ in range(CALLS))
+    drawn = ([random_positions(count, each, generator).numpy() for _ in errors] for _ in range(CALLS))
     found = [
         estimates([Sample(a[i], b[i], count) for a, b, i in zip(errors, exact, one, strict=True)])
         for one in drawn

@@ -18,8 +18,7 @@ COMMANDS = ROOT / "cli"
 
 # Each row may import itself and the rows above it.
 LAYERS = (
-    {"shapes", "errors", "contained", "limits", "strict", "problem", "options"}
-    | {"operation_counts", "sharding"},
+    {"shapes", "errors", "contained", "limits", "problem", "options"} | {"operation_counts", "sharding"},
     {"ops"},
     {"registry"},
     {"backend", "distributed"} | {"external", "calibration", "plugins", "signatures"},

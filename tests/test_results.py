@@ -1,23 +1,15 @@
 """Results: a frame, a plot, sentences, files; harmless whatever the names are."""
 
-import csv
-import io
-import re
-
 import pytest
 from made_records import errors, folder
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.records import append
-from efficient_attn.report import table as tables
 from efficient_attn.studies.diff import diff
 from efficient_attn.studies.results import Results, read
 from efficient_attn.studies.run_folder import open_folder
-
-HOSTILE = "=1+1|`x`<script>alert(1)</script>$\\frac{[red]\x1b[2J\u202e"
 
 
 def case(kind, label, tokens, **changes):
@@ -58,6 +50,15 @@ def test_a_frame_has_one_row_per_case_with_flat_columns_and_units():
     )
     # Rounds of 3, 2, 2 and 2 rising samples have medians of 1, 3.5, 5.5 and 7.5 thousandths more.
     assert frame["time_s"][0] == pytest.approx(1e-6 * 256 * 256 * 1.0045)
+
+
+def test_columns_of_cases_that_are_alike_in_all_rows_are_left_out_unless_asked_for():
+    results = Results(records())
+    frame, whole = results.to_pandas(), results.to_pandas(constant=True)
+    assert {"kind", "label", "tokens", "backend", "time_s"} <= set(frame)
+    assert not {"dtype", "threads", "num_heads", "seed"} & set(frame)
+    assert set(whole) - set(frame) >= {"dtype", "threads", "num_heads", "seed"} and len(whole) == len(frame)
+    assert set(Results(records()[:1]).to_pandas()) >= {"dtype", "threads"}
 
 
 def test_a_raw_frame_has_one_row_per_sample():
@@ -220,32 +221,3 @@ def test_a_failed_point_stands_in_the_table_with_its_reason_below():
     time, *_ = Results([*records(), failed]).tables()
     row = next(row for row in time.rows if row[0] == "exact-dense")
     assert "skipped" in row and time.notes[-1] == "exact-dense: skipped: needs 3 GiB"
-
-
-def hostile():
-    bad = Record(case=case("time", HOSTILE, 256), times_s=(0.1, 0.2))
-    return Results([*records(), bad, Record(case=case("time", HOSTILE, 512), status="error", reason=HOSTILE)])
-
-
-def test_hostile_names_run_nothing_in_a_notebook_or_a_spreadsheet():
-    html = hostile()._repr_html_()
-    assert "<script" not in html and "&lt;script&gt;" in html
-    text = tables.to_csv(hostile().summary())
-    cells = [cell for row in csv.reader(io.StringIO(text)) for cell in row]
-    assert not any(
-        cell.startswith(("=", "+", "@", "-")) for cell in cells if not re.fullmatch(r"-?[\d.e-]+", cell)
-    )
-
-
-def test_hostile_names_move_no_cursor_and_break_no_table():
-    for table in hostile().tables():
-        console = Console(file=io.StringIO(), width=400, force_terminal=False)
-        console.print(tables.to_rich(table, console.width))
-        assert "\x1b" not in console.file.getvalue()
-        markdown = tables.to_markdown(table).splitlines()
-        bars = {len(re.findall(r"(?<!\\)\|", line)) for line in markdown if line.startswith("|")}
-        assert len(bars) == 1
-
-
-def test_hostile_names_are_drawn_as_they_are(tmp_path):
-    assert all(path.stat().st_size for path in hostile().save(tmp_path))

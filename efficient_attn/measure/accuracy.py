@@ -16,7 +16,7 @@ from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import worker
 from efficient_attn.measure.calls import attention_flops
-from efficient_attn.measure.error import mean_of_values, outputs_checked, unsafe_rows
+from efficient_attn.measure.error import mean_of_values, outputs_checked, random_positions, unsafe_rows
 from efficient_attn.measure.inputs import Subject, read_given
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant, possible, with_size
@@ -112,10 +112,7 @@ def _given_subject(path: str, dtype: str, device: str, tokens: int, causal: bool
 
 def sampled_queries(tokens: int, seed: int) -> Tensor:
     """A random position in each of SAMPLED_QUERIES equal parts, [SAMPLED_QUERIES]."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    width = tokens / SAMPLED_QUERIES
-    starts = torch.arange(SAMPLED_QUERIES, device="cpu", dtype=torch.float64) * width
-    return (starts + width * torch.rand(SAMPLED_QUERIES, generator=generator, dtype=torch.float64)).long()
+    return random_positions(tokens, SAMPLED_QUERIES, torch.Generator("cpu").manual_seed(seed))
 
 
 def measure_draws(

@@ -21,7 +21,6 @@ from efficient_attn.contained import contained
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import memory
 from efficient_attn.measure.error import (
-    WrongOutputError,
     backends_in,
     check_gradients,
     mean_of_values,
@@ -29,7 +28,7 @@ from efficient_attn.measure.error import (
 )
 from efficient_attn.measure.inputs import read_given
 from efficient_attn.measure.memory import ITEM_BYTES
-from efficient_attn.measure.record import COMPILED, SAME_INPUTS, Case, replace
+from efficient_attn.measure.record import CUDA_GRAPH, SAME_INPUTS, Case, replace
 from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION
 from efficient_attn.operation_counts import MatMul, OperationCounts
 from efficient_attn.options import resolved
@@ -111,7 +110,7 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
     checked: Callable[[], object] = functools.partial(_checked, module, call, case)
     if case.execution is not None:
         checked()
-        call = checked = executed(case.execution, module, called, spec=spec, device=case.device)
+        call = checked = _executed(case.execution, module, called, spec=spec, device=case.device)
     return Prepared(module, call, checked, tuple(tensors), streams, counted, moved, calibrated_on)
 
 
@@ -306,29 +305,25 @@ def known_flops(case: Case, target: Any) -> int | None:
         return None
 
 
-def executed(
+def _executed(
     execution: str, module: Any, called: Callable[[Any], Call], *, spec: BackendSpec, device: str
 ) -> Call:
-    """The call compiled or captured, made once and held against the eager call.
+    """The call compiled or captured.
 
     Args:
         called: Function that makes the measured call of a module.
         spec: The backend in the module.
     """
-    if execution == COMPILED and not spec.capabilities.compile:
+    if execution == CUDA_GRAPH:
+        return _captured(called(module), device)
+    if not spec.capabilities.compile:
         raise UnsupportedError(
             f"Backend {spec.name!r} does not support torch.compile; measure it eagerly (--execution eager)."
         )
-    call = called(_compiled(module)) if execution == COMPILED else _captured(called(module), device)
-    _check_alike(call(), called(module)())
-    return call
-
-
-def _compiled(module: Any) -> Any:
-    """The module as one graph for the measured shapes; a graph break is an error."""
     # Compiled code of earlier points counts against the limit of recompilations, beyond which torch is eager.
     torch.compiler.reset()
-    return torch.compile(module, fullgraph=True, dynamic=False)
+    # One graph for the measured shapes; a graph break is an error.
+    return called(torch.compile(module, fullgraph=True, dynamic=False))
 
 
 def _captured(call: Call, device: str) -> Call:
@@ -349,16 +344,3 @@ def _captured(call: Call, device: str) -> Call:
         return result
 
     return replay
-
-
-def _check_alike(result: Any, eager: Any) -> None:
-    """Refuse results that are not finite, or unlike the eager ones in number, shape or dtype."""
-    results, expected = (tensors if isinstance(tensors, tuple) else (tensors,) for tensors in (result, eager))
-    forms, eager_forms = (
-        [None if x is None else (list(x.shape), x.dtype, x.device) for x in tensors]
-        for tensors in (results, expected)
-    )
-    if forms != eager_forms:
-        raise WrongOutputError(f"the results are {forms}, of the eager call {eager_forms}.")
-    if not all(x is None or x.isfinite().all() for x in results):
-        raise WrongOutputError("the results are not finite, although those of the eager call are.")

@@ -1,4 +1,4 @@
-"""The child process that runs backends: one request per line in, one answer per line out, over two pipes.
+"""The child process that runs backends: requests in, answers out, over a pipe.
 
 Its stdout, which belongs to the backends, is redirected to stderr. The process ends, with all its children,
 as soon as the parent is gone.
@@ -12,8 +12,10 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +35,22 @@ _GRACE_S, _LONGEST_S = 5.0, 1e6
 _TOKENS, _HEADS, _HEAD_DIM = 16, 2, 8
 
 
-def main(requests: int, answers: int, limit_bytes: int | None = None) -> None:
-    """Serve requests from one file descriptor to the other, for ever."""
+def main(descriptor: int, limit_bytes: int | None = None) -> None:
+    """Serve requests from a pipe, for ever."""
     # Ctrl-C is ignored, so that a backend that sends itself SIGINT has no effect.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Started before torch is loaded, so that a parent that exits at once leaves no child behind.
     received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(requests, received), daemon=True).start()
+    pipe = Connection(descriptor)
+    threading.Thread(target=_receive, args=(pipe, received), daemon=True).start()
     # torch is loaded before the first request, since it takes longer than most measurements.
     from efficient_attn.measure import calls  # noqa: F401  (part of the start-up, not of the first point)
 
     if limit_bytes is not None:
         _limit_memory(limit_bytes)
-    _send(answers, READY)
+    pipe.send_bytes(READY)
     while True:
-        _send(answers, _answer(received.get()))
+        pipe.send_bytes(_answer(received.get()).encode())
 
 
 def _limit_memory(limit_bytes: int) -> None:
@@ -75,18 +78,12 @@ def _answer(request: dict[str, Any]) -> str:
             faulthandler.cancel_dump_traceback_later()
 
 
-def _receive(requests: int, received: "queue.SimpleQueue[dict[str, Any]]") -> None:
+def _receive(pipe: Connection, received: "queue.SimpleQueue[dict[str, Any]]") -> None:
     """Queue requests; runs in a thread of its own, which notices the end of the parent at any time."""
-    with os.fdopen(requests, encoding="utf-8") as lines:
-        for text in lines:
-            received.put(json.loads(text))
+    with suppress(EOFError, OSError):
+        while True:
+            received.put(json.loads(pipe.recv_bytes()))
     os.killpg(os.getpid(), signal.SIGKILL)
-
-
-def _send(answers: int, text: str) -> None:
-    data = f"{text}\n".encode()
-    while data:
-        data = data[os.write(answers, data) :]
 
 
 def _measure(request: Mapping[str, Any]) -> str:

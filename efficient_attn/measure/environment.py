@@ -5,6 +5,7 @@ and depend on the system; unknown figures are None.
 """
 
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -27,11 +28,8 @@ VARIABLES = (
 )
 PACKAGES = ("efficient-attn", "numpy", "torch", "transformers", "triton")
 
-# Entries from a GPU's driver: its version, and the highest clocks.
-_DRIVER = ("driver_version", "clocks.max.sm", "clocks.max.mem")
-
-# Names of entries at drivers that do not know the newer name.
-_FORMER_FIELDS = {"clocks_event_reasons.active": ["clocks_throttle_reasons.active"]}
+# Entries from a GPU's driver: its version, and the highest clock.
+_DRIVER = ("driver_version", "clocks.max.sm")
 
 # Time limit of a query to git or the driver.
 _PATIENCE_S = 5
@@ -42,10 +40,6 @@ _PATH = re.compile(r"(?:(?<=^)|(?<=[=,:\s]))(?:~?/|[A-Za-z]:\\)[^,:\s]*")
 # Fields of records on the state of a GPU: the name at the driver, and the function of its answer.
 _GPU_STATE: dict[str, tuple[str, Callable[[str], Any]]] = {
     "sm_clock_hz": ("clocks.sm", lambda text: 1e6 * float(text.removesuffix(" MHz"))),
-    "memory_clock_hz": ("clocks.mem", lambda text: 1e6 * float(text.removesuffix(" MHz"))),
-    "power_w": ("power.draw", lambda text: float(text.removesuffix(" W"))),
-    "temperature_c": ("temperature.gpu", float),
-    "power_state": ("pstate", str),
     "throttle_reasons": ("clocks_event_reasons.active", lambda text: int(text, 16)),
 }
 
@@ -177,34 +171,19 @@ def _gpu(device: str) -> dict[str, Any] | None:
         "name": properties.name,
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda,
-        **ask_driver(device, _DRIVER),
+        **_ask_driver(device, _DRIVER),
     }
 
 
-def ask_driver(device: str, fields: Sequence[str]) -> dict[str, str | None]:
-    """Answers of the GPU's driver, in the words of nvidia-smi; None if it gives none.
-
-    Args:
-        fields: Names of entries; every driver knows the first.
-    """
-    answers = _driver_answers(device, fields)
-    # A driver that does not know one of the fields refuses them all.
-    if answers is None and _driver_answers(device, fields[:1]) is not None:
-        names = [[field, *_FORMER_FIELDS.get(field, ())] for field in fields]
-        alone = [[_driver_answers(device, [name]) for name in field] for field in names]
-        answers = [next((text[0] for text in texts if text), None) for texts in alone]
-    return dict(zip(fields, answers, strict=True)) if answers else dict.fromkeys(fields)
-
-
-def _driver_answers(device: str, fields: Sequence[str]) -> Sequence[str | None] | None:
-    """Answers to one query; None if it fails, and none of them if their number is another one."""
+def _ask_driver(device: str, fields: Sequence[str]) -> dict[str, str | None]:
+    """Answers of the GPU's driver, in the words of nvidia-smi; None if it gives none."""
     import torch
 
     # CUDA_VISIBLE_DEVICES renumbers the devices; the driver knows each by its name.
     device_id = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
     text = _ask(["nvidia-smi", device_id, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
-    values = text.split(", ") if text else []
-    return None if text is None else values if len(values) == len(fields) else []
+    values = (text or "").split(", ")
+    return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else dict.fromkeys(fields)
 
 
 def _ask(command: list[str]) -> str | None:
@@ -239,7 +218,12 @@ class Moment(NamedTuple):
 
 def moment() -> Moment:
     """Current counters and speed; takes about ten milliseconds."""
-    loop_s = min(_time_of_the_loop() for _ in range(_LOOPS))
+    loop_s = math.inf
+    for _ in range(_LOOPS):
+        start = time.perf_counter()
+        for _ in range(_LOOP_STEPS):
+            pass
+        loop_s = min(loop_s, time.perf_counter() - start)
     busy_s, stolen_s = _processor_seconds()
     return Moment(time.monotonic(), sum(os.times()[:4]), busy_s, stolen_s, loop_s)
 
@@ -264,20 +248,17 @@ def between(before: Moment, after: Moment) -> dict[str, Any]:
 
 
 def gpu_state(device: str) -> dict[str, Any]:
-    """Clocks, power and throttling of a GPU now, by field of a record; None without an answer."""
+    """Clock and throttling of a GPU now, by field of a record; None without an answer."""
     if not device.startswith("cuda"):
         return {}
-    answers = ask_driver(device, [name for name, _ in _GPU_STATE.values()])
-    return {field: _read(answers[name], read) for field, (name, read) in _GPU_STATE.items()}
-
-
-def _read(text: str | None, read: Callable[[str], Any]) -> Any:
-    # Some devices answer [N/A].
-    if text is None or text.startswith("["):
-        return None
-    with suppress(ValueError):
-        return read(text)
-    return None
+    answers = _ask_driver(device, [name for name, _ in _GPU_STATE.values()])
+    state: dict[str, Any] = {}
+    for field, (name, read) in _GPU_STATE.items():
+        state[field] = None
+        # Some devices answer [N/A].
+        with suppress(ValueError):
+            state[field] = read(answers[name] or "")
+    return state
 
 
 def waited_s() -> float | None:
@@ -287,13 +268,6 @@ def waited_s() -> float | None:
         return sum(int((thread / "schedstat").read_text().split()[1]) for thread in threads) / 1e9
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _time_of_the_loop() -> float:
-    start = time.perf_counter()
-    for _ in range(_LOOP_STEPS):
-        pass
-    return time.perf_counter() - start
 
 
 def _processor_seconds() -> tuple[float | None, float | None]:

@@ -155,7 +155,9 @@ def sample_rows(
         each = min(max(each, _LEAST), len(tokens))
         if each:
             _check_finite(out[entry, :, tokens.to(out.device)])
-            drawn = torch.stack([tokens[_positions(len(tokens), each, generator)] for _ in range(q.shape[1])])
+            drawn = torch.stack(
+                [tokens[random_positions(len(tokens), each, generator)] for _ in range(q.shape[1])]
+            )
             samples += _samples(backend, (q[entry], k[entry], v[entry], mask), out[entry], drawn, len(tokens))
     return samples
 
@@ -176,7 +178,7 @@ def _real_tokens(count: int, mask: Tensor | None, *, causal: bool) -> Tensor:
     return mask[len(mask) - count :].nonzero().squeeze(-1).cpu()
 
 
-def _positions(count: int, drawn: int, generator: torch.Generator) -> Tensor:
+def random_positions(count: int, drawn: int, generator: torch.Generator) -> Tensor:
     """A random position in each of `drawn` equal parts; a position on a border belongs to both."""
     # On the CPU whatever the default device is: a seed means the same rows everywhere.
     random = torch.rand(drawn, generator=generator, dtype=torch.float64, device="cpu")

@@ -331,13 +331,13 @@ def _of_model(
 
     Unless layers are named or all are measured causally, causal layers are left out beside others.
     """
-    name = _name_of(source) if isinstance(source, Captured) else PurePath(source).name
     if isinstance(source, Captured):
-        captured = source
+        captured, name, text = source, source.about["model"], source.about.get("text_sha256")
+        name = name if text is None else f"{name} on 1 text #{text[:8]}"
     elif source in SHIPPED:
-        captured = shipped(SHIPPED[str(source)])
+        captured, name = shipped(SHIPPED[str(source)]), str(source)
     elif Path(source).is_file():
-        captured = read_activations(source)
+        captured, name = read_activations(source), PurePath(source).name
     else:
         raise DataError(
             f"inputs cannot be {str(source)!r}: there is no such file. Known: {', '.join(WORDS)}."
@@ -347,7 +347,11 @@ def _of_model(
     full = [layer for layer in captured.layers if layer not in patterns or (causal and layer in past)]
     usual = full or [layer for layer in captured.layers if layer in past] or list(captured.layers)
     if not isinstance(source, Captured) and source in SHIPPED:
-        usual = _long_enough(captured, usual, seq_len)
+        # The layers of at least `seq_len` tokens, or the longest.
+        tokens = {layer: captured.layers[layer].k.shape[-2] for layer in usual}
+        longest = max(tokens.values())
+        least = longest if seq_len is None else min(seq_len, longest)
+        usual = [layer for layer in usual if tokens[layer] >= least]
     chosen = dict.fromkeys(usual if layers is None else layers)
     for layer in chosen:
         if layer not in captured.layers:
@@ -361,20 +365,6 @@ def _of_model(
         activations = Activations(*(tensor.float() for tensor in captured.layers[layer]))
         scale = activations.q.shape[-1] ** -0.5 if captured.scale is None else captured.scale
         yield Subject(f"{name}(layer={layer})", activations, scale, seed, causal or layer in past)
-
-
-def _long_enough(captured: Captured, layers: Sequence[int], seq_len: int | None) -> list[int]:
-    """The layers of at least `seq_len` tokens, or the longest."""
-    tokens = {layer: captured.layers[layer].k.shape[-2] for layer in layers}
-    longest = max(tokens.values())
-    least = longest if seq_len is None else min(seq_len, longest)
-    return [layer for layer in layers if tokens[layer] >= least]
-
-
-def _name_of(captured: Captured) -> str:
-    """Name of a model, with the hash of its text if it read one."""
-    name, text = captured.about["model"], captured.about.get("text_sha256")
-    return name if text is None else f"{name} on 1 text #{text[:8]}"
 
 
 def write_given(path: str | Path, subject: Subject) -> None:

@@ -1,6 +1,6 @@
 """A child process that answers requests until a backend crashes or blocks it.
 
-Spawned, not forked. Requests and answers are lines of JSON over private pipes.
+Spawned, not forked. Requests and answers are JSON over a private pipe.
 
 External files and packages are imported in it first: an import that hangs, crashes or ends its process then
 costs one error line and not the command. The Python function `build` imports directly.
@@ -9,20 +9,19 @@ costs one error line and not the command. The Python function `build` imports di
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Self
 
 from efficient_attn.errors import DataError
 from efficient_attn.measure.units import show_seconds
 
-# First line of a process that has loaded everything.
-READY = "ready"
+# First message of a process that has loaded everything.
+READY = b"ready"
 
 # Time limits to start Python and load torch, and for a killed process to end.
 _START_LIMIT_S, _END_LIMIT_S = 120.0, 2.0
@@ -52,8 +51,7 @@ class Process:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = limit_bytes
         self._child: subprocess.Popen[bytes] | None = None
-        self._requests = self._answers = -1
-        self._unread = b""
+        self._pipe: Any = None
 
     def __enter__(self) -> Self:
         return self
@@ -70,9 +68,23 @@ class Process:
         """Start the process, unless it is running."""
         if self._child is not None:
             return
-        self._child = self._spawned()
+        self._pipe, pipe = Pipe()
+        # multiprocessing.Process would run the user's main module again.
+        command = [sys.executable, "-P", "-m", "efficient_attn.measure.child", str(pipe.fileno())]
+        command += [] if self._limit_bytes is None else [str(self._limit_bytes)]
+        # The child imports from the same places.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        with pipe:
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=_STDERR,
+                pass_fds=[pipe.fileno()],
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": paths},
+            )
         try:
-            ready = self._answer(_START_LIMIT_S) == READY.encode()
+            ready = self._answer(_START_LIMIT_S) == READY
         except (TimeoutError, CrashError):
             ready = False
         if not ready:
@@ -80,14 +92,18 @@ class Process:
             raise CrashError("the process that measures did not start; isolate='none' measures without it")
 
     def ask(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> bytes:
-        """Answer to a request."""
+        """Answer to a request.
+
+        Raises:
+            TimeoutError: If it does not come in time.
+            CrashError: If the process has ended.
+        """
         self.start()
-        data = f"{json.dumps({'job': job, 'limit_s': limit_s, **request}, allow_nan=False)}\n".encode()
+        data = json.dumps({"job": job, "limit_s": limit_s, **request}, allow_nan=False).encode()
         try:
             # A process that has ended reads nothing, and its answers end.
             with contextlib.suppress(BrokenPipeError):
-                while data:
-                    data = data[os.write(self._requests, data) :]
+                self._pipe.send_bytes(data)
             return self._answer(limit_s)
         except BaseException:
             self.close()
@@ -102,49 +118,19 @@ class Process:
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_END_LIMIT_S)
-        os.close(self._requests)
-        os.close(self._answers)
-
-    def _spawned(self) -> "subprocess.Popen[bytes]":
-        requests, self._requests = os.pipe()
-        self._answers, answers = os.pipe()
-        self._unread = b""
-        command = [sys.executable, "-P", "-m", "efficient_attn.measure.child", str(requests), str(answers)]
-        command += [] if self._limit_bytes is None else [str(self._limit_bytes)]
-        # The child imports from the same places.
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=_STDERR,
-            pass_fds=(requests, answers),
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": paths},
-        )
-        os.close(requests)
-        os.close(answers)
-        return child
+        self._pipe.close()
 
     def _answer(self, limit_s: float) -> bytes:
-        """The next answer.
-
-        Raises:
-            TimeoutError: If it does not come in time.
-            CrashError: If the process has ended.
-        """
-        deadline = time.monotonic() + limit_s
-        waiting = select.poll()
-        waiting.register(self._answers, select.POLLIN)
-        while b"\n" not in self._unread:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0 or not waiting.poll(1000 * left_s):
+        """The next answer."""
+        try:
+            if not self._pipe.poll(limit_s):
                 raise TimeoutError
-            part = os.read(self._answers, 1 << 16)
-            if not part or len(self._unread) > _LONGEST_ANSWER:
-                raise CrashError(self._ending())
-            self._unread += part
-        answer, _, self._unread = self._unread.partition(b"\n")
-        return answer
+            return bytes(self._pipe.recv_bytes(_LONGEST_ANSWER))
+        # The other end is closed, or code of a backend has written to it.
+        except (EOFError, ConnectionError, OSError) as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise CrashError(self._ending()) from None
 
     def _ending(self) -> str:
         """Description of how the process ended."""

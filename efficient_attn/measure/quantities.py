@@ -182,10 +182,6 @@ register(
     condition("matmul_flops_per_s", "FLOP/s", "Peak rate of large matrix products.", _CEILING),
     condition("copy_bytes_per_s", "B/s", "Peak rate of a large copy, reads and writes.", _CEILING),
     condition("sm_clock_hz", "Hz", "Clock of the GPU's multiprocessors after the first round.", _STATE),
-    condition("memory_clock_hz", "Hz", "Clock of the GPU's memory after the first round.", _STATE),
-    condition("power_w", "W", "Power draw of the GPU after the first round.", _STATE),
-    condition("temperature_c", "°C", "Temperature of the GPU after the first round.", _STATE),
-    condition("power_state", "", "Performance state of the GPU, P0 the highest.", _STATE, type="text"),
     condition(
         "throttle_reasons",
         "",

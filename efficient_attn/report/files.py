@@ -128,7 +128,10 @@ def page(runs: Sequence[Run], figures: _Figures) -> str:
     from jinja2 import Environment, StrictUndefined
 
     jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_printable)
-    jinja.filters["brief"] = _brief
+    # Words are shortened too, such as names of foreign backends.
+    jinja.filters["brief"] = lambda text, most=_LONGEST_CELL: short(
+        _LONG_WORD.sub(lambda word: short(word[0]), text), most
+    )
     jinja.filters["base64"] = lambda data: b64encode(data).decode()
     plots = {(run.label, name): plot for run in runs for name, plot in run.plots.items()}
     drawings = [
@@ -144,6 +147,9 @@ def page(runs: Sequence[Run], figures: _Figures) -> str:
     tables = [
         (run.label, table) for title in titles for run in runs for table in run.tables if table.title == title
     ]
+    values = [dict(flat(run.environment)) for run in runs]
+    names = dict.fromkeys(name for column in values for name in column if name != "command")
+    rows = tuple((name, *(column.get(name, "–") for column in values)) for name in names)
     template, css = (
         files(__package__).joinpath(name).read_text("utf-8") for name in ("page.html", "page.css")
     )
@@ -155,7 +161,7 @@ def page(runs: Sequence[Run], figures: _Figures) -> str:
         drawings=drawings,
         tables=tables,
         right=right_aligned,
-        environment=_environment(runs),
+        environment=Table("Environment", ("", *(run.label for run in runs)), rows),
         version=efficient_attn.__version__,
     )
 
@@ -175,22 +181,9 @@ def _figures(runs: Sequence[Run], look: Mapping[str, Any]) -> _Figures:
     return {key: draw(plot, **look)[0].figure for key, plot in plots.items()}
 
 
-def _brief(text: str, most: int = _LONGEST_CELL) -> str:
-    """Text with shortened words, such as names of foreign backends."""
-    return short(_LONG_WORD.sub(lambda word: short(word[0]), text), most)
-
-
 def _printable(value: Any) -> Any:
     """Text without control characters, in its lines."""
     # Safe strings of the template are markup of this package.
     if isinstance(value, str) and not hasattr(value, "__html__"):
         return "\n".join(map(plain, value[:_LONGEST_TEXT].split("\n")))
     return value
-
-
-def _environment(runs: Sequence[Run]) -> Table:
-    """Environments of the runs, a column each."""
-    values = [dict(flat(run.environment)) for run in runs]
-    names = dict.fromkeys(name for column in values for name in column if name != "command")
-    rows = tuple((name, *(column.get(name, "–") for column in values)) for name in names)
-    return Table("Environment", ("", *(run.label for run in runs)), rows)

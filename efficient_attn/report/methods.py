@@ -85,12 +85,17 @@ def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> s
     kinds |= {"device time" for record in measured if record.device_times_s}
     cases = [record.case for record in records]
     tokens = _listed(sorted(case.tokens for case in cases))
+    cited = [
+        case.backend
+        + "".join(f" ({paper.short}, {paper.address})" for paper in PAPERS if case.backend in paper.backends)
+        for case in cases
+    ]
     parts = [
         _where(environment),
         f"Measured quantities: {_listed(f'{case.kind} of {case.of}' for case in cases)} at {tokens} tokens; "
         f"{_listed(map(setting, cases))}. "
         f"Inputs: {_listed(f'{describe(case.inputs)} (seed {case.seed})' for case in cases)}.",
-        f"Backends and baselines: {_listed(_cited(case.backend) for case in cases)}.",
+        f"Backends and baselines: {_listed(cited)}.",
         *(text for kind, text in _METHODS.items() if kind in kinds),
     ]
     if len(measured) < len(records):
@@ -129,12 +134,6 @@ def _where(environment: Mapping[str, Any]) -> str:
     versions = [f"{name}{names[key]}" for name, key in software.items() if key in names]
     date = f" on {names['utc'][:10]}" if "utc" in names else ""
     return f"Measured{date} on {machine}{' with ' if versions else ''}{', '.join(versions)}."
-
-
-def _cited(backend: str) -> str:
-    return backend + "".join(
-        f" ({paper.short}, {paper.address})" for paper in PAPERS if backend in paper.backends
-    )
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -36,11 +36,6 @@ def three_digits(value: float) -> str:
     return f"{value:.{2 if value < 10 else 1}f}" if value >= 1 else f"{value:.3g}"
 
 
-def show_range(low: float, high: float) -> str:
-    """`0.83 to 1.2`: two edges to three digits."""
-    return f"{three_digits(low)} to {three_digits(high)}"
-
-
 def show_spread(value: float, low: float | None, high: float | None, *, unit: float) -> str:
     """Value in the unit, with a wide interval's half-width in percent."""
     text = three_digits(value / unit)
@@ -56,7 +51,7 @@ def show_ratio(ratio: Typical) -> str:
     if ratio.low is None or ratio.high is None:
         return text
     telling = ratio.side_of_one and ratio.high - ratio.low <= 2 * _NOISY * ratio.median
-    return text if telling else f"{text} ({show_range(ratio.low, ratio.high)})"
+    return text if telling else f"{text} ({three_digits(ratio.low)} to {three_digits(ratio.high)})"
 
 
 def show_growth(fit: Growth | None) -> str:

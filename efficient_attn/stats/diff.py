@@ -244,10 +244,10 @@ def _with_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: 
 
 
 def _waited(side: Side) -> float:
-    """Upper bound on the share of run-queue wait, mean over runs."""
+    """Upper bound on the share of run-queue wait, mean over runs; times on one thread exclude it."""
     shares = [
         min(1.0, max(0.0, record.waited_s / (math.fsum(times(record.times_s or ())) or math.inf)))
-        if record.case.device == "cpu" and record.waited_s
+        if record.case.device == "cpu" and record.case.threads > 1 and record.waited_s
         else 0.0
         for record in records_of(side)
     ]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from efficient_attn.measure.record import Record
-from efficient_attn.stats.estimates import FEWEST_ROUNDS, call_time, round_times
+from efficient_attn.stats.estimates import call_time
 
 # Key of an environment that lists the conditions during the run, one entry per resumption.
 DURING = "during"
@@ -31,7 +31,11 @@ _THREADS = "use fewer --threads, or an idle machine."
 
 def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
     """Sentences on conditions that make times uncertain or wrong."""
-    timed = [record for record in records if _timed(record)]
+    timed = [
+        record
+        for record in records
+        if record.case.kind == "time" and record.status == "ok" and _samples(record)
+    ]
     if not timed:
         return []
     sentences = []
@@ -64,10 +68,6 @@ def _names(records: Sequence[Record]) -> str:
     return named if further <= 0 else f"{named} and {further} more point{'s' * (further > 1)}"
 
 
-def _timed(record: Record) -> bool:
-    return record.case.kind == "time" and record.status == "ok" and bool(_samples(record))
-
-
 def _samples(record: Record) -> tuple[float, ...]:
     # Times that were not finite are null in a file.
     return tuple(time_s for time_s in record.times_s or () if time_s is not None and time_s > 0)
@@ -79,22 +79,10 @@ def _half_width(record: Record) -> float:
 
 
 def _waiting(record: Record) -> float:
-    if record.waited_s is None or record.case.device != "cpu":
+    """Share of run-queue wait, which times on one thread exclude."""
+    if record.waited_s is None or record.case.device != "cpu" or record.case.threads == 1:
         return 0.0
-    return record.waited_s / (sum(_samples(record)) * max(record.case.threads, 1))
-
-
-def _lacking_rounds(record: Record) -> float:
-    return FEWEST_ROUNDS - (len(round_times(record)) or FEWEST_ROUNDS)
-
-
-def _throttled(record: Record) -> int:
-    """Bits of the driver's mask for power, heat and hardware."""
-    return (record.throttle_reasons or 0) & _SLOWED
-
-
-def _unknown_state(record: Record) -> bool:
-    return record.case.device.startswith("cuda") and record.sm_clock_hz is None
+    return record.waited_s / (sum(_samples(record)) * record.case.threads)
 
 
 def _number(run: Mapping[str, Any], name: str) -> float:
@@ -113,21 +101,10 @@ _SIGNS: tuple[tuple[Callable[[Record], float], float, str], ...] = (
         f"CPU contention: threads of {{}} waited for a processor up to {{:.0%}} of the time; {_THREADS}",
     ),
     (
-        _lacking_rounds,
-        0,
-        f"Few rounds: {{}} had fewer than {FEWEST_ROUNDS}, too few for an interval; use --rounds "
-        f"{FEWEST_ROUNDS} or more.",
-    ),
-    (
-        _throttled,
+        lambda record: (record.throttle_reasons or 0) & _SLOWED,
         0,
         "Throttled GPU: power, heat or hardware held its clocks down after {} (reasons {:#x}); cool it, or "
         "lock its clocks.",
-    ),
-    (
-        _unknown_state,
-        0,
-        "Unknown GPU state: clocks, power and throttling of {} are not recorded; nvidia-smi gave no answer.",
     ),
 )
 _LOADS = (

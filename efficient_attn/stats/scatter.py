@@ -140,7 +140,13 @@ def _values_tested(quantity: Quantity, old: Side, new: Side, noise: Noise) -> Te
     sides = [[units for run in side if (units := _repetitions(quantity, run))] for side in (old, new)]
     if not all(sides):
         return None
-    before, after = (_over_runs(side) for side in sides)
+    # Means over runs of each repetition, or the means of unequal runs.
+    before, after = (
+        np.array([np.mean(run) for run in side])
+        if len({len(run) for run in side}) > 1
+        else np.array(np.mean(side, axis=0))
+        for side in sides
+    )
     values = float(before.mean()), float(after.mean())
     if all(run == sides[0][0] for side in sides for run in side):
         return Tested(*values, 0.0)
@@ -196,13 +202,6 @@ def _several_draws(old: Side, new: Side) -> bool:
         for record in records_of((*old, *new))
         for field in filter(None, fields)
     )
-
-
-def _over_runs(side: Sequence[list[float]]) -> significance.Floats:
-    """Mean over runs of each repetition, or the means of unequal runs."""
-    if len({len(run) for run in side}) > 1:
-        return np.array([np.mean(run) for run in side])
-    return np.array(np.mean(side, axis=0))
 
 
 def seed_scatter(quantity: Quantity, sides: Iterable[Side]) -> float:

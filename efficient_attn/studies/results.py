@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.measure.record import Record, merge_rows
+from efficient_attn.measure.record import Case, Record, merge_rows
 from efficient_attn.measure.records import append
 from efficient_attn.measure.records import read as read_records
 from efficient_attn.report.drawing import draw
@@ -28,6 +28,9 @@ from efficient_attn.studies.run_folder import (
 )
 from efficient_attn.studies.study import STUDY, Study
 from efficient_attn.studies.view import flat_row, sample_rows, view_of
+
+# Columns of every frame, constant or not.
+_COLUMNS = ("kind", "label", "tokens")
 
 
 class Results:
@@ -80,13 +83,19 @@ class Results:
                 "the runs side by side."
             )
 
-    def to_pandas(self, raw: bool = False) -> Any:
-        """One row per case, flat, times as a median with its interval; raw: one row per sample."""
+    def to_pandas(self, raw: bool = False, constant: bool = False) -> Any:
+        """One row per case, flat, times as a median with its interval.
+
+        Args:
+            raw: One row per sample.
+            constant: Keep columns of cases that are alike in all rows; kind, label and tokens stay.
+        """
         import pandas
 
-        if raw:
-            return pandas.DataFrame(self._rows(sample_rows))
-        return pandas.DataFrame(self.summary())
+        frame = pandas.DataFrame(self._rows(sample_rows) if raw else self.summary())
+        described = [name for name in frame if name in Case.__struct_fields__ and name not in _COLUMNS]
+        alike = [name for name in described if len(set(frame[name])) == 1]
+        return frame if constant or len(frame) == 1 else frame.drop(columns=alike)
 
     def tables(self) -> list[Table]:
         """What was measured, as tables of text."""

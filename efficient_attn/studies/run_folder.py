@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import DataError, UnsupportedError
-from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
+from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes, read_object
 from efficient_attn.measure.record import Case, Record, merge_rows
 from efficient_attn.measure.records import NO_LINK, append
 from efficient_attn.measure.records import read as read_records
@@ -19,7 +19,6 @@ from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.escape import short
 from efficient_attn.report.files import write
 from efficient_attn.report.methods import flat
-from efficient_attn.strict import read_object
 from efficient_attn.studies import studies
 from efficient_attn.studies.study import CODE, STUDY, Point
 
@@ -30,7 +29,7 @@ LOCK = ".lock"
 _DECISIVE = ("torch.version", "processor", "gpu.name", "model.weights_sha256")
 
 # Entries of the software of a GPU.
-GPU_SOFTWARE = ("gpu.cuda", "gpu.driver_version", "gpu.clocks.max.sm", "gpu.clocks.max.mem")
+GPU_SOFTWARE = ("gpu.cuda", "gpu.driver_version", "gpu.clocks.max.sm")
 
 
 def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False) -> Path:

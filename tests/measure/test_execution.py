@@ -13,8 +13,7 @@ import efficient_attn as ea
 from efficient_attn.backends import spec
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import calls, worker
-from efficient_attn.measure.calls import executed
-from efficient_attn.measure.error import WrongOutputError
+from efficient_attn.measure.calls import _executed
 from efficient_attn.measure.record import COMPILED, CUDA_GRAPH
 from efficient_attn.registry import Capabilities
 from efficient_attn.studies.bench.plan import plan
@@ -98,7 +97,7 @@ def test_a_backend_that_does_not_promise_it_is_not_compiled(compiled):
     with pytest.raises(
         UnsupportedError, match=r"'exact' does not support torch\.compile; measure it eagerly"
     ):
-        executed(COMPILED, None, None, spec=worker.replace(EXACT, capabilities=without), device="cpu")
+        _executed(COMPILED, None, None, spec=worker.replace(EXACT, capabilities=without), device="cpu")
     assert compiled == []
 
 
@@ -106,7 +105,7 @@ def test_a_graph_is_captured_after_calls_on_a_side_stream_and_then_replayed(stre
     def called(module):
         return lambda: stream.append("call") or torch.ones(2)
 
-    call = executed(CUDA_GRAPH, None, called, spec=EXACT, device="cuda:1")
+    call = _executed(CUDA_GRAPH, None, called, spec=EXACT, device="cuda:1")
     assert stream == [
         "enter cuda:1",
         "side waits for main",
@@ -118,26 +117,9 @@ def test_a_graph_is_captured_after_calls_on_a_side_stream_and_then_replayed(stre
         "call",
         "leave capture",
         "leave cuda:1",
-        "replay",
-        "call",
     ]
     stream.clear()
     assert call().tolist() == [1, 1] and stream == ["replay"]
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (torch.ones(3), "the results are .*3.*, of the eager call .*2"),
-        (torch.ones(2).double(), "the results are .*float64"),
-        (torch.tensor([1.0, float("nan")]), "the results are not finite, although"),
-        (None, "the results are .None., of the eager call"),
-    ],
-)
-def test_results_unlike_those_of_the_eager_call_are_refused(compiled, result, message):
-    answers = [result, torch.ones(2)]
-    with pytest.raises(WrongOutputError, match=message):
-        executed(COMPILED, None, lambda module: lambda: answers.pop(0), spec=EXACT, device="cpu")
 
 
 def test_options_of_a_gpu_are_refused_on_a_cpu_and_unknown_caches_everywhere():

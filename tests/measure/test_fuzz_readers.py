@@ -143,14 +143,13 @@ def test_any_environment_is_refused_or_made_use_of(folder, value):
     ("content", "message"),
     [
         (b" " * (ENVIRONMENT_BYTES + 1), f"is larger than {ENVIRONMENT_BYTES} bytes"),
-        (b'{"torch": 1, "torch": 2}', "is no strict JSON: 'torch' stands twice"),
-        (b'{"torch": NaN}', "is no strict JSON: NaN"),
-        (b'{"torch": 1e999}', "is no strict JSON: 1e999"),
+        (b'{"torch": NaN}', "is no strict JSON"),
+        (b'{"torch": 1e999}', "is no strict JSON"),
         (b'{"torch": "\xff"}', "is no strict JSON"),
-        (b"[" * 100_000, "is no strict JSON"),
+        (b'{"torch": ' + b"[" * 100_000, "is no strict JSON"),
         (b"[1]", "is no JSON object"),
     ],
-    ids=["large", "twice", "NaN", "infinite", "no UTF-8", "deep", "list"],
+    ids=["large", "NaN", "infinite", "no UTF-8", "deep", "list"],
 )
 def test_an_environment_that_is_too_large_or_no_strict_json_is_refused(folder, content, message):
     lay_out(folder, RECORDS, content)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from isolated_points import gone, soon
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
@@ -40,15 +41,6 @@ def begin():
     )
 
 
-def until(true, limit_s=PATIENCE_S):
-    """Seconds until something is true; the test fails if it never is."""
-    start = time.monotonic()
-    while not true():
-        assert time.monotonic() - start < limit_s, "waited in vain"
-        time.sleep(0.001)
-    return time.monotonic() - start
-
-
 def begun():
     return os.path.exists("out/records.jsonl")
 
@@ -58,22 +50,15 @@ def children(process):
     return [int(pid) for pid in path.read_text().split()]
 
 
-def gone(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "number", "code"), [(0, "SIGINT", 130), (1, "SIGTERM", 143)])
 def test_an_ended_run_keeps_every_row_it_told_of_and_leaves_no_process(seed, number, code):
     process = begin()
-    until(begun)
+    assert soon(begun, within_s=PATIENCE_S)
     time.sleep(random.Random(seed).uniform(0, 1.5))
     helpers = children(process)
     process.send_signal(getattr(signal, number))
-    until(lambda: all(map(gone, helpers)), GONE_S)
+    assert soon(lambda: all(map(gone, helpers)), within_s=GONE_S)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == code and out.splitlines()[-1] == "out" and "Traceback" not in err
     reading = read("out/records.jsonl")
@@ -87,12 +72,12 @@ def test_an_ended_run_keeps_every_row_it_told_of_and_leaves_no_process(seed, num
 @pytest.mark.slow
 def test_a_second_interruption_ends_at_once():
     process = begin()
-    until(begun)
+    assert soon(begun, within_s=PATIENCE_S)
     process.send_signal(signal.SIGINT)
     # Until the first one has been noticed, which ends the process that measures.
-    until(lambda: not children(process))
+    assert soon(lambda: not children(process), within_s=PATIENCE_S)
     process.send_signal(signal.SIGINT)
-    assert until(lambda: process.poll() is not None) < GONE_S and process.wait() == 130
+    assert soon(lambda: process.poll() is not None, within_s=GONE_S) and process.wait() == 130
     process.communicate()
     assert read("out/records.jsonl").records
 

@@ -148,23 +148,13 @@ def test_a_run_is_taken_up_or_left_as_it_was_whichever_call_fails(tmp_path, monk
     outcomes(monkeypatch, act, lay_out)
 
 
-def short(write, counted):
+def short(write):
     """`os.write` that takes half of it, as a signal or a nearly full disk makes it do."""
 
     def halved(descriptor, data):
-        counted.append(len(data))
         return write(descriptor, data[: (len(data) + 1) // 2])
 
     return halved
-
-
-def test_a_record_of_which_the_system_takes_half_at_a_time_is_written_whole(tmp_path, monkeypatch):
-    path, counted = tmp_path / "records.jsonl", []
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", short(os.write, counted))
-        append(path, RECORD)
-        append(path, RECORD)
-    assert read(path) == ((RECORD, RECORD), False) and len(counted) > 4
 
 
 @pytest.mark.parametrize("k", range(1, 8))
@@ -175,12 +165,13 @@ def test_a_record_that_fails_after_a_part_of_it_leaves_whole_lines_that_more_are
     append(path, RECORD)
     before = path.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "write", short(os.write, []))
+        patch.setattr(os, "write", short(os.write))
         fault = Fault(k, errno.ENOSPC)
         fault.wrap(os, "write", patch)
         with pytest.raises(DataError, match="No space left on device"):
             append(path, RECORD)
     assert fault.came and path.read_bytes() == before
+    monkeypatch.setattr(os, "write", short(os.write))
     append(path, RECORD)
     assert read(path) == ((RECORD, RECORD), False)
 
@@ -245,12 +236,6 @@ def test_a_file_takes_its_name_when_it_is_on_the_disk_and_the_name_is_waited_for
     for _ in range(2):
         write(path, "content")
         assert disk.holds(path)
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is always full")
-def test_a_full_disk_is_told(tmp_path):
-    with pytest.raises(DataError, match="No space left on device"):
-        append("/dev/full", RECORD)
 
 
 @pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are not refused here")

@@ -212,6 +212,6 @@ def test_an_environment_of_any_shape_is_shown(tmp_path):
         "packages": ["x"],
         "command": "y",
         "utc": 7,
-        "memory_bytes": 10**400,
+        "memory_bytes": 10**30,
     }
     assert "Environment" in page_of(folder(tmp_path / "run", costs(), strange), tmp_path=tmp_path)

@@ -25,9 +25,9 @@ THROTTLED = (
 )
 
 
-def record(times_s=STEADY * 4, *, label="window", tokens=256, device="cpu", **fields):
+def record(times_s=STEADY * 4, *, label="window", tokens=256, device="cpu", threads=2, **fields):
     measured = {"round_sizes": (len(times_s) // 4,) * 4, "waited_s": 0.0, **fields}
-    about = case("time", label, tokens, backend="window", device=device)
+    about = case("time", label, tokens, backend="window", device=device, threads=threads)
     return Record(case=about, times_s=tuple(times_s), **measured)
 
 
@@ -56,19 +56,12 @@ REMARKS = {
         {},
         ["CPU contention: threads of window at 256 tokens waited for a processor up to 20% of the time; use"],
     ),
-    "few rounds": (
-        [record([1.0] * 50, round_sizes=(20, 20, 10))],
-        {},
-        ["Few rounds: window at 256 tokens had fewer than 4, too few for an interval; use --rounds 4"],
-    ),
     "many points": (
-        [*POINTS, record(STEADY * 2, label="slow", round_sizes=(7, 7))],
+        POINTS,
         {},
-        [
-            "CPU contention: threads of window at 16, 32, 64 tokens and 1 more point waited",
-            "Few rounds: slow at 256 tokens",
-        ],
+        ["CPU contention: threads of window at 16, 32, 64 tokens and 1 more point waited"],
     ),
+    "one thread": ([record(threads=1, waited_s=50.0)], {}, []),
     # Idleness (1), chosen clocks (2, 256) and synchronised boost (16) slow no call down.
     "chosen clocks": ([on_gpu(sm_clock_hz=1.98e9, throttle_reasons=1 | 2 | 16 | 256)], {}, []),
     **{
@@ -79,11 +72,6 @@ REMARKS = {
         )
         for reason in (4, 8, 32, 64, 128)
     },
-    "unknown state": (
-        [on_gpu()],
-        {},
-        ["Unknown GPU state: clocks, power and throttling of window at 256 tokens"],
-    ),
     "load": (
         [record()],
         {"others_share": 0.3},

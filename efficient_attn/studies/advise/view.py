@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import DataError
+from efficient_attn.limits import read_object
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import DENSE, MODEL, OWN, PLAN, UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.report.figures import (
@@ -32,7 +33,6 @@ from efficient_attn.report.text import (
 from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.estimates import RUN_SHIFT, Typical, time_ratio
 from efficient_attn.stats.predicted_time import crossover
-from efficient_attn.strict import read_object
 from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS, SLIDING
 from efficient_attn.studies.bench.comparison import error_limit
 from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
