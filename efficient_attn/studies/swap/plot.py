@@ -27,7 +27,7 @@ def swap_plot(records: Sequence[Record]) -> Plot:
     return Plot(
         "Distance of a converted model from itself",
         f"{heading(found[0].case) if len(found) == 1 else ''}\n"
-        "training-free conversion; crosses: uniform-attention baseline (mean of the values); backends that "
+        "training-free conversion; crosses: uniform attention (the mean of the values); backends that "
         "differ by rounding are left out",
         tuple((chart,) for chart in charts),
         (),

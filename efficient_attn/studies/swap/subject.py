@@ -28,7 +28,7 @@ Subject: TypeAlias = "TextSubject | CallSubject"
 def candidates(
     chosen: Sequence[Variant], subject: Subject, settings: Mapping[str, Any] | None
 ) -> tuple[Variant, ...]:
-    """Exact attention, the uniform-attention baseline, then the other variants, built once if set.
+    """Exact attention, uniform attention, then the other variants, built once if set.
 
     Raises:
         OptionError: If a set value never works.

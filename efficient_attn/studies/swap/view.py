@@ -131,7 +131,7 @@ def _nearest(one: Swap, environment: Environment) -> str:
     value, row = near[0]
     plainest = next((mean for mean, other in one.changed if other.backend == MEAN_OF_VALUES), float("inf"))
     worse = [other.label for mean, other in near if mean >= plainest]
-    no_nearer = f" No nearer than the mean of the values: {', '.join(worse)}." if worse else ""
+    no_nearer = f" No nearer than uniform attention: {', '.join(worse)}." if worse else ""
     return (
         f"With all its attention swapped, {one.case.inputs} stays nearest to itself with {row.label}"
         f"{' among the candidates measured so far' if left else ''}: {NAMES[one.quantity]} "
