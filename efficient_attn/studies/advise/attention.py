@@ -144,7 +144,7 @@ def error_points(
     first, threads = subjects[0], workload.threads or 1
     entries = first.activations.q.numel()
     work = operations(variants, first)
-    exact, *others = sorted(variants, key=lambda one: (one.backend != YARDSTICK, work[one.label]))
+    exact, *others = sorted(variants, key=lambda variant: (variant.backend != YARDSTICK, work[variant.label]))
     points = {}
     for variant in (exact, MEAN, *others):
         measure = measure_mean if variant is MEAN else partial(measure_error, variant)

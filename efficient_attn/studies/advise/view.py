@@ -205,14 +205,14 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
     if not times:
         return []
     limit = error_limit(environment)
-    known = [row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE, MEAN_OF_VALUES)]
+    candidates = [row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE, MEAN_OF_VALUES)]
     places = sorted({place for row in rows for place in row.errors})
     # A backend that failed on a layer or at a length is not known to be near.
     layers = {place: max(len(row.errors.get(place, ())) for row in rows) for place in places}
-    far = [row for row in known if max(map(max, row.errors.values())) > limit]
+    far = [row for row in candidates if max(map(max, row.errors.values())) > limit]
     near = [
         row
-        for row in known
+        for row in candidates
         if row not in far and {place: len(errors) for place, errors in row.errors.items()} == layers
     ]
     lengths: dict[str, list[str]] = {}
@@ -222,14 +222,14 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
     refused = {record.case.label for record in records if record.status == "unsupported"}
     left = missing(environment, {row.label for row in rows} | refused)
     text = f"Attention alone on this machine ({setting(times[0].case)}), at {at or 'no length'}: "
-    if not known:
+    if not candidates:
         text += "no error was measured."
     elif near:
         text += f"within {100 * limit:g} % of exact on every layer: {', '.join(map(_in_words, near))}."
     else:
         text += f"nothing but exact is within {100 * limit:g} % of it on every layer"
-        text += ", so stay with exact" if len(far) == len(known) and not left else " so far"
-        text += f"; nearest: {_in_words(known[0])}."
+        text += ", so stay with exact" if len(far) == len(candidates) and not left else " so far"
+        text += f"; nearest: {_in_words(candidates[0])}."
     return [text + left + skipped_note(records)]
 
 

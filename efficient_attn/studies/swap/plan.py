@@ -134,7 +134,7 @@ def plan(
         about={
             # The origin of model and texts.
             MODEL: subject.about,
-            CANDIDATES: [one.label for one in variants if one.backend != MEAN_OF_VALUES],
+            CANDIDATES: [variant.label for variant in variants if variant.backend != MEAN_OF_VALUES],
         },
     )
 
@@ -176,7 +176,7 @@ def _steps(subject: Any, variants: Sequence[Variant], *, draws: int, rounds: int
     """All layers replaced, then time and memory, then single layers; a failed backend is measured once."""
     from efficient_attn.studies.swap import measure
 
-    own = Variant(backend=OWN, label=OWN, target=OWN)
+    model = Variant(backend=OWN, label=OWN, target=OWN)
     texts = subject.num_texts or 1
 
     def distance(variant: Variant, layer: int | None = None) -> Point:
@@ -200,13 +200,13 @@ def _steps(subject: Any, variants: Sequence[Variant], *, draws: int, rounds: int
         )
 
     working = []
-    for variant in (own, *variants):
+    for variant in (model, *variants):
         if (yield distance(variant)).status == "ok":
             working.append(variant)
     yield [cost("time", variant) for variant in working]
     for variant in working:
         yield cost("memory", variant)
     for variant in working if by_layer else ():
-        if variant is not own:
+        if variant is not model:
             for layer in subject.layers:
                 yield distance(variant, layer)
