@@ -89,7 +89,6 @@ def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path)
     titles = [table.title for table in again.tables()]
     assert [title.partition(":")[0] for title in titles] == [
         "Attention swapped",
-        "Error of the attention of each layer, all layers swapped",
         "One layer swapped, cosine, mean pool",
     ]
     rows = {row[0]: row for row in again.tables()[0].rows}
