@@ -1,5 +1,6 @@
 """The advice without a model: attention alone on the shipped activations."""
 
+import importlib
 import itertools
 import random
 import re
@@ -13,7 +14,8 @@ from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies import find
 from efficient_attn.studies.advise.model import best_layers
-from efficient_attn.studies.advise.view import _by_shape, in_ranges
+from efficient_attn.studies.advise.outcomes import in_ranges
+from efficient_attn.studies.advise.view import _by_shape
 from efficient_attn.studies.bench.plan import MAX_ERROR
 from efficient_attn.studies.results import Results
 
@@ -25,11 +27,14 @@ def hurried(monkeypatch, short_decoder):
     """Short calls at short lengths, timed as briefly as possible, and a short decoder."""
     monkeypatch.setattr("efficient_attn.studies.engine._ROUND_S", 0.0)
     monkeypatch.setattr("efficient_attn.studies.advise.attention.PROBE", SHORT)
+    monkeypatch.setattr("efficient_attn.studies.advise.attention.DRAWS", 1)
+    # The attribute of the package is the function of the same name.
+    plan = importlib.import_module("efficient_attn.studies.advise.plan")
+    monkeypatch.setattr(plan, "DEFAULT_ISOLATION", "none")
 
 
 def advise(*backends, **changes):
-    given = {"seq_lens": (512, 1024), "isolate": "none", "draws": 1, **changes}
-    return ea.advise(backends=list(backends), **given)
+    return ea.advise(backends=list(backends), **{"seq_lens": (512, 1024), **changes})
 
 
 def kinds(results):

@@ -128,7 +128,7 @@ def capture_folder(
     positive_count("max_tokens", max_tokens)
     opened = open_model(model_folder, name=name)
     sites = sites_of(opened.model)
-    chosen = _chosen_sites(sites.every, layers)
+    chosen = _chosen_sites(sites.ordered, layers)
     ids = token_ids(opened, text, most=min(max_tokens, positions(opened) or max_tokens))
     if ids.numel() == 0:
         raise DataError("The text holds no tokens.")
@@ -146,7 +146,7 @@ def capture_folder(
     def store(layer: int, backend: Any, tensors: tuple[Tensor, ...]) -> None:
         stored[layer] = Activations(*(tensor.clone() for tensor in tensors))
 
-    with installed(opened.model, sites.every, backends), ExitStack() as stack, torch.inference_mode():
+    with installed(opened.model, sites.ordered, backends), ExitStack() as stack, torch.inference_mode():
         for site in chosen:
             hook = backends[site.path].register_forward_pre_hook(partial(store, site.layer))
             stack.callback(hook.remove)

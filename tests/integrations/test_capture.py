@@ -138,7 +138,7 @@ def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
     )
     assert stored.patterns == captured.patterns == expected
     outputs = {}
-    for site in sites_of(model).every:
+    for site in sites_of(model).ordered:
         projection = getattr(site.module, "c_proj", None) or getattr(site.module, "o_proj", None)
         projection = projection or site.module.Wo
         projection.register_forward_pre_hook(

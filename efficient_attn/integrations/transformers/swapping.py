@@ -45,7 +45,7 @@ class AttentionSites(NamedTuple):
     others: tuple[AttentionSite, ...]
 
     @property
-    def every(self) -> list[AttentionSite]:
+    def ordered(self) -> list[AttentionSite]:
         """All modules in model order."""
         return [*self.swapped, *self.others]
 
@@ -87,15 +87,15 @@ def build_layers(
     is added to `seed`, so that a layer has the random features that it has where all layers are built with
     this sum.
     """
-    choices = {site.path: EXACT for site in sites.every}
-    for place, site in enumerate(sites.every):
+    choices = {site.path: EXACT for site in sites.ordered}
+    for place, site in enumerate(sites.ordered):
         if site.layer in chosen and site.kind != "cross":
             backend, options = chosen[site.layer]
             if SEED in options:
-                seeds = spawn_seeds(seed + options[SEED], len(sites.every))
+                seeds = spawn_seeds(seed + options[SEED], len(sites.ordered))
                 options = {**options, SEED: seeds[place]}
             choices[site.path] = Choice(backend, options)
-    return build_all(sites.every, choices, max_tokens, seed)
+    return build_all(sites.ordered, choices, max_tokens, seed)
 
 
 def run(model: Any, ids: Tensor, *, predicts: bool) -> ModelOutputs:

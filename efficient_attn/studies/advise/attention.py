@@ -10,10 +10,18 @@ from efficient_attn.measure.inputs import subjects
 from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import DENSE, UNIFORM_ATTENTION, YARDSTICK, Variant
+from efficient_attn.options import SEED
+from efficient_attn.stats.candidates import exact_operations
 from efficient_attn.stats.predicted_time import Predicted, time_models
-from efficient_attn.studies.advise.errors import error_points
 from efficient_attn.studies.study import Point, Request, Steps
 from efficient_attn.studies.workload import Costs, Workload, shape_of_subject
+
+# Durations relative to that of an operation of a backend, building included: of exact attention in float64,
+# and of the error per entry of the output.
+_EXACT, _COMPARING = 0.5, 50.0
+
+# Draws of random features.
+DRAWS = 2
 
 # The shipped activations.
 SOURCES = ("encoder", "decoder")
@@ -28,7 +36,6 @@ def attention_steps(
     lengths: Sequence[int],
     workload: Workload,
     *,
-    draws: int,
     rounds: int,
     measurer: Measurer,
     limit_bytes: int | None,
@@ -44,13 +51,13 @@ def attention_steps(
     for layers in models:
         shared = {**vars(workload), **shape_of_subject(layers[0]), "inputs": "gaussian"}
         costs = Costs(shared=shared, measure=measurer, rounds=rounds, limit_bytes=limit_bytes)
-        errors = yield from _errors(variants, layers, workload, draws=draws)
+        errors = yield from _errors(variants, layers, workload)
         calls += yield from _call_steps(_near(variants, errors), lengths, costs)
     yield calls
     for layers in models:
         for tokens in lengths if layers[0].causal else ():
             if tokens < layers[0].tokens:
-                yield from _errors(variants, _layers(layers, workload, tokens), workload, draws=draws)
+                yield from _errors(variants, _layers(layers, workload, tokens), workload)
 
 
 def shipped_layers(workload: Workload) -> list[list[Any]]:
@@ -60,15 +67,17 @@ def shipped_layers(workload: Workload) -> list[list[Any]]:
 
 def _layers(layers: Sequence[Any], workload: Workload, tokens: int | None = None) -> list[Any]:
     """q, k and v of layers, in the dtype and on the device of the workload."""
-    placed = {"dtype": workload.dtype, "device": workload.device, "causal": workload.causal}
-    return [layer.converted(tokens=tokens, **placed) for layer in layers]
+    return [
+        layer.converted(tokens=tokens, dtype=workload.dtype, device=workload.device, causal=False)
+        for layer in layers
+    ]
 
 
 def _errors(
-    variants: Sequence[Variant], layers: Sequence[Any], workload: Workload, *, draws: int
+    variants: Sequence[Variant], layers: Sequence[Any], workload: Workload
 ) -> Generator[Request, Any, dict[str, float]]:
     """Yield the errors on all layers up to a failure; returns the medians by label, ∞ of failures."""
-    points = error_points(variants, layers, workload, draws=draws)
+    points = error_points(variants, layers, workload)
     medians = {}
     for label in dict.fromkeys([YARDSTICK, UNIFORM_ATTENTION, *(variant.label for variant in variants)]):
         errors: list[float] = []
@@ -82,7 +91,7 @@ def _errors(
 
 
 def _near(variants: Sequence[Variant], errors: dict[str, float]) -> list[Variant]:
-    """Exact attention, then backends not known to err as the mean of the values, the nearest first."""
+    """Exact attention, then backends not known to err as uniform attention, the nearest first."""
     near = [
         variant
         for variant in variants
@@ -123,3 +132,45 @@ def _prediction(timed: Case, speed: Predicted) -> Point:
 def _predicted(case: Case, speed: Predicted) -> Record:
     value, low, high = speed
     return Record(case=case, predicted_speed=value, predicted_speed_low=low, predicted_speed_high=high)
+
+
+def error_points(
+    variants: Sequence[Variant], subjects: Sequence[Any], workload: Workload
+) -> dict[str, list[Point]]:
+    """Errors by label, one per subject: exact and uniform attention, then the fewest operations first."""
+    from efficient_attn.measure.accuracy import MEAN, error_case, measure_error, measure_mean
+
+    first, threads = subjects[0], workload.threads or 1
+    entries = first.activations.q.numel()
+    work = operations(variants, first)
+    exact, *others = sorted(variants, key=lambda variant: (variant.backend != YARDSTICK, work[variant.label]))
+    points = {}
+    for variant in (exact, MEAN, *others):
+        measure = measure_mean if variant is MEAN else partial(measure_error, variant)
+        cost = work[variant.label] + _COMPARING * entries
+        if variant is exact:
+            # The float64 output that all errors are computed from is computed with the first of them.
+            cost += _EXACT * exact_operations(error_case(variant, first, "output"))
+        points[variant.label] = [
+            Point(
+                case=error_case(variant, subject, "output", threads=threads),
+                measure=partial(measure, subject=subject, draws=DRAWS, threads=threads),
+                series=(variant.label, "error"),
+                cost=cost * (DRAWS if SEED in variant.options else 1),
+            )
+            for subject in subjects
+        ]
+    return points
+
+
+def operations(variants: Sequence[Variant], subject: Any) -> dict[str, float]:
+    """Operations of a call by label; as many as of exact attention for backends that count none."""
+    from efficient_attn.measure.accuracy import MEAN, error_case
+    from efficient_attn.measure.calls import known_flops
+
+    cases = {variant.label: (error_case(variant, subject, "output"), variant) for variant in variants}
+    work = {
+        label: float(known_flops(case, variant.target) or exact_operations(case))
+        for label, (case, variant) in cases.items()
+    }
+    return {MEAN.label: float(subject.activations.q.numel()), **work}

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -17,7 +17,7 @@ from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.advise.attention import PROBE
 from efficient_attn.studies.advise.plan import BOUND, LOSSLESS, SLIDING
-from efficient_attn.studies.study import Point, Steps
+from efficient_attn.studies.study import Point, Request, Steps
 from efficient_attn.studies.swap import measure
 from efficient_attn.studies.swap.subject import WINDOW, Subject
 from efficient_attn.studies.workload import Costs
@@ -50,8 +50,9 @@ def model_steps(
     limit: float,
     rounds: int,
 ) -> Steps:
-    """Short calls of attention alone in the shape of the model, then all points of each length."""
+    """Windows in sliding layers, short calls of attention alone, then all points of each length."""
     first = pairs[0][0]
+    windows = yield from _lossless_windows(first, quantity)
     shared = {key: value for key, value in first.shared.items() if key not in ("tokens", "inputs")}
     costs = Costs(shared={**shared, "inputs": "gaussian"}, measure=worker.measure, rounds=rounds)
     called = [variant for variant in variants if variant.backend != UNIFORM_ATTENTION]
@@ -59,6 +60,8 @@ def model_steps(
     short = (yield probes) if _free(first) else []
     models = time_models(short, {variant.label: variant.target for variant in called})
     for choosing, held_out in pairs:
+        if choosing is not first:
+            windows = yield from _lossless_windows(choosing, quantity)
         tokens = choosing.shared["tokens"]
         speeds: dict[str, Predicted] = {}
         if YARDSTICK in models and tokens >= PROBE[0]:
@@ -66,7 +69,16 @@ def model_steps(
         slower = {label for label, speed in speeds.items() if speed.high is not None and speed.high < 1}
         may_be_faster = [variant for variant in variants if variant.label not in slower - {YARDSTICK}]
         fastest_first = sorted(may_be_faster, key=partial(_rank, speeds))
-        yield from _length_steps(choosing, held_out, fastest_first, quantity, limit, rounds)
+        yield from _length_steps(choosing, held_out, windows, fastest_first, quantity, limit, rounds)
+
+
+def _lossless_windows(subject: Subject, quantity: str) -> Generator[Request, Any, dict[int, str]]:
+    """Sliding layers as windows of the width of the model; none where these change its outputs."""
+    if not subject.sliding:
+        return {}
+    loss = getattr((yield _distance(subject, _LOSSLESS)), quantity)
+    changed = loss is not None and not loss <= _rounding(subject.shared["dtype"])
+    return {} if changed else dict.fromkeys(subject.sliding, SLIDING)
 
 
 def _free(subject: Subject) -> list[int]:
@@ -83,12 +95,13 @@ def _rank(speeds: Mapping[str, Predicted], variant: Variant) -> float:
 def _length_steps(
     choosing: Subject,
     held_out: Subject,
+    windows: Mapping[int, str],
     variants: Sequence[Variant],
     quantity: str,
     limit: float,
     rounds: int,
 ) -> Steps:
-    """Lossless windows, the bound, all layers, single layers, plans until the loss is near, verification."""
+    """The bound, all layers, single layers, plans until the loss is near, verification."""
 
     def loss_of(record: Record) -> float:
         loss = getattr(record, quantity) if record.status == "ok" else None
@@ -105,12 +118,9 @@ def _length_steps(
             cost=float(case.tokens) ** variant.time_growth,
         )
 
-    free, skipped, windows = _free(choosing), False, dict.fromkeys(choosing.sliding, SLIDING)
-    if windows:
-        loss = getattr((yield _distance(choosing, _LOSSLESS)), quantity)
-        if loss is not None and not loss <= _rounding(choosing.shared["dtype"]):
-            windows = {}
-            choosing, held_out = (replace(cast(Any, part), base={}) for part in (choosing, held_out))
+    free, skipped = _free(choosing), False
+    if choosing.sliding and not windows:
+        choosing, held_out = (replace(cast(Any, part), base={}) for part in (choosing, held_out))
     references = [_OWN, _LOSSLESS] if windows else [_OWN]
     mean = next(variant for variant in variants if variant.backend == UNIFORM_ATTENTION)
     bounded = bool(free) and (yield _distance(choosing, mean)).status == "ok"

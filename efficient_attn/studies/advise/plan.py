@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
@@ -24,13 +24,15 @@ _BUDGET_S = 60.0
 # Seconds for a model.
 _MODEL_BUDGET_S = 300.0
 
+# Share of the available memory that a call of attention alone may need.
+_MEMORY_LIMIT = "70%"
+
 _SEQ_LENS = (512, 2048, 8192)
 _MIN_COSINE = 0.99
 _MAX_KL = 0.05
 
-# Targets of a model, options of attention alone, and options of a folder, which a model from a file decides.
+# Targets of a model, and options of a folder, which a model from a file decides.
 _TARGETS = ("min_cosine", "max_kl")
-_OF_ATTENTION = ("draws", "causal", "isolate", "timeout_s", "memory_limit")
 _OF_A_FOLDER = ("texts", "dtype", "device")
 
 # A divergence beyond this many nats is no target; float64 has none above 745.
@@ -39,7 +41,7 @@ _MOST_KL = 1e3
 # Key of a run's environment that holds the target of a model.
 LIMIT = "target"
 
-# Kind of the times that bound all gains: of a model with its own attention, and with the mean of the values.
+# Kind of the times that bound all gains: of a model with its own attention, and with uniform attention.
 BOUND = "bound"
 
 # Label of the windows in place of the model's sliding layers: of the measurement, and in plans.
@@ -79,15 +81,10 @@ def plan(
         Option(help="Relative output error without a model; 0.1 is 10 %. 0.1 if omitted."),
     ] = None,
     options: shared.Settings = None,
-    draws: Annotated[int | None, shared.usually(shared.Draws, 2)] = None,
-    causal: Annotated[bool | None, get_args(shared.Causal)[1]] = None,
     dtype: Annotated[str | None, shared.usually(shared.Dtype, "float32")] = None,
     device: Annotated[str | None, shared.usually(shared.Device, "auto")] = None,
     threads: shared.Threads = None,
     rounds: shared.Rounds = 4,
-    memory_limit: str | int | None = None,
-    isolate: str | None = None,
-    timeout_s: float | None = None,
     name: Annotated[str | None, Option(help="Name of the model in records; the folder's if omitted.")] = None,
     seed: shared.Seed = 0,
 ) -> Plan:
@@ -106,18 +103,12 @@ def plan(
     else:
         targets = "min_cosine (--min-cosine), of a causal model max_kl (--max-kl)"
         _refuse(settings, ("max_error",), f"with this model; its target is {targets}")
-        _refuse(settings, _OF_ATTENTION, "with this model")
     max_error = DEFAULT_MAX_ERROR if max_error is None else positive_number("max_error", max_error)
-    draws = 2 if draws is None else draws
-    positive_count("draws", draws)
     for option, value, most in (("min_cosine", min_cosine, 1), ("max_kl", max_kl, _MOST_KL)):
         if value is not None and (not isinstance(value, (int, float)) or not 0 <= value <= most):
             raise OptionError(f"{option} is a number from 0 to {most:g}, not {value!r}.")
     lengths = parse_sizes(_SEQ_LENS if seq_lens is None else seq_lens, name="seq_lens")
-    workload = Workload(
-        causal=bool(causal), dtype=dtype or "float32", device=device or "auto", threads=threads, seed=seed
-    )
-    workload = settle(workload)
+    workload = settle(Workload(dtype=dtype or "float32", device=device or "auto", threads=threads, seed=seed))
     chosen = select(backends, options, also=True)
     if backends is None:
         # Loss hides that a window loses recall, which no target here measures.
@@ -128,21 +119,20 @@ def plan(
         # Help texts are shown without numpy.
         from efficient_attn.studies.advise.attention import attention_steps, shipped_layers
 
-        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         measurer, limit_bytes, notes = measurer_for(
             variants,
             workload,
-            isolate=isolate or DEFAULT_ISOLATION,
-            timeout_s=timeout_s,
-            memory_limit="70%" if memory_limit is None else memory_limit,
+            isolate=DEFAULT_ISOLATION,
+            timeout_s=DEFAULT_TIMEOUT_S,
+            memory_limit=_MEMORY_LIMIT,
         )
-        steps = partial(attention_steps, shipped_layers(workload), variants, lengths, workload, draws=draws)
+        steps = partial(attention_steps, shipped_layers(workload), variants, lengths, workload)
         return Plan(
             steps=partial(steps, rounds=rounds, measurer=measurer, limit_bytes=limit_bytes),
             device=workload.device,
             notes=notes,
             about={**about, MAX_ERROR: max_error},
-            timeout_s=timeout_s,
+            timeout_s=DEFAULT_TIMEOUT_S,
             resources=measurer,
             fixed=(MAX_ERROR, CANDIDATES),
             budget_s=_BUDGET_S,

@@ -71,8 +71,8 @@ class SwapRow(NamedTuple):
 
     def by_layer(self, quantity: str) -> dict[int, float]:
         """Means of the quantity with one layer swapped, by its number."""
-        found = {layer: spread(record, quantity) for layer, record in sorted(self.alone.items())}
-        return {layer: value.mean for layer, value in found.items() if value is not None}
+        spreads = {layer: spread(record, quantity) for layer, record in sorted(self.alone.items())}
+        return {layer: value.mean for layer, value in spreads.items() if value is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,7 @@ class Swap:
     records: tuple[Record, ...]
 
     @property
-    def own(self) -> Record | None:
+    def reference(self) -> Record | None:
         """The times of the original model."""
         return next((row.timed for row in self.rows if row.backend == OWN), None)
 
@@ -98,14 +98,14 @@ class Swap:
     def rounding(self) -> float:
         """Largest difference that is rounding: twice the difference of exact attention in another kernel."""
         least = _ROUNDING if self.quantity in (HIDDEN, OUTPUT) else _ROUNDING**2
-        found = [row.spread(self.quantity) for row in self.rows if row.backend == YARDSTICK]
-        return max([least, *(2 * one.mean for one in found if one is not None)])
+        spreads = [row.spread(self.quantity) for row in self.rows if row.backend == YARDSTICK]
+        return max([least, *(2 * value.mean for value in spreads if value is not None)])
 
     @cached_property
     def changed(self) -> list[tuple[float, SwapRow]]:
         """Rows that differ from the original model by more than rounding, the nearest first."""
-        known = [(value.mean, row) for row in self.rows if (value := row.spread(self.quantity)) is not None]
-        return sorted((pair for pair in known if pair[0] > self.rounding), key=lambda pair: pair[0])
+        pairs = [(value.mean, row) for row in self.rows if (value := row.spread(self.quantity)) is not None]
+        return sorted((pair for pair in pairs if pair[0] > self.rounding), key=lambda pair: pair[0])
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -115,7 +115,7 @@ class Swap:
 
 def swaps(records: Iterable[Record]) -> tuple[Swap, ...]:
     """One per model, set of texts and setting."""
-    return tuple(map(_swap, grouped((one for one in records if one.case.of == MODEL), *_SHARED)))
+    return tuple(map(_swap, grouped((record for record in records if record.case.of == MODEL), *_SHARED)))
 
 
 def spread(record: Record, quantity: str) -> Spread | None:
@@ -130,10 +130,10 @@ def spread(record: Record, quantity: str) -> Spread | None:
 
 def _swap(records: Sequence[Record]) -> Swap:
     rows = sorted(map(_row, grouped(records, "label")), key=lambda row: row.backend != OWN)
-    known = [
+    measured = [
         name for name in _DECISIVE if any(row.whole and getattr(row.whole, name) is not None for row in rows)
     ]
-    return Swap(records[0].case, tuple(rows), known[0] if known else HIDDEN, tuple(records))
+    return Swap(records[0].case, tuple(rows), measured[0] if measured else HIDDEN, tuple(records))
 
 
 def _row(records: Sequence[Record]) -> SwapRow:
@@ -145,7 +145,9 @@ def _row(records: Sequence[Record]) -> SwapRow:
         backend=case.backend,
         whole=swapped.pop(None, None),
         alone={layer: record for layer, record in swapped.items() if layer is not None},
-        timed=next((one for one in ok if one.case.kind == "time" and any(one.times_s or ())), None),
-        peak_bytes=next((one.peak_bytes for one in ok if one.case.kind == "memory"), None),
+        timed=next(
+            (record for record in ok if record.case.kind == "time" and any(record.times_s or ())), None
+        ),
+        peak_bytes=next((record.peak_bytes for record in ok if record.case.kind == "memory"), None),
         failed=tuple(record for record in records if record.status != "ok"),
     )

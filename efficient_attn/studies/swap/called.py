@@ -71,20 +71,20 @@ class CallSubject:
             output = output_vector(called.seeded())
         _check(called, output)
         modules = {site.module for site in measured.sites}
-        uneven = uneven_modules({site: one.calls for site, one in measured.sites.items()})
-        numbered = [one for one in measured.sites.values() if "all" not in one.exact_because]
+        uneven = uneven_modules({site: entry.calls for site, entry in measured.sites.items()})
+        numbered = [entry for entry in measured.sites.values() if "all" not in entry.exact_because]
         chosen: dict[int, MeasuredSite] = {}
-        left = {str(one.site): one.exact_because.get("all", "") for one in measured.sites.values()}
-        for number, one in enumerate(numbered):
-            if one.shape[3] != one.shape[4]:
-                left[str(one.site)] = _CROSS
-            elif any(other != one.site.module and inside(other, one.site.module) for other in modules):
-                left[str(one.site)] = OUTER
-            elif one.site.module in uneven:
-                left[str(one.site)] = UNEVEN
+        left = {str(entry.site): entry.exact_because.get("all", "") for entry in measured.sites.values()}
+        for number, entry in enumerate(numbered):
+            if entry.shape[3] != entry.shape[4]:
+                left[str(entry.site)] = _CROSS
+            elif any(module != entry.site.module and inside(module, entry.site.module) for module in modules):
+                left[str(entry.site)] = OUTER
+            elif entry.site.module in uneven:
+                left[str(entry.site)] = UNEVEN
             else:
-                chosen[number] = one
-                del left[str(one.site)]
+                chosen[number] = entry
+                del left[str(entry.site)]
         left |= dict(measured.not_reached)
         if not chosen:
             why = next((f"{site}: {why}" for site, why in left.items()), CALL_SDPA)
@@ -107,7 +107,7 @@ class CallSubject:
             "inputs": called.name,
             "seed": workload.seed,
         }
-        sites = {number: str(one.site) for number, one in chosen.items()}
+        sites = {number: str(entry.site) for number, entry in chosen.items()}
         return cls(called=called, sites=sites, left=left, shared=shared)
 
     @property
@@ -157,10 +157,10 @@ class CallSubject:
 
     def distances(self, number: int) -> dict[str, float]:
         """Distances of the present output from the exact one."""
-        given, exact = self._output(), self.exact[number]
+        replaced, exact = self._output(), self.exact[number]
         return {
-            "output_relative_error": relative_error(given, exact),
-            "output_distance": cosine_distance(given, exact),
+            "output_relative_error": relative_error(replaced, exact),
+            "output_distance": cosine_distance(replaced, exact),
         }
 
     @contextmanager
@@ -173,11 +173,11 @@ class CallSubject:
         for number, (backend, options) in self._choices(variant, layer).items():
             if SEED in options:
                 # The seed of a site does not depend on the other sites.
-                own = seed_of(self.shared["seed"] + options[SEED] + draw, number)
-                options = {**options, SEED: own}
+                site_seed = seed_of(self.shared["seed"] + options[SEED] + draw, number)
+                options = {**options, SEED: site_seed}
             chosen[escape(self.sites[number])] = (backend, dict(options))
         with replace(self.model, chosen, example=(self.example or self.called).seeded, strict=True):
-            yield any(hasattr(one.core, "calibrate") for one in backends_in(self.model))
+            yield any(hasattr(backend.core, "calibrate") for backend in backends_in(self.model))
 
     def _choices(self, variant: Variant, layer: int | None) -> Mapping[int, tuple[Any, Mapping[str, Any]]]:
         """The backend and the options of each layer; the target of a variant may be such a mapping."""

@@ -29,8 +29,8 @@ def cost(case: Case, variant: Variant, subject: Subject, *, seconds: float = 0.0
         with subject.replaced(variant):
             checked = outputs_checked(subject.model)(subject.forward)
             if case.kind == "memory":
-                kept = sum(map(parameter_bytes, backends_in(subject.model)))
-                return replace(memory_of(case, subject.forward, first=checked), parameter_bytes=kept)
+                num_bytes = sum(map(parameter_bytes, backends_in(subject.model)))
+                return replace(memory_of(case, subject.forward, first=checked), parameter_bytes=num_bytes)
             return time_of(case, subject.forward, seconds=seconds, first=checked, least=_FEWEST_CALLS)
 
     return answer(case, measured)
@@ -38,12 +38,12 @@ def cost(case: Case, variant: Variant, subject: Subject, *, seconds: float = 0.0
 
 def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Record:
     # The exact outputs are computed before the attention is replaced.
-    found: list[list[dict[str, float]]] = [[] for _ in subject.exact]
+    by_text: list[list[dict[str, float]]] = [[] for _ in subject.exact]
     calibrated = False
     for draw in range(draws if SEED in variant.options else 1):
         with subject.replaced(variant, draw, case.layer) as was_calibrated:
             calibrated = calibrated or was_calibrated
-            for number, values in enumerate(found):
+            for number, values in enumerate(by_text):
                 with outputs_checked(subject.model):
                     values.append(subject.distances(number))
     record = Record(
@@ -52,7 +52,7 @@ def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Rec
         calibrated_on=subject.calibrated_on if calibrated else None,
         flops=None if _uncounted(variant) else attention_flops(case, variant.target),
     )
-    return replace(record, **_means([one for text in found for one in text]))
+    return replace(record, **_means([values for text in by_text for values in text]))
 
 
 def _uncounted(variant: Variant) -> bool:
@@ -60,8 +60,8 @@ def _uncounted(variant: Variant) -> bool:
     return variant.backend == OWN or isinstance(variant.target, Mapping)
 
 
-def _means(found: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+def _means(distances: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     """The mean of each quantity, and all its values."""
-    values = {name: tuple(one[name] for one in found) for name in found[0]}
+    values = {name: tuple(values[name] for values in distances) for name in distances[0]}
     draws = {f"{name}_draws": drawn for name, drawn in values.items()}
     return {name: fmean(drawn) for name, drawn in values.items()} | draws

@@ -124,7 +124,7 @@ class TextSubject:
     @property
     def sliding(self) -> tuple[int, ...]:
         """Numbers of sliding layers."""
-        return tuple(sorted({site.layer for site in self.sites.every if site.kind == "sliding"}))
+        return tuple(sorted({site.layer for site in self.sites.ordered if site.kind == "sliding"}))
 
     @property
     def notes(self) -> list[str]:
@@ -133,7 +133,7 @@ class TextSubject:
             return []
         kinds = " or ".join(sorted({site.kind for site in self.sites.others}))
         return [
-            f"{len(self.sites.others)} of {len(self.sites.every)} attentions are {kinds} and stay exact; "
+            f"{len(self.sites.others)} of {len(self.sites.ordered)} attentions are {kinds} and stay exact; "
             "the others are swapped."
         ]
 
@@ -147,18 +147,18 @@ class TextSubject:
     def distances(self, number: int) -> dict[str, float]:
         """Distances of the present outputs from the exact ones on one text."""
         ids, exact = self.texts[number], self.exact[number]
-        given = run(self.model, ids, predicts=self.predicts)
-        pooled = (states.hidden.double().mean(dim=0) for states in (given, exact))
-        found = {
-            "hidden_relative_error": distances.relative_error(given.hidden, exact.hidden),
+        replaced = run(self.model, ids, predicts=self.predicts)
+        pooled = (states.hidden.double().mean(dim=0) for states in (replaced, exact))
+        by_name = {
+            "hidden_relative_error": distances.relative_error(replaced.hidden, exact.hidden),
             "mean_pool_distance": distances.cosine_distance(*pooled),
-            "token_distance": distances.cosine_distance(given.hidden, exact.hidden),
+            "token_distance": distances.cosine_distance(replaced.hidden, exact.hidden),
         }
-        if given.logits is not None and exact.logits is not None:
-            found |= distances.next_token_distances(given.logits, exact.logits, ids[0])
+        if replaced.logits is not None and exact.logits is not None:
+            by_name |= distances.next_token_distances(replaced.logits, exact.logits, ids[0])
         elif not self.sites.causal:
-            found["first_token_distance"] = distances.cosine_distance(given.hidden[0], exact.hidden[0])
-        return found
+            by_name["first_token_distance"] = distances.cosine_distance(replaced.hidden[0], exact.hidden[0])
+        return by_name
 
     @contextmanager
     def replaced(self, variant: Variant, draw: int = 0, layer: int | None = None) -> Iterator[bool]:
@@ -170,7 +170,7 @@ class TextSubject:
             yield False
             return
         backends = self.build(variant, draw, layer)
-        with installed(self.model, self.sites.every, backends):
+        with installed(self.model, self.sites.ordered, backends):
             text = self.texts[0] if self.calibration is None else self.calibration
             yield calibrate_on(self.model, list(backends.values()), text)
 
@@ -265,6 +265,6 @@ def _token_ids(opened: Opened, texts: Mapping[str, str], seq_len: int | None) ->
     shortest = min(ids, key=lambda name: ids[name].shape[1])
     length = ids[shortest].shape[1]
     if length < (seq_len or _FEWEST_TOKENS):
-        wanted = f"seq_len={seq_len}" if seq_len else f"the {_FEWEST_TOKENS} that are needed"
-        raise DataError(f"The text {shortest!r} has {length} tokens, fewer than {wanted}; name a longer one.")
+        needed = f"seq_len={seq_len}" if seq_len else f"the {_FEWEST_TOKENS} that are needed"
+        raise DataError(f"The text {shortest!r} has {length} tokens, fewer than {needed}; name a longer one.")
     return tuple(token_ids(opened, text, most=length) for text in texts.values())

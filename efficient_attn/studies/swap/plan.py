@@ -142,7 +142,7 @@ def plan(
         about={
             # The origin of model and texts.
             MODEL: first.about,
-            CANDIDATES: [one.label for one in variants[0] if one.backend != UNIFORM_ATTENTION],
+            CANDIDATES: [variant.label for variant in variants[0] if variant.backend != UNIFORM_ATTENTION],
         },
     )
 
@@ -192,7 +192,7 @@ def _steps(
     """All layers replaced, then time and memory, then single layers; a failed backend is measured once."""
     from efficient_attn.studies.swap import measure
 
-    own = Variant(backend=OWN, label=OWN, target=OWN)
+    model = Variant(backend=OWN, label=OWN, target=OWN)
     texts = subject.num_texts or 1
 
     def distance(variant: Variant, layer: int | None = None) -> Point:
@@ -216,13 +216,13 @@ def _steps(
         )
 
     working = []
-    for variant in (own, *variants):
+    for variant in (model, *variants):
         if (yield distance(variant)).status == "ok":
             working.append(variant)
     yield [cost("time", variant) for variant in working]
     for variant in working:
         yield cost("memory", variant)
     for variant in working:
-        if variant is not own:
+        if variant is not model:
             for layer in layers:
                 yield distance(variant, layer)

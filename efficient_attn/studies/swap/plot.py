@@ -22,36 +22,38 @@ _DISTANCES = {**NAMES, MEAN_POOL: "1 − cosine, mean pool"}
 
 def swap_plot(records: Sequence[Record]) -> Plot:
     """Two charts for each model, one below the other."""
-    found = swaps(records)
-    charts = [chart for one in found for chart in _charts(one, heading(one.case) if len(found) > 1 else "")]
+    models = swaps(records)
+    charts = [
+        chart for swap in models for chart in _charts(swap, heading(swap.case) if len(models) > 1 else "")
+    ]
     return Plot(
         "Distance of a converted model from itself",
-        f"{heading(found[0].case) if len(found) == 1 else ''}\n"
-        "training-free conversion; crosses: uniform attention (mean of the values); backends that "
+        f"{heading(models[0].case) if len(models) == 1 else ''}\n"
+        "training-free conversion; crosses: uniform attention (the mean of the values); backends that "
         "differ by rounding are left out",
         tuple((chart,) for chart in charts),
         (),
     )
 
 
-def _charts(one: Swap, head: str) -> list[Chart]:
-    rows = one.changed[:_MOST_ROWS]
+def _charts(swap: Swap, head: str) -> list[Chart]:
+    rows = swap.changed[:_MOST_ROWS]
     styles = line_styles([(row.label, row.backend) for _, row in rows if row.backend != UNIFORM_ATTENTION])
     cross = {"color": MUTED, "marker": "x", "linestyle": (0, (1, 2)), "linewidth": 1.2, "markersize": 6}
     styles[UNIFORM_ATTENTION] = cross
     alone = [
         Series(row.label, list(line), list(line.values()), styles[row.label])
         for _, row in rows
-        if (line := row.by_layer(one.quantity))
+        if (line := row.by_layer(swap.quantity))
     ]
-    layers = Axis("the only layer replaced", show="{:.0f}".format, ticks=one.layers)
-    second = [Chart(layers, Axis(_DISTANCES[one.quantity], "log"), tuple(alone))] if one.layers else []
-    return [_end_to_end(one, styles)._replace(title=head), *second]
+    layers = Axis("the only layer replaced", show="{:.0f}".format, ticks=swap.layers)
+    second = [Chart(layers, Axis(_DISTANCES[swap.quantity], "log"), tuple(alone))] if swap.layers else []
+    return [_end_to_end(swap, styles)._replace(title=head), *second]
 
 
-def _end_to_end(one: Swap, styles: dict[str, dict[str, Any]]) -> Chart:
+def _end_to_end(swap: Swap, styles: dict[str, dict[str, Any]]) -> Chart:
     """One line for each backend up to its mean."""
-    rows = one.changed[:_MOST_ROWS]
+    rows = swap.changed[:_MOST_ROWS]
     limits = (rows[0][0] / _MARGIN, rows[-1][0] * _MARGIN) if rows else None
     series, names = [], {}
     for height, (mean, row) in enumerate(rows):
@@ -62,6 +64,6 @@ def _end_to_end(one: Swap, styles: dict[str, dict[str, Any]]) -> Chart:
             Series("", (mean,), (height,), {**style, "linestyle": "none", "markersize": 8, "clip_on": False}),
         ]
         names[height - _ABOVE_LINE] = row.label
-    x = Axis(f"{_DISTANCES[one.quantity]}, all layers replaced", "log", limits=limits)
+    x = Axis(f"{_DISTANCES[swap.quantity]}, all layers replaced", "log", limits=limits)
     y = Axis(ticks=names, limits=(len(rows) - 0.4, -0.9), inside=True)
     return Chart(x, y, tuple(series), height=_ROW_INCHES * len(rows))

@@ -35,9 +35,9 @@ def candidates(
     """
     exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
     others = [subject.fitted(variant) for variant in chosen if variant.backend != YARDSTICK]
-    for one in others:
-        if one.backend in (settings or {}):
+    for variant in others:
+        if variant.backend in (settings or {}):
             with trial():
-                subject.build(one)
+                subject.build(variant)
     mean = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=MEAN)
     return (*exact, mean, *others)

@@ -43,15 +43,15 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """All layers swapped; then each layer alone, where it was measured."""
-    return [table for one in swaps(records) for table in (_whole(one), *_alone(one))]
+    return [table for swap in swaps(records) for table in (_whole(swap), *_alone(swap))]
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     """The nearest backend to each model, and backends that save no operations."""
-    found = []
-    for one in swaps(records):
-        found += [_nearest(one, environment), operations_sentence(one.records)]
-    return [sentence for sentence in found if sentence]
+    texts = []
+    for swap in swaps(records):
+        texts += [_nearest(swap, environment), operations_sentence(swap.records)]
+    return [sentence for sentence in texts if sentence]
 
 
 def show_quantity(quantity: str, value: float) -> str:
@@ -65,17 +65,17 @@ def show_quantity(quantity: str, value: float) -> str:
     return show_error(value)
 
 
-def _whole(one: Swap) -> Table:
-    wholes = [row.whole for row in one.rows if row.whole is not None]
+def _whole(swap: Swap) -> Table:
+    wholes = [row.whole for row in swap.rows if row.whole is not None]
     measured = [name for name in NAMES if any(getattr(whole, name) is not None for whole in wholes)]
     rows = tuple(
         (
             row.label,
             *(_cell(row, quantity) for quantity in measured),
             _operations(row.whole),
-            *cost_cells(row.timed, None if row.backend == YARDSTICK else one.own, row.peak_bytes),
+            *cost_cells(row.timed, None if row.backend == YARDSTICK else swap.reference, row.peak_bytes),
         )
-        for row in one.rows
+        for row in swap.rows
     )
     texts = max((whole.texts or 0 for whole in wholes), default=0)
     notes = (
@@ -86,22 +86,22 @@ def _whole(one: Swap) -> Table:
         f"{YARDSTICK} is the same attention as the model's own: a difference of their times is noise or the "
         "kernel, and no speed is printed.",
         *calibration_note(wholes),
-        *failure_notes(one.records),
+        *failure_notes(swap.records),
     )
     names = (NAMES[quantity] for quantity in measured)
     columns = ("backend", *names, "operations, exact = 1", "time, ms", "speed, own = 1", "peak memory, MiB")
-    return Table(f"Attention swapped: {heading(one.case)}", columns, rows, notes)
+    return Table(f"Attention swapped: {heading(swap.case)}", columns, rows, notes)
 
 
 def _cell(row: SwapRow, quantity: str) -> str:
     """The mean and its standard deviation from draw to draw, or why there is none."""
-    found = row.spread(quantity)
-    if found is None:
+    value = row.spread(quantity)
+    if value is None:
         return next((bad.status for bad in row.failed if bad.case.kind == "swap"), NOT_MEASURED)
-    shown = show_quantity(quantity, found.mean)
-    if not found.over_seeds:
+    shown = show_quantity(quantity, value.mean)
+    if not value.over_seeds:
         return shown
-    return f"{shown} ±{(100 if quantity == DISAGREEMENT else 1) * found.over_seeds:.2g}"
+    return f"{shown} ±{(100 if quantity == DISAGREEMENT else 1) * value.over_seeds:.2g}"
 
 
 def _operations(record: Record | None) -> str:
@@ -109,40 +109,40 @@ def _operations(record: Record | None) -> str:
     return NOT_MEASURED if share is None else f"{share:.3g}"
 
 
-def _alone(one: Swap) -> list[Table]:
+def _alone(swap: Swap) -> list[Table]:
     """The decisive quantity with each layer swapped alone."""
     rows = []
-    for row in one.rows:
-        if alone := row.by_layer(one.quantity):
-            shown = {layer: show_quantity(one.quantity, value) for layer, value in alone.items()}
-            rows.append((row.label, *(shown.get(layer, NOT_MEASURED) for layer in one.layers)))
+    for row in swap.rows:
+        if alone := row.by_layer(swap.quantity):
+            shown = {layer: show_quantity(swap.quantity, value) for layer, value in alone.items()}
+            rows.append((row.label, *(shown.get(layer, NOT_MEASURED) for layer in swap.layers)))
     if not rows:
         return []
-    columns = ("backend", *(f"layer {layer}" for layer in one.layers))
-    title = f"One layer swapped, {NAMES[one.quantity]}: {heading(one.case)}"
+    columns = ("backend", *(f"layer {layer}" for layer in swap.layers))
+    title = f"One layer swapped, {NAMES[swap.quantity]}: {heading(swap.case)}"
     return [Table(title, columns, tuple(rows), ("The other layers keep the model's own attention.",))]
 
 
-def _nearest(one: Swap, environment: Environment) -> str:
-    near = [(mean, row) for mean, row in one.changed if row.backend not in (OWN, UNIFORM_ATTENTION)]
-    left = missing(environment, {row.label for row in one.rows if row.whole is not None or row.failed})
+def _nearest(swap: Swap, environment: Environment) -> str:
+    near = [(mean, row) for mean, row in swap.changed if row.backend not in (OWN, UNIFORM_ATTENTION)]
+    left = missing(environment, {row.label for row in swap.rows if row.whole is not None or row.failed})
     if not near:
         return left.strip()
     value, row = near[0]
-    plainest = next((mean for mean, other in one.changed if other.backend == UNIFORM_ATTENTION), float("inf"))
-    worse = [other.label for mean, other in near if mean >= plainest]
-    no_nearer = f" No nearer than the mean of the values: {', '.join(worse)}." if worse else ""
+    plainest = next((mean for mean, row in swap.changed if row.backend == UNIFORM_ATTENTION), float("inf"))
+    worse = [row.label for mean, row in near if mean >= plainest]
+    no_nearer = f" No nearer than uniform attention: {', '.join(worse)}." if worse else ""
     return (
-        f"With all its attention swapped, {one.case.inputs} stays nearest to itself with {row.label}"
-        f"{' among the candidates measured so far' if left else ''}: {NAMES[one.quantity]} "
-        f"{show_quantity(one.quantity, value)}{_speed(one, row)}.{no_nearer}{left}"
+        f"With all its attention swapped, {swap.case.inputs} stays nearest to itself with {row.label}"
+        f"{' among the candidates measured so far' if left else ''}: {NAMES[swap.quantity]} "
+        f"{show_quantity(swap.quantity, value)}{_speed(swap, row)}.{no_nearer}{left}"
     )
 
 
-def _speed(one: Swap, row: SwapRow) -> str:
+def _speed(swap: Swap, row: SwapRow) -> str:
     """The speed-up of the model, with a remark where its interval holds 1."""
-    if row.timed is None or one.own is None:
+    if row.timed is None or swap.reference is None:
         return ""
-    ratio = time_ratio(row.timed, one.own)
+    ratio = time_ratio(row.timed, swap.reference)
     unclear = "" if ratio.side_of_one else ", which leaves open whether it is faster"
     return f", {show_ratio(ratio)} as fast as before{unclear}"

@@ -13,7 +13,7 @@ from integrations.hf_advice import advise, plans
 
 from efficient_attn.errors import DataError
 from efficient_attn.measure.variants import OWN
-from efficient_attn.studies.advise.view import LAYERS
+from efficient_attn.studies.advise.outcomes import LAYERS
 from efficient_attn.studies.progress import Durations
 from efficient_attn.studies.results import read
 from efficient_attn.studies.swap import measure

@@ -89,7 +89,6 @@ def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path)
     titles = [table.title for table in again.tables()]
     assert [title.partition(":")[0] for title in titles] == [
         "Attention swapped",
-        "Error of the attention of each layer, all layers swapped",
         "One layer swapped, cosine, mean pool",
     ]
     rows = {row[0]: row for row in again.tables()[0].rows}
@@ -109,7 +108,7 @@ def test_a_run_is_written_read_drawn_tabled_told_and_compared(encoder, tmp_path)
     assert len(again.plot().figure.axes) == 2
     assert len(again.to_pandas()) == len(again)
     (one,) = swaps(again.records)
-    assert one.own is not None and one.own.times_s and one.layers == (0, 1, 2)
+    assert one.reference is not None and one.reference.times_s and one.layers == (0, 1, 2)
     assert not ea.diff(again, again).regressions
     worse = [
         replace(r, **{name: tuple(2 * x for x in getattr(r, name)) for name in ("mean_pool_distance_draws",)})
