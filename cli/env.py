@@ -16,9 +16,9 @@ def env_command(as_json: JsonOption = False, device: DeviceOption = "auto") -> N
     from efficient_attn.report.methods import flat
     from efficient_attn.studies.workload import Workload, settle
 
-    found = environment(device=settle(Workload(device=device)).device)
+    description = environment(device=settle(Workload(device=device)).device)
     if as_json:
-        console.put_json(found)
+        console.put_json(description)
         return
-    for name, value in flat(found):
+    for name, value in flat(description):
         console.put(f"{name:32} {value}")

@@ -58,12 +58,14 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
     baselines = {CEILING, UNIFORM_ATTENTION, OWN, PLAN}
     if named is not None and YARDSTICK not in named:
         baselines.add(YARDSTICK)
-    asked = [record for record in results.records if record.case.backend not in baselines]
-    failed = [record for record in asked if record.status != "ok"]
-    if len(failed) == len(asked):
+    candidates = [record for record in results.records if record.case.backend not in baselines]
+    failed = [record for record in candidates if record.status != "ok"]
+    if len(failed) == len(candidates):
         return exits.NOTHING_MEASURED
-    measured = {record.case.label for record in asked if record.status == "ok"}
-    refused = [one for one in failed if one.status == "unsupported" and one.case.label in measured]
+    measured = {record.case.label for record in candidates if record.status == "ok"}
+    refused = [
+        record for record in failed if record.status == "unsupported" and record.case.label in measured
+    ]
     unexpected = [
         record
         for record in failed

@@ -30,8 +30,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(show: bool) -> None:
+    if show:
         import efficient_attn
 
         console.put(f"efficient-attn {efficient_attn.__version__}")

@@ -64,9 +64,9 @@ def report_command(
 
 def _labels(texts: Sequence[str]) -> dict[str, str]:
     """{name: text} from `name=text`."""
-    found = {}
+    labels = {}
     for text in texts:
         if (pair := _LABEL.fullmatch(text)) is None:
             raise OptionError(f'--label cannot be {text!r}. Write name=text: --label "linformer=Linformer".')
-        found[pair[1]] = pair[2]
-    return found
+        labels[pair[1]] = pair[2]
+    return labels

@@ -25,10 +25,12 @@ def hurried(monkeypatch, short_decoder):
     """Short calls at short lengths, timed as briefly as possible, and a short decoder."""
     monkeypatch.setattr("efficient_attn.studies.engine._ROUND_S", 0.0)
     monkeypatch.setattr("efficient_attn.studies.advise.attention.PROBE", SHORT)
+    monkeypatch.setattr("efficient_attn.studies.advise.errors._DRAWS", 1)
+    monkeypatch.setattr("efficient_attn.measure.isolation.DEFAULT_ISOLATION", "none")
 
 
 def advise(*backends, **changes):
-    given = {"seq_lens": (512, 1024), "isolate": "none", "draws": 1, **changes}
+    given = {"seq_lens": (512, 1024), **changes}
     return ea.advise(backends=list(backends), **given)
 
 

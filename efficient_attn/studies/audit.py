@@ -93,7 +93,11 @@ def audit(
     with torch.no_grad():
         out = backend(q, k, v, key_mask=key_mask)
     samples = sample_rows(backend, (q, k, v, key_mask), out, rows=rows, seed=seed)
-    return Audit(sum(len(one.errors) for one in samples), sum(one.of for one in samples), *estimates(samples))
+    return Audit(
+        sum(len(sample.errors) for sample in samples),
+        sum(sample.of for sample in samples),
+        *estimates(samples),
+    )
 
 
 def _refuse_dropout(backend: Backend) -> None:
@@ -111,15 +115,15 @@ def estimates(samples: list[Sample]) -> tuple[Estimate, Estimate]:
     """The mean squared error of a row, and the relative error."""
     if not samples:
         return (Estimate(0.0, 0.0, 0.0),) * 2
-    weights = [one.of / sum(other.of for other in samples) for one in samples]
-    error = float(np.dot(weights, [one.errors.mean() for one in samples]))
-    exact = float(np.dot(weights, [one.exact.mean() for one in samples]))
+    weights = [sample.of / sum(part.of for part in samples) for sample in samples]
+    error = float(np.dot(weights, [sample.errors.mean() for sample in samples]))
+    exact = float(np.dot(weights, [sample.exact.mean() for sample in samples]))
     if not error or not exact:
         relative = 0.0 if not error else math.inf
         return Estimate(error, error, error), Estimate(relative, relative, relative)
-    spread = _spread([one.errors / error for one in samples], samples, weights)
+    spread = _spread([sample.errors / error for sample in samples], samples, weights)
     # The logarithm of a ratio of two means varies as the mean of the difference of both, relative.
-    both = _spread([one.errors / error - one.exact / exact for one in samples], samples, weights)
+    both = _spread([sample.errors / error - sample.exact / exact for sample in samples], samples, weights)
     return _around(error, spread), _around(math.sqrt(error / exact), both / 2)
 
 
@@ -130,16 +134,16 @@ def _spread(values: list[Floats], samples: list[Sample], weights: list[float]) -
     rows, have most of the error of a good approximation.
     """
     parts = [
-        weight**2 * float(some.var(ddof=1)) / len(some) * (1 - len(some) / one.of)
-        if len(some) < one.of
+        weight**2 * float(errors.var(ddof=1)) / len(errors) * (1 - len(errors) / sample.of)
+        if len(errors) < sample.of
         else 0.0
-        for some, one, weight in zip(values, samples, weights, strict=True)
+        for errors, sample, weight in zip(values, samples, weights, strict=True)
     ]
     total = sum(parts)
     if not total:
         return 0.0
     freedom = total**2 / sum(
-        part**2 / (len(some) - 1) for part, some in zip(parts, values, strict=True) if part
+        part**2 / (len(errors) - 1) for part, errors in zip(parts, values, strict=True) if part
     )
     freedom = min(freedom, max(min(map(len, values)) - 1, _FREEDOM))
     return quantile(_OUTSIDE, freedom) * math.sqrt(total)

@@ -114,13 +114,16 @@ def function_of(study: Study) -> Callable[..., Results]:
     shared = inspect.signature(run_plan).parameters
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]  # help() reads it
         parameters=[
-            *(one.replace(annotation=_plain(one.annotation)) for one in signature.parameters.values()),
+            *(
+                parameter.replace(annotation=_plain(parameter.annotation))
+                for parameter in signature.parameters.values()
+            ),
             *(shared[name] for name in _OF_A_RUN),
         ],
         return_annotation="Results",
     )
     run.__name__ = run.__qualname__ = study.name
-    declared = {one.name: one.option.help for one in study.parameters()}
+    declared = {parameter.name: parameter.option.help for parameter in study.parameters()}
     lines = [
         textwrap.fill(f"{name}: {text}", 100, subsequent_indent="    ")
         for name, text in (declared | _OF_A_RUN).items()

@@ -63,7 +63,7 @@ def run_folder(command: str) -> Path:
     """
     folder = Path("runs") / f"{command}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
-    return next(one for one in chain([folder], numbered) if not one.exists())
+    return next(candidate for candidate in chain([folder], numbered) if not candidate.exists())
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> Path:
@@ -82,13 +82,13 @@ def differences(
     if not (old and new):
         return ""
     sides = [[dict(flat(run)) for run in side] for side in (old, new)]
-    known = dict.fromkeys(name for side in sides for run in side for name in run)
-    found = []
-    for name in (one for one in known if {one, one.partition(".")[0]} & {*groups}):
+    names = dict.fromkeys(name for side in sides for run in side for name in run)
+    texts = []
+    for name in (name for name in names if {name, name.partition(".")[0]} & {*groups}):
         then, now = (" or ".join(dict.fromkeys(run.get(name, "unknown") for run in side)) for side in sides)
         if then != now and not (name in GPU_SOFTWARE and "unknown" in (then, now)):
-            found.append(f"{name} was {short(then)}, is {short(now)}")
-    return "; ".join(found)
+            texts.append(f"{name} was {short(then)}, is {short(now)}")
+    return "; ".join(texts)
 
 
 def read_text(path: Path) -> str:
@@ -207,30 +207,30 @@ def _stored(
 ) -> Stored:
     """The rows in the folder, made ready for more: a last line that was cut off is removed."""
     path = folder / RECORDS
-    known = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
-    for name in fixed if known else ():
-        if known.get(name) != machine[name]:
-            was, now = (short(str(run.get(name))) for run in (known, machine))
+    environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    for name in fixed if environment else ():
+        if environment.get(name) != machine[name]:
+            was, now = (short(str(run.get(name))) for run in (environment, machine))
             raise DataError(f"out: {folder} has the {name} {was}, not {now}; name a new folder.")
     if not path.exists() or not path.stat().st_size:
         return Stored()
     studies()
     rows = read_records(path).records
     records = merge_rows(rows)
-    found = [
-        differences([known], [machine], _DECISIVE),
-        _other_model(known, machine),
-        _edited_code(known, machine, records.values()),
+    reasons = [
+        differences([environment], [machine], _DECISIVE),
+        _other_model(environment, machine),
+        _edited_code(environment, machine, records.values()),
         _other_threads(records.values(), cases),
     ]
-    unlike = "; ".join(filter(None, found)) if records else ""
+    unlike = "; ".join(filter(None, reasons)) if records else ""
     if unlike:
         raise DataError(f"out: {folder} was measured in another environment: {unlike}. Name a new folder.")
     notes = [f"The last line of {RECORDS} was cut off; it was dropped."] if _cut_torn_line(path) else []
     # Code without a result that is kept, of an added backend or a mended one, is that of now.
-    code = {name: text for name, text in _code(known).items() if name in _successful(records.values())}
-    known = {**known, CODE: {**_code(machine), **code}} if known else known
-    return Stored(rows, (rows and known) or None, notes)
+    code = {name: text for name, text in _code(environment).items() if name in _successful(records.values())}
+    environment = {**environment, CODE: {**_code(machine), **code}} if environment else environment
+    return Stored(rows, (rows and environment) or None, notes)
 
 
 def _code(environment: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -244,16 +244,18 @@ def _successful(records: Iterable[Record]) -> set[str]:
     return {record.case.backend for record in records if record.status == "ok"}
 
 
-def _edited_code(known: Mapping[str, Any], machine: Mapping[str, Any], records: Iterable[Record]) -> str:
+def _edited_code(
+    environment: Mapping[str, Any], machine: Mapping[str, Any], records: Iterable[Record]
+) -> str:
     """Backends with results whose file has changed since, or was not recorded."""
-    then, measured = _code(known), _successful(records)
+    then, measured = _code(environment), _successful(records)
     names = [name for name, now in _code(machine).items() if name in measured and then.get(name) != now]
     return f"the code of {', '.join(names)} was edited" if names else ""
 
 
-def _other_model(known: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
+def _other_model(environment: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
     """The parts of the origin of model and inputs that are other ones."""
-    then, now = (json.loads(json.dumps(one.get(MODEL))) for one in (known, machine))
+    then, now = (json.loads(json.dumps(run.get(MODEL))) for run in (environment, machine))
     if not isinstance(then, dict) or not isinstance(now, dict):
         return ""
     unlike = [name for name in then if name in now and then[name] != now[name]]
@@ -334,11 +336,11 @@ class Store:
     def add(self, row: Record) -> None:
         """Write and merge a row; a repeated failure is not written twice."""
         key = row.case.key
-        known = self._records.get(key)
+        stored = self._records.get(key)
         self._stale.discard(key)
-        if known == row and not row.round_sizes:
+        if stored == row and not row.round_sizes:
             return
-        self._records |= merge_rows([row] if known is None else [known, row])
+        self._records |= merge_rows([row] if stored is None else [stored, row])
         if self._path is not None:
             append(self._path, row)
 

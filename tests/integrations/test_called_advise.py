@@ -18,7 +18,6 @@ from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies.swap import measure
 from efficient_attn.studies.swap.called import inputs_of_lengths
 from efficient_attn.studies.workload import Workload, settle
-from efficient_attn_cli.main import main
 
 MODELS = """
 import torch
@@ -290,13 +289,6 @@ def test_a_function_with_lengths_is_taken_in_python_too():
     for given in ({"dtype": "float32"}, {"device": "auto"}):
         with pytest.raises(OptionError, match=f"{next(iter(given))} has no effect with this model, which"):
             ea.advise(make, ["window"], **given)
-
-
-@pytest.mark.parametrize("flag", ["--causal", "--no-causal"])
-def test_a_typed_switch_without_effect_is_refused(flag, folder, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["advise", "models.py:make_lengths", flag])
-    assert ended.value.code == 2 and "causal has no effect with this model" in capsys.readouterr().err
 
 
 def test_a_resumed_advice_has_the_same_model(folder):

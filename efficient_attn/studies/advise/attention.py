@@ -28,7 +28,6 @@ def attention_steps(
     lengths: Sequence[int],
     workload: Workload,
     *,
-    draws: int,
     rounds: int,
     measurer: Measurer,
     limit_bytes: int | None,
@@ -44,13 +43,13 @@ def attention_steps(
     for layers in models:
         shared = {**vars(workload), **shape_of_subject(layers[0]), "inputs": "gaussian"}
         costs = Costs(shared=shared, measure=measurer, rounds=rounds, limit_bytes=limit_bytes)
-        errors = yield from _errors(variants, layers, workload, draws=draws)
+        errors = yield from _errors(variants, layers, workload)
         calls += yield from _call_steps(_near(variants, errors), lengths, costs)
     yield calls
     for layers in models:
         for tokens in lengths if layers[0].causal else ():
             if tokens < layers[0].tokens:
-                yield from _errors(variants, _layers(layers, workload, tokens), workload, draws=draws)
+                yield from _errors(variants, _layers(layers, workload, tokens), workload)
 
 
 def shipped_layers(workload: Workload) -> list[list[Any]]:
@@ -60,15 +59,14 @@ def shipped_layers(workload: Workload) -> list[list[Any]]:
 
 def _layers(layers: Sequence[Any], workload: Workload, tokens: int | None = None) -> list[Any]:
     """q, k and v of layers, in the dtype and on the device of the workload."""
-    placed = {"dtype": workload.dtype, "device": workload.device, "causal": workload.causal}
-    return [layer.converted(tokens=tokens, **placed) for layer in layers]
+    return [layer.converted(tokens=tokens, dtype=workload.dtype, device=workload.device) for layer in layers]
 
 
 def _errors(
-    variants: Sequence[Variant], layers: Sequence[Any], workload: Workload, *, draws: int
+    variants: Sequence[Variant], layers: Sequence[Any], workload: Workload
 ) -> Generator[Request, Any, dict[str, float]]:
     """Yield the errors on all layers up to a failure; returns the medians by label, ∞ of failures."""
-    points = error_points(variants, layers, workload, draws=draws)
+    points = error_points(variants, layers, workload)
     medians = {}
     for label in dict.fromkeys([YARDSTICK, UNIFORM_ATTENTION, *(variant.label for variant in variants)]):
         errors: list[float] = []

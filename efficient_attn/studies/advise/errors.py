@@ -10,13 +10,16 @@ from efficient_attn.stats.candidates import exact_operations
 from efficient_attn.studies.study import Point
 from efficient_attn.studies.workload import Workload
 
+# Draws of random features.
+_DRAWS = 2
+
 # Durations relative to that of an operation of a backend, building included: of exact attention in float64,
 # and of the error per entry of the output.
 _EXACT, _COMPARING = 0.5, 50.0
 
 
 def error_points(
-    variants: Sequence[Variant], subjects: Sequence[Any], workload: Workload, *, draws: int
+    variants: Sequence[Variant], subjects: Sequence[Any], workload: Workload
 ) -> dict[str, list[Point]]:
     """Errors by label, one per subject: exact and uniform attention, then the fewest operations first."""
     from efficient_attn.measure.accuracy import MEAN, error_case, measure_error, measure_mean
@@ -35,9 +38,9 @@ def error_points(
         points[variant.label] = [
             Point(
                 case=error_case(variant, subject, "output", threads=threads),
-                measure=partial(measure, subject=subject, draws=draws, threads=threads),
+                measure=partial(measure, subject=subject, draws=_DRAWS, threads=threads),
                 series=(variant.label, "error"),
-                cost=cost * (draws if SEED in variant.options else 1),
+                cost=cost * (_DRAWS if SEED in variant.options else 1),
             )
             for subject in subjects
         ]

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
+from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S
 from efficient_attn.measure.texts import named_texts
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import DENSE, MODEL, YARDSTICK, Variant, select
@@ -28,9 +28,8 @@ _SEQ_LENS = (512, 2048, 8192)
 _MIN_COSINE = 0.99
 _MAX_KL = 0.05
 
-# Targets of a model, options of attention alone, and options of a folder, which a model from a file decides.
+# Targets of a model, and options of a folder, which a model from a file decides.
 _TARGETS = ("min_cosine", "max_kl")
-_OF_ATTENTION = ("draws", "causal", "isolate", "timeout_s", "memory_limit")
 _OF_A_FOLDER = ("texts", "tokenizer", "dtype", "device")
 
 # A divergence beyond this many nats is no target; float64 has none above 745.
@@ -66,7 +65,7 @@ def plan(
     min_cosine: Annotated[
         float | None,
         Option(
-            help="Least cosine with the exact output or embeddings; 0.99 if omitted.",
+            help="Least cosine with the exact output; 0.99 if omitted.",
             least=0,
             most=1,
         ),
@@ -80,23 +79,18 @@ def plan(
         Option(help="Relative output error without a model; 0.1 is 10 %. 0.1 if omitted."),
     ] = None,
     options: shared.Settings = None,
-    draws: Annotated[int | None, shared.usually(shared.Draws, 2)] = None,
-    causal: Annotated[bool | None, get_args(shared.Causal)[1]] = None,
     dtype: Annotated[str | None, shared.usually(shared.Dtype, "float32")] = None,
     device: Annotated[str | None, shared.usually(shared.Device, "auto")] = None,
     threads: shared.Threads = None,
     rounds: shared.Rounds = 4,
-    memory_limit: str | int | None = None,
-    isolate: str | None = None,
-    timeout_s: float | None = None,
-    name: Annotated[str | None, Option(help="Name of the model in records; the folder's if omitted.")] = None,
+    name: str | None = None,
     seed: shared.Seed = 0,
 ) -> Plan:
     """Find the length from which an efficient attention pays, and at what loss.
 
-    Without a model the shipped activations of a real encoder and of a real decoder decide, attention alone.
-    With a model each layer gets the backend that gains most within the target; the plan is verified end to
-    end on texts that did not choose it, and written to layers.json for `attach` and `load`.
+    Without a model, attention alone on shipped activations decides. With one, each layer gets the backend
+    that gains most within the target; the plan is verified on other texts, and written to layers.json for
+    `attach` and `load`.
 
     Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
     """
@@ -107,18 +101,12 @@ def plan(
     else:
         targets = "min_cosine (--min-cosine), of a causal model max_kl (--max-kl)"
         _refuse(settings, ("max_error",), f"with this model; its target is {targets}")
-        _refuse(settings, _OF_ATTENTION, "with this model")
     max_error = DEFAULT_MAX_ERROR if max_error is None else positive_number("max_error", max_error)
-    draws = 2 if draws is None else draws
-    positive_count("draws", draws)
     for option, value, most in (("min_cosine", min_cosine, 1), ("max_kl", max_kl, _MOST_KL)):
         if value is not None and (not isinstance(value, (int, float)) or not 0 <= value <= most):
             raise OptionError(f"{option} is a number from 0 to {most:g}, not {value!r}.")
     lengths = parse_sizes(_SEQ_LENS if seq_lens is None else seq_lens, name="seq_lens")
-    workload = Workload(
-        causal=bool(causal), dtype=dtype or "float32", device=device or "auto", threads=threads, seed=seed
-    )
-    workload = settle(workload)
+    workload = settle(Workload(dtype=dtype or "float32", device=device or "auto", threads=threads, seed=seed))
     chosen = select(backends, options, also=True)
     if backends is None:
         # Loss hides that a window loses recall, which no target here measures.
@@ -129,21 +117,14 @@ def plan(
         # Help texts are shown without numpy.
         from efficient_attn.studies.advise.attention import attention_steps, shipped_layers
 
-        timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
-        measurer, limit_bytes, notes = measurer_for(
-            variants,
-            workload,
-            isolate=isolate or DEFAULT_ISOLATION,
-            timeout_s=timeout_s,
-            memory_limit="70%" if memory_limit is None else memory_limit,
-        )
-        steps = partial(attention_steps, shipped_layers(workload), variants, lengths, workload, draws=draws)
+        measurer, limit_bytes, notes = measurer_for(variants, workload)
+        steps = partial(attention_steps, shipped_layers(workload), variants, lengths, workload)
         return Plan(
             steps=partial(steps, rounds=rounds, measurer=measurer, limit_bytes=limit_bytes),
             device=workload.device,
             notes=notes,
             about={**about, MAX_ERROR: max_error},
-            timeout_s=timeout_s,
+            timeout_s=DEFAULT_TIMEOUT_S,
             resources=measurer,
             fixed=(MAX_ERROR, CANDIDATES),
             budget_s=_BUDGET_S,

@@ -163,10 +163,6 @@ def test_options_without_effect_and_targets_out_of_range_are_refused(encoder, de
             r"max_kl has no effect with this model; its target is min_cosine \(--min-cosine\)",
         ),
         ({"max_error": 0.1}, r"max_error has no effect with this model; .*--min-cosine.*--max-kl"),
-        ({"draws": 2}, "draws has no effect with this model"),
-        ({"memory_limit": "70%"}, "memory_limit has no effect with this model"),
-        ({"causal": False}, "causal has no effect with this model"),
-        ({"timeout_s": 60.0}, "timeout_s has no effect with this model"),
     ):
         with pytest.raises(OptionError, match=message):
             advise(encoder, **given)
