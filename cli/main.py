@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from efficient_attn.errors import AttentionError, naming_missing
-from efficient_attn.studies import studies
-from efficient_attn.studies.run_folder import refuse_several
+from efficient_attn.studies import refuse_several, studies
 
 from . import console, exits
 from .command import command_of

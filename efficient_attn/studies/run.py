@@ -12,6 +12,7 @@ from efficient_attn import external
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.environment import between, environment, moment
 from efficient_attn.stats.noise_warnings import DURING, doubts
+from efficient_attn.studies import refuse_several
 from efficient_attn.studies.engine import Engine, Progress, foreseen
 from efficient_attn.studies.progress import notebook_bar
 from efficient_attn.studies.results import Results
@@ -23,7 +24,6 @@ from efficient_attn.studies.run_folder import (
     only_writer,
     open_folder,
     refuse_other_study,
-    refuse_several,
 )
 from efficient_attn.studies.study import CODE, STUDY, Plan, Study
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from efficient_attn.errors import DataError, UnsupportedError
+from efficient_attn.errors import DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes
 from efficient_attn.measure.record import Case, Record, merge_rows
 from efficient_attn.measure.records import NO_LINK, append
@@ -121,27 +120,6 @@ def refuse_other_study(folder: Path, machine: Mapping[str, Any]) -> None:
         raise DataError(
             f"out: {folder} holds a run of {short(str(study))}, not {machine[STUDY]}; name a new folder."
         )
-
-
-def refuse_several(name: str) -> None:
-    """Refuse to run in several processes, which would all write the same files; one of them explains.
-
-    Raises:
-        UnsupportedError: In the first of several processes; the others exit with code 2.
-    """
-    processes = _number("WORLD_SIZE", 1)
-    if processes == 1:
-        return
-    if _number("RANK", 0) > 0:
-        sys.exit(2)
-    raise UnsupportedError(
-        f"{name} runs in one process, and WORLD_SIZE is {processes}: start it without torchrun."
-    )
-
-
-def _number(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else default
 
 
 @contextmanager
