@@ -14,25 +14,6 @@ _NEW_RUNS = "\0"
 # Entry of --fail-on without a share.
 _UNCLEAR = "unclear"
 
-RunsArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="OLD NEW", help="Folders of runs, or files of records; several a side: OLD OLD -- NEW NEW."
-    ),
-]
-FailOnOption = Annotated[
-    str | None,
-    typer.Option(
-        "--fail-on",
-        metavar="NAME:LIMIT[,…]",
-        help="Changes for the worse that exit with code 1, by quantity or kind: time:10%,accuracy:2%;"
-        " all regressions if omitted. `unclear` also counts changes that may be chance.",
-    ),
-]
-MarkdownOption = Annotated[
-    bool, typer.Option("--markdown", help="Print Markdown for a comment on a pull request.")
-]
-
 
 class CommandClass(TyperCommand):
     """Keeps the place of `--` among the arguments."""
@@ -43,9 +24,25 @@ class CommandClass(TyperCommand):
 
 
 def diff(
-    runs: RunsArgument,
-    fail_on: FailOnOption = None,
-    markdown: MarkdownOption = False,
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="OLD NEW",
+            help="Folders of runs, or files of records; several a side: OLD OLD -- NEW NEW.",
+        ),
+    ],
+    fail_on: Annotated[
+        str | None,
+        typer.Option(
+            "--fail-on",
+            metavar="NAME:LIMIT[,…]",
+            help="Changes for the worse that exit with code 1, by quantity or kind: time:10%,accuracy:2%;"
+            " all regressions if omitted. `unclear` also counts changes that may be chance.",
+        ),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown for a comment on a pull request.")
+    ] = False,
     json_to: JsonToOption = None,
 ) -> int:
     """Compare runs case by case: exit code 1 on a regression.

@@ -7,10 +7,11 @@ import typer
 from . import console
 from .options import JsonOption
 
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
 
-
-def env_command(as_json: JsonOption = False, device: DeviceOption = "auto") -> None:
+def env_command(
+    as_json: JsonOption = False,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")] = "auto",
+) -> None:
     """Show machine and software, as written to every run."""
     from efficient_attn.measure.environment import environment
     from efficient_attn.report.methods import flat

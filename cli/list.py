@@ -13,12 +13,12 @@ _SHOWN = ("causal", "cross", "key_mask", "exact", "averages")
 _POWERS = {1: "n", 2: "n²"}
 
 
-NameArgument = Annotated[
-    str | None, typer.Argument(metavar="NAME", help="The backend to describe; all if omitted.")
-]
-
-
-def list_command(name: NameArgument = None, as_json: JsonOption = False) -> None:
+def list_command(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="The backend to describe; all if omitted.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """List the backends, or one with its formula, paper, options and promises."""
     from efficient_attn.backends import list_backends, resolve
     from efficient_attn.plugins import complaints, plugins

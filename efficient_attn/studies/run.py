@@ -30,7 +30,7 @@ from efficient_attn.studies.study import CODE, STUDY, Plan, Study
 
 def run_plan(
     study: Study,
-    make_plan: Callable[[], Plan],
+    plan: Plan,
     *,
     out: str | Path | None = None,
     resume: bool = False,
@@ -50,7 +50,6 @@ def run_plan(
         raise OptionError("resume needs out, the folder of the run to go on with.")
     if budget_s is not None and not budget_s > 0:
         raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
-    plan = make_plan()
     if out is not None:
         refuse_several(study.name)
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
@@ -108,7 +107,7 @@ def function_of(study: Study) -> Callable[..., Results]:
     def run(*args: Any, **options: Any) -> Results:
         of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
         of_run.setdefault("progress", notebook_bar())
-        return run_plan(study, lambda: study.plan(*args, **options), **of_run)
+        return run_plan(study, study.plan(*args, **options), **of_run)
 
     signature = inspect.signature(study.plan)
     shared = inspect.signature(run_plan).parameters
