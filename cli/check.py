@@ -11,53 +11,45 @@ from efficient_attn.studies.options import RUNS_CODE, parse_names
 from . import console, exits
 from .options import JsonOption, SeedOption
 
-BackendArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="BACKEND",
-        help=f"Backend: a name, path/file.py:object or package.module:object. {RUNS_CODE}",
-    ),
-]
-
-LongOption = Annotated[
-    bool, typer.Option("--long", help="Also sequences of 2100 tokens and the growth of time; takes minutes.")
-]
-OnlyOption = Annotated[
-    str | None, typer.Option("--only", metavar="NAME[,NAME…]", help="Checks to run; all if omitted.")
-]
 _TIMEOUT = "Time limit of one check; a check that takes longer is broken."
-TimeoutOption = Annotated[str, typer.Option("--timeout", metavar="TIME", help=_TIMEOUT)]
 _SIGNATURE = "Library whose signature the function has: plain, sdpa, flash-attn or fla."
-SignatureOption = Annotated[str | None, typer.Option("--signature", metavar="NAME", help=_SIGNATURE)]
-LayoutOption = Annotated[
-    str | None, typer.Option("--layout", metavar="bhsd|bshd", help="Order of axes; the library's if omitted.")
-]
-CausalOption = Annotated[bool, typer.Option("--causal", help="The function promises causality.")]
-KeyMaskOption = Annotated[bool, typer.Option("--key-mask", help="The function promises key masks.")]
-CrossOption = Annotated[bool, typer.Option("--cross", help="The function promises cross-attention.")]
-GroupedOption = Annotated[bool, typer.Option("--gqa", help="The function takes fewer key heads itself.")]
-ExactOption = Annotated[bool, typer.Option("--exact", help="The function promises softmax attention.")]
 _CERTIFICATE = "File for the records, the declared promises and the environment as JSON."
-CertificateOption = Annotated[str | None, typer.Option("--certificate", metavar="FILE", help=_CERTIFICATE)]
-BackwardOption = Annotated[bool, typer.Option(help="The function promises gradients.")]
 
 
 def check(
-    backend: BackendArgument,
+    backend: Annotated[
+        str,
+        typer.Argument(
+            metavar="BACKEND",
+            help=f"Backend: a name, path/file.py:object or package.module:object. {RUNS_CODE}",
+        ),
+    ],
     as_json: JsonOption = False,
     seed: SeedOption = 0,
-    only: OnlyOption = None,
-    timeout: TimeoutOption = "60s",
-    long: LongOption = False,
-    signature: SignatureOption = None,
-    layout: LayoutOption = None,
-    causal: CausalOption = False,
-    key_mask: KeyMaskOption = False,
-    cross: CrossOption = False,
-    grouped: GroupedOption = False,
-    exact: ExactOption = False,
-    backward: BackwardOption = True,
-    certificate: CertificateOption = None,
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="NAME[,NAME…]", help="Checks to run; all if omitted.")
+    ] = None,
+    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help=_TIMEOUT)] = "60s",
+    long: Annotated[
+        bool,
+        typer.Option("--long", help="Also sequences of 2100 tokens and the growth of time; takes minutes."),
+    ] = False,
+    signature: Annotated[str | None, typer.Option("--signature", metavar="NAME", help=_SIGNATURE)] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option("--layout", metavar="bhsd|bshd", help="Order of axes; the library's if omitted."),
+    ] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="The function promises causality.")] = False,
+    key_mask: Annotated[bool, typer.Option("--key-mask", help="The function promises key masks.")] = False,
+    cross: Annotated[bool, typer.Option("--cross", help="The function promises cross-attention.")] = False,
+    grouped: Annotated[
+        bool, typer.Option("--gqa", help="The function takes fewer key heads itself.")
+    ] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="The function promises softmax attention.")] = False,
+    backward: Annotated[bool, typer.Option(help="The function promises gradients.")] = True,
+    certificate: Annotated[
+        str | None, typer.Option("--certificate", metavar="FILE", help=_CERTIFICATE)
+    ] = None,
 ) -> int:
     """Check every promise of a backend: kept, broken or not promised.
 

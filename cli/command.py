@@ -1,30 +1,31 @@
-"""The command of a study, made from the declared options of its plan."""
+"""The command of a study, made from the declared options of its plan: its output and its exit code."""
 
 import inspect
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from efficient_attn.errors import OptionError
 from efficient_attn.studies.study import Parameter, Study, by_option, joined
 
-from . import console
-from .finish import finish
+from . import console, exits
 from .options import JsonToOption, OutOption, as_json
 
-_BUDGET = "Time for measuring: 90s, 2m or 1h; points that do not fit are skipped."
+_BUDGET = "Time for measuring: 90s, 2m or 1h; the rest is skipped."
 _RESUME = "Continue the run in --out; measured points are kept."
 _DRY_RUN = "List the points of the run without measuring any."
 _QUIET = "Print the folder of the results alone: no progress, tables or notes."
 _ALL = "Show all options and exit."
 
 
-def _show_all(context: typer.Context, wanted: bool) -> None:
+def _show_all(context: typer.Context, show: bool) -> None:
     """Print the help text with the options that are rarely needed."""
-    if wanted:
+    if show:
         hidden = [parameter for parameter in context.command.params if getattr(parameter, "hidden", False)]
         for parameter in hidden:
             parameter.hidden = False  # type: ignore[attr-defined]  # only options are hidden
@@ -64,7 +65,7 @@ def command_of(study: Study) -> Callable[..., None]:
         json_to: str | None,
         quiet: bool,
         help_all: bool,
-        **given: Any,
+        **values: Any,
     ) -> None:
         from efficient_attn.measure.units import parse_seconds, show_seconds
 
@@ -76,7 +77,7 @@ def command_of(study: Study) -> Callable[..., None]:
         if resume and out is None:
             raise OptionError("--resume needs --out, the folder of the run to go on with.")
         to_stdout = as_json(json_to)
-        options = by_option(study, given)
+        options = by_option(study, values)
         budget_s = None if budget is None else parse_seconds(budget, name="--budget")
 
         if dry_run:
@@ -89,17 +90,17 @@ def command_of(study: Study) -> Callable[..., None]:
         from efficient_attn.studies.run_folder import Store, open_folder, run_folder
 
         # A wrong request must leave no folder behind, so the plan is made first.
-        asked = study.plan(**options)
+        plan = study.plan(**options)
         folder = open_folder(out or run_folder(study.name), name="--out", fresh=not resume)
-        limit_s = asked.budget_s if budget_s is None else budget_s
+        limit_s = plan.budget_s if budget_s is None else budget_s
         if not quiet and limit_s is not None:
-            points = len(foreseen(asked, Store()))
+            points = len(foreseen(plan, Store()))
             console.say(f"{points} points; measuring ends within {show_seconds(limit_s)} (--budget).")
         # Text that a backend prints goes to stderr: stdout holds the results alone.
         with redirect_stdout(sys.stderr):
             results = run_plan(
                 study,
-                lambda: asked,
+                plan,
                 out=folder,
                 resume=resume,
                 budget_s=budget_s,
@@ -108,9 +109,9 @@ def command_of(study: Study) -> Callable[..., None]:
             )
         finish(results, options.get("backends"), folder=folder, as_json=to_stdout, quiet=quiet)
 
-    made: list[tuple[str, Any, Any]] = [
+    signature: list[tuple[str, Any, Any]] = [
         ("context", typer.Context, inspect.Parameter.empty),
-        *(_declared(one) for one in study.parameters()),
+        *(_declared(parameter) for parameter in study.parameters()),
         *(
             (name, kind, study.budget if name == "budget" else default)
             for name, (kind, default) in _OF_A_RUN.items()
@@ -120,26 +121,33 @@ def command_of(study: Study) -> Callable[..., None]:
     command.__name__ = study.name
     keyword = inspect.Parameter.KEYWORD_ONLY
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # Typer reads it
-        [inspect.Parameter(name, keyword, default=default, annotation=kind) for name, kind, default in made]
+        [
+            inspect.Parameter(name, keyword, default=default, annotation=kind)
+            for name, kind, default in signature
+        ]
     )
-    command.__annotations__ = {name: kind for name, kind, _ in made}
+    command.__annotations__ = {name: kind for name, kind, _ in signature}
     return command
 
 
-def _declared(one: Parameter) -> tuple[str, Any, Any]:
-    option, default = one.option, one.default
-    kind: Any = one.type
+def _declared(parameter: Parameter) -> tuple[str, Any, Any]:
+    option, default = parameter.option, parameter.default
+    kind: Any = parameter.type
     if option.parse is not None:
         kind = list[str] if option.several else str
         kind, default = (kind | None, None) if default is None else (kind, joined(default))
-    switch = one.type in (bool, bool | None) and option.parse is None
-    flag = f"{one.flag}/--no-{one.flag.removeprefix('--')}" if switch and default is not False else one.flag
-    form = None if switch else _METAVARS.get(one.type, one.name.upper())
+    switch = parameter.type in (bool, bool | None) and option.parse is None
+    flag = (
+        f"{parameter.flag}/--no-{parameter.flag.removeprefix('--')}"
+        if switch and default is not False
+        else parameter.flag
+    )
+    form = None if switch else _METAVARS.get(parameter.type, parameter.name.upper())
     about: dict[str, Any] = {"help": option.help, "metavar": option.metavar or form}
     if option.argument:
-        return one.name, Annotated[kind, typer.Argument(**about)], default
+        return parameter.name, Annotated[kind, typer.Argument(**about)], default
     about |= {"min": option.least, "max": option.most, "hidden": option.rare, "show_default": not switch}
-    return one.name, Annotated[kind, typer.Option(flag, **about)], default
+    return parameter.name, Annotated[kind, typer.Option(flag, **about)], default
 
 
 def _points(plan: Any) -> Any:
@@ -153,3 +161,67 @@ def _points(plan: Any) -> Any:
     )
     columns = ("backend", "tokens", "measured", "reason to skip")
     return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(plan.notes))
+
+
+def finish(
+    results: Any, named: Sequence[str] | None, *, folder: Path, as_json: bool, quiet: bool = False
+) -> NoReturn:
+    """Print the results, then the folder of their files, and exit with the code of the outcome.
+
+    Args:
+        named: Requested backends; None for the default selection.
+    """
+    if as_json:
+        console.put_json(document(results))
+    elif not quiet:
+        console.print_tables(results.tables())
+        for sentence in results.sentences():
+            console.tell(sentence)
+        for note in results.notes:
+            console.tell(note, err=True)
+    # With JSON, stdout holds the document alone.
+    console.put(folder, err=as_json)
+    raise typer.Exit(exit_code(results, named))
+
+
+def document(results: Any) -> dict[str, Any]:
+    """The results as one JSON document."""
+    from efficient_attn.measure.records import line
+
+    return {
+        "environment": results.environment,
+        "records": [json.loads(line(record)) for record in results.records],
+        "sentences": results.sentences(),
+        "notes": list(results.notes),
+        "interrupted": results.interrupted,
+    }
+
+
+def exit_code(results: Any, named: Sequence[str] | None) -> int:
+    """Exit code of the outcome.
+
+    Refusals and skips of a default selection are expected, and so is the refusal of some inputs, such as
+    causal ones, by a backend that is measured on others.
+    """
+    from efficient_attn.measure.variants import CEILING, OWN, PLAN, UNIFORM_ATTENTION, YARDSTICK
+
+    if results.interrupted:
+        return exits.INTERRUPTED
+    # Baselines are measured with every selection; a plan is a decision, also for no backend.
+    baselines = {CEILING, UNIFORM_ATTENTION, OWN, PLAN}
+    if named is not None and YARDSTICK not in named:
+        baselines.add(YARDSTICK)
+    candidates = [record for record in results.records if record.case.backend not in baselines]
+    failed = [record for record in candidates if record.status != "ok"]
+    if len(failed) == len(candidates):
+        return exits.NOTHING_MEASURED
+    measured = {record.case.label for record in candidates if record.status == "ok"}
+    refused = [
+        record for record in failed if record.status == "unsupported" and record.case.label in measured
+    ]
+    unexpected = [
+        record
+        for record in failed
+        if record not in refused and (named or record.status not in ("unsupported", "skipped"))
+    ]
+    return exits.SOME_NOT_MEASURED if unexpected else exits.DONE

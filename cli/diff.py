@@ -14,38 +14,35 @@ _NEW_RUNS = "\0"
 # Entry of --fail-on without a share.
 _UNCLEAR = "unclear"
 
-RunsArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="OLD NEW", help="Folders of runs, or files of records; several a side: OLD OLD -- NEW NEW."
-    ),
-]
-FailOnOption = Annotated[
-    str | None,
-    typer.Option(
-        "--fail-on",
-        metavar="NAME:LIMIT[,…]",
-        help="Changes for the worse that exit with code 1, by quantity or kind: time:10%,accuracy:2%;"
-        " all regressions if omitted. `unclear` also counts changes that may be chance.",
-    ),
-]
-MarkdownOption = Annotated[
-    bool, typer.Option("--markdown", help="Print Markdown for a comment on a pull request.")
-]
-
 
 class CommandClass(TyperCommand):
     """Keeps the place of `--` among the arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse arguments with a sign in the place of `--`."""
-        return super().parse_args(ctx, [_NEW_RUNS if one == "--" else one for one in args])
+        return super().parse_args(ctx, [_NEW_RUNS if argument == "--" else argument for argument in args])
 
 
 def diff(
-    runs: RunsArgument,
-    fail_on: FailOnOption = None,
-    markdown: MarkdownOption = False,
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="OLD NEW",
+            help="Folders of runs, or files of records; several a side: OLD OLD -- NEW NEW.",
+        ),
+    ],
+    fail_on: Annotated[
+        str | None,
+        typer.Option(
+            "--fail-on",
+            metavar="NAME:LIMIT[,…]",
+            help="Changes for the worse that exit with code 1, by quantity or kind: time:10%,accuracy:2%;"
+            " all regressions if omitted. `unclear` also counts changes that may be chance.",
+        ),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown for a comment on a pull request.")
+    ] = False,
     json_to: JsonToOption = None,
 ) -> int:
     """Compare runs case by case: exit code 1 on a regression.
@@ -60,22 +57,22 @@ def diff(
     if to_stdout and markdown:
         raise typer.BadParameter("--json and --markdown exclude each other.")
     shares, unclear = _limits(fail_on)
-    found = compare(*_sides(runs), fail_on=shares, fail_on_unclear=unclear)
+    comparison = compare(*_sides(runs), fail_on=shares, fail_on_unclear=unclear)
     if to_stdout:
-        console.put_json(found.as_dict())
+        console.put_json(comparison.as_dict())
     elif markdown:
-        for row in found.to_markdown().splitlines():
+        for row in comparison.to_markdown().splitlines():
             console.put(row)
     else:
-        for warning in found.warnings:
+        for warning in comparison.warnings:
             console.tell(warning)
-        console.print_tables(found.tables())
-        for sentence in found.sentences():
+        console.print_tables(comparison.tables())
+        for sentence in comparison.sentences():
             console.tell(sentence)
-    if not found.comparison.changes:
+    if not comparison.comparison.changes:
         console.say("Nothing to compare: no case is in both runs.")
         return exits.NOTHING_MEASURED
-    return exits.REGRESSION if found.failures else exits.DONE
+    return exits.REGRESSION if comparison.failures else exits.DONE
 
 
 def _sides(runs: list[str]) -> tuple[list[str], list[str]]:
@@ -83,8 +80,8 @@ def _sides(runs: list[str]) -> tuple[list[str], list[str]]:
     at = runs.index(_NEW_RUNS) if runs.count(_NEW_RUNS) == 1 else 1
     old, new = runs[:at], runs[at + 1 if _NEW_RUNS in runs else at :]
     if not old or not new or _NEW_RUNS in new or (_NEW_RUNS not in runs and len(new) > 1):
-        given = " ".join("--" if one == _NEW_RUNS else one for one in runs)
-        raise typer.BadParameter(f"diff {given}: write OLD NEW, or several on a side, OLD OLD -- NEW NEW.")
+        typed = " ".join("--" if argument == _NEW_RUNS else argument for argument in runs)
+        raise typer.BadParameter(f"diff {typed}: write OLD NEW, or several on a side, OLD OLD -- NEW NEW.")
     return old, new
 
 

@@ -7,18 +7,19 @@ import typer
 from . import console
 from .options import JsonOption
 
-DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")]
 
-
-def env_command(as_json: JsonOption = False, device: DeviceOption = "auto") -> None:
+def env_command(
+    as_json: JsonOption = False,
+    device: Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:1.")] = "auto",
+) -> None:
     """Show machine and software, as written to every run."""
     from efficient_attn.measure.environment import environment
     from efficient_attn.report.methods import flat
     from efficient_attn.studies.workload import Workload, settle
 
-    found = environment(device=settle(Workload(device=device)).device)
+    description = environment(device=settle(Workload(device=device)).device)
     if as_json:
-        console.put_json(found)
+        console.put_json(description)
         return
-    for name, value in flat(found):
+    for name, value in flat(description):
         console.put(f"{name:32} {value}")

@@ -13,12 +13,12 @@ _SHOWN = ("causal", "cross", "key_mask", "exact", "averages")
 _POWERS = {1: "n", 2: "n²"}
 
 
-NameArgument = Annotated[
-    str | None, typer.Argument(metavar="NAME", help="The backend to describe; all if omitted.")
-]
-
-
-def list_command(name: NameArgument = None, as_json: JsonOption = False) -> None:
+def list_command(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="The backend to describe; all if omitted.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """List the backends, or one with its formula, paper, options and promises."""
     from efficient_attn.backends import list_backends, resolve
     from efficient_attn.plugins import complaints, plugins
@@ -38,7 +38,9 @@ def list_command(name: NameArgument = None, as_json: JsonOption = False) -> None
         console.say(complaint)
     if as_json:
         rows = [_row(spec) for spec in specs]
-        rows += [dict.fromkeys(rows[0]) | {"name": one.name, "plugin": one._asdict()} for one in outside]
+        rows += [
+            dict.fromkeys(rows[0]) | {"name": plugin.name, "plugin": plugin._asdict()} for plugin in outside
+        ]
         console.put_json(rows)
         return
     console.print_tables([_table(specs), *([_plugin_table(outside)] if outside else [])])
@@ -61,38 +63,42 @@ def _cell(value: Any) -> str:
     return ", ".join(value) if isinstance(value, tuple) else str(value)
 
 
-def _row(one: Any) -> dict[str, Any]:
-    about = {name: getattr(one, name) for name in ("name", "summary", "formula", "paper", "size_option")}
-    return {**about, "options": _options(one), "plugin": None, **asdict(one.capabilities)}
+def _row(spec: Any) -> dict[str, Any]:
+    about = {name: getattr(spec, name) for name in ("name", "summary", "formula", "paper", "size_option")}
+    return {**about, "options": _options(spec), "plugin": None, **asdict(spec.capabilities)}
 
 
 def _plugin_table(others: list[Any]) -> Any:
     from efficient_attn.report.table import Table
 
-    rows = tuple((one.name, one.distribution or "–", one.version or "–", one.module) for one in others)
+    rows = tuple(
+        (plugin.name, plugin.distribution or "–", plugin.version or "–", plugin.module) for plugin in others
+    )
     note = "Imported on first use; efficient-attn check NAME lists the promises of one."
     return Table("Backends of other packages", ("backend", "package", "version", "module"), rows, (note,))
 
 
-def _options(one: Any) -> dict[str, Any]:
-    return {item.name: None if item.default is MISSING else item.default for item in fields(one.options_type)}
+def _options(spec: Any) -> dict[str, Any]:
+    return {
+        field.name: None if field.default is MISSING else field.default for field in fields(spec.options_type)
+    }
 
 
 def _table(specs: list[Any]) -> Any:
     from efficient_attn.report.table import Table
 
     rows = []
-    for one in specs:
-        promises = asdict(one.capabilities)
+    for spec in specs:
+        promises = asdict(spec.capabilities)
         marks = ("yes" if promises[name] else "–" for name in _SHOWN)
         growths = (_POWERS[promises[f"{cost}_growth"]] for cost in ("time", "memory"))
-        rows.append((one.name, *marks, *growths))
+        rows.append((spec.name, *marks, *growths))
     columns = ("backend", *(name.replace("_", " ") for name in _SHOWN), "time", "memory")
     return Table("Promises of each backend", columns, tuple(rows), tuple(map(_note, specs)))
 
 
-def _note(one: Any) -> str:
+def _note(spec: Any) -> str:
     """Summary, options and paper of a backend."""
-    options = ", ".join(f"{name}={value}" for name, value in _options(one).items())
-    parts = (f"{one.name}: {one.summary}", options and f"Options: {options}.", one.paper)
+    options = ", ".join(f"{name}={value}" for name, value in _options(spec).items())
+    parts = (f"{spec.name}: {spec.summary}", options and f"Options: {options}.", spec.paper)
     return " ".join(filter(None, parts))

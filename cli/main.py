@@ -1,22 +1,26 @@
-"""The command line: its commands, and the exit codes of errors."""
+"""The command line: its commands, signals that end them, and the exit codes of errors.
+
+The first signal keeps the measured records, the second ends at once.
+"""
 
 import inspect
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
 from efficient_attn.errors import AttentionError, naming_missing
-from efficient_attn.studies import studies
-from efficient_attn.studies.run_folder import refuse_several
+from efficient_attn.studies import refuse_several, studies
 
 from . import console, exits
 from .command import command_of
-from .signals import polite
 
 # Errors of the command line itself; Typer exports only a subclass.
 _UsageError: Any = typer.BadParameter.__bases__[0]
@@ -30,8 +34,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(show: bool) -> None:
+    if show:
         import efficient_attn
 
         console.put(f"efficient-attn {efficient_attn.__version__}")
@@ -88,6 +92,35 @@ def _help(command: Callable[..., Any]) -> str:
 
 for _name in dict.fromkeys((*COMMANDS, *studies())):
     _register(_name)
+
+
+class Ends:
+    """Exit code of the signal that ended the command; None if there was none."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Interrupt the run, which keeps its records; a second signal ends the process."""
+        if self.code is not None:
+            os._exit(self.code)
+        self.code = 128 + number
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def polite() -> Iterator[Ends]:
+    """Treat a request to end (SIGTERM) like Ctrl-C while the block runs."""
+    ends = Ends()
+    # Python allows only the main thread to set signal handlers.
+    main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    before: dict[int, Any] = {number: signal.signal(number, ends.handle) for number in numbers}
+    try:
+        yield ends
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

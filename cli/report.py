@@ -14,41 +14,36 @@ from . import console
 # The settings in the brackets of a name have equals signs of their own.
 _LABEL = re.compile(r"([^=(]+(?:\([^)]*\))?)=(.+)")
 
-FoldersArgument = Annotated[list[Path], typer.Argument(metavar="DIR…", help="Folders of runs.")]
-HtmlOption = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write only the page, to this file.")
-]
-OutOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        metavar="DIR",
-        help="Folder for the files; omitted: the run's own folder, or a new runs/… for several runs.",
-    ),
-]
-LabelOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--label", metavar="NAME=TEXT", help="Text in place of the name of a line or row; repeatable."
-    ),
-]
-WidthOption = Annotated[
-    float | None,
-    typer.Option("--width", metavar="INCHES", help="Width of figures; a column of a paper: 3.3."),
-]
-StyleOption = Annotated[
-    str,
-    typer.Option("--style", metavar="screen|paper", help="Style of figures; paper: small letters, no title."),
-]
-
 
 def report_command(
-    folders: FoldersArgument,
-    html: HtmlOption = None,
-    out: OutOption = None,
-    label: LabelOption = None,
-    width: WidthOption = None,
-    style: StyleOption = "screen",
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR…", help="Folders of runs.")],
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write only the page, to this file.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="DIR",
+            help="Folder for the files; omitted: the run's own folder, or a new runs/… for several runs.",
+        ),
+    ] = None,
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--label", metavar="NAME=TEXT", help="Text in place of the name of a line or row; repeatable."
+        ),
+    ] = None,
+    width: Annotated[
+        float | None,
+        typer.Option("--width", metavar="INCHES", help="Width of figures; a column of a paper: 3.3."),
+    ] = None,
+    style: Annotated[
+        str,
+        typer.Option(
+            "--style", metavar="screen|paper", help="Style of figures; paper: small letters, no title."
+        ),
+    ] = "screen",
 ) -> None:
     """Redraw runs from their records: page, plots and tables.
 
@@ -64,9 +59,9 @@ def report_command(
 
 def _labels(texts: Sequence[str]) -> dict[str, str]:
     """{name: text} from `name=text`."""
-    found = {}
+    labels = {}
     for text in texts:
         if (pair := _LABEL.fullmatch(text)) is None:
             raise OptionError(f'--label cannot be {text!r}. Write name=text: --label "linformer=Linformer".')
-        found[pair[1]] = pair[2]
-    return found
+        labels[pair[1]] = pair[2]
+    return labels

@@ -11,28 +11,23 @@ from efficient_attn.studies.options import parse_names
 from . import console, exits
 from .options import BackendOption, OutOption, SeedOption, SetOption
 
-InputsOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="Shipped encoder (512 tokens) or decoder (4096, causal), or FILE.safetensors.",
-    ),
-]
-LayerOption = Annotated[
-    int | None,
-    typer.Option(min=0, metavar="N", help="Layer of the encoder or file: 1, or the first of a file."),
-]
-HeadOption = Annotated[int, typer.Option(min=0, help="Which head of the layer.")]
-TokensOption = Annotated[
-    str, typer.Option(metavar="A:B", help="Tokens on the axes; backends read all of the inputs.")
-]
-
 
 def show_command(
-    inputs: InputsOption = "encoder",
-    layer: LayerOption = None,
-    head: HeadOption = 6,
-    tokens: TokensOption = "0:24",
+    inputs: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Shipped encoder (512 tokens) or decoder (4096, causal), or FILE.safetensors.",
+        ),
+    ] = "encoder",
+    layer: Annotated[
+        int | None,
+        typer.Option(min=0, metavar="N", help="Layer of the encoder or file: 1, or the first of a file."),
+    ] = None,
+    head: Annotated[int, typer.Option(min=0, help="Which head of the layer.")] = 6,
+    tokens: Annotated[
+        str, typer.Option(metavar="A:B", help="Tokens on the axes; backends read all of the inputs.")
+    ] = "0:24",
     backend: BackendOption = None,
     set_: SetOption = None,
     seed: SeedOption = 0,

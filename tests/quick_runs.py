@@ -51,7 +51,7 @@ QUICK = {
     "bench": Quick("--seq-len 16 --num-heads 2 --head-dim 8 --rounds 1"),
     "mse": Quick("--inputs gaussian --seq-len 24 --head-dim 4 --size 4,8 --norm 0.5 --draws 2"),
     "recall": Quick(
-        "--pairs 4 --classes 2 --queries 2 --gap 4 --steps 1 --seeds 1 --size 4 --batch 2 --head-dim 4",
+        "--pairs 4 --classes 2 --queries 2 --gap 4 --steps 1 --seeds 1 --size 4 --head-dim 4",
         selection="--backend window --set window.window=3",
         # The control, a window, is measured with every backend.
         codes={"own.py:broken": 3, "own.py:mean": 0},

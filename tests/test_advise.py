@@ -1,6 +1,5 @@
 """The advice without a model: attention alone on the shipped activations."""
 
-import importlib
 import itertools
 import random
 import re
@@ -28,13 +27,12 @@ def hurried(monkeypatch, short_decoder):
     monkeypatch.setattr("efficient_attn.studies.engine._ROUND_S", 0.0)
     monkeypatch.setattr("efficient_attn.studies.advise.attention.PROBE", SHORT)
     monkeypatch.setattr("efficient_attn.studies.advise.attention.DRAWS", 1)
-    # The attribute of the package is the function of the same name.
-    plan = importlib.import_module("efficient_attn.studies.advise.plan")
-    monkeypatch.setattr(plan, "DEFAULT_ISOLATION", "none")
+    monkeypatch.setattr("efficient_attn.measure.isolation.DEFAULT_ISOLATION", "none")
 
 
 def advise(*backends, **changes):
-    return ea.advise(backends=list(backends), **{"seq_lens": (512, 1024), **changes})
+    given = {"seq_lens": (512, 1024), **changes}
+    return ea.advise(backends=list(backends), **given)
 
 
 def kinds(results):

@@ -135,7 +135,6 @@ WRONG = [
     (["--backend", "attention := v", "--of", "block"], "'attention := v' is not a backend"),
     (["--num-heads", "0"], "--num-heads"),
     (["--head-dim", "x"], "--head-dim"),
-    (["--batch", "-1"], "--batch"),
     (["--rounds", "0"], "--rounds"),
     (["--timeout", "never"], "--timeout is a duration"),
 ]

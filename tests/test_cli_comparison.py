@@ -60,7 +60,6 @@ def test_json_is_one_document(undrawn, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--batch", "0"], "--batch"),
         (["--seq-len", "5k"], "5120 tokens are more than the 512 of encoder"),
         (["--max-error", "0"], "max_error is a finite number above 0"),
         (["--max-error", "little"], "--max-error"),

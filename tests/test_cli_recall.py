@@ -19,8 +19,6 @@ TINY = [
     "1",
     "--size",
     "4",
-    "--batch",
-    "2",
     "--head-dim",
     "8",
 ]
@@ -83,7 +81,6 @@ def test_it_ends_with_the_code_that_says_how_it_went(words, code, untrained):
         (["--steps", "many"], "'--steps': Input should be a valid integer"),
         (["--size", "few"], "--size cannot be 'few'"),
         (["--size", "1.5"], "--size cannot be '1.5'"),
-        (["--learning-rate", "0"], "learning_rate is a finite number above 0"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_writes_nothing(folder, words, message, capsys):

@@ -9,7 +9,7 @@ from made_records import costs, errors
 from efficient_attn.measure.record import replace
 from efficient_attn.studies.results import Results
 from efficient_attn_cli import exits
-from efficient_attn_cli.finish import exit_code, finish
+from efficient_attn_cli.command import exit_code, finish
 
 REFUSED, SKIPPED, BROKEN = "unsupported", "skipped", "error"
 

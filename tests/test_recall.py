@@ -86,18 +86,6 @@ def test_sizes_beyond_the_sequence_are_left_out():
     ]
 
 
-def test_records_hold_directions_and_the_bytes_of_parameters_and_state():
-    causal = ea.recall(["performer-trig"], **TINY | {"seeds": 1, "causal": True})
-    (found,) = (record for record in causal.records if record.case.backend == "performer-trig")
-    # Four features are two directions of eight entries; a state has a sum for each feature and value.
-    assert found.num_directions == 2 and found.parameter_bytes >= 4 * 2 * 8
-    assert found.state_bytes >= 4 * 4 * 8 * found.case.num_heads
-    exact = next(record for record in causal.records if record.case.backend == "exact")
-    assert exact.num_directions is None and exact.parameter_bytes == 0
-    both_ways = ea.recall(["performer-trig"], **TINY | {"seeds": 1}).records
-    assert {record.state_bytes for record in both_ways} == {None}
-
-
 def test_an_interrupted_run_keeps_what_was_trained_and_goes_on_there(tmp_path, monkeypatch):
     begun = []
 

@@ -151,7 +151,7 @@ def test_an_interrupted_run_names_what_was_not_tried(sums):
     study = studies.find("sums")
     plan = study.plan(seq_len=(4, 8, 16))
     points = [points_of(plan)[0], replace(points_of(plan)[1], measure=interrupt), points_of(plan)[2]]
-    results = run_plan(study, lambda: replace(plan, steps=lambda: in_lists([points])))
+    results = run_plan(study, replace(plan, steps=lambda: in_lists([points])))
     assert results.interrupted and [record.case.tokens for record in results.records] == [4]
     assert results.notes[0].startswith("Not measured: 2 of 3 points, of exact; --resume")
 

@@ -73,9 +73,12 @@ class Diff:
         fail_on: Mapping[str, float] | None,
         fail_on_unclear: bool = False,
     ) -> None:
-        self.thresholds = {**{one.name: one.threshold for one in QUANTITIES.values()}, **(fail_on or {})}
+        self.thresholds = {
+            **{quantity.name: quantity.threshold for quantity in QUANTITIES.values()},
+            **(fail_on or {}),
+        }
         self.failing = tuple(names() if fail_on is None else fail_on)
-        self._asked = fail_on or {}
+        self._limits = fail_on or {}
         self._unclear_fails = fail_on_unclear
         before, after = ([run.records for run in side] for side in (old, new))
         self.comparison: Comparison = compare_runs(before, after, thresholds=fail_on)
@@ -95,7 +98,7 @@ class Diff:
     @property
     def regressions(self) -> tuple[Change, ...]:
         """Regressions that count as failures, and changes without a direction that were asked for."""
-        moved = [one for one in self.comparison.of(CHANGED) if one.quantity in self._asked]
+        moved = [change for change in self.comparison.of(CHANGED) if change.quantity in self._limits]
         return (*self._named(REGRESSION), *moved)
 
     @property
@@ -104,59 +107,67 @@ class Diff:
         return (*self.regressions, *(self._named(UNCLEAR) if self._unclear_fails else ()))
 
     def _named(self, verdict: str) -> list[Change]:
-        return [one for one in self.comparison.of(verdict) if {one.kind, one.quantity} & {*self.failing}]
+        return [
+            change
+            for change in self.comparison.of(verdict)
+            if {change.kind, change.quantity} & {*self.failing}
+        ]
 
     @property
     def warnings(self) -> list[str]:
         """Warnings to read before the numbers: another machine, other software, notes of the runs."""
-        found = []
+        texts = []
         old, new = self._environments
         if machine := differences(old, new, _MACHINE):
-            found.append(f"ANOTHER MACHINE: {machine}. Times and errors may differ for that alone.")
+            texts.append(f"ANOTHER MACHINE: {machine}. Times and errors may differ for that alone.")
         if software := differences(old, new, _SOFTWARE):
-            found.append(f"Other surroundings: {software}.")
-        found += self._kernels
-        return [*found, *self._notes]
+            texts.append(f"Other surroundings: {software}.")
+        texts += self._kernels
+        return [*texts, *self._notes]
 
     def tables(self) -> list[Table]:
         """Changed and unclear comparisons, the worst first; empty if there are none."""
         changed = [change for verdict in _ORDER for change in self.comparison.of(verdict)]
         notes = [
-            f"{one.name}, {one.tokens} tokens, {one.kind}: {one.remark}" for one in changed if one.remark
+            f"{change.name}, {change.tokens} tokens, {change.kind}: {change.remark}"
+            for change in changed
+            if change.remark
         ]
         return [Table("Differences", _COLUMNS, tuple(map(_row, changed)), tuple(notes))] if changed else []
 
     def sentences(self) -> list[str]:
         """Number of comparisons by verdict, the units of the tests, and cases that only one run has."""
-        found = self.comparison
-        counts = Counter(change.verdict for change in found.changes)
+        comparison = self.comparison
+        counts = Counter(change.verdict for change in comparison.changes)
         verdicts = [f"{counts[verdict]} {verdict}" for verdict in (*_ORDER, UNCHANGED) if counts[verdict]]
-        sentences = [f"Of {len(found.changes)} comparisons: {', '.join(verdicts)}."] if verdicts else []
-        if any(change.quantity == "time_s" and change.ratio for change in found.of(UNCLEAR)):
+        sentences = [f"Of {len(comparison.changes)} comparisons: {', '.join(verdicts)}."] if verdicts else []
+        if any(change.quantity == "time_s" and change.ratio for change in comparison.of(UNCLEAR)):
             sentences.append("Unclear times may be chance; more --rounds in both runs would settle it.")
-        units = {change.over for change in found.changes if change.low is not None}
-        sentences += [_MODELS[unit].format(*found.runs) for unit in _MODELS if unit in units]
-        if found.correlation and "rounds" in units:
+        units = {change.over for change in comparison.changes if change.low is not None}
+        sentences += [_MODELS[unit].format(*comparison.runs) for unit in _MODELS if unit in units]
+        if comparison.correlation and "rounds" in units:
             sentences.append(
-                f"Successive rounds correlate (up to {found.correlation:.2f}); intervals allow for it."
+                f"Successive rounds correlate (up to {comparison.correlation:.2f}); intervals allow for it."
             )
-        for run, alone in (("old", found.missing), ("new", found.added)):
+        for run, alone in (("old", comparison.missing), ("new", comparison.added)):
             if alone:
-                more = f"; and {len(alone) - _MOST_NAMES} more" if len(alone) > _MOST_NAMES else ""
+                rest = f"; and {len(alone) - _MOST_NAMES} more" if len(alone) > _MOST_NAMES else ""
                 listed = "; ".join(alone[:_MOST_NAMES])
-                sentences.append(f"Only in the {run} run ({len(alone)}): {listed}{more}.")
+                sentences.append(f"Only in the {run} run ({len(alone)}): {listed}{rest}.")
         return sentences
 
     def to_markdown(self) -> str:
         """A comment on a pull request: verdict, a table of changes, and the sentences."""
-        found, failures = self.comparison, self.failures
-        changed = [change for verdict in (REGRESSION, IMPROVEMENT, CHANGED) for change in found.of(verdict)]
+        comparison, failures = self.comparison, self.failures
+        changed = [
+            change for verdict in (REGRESSION, IMPROVEMENT, CHANGED) for change in comparison.of(verdict)
+        ]
         shown = list(dict.fromkeys([*failures, *changed]))
-        parts = [f"**{len(failures) or 'None'} of {len(found.changes)} comparisons failed.**"]
+        parts = [f"**{len(failures) or 'None'} of {len(comparison.changes)} comparisons failed.**"]
         if shown:
-            more = (f"And {len(shown) - _MOST_ROWS} more.",) if len(shown) > _MOST_ROWS else ()
+            rest = (f"And {len(shown) - _MOST_ROWS} more.",) if len(shown) > _MOST_ROWS else ()
             rows = tuple(map(_row, shown[:_MOST_ROWS]))
-            parts.append(to_markdown(Table("Changes", _COLUMNS, rows, more)))
+            parts.append(to_markdown(Table("Changes", _COLUMNS, rows, rest)))
         return "\n\n".join([*parts, *map(markdown_line, [*self.sentences(), *self.warnings])])
 
     def to_pandas(self) -> Any:
@@ -220,10 +231,10 @@ def _runs(side: Run | Sequence[Run], name: str) -> list[Results]:
 
 def _kernels(side: Sequence[Results]) -> dict[str, set[str]]:
     """Kernels of each case whose records name them."""
-    found: dict[str, set[str]] = {}
+    kernels: dict[str, set[str]] = {}
     for record in (record for run in side for record in run.records if record.kernels):
-        found.setdefault(replace(record.case, label="").key, set()).add(record.kernels)
-    return found
+        kernels.setdefault(replace(record.case, label="").key, set()).add(record.kernels)
+    return kernels
 
 
 def _other_kernels(old: Mapping[str, set[str]], new: Mapping[str, set[str]]) -> list[str]:
@@ -237,8 +248,8 @@ def _other_kernels(old: Mapping[str, set[str]], new: Mapping[str, set[str]]) -> 
 
 def _row(change: Change) -> tuple[str, ...]:
     ratio = "" if change.ratio is None else f"{change.ratio:.4g}"
-    known = change.low is not None and change.high is not None and change.low != change.high
-    interval = f"{change.low:.3g} to {change.high:.3g}" if known else ""
+    bounded = change.low is not None and change.high is not None and change.low != change.high
+    interval = f"{change.low:.3g} to {change.high:.3g}" if bounded else ""
     quantity = f"status of {change.kind}" if change.quantity == "status" else change.quantity
     unit = QUANTITIES[change.quantity].unit if change.quantity in QUANTITIES else ""
     old, new = ("" if value is None else show(value, unit) for value in (change.old, change.new))

@@ -14,8 +14,7 @@ from efficient_attn.studies.study import Option
 # Everybody should know this before naming a file of somebody else.
 RUNS_CODE = "Such a file is run with your rights."
 MODEL_HELP = (
-    "Folder of a Hugging Face transformers model (config.json and safetensors), or path/file.py:function, "
-    f"which makes a model with its inputs. {RUNS_CODE}"
+    f"Folder of a transformers model, or FILE.py:function that makes a model with its inputs. {RUNS_CODE}"
 )
 
 
@@ -25,11 +24,11 @@ def parse_names(texts: Sequence[str] | None, *, name: str) -> list[str] | None:
 
     if not texts:
         return None
-    found = [part.strip() for text in texts for part in text.split(",") if part.strip()]
-    if not found:
+    names = [part.strip() for text in texts for part in text.split(",") if part.strip()]
+    if not names:
         # An empty variable of a script arrives like this; it does not mean all backends.
         raise OptionError(f"{name} {texts[0]!r} names nothing; write a,b for several names, or leave it out.")
-    return found
+    return names
 
 
 def parse_words(text: str, *, name: str) -> list[str]:
@@ -56,12 +55,12 @@ def parse_numbers(
         from efficient_attn.errors import OptionError
 
         try:
-            found = tuple(map(kind, text.split(",")))
+            numbers = tuple(map(kind, text.split(",")))
         except ValueError:
-            found = ()
-        if not found or not all(map(allowed, found)):
+            numbers = ()
+        if not numbers or not all(map(allowed, numbers)):
             raise OptionError(f"{name} is made of {meaning}, not {text!r}.")
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(numbers))
 
     return parse
 
@@ -75,12 +74,12 @@ parse_layers = parse_numbers("whole numbers, such as 0,1,5", lambda layer: layer
 
 
 InputNames = str | Path | Sequence[str | Path]
-INPUTS_HELP = "Shipped encoder (512 tokens) and decoder (4096, causal), gaussian, or FILE.safetensors."
+INPUTS_HELP = "encoder (512 tokens), decoder (4096, causal), gaussian, or FILE.safetensors."
 
 Backends = Annotated[
     Sequence[Any] | None,
     Option(
-        help=f"Names or path/file.py:function; all that approximate softmax if omitted. {RUNS_CODE}",
+        help=f"Names or FILE.py:function; all near softmax if omitted. {RUNS_CODE}",
         flag="--backend",
         metavar="NAME[,NAME…]",
         parse=parse_names,
@@ -100,7 +99,7 @@ Settings = Annotated[
 Sizes = Annotated[
     str | int | Sequence[int],
     Option(
-        help="Size of every backend (features, rank or window): 32,64 or 32:256:x2 or 1k.",
+        help="Sizes (features, rank or window): 32,64 or 32:256:x2.",
         flag="--size",
         metavar="SIZES",
         parse=parse_sizes,
@@ -109,7 +108,7 @@ Sizes = Annotated[
 SeqLens = Annotated[
     str | int | Sequence[int],
     Option(
-        help="Sequence lengths in tokens: 256,512 or 256:4096:x2 or 1k.",
+        help="Sequence lengths in tokens: 512,1k or 256:4096:x2.",
         flag="--seq-len",
         metavar="LENGTHS",
         parse=parse_sizes,
@@ -117,9 +116,8 @@ SeqLens = Annotated[
 ]
 Causal = Annotated[bool, Option(help="Each token attends to itself and earlier tokens.")]
 Backward = Annotated[bool, Option(help="Forward and backward pass together.")]
-Batch = Annotated[int, Option(help="Batch size.", least=1, rare=True)]
-NumHeads = Annotated[int, Option(help="Number of heads.", least=1)]
-HeadDim = Annotated[int, Option(help="Head dimension.", least=1)]
+NumHeads = Annotated[int, Option(help="Number of heads.", least=1, rare=True)]
+HeadDim = Annotated[int, Option(help="Head dimension.", least=1, rare=True)]
 Layers = Annotated[
     Sequence[int] | None,
     Option(
@@ -132,7 +130,7 @@ Layers = Annotated[
 Norms = Annotated[
     Sequence[float],
     Option(
-        help="Standard deviations of Gaussian queries and keys; norms |q|/d^¼ of kernel entries.",
+        help="Standard deviations of Gaussian q, k; |q|/d^¼ of entries.",
         flag="--norm",
         metavar="NORM[,NORM…]",
         parse=parse_numbers("finite numbers above 0, such as 0.5,1", lambda norm: 0 < norm < math.inf),
@@ -144,16 +142,18 @@ Angles = Annotated[
         help="Angles between query and key in degrees, 0 to 180.",
         flag="--angle",
         metavar="DEG[,DEG…]",
+        rare=True,
         parse=parse_numbers("degrees from 0 to 180, such as 60,90", lambda angle: 0 <= angle <= 180),
     ),
 ]
 Device = Annotated[str, Option(help="auto, cpu, cuda or cuda:1.")]
-Dtype = Annotated[str, Option(help="auto (float32 on the CPU, half precision on CUDA) or a dtype.")]
+Dtype = Annotated[
+    str, Option(help="auto (float32 on the CPU, half precision on CUDA) or a dtype.", rare=True)
+]
 Threads = Annotated[int | None, Option(help="CPU threads; torch's default if omitted.", least=1, rare=True)]
 Seed = Annotated[int, Option(help="Random seed.", least=0, most=WHOLE_NUMBER, rare=True)]
 Draws = Annotated[int, Option(help="Number of random-feature draws.", least=1)]
 Seeds = Annotated[int, Option(help="Number of seeds; each is a training of its own.")]
-LearningRate = Annotated[float, Option(help="Peak learning rate.", flag="--learning-rate", rare=True)]
 Rounds = Annotated[
     int, Option(help="Timing rounds per point; more rounds narrow the interval.", least=1, rare=True)
 ]

@@ -118,12 +118,12 @@ class Results:
             width: Of the figure, in inches, at which letters have their stated sizes.
             style: `screen`, or `paper`: small letters and no title.
         """
-        known = self.plots()
-        if not known:
+        plots = self.plots()
+        if not plots:
             raise DataError("There is nothing to plot: no record holds a number.")
-        if name is not None and name not in known:
-            raise UnknownNameError("plot", name, known)
-        plot = known[name or next(iter(known))]
+        if name is not None and name not in plots:
+            raise UnknownNameError("plot", name, plots)
+        plot = plots[name or next(iter(plots))]
         return draw(plot, ax=ax, labels=labels, width=width, style=style)[0]
 
     def sentences(self) -> list[str]:
@@ -253,8 +253,8 @@ def read_one(path: str | Path) -> Results:
     # Rounds, and repetitions of failed measurements, are rows of their own.
     records = merge_rows(reading.records).values()
     torn = [f"The last line of {file.name} was cut off and is left out."] if reading.torn else []
-    known = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
-    return Results(records, environment=known, notes=[*torn, *doubts(records, known)])
+    environment = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
+    return Results(records, environment=environment, notes=[*torn, *doubts(records, environment)])
 
 
 def _conflict(runs: Mapping[str, Results]) -> str | None:
@@ -262,8 +262,8 @@ def _conflict(runs: Mapping[str, Results]) -> str | None:
     measured: dict[str, tuple[str, Record]] = {}
     for name, run in runs.items():
         for record in run.records:
-            first, known = measured.setdefault(record.case.key, (name, record))
-            if known != record:
+            first, earlier = measured.setdefault(record.case.key, (name, record))
+            if earlier != record:
                 case = record.case
                 return f"{first} and {name} both measured {case.label}, {case.tokens} tokens, {case.kind}"
     timed = [run for run in runs.values() if any(record.times_s for record in run.records)]
@@ -278,7 +278,12 @@ def _machine(environment: Mapping[str, Any]) -> str:
 
 def _common(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Entries on which all runs agree; conditions during the runs are joined."""
-    during = [entry for one in environments if isinstance(one.get(DURING), list) for entry in one[DURING]]
+    during = [
+        entry
+        for environment in environments
+        if isinstance(environment.get(DURING), list)
+        for entry in environment[DURING]
+    ]
     return {**_equal(environments), **({DURING: during} if during else {})}
 
 

@@ -12,6 +12,7 @@ from efficient_attn import external
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.environment import between, environment, moment
 from efficient_attn.stats.noise_warnings import DURING, doubts
+from efficient_attn.studies import refuse_several
 from efficient_attn.studies.engine import Engine, Progress, foreseen
 from efficient_attn.studies.progress import notebook_bar
 from efficient_attn.studies.results import Results
@@ -23,14 +24,13 @@ from efficient_attn.studies.run_folder import (
     only_writer,
     open_folder,
     refuse_other_study,
-    refuse_several,
 )
 from efficient_attn.studies.study import CODE, STUDY, Plan, Study
 
 
 def run_plan(
     study: Study,
-    make_plan: Callable[[], Plan],
+    plan: Plan,
     *,
     out: str | Path | None = None,
     resume: bool = False,
@@ -50,7 +50,6 @@ def run_plan(
         raise OptionError("resume needs out, the folder of the run to go on with.")
     if budget_s is not None and not budget_s > 0:
         raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
-    plan = make_plan()
     if out is not None:
         refuse_several(study.name)
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
@@ -108,19 +107,22 @@ def function_of(study: Study) -> Callable[..., Results]:
     def run(*args: Any, **options: Any) -> Results:
         of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
         of_run.setdefault("progress", notebook_bar())
-        return run_plan(study, lambda: study.plan(*args, **options), **of_run)
+        return run_plan(study, study.plan(*args, **options), **of_run)
 
     signature = inspect.signature(study.plan)
     shared = inspect.signature(run_plan).parameters
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]  # help() reads it
         parameters=[
-            *(one.replace(annotation=_plain(one.annotation)) for one in signature.parameters.values()),
+            *(
+                parameter.replace(annotation=_plain(parameter.annotation))
+                for parameter in signature.parameters.values()
+            ),
             *(shared[name] for name in _OF_A_RUN),
         ],
         return_annotation="Results",
     )
     run.__name__ = run.__qualname__ = study.name
-    declared = {one.name: one.option.help for one in study.parameters()}
+    declared = {parameter.name: parameter.option.help for parameter in study.parameters()}
     lines = [
         textwrap.fill(f"{name}: {text}", 100, subsequent_indent="    ")
         for name, text in (declared | _OF_A_RUN).items()

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from efficient_attn.errors import DataError, UnsupportedError
+from efficient_attn.errors import DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes, read_object
 from efficient_attn.measure.record import Case, Record, merge_rows
 from efficient_attn.measure.records import NO_LINK, append
@@ -62,7 +61,7 @@ def run_folder(command: str) -> Path:
     """
     folder = Path("runs") / f"{command}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
-    return next(one for one in chain([folder], numbered) if not one.exists())
+    return next(candidate for candidate in chain([folder], numbered) if not candidate.exists())
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> Path:
@@ -81,13 +80,13 @@ def differences(
     if not (old and new):
         return ""
     sides = [[dict(flat(run)) for run in side] for side in (old, new)]
-    known = dict.fromkeys(name for side in sides for run in side for name in run)
-    found = []
-    for name in (one for one in known if {one, one.partition(".")[0]} & {*groups}):
+    names = dict.fromkeys(name for side in sides for run in side for name in run)
+    texts = []
+    for name in (name for name in names if {name, name.partition(".")[0]} & {*groups}):
         then, now = (" or ".join(dict.fromkeys(run.get(name, "unknown") for run in side)) for side in sides)
         if then != now and not (name in GPU_SOFTWARE and "unknown" in (then, now)):
-            found.append(f"{name} was {short(then)}, is {short(now)}")
-    return "; ".join(found)
+            texts.append(f"{name} was {short(then)}, is {short(now)}")
+    return "; ".join(texts)
 
 
 def read_text(path: Path) -> str:
@@ -120,27 +119,6 @@ def refuse_other_study(folder: Path, machine: Mapping[str, Any]) -> None:
         raise DataError(
             f"out: {folder} holds a run of {short(str(study))}, not {machine[STUDY]}; name a new folder."
         )
-
-
-def refuse_several(name: str) -> None:
-    """Refuse to run in several processes, which would all write the same files; one of them explains.
-
-    Raises:
-        UnsupportedError: In the first of several processes; the others exit with code 2.
-    """
-    processes = _number("WORLD_SIZE", 1)
-    if processes == 1:
-        return
-    if _number("RANK", 0) > 0:
-        sys.exit(2)
-    raise UnsupportedError(
-        f"{name} runs in one process, and WORLD_SIZE is {processes}: start it without torchrun."
-    )
-
-
-def _number(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else default
 
 
 @contextmanager
@@ -206,30 +184,30 @@ def _stored(
 ) -> Stored:
     """The rows in the folder, made ready for more: a last line that was cut off is removed."""
     path = folder / RECORDS
-    known = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
-    for name in fixed if known else ():
-        if known.get(name) != machine[name]:
-            was, now = (short(str(run.get(name))) for run in (known, machine))
+    environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    for name in fixed if environment else ():
+        if environment.get(name) != machine[name]:
+            was, now = (short(str(run.get(name))) for run in (environment, machine))
             raise DataError(f"out: {folder} has the {name} {was}, not {now}; name a new folder.")
     if not path.exists() or not path.stat().st_size:
         return Stored()
     studies()
     rows = read_records(path).records
     records = merge_rows(rows)
-    found = [
-        differences([known], [machine], _DECISIVE),
-        _other_model(known, machine),
-        _edited_code(known, machine, records.values()),
+    reasons = [
+        differences([environment], [machine], _DECISIVE),
+        _other_model(environment, machine),
+        _edited_code(environment, machine, records.values()),
         _other_threads(records.values(), cases),
     ]
-    unlike = "; ".join(filter(None, found)) if records else ""
+    unlike = "; ".join(filter(None, reasons)) if records else ""
     if unlike:
         raise DataError(f"out: {folder} was measured in another environment: {unlike}. Name a new folder.")
     notes = [f"The last line of {RECORDS} was cut off; it was dropped."] if _cut_torn_line(path) else []
     # Code without a result that is kept, of an added backend or a mended one, is that of now.
-    code = {name: text for name, text in _code(known).items() if name in _successful(records.values())}
-    known = {**known, CODE: {**_code(machine), **code}} if known else known
-    return Stored(rows, (rows and known) or None, notes)
+    code = {name: text for name, text in _code(environment).items() if name in _successful(records.values())}
+    environment = {**environment, CODE: {**_code(machine), **code}} if environment else environment
+    return Stored(rows, (rows and environment) or None, notes)
 
 
 def _code(environment: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -243,16 +221,18 @@ def _successful(records: Iterable[Record]) -> set[str]:
     return {record.case.backend for record in records if record.status == "ok"}
 
 
-def _edited_code(known: Mapping[str, Any], machine: Mapping[str, Any], records: Iterable[Record]) -> str:
+def _edited_code(
+    environment: Mapping[str, Any], machine: Mapping[str, Any], records: Iterable[Record]
+) -> str:
     """Backends with results whose file has changed since, or was not recorded."""
-    then, measured = _code(known), _successful(records)
+    then, measured = _code(environment), _successful(records)
     names = [name for name, now in _code(machine).items() if name in measured and then.get(name) != now]
     return f"the code of {', '.join(names)} was edited" if names else ""
 
 
-def _other_model(known: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
+def _other_model(environment: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
     """The parts of the origin of model and inputs that are other ones."""
-    then, now = (json.loads(json.dumps(one.get(MODEL))) for one in (known, machine))
+    then, now = (json.loads(json.dumps(run.get(MODEL))) for run in (environment, machine))
     if not isinstance(then, dict) or not isinstance(now, dict):
         return ""
     unlike = [name for name in then if name in now and then[name] != now[name]]
@@ -333,11 +313,11 @@ class Store:
     def add(self, row: Record) -> None:
         """Write and merge a row; a repeated failure is not written twice."""
         key = row.case.key
-        known = self._records.get(key)
+        stored = self._records.get(key)
         self._stale.discard(key)
-        if known == row and not row.round_sizes:
+        if stored == row and not row.round_sizes:
             return
-        self._records |= merge_rows([row] if known is None else [known, row])
+        self._records |= merge_rows([row] if stored is None else [stored, row])
         if self._path is not None:
             append(self._path, row)
 

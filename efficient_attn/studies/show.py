@@ -48,12 +48,12 @@ class Shown:
 
     def plot(self) -> Any:
         """The figure: a chart for each backend, all in one scale of colours."""
-        charts = [_chart(one, self.words) for one in self.maps]
+        charts = [_chart(weights_map, self.words) for weights_map in self.maps]
         return draw(Plot(self.title, _SCALE, in_rows(charts), ()))[0].figure
 
     def table(self) -> Table:
         """The numbers below the titles of the charts."""
-        rows = tuple((one.label, show_error(one.error)) for one in self.maps)
+        rows = tuple((weights_map.label, show_error(weights_map.error)) for weights_map in self.maps)
         return Table(self.title, ("backend", "error of the output"), rows, self.notes)
 
     def _repr_html_(self) -> str:
@@ -126,8 +126,8 @@ def _words(inputs: str | Path, tokens: int) -> tuple[str, ...]:
 
     if inputs in SHIPPED:
         return shipped(SHIPPED[str(inputs)]).tokens[:tokens]
-    found = read_activations(inputs).tokens
-    return found if len(found) == tokens else tuple(map(str, range(tokens)))
+    strings = read_activations(inputs).tokens
+    return strings if len(strings) == tokens else tuple(map(str, range(tokens)))
 
 
 def _span(text: str, tokens: int) -> slice:
@@ -158,18 +158,20 @@ def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
     return WeightsMap(variant.label, weights.numpy(), error)
 
 
-def _chart(one: WeightsMap, words: Sequence[str]) -> Chart:
+def _chart(weights_map: WeightsMap, words: Sequence[str]) -> Chart:
     ticks = {float(number): short(word, _LONGEST_WORD) for number, word in enumerate(words)}
-    notes = (f"error {show_error(one.error)}",)
+    notes = (f"error {show_error(weights_map.error)}",)
     x, y = Axis("key", ticks=ticks), Axis("query", ticks=ticks)
-    return Chart(x, y, title=one.label, notes=notes, height=_HEIGHT_INCHES, draw=partial(_draw, one))
+    return Chart(
+        x, y, title=weights_map.label, notes=notes, height=_HEIGHT_INCHES, draw=partial(_draw, weights_map)
+    )
 
 
-def _draw(one: WeightsMap, ax: Any) -> None:
+def _draw(weights_map: WeightsMap, ax: Any) -> None:
     from matplotlib.colors import LinearSegmentedColormap, Normalize
 
     # Equal steps of colour are equal steps of the root: most weights are small.
-    roots = np.sign(one.weights) * np.sqrt(np.abs(one.weights))
+    roots = np.sign(weights_map.weights) * np.sqrt(np.abs(weights_map.weights))
     colours = LinearSegmentedColormap.from_list("weights", _COLOURS)
     ax.imshow(roots, cmap=colours, norm=Normalize(-1, 1), interpolation="nearest", aspect="auto")
     ax.tick_params(length=0, pad=2)

@@ -176,20 +176,22 @@ class Study:
         """Declared options, in the order of the planning function."""
         hints = typing.get_type_hints(self.plan, include_extras=True)
         for name, parameter in inspect.signature(self.plan).parameters.items():
-            kind, *more = typing.get_args(hints[name]) or (hints[name],)
-            declared = [one for one in more if isinstance(one, Option)]
+            kind, *metadata = typing.get_args(hints[name]) or (hints[name],)
+            declared = [option for option in metadata if isinstance(option, Option)]
             if declared:
                 yield Parameter(name=name, type=kind, default=parameter.default, option=declared[0])
 
 
-def by_option(study: Study, given: Mapping[str, Any]) -> dict[str, Any]:
+def by_option(study: Study, values: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the plan from the texts and values of the command line."""
-    made = {}
-    for one in study.parameters():
-        value = given[one.name]
-        parse = one.option.parse
-        made[one.name] = value if parse is None or value is None else parse(value, name=one.flag)
-    return made
+    arguments = {}
+    for parameter in study.parameters():
+        value = values[parameter.name]
+        parse = parameter.option.parse
+        arguments[parameter.name] = (
+            value if parse is None or value is None else parse(value, name=parameter.flag)
+        )
+    return arguments
 
 
 def joined(values: Any) -> Any:

@@ -82,18 +82,22 @@ def record_tables(records: Sequence[Record], environment: Environment) -> list[T
     fields = {field for record in records for field in record.measured}
     shown = [quantity for quantity in QUANTITIES.values() if quantity.field in fields]
     rows = tuple(
-        (record.case.label, str(record.case.tokens), *(_cell(getattr(record, one.field)) for one in shown))
+        (
+            record.case.label,
+            str(record.case.tokens),
+            *(_cell(getattr(record, quantity.field)) for quantity in shown),
+        )
         for record in records
         if record.status == "ok"
     )
-    heads = (f"{one.name}, {one.unit}" if one.unit else one.name for one in shown)
+    heads = (f"{quantity.name}, {quantity.unit}" if quantity.unit else quantity.name for quantity in shown)
     return [Table("Records", ("backend", "tokens", *heads), rows, failure_notes(records))]
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return NOT_MEASURED
-    return f"{value:.4g}" if isinstance(value, (int, float)) else ", ".join(f"{one:.4g}" for one in value)
+    return f"{value:.4g}" if isinstance(value, (int, float)) else ", ".join(f"{entry:.4g}" for entry in value)
 
 
 _DEFAULTS: dict[str, Any] = {

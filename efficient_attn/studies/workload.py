@@ -179,9 +179,9 @@ def measurer_for(
     variants: Sequence[Variant],
     workload: Workload,
     *,
-    isolate: str | None,
-    timeout_s: float,
-    memory_limit: str | int,
+    isolate: str | None = None,
+    timeout_s: float = isolation.DEFAULT_TIMEOUT_S,
+    memory_limit: str | int = "70%",
 ) -> tuple[Measurer, int | None, list[str]]:
     """The measurer of these variants, its memory limit in bytes, and remarks.
 

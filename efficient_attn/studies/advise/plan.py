@@ -6,7 +6,7 @@ from hashlib import sha256
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
+from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S
 from efficient_attn.measure.texts import named_texts
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import DENSE, MODEL, YARDSTICK, Variant, select
@@ -67,7 +67,7 @@ def plan(
     min_cosine: Annotated[
         float | None,
         Option(
-            help="Least cosine with the exact output or embeddings; 0.99 if omitted.",
+            help="Least cosine with the exact output; 0.99 if omitted.",
             least=0,
             most=1,
         ),
@@ -85,14 +85,14 @@ def plan(
     device: Annotated[str | None, shared.usually(shared.Device, "auto")] = None,
     threads: shared.Threads = None,
     rounds: shared.Rounds = 4,
-    name: Annotated[str | None, Option(help="Name of the model in records; the folder's if omitted.")] = None,
+    name: str | None = None,
     seed: shared.Seed = 0,
 ) -> Plan:
     """Find the length from which an efficient attention pays, and at what loss.
 
-    Without a model the shipped activations of a real encoder and of a real decoder decide, attention alone.
-    With a model each layer gets the backend that gains most within the target; the plan is verified end to
-    end on texts that did not choose it, and written to layers.json for `attach`.
+    Without a model, attention alone on shipped activations decides. With one, each layer gets the backend
+    that gains most within the target; the plan is verified on other texts, and written to layers.json for
+    `attach`.
 
     Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
     """
@@ -119,13 +119,7 @@ def plan(
         # Help texts are shown without numpy.
         from efficient_attn.studies.advise.attention import attention_steps, shipped_layers
 
-        measurer, limit_bytes, notes = measurer_for(
-            variants,
-            workload,
-            isolate=DEFAULT_ISOLATION,
-            timeout_s=DEFAULT_TIMEOUT_S,
-            memory_limit=_MEMORY_LIMIT,
-        )
+        measurer, limit_bytes, notes = measurer_for(variants, workload)
         steps = partial(attention_steps, shipped_layers(workload), variants, lengths, workload)
         return Plan(
             steps=partial(steps, rounds=rounds, measurer=measurer, limit_bytes=limit_bytes),

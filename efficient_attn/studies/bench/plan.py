@@ -58,7 +58,7 @@ def plan(
     of: Annotated[
         str | Sequence[str],
         Option(
-            help="Attention alone, in a block, in a stack of 3 blocks; several: a,b.",
+            help="Attention alone, in a block, in 3 blocks; several: a,b.",
             metavar="|".join(SUBJECTS),
             parse=shared.parse_words,
         ),
@@ -66,8 +66,7 @@ def plan(
     inputs: Annotated[
         Any,
         Option(
-            help="Inputs of errors and times: encoder (512 tokens), decoder (4096, causal) or FILE; "
-            "if omitted, times on Gaussian draws.",
+            help="encoder (512 tokens), decoder (4096, causal) or FILE; times on Gaussian draws if omitted.",
             metavar="NAME",
             parse=shared.parse_text,
         ),
@@ -78,11 +77,9 @@ def plan(
     ] = DEFAULT_MAX_ERROR,
     causal: shared.Causal = False,
     backward: shared.Backward = False,
-    batch: shared.Batch = 1,
-    num_heads: Annotated[int | None, Option(help="Heads of Gaussian draws; 8 if omitted.", least=1)] = None,
-    head_dim: Annotated[
-        int | None, Option(help="Head dimension of Gaussian draws; 64 if omitted.", least=1)
-    ] = None,
+    batch: int = 1,
+    num_heads: Annotated[int | None, shared.usually(shared.NumHeads, 8)] = None,
+    head_dim: Annotated[int | None, shared.usually(shared.HeadDim, 64)] = None,
     dtype: shared.Dtype = "auto",
     device: shared.Device = "auto",
     threads: shared.Threads = None,
@@ -106,9 +103,8 @@ def plan(
 ) -> Plan:
     """Measure error, time and peak memory of backends at several lengths.
 
-    Errors are measured against exact attention in float64, in the forward pass, on q, k, v of a real model of
-    that length. Points are measured in a child process, so that a crash costs one record; objects that exist
-    in this process only are measured here.
+    Errors are relative to exact attention in float64, in the forward pass, on q, k, v of a real model. A
+    child process measures, so that a crash costs one record; objects of this process are measured here.
 
     Example: efficient-attn bench --inputs encoder --seq-len 128,512 --backend window,own.py:attend
     """

@@ -1,6 +1,6 @@
 """Tables of error, time and peak memory of every backend, with failures."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, single_names, timed_layer
@@ -27,8 +27,6 @@ from efficient_attn.stats.estimates import (
     RUN_SHIFT,
     on_device,
     per_second,
-    percentiles,
-    tokens_per_s,
 )
 from efficient_attn.studies.bench.comparison import (
     GAUSSIAN,
@@ -54,6 +52,13 @@ _LOOKED = (
 )
 
 _ALIKE = "Compiled and replayed calls are compared with {} compiled or replayed."
+
+# Heads of the percentages: the fields of the amount and of the measured rate, and the unit of 10⁹ of it.
+_SHARES = {
+    "% of peak GEMM": ("flops", "matmul_flops_per_s", "GFLOP/s of a large matrix product (GEMM)"),
+    "% of peak copy": ("moved_bytes", "copy_bytes_per_s", "GB/s of a large copy"),
+}
+_COUNTED = "Operations exclude masked entries; inputs, output and parameters are moved once."
 
 Cells = Mapping[str, str]
 
@@ -199,16 +204,14 @@ def _error_notes(comparison: Comparison) -> tuple[str, ...]:
 
 
 def _time_tables(clock: str, place: str, times: Sequence[Curve]) -> list[Table]:
-    """Times at all lengths with speeds and crossovers, and the calls at the longest length."""
+    """Times at all lengths with speeds, crossovers, and shares of measured rates at the longest length."""
     if not times:
         return []
     starts, name = crossover_cells(times), clock.capitalize()
-    notes = (_INTERVALS, *([_LOOKED] if starts else []), *_meanings(clock, times))
-    columns = {"speed, exact = 1": _speeds(times), "faster from": starts}
-    shown = [_cost_table(f"{name} per call{place}, ms", times, _MILLISECOND, columns, notes)]
-    if any(curve.measured for curve in times):
-        shown.append(call_table(f"{name} per call{place} at the longest length", times))
-    return shown
+    shares = _shares(times)
+    notes = (_INTERVALS, *([_LOOKED] if starts else []), *_meanings(clock, times), *_peaks(times, shares))
+    columns = {"speed, exact = 1": _speeds(times), "faster from": starts, **shares}
+    return [_cost_table(f"{name} per call{place}, ms", times, _MILLISECOND, columns, notes)]
 
 
 def crossover_cells(times: Sequence[Curve]) -> dict[str, str]:
@@ -283,52 +286,27 @@ def _cost(curve: Curve, tokens: int, unit: float) -> str:
     return show_spread(point.value, point.low, point.high, unit=unit)
 
 
-# Heads of the percentages: the fields of the amount and of the measured rate, and the unit of 10⁹ of it.
-_SHARES = {
-    "% of peak GEMM": ("flops", "matmul_flops_per_s", "GFLOP/s of a large matrix product (GEMM)"),
-    "% of peak copy": ("moved_bytes", "copy_bytes_per_s", "GB/s of a large copy"),
-}
-_COUNTED = "Operations exclude masked entries; inputs, output and parameters are moved once."
+def _shares(times: Sequence[Curve]) -> dict[str, Cells]:
+    """Achieved percentages of the measured rates, of every curve at its longest length."""
+    ends = {curve.label: curve.measured[-1].record for curve in times if curve.measured}
+    return {
+        head: {
+            label: three_digits(100 * rate / ceiling)
+            for label, record in ends.items()
+            if (ceiling := getattr(record, rate_field))
+            and (amount := getattr(record, amount_field))
+            and (rate := per_second(amount, record)) is not None
+        }
+        for head, (amount_field, rate_field, _) in _SHARES.items()
+    }
 
 
-def call_table(title: str, times: Sequence[Curve]) -> Table:
-    """One row per curve with a time, at its longest length."""
-    ends = [(curve.label, curve.measured[-1].record) for curve in times if curve.measured]
-    shares = {head: [_share(record, *fields[:2]) for _, record in ends] for head, fields in _SHARES.items()}
-    shares = {head: cells for head, cells in shares.items() if any(cells)}
-    rows = tuple(
-        (
-            label,
-            str(record.case.tokens),
-            *(three_digits(time_s * 1e3) for time_s in percentiles(record).values()),
-            _throughput(record),
-            *(cells[row] for cells in shares.values()),
-        )
-        for row, (label, record) in enumerate(ends)
-    )
-    columns = ("backend", "tokens", "p20, ms", "p50, ms", "p80, ms", "tokens/s", *shares)
-    return Table(title, columns, rows, _notes([record for _, record in ends], shares))
-
-
-def _throughput(record: Record) -> str:
-    rate = tokens_per_s(record)
-    return "" if rate is None else three_digits(rate)
-
-
-def _share(record: Record, amount: str, ceiling: str) -> str:
-    """Achieved percentage of a measured rate; empty if unknown."""
-    done, most = getattr(record, amount), getattr(record, ceiling)
-    rate = per_second(done, record) if done and most else None
-    return "" if rate is None else three_digits(100 * rate / most)
-
-
-def _notes(records: Sequence[Record], heads: Iterable[str]) -> tuple[str, ...]:
-    """The measured rates behind the percentages."""
-    rates = []
-    for head in heads:
-        _, field, unit = _SHARES[head]
-        most = max(getattr(record, field) or 0.0 for record in records)
-        rates.append(f"{three_digits(most / 1e9)} {unit}")
-    if not rates:
-        return ()
-    return (f"Peaks measured in this run: {', '.join(rates)}. {_COUNTED}",)
+def _peaks(times: Sequence[Curve], shares: Mapping[str, Cells]) -> list[str]:
+    """Note on the measured rates behind the percentages."""
+    records = [curve.measured[-1].record for curve in times if curve.measured]
+    rates = [
+        f"{three_digits(max(getattr(record, field) or 0.0 for record in records) / 1e9)} {unit}"
+        for head, (_, field, unit) in _SHARES.items()
+        if shares[head]
+    ]
+    return [f"Peaks measured in this run: {', '.join(rates)}. {_COUNTED}"] if rates else []

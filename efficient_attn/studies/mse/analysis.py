@@ -80,9 +80,9 @@ class Panel(NamedTuple):
         return self.inputs.partition("(")[0]
 
 
-def quantity_in(records: Sequence[Record], wanted: str = RELATIVE) -> str:
+def quantity_in(records: Sequence[Record], quantity: str = RELATIVE) -> str:
     """The wanted error, or the mean squared one if a run measured that alone."""
-    return wanted if any(getattr(record, wanted) is not None for record in records) else "output_mse"
+    return quantity if any(getattr(record, quantity) is not None for record in records) else "output_mse"
 
 
 def panels(records: Iterable[Record], quantity: str) -> tuple[Panel, ...]:
@@ -105,12 +105,12 @@ def interval(points: Sequence[ErrorPoint]) -> str:
 
 def below_from(curve: ErrorCurve, yardstick: float) -> int | None:
     """The smallest size from which on errors are below the baseline, among sizes that save operations."""
-    found = None
+    size = None
     for point in reversed([point for point in curve.points if (operations_share(point.record) or 0) < 1]):
         if point.size is None or point.value >= yardstick:
             break
-        found = point.size
-    return found
+        size = point.size
+    return size
 
 
 def _panel(records: Sequence[Record], quantity: str) -> Panel:
@@ -147,14 +147,14 @@ def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
     """One size, from one record per input seed."""
     over_draws = [middle(_draws(record, quantity)) for record in records]
     several = len(records) > 1
-    found = middle([one.median for one in over_draws]) if several else over_draws[0]
+    estimate = middle([value.median for value in over_draws]) if several else over_draws[0]
     return ErrorPoint(
         size=sized(records[0].case).size,
-        value=found.median,
-        low=found.low,
-        high=found.high,
+        value=estimate.median,
+        low=estimate.low,
+        high=estimate.high,
         record=records[0],
-        samples=found.samples,
+        samples=estimate.samples,
         over_inputs=several,
     )
 

@@ -125,14 +125,14 @@ def measure(variant: Variant, subject: Subject, draws: int, *, threads: int | No
 def _measured(case: Case, backends: Sequence[Any], q: Tensor, k: Tensor, scale: float) -> Record:
     value = float(torch.exp(scale * (q * k).sum(dim=-1)).mean())
     expected, uncertainty = _expected(backends[0], q, k, len(backends))
-    known = None if expected is None else expected * value**2
+    expected_mse = None if expected is None else expected * value**2
     if uncertainty > _MOST_UNCERTAIN:
         reason = (
             f"{len(backends)} draws are too few: rare directions alone scatter the mean by {uncertainty:.1g} "
             "times the error, and most runs miss them, so that the mean would come out too small."
         )
         return Record(
-            case=case, status="skipped", reason=reason, expected_kernel_mse=known, kernel_value=value
+            case=case, status="skipped", reason=reason, expected_kernel_mse=expected_mse, kernel_value=value
         )
     ratios = [backend.kernel_ratios(q, k) for backend in backends]
     errors = tuple(float((ratio - 1).square().mean()) * value**2 for ratio in ratios)
@@ -140,7 +140,7 @@ def _measured(case: Case, backends: Sequence[Any], q: Tensor, k: Tensor, scale: 
         case=case,
         kernel_mse=fmean(errors),
         kernel_mse_draws=errors,
-        expected_kernel_mse=known,
+        expected_kernel_mse=expected_mse,
         kernel_value=value,
     )
 

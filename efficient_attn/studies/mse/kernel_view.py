@@ -42,8 +42,10 @@ class Entry(NamedTuple):
 
 def entry_panels(records: Iterable[Record]) -> tuple[Panel, ...]:
     """One panel for each norm and angle, without records that have no size or no exact entry."""
-    known = [record for record in records if record.kernel_value and sized(record.case).size is not None]
-    return panels(known, "kernel_value")
+    sized_records = [
+        record for record in records if record.kernel_value and sized(record.case).size is not None
+    ]
+    return panels(sized_records, "kernel_value")
 
 
 def entries(panel: Panel) -> dict[str, list[Entry]]:
@@ -82,9 +84,9 @@ def kernel_plot(records: Sequence[Record]) -> Plot:
 def _chart(panel: Panel, styles: dict[str, Any]) -> Chart:
     lines = entries(panel)
     return Chart(
-        Axis("features", "log2", ticks=sorted({one.size for line in lines.values() for one in line})),
+        Axis("features", "log2", ticks=sorted({entry.size for line in lines.values() for entry in line})),
         Axis("relative mean squared error", "log", show_error),
-        tuple(one for label, line in lines.items() for one in _series(label, line, styles[label])),
+        tuple(entry for label, line in lines.items() for entry in _series(label, line, styles[label])),
         panel.title,
         apart=True,
     )
@@ -92,17 +94,17 @@ def _chart(panel: Panel, styles: dict[str, Any]) -> Chart:
 
 def _series(label: str, line: Sequence[Entry], style: dict[str, Any]) -> list[Series]:
     """The line of theory, and points whose interval, where it reaches 0, ends at a hundredth of the mean."""
-    known = [(one.size, one.mean, WIDE * (one.error or 0.0)) for one in line if one.mean]
+    measured = [(entry.size, entry.mean, WIDE * (entry.error or 0.0)) for entry in line if entry.mean]
     theory = {**style, "marker": "", "linewidth": 1.3}
     return [
-        Series("", [one.size for one in line], [one.expected for one in line], theory),
+        Series("", [entry.size for entry in line], [entry.expected for entry in line], theory),
         Series(
             label,
-            [size for size, *_ in known],
-            [mean for _, mean, _ in known],
+            [size for size, *_ in measured],
+            [mean for _, mean, _ in measured],
             {**style, "linestyle": "none"},
-            [mean - min(wide, 0.99 * mean) for _, mean, wide in known],
-            [mean + wide for _, mean, wide in known],
+            [mean - min(wide, 0.99 * mean) for _, mean, wide in measured],
+            [mean + wide for _, mean, wide in measured],
             bars=True,
         ),
     ]
@@ -125,9 +127,11 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 def sentences(records: Sequence[Record]) -> list[str]:
     """Agreement of measurement and theory."""
-    found = [one for panel in entry_panels(records) for line in entries(panel).values() for one in line]
-    deviations = [one.deviation for one in found if one.deviation is not None]
-    ratios = [one.mean / one.expected for one in found if one.mean and one.expected]
+    measured = [
+        entry for panel in entry_panels(records) for line in entries(panel).values() for entry in line
+    ]
+    deviations = [entry.deviation for entry in measured if entry.deviation is not None]
+    ratios = [entry.mean / entry.expected for entry in measured if entry.mean and entry.expected]
     if not deviations or not ratios:
         return []
     close = sum(abs(deviation) <= _SURE for deviation in deviations)
@@ -144,15 +148,15 @@ def plots(records: Sequence[Record]) -> Plots:
 
 def _table(panel: Panel, notes: tuple[str, ...]) -> Table:
     lines = entries(panel)
-    sizes = sorted({one.size for line in lines.values() for one in line})
-    cells = {label: {one.size: _cell(one) for one in line} for label, line in lines.items()}
+    sizes = sorted({entry.size for line in lines.values() for entry in line})
+    cells = {label: {entry.size: _cell(entry) for entry in line} for label, line in lines.items()}
     rows = tuple((label, *(line.get(size, "") for size in sizes)) for label, line in cells.items())
     return Table(f"{TITLE}: {panel.title}", ("backend", *map(str, sizes)), rows, notes)
 
 
-def _cell(one: Entry) -> str:
-    if one.mean is None:
-        return "" if one.expected is None else f"({show_error(one.expected)})"
-    wide = f" ±{WIDE * one.error / one.mean:.0%}" if one.error and one.mean else ""
-    ratio = f" ×{one.mean / one.expected:.2f}" if one.expected else ""
-    return f"{show_error(one.mean)}{wide}{ratio}"
+def _cell(entry: Entry) -> str:
+    if entry.mean is None:
+        return "" if entry.expected is None else f"({show_error(entry.expected)})"
+    wide = f" ±{WIDE * entry.error / entry.mean:.0%}" if entry.error and entry.mean else ""
+    ratio = f" ×{entry.mean / entry.expected:.2f}" if entry.expected else ""
+    return f"{show_error(entry.mean)}{wide}{ratio}"

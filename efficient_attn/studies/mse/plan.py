@@ -59,7 +59,7 @@ def plan(
     *,
     figure: Annotated[
         str | None,
-        Option(help="Settings of a paper's figure in place of all others.", metavar="|".join(FIGURES)),
+        Option(help=f"Settings of a figure in place of all others: {', '.join(FIGURES)}.", metavar="NAME"),
     ] = None,
     inputs: Annotated[
         shared.InputNames,
@@ -67,9 +67,9 @@ def plan(
     ] = _INPUTS,
     sizes: shared.Sizes = (16, 32, 64, 128, 256, 512, 1024),
     of: Annotated[
-        str, Option(help="Error of the output, or of entries of the softmax kernel.", metavar="output|kernel")
+        str, Option(help="Error of the output, or of kernel entries.", metavar="output|kernel")
     ] = "output",
-    metric: Annotated[str, Option(help="Metric: relative or mse.", metavar="NAME")] = "relative",
+    metric: Annotated[str, Option(help="Metric: relative or mse.", metavar="NAME", rare=True)] = "relative",
     norms: shared.Norms = (0.5, 1.0),
     angles: Annotated[Sequence[float] | None, shared.usually(shared.Angles, "60,90,120")] = None,
     draws: Annotated[
@@ -93,17 +93,17 @@ def plan(
     x = q/d^¼ and y = k/d^¼ of a given norm and angle; its error is compared with theory.
 
     Example: efficient-attn mse --inputs encoder --backend window,my_file.py:my_attention
-
-    Example: efficient-attn mse --of kernel --norm 0.5,1 --angle 60,90,120
     """
-    given = locals()
+    settings = locals()
     if figure is not None:
-        return _plan_of_figure(given)
+        return _plan_of_figure(settings)
     if of not in ("output", "kernel"):
         raise OptionError(f"of is output or kernel, not {of!r}.")
-    _refuse_without_effect(given, ("angles",) if of == "output" else _OF_THE_OUTPUT, f"the error of the {of}")
+    _refuse_without_effect(
+        settings, ("angles",) if of == "output" else _OF_THE_OUTPUT, f"the error of the {of}"
+    )
     if of == "kernel":
-        return _kernel_plan(given)
+        return _kernel_plan(settings)
     from efficient_attn.measure.accuracy import DRAWS, METRICS
     from efficient_attn.measure.inputs import subjects
 
@@ -111,7 +111,7 @@ def plan(
         raise UnknownNameError("metric", metric, METRICS)
     count = DRAWS if draws is None else draws
     positive_count("draws", count)
-    wanted = parse_sizes(sizes, name="sizes")
+    all_sizes = parse_sizes(sizes, name="sizes")
     variants = select(backends, options)
     workload = settle(Workload(device=device, dtype=dtype, threads=threads))
     named = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
@@ -135,7 +135,7 @@ def plan(
     question = {"metric": metric, "threads": workload.threads or 1}
     return Plan(
         steps=partial(
-            in_lists, [list(_points(subject, variants, wanted, count, question)) for subject in chosen]
+            in_lists, [list(_points(subject, variants, all_sizes, count, question)) for subject in chosen]
         ),
         device=workload.device,
         notes=left_out,
@@ -143,46 +143,48 @@ def plan(
     )
 
 
-def _plan_of_figure(given: Mapping[str, Any]) -> Plan:
+def _plan_of_figure(settings: Mapping[str, Any]) -> Plan:
     """The plan with the settings of a figure; other settings but those of the run are refused."""
-    figure = given["figure"]
+    figure = settings["figure"]
     if figure not in FIGURES:
         raise UnknownNameError("figure", figure, FIGURES)
-    kept = {name: given[name] for name in ("device", "dtype", "threads", "seed")}
-    _refuse_without_effect(given, [name for name in given if name not in (*kept, "figure")], figure)
-    return plan(**FIGURES[figure], **kept)
+    shared_settings = {name: settings[name] for name in ("device", "dtype", "threads", "seed")}
+    _refuse_without_effect(
+        settings, [name for name in settings if name not in (*shared_settings, "figure")], figure
+    )
+    return plan(**FIGURES[figure], **shared_settings)
 
 
-def _refuse_without_effect(given: Mapping[str, Any], names: Sequence[str], of: str) -> None:
+def _refuse_without_effect(settings: Mapping[str, Any], names: Sequence[str], of: str) -> None:
     """Reject options of the other error that have another value than their default."""
     for name in names:
         # The command line has lists in place of tuples.
         value, default = (
             tuple(x) if isinstance(x, list) else x
-            for x in (given[name], signature(plan).parameters[name].default)
+            for x in (settings[name], signature(plan).parameters[name].default)
         )
         if value != default:
             raise OptionError(f"{name} has no effect on {of}; leave it out.")
 
 
-def _kernel_plan(given: Mapping[str, Any]) -> Plan:
+def _kernel_plan(settings: Mapping[str, Any]) -> Plan:
     """Entries of the kernel, of all random features unless backends are named."""
     from efficient_attn.studies.mse.kernel import DRAWS, entry_steps
 
-    draws = DRAWS if given["draws"] is None else given["draws"]
+    draws = DRAWS if settings["draws"] is None else settings["draws"]
     positive_count("draws", draws)
-    variants = select(given["backends"], given["options"])
-    if given["backends"] is None:
+    variants = select(settings["backends"], settings["options"])
+    if settings["backends"] is None:
         variants = tuple(variant for variant in variants if SEED in variant.options)
     steps = entry_steps(
         variants,
-        sizes=parse_sizes(given["sizes"], name="sizes"),
-        norms=given["norms"],
-        angles=_ANGLES if given["angles"] is None else given["angles"],
+        sizes=parse_sizes(settings["sizes"], name="sizes"),
+        norms=settings["norms"],
+        angles=_ANGLES if settings["angles"] is None else settings["angles"],
         draws=draws,
-        head_dim=given["head_dim"],
-        threads=settle(Workload(device="cpu", threads=given["threads"])).threads or 1,
-        seed=given["seed"],
+        head_dim=settings["head_dim"],
+        threads=settle(Workload(device="cpu", threads=settings["threads"])).threads or 1,
+        seed=settings["seed"],
     )
     return Plan(steps=steps)
 
@@ -208,8 +210,8 @@ def _points(
     yield point(MEAN, partial(measure_mean, subject, **question))
     yield from interleaved(
         [
-            point(one, partial(measure_error, one, subject, draws=draws, **question))
-            for one in at_sizes(variant, subject, sizes)
+            point(candidate, partial(measure_error, candidate, subject, draws=draws, **question))
+            for candidate in at_sizes(variant, subject, sizes)
         ]
         for variant in variants
     )

@@ -117,8 +117,8 @@ def _odd_note(panel: Panel, sizes: Sequence[int]) -> list[str]:
 
 
 def _interval_note(panel: Panel) -> list[str]:
-    found = interval([point for curve in panel.curves for point in curve.points])
-    return [f"±: {found}."] if found else []
+    text = interval([point for curve in panel.curves for point in curve.points])
+    return [f"±: {text}."] if text else []
 
 
 def _overview(records: Sequence[Record]) -> list[Table]:
@@ -153,29 +153,31 @@ def _by_input(shown: Sequence[Panel]) -> dict[tuple[Any, ...], list[_Errors]]:
         name = panel.inputs.rpartition("(")[0] if is_layer(panel.inputs) else panel.inputs
         groups.setdefault((name, panel.tokens, panel.num_heads, panel.head_dim), []).append(panel)
     return {
-        (joint_name([one.inputs for one in group]), *sizes): list(map(_errors, group))
+        (joint_name([panel.inputs for panel in group]), *sizes): list(map(_errors, group))
         for (_, *sizes), group in groups.items()
     }
 
 
 def _errors(panel: Panel) -> _Errors:
-    found: _Errors = {} if panel.yardstick is None else {(UNIFORM_ATTENTION, None): panel.yardstick}
-    return found | {(curve.label, one.size): one.value for curve in panel.curves for one in curve.points}
+    baseline: _Errors = {} if panel.yardstick is None else {(UNIFORM_ATTENTION, None): panel.yardstick}
+    return baseline | {
+        (curve.label, point.size): point.value for curve in panel.curves for point in curve.points
+    }
 
 
 def _largest(layers: Sequence[_Errors]) -> list[tuple[str, int | None]]:
     """Each label with the largest size that every layer has; curves are in rising order of size."""
     return list(
-        {label: size for label, size in layers[0] if all((label, size) in one for one in layers)}.items()
+        {label: size for label, size in layers[0] if all((label, size) in layer for layer in layers)}.items()
     )
 
 
 def _cell(layers: Sequence[_Errors], line: tuple[str, int | None]) -> str:
     """`0.33 (0.32 to 0.52)`: the median and the range over layers; empty where one lacks the size."""
-    if not all(line in one for one in layers):
+    if not all(line in layer for layer in layers):
         return ""
-    known = [one[line] for one in layers]
-    middle, low, high = (show_error(value) for value in (median(known), min(known), max(known)))
+    values = [layer[line] for layer in layers]
+    middle, low, high = (show_error(value) for value in (median(values), min(values), max(values)))
     return middle if low == high else f"{middle} ({low} to {high})"
 
 
@@ -206,7 +208,7 @@ def _useful(shown: Sequence[Panel]) -> str | None:
     """What is below uniform attention on every input, and from which size on."""
     if not shown or any(panel.yardstick is None for panel in shown):
         return None
-    found = []
+    texts = []
     for label in dict.fromkeys(curve.label for panel in shown for curve in panel.curves):
         pairs = [(panel.curve(label), panel.yardstick or 0.0) for panel in shown]
         sizes = [below_from(curve, yardstick) if curve else None for curve, yardstick in pairs]
@@ -214,8 +216,8 @@ def _useful(shown: Sequence[Panel]) -> str | None:
             points = [point for curve, _ in pairs if curve for point in curve.points]
             counted = all(operations_share(point.record) is not None for point in points)
             remark = "" if counted else " (operations not counted)"
-            found.append(f"{label} from size {max(size for size in sizes if size is not None)}{remark}")
-    names = ", ".join(found) or "nothing measured here"
+            texts.append(f"{label} from size {max(size for size in sizes if size is not None)}{remark}")
+    names = ", ".join(texts) or "nothing measured here"
     return f"Below uniform attention on every input, with fewer operations than exact: {names}."
 
 
@@ -232,8 +234,8 @@ def error_plot(records: Sequence[Record], y: str = RELATIVE) -> Plot:
         for source in {panel.source for panel in shown}
     }
     charts = [_chart(panel, styles, scales[panel.source], quantity) for panel in shown]
-    found = interval([point for panel in shown for curve in panel.curves for point in curve.points])
-    bands = f"; lines and bands: {found}" if found else ""
+    text = interval([point for panel in shown for curve in panel.curves for point in curve.points])
+    bands = f"; lines and bands: {text}" if text else ""
     conditions = f"reference in float64{bands}; errors at rounding are left out"
     title = f"{NAMES[quantity]} against exact softmax attention"
     return Plot(title, conditions, in_rows(charts, 1 if len(shown) == 1 else 2))
@@ -283,6 +285,6 @@ def _limits(shown: Sequence[Panel]) -> tuple[float, float]:
     yardsticks = [panel.yardstick for panel in shown if panel.yardstick]
     floor, worst = _ROUNDING * min(yardsticks, default=1.0), _WORST * max(yardsticks, default=1.0)
     lines = [curve.points for panel in shown for curve in panel.curves]
-    points = [point for line in lines if min(one.value for one in line) <= worst for point in line]
+    points = [point for line in lines if min(point.value for point in line) <= worst for point in line]
     real = [edge for point in points for edge in (point.value, point.low) if edge > floor] + yardsticks
     return min(real, default=1.0) / 1.4, min(max(real, default=1.0), worst) * 1.8

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.calibration import calibrate
-from efficient_attn.measure import calls, memory
-from efficient_attn.measure.accuracy import directions_of
+from efficient_attn.measure import calls
 from efficient_attn.measure.error import exact_output, output_error, outputs_checked
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
@@ -64,7 +63,9 @@ class Learner(nn.Module):
 
     def forward(self, keys: Tensor, values: Tensor) -> Tensor:
         """Logits of the classes at the queries, [batch queries classes]."""
-        halves = (F.layer_norm(one, one.shape[-1:]) for one in (self.keys(keys), self.values(values)))
+        halves = (
+            F.layer_norm(entries, entries.shape[-1:]) for entries in (self.keys(keys), self.values(values))
+        )
         return self.guess(self.block(torch.cat(list(halves), dim=-1))[:, -self.queries :])
 
     @property
@@ -80,10 +81,10 @@ def learner(task: Task, case: Case, target: Any) -> Learner:
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(case.seed)
         shared = Learner(task, case, "exact", {}).state_dict()
-        made = Learner(task, case, target, options)
+        model = Learner(task, case, target, options)
     # Every block has the parameters of exact attention; the others are the backend's own.
-    made.load_state_dict({**made.state_dict(), **shared})
-    return made
+    model.load_state_dict({**model.state_dict(), **shared})
+    return model
 
 
 def measure(case: Case, target: Any, course: Course) -> Record:
@@ -101,10 +102,10 @@ def _measured(case: Case, target: Any, course: Course) -> Record:
         case=case,
         chance=task.chance,
         floats_read=floats_read(model.backend, case),
-        num_directions=directions_of(model.backend),
-        parameter_bytes=memory.parameter_bytes(model.backend),
         calibrated_on=CALIBRATED_ON if calibrated else None,
-        **_untrained(model, task.draw(course.batch, seed=case.seed, stream=TESTED, number=0)),
+        output_relative_error=_untrained(
+            model, task.draw(course.batch, seed=case.seed, stream=TESTED, number=0)
+        ),
     )
     times_s, loss = _train(model, course, case.seed)
     # A microsecond is below the resolution of a timed step.
@@ -115,8 +116,8 @@ def _measured(case: Case, target: Any, course: Course) -> Record:
     return replace(record, accuracy=fmean(right), answers=len(right))
 
 
-def _untrained(model: Learner, sequences: Sequences) -> dict[str, Any]:
-    """The error against exact attention on the q, k, v of the block, and the state after one sequence."""
+def _untrained(model: Learner, sequences: Sequences) -> float:
+    """The error against exact attention on the q, k, v of the block."""
     seen: list[Tensor] = []
     hook = model.backend.register_forward_pre_hook(lambda module, inputs: seen.extend(inputs))
     with torch.no_grad():
@@ -126,11 +127,7 @@ def _untrained(model: Learner, sequences: Sequences) -> dict[str, Any]:
         q, k, v = seen
         problem = model.backend.problem
         exact = exact_output(q, k, v, scale=problem.factor, causal=problem.causal)
-        error, state = output_error(model.backend(q, k, v), exact).relative, None
-        if problem.causal and model.backend.spec.capabilities.streaming:
-            _, state = model.backend.extend(q[:1], k[:1], v[:1])
-    kept = None if state is None else memory.state_bytes(state)
-    return {"output_relative_error": error, "state_bytes": kept}
+        return output_error(model.backend(q, k, v), exact).relative
 
 
 def _train(model: Learner, course: Course, seed: int) -> tuple[list[float], float | None]:
@@ -176,5 +173,5 @@ def floats_read(backend: Backend, case: Case) -> int | None:
     counts = backend.spec.operations(problem, backend.options, case.tokens, case.head_dim)
     if counts is None:
         return None
-    matmuls = (one for one in counts.matmuls if not one.shared and one.gradients == 2)
-    return round(sum(one.multiply_adds for one in matmuls) / case.tokens)
+    matmuls = (product for product in counts.matmuls if not product.shared and product.gradients == 2)
+    return round(sum(product.multiply_adds for product in matmuls) / case.tokens)

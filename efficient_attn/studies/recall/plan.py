@@ -99,14 +99,14 @@ class Task:
         random = np.random.default_rng([seed, stream, number])
         keys = _orders(random, batch, self.keys)[:, : self.pairs]
         values = _orders(random, batch, self.pairs) % self.classes
-        asked = _orders(random, batch, self.pairs)[:, : self.queries]
+        queried = _orders(random, batch, self.pairs)[:, : self.queries]
         no_key, no_value = self.keys, self.classes
         silent = np.full((batch, self.gap), no_key)
         unknown = np.full((batch, self.gap + self.queries), no_value)
         drawn = (
-            np.concatenate([keys, silent, np.take_along_axis(keys, asked, axis=1)], axis=1),
+            np.concatenate([keys, silent, np.take_along_axis(keys, queried, axis=1)], axis=1),
             np.concatenate([values, unknown], axis=1),
-            np.take_along_axis(values, asked, axis=1),
+            np.take_along_axis(values, queried, axis=1),
         )
         return Sequences(*map(torch.from_numpy, drawn))
 
@@ -159,29 +159,27 @@ def plan(
     sizes: shared.Sizes = (32, 64, 128),
     causal: shared.Causal = False,
     options: shared.Settings = None,
-    classes: Annotated[int, Option(help="Number of distinct values; chance is 1 / classes.")] = Task.classes,
-    queries: Annotated[int, Option(help="Number of keys whose value is asked for.")] = Task.queries,
-    gap: Annotated[int, Option(help="Number of empty tokens between pairs and queries.")] = Task.gap,
-    batch: shared.Batch = 4,
+    classes: Annotated[int, Option(help="Distinct values; chance is 1 / classes.", rare=True)] = Task.classes,
+    queries: Annotated[int, Option(help="Keys at the end, which are looked up.", rare=True)] = Task.queries,
+    gap: Annotated[int, Option(help="Empty tokens between pairs and queries.", rare=True)] = Task.gap,
+    batch: int = 4,
     num_heads: shared.NumHeads = 2,
     head_dim: shared.HeadDim = 16,
-    learning_rate: shared.LearningRate = 0.01,
+    learning_rate: float = 0.01,
     threads: shared.Threads = None,
     seed: shared.Seed = 0,
 ) -> Plan:
     """Train one block per backend on associative recall.
 
     Accuracy is compared with exact attention and with controls. Every backend starts from the same weights
-    and sees the same sequences in the same order. Random features are drawn once per seed; calibration is
-    made once, before training. The default selection is all backends that approximate softmax and two
-    kernels that do not.
+    and sees the same sequences in the same order. Features are drawn once per seed and calibrated once.
 
     Example: efficient-attn recall --causal --backend window,my_file.py:my_attention
     """
     task = Task(pairs=pairs, classes=classes, queries=queries, gap=gap)
     course = Course(task=task, steps=steps, batch=batch, rate=learning_rate)
     positive_count("seeds", seeds)
-    wanted = parse_sizes(sizes, name="sizes")
+    all_sizes = parse_sizes(sizes, name="sizes")
     workload = settle(
         Workload(
             of="block",
@@ -196,7 +194,7 @@ def plan(
             seed=seed,
         )
     )
-    variants = _variants(backends, task, wanted, options, workload)
+    variants = _variants(backends, task, all_sizes, options, workload)
     same = {**vars(workload), "tokens": task.tokens, "inputs": course.name}
     # Seed by seed: an interrupted run has the same seeds of every backend.
     lists = [
@@ -230,16 +228,18 @@ def _variants(
     from efficient_attn.measure.inputs import Subject, gaussian
     from efficient_attn.studies.recall.measure import MEAN
 
-    given = dict(options or {})
+    settings = dict(options or {})
     names = _default_names() if backends is None else list(backends)
-    if _CLUSTERS in names and "window" not in given.get(_CLUSTERS, {}):
+    if _CLUSTERS in names and "window" not in settings.get(_CLUSTERS, {}):
         # A window that reached the pairs would solve the task of the clusters.
-        given[_CLUSTERS] = {"window": [max(task.gap // 4 * 4, 4)], **given.get(_CLUSTERS, {})}
+        settings[_CLUSTERS] = {"window": [max(task.gap // 4 * 4, 4)], **settings.get(_CLUSTERS, {})}
     blind = select([_WINDOW], {_WINDOW: {"window": [task.blind_window(causal=workload.causal)]}})
     inputs = gaussian(norm=1.0, tokens=task.tokens, head_dim=workload.head_dim, num_heads=workload.num_heads)
     tried = Subject(name="", activations=inputs, scale=workload.head_dim**-0.5, causal=workload.causal)
-    chosen = [one for variant in select(names, given) for one in at_sizes(variant, tried, sizes)]
-    return tuple({one.label: one for one in (*select([YARDSTICK]), MEAN, *blind, *chosen)}.values())
+    chosen = [variant for variant in select(names, settings) for variant in at_sizes(variant, tried, sizes)]
+    return tuple(
+        {variant.label: variant for variant in (*select([YARDSTICK]), MEAN, *blind, *chosen)}.values()
+    )
 
 
 def _default_names() -> list[str]:

@@ -119,8 +119,8 @@ class Contest(NamedTuple):
 def contests(records: Iterable[Record]) -> tuple[Contest, ...]:
     """One contest per task and training configuration, its rows in descending order of accuracy."""
     trained = (record for record in records if record.case.kind == "recall")
-    found = [sorted(map(_row, grouped(group, "label")), key=_place) for group in grouped(trained, *_SHARED)]
-    return tuple(Contest(rows[0].case, tuple(rows)) for rows in found)
+    groups = [sorted(map(_row, grouped(group, "label")), key=_place) for group in grouped(trained, *_SHARED)]
+    return tuple(Contest(rows[0].case, tuple(rows)) for rows in groups)
 
 
 def accuracy_of(shares: Sequence[float]) -> Accuracy:
@@ -170,31 +170,31 @@ def _place(row: Learned) -> tuple[float, bool, str]:
 
 def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:
     """One table for each task and way to train, the most accurate first."""
-    return [_table(one) for one in contests(records)]
+    return [_table(contest) for contest in contests(records)]
 
 
 def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
     """Accuracy of exact attention, of the controls and of the best backends."""
     return [
         sentence
-        for one in contests(records)
-        for sentence in (_exact(one), _controls(one), _nearest(one))
+        for contest in contests(records)
+        for sentence in (_exact(contest), _controls(contest), _nearest(contest))
         if sentence
     ]
 
 
 def show_accuracy(row: Learned) -> str:
     """`0.731 (0.702 to 0.760)`, `0.731, seeds 0.702 to 0.760`, or the reason why there is no accuracy."""
-    found = row.accuracy
-    if found is None:
+    accuracy = row.accuracy
+    if accuracy is None:
         return row.failed[0].status if row.failed else NOT_MEASURED
-    mean, edges = f"{found.mean:.3f}", f"{found.low:.3f} to {found.high:.3f}"
+    mean, edges = f"{accuracy.mean:.3f}", f"{accuracy.low:.3f} to {accuracy.high:.3f}"
     if row.seeds >= FEWEST_FOR_95:
         return f"{mean} ({edges})"
     return mean if row.seeds == 1 else f"{mean}, seeds {edges}"
 
 
-def _table(one: Contest) -> Table:
+def _table(contest: Contest) -> Table:
     rows = tuple(
         (
             row.label,
@@ -203,56 +203,59 @@ def _table(one: Contest) -> Table:
             NOT_MEASURED if row.step_s is None else three_digits(row.step_s.median * 1e3),
             NOT_MEASURED if row.first.floats_read is None else str(row.first.floats_read),
         )
-        for row in one.rows
+        for row in contest.rows
     )
     columns = ("backend", "accuracy", "error untrained", "step, ms", "numbers read")
-    return Table(f"Recall after training: {heading(one.case)}", columns, rows, tuple(_notes(one)))
+    return Table(f"Recall after training: {heading(contest.case)}", columns, rows, tuple(_notes(contest)))
 
 
-def _notes(one: Contest) -> list[str]:
-    seeds = [row.seeds for row in one.rows if row.seeds]
+def _notes(contest: Contest) -> list[str]:
+    seeds = [row.seeds for row in contest.rows if row.seeds]
+    controls = ", ".join(row.label for row in contest.controls)
     return [
         f"accuracy: mean over seeds ({max(seeds, default=0)}), on sequences that no model was trained on. In "
         "brackets the 95 % interval for the mean over all seeds, whatever their distribution; none for fewer "
-        f"than {FEWEST_FOR_95} (--seeds {FEWEST_FOR_95}). A guess is right in {one.rows[0].chance:.3g}.",
+        f"than {FEWEST_FOR_95} (--seeds {FEWEST_FOR_95}). A guess is right in {contest.rows[0].chance:.3g}.",
         "error untrained: ‖out − exact‖ / ‖exact‖ of the same block's q, k and v before the first step.",
         "numbers read: by a query, per head: keys and values, mixtures, or a state of features.",
-        f"Controls, which cannot see the pairs: {', '.join(row.label for row in one.controls) or 'none'}.",
-        *failure_notes(record for row in one.rows for record in row.failed),
+        f"Controls, which cannot see the pairs: {controls or 'none'}.",
+        *failure_notes(record for row in contest.rows for record in row.failed),
     ]
 
 
-def _exact(one: Contest) -> str:
-    if one.exact is None or one.exact.step_s is None:
-        return f"{heading(one.case)}: exact attention was not trained, so nothing can be compared with it."
+def _exact(contest: Contest) -> str:
+    if contest.exact is None or contest.exact.step_s is None:
+        return (
+            f"{heading(contest.case)}: exact attention was not trained, so nothing can be compared with it."
+        )
+    accuracy, step_s = show_accuracy(contest.exact), contest.exact.step_s.median
     return (
-        f"{heading(one.case)}: after training exact attention is right in {show_accuracy(one.exact)} of its "
-        f"answers, at {three_digits(one.exact.step_s.median * 1e3)} ms a step; a guess is in "
-        f"{one.exact.chance:.3g}."
+        f"{heading(contest.case)}: after training exact attention is right in {accuracy} of its answers, at "
+        f"{three_digits(step_s * 1e3)} ms a step; a guess is in {contest.exact.chance:.3g}."
     )
 
 
-def _controls(one: Contest) -> str:
+def _controls(contest: Contest) -> str:
     """Whether the controls are at chance."""
-    shown = [f"{row.label} {row.accuracy.mean:.3f}" for row in one.controls if row.accuracy]
+    shown = [f"{row.label} {row.accuracy.mean:.3f}" for row in contest.controls if row.accuracy]
     if not shown:
         return ""
-    above = [row.label for row in one.controls if row.accuracy and not row.at_chance]
+    above = [row.label for row in contest.controls if row.accuracy and not row.at_chance]
     if above:
         return f"Trust none of it: {', '.join(above)} cannot see the pairs, and is not at chance."
     return f"At chance, as controls must be: {', '.join(shown)}."
 
 
-def _nearest(one: Contest) -> str:
+def _nearest(contest: Contest) -> str:
     """Backends that learned the task, the fewest numbers read first; otherwise the most accurate one."""
-    rows = [row for row in one.compared if row.accuracy and row.accuracy.mean >= _LEARNED]
+    rows = [row for row in contest.compared if row.accuracy and row.accuracy.mean >= _LEARNED]
     if rows:
         rows.sort(key=lambda row: row.first.floats_read or 0)
         which = ", ".join(_read(row) for row in rows)
         return f"Accuracy {_LEARNED:g} or more after training, the fewest numbers read first: {which}."
-    if not one.compared:
+    if not contest.compared:
         return ""
-    best = one.compared[0]
+    best = contest.compared[0]
     return (
         f"No backend except exact attention reaches {_LEARNED:g}; the best: {_read(best)} with "
         f"{show_accuracy(best)}."
@@ -278,22 +281,22 @@ def recall_plot(records: Sequence[Record]) -> Plot:
         f"{'' if several else heading(shown[0].case)}\n"
         "points: mean over seeds with its 95 % interval, of fewer than six seeds with their range; dashed: "
         "guessing",
-        tuple((_chart(one, heading(one.case) if several else ""),) for one in shown),
+        tuple((_chart(contest, heading(contest.case) if several else ""),) for contest in shown),
     )
 
 
-def _chart(one: Contest, head: str) -> Chart:
+def _chart(contest: Contest, head: str) -> Chart:
     reads = Axis("state size per query and head, floats read", "log2", "{:.0f}".format)
-    guess = Series("", (), (one.rows[0].chance,), UNIFORM_STYLE, entry="")
+    guess = Series("", (), (contest.rows[0].chance,), UNIFORM_STYLE, entry="")
     accuracy = Axis("accuracy after training", limits=(0, 1.04))
-    return Chart(reads, accuracy, (guess, *_series(one)), title=head, apart=True)
+    return Chart(reads, accuracy, (guess, *_series(contest)), title=head, apart=True)
 
 
-def _series(one: Contest) -> list[Series]:
+def _series(contest: Contest) -> list[Series]:
     """One for each backend over its sizes, with intervals over seeds; controls are grey."""
-    controls = [row.label for row in one.controls]
+    controls = [row.label for row in contest.controls]
     groups: dict[str, list[Learned]] = {}
-    for row in sorted(one.rows, key=lambda row: sized(row.case).size or 0):
+    for row in sorted(contest.rows, key=lambda row: sized(row.case).size or 0):
         if row.accuracy is not None:
             groups.setdefault(row.label if row.label in controls else sized(row.case).series, []).append(row)
     named = {name: rows[0].case.backend for name, rows in groups.items() if name not in controls}
@@ -301,10 +304,10 @@ def _series(one: Contest) -> list[Series]:
     for number, label in enumerate(controls):
         mark = _GREY_MARKS[number % 2]
         styles[label] = {"color": MUTED, "marker": mark, "linestyle": "none", "markersize": 7}
-    made = []
+    series = []
     for name, rows in groups.items():
-        known = [(place, row.accuracy) for row in rows if (place := row.first.floats_read) and row.accuracy]
-        places, accuracies = [place for place, _ in known], [accuracy for _, accuracy in known]
-        means, low, high = zip(*accuracies, strict=True) if known else ((), (), ())
-        made.append(Series(name, places, means, styles[name], low, high, bars=True))
-    return made
+        points = [(place, row.accuracy) for row in rows if (place := row.first.floats_read) and row.accuracy]
+        places, accuracies = [place for place, _ in points], [accuracy for _, accuracy in points]
+        means, low, high = zip(*accuracies, strict=True) if points else ((), (), ())
+        series.append(Series(name, places, means, styles[name], low, high, bars=True))
+    return series

@@ -64,7 +64,7 @@ def plan(
     save: Annotated[
         str | Path | None,
         Option(
-            help="New file for q, k, v of the layers on the first text, as --inputs of bench and mse.",
+            help="New file for q, k, v of the layers on the first text: --inputs.",
             metavar="FILE.safetensors",
             parse=shared.parse_text,
         ),
@@ -74,9 +74,11 @@ def plan(
         shared.worded(shared.Layers, "Layers of --by layer and --save, from 0; all if omitted."),
     ] = None,
     name: Annotated[
-        str | None, Option(help="Name of the model in records; the folder's or file's if omitted.")
+        str | None, Option(help="Name of the model in records; the folder's if omitted.", rare=True)
     ] = None,
-    dtype: Annotated[str | None, Option(help="Dtype of the model of a folder; float32 if omitted.")] = None,
+    dtype: Annotated[
+        str | None, Option(help="Dtype of the model of a folder; float32 if omitted.", rare=True)
+    ] = None,
     device: Annotated[str | None, shared.usually(shared.Device, "cpu")] = None,
     threads: shared.Threads = None,
     rounds: shared.Rounds = 4,
@@ -84,14 +86,11 @@ def plan(
 ) -> Plan:
     """Replace the attention of a model: outputs, time and memory.
 
-    Encoders are compared by their hidden states and embeddings, causal models by their next-token
-    distributions, a model from a file by the output of its run. In Python the model may also be a pair
-    (model, tokenizer) of a loaded model in eval mode, or a pair (module, inputs); the attention of the model
-    is restored afterwards, whatever happens.
+    Encoders are compared by hidden states and embeddings, causal models by next-token distributions, a model
+    from a file by its output. In Python the model may be a pair (model, tokenizer) of a loaded one, or a
+    pair (module, inputs); its attention is restored afterwards.
 
     Example: efficient-attn swap MODEL --set window.window=65,129 --by layer
-
-    Example: efficient-attn swap models.py:make_model --by layer
     """
     if layers is not None and save is None and not by_layer:
         raise OptionError("layers name those that are replaced alone (--by layer) or saved (--save FILE).")
