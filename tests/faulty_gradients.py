@@ -395,3 +395,16 @@ class ReadsValuesLater:
 class WrongGradientInLargeBatches:
     def forward(self, q, k, v, key_mask):
         return super().forward(q, _Scaled.apply(k, 0.9) if len(k) > 32 else k, v, key_mask)
+
+
+class HalvesGradientsOfGroupsInBfloat16:
+    def for_every_head(self, x, heads):
+        half = x.dtype == torch.bfloat16 and x.shape[1] < heads
+        return super().for_every_head(_Scaled.apply(x, 0.5) if half else x, heads)
+
+
+class DetachesTheLastKeyOfFullTiles:
+    def scores(self, q, k):
+        if k.shape[2] % 64 == 0 and k.shape[2]:
+            k = torch.cat([k[:, :, :-1], k[:, :, -1:].detach()], dim=2)
+        return super().scores(q, k)

@@ -170,3 +170,17 @@ class KeepsGraphsUnderNoGradBeyond256:
     def forward(self, q, k, v, key_mask):
         with torch.set_grad_enabled(torch.is_grad_enabled() or q.shape[2] > 256):
             return super().forward(q, k, v, key_mask)
+
+
+class TrainsOnSomethingElseBeyond128Queries:
+    def scores(self, q, k):
+        return super().scores(q, k) * (1.01 if self.training and q.shape[2] > 128 else 1.0)
+
+
+class TurnsGroupsWithoutGradients:
+    """A kernel for inference groups heads in another order."""
+
+    def for_every_head(self, x, heads):
+        if torch.is_grad_enabled():
+            return super().for_every_head(x, heads)
+        return x.repeat(1, heads // x.shape[1], 1, 1)

@@ -332,3 +332,9 @@ class TurnsSquareKeys:
 
     def scores(self, q, k):
         return super().scores(q, k.mT if k.shape[2] == k.shape[3] else k)
+
+
+class DropsHalfATileOf128:
+    def visible(self, q, k, key_mask):
+        visible, keys = super().visible(q, k, key_mask), k.shape[2]
+        return visible & (torch.arange(keys) < (keys - 64 if keys > 128 and keys % 128 == 64 else keys))

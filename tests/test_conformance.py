@@ -37,7 +37,7 @@ WITH_SHAPE_CHECKS = (
     "gradients_hold_at_every_shape",
     "grouped_queries_are_repeated_heads",
     "no_keys_give_zeros",
-    "token_by_token_is_the_whole",
+    "parts_of_any_size_are_the_whole",
 )
 
 

@@ -186,7 +186,7 @@ def of_models(seed: int) -> tuple[Case, ...]:
 
 
 # Lengths around every usual size of a block, a chunk or a cache.
-BORDERS = (63, 64, 65, 127, 128, 129, 200, 255, 256, 257, 511, 512, 513)
+BORDERS = (63, 64, 65, 127, 128, 129, 192, 200, 255, 256, 257, 511, 512, 513)
 LONG_BORDERS = (1023, 1024, 1025, 2047, 2048, 2049, 2100)
 
 # Few queries with more keys than a tile holds, and a last tile of a few keys.

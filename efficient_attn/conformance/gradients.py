@@ -101,8 +101,11 @@ def a_change_before_the_backward_pass_is_noticed(subject: Subject, case: Case) -
     ),
     drawn=lambda seed: tuple(
         case.but(norm=0.5, batch=min(case.batch, 2))
-        for case in joint(seed, 9, 70, 200, 513, dtype="float32")
-        if case.heads < 4
+        for case in (
+            *joint(seed, 9, 70, 200, 513, dtype="float32"),
+            *(case for dtype in ("bfloat16", "float16") for case in joint(seed, 9, dtype=dtype)),
+        )
+        if case.heads < 4 or case.dtype != "float32"
     ),
     needs=("gradients",),
     beyond="low-precision dtypes",

@@ -19,10 +19,10 @@ GENTLE = 0.5
 STEP = 1e-5
 DIRECTIONS = 3
 BORDER = Case(tokens=129, batch=1, heads=2, kv_heads=1, value_dim=3, norm=GENTLE)
-# One length beyond each usual block size, with every setting that affects gradients.
+# Lengths at and beyond usual block sizes, with every setting that affects gradients.
 BEYOND = tuple(
     BORDER.but(tokens=tokens, causal=causal, masked=masked)
-    for tokens, masked in ((129, True), (257, False), (513, True))
+    for tokens, masked in ((129, True), (256, False), (513, True))
     for causal in (False, True)
 )
 
@@ -115,7 +115,7 @@ def _single_head(subject: Subject, case: Case, backend: Backend) -> Backend | No
         LARGE_BATCH.but(batch=40, norm=GENTLE),
         *LARGE,
     ),
-    long=lambda seed: (BORDER.but(tokens=2100), BORDER.but(tokens=2100, causal=True)),
+    long=lambda seed: (BORDER.but(tokens=2100, masked=True), BORDER.but(tokens=2100, causal=True)),
     needs=("gradients",),
 )
 def gradients_hold_at_every_shape(subject: Subject, case: Case) -> Iterator[Finding]:

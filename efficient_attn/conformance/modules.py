@@ -33,7 +33,10 @@ UNUSUAL = 987_654_321
 _FUNCTIONS = ("softmax", "matmul", "scaled_dot_product_attention", "dropout")
 
 
-@check("Equal calls give equal bits, in training and in evaluation.", cases=(*everywhere(1, 7), *LONG_KEYS))
+@check(
+    "Equal calls give equal bits, in training and in evaluation, and leave the module as it was.",
+    cases=(*everywhere(1, 7), *LONG_KEYS, LONG_QUERIES, *both(ONE.but(tokens=300, batch=1))),
+)
 def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     stored = {name: x.clone() for name, x in backend.state_dict().items()}

@@ -96,6 +96,7 @@ def global_seeds_change_nothing(subject: Subject, case: Case) -> Iterator[Findin
 @check(
     "Inference mode and no_grad affect neither the output nor later calls.",
     cases=(*KINDS, *LARGER, *both(ONE.but(tokens=300, batch=1))),
+    drawn=lambda seed: joint(seed, 9, 70),
 )
 def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
@@ -106,7 +107,9 @@ def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
         with mode():
             given = inputs.each(Tensor.clone)
             out = run(backend, given)
-        yield same_bits(f"Output in {mode.__name__}", out.clone(), wanted[0][1])
+        # A call without gradients may take another kernel.
+        bound = rounding(backend, inputs, case.dtype)
+        yield close(f"Output in {mode.__name__}", out.clone(), wanted[0][1], bound)
         # A tensor cached in that mode could not be saved for a backward pass.
         yield from _same(f"after {mode.__name__}", results(subject, backend, inputs), wanted)
 
@@ -156,22 +159,14 @@ def _graphs(where: str, subject: Subject, backend: Backend, inputs: Inputs) -> I
 
 
 @check(
-    "The output keeps q's dtype, and the accuracy of that dtype, under autocast.",
-    cases=both(ONE.but(dtype="bfloat16")),
+    "Outputs, gradients and incremental decoding keep their dtype and accuracy under autocast.",
+    cases=(*KINDS, *both(ONE.but(dtype="bfloat16"))),
 )
-def autocast_costs_no_accuracy(subject: Subject, case: Case) -> Iterator[Finding]:
-    yield from _under_autocast(subject, case, torch.bfloat16)
-
-
-@check("Gradients and incremental decoding keep their dtype and accuracy under autocast.", cases=KINDS)
 def autocast_changes_no_result(subject: Subject, case: Case) -> Iterator[Finding]:
-    yield from _under_autocast(subject, case, torch.bfloat16, torch.float16)
-
-
-def _under_autocast(subject: Subject, case: Case, *dtypes: torch.dtype) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     expected, bound = results(subject, backend, inputs), float(rounding(backend, inputs, case.dtype).max())
-    for dtype in dtypes:
+    # Torch itself joins no tensors of bfloat16 under autocast to float16.
+    for dtype in (torch.bfloat16, torch.float16)[: 1 if case.dtype == "bfloat16" else 2]:
         actual = results(subject, backend, inputs, torch.autocast("cpu", dtype=dtype))
         for (name, x), (_, y) in zip(actual, expected, strict=True):
             yield Finding(f"{name} is {x.dtype}, not {y.dtype}", float(x.dtype != y.dtype), 0.0)

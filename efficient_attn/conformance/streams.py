@@ -36,34 +36,6 @@ def _drawn(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]
 
 
 @check(
-    "A sequence continued through `extend` at any split gives the output of the full pass.",
-    cases=(*causally(1, 2, 9), *causally(9, dtype="float32")),
-    needs=("streaming",),
-)
-def continued_anywhere_is_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
-    for split in range(case.tokens + 1):
-        yield from _streamed(subject, case, [split, case.tokens - split])
-
-
-@check(
-    "Decoding token by token gives the output of the full pass.",
-    cases=(*causally(3, 9, 70), *causally(9, dtype="float32"), *causally(9, dtype="bfloat16"), BATCH),
-    needs=("streaming",),
-)
-def token_by_token_is_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
-    yield from _streamed(subject, case, [1] * case.tokens)
-
-
-@check(
-    "A state is immutable: extending it twice with the same tokens gives the same bits.",
-    cases=causally(9),
-    needs=("streaming",),
-)
-def a_state_can_be_extended_twice(subject: Subject, case: Case) -> Iterator[Finding]:
-    yield from _continued(subject, case)
-
-
-@check(
     "Masked tokens stay masked in `extend`: a masked NaN token changes no later output.",
     cases=(case for case in causally(9) if case.masked),
     needs=("streaming", "key_mask"),
@@ -77,7 +49,12 @@ def extend_honours_its_mask(subject: Subject, case: Case) -> Iterator[Finding]:
 
 
 @check(
-    "Decoding in chunks of any size, even empty, from reused buffers gives the output of the full pass.",
+    "Decoding in parts of any size, even empty, from reused buffers gives the output of the full pass.",
+    cases=(
+        *(case for dtype in ("float64", "float32", "bfloat16") for case in causally(9, dtype=dtype)),
+        *causally(1, 2, 3, 70),
+        BATCH,
+    ),
     drawn=lambda seed: (
         *_drawn(seed, 2, 9, 70, 200),
         *(case for dtype in ("float32", "bfloat16", "float16") for case in _drawn(seed, 70, dtype=dtype)),
@@ -86,7 +63,11 @@ def extend_honours_its_mask(subject: Subject, case: Case) -> Iterator[Finding]:
     needs=("streaming",),
 )
 def parts_of_any_size_are_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
-    yield from _streamed(subject, case, _parts(case.tokens, random.Random(f"{subject.seed} {case}")))
+    tokens = case.tokens
+    splits = [[split, tokens - split] for split in range(tokens + 1)] if tokens < 10 else []
+    singles = [[1] * tokens] if tokens < 10 or case in causally(70) else []
+    for parts in (*splits, *singles, _parts(tokens, random.Random(f"{subject.seed} {case}"))):
+        yield from _streamed(subject, case, parts)
 
 
 def _parts(tokens: int, draws: random.Random) -> list[int]:
@@ -180,6 +161,7 @@ def states_of_thousands_are_whole(subject: Subject, case: Case) -> Iterator[Find
 
 @check(
     "A state can be shared: every continuation with the same tokens gives the same bits.",
+    cases=causally(9),
     drawn=lambda seed: (
         *_drawn(seed, 9, 140),
         *_drawn(seed, 9, dtype="float32"),
@@ -188,11 +170,6 @@ def states_of_thousands_are_whole(subject: Subject, case: Case) -> Iterator[Find
     needs=("streaming",),
 )
 def any_number_of_sequences_go_on_from_a_state(subject: Subject, case: Case) -> Iterator[Finding]:
-    yield from _continued(subject, case)
-
-
-def _continued(subject: Subject, case: Case) -> Iterator[Finding]:
-    """Extend one state several times: neither outputs nor the state change."""
     inputs, backend = subject.inputs(case), subject.build(case)
     rival, before = subject.inputs(case, other=1), case.tokens // 2
     with torch.no_grad():
