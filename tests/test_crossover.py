@@ -144,7 +144,7 @@ def test_a_crossover_of_backends_that_no_round_tells_apart_is_unclear():
     ],
 )
 def test_the_table_holds_the_crossover_and_its_interval_or_that_there_is_none(at, shown):
-    table, _ = tables(records(at), {})
+    (table,) = tables(records(at), {})
     assert [row[table.columns.index("faster from")] for row in table.rows] == ["", shown]
     assert "beyond as far as 8 times the last" in table.notes[1]
 

@@ -153,7 +153,8 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
         scaled = subject.build(case, scale=default / factor**2)
         yield close(f"Inputs times {factor}", run(scaled, moved), expected, bound)
     still = subject.build(case, scale=0.0, calibrated=False)
-    if not still.needs_calibration:
+    # PyTorch's fused function gives NaN for causal queries at scale 0, which its callers inherit.
+    if not (subject.bare or still.needs_calibration):
         zeros = inputs._replace(q=torch.zeros_like(inputs.q))
         yield close("Scale 0, queries of zeros", run(still, inputs), run(still, zeros), bound)
 

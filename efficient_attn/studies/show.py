@@ -78,7 +78,7 @@ def show(
         backends: Names, `file.py:object`, modules or functions f(q, k, v); None stands for one of each kind.
         inputs: `encoder` or `decoder` (shipped), or a safetensors file.
         layer: None: layer 1 of the encoder, the first layer of other inputs.
-        tokens: Those on the axes, `0:24` for the first 24.
+        tokens: Tokens on the axes, `0:24` for the first 24.
         options: {backend: {option: values}}; every combination is a variant.
         seed: Random seed of the backends.
     """

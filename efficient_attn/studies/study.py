@@ -162,7 +162,7 @@ class Study:
 
     @cached_property
     def view(self) -> Any:
-        """Functions that show records: those of the module, defaults for the others."""
+        """Functions that show records: defaults where the module has none."""
         # Help texts are shown without numpy.
         from efficient_attn.studies.view import view_of
 

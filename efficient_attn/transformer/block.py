@@ -94,7 +94,7 @@ class BlockOptions:
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple["BlockOptions", dict[str, Any]]:
-        """The options of the sublayers, and the others, which are those of the attention layer."""
+        """Split options into options of sublayers and options of the attention layer."""
         names = signature(cls).parameters
         chosen = {name: value for name, value in options.items() if name in names}
         return cls(**chosen), {name: value for name, value in options.items() if name not in names}

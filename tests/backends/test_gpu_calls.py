@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import efficient_attn as ea
 from efficient_attn.measure import memory
-from efficient_attn.measure.calls import executed
+from efficient_attn.measure.calls import _executed
 from efficient_attn.measure.record import CUDA_GRAPH
 from efficient_attn.ops import paths
 from efficient_attn.stats.estimates import call_time, on_device
@@ -57,7 +57,7 @@ def test_a_captured_graph_replays_the_call_on_new_inputs(cuda, name, causal, bac
 
         return call
 
-    replay = executed(CUDA_GRAPH, one.backend, called, spec=ea.spec(name), device=cuda)
+    replay = _executed(CUDA_GRAPH, one.backend, called, spec=ea.spec(name), device=cuda)
     with torch.no_grad():
         for x in inputs:
             x.copy_(x.roll(1, dims=-2))

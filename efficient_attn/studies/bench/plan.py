@@ -242,7 +242,7 @@ def _subjects(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> 
 
 
 def _lengths_of_inputs(lengths: Sequence[int], subjects: Sequence[Any]) -> tuple[int, ...]:
-    """The lengths that the inputs have; of the default ones those that fit."""
+    """Lengths that the inputs have; default lengths that do not fit are left out."""
     longest = max(subject.tokens for subject in subjects)
     fitting = tuple(tokens for tokens in lengths if tokens <= longest)
     if len(fitting) < len(lengths) and (tuple(lengths) != _LENGTHS or not fitting):

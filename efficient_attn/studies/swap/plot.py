@@ -29,7 +29,7 @@ def swap_plot(records: Sequence[Record]) -> Plot:
     return Plot(
         "Distance of a converted model from itself",
         f"{heading(models[0].case) if len(models) == 1 else ''}\n"
-        "training-free conversion; crosses: uniform attention (the mean of the values); backends that "
+        "training-free conversion; crosses: uniform attention (mean of the values); backends that "
         "differ by rounding are left out",
         tuple((chart,) for chart in charts),
         (),
