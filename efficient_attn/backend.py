@@ -148,14 +148,6 @@ class Backend(nn.Module):
         """Scaled, transformed queries and keys, the arguments of the features."""
         return self._core_with("kernel_rows", q, k).kernel_rows(q, k)
 
-    def kernel_weights(self, q: Tensor, k: Tensor) -> Tensor:
-        """φ(q_i)·φ(k_j) over the exact sum of row i, not renormalised, [batch heads q_tokens k_tokens].
-
-        Raises:
-            UnsupportedError: If the backend has no features, or features of another kernel.
-        """
-        return self._core_with("kernel_weights", q, k).kernel_weights(q, k)
-
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, streaming: bool = False
     ) -> None:

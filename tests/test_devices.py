@@ -50,7 +50,6 @@ def test_a_backend_on_meta_refuses_every_call_and_names_the_tensor(name):
         "denominators": lambda: backend.denominators(Q, K),
         "kernel_ratios": lambda: backend.kernel_ratios(Q, K),
         "kernel_rows": lambda: backend.kernel_rows(Q, K),
-        "kernel_weights": lambda: backend.kernel_weights(Q, K),
         "calibrate": lambda: backend.calibrate(Q, K),
     }
     refused = []

@@ -24,7 +24,6 @@ from efficient_attn.ops.linear.kernel import (
     Moments,
     denominators,
     kernel_ratios,
-    kernel_weights,
     moments,
     rows_of,
 )
@@ -314,9 +313,6 @@ class LinearAttention(nn.Module):
 
     def kernel_rows(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         return rows_of(self._softmax_inputs(q, k))
-
-    def kernel_weights(self, q: Tensor, k: Tensor) -> Tensor:
-        return kernel_weights(self._softmax_inputs(q, k))
 
     def _softmax_inputs(self, q: Tensor, k: Tensor) -> LinearInputs:
         inputs = self.inputs(q, k, k, None)

@@ -1,4 +1,4 @@
-"""Estimates of the softmax kernel by features: ratios, weights, row sums, and parameters fitted on samples.
+"""Estimates of the softmax kernel by features: ratios, row sums, and parameters fitted on samples.
 
 Dense-exponential features are positive features of x' = Tx and y' = T^(−T) (y − c), a transform that changes
 a row of x·y by a constant only, with exponents quadratic in the direction:
@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import float64_device
-from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear.causal import causal_linear_attention
 from efficient_attn.ops.linear.full import full_linear_attention
 from efficient_attn.ops.linear.inputs import LinearInputs, chunks
 from efficient_attn.ops.linear.state import finite
-from efficient_attn.shapes import Weights
 
 # Maps whose inner products estimate exp(x·y); other maps estimate another kernel.
 SOFTMAX_KERNELS = ("positive", "hyperbolic", "trigonometric", "taylor-1", "taylor-2")
@@ -44,24 +42,6 @@ def kernel_ratios(inputs: LinearInputs) -> Tensor:
     if queries.values is None or keys.values is None:
         return torch.exp(logs).sum(dim=-1)
     return (queries.values * keys.values * torch.exp(logs)).sum(dim=-1)
-
-
-def kernel_weights(inputs: LinearInputs) -> Weights:
-    """φ(x_i)·φ(y_j) / Σ_j exp(x_i·y_j): estimates over exact sums, which no attention computes."""
-    x, y = rows_of(inputs)
-    directions = None if inputs.directions is None else inputs.directions.to(x.dtype)
-    queries, keys = (inputs.map.features(rows, directions) for rows in (x, y))
-    key_scale = keys.log_scale
-    if inputs.log_weights is not None:
-        key_scale = key_scale + inputs.log_weights.to(x.dtype)
-    # The largest key scale of a feature moves to the queries, where the exact sums compensate it.
-    largest = key_scale.amax(dim=-2, keepdim=True)
-    log_sums = (x @ y.mT).logsumexp(dim=-1, keepdim=True)
-    left = torch.exp(queries.log_scale + largest - log_sums)
-    right = torch.exp(key_scale - largest)
-    if queries.values is not None and keys.values is not None:
-        left, right = queries.values * left, keys.values * right
-    return unfold(left @ right.mT, inputs.q.shape[1])
 
 
 def denominators(inputs: LinearInputs, *, causal: bool) -> Tensor:
