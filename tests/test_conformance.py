@@ -119,10 +119,10 @@ def test_linformer_that_pools_means_gives_a_constant_for_constant_values() -> No
 
 def test_a_name_a_spec_a_builder_and_a_built_backend_are_checked_alike() -> None:
 
-    from efficient_attn.backends.exact import build_dense
+    from efficient_attn.backends.exact import DenseAttention
 
     built = ea.build("exact-dense", head_dim=4)
-    for thing in ("exact-dense", ea.spec("exact-dense"), build_dense, built):
+    for thing in ("exact-dense", ea.spec("exact-dense"), DenseAttention, built):
         (record,) = check_backend(thing, only=["blind_queries_give_zeros"])
         assert (record.backend, record.outcome) == ("exact-dense", "kept")
 

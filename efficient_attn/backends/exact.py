@@ -24,6 +24,31 @@ class ExactOptions:
         probability("dropout", self.dropout)
 
 
+def operations(
+    problem: AttentionProblem, options: ExactOptions, tokens: int, value_dim: int
+) -> OperationCounts:
+    """Products of every query with every key; if causal, with the keys up to its own position."""
+    pairs = visible_pairs(tokens, back=tokens - 1, ahead=0 if problem.causal else tokens - 1)
+    return OperationCounts(softmax_matmuls(pairs, problem.head_dim, value_dim))
+
+
+def dense_operations(
+    problem: AttentionProblem, options: ExactOptions, tokens: int, value_dim: int
+) -> OperationCounts:
+    """Products of the fused kernel, with all scores in memory."""
+    scores, reading = operations(problem, options, tokens, value_dim).matmuls
+    return OperationCounts((scores._replace(kept=tokens**2), reading))
+
+
+@register(
+    "exact",
+    summary="Exact softmax attention by PyTorch's fused kernel.",
+    formula="out_i = Σ_j softmax_j(s q_i·k_j) v_j, s = 1/√head_dim",
+    paper="https://arxiv.org/abs/1706.03762",
+    options=ExactOptions,
+    capabilities=Capabilities(causal=True, exact=True, sharded="keys", time_growth=2),
+    operations=operations,
+)
 class FusedAttention(nn.Module):
     """softmax(scale · q kᵀ) v without materialised scores."""
 
@@ -54,6 +79,17 @@ class FusedAttention(nn.Module):
         return self(q, cache.k, cache.v, mask_of(cache), zeroed=True), cache
 
 
+@register(
+    "exact-dense",
+    summary="Exact softmax attention with materialised scores (naive attention), the papers' baseline.",
+    formula="out_i = Σ_j softmax_j(s q_i·k_j) v_j, s = 1/√head_dim",
+    paper="https://arxiv.org/abs/1706.03762",
+    options=ExactOptions,
+    capabilities=Capabilities(
+        causal=True, exact=True, second_derivatives=True, sharded="keys", time_growth=2, memory_growth=2
+    ),
+    operations=dense_operations,
+)
 class DenseAttention(nn.Module):
     """softmax(scale · q kᵀ) v by its definition, with O(tokens²) memory."""
 
@@ -71,47 +107,3 @@ class DenseAttention(nn.Module):
     ) -> tuple[Tensor, KVCache]:
         cache = append_tokens(state, k, v, key_mask)
         return self(q, cache.k, cache.v, mask_of(cache)), cache
-
-
-def operations(
-    problem: AttentionProblem, options: ExactOptions, tokens: int, value_dim: int
-) -> OperationCounts:
-    """Products of every query with every key; if causal, with the keys up to its own position."""
-    pairs = visible_pairs(tokens, back=tokens - 1, ahead=0 if problem.causal else tokens - 1)
-    return OperationCounts(softmax_matmuls(pairs, problem.head_dim, value_dim))
-
-
-def dense_operations(
-    problem: AttentionProblem, options: ExactOptions, tokens: int, value_dim: int
-) -> OperationCounts:
-    """Products of the fused kernel, with all scores in memory."""
-    scores, reading = operations(problem, options, tokens, value_dim).matmuls
-    return OperationCounts((scores._replace(kept=tokens**2), reading))
-
-
-@register(
-    "exact",
-    summary="Exact softmax attention by PyTorch's fused kernel.",
-    formula="out_i = Σ_j softmax_j(s q_i·k_j) v_j, s = 1/√head_dim",
-    paper="https://arxiv.org/abs/1706.03762",
-    options=ExactOptions,
-    capabilities=Capabilities(causal=True, exact=True, sharded="keys", time_growth=2),
-    operations=operations,
-)
-def build(problem: AttentionProblem, options: ExactOptions) -> FusedAttention:
-    return FusedAttention(problem, options)
-
-
-@register(
-    "exact-dense",
-    summary="Exact softmax attention with materialised scores (naive attention), the papers' baseline.",
-    formula="out_i = Σ_j softmax_j(s q_i·k_j) v_j, s = 1/√head_dim",
-    paper="https://arxiv.org/abs/1706.03762",
-    options=ExactOptions,
-    capabilities=Capabilities(
-        causal=True, exact=True, second_derivatives=True, sharded="keys", time_growth=2, memory_growth=2
-    ),
-    operations=dense_operations,
-)
-def build_dense(problem: AttentionProblem, options: ExactOptions) -> DenseAttention:
-    return DenseAttention(problem, options)

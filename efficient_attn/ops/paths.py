@@ -86,7 +86,7 @@ def forgo_flex(dtype: torch.dtype) -> None:
     _FLEX_DTYPES.discard(dtype)
 
 
-def held(numbers: int) -> int:
+def step_capacity(numbers: int) -> int:
     """Parts of this many numbers that a step holds on other devices; at least 1."""
     return max(HELD // max(numbers, 1), 1)
 

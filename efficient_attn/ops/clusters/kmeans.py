@@ -32,7 +32,7 @@ from efficient_attn.ops.clusters.slices import (
     without,
 )
 from efficient_attn.ops.dtypes import upcast
-from efficient_attn.ops.paths import held, tuned_for_cpu
+from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
 from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 
 # Numbers per step on the CPU in the summaries of the blocks, so that they stay in cache, and bounds of the
@@ -335,7 +335,7 @@ def _attend_heads(
 def _group(numbers: int, blocks: int, k: Tensor) -> int:
     """Number of blocks per step, from the size of one block's summaries."""
     if not tuned_for_cpu(k):
-        return min(blocks, held(numbers))
+        return min(blocks, step_capacity(numbers))
     return min(blocks, _MOST, max(_FEWEST, _GROUP // numbers))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from efficient_attn.ops.clusters.slices import MASKED
 from efficient_attn.ops.clusters.trees import Clusters
-from efficient_attn.ops.paths import held, tuned_for_cpu
+from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.partial import eager, gradients, partial_softmax, softmax
 
 # Pairs in a tile, and numbers per step on the CPU, so that the tiles of a step stay in cache.
@@ -66,7 +66,7 @@ def open_clusters(q: Tensor, chosen: Tensor, clusters: Clusters) -> tuple[Tensor
 def _opened(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, tiles: _Tiles) -> tuple[Tensor, Tensor]:
     """Outputs [rows value_dim] and log-sum-exps [rows], by operators that have derivatives."""
     outs, log_sums = [], []
-    for _, rows, of in tiles.steps(held(_numbers(k, v))):
+    for _, rows, of in tiles.steps(step_capacity(_numbers(k, v))):
         members = _members(q, rows)
         tile = (x.index_select(0, of) for x in (k, v, bias.unsqueeze(1)))
         out, log_sum = partial_softmax(members, *tile)

@@ -40,7 +40,7 @@ from efficient_attn.ops.clusters.trees import (
     summarise,
 )
 from efficient_attn.ops.dtypes import upcast
-from efficient_attn.ops.paths import held, tuned_for_cpu
+from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.partial import partial_softmax
 from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 
@@ -84,7 +84,7 @@ def steps(read: list[list[int]], first: int, rows: Tensor, none: int) -> Iterato
         # Summaries are gathered for each block, so that all blocks of a step are one batched product.
         numbers = rows.shape[0] * rows.shape[1] * most * (rows.shape[3] + 3 * rows.shape[4])
         table = torch.tensor([cells + [none] * (most - len(cells)) for cells in read], device=rows.device)
-        yield from (Step(len(part), part, None) for part in table.split(held(numbers)))
+        yield from (Step(len(part), part, None) for part in table.split(step_capacity(numbers)))
         return
     share = 1 << (max(_STEP // numbers, 1)).bit_length() - 1
     # The past of block 1 + m · share … (m + 1) · share has the same runs, but for the shortest.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast, zero_masked
-from efficient_attn.ops.paths import held, tuned_for_cpu
+from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
 
 # Numbers per step on the CPU in the keys and values of the heads, so that they stay in cache.
 _HEADS = 1 << 20
@@ -125,7 +125,7 @@ def by_heads(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *, 
         stages: Number of stages of `attend`, one after the other.
     """
     numbers = k.shape[0] * k.shape[2] * (k.shape[3] + v.shape[3]) // stages
-    heads = max(1, _HEADS // numbers) if tuned_for_cpu(k) else held(numbers)
+    heads = max(1, _HEADS // numbers) if tuned_for_cpu(k) else step_capacity(numbers)
     if heads >= k.shape[1]:
         return attend(q, k, v)
     rows = heads * (q.shape[1] // k.shape[1])

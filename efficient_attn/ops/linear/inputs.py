@@ -15,7 +15,7 @@ from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.features import MAPS, FeatureMap, Features
 from efficient_attn.ops.linear.state import LOWEST
-from efficient_attn.ops.paths import held, tuned_for_cpu
+from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 # Fewer tokens per chunk cost more calls than cache misses, and more save no call worth their memory.
@@ -187,7 +187,7 @@ def chunks(inputs: LinearInputs, length: int, features: int = _FEATURES) -> list
 def held_tokens(inputs: LinearInputs, numbers: int | None = None) -> int:
     """Tokens with this number of features over all heads, by default as many as are held; at least 1."""
     features = max(inputs.q.shape[0] * inputs.q.shape[1] * inputs.num_features, 1)
-    return held(features) if numbers is None else max(numbers // features, 1)
+    return step_capacity(features) if numbers is None else max(numbers // features, 1)
 
 
 @functools.cache

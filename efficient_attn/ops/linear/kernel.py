@@ -1,4 +1,4 @@
-"""Estimates of the softmax kernel by features: ratios, weights, row sums, and parameters fitted on samples.
+"""Estimates of the softmax kernel by features: ratios, row sums, and parameters fitted on samples.
 
 Dense-exponential features are positive features of x' = Tx and y' = T^(−T) (y − c), a transform that changes
 a row of x·y by a constant only, with exponents quadratic in the direction:

@@ -56,9 +56,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple
     # A number would be a constant of the compiled code, a tensor is an input.
     factor = bias.new_full((), scale)
     tensors = [x.detach() for x in (q, k, v, bias.squeeze(-2).clamp_min(_MASKED))]
-    found = _compiled(q.device, q.dtype, q.shape[1], *k.shape[1::2], v.shape[-1])(*tensors, factor)
+    results = _compiled(q.device, q.dtype, q.shape[1], *k.shape[1::2], v.shape[-1])(*tensors, factor)
     paths.note_kernel("flex")
-    return found
+    return results
 
 
 def _attention(
@@ -85,11 +85,11 @@ def _everything(device: torch.device) -> Any:
     """Block mask of one block, of all rows and keys; flex_attention would make another for each call."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    one = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
+    count = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
     # The queries of each block serve the backward pass alone; not before PyTorch 2.10 can they be left out.
-    known = signature(BlockMask.from_kv_blocks).parameters
-    options: dict[str, Any] = {"compute_q_blocks": False} if "compute_q_blocks" in known else {}
-    return BlockMask.from_kv_blocks(one, torch.zeros_like(one)[..., None], BLOCK_SIZE=2**30, **options)
+    parameters = signature(BlockMask.from_kv_blocks).parameters
+    options: dict[str, Any] = {"compute_q_blocks": False} if "compute_q_blocks" in parameters else {}
+    return BlockMask.from_kv_blocks(count, torch.zeros_like(count)[..., None], BLOCK_SIZE=2**30, **options)
 
 
 @cache
@@ -101,8 +101,8 @@ def _compiled(device: torch.device, dtype: torch.dtype, *sizes: int) -> Callable
         for x in (q, k, v, bias):
             torch._dynamo.maybe_mark_dynamic(x, (0, 2))
         with torch.no_grad():
-            found: tuple[Tensor, Tensor] = attention(q, k, v, bias, factor, everything)
-            return found
+            results: tuple[Tensor, Tensor] = attention(q, k, v, bias, factor, everything)
+            return results
 
     return call
 

@@ -51,8 +51,8 @@ def mask_of(state: KVCache) -> Tensor | None:
 def summarise_tokens(k: Tensor, v: Tensor, key_mask: Tensor | None) -> KVCache:
     """The cache of some tokens."""
     if key_mask is None:
-        one = torch.ones((), dtype=torch.bool, device=k.device)
-        return KVCache(k, v, one.as_strided((k.shape[0], k.shape[2]), (0, 0)))
+        true = torch.ones((), dtype=torch.bool, device=k.device)
+        return KVCache(k, v, true.as_strided((k.shape[0], k.shape[2]), (0, 0)))
     return KVCache(zero_masked(k, key_mask), zero_masked(v, key_mask), key_mask)
 
 
@@ -91,25 +91,25 @@ def _own(x: Tensor) -> Tensor:
 
 def append(x: Tensor, new: Tensor) -> Tensor:
     """`x` [… tokens dim] followed by `new`: in place behind `x` if it owns enough spare capacity."""
-    tokens, (*batch, more, dim) = x.shape[-2], new.shape
+    tokens, (*batch, added, dim) = x.shape[-2], new.shape
     trained = torch.is_grad_enabled() and (x.requires_grad or new.requires_grad)
     # A copy into a buffer would broadcast or convert where a concatenation raises or promotes.
     fits = x.shape[:-2] == new.shape[:-2] and x.shape[-1] == dim and x.dtype == new.dtype
     if trained or not (fits and x.device == new.device and _recorded(x) and _recorded(new)):
         return torch.cat([x, new], dim=-2)
     record = _record(x)
-    if record is not None and record.tokens + more <= record.shape[-2]:
+    if record is not None and record.tokens + added <= record.shape[-2]:
         # A backward pass may have saved the past tokens; `data` has a version counter of its own.
         buffer = x.data
     else:
-        buffer = x.new_empty(*batch, max(tokens + more, 2 * tokens), dim)
+        buffer = x.new_empty(*batch, max(tokens + added, 2 * tokens), dim)
         buffer.narrow(-2, 0, tokens).copy_(x)
         record = _Filled(tuple(buffer.shape), buffer.stride(), tokens)
     # The buffer may be any view of its storage.
     row, start = record.strides[-2], record.tokens - tokens
     buffer.as_strided(new.shape, record.strides, record.tokens * row).copy_(new)
-    setattr(buffer.untyped_storage(), _RECORD, record._replace(tokens=record.tokens + more))
-    return buffer.as_strided((*batch, tokens + more, dim), record.strides, start * row)
+    setattr(buffer.untyped_storage(), _RECORD, record._replace(tokens=record.tokens + added))
+    return buffer.as_strided((*batch, tokens + added, dim), record.strides, start * row)
 
 
 def _recorded(x: Tensor) -> bool:

@@ -16,10 +16,10 @@ from efficient_attn.ops.operators import check_one_device
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.window.global_keys import GlobalKeys, add_gradients, merge
 
-# Queries per block, and blocks per kernel call. Larger blocks read more keys outside the window, and their
-# slices overlap less, of which the backward pass adds up gradients.
-_BLOCK, _GROUP = 32, 16
-_BLOCK_BACK, _GROUP_BACK = 64, 4
+# Queries per block, and blocks of all heads per kernel call. Larger blocks read more keys outside the window,
+# and their slices overlap less, of which the backward pass adds up gradients.
+_BLOCK, _BLOCKS = 32, 128
+_BLOCK_BACK, _BLOCKS_BACK = 64, 32
 # Queries per tile near the ends of the sequence, where slices are truncated and differ.
 _EDGE = 128
 # Scores of a head up to which a sequence hardly longer than its window is one tile.
@@ -128,12 +128,12 @@ def fused_window(*fields: Any) -> tuple[Tensor, Tensor]:
     with without_autocast(q):
         for heads, mask in _heads(q, k, v, key_mask):
             queries, keys, values, outs, sums = (heads(x) for x in (q, k, v, out, log_sum))
-            for tile, bias in _steps(queries, keys, mask, back, ahead, _BLOCK, _GROUP):
+            for tile, bias in _steps(queries, keys, mask, back, ahead, _BLOCK, _BLOCKS):
                 k_read, v_read = (tile.slices(x, len(queries)) for x in (keys, values))
-                some, logarithm = cpu_flash.attend(upcast(tile.queries(queries)), k_read, v_read, bias, scale)
-                tile.queries(outs).copy_(some)
+                rows, logarithm = cpu_flash.attend(upcast(tile.queries(queries)), k_read, v_read, bias, scale)
+                tile.queries(outs).copy_(rows)
                 tile.queries(sums).copy_(logarithm)
-                del some, logarithm
+                del rows, logarithm
         if first is not None:
             merge(q, key_mask, first, out, log_sum, back, ahead, scale)
     return out.to(q.dtype), log_sum
@@ -169,7 +169,7 @@ def fused_window_backward(grad_out: Tensor, out: Tensor, log_sum: Tensor, *field
         for heads, mask in _heads(q, k, v, key_mask):
             queries, keys, values, log_sums = (heads(x) for x in (q, k, v, log_sum))
             grad_outs, outs = heads(grad_out), heads(out)
-            for tile, bias in _steps(queries, keys, mask, back, ahead, _BLOCK_BACK, _GROUP_BACK):
+            for tile, bias in _steps(queries, keys, mask, back, ahead, _BLOCK_BACK, _BLOCKS_BACK):
                 k_read, v_read = (tile.slices(x, len(queries)) for x in (keys, values))
                 some_q, some_k, some_v = cpu_flash.gradients(
                     upcast(tile.queries(grad_outs)),
@@ -240,11 +240,17 @@ def _steps(
     back: int,
     ahead: int,
     block: int,
-    group: int,
+    blocks: int,
 ) -> Iterator[tuple[Tile, Tensor | None]]:
-    """Tiles, each with its score bias, [rows keys] or [1 blocks rows keys]."""
+    """Tiles, each with its score bias, [rows keys] or [1 blocks rows keys].
+
+    Args:
+        block: Queries per block.
+        blocks: Blocks of all heads per tile.
+    """
     before = keys.shape[1] - queries.shape[1]
     biases: dict[tuple[int, ...], Tensor | None] = {}
+    group = max(blocks // len(queries), 1)
     for tile in tiles(queries.shape[1], keys.shape[1], back, ahead, block, group):
         alike = (tile.rows, tile.keys, tile.start - tile.first_key)
         if alike not in biases:

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.operators import transformed
-from efficient_attn.ops.paths import held, product_dtype, tuned_for_cpu
+from efficient_attn.ops.paths import product_dtype, step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.definition import softmax_over
 from efficient_attn.ops.window.global_keys import GlobalKeys
 
@@ -53,14 +53,14 @@ def unfused_window(
     again = torch.is_grad_enabled() and not (tuned_for_cpu(q) or transformed(q, k, v))
     outs = []
     for part in (slice(i, i + group) for i in range(0, blocks, group)):
-        given = [rows[:, :, part], keys[:, :, part], values[:, :, part], real[:, part], band]
+        arguments = [rows[:, :, part], keys[:, :, part], values[:, :, part], real[:, part], band]
         if first is not None:
-            given += [first_k, first_v, far[:, part]]
+            arguments += [first_k, first_v, far[:, part]]
         # Nothing is random: the state of the generators needs no copy, which a CUDA graph could not capture.
         outs.append(
-            checkpoint(_attend, *given, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False)
             if again
-            else _attend(*given)
+            else _attend(*arguments)
         )
     return torch.cat(outs, dim=2).flatten(2, 3)[:, :, :tokens].to(q.dtype)
 
@@ -69,7 +69,7 @@ def _group(q: Tensor, v: Tensor, width: int) -> int:
     """Blocks per step: scores, or slices of keys or values, of all heads."""
     if tuned_for_cpu(q):
         return _GROUP
-    return held(q.shape[0] * q.shape[1] * width * max(_BLOCK, q.shape[-1], v.shape[-1]))
+    return step_capacity(q.shape[0] * q.shape[1] * width * max(_BLOCK, q.shape[-1], v.shape[-1]))
 
 
 def _attend(
