@@ -38,7 +38,7 @@ def test_a_paper_of_several_backends_is_cited_once_and_names_without_one_not_at_
 
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.key)
 def test_entries_are_well_formed(paper) -> None:
-    text = paper.bibtex()
+    text = paper.text
     assert keys(text) == [paper.key]
     depth = 0
     for character in re.sub(r"\\.", "", text):

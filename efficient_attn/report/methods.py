@@ -60,10 +60,6 @@ class Paper(NamedTuple):
         names = surnames[0] + (" et al." if len(surnames) > 2 else "".join(f" and {n}" for n in surnames[1:]))
         return f"{names} {self.year}"
 
-    def bibtex(self) -> str:
-        """Entry of the paper in BibTeX."""
-        return self.text
-
 
 def _stored_papers() -> Iterator[Paper]:
     """Papers of papers.bib, with the names of their backends."""

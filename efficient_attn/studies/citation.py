@@ -50,7 +50,7 @@ def cite(*used: str | Results) -> str:
         entry("misc", re.sub(r"[^\w.-]+", "-", name), {"title": f"{{{name}}}", "url": url})
         for name, url in foreign
     ]
-    found = [paper.bibtex() for paper in papers(names)]
+    found = [paper.text for paper in papers(names)]
     return "\n\n".join([entry("software", "efficient_attn", tool), *found, *others])
 
 
