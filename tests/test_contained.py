@@ -6,7 +6,6 @@ import sys
 import threading
 
 import pytest
-from isolated_points import case_of
 from looped import points, run
 
 from efficient_attn import mse, recall
@@ -118,40 +117,27 @@ def test_a_backend_that_leaves_is_one_record_and_the_others_are_measured(name):
     }
 
 
-@pytest.mark.parametrize("name", LEAVING)
-def test_studies_in_this_process_go_on_after_a_backend_that_leaves(name, tmp_path):
-    wrong = LEAVING[name]
-    found = mse([wrong, "window"], inputs="gaussian", seq_lens=16, norms=(1,), sizes=(4,))
-    assert [(one.status, one.reason) for one in found.records if one.case.backend == name] == [
-        ("error", SAID[name])
-    ] * 2
-    assert found.records[-1].status == "ok" and not found.interrupted
-    assert show([wrong]).notes == (f"{name}: {SAID[name]}",)
-    found = recall([wrong], steps=1, seeds=1, sizes=(4,), pairs=16)
-    assert found.records[-1].reason == SAID[name] and not found.interrupted
-
-
-@pytest.mark.parametrize("name", LEAVING)
-def test_builders_that_leave_end_no_study(name):
+def test_studies_in_this_process_go_on_after_a_backend_or_a_builder_that_leaves():
     spec = BackendSpec(
         name="built",
         summary="It is never built.",
         options_type=NoOptions,
         capabilities=Capabilities(causal=True),
-        builder=lambda problem, options: LEAVING[name](None, None, None),
+        builder=lambda problem, options: leaves(None, None, None),
     )
-    record = measure(case_of("built"), target=spec)
-    assert (record.status, record.reason) == ("error", SAID[name])
-    record = mse([spec], inputs="gaussian", seq_lens=16, norms=(1,), sizes=(4,)).records[-1]
-    assert (record.status, record.reason) == ("error", SAID[name])
-    record = recall([spec], steps=1, seeds=1, sizes=(4,), pairs=16).records[-1]
-    assert (record.status, record.reason) == ("error", SAID[name])
+    results = mse([leaves, spec, "window"], inputs="gaussian", seq_lens=16, norms=(1,), sizes=(4,))
+    reasons = {record.case.backend: record.reason for record in results.records}
+    assert reasons["leaves"] == reasons["built"] == SAID["leaves"] and not results.interrupted
+    assert results.records[-1].status == "ok"
+    assert show([leaves]).notes == (f"leaves: {SAID['leaves']}",)
+    results = recall([leaves, spec], steps=1, seeds=1, sizes=(4,), pairs=16)
+    reasons = {record.case.backend: record.reason for record in results.records}
+    assert reasons["leaves"] == reasons["built"] == SAID["leaves"] and not results.interrupted
 
 
-@pytest.mark.parametrize("name", LEAVING)
-def test_a_check_of_a_backend_that_leaves_is_a_broken_promise(name):
-    (record,) = check_backend(LEAVING[name], on_fail="collect", only=["the_same_call_gives_the_same_bits"])
-    assert record.outcome == "broken" and SAID[name] in record.detail
+def test_a_check_of_a_backend_that_leaves_is_a_broken_promise():
+    (record,) = check_backend(leaves, on_fail="collect", only=["the_same_call_gives_the_same_bits"])
+    assert record.outcome == "broken" and SAID["leaves"] in record.detail
 
 
 @pytest.mark.parametrize(

@@ -122,14 +122,12 @@ class Process:
 
     def _answer(self, limit_s: float) -> bytes:
         """The next answer."""
+        if not self._pipe.poll(limit_s):
+            raise TimeoutError
         try:
-            if not self._pipe.poll(limit_s):
-                raise TimeoutError
             return bytes(self._pipe.recv_bytes(_LONGEST_ANSWER))
-        # The other end is closed, or code of a backend has written to it.
-        except (EOFError, ConnectionError, OSError) as error:
-            if isinstance(error, TimeoutError):
-                raise
+        except (EOFError, OSError):
+            # The other end is closed, or code of a backend has written to it.
             raise CrashError(self._ending()) from None
 
     def _ending(self) -> str:

@@ -27,9 +27,6 @@ KINDS = ("png", "svg", "pdf")
 # Longer texts are shortened: of a command, of a cell, a word. The folder of the run has them.
 _LONGEST_TEXT, _LONGEST_CELL, _LONG_WORD = 20_000, 300, re.compile(r"\S{81,}")
 
-# (label of the run, name of the plot): figure.
-_Figures = dict[tuple[str, str], Any]
-
 
 class Run(NamedTuple):
     """Content of a report on one run.
@@ -64,6 +61,15 @@ class Run(NamedTuple):
     def method(self) -> str:
         """The paragraph for a paper."""
         return how_measured(self.records, self.environment)
+
+
+class _Figure(NamedTuple):
+    """Drawn plot of a run."""
+
+    label: str
+    name: str
+    plot: Plot
+    figure: Any
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -112,8 +118,8 @@ def write_all(runs: Sequence[Run], folder: Path, look: Mapping[str, Any]) -> lis
     for run in runs:
         texts = {SUMMARY: to_csv(run.rows), **run.files}
         paths += [write(folder / f"{prefixes[run.label]}{name}", text) for name, text in texts.items()]
-    for (label, name), figure in figures.items():
-        paths += save(figure, folder, f"{prefixes[label]}{name}")
+    for drawn in figures:
+        paths += save(drawn.figure, folder, f"{prefixes[drawn.label]}{drawn.name}")
     tables = [
         table._replace(title=f"{table.title}: {run.label}") if len(runs) > 1 else table
         for run in runs
@@ -123,7 +129,7 @@ def write_all(runs: Sequence[Run], folder: Path, look: Mapping[str, Any]) -> lis
     return [*paths, write(folder / REPORT, page(runs, figures))]
 
 
-def page(runs: Sequence[Run], figures: _Figures) -> str:
+def page(runs: Sequence[Run], figures: Sequence[_Figure]) -> str:
     """Text of the page."""
     from jinja2 import Environment, StrictUndefined
 
@@ -133,14 +139,9 @@ def page(runs: Sequence[Run], figures: _Figures) -> str:
         _LONG_WORD.sub(lambda word: short(word[0]), text), most
     )
     jinja.filters["base64"] = lambda data: b64encode(data).decode()
-    plots = {(run.label, name): plot for run in runs for name, plot in run.plots.items()}
     drawings = [
-        (
-            label,
-            f"{plots[label, name].title}: {plots[label, name].conditions}",
-            to_bytes(figure, "svg", salt=name),
-        )
-        for (label, name), figure in figures.items()
+        (label, f"{plot.title}: {plot.conditions}", to_bytes(figure, "svg", salt=name))
+        for label, name, plot, figure in figures
     ]
     # Tables of one title stand together, so that runs are easily compared.
     titles = list(dict.fromkeys(table.title for run in runs for table in run.tables))
@@ -176,9 +177,12 @@ def _renamed(runs: Sequence[Run], labels: Mapping[str, str]) -> list[Run]:
     return [run._replace(tables=[table.renamed(labels) for table in run.tables]) for run in runs]
 
 
-def _figures(runs: Sequence[Run], look: Mapping[str, Any]) -> _Figures:
-    plots = {(run.label, name): plot for run in runs for name, plot in run.plots.items()}
-    return {key: draw(plot, **look)[0].figure for key, plot in plots.items()}
+def _figures(runs: Sequence[Run], look: Mapping[str, Any]) -> list[_Figure]:
+    return [
+        _Figure(run.label, name, plot, draw(plot, **look)[0].figure)
+        for run in runs
+        for name, plot in run.plots.items()
+    ]
 
 
 def _printable(value: Any) -> Any:

@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable
 
 from efficient_attn.measure.record import Case, Record
+from efficient_attn.stats.curves import Growth
 from efficient_attn.stats.estimates import Typical
-from efficient_attn.stats.growth import Growth
 
 # Inputs of earlier runs, longer than any text the model has read.
 CONCATENATED = "stitched"

@@ -5,8 +5,7 @@ import pytest
 from made_records import timed
 from scipy import stats
 
-from efficient_attn.stats.curves import curves
-from efficient_attn.stats.growth import exact_growth, growth
+from efficient_attn.stats.curves import curves, exact_growth, growth
 
 LENGTHS = np.array([256, 512, 1024, 2048, 4096])
 

@@ -13,12 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
 from efficient_attn.operation_counts import MatMul
-from efficient_attn.ops.linear import causal as linear_causal
 from efficient_attn.ops.linear import causal_exponential, scaled_chunks
 from efficient_attn.ops.linear import full as linear_full
 from efficient_attn.ops.linear.features import MAPS
 from efficient_attn.ops.linear.state import Means
-from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.theory.complexity import Cost, block_flops, call_cost, matmul_flops
 
@@ -174,22 +172,6 @@ def test_causal_linear_attention_adds_the_pairs_within_a_chunk(name, backward, m
 
     expected = counted_passes(chunk_by_chunk, backward=backward)
     assert cost(name, causal=True, backward=backward).flops == expected
-
-
-@pytest.mark.parametrize("name", PERFORMERS)
-def test_the_causal_operator_does_what_is_counted_where_a_chunk_is_a_token(
-    name, as_any_map, monkeypatch
-) -> None:
-    """So that no triangle is cut out of a square that was computed."""
-    monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.setattr(scaled_chunks, "CHUNK", 1)
-    monkeypatch.setattr(scaled_chunks, "_CACHED", 1)
-    inputs = inputs_of_the_operator(name, causal=True)
-    features = OPTIONS[name]["num_features"]
-    # The scan over the state before a segment and that of its one chunk is left out of the count.
-    scan = 2 * BATCH * KV_HEADS * TOKENS * 4 * features * (VALUE_DIM + 1)
-    counts = counted(lambda: linear_causal._causal._init_fn(*inputs))
-    assert cost(name, causal=True).flops + scan == counts
 
 
 def test_exponentials_are_one_for_a_pair_or_one_for_a_feature() -> None:
