@@ -6,7 +6,7 @@ from hashlib import sha256
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.isolation import DEFAULT_ISOLATION, DEFAULT_TIMEOUT_S
+from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S
 from efficient_attn.measure.texts import named_texts
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import DENSE, MODEL, YARDSTICK, Variant, select
@@ -124,7 +124,7 @@ def plan(
         measurer, limit_bytes, notes = measurer_for(
             variants,
             workload,
-            isolate=DEFAULT_ISOLATION,
+            isolate=None,
             timeout_s=DEFAULT_TIMEOUT_S,
             memory_limit=_MEMORY_LIMIT,
         )
