@@ -143,7 +143,7 @@ class Call:
         """Reason why a backend of a problem cannot serve the call."""
         # The only query of a decoding step sees all keys, causal or not.
         if causal != problem.causal and self.query.shape[-2] != 1:
-            return "its causality is not that of the example"
+            return "its causality is not that of its backend"
         if problem.factor == 0 and self.factor != 0:
             return f"its scale is {self.factor:g}, that of the example 0"
         return None

@@ -150,7 +150,7 @@ CALLS = {
         (X,),
         {"mask": REAL[:, None, None]},
         "layers.0",
-        "its causality is not that of the example",
+        "its causality is not that of its backend",
     ),
     "dropout": (
         lambda: OwnModel(dropout=0.5),
