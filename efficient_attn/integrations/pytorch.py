@@ -11,6 +11,7 @@ from torch import nn
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.errors import AttentionError, OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.integrations.intercept.calls import Site
 from efficient_attn.integrations.intercept.installed import (
     ATTRIBUTE,
     ReplacedSites,
@@ -80,7 +81,7 @@ def replace_attention(
     layers: Any = [SimpleNamespace(backend=x) for x in backends.values()]
     share_layers(layers)
     replaced = ReplacedSites(
-        served=dict.fromkeys(chosen, spec.name), left={}, _owners=dict(chosen), _restore=[]
+        served={str(Site(name, 0)): spec.name for name in chosen}, left={}, _owners=dict(chosen), _restore=[]
     )
     for name, module in model.named_modules():
         if (
