@@ -33,7 +33,9 @@ def attach(
             transformers or torch nor an example.
         UnsupportedError: If a backend does not support a layer.
     """
-    if _holds_transformers(model):
+    # A model of transformers has imported it.
+    hf = sys.modules.get("transformers.modeling_utils")
+    if hf is not None and any(isinstance(part, hf.PreTrainedModel) for part in model.modules()):
         from efficient_attn.integrations.transformers import attach as attach_transformers
 
         if example is not None:
@@ -54,9 +56,3 @@ def attach(
     from efficient_attn.integrations.pytorch import replace_attention
 
     return replace_attention(model, backend, **arguments)
-
-
-def _holds_transformers(model: nn.Module) -> bool:
-    # A model of transformers has imported it.
-    module = sys.modules.get("transformers.modeling_utils")
-    return module is not None and any(isinstance(part, module.PreTrainedModel) for part in model.modules())

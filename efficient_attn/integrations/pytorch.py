@@ -16,8 +16,8 @@ from efficient_attn.integrations.intercept.installed import (
     ATTRIBUTE,
     ReplacedSites,
     SiteBackends,
+    forbid_nesting,
     install_backends,
-    nesting,
     refuse_alone,
 )
 from efficient_attn.options import probability
@@ -97,10 +97,7 @@ def replace_attention(
             install_backends(layer, _site_backends(name, layer, backends[name])),
         ]
         layer.dropout = layer.dropout if dropout is None else dropout
-    for encoder in nesting(model, list(chosen.values())):
-        # In evaluation the encoder would pack padded sequences into nested tensors and drop the mask.
-        encoder.use_nested_tensor = False
-        replaced._restore.append(partial(setattr, encoder, "use_nested_tensor", True))
+    replaced._restore += forbid_nesting(model, list(chosen.values()))
     return replaced
 
 

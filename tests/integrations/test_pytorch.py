@@ -302,7 +302,7 @@ def test_where_one_layer_cannot_be_replaced_none_is(make, backend, arguments, me
 
 
 CALLS = [
-    ("window", {}, {"need_weights": True}, r"its caller asks for the weights \(need_weights=True\)"),
+    ("window", {}, {"need_weights": True}, r"its caller asks for the weights \(pass need_weights=False\)"),
     ("window", {}, {"attn_mask": LATER}, "its causality is not that of its backend"),
     ("window", {"causal": True}, {}, "its causality is not that of its backend"),
     ("window", {"causal": True}, {"attn_mask": LATER.mT}, "its mask is no key mask and not causal"),

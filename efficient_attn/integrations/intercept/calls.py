@@ -21,7 +21,7 @@ from efficient_attn.transformer.seeds import seeded, spawn_seeds
 
 SDPA = F.scaled_dot_product_attention
 PATTERN = "its mask is no key mask and not causal"
-WEIGHTS_ASKED = "its caller asks for the weights (need_weights=True)"
+WEIGHTS_ASKED = "its caller asks for the weights (pass need_weights=False)"
 CALL_SDPA = (
     "a model from transformers needs attn_implementation='sdpa', nn.MultiheadAttention need_weights=False, "
     "and code with its own softmax must call F.scaled_dot_product_attention instead"

@@ -229,8 +229,14 @@ def _forward_whole(
     return type(owner).forward(owner, *args, **options) if before is None else before(*args, **options)
 
 
-def nesting(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.TransformerEncoder]:
-    """Encoders of the layers that use nested tensors."""
+def forbid_nesting(model: nn.Module, layers: Sequence[nn.Module]) -> list[Callable[[], None]]:
+    """Turn nested tensors off in encoders around the layers, and return the reversals.
+
+    In evaluation these encoders would pack padded sequences into nested tensors and drop the mask.
+    """
     encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder) and m.use_nested_tensor]
     chosen = {id(layer) for layer in layers}
-    return [encoder for encoder in encoders if any(id(m) in chosen for m in encoder.modules())]
+    encoders = [encoder for encoder in encoders if any(id(m) in chosen for m in encoder.modules())]
+    for encoder in encoders:
+        encoder.use_nested_tensor = False
+    return [partial(setattr, encoder, "use_nested_tensor", True) for encoder in encoders]

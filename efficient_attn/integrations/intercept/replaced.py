@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
 from glob import escape
 from typing import Any, NamedTuple
 
@@ -24,8 +23,8 @@ from efficient_attn.integrations.intercept.calls import (
 from efficient_attn.integrations.intercept.installed import (
     ReplacedSites,
     SiteBackends,
+    forbid_nesting,
     install_backends,
-    nesting,
     refuse_alone,
 )
 from efficient_attn.integrations.plan_files import check_size, is_plan_file, read_plan
@@ -102,10 +101,7 @@ def replace(
     for site, why in exact.items():
         if why != OUTSIDE:
             replaced._restore.append(refuse_alone(model, site.module, str(site), why))
-    for encoder in nesting(model, list(replaced._owners.values())):
-        # In evaluation the encoder would pack padded sequences into nested tensors and drop the mask.
-        encoder.use_nested_tensor = False
-        replaced._restore.append(partial(setattr, encoder, "use_nested_tensor", True))
+    replaced._restore += forbid_nesting(model, list(replaced._owners.values()))
     return replaced
 
 
