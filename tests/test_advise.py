@@ -22,7 +22,7 @@ SHORT = (64, 96, 128, 160)
 
 
 @pytest.fixture(autouse=True)
-def hurried(monkeypatch, short_decoder):
+def hurried(monkeypatch, short_decoder, unisolated):
     """Short calls at short lengths, timed as briefly as possible, and a short decoder."""
     monkeypatch.setattr("efficient_attn.studies.engine._ROUND_S", 0.0)
     monkeypatch.setattr("efficient_attn.studies.advise.attention.PROBE", SHORT)
@@ -111,12 +111,28 @@ def test_errors_at_shorter_lengths_are_those_of_the_causal_model(short_decoder):
     }
 
 
-def test_a_limit_that_is_no_number_is_refused_and_options_of_models_without_one():
-    with pytest.raises(OptionError, match="max_error is a finite number"):
-        ea.advise(max_error=0.0)
-    for given in ({"texts": ["a"]}, {"min_cosine": 0.99}, {"max_kl": 0.05}, {"name": "m"}):
-        with pytest.raises(OptionError, match=f"{next(iter(given))} has no effect without a model"):
-            ea.advise(**given)
+WITHOUT, WITH = "has no effect without a model", "has no effect with this model"
+REFUSED = [
+    (None, {"max_error": 0.0}, "max_error is a finite number"),
+    (None, {"texts": ["a"]}, f"texts {WITHOUT}"),
+    (None, {"min_cosine": 0.99}, f"min_cosine {WITHOUT}"),
+    (None, {"max_kl": 0.05}, f"max_kl {WITHOUT}"),
+    (None, {"name": "m"}, f"name {WITHOUT}"),
+    ("models.py:make_same", {"seq_lens": (512, 2048, 8192)}, f"seq_lens {WITH}"),
+    ("models.py:make_same", {"max_kl": 0.05}, f"max_kl {WITH}"),
+    ("models.py:make_same", {"texts": {"a": "b"}}, f"texts {WITH}"),
+    ("models.py:make_same", {"dtype": "float32"}, f"dtype {WITH}, which"),
+    ("models.py:make_same", {"device": "auto"}, f"device {WITH}, which"),
+    ("models.py:make_same", {"min_cosine": 99.0}, "min_cosine is a number from 0 to 1, not 99.0"),
+    ("models.py:make_same", {"max_kl": float("nan")}, "max_kl is a number from 0 to 1000, not nan"),
+    ("models.py:make_same", {"max_error": 0.1}, f"max_error {WITH}; .*--min-cosine.*--max-kl"),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "message"), REFUSED)
+def test_options_without_effect_and_limits_out_of_range_are_refused(model, options, message, called_models):
+    with pytest.raises(OptionError, match=message):
+        ea.advise(model, **options)
 
 
 SIZES = {"num_heads": 4, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}

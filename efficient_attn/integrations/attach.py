@@ -20,7 +20,7 @@ def attach(
     - Any other model with an example: `efficient_attn.intercept.replace`, at each call of
       `F.scaled_dot_product_attention` in the example. `undo()` of the result restores the model.
     - A model with `nn.MultiheadAttention` and no example: `replace_attention` of
-      `efficient_attn.integrations.pytorch_replace`. `undo()` of the result restores the model.
+      `efficient_attn.integrations.pytorch`. `undo()` of the result restores the model.
 
     Args:
         backend: Any argument of `build`; with transformers or an example also a mapping from layers or call
@@ -33,7 +33,9 @@ def attach(
             transformers or torch nor an example.
         UnsupportedError: If a backend does not support a layer.
     """
-    if _holds_transformers(model):
+    # A model of transformers has imported it.
+    hf = sys.modules.get("transformers.modeling_utils")
+    if hf is not None and any(isinstance(part, hf.PreTrainedModel) for part in model.modules()):
         from efficient_attn.integrations.transformers import attach as attach_transformers
 
         if example is not None:
@@ -51,12 +53,6 @@ def attach(
             f"{type(model).__name__} is no transformers model and has no nn.MultiheadAttention: give "
             "example=lambda: model(x), which shows its calls of F.scaled_dot_product_attention."
         )
-    from efficient_attn.integrations.pytorch_replace import replace_attention
+    from efficient_attn.integrations.pytorch import replace_attention
 
     return replace_attention(model, backend, **arguments)
-
-
-def _holds_transformers(model: nn.Module) -> bool:
-    # A model of transformers has imported it.
-    module = sys.modules.get("transformers.modeling_utils")
-    return module is not None and any(isinstance(part, module.PreTrainedModel) for part in model.modules())

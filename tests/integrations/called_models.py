@@ -19,9 +19,9 @@ class Attention(nn.Module):
         super().__init__()
         self.causal, self.projection, self.dropout = causal, nn.Linear(Size().dim, 48), nn.Dropout(0.5)
 
-    def forward(self, x, real):
+    def forward(self, x, real=None):
         q, k, v = self.projection(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        mask = None if self.causal else real[:, None, None]
+        mask = None if self.causal or real is None else real[:, None, None]
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=self.causal)
         return x + self.dropout(y.transpose(1, 2).flatten(2))
 
@@ -131,6 +131,62 @@ def without():
 def wordless():
     q = torch.randn(1, 2, 12, 8)
     return lambda: str(F.scaled_dot_product_attention(q, q, q))
+
+
+def two_layers():
+    return nn.Sequential(Attention(False), Attention(False)).eval()
+
+
+def make_lengths(seq_len=12):
+    return two_layers(), (2 * torch.randn(1, seq_len, 16),)
+
+
+def make_same():
+    return two_layers(), (torch.linspace(-2, 2, 160).reshape(1, 10, 16).sin(),)
+
+
+def make_drawn(seq_len=12):
+    model = two_layers()
+    return lambda: model(2 * torch.randn(1, seq_len, 16))
+
+
+class Scaled(Attention):
+    def __init__(self, seq_len):
+        super().__init__(False)
+        self.register_buffer("scale", torch.tensor(float(seq_len)))
+
+    def forward(self, x):
+        return super().forward(x) / self.scale
+
+
+def make_scaled(seq_len=12):
+    # The weights are drawn after the inputs, so that they would be others at another length.
+    x = 2 * torch.randn(1, seq_len, 16)
+    return Scaled(seq_len), (x,)
+
+
+class Method(Attention):
+    def __init__(self):
+        super().__init__(False)
+        self.first = nn.Parameter(torch.randn(16))
+
+    def encode(self, x):
+        q = (x + self.first)[:, None]
+        return super().forward(F.scaled_dot_product_attention(q, q, q)[:, 0])
+
+
+def make_method():
+    model, other = Method(), Attention(False)
+    return lambda: other(model.encode(2 * torch.randn(1, 12, 16)))
+
+
+def make_clipped(seq_len=12):
+    return Attention(False), (torch.randn(1, min(seq_len, 16), 16),)
+
+
+def make_sized(seq_len=12):
+    model = nn.Sequential(Attention(False), nn.Linear(16, seq_len))
+    return model, (torch.randn(1, seq_len, 16),)
 
 
 number = 3

@@ -7,24 +7,19 @@ from torch import nn
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
-from efficient_attn.integrations.intercept.replaced import ReplacedSites
-from efficient_attn.integrations.pytorch_replace import ReplacedLayers
+from efficient_attn.integrations.intercept.installed import ReplacedSites
 
 
 @torch.no_grad()
 def test_models_of_torch_are_attached_by_their_layers_or_by_an_example_and_restored(counted):
     model, run = padded_encoder()
     written, run_written = written_model()
-    for module, call, example, kind in (
-        (model, run, None, ReplacedLayers),
-        (model, run, run, ReplacedSites),
-        (written, run_written, run_written, ReplacedSites),
-    ):
+    for module, call, example in ((model, run, None), (model, run, run), (written, run_written, run_written)):
         expected, options = call(), {} if example is None else {"example": example}
         attached = ea.attach(module, "window", window=3, **options)
         counted.clear()
         assert not torch.allclose(call(), expected)
-        assert isinstance(attached, kind) and [name for name, _ in counted] == ["window", "window"]
+        assert isinstance(attached, ReplacedSites) and [name for name, _ in counted] == ["window", "window"]
         attached.undo()
         torch.testing.assert_close(call(), expected)
 

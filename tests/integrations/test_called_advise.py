@@ -1,6 +1,7 @@
 """The advice for models of the user's own, which a function in a file makes; their times are given."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,78 +20,6 @@ from efficient_attn.studies.swap import measure
 from efficient_attn.studies.swap.called import inputs_of_lengths
 from efficient_attn.studies.workload import Workload, settle
 
-MODELS = """
-import torch
-import torch.nn.functional as F
-from torch import nn
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.projection = nn.Linear(16, 48)
-
-    def forward(self, x):
-        q, k, v = self.projection(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
-        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
-def make_lengths(seq_len=12):
-    return nn.Sequential(Attention(), Attention()), (2 * torch.randn(1, seq_len, 16),)
-
-
-def make_same():
-    model = nn.Sequential(Attention(), Attention())
-    return model, (torch.linspace(-2, 2, 160).reshape(1, 10, 16).sin(),)
-
-
-def make_call(seq_len=12):
-    model = nn.Sequential(Attention(), Attention())
-    return lambda: model(2 * torch.randn(1, seq_len, 16))
-
-
-class Scaled(Attention):
-    def __init__(self, seq_len):
-        super().__init__()
-        self.register_buffer("scale", torch.tensor(float(seq_len)))
-
-    def forward(self, x):
-        return super().forward(x) / self.scale
-
-
-def make_scaled(seq_len=12):
-    # The weights are drawn after the inputs, so that they would be others at another length.
-    x = 2 * torch.randn(1, seq_len, 16)
-    return Scaled(seq_len), (x,)
-
-
-class Method(Attention):
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Parameter(torch.randn(16))
-
-    def encode(self, x):
-        q = (x + self.first)[:, None]
-        return super().forward(F.scaled_dot_product_attention(q, q, q)[:, 0])
-
-
-def make_method():
-    model, other = Method(), Attention()
-    return lambda: other(model.encode(2 * torch.randn(1, 12, 16)))
-
-
-def make_root():
-    return lambda: F.scaled_dot_product_attention(*torch.randn(3, 1, 2, 12, 8))
-
-
-def make_clipped(seq_len=12):
-    return Attention(), (torch.randn(1, min(seq_len, 16), 16),)
-
-
-def make_sized(seq_len=12):
-    model = nn.Sequential(Attention(), nn.Linear(16, seq_len))
-    return model, (torch.randn(1, seq_len, 16),)
-"""
 TIMES_S = {
     OWN: 1.0,
     "exact": 1.0,
@@ -101,6 +30,7 @@ TIMES_S = {
     "plan": 0.5,
 }
 PLAN = "layers.json"
+MODELS = Path(__file__).with_name("called_models.py")
 WORKLOAD = settle(Workload(threads=1))
 
 
@@ -108,7 +38,7 @@ WORKLOAD = settle(Workload(threads=1))
 def folder(tmp_path, monkeypatch, undrawn):
     """A folder with a file of models; times are those of TIMES_S on an idle machine, nothing is predicted."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "models.py").write_text(MODELS.read_text())
 
     def timed(case, variant, subject, *, seconds):
         with subject.replaced(variant):
@@ -161,7 +91,7 @@ def test_the_plan_of_every_length_is_verified_on_other_inputs_and_reproduced_by_
 def test_random_features_of_a_plan_are_those_of_its_verification(folder):
     settings = {"performer-positive": {"num_features": [16], "seed": [5]}}
     results = advise(
-        "make_call", backends=["performer-positive"], options=settings, min_cosine=0.0, seq_lens=(12,)
+        "make_drawn", backends=["performer-positive"], options=settings, min_cosine=0.0, seq_lens=(12,)
     )
     (plan,) = (one for one in results.records if (one.case.kind, one.case.label) == ("swap", "plan"))
     (folder / PLAN).write_text(results.files()[PLAN])
@@ -170,7 +100,7 @@ def test_random_features_of_a_plan_are_those_of_its_verification(folder):
     alone = {one.case.layer for one in results.records if one.case.layer is not None}
     assert alone == {0, 1}
     # The parameters are those of the first seed, the inputs of the run those of the second.
-    call = made("make_call", 0)
+    call = made("make_drawn", 0)
     model = call.__closure__[0].cell_contents
     x = 2 * torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(1))
     exact = model(x)
@@ -192,12 +122,6 @@ def test_a_model_without_lengths_is_verified_on_the_inputs_that_choose_and_says_
     assert {one.case.inputs for one in results.records if one.case.label == "plan"} == {
         "models.py:make_same, again"
     }
-    with pytest.raises(OptionError, match="seq_lens has no effect with this model"):
-        advise("make_same", seq_lens=(512, 2048, 8192))
-    with pytest.raises(OptionError, match="max_kl has no effect with this model"):
-        advise("make_same", max_kl=0.05)
-    with pytest.raises(OptionError, match="texts has no effect with this model"):
-        advise("make_same", texts={"a": "b"})
 
 
 def test_parameters_that_depend_on_the_length_are_refused():
@@ -210,13 +134,7 @@ def test_parameters_that_depend_on_the_length_are_refused():
     [
         ({"backend": "windoww", "options": {}}, "names the backend 'windoww', which is not registered"),
         ({"backend": "window", "options": {"head_dim": 8}}, "layers.json, 0: .*head_dim"),
-        ({"backend": "performer-positive", "options": {"num_features": 10**9}}, "is above 65536"),
         ({"backend": "window-clusters", "options": {"steps": 10**9}}, "is above 65536"),
-        (
-            {"backend": "linformer", "options": {"rank": 10**6}, "max_tokens": 10**6},
-            "needs [0-9]+ numbers, [0-9]+ are the most here",
-        ),
-        ({"backend": "window", "options": {"window": "wide"}}, "window"),
     ],
 )
 def test_a_foreign_plan_is_refused_in_one_line(layer, message, folder):
@@ -264,9 +182,9 @@ def test_attention_outside_of_modules_stays_exact_and_parameters_of_a_call_are_t
     ((choosing, held_out),), _ = inputs_of_lengths(maker_of("models.py:make_method"), WORKLOAD, (None,))
     assert {*choosing.left} == {"model", "model#1"} and [*choosing.sites.values()] == ["Attention"]
     with pytest.raises(
-        UnsupportedError, match=f"No plan reaches the attention of models.py:make_root: {OUTSIDE}"
+        UnsupportedError, match=f"No plan reaches the attention of models.py:make_plain: {OUTSIDE}"
     ):
-        advise("make_root")
+        advise("make_plain")
     assert not torch.equal(choosing.exact[0], held_out.exact[0])
     inner = choosing.called.call._call.__closure__
     assert held_out.called.call._call.__closure__ is inner
@@ -286,16 +204,14 @@ def test_a_function_with_lengths_is_taken_in_python_too():
     _, make = object_at("models.py:make_lengths")
     results = ea.advise(make, ["window"], seq_lens=(12, 16), min_cosine=0.5, name="mine")
     assert {one.case.tokens for one in results.records} == {12, 16}
-    for given in ({"dtype": "float32"}, {"device": "auto"}):
-        with pytest.raises(OptionError, match=f"{next(iter(given))} has no effect with this model, which"):
-            ea.advise(make, ["window"], **given)
 
 
 def test_a_resumed_advice_has_the_same_model(folder):
     given = {"seq_lens": (12,), "out": folder / "run"}
     first = advise("make_lengths", **given)
     assert advise("make_lengths", **given, resume=True).sentences() == first.sentences()
-    (folder / "models.py").write_text(MODELS.replace("2 * torch.randn", "9 * torch.randn"))
+    models = folder / "models.py"
+    models.write_text(models.read_text().replace("2 * torch.randn", "9 * torch.randn"))
     with pytest.raises(DataError, match="another model or other inputs"):
         advise("make_lengths", **given, resume=True)
 

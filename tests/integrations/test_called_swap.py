@@ -14,7 +14,7 @@ from integrations.swapped_models import quality
 import efficient_attn as ea
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.integrations.capture import captured_model
-from efficient_attn.integrations.intercept.replaced import SiteBackends
+from efficient_attn.integrations.intercept.installed import SiteBackends
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies import find
 

@@ -20,7 +20,7 @@ from efficient_attn.registry import BackendSpec
 
 SDPA = F.scaled_dot_product_attention
 PATTERN = "its mask is no key mask and not causal"
-WEIGHTS_ASKED = "its caller asks for the weights (need_weights=True)"
+WEIGHTS_ASKED = "its caller asks for the weights (pass need_weights=False)"
 CALL_SDPA = (
     "a model from transformers needs attn_implementation='sdpa', nn.MultiheadAttention need_weights=False, "
     "and code with its own softmax must call F.scaled_dot_product_attention instead"
@@ -142,7 +142,7 @@ class Call:
         """Reason why a backend of a problem cannot serve the call."""
         # The only query of a decoding step sees all keys, causal or not.
         if causal != problem.causal and self.query.shape[-2] != 1:
-            return "its causality is not that of the example"
+            return "its causality is not that of its backend"
         if problem.factor == 0 and self.factor != 0:
             return f"its scale is {self.factor:g}, that of the example 0"
         return None

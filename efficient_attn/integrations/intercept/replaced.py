@@ -1,15 +1,8 @@
-"""Backends at the call sites of a model, and their removal.
-
-The module that calls attention gets the backend as a submodule, so that optimisers, state dicts, copies and
-`.to` find it, and its forward runs inside a mode for it alone: a checkpoint that computes it again, a
-compiled graph and another thread use the same backend.
-"""
+"""Backends at the call sites that an example of a model shows."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from glob import escape
 from typing import Any, NamedTuple
 
@@ -22,162 +15,24 @@ from efficient_attn.errors import AttentionError, DataError, OptionError, Unknow
 from efficient_attn.integrations.intercept.calls import (
     CALL_SDPA,
     PATTERN,
-    AttentionMode,
     Call,
     Site,
     SiteMode,
     seed_of,
 )
-from efficient_attn.integrations.masks import ShownKeys, read_compiled_mask
+from efficient_attn.integrations.intercept.installed import (
+    ReplacedSites,
+    SiteBackends,
+    forbid_nesting,
+    install_backends,
+    refuse_alone,
+)
 from efficient_attn.integrations.plan_files import check_size, is_plan_file, read_plan
-from efficient_attn.integrations.pytorch_replace import nesting, refuse_alone
-from efficient_attn.sharding import check_exact_alone
-
-# The submodule that holds the backends of a module.
-ATTRIBUTE = "efficient_attn"
 
 OUTER = "a module inside this one calls attention too"
 UNEVEN = "the runs of its module differ in their number of calls"
 OUTSIDE = "it is called outside the forward of a module of the model"
 _UNNAMED = "no pattern names it"
-_UNSEEN = "the example makes no such call"
-
-
-class SiteBackends(nn.ModuleDict):
-    """Backends of the sites of one module, by the number of the call.
-
-    Attributes:
-        calls: {number of the site: {"served" or the reason why a call stayed exact: count}}; calls of
-            compiled code are not counted.
-    """
-
-    def __init__(self, owner: str, backends: Mapping[str, Backend], *, num_calls: int, strict: bool) -> None:
-        super().__init__(backends)
-        self.owner, self.num_calls, self.strict = owner, num_calls, strict
-        self.calls: dict[str, Counter[str]] = {number: Counter() for number in backends}
-
-    def attend(self, number: str, call: Call) -> Tensor:
-        """Output of the backend, or else of torch's function."""
-        if number not in self:
-            return call.exact() if int(number) < self.num_calls else self._exact(number, call, _UNSEEN)
-        backend: Any = self[number]
-        shown = self._shown_keys(backend, call)
-        if isinstance(shown, str):
-            return self._exact(number, call, shown)
-        if torch.compiler.is_compiling():
-            return call.served(backend, shown)
-        try:
-            output = call.served(backend, shown)
-        except AttentionError as error:
-            return self._exact(number, call, str(error))
-        self.calls[number]["served"] += 1
-        return output
-
-    def _shown_keys(self, backend: Backend, call: Call) -> ShownKeys | str:
-        """Visible keys, or the reason why the backend cannot serve them."""
-        if call.refusal is not None:
-            return call.refusal
-        mask = call.mask
-        if mask is None or not torch.compiler.is_compiling():
-            shown = call.shown_keys()
-            return PATTERN if shown is None else call.mismatch(backend.problem, shown.causal) or shown
-        # A mask in a compiled graph has the causality of the backend, or else the graph fails.
-        causal = backend.problem.causal or call.is_causal
-        mismatch = call.mismatch(backend.problem, causal)
-        if mismatch is not None:
-            return mismatch
-        q, k, _ = call.tensors
-        keys = read_compiled_mask(
-            mask, causal=causal, is_causal=call.is_causal, batch=q.shape[0], k_tokens=k.shape[-2]
-        )
-        return ShownKeys(keys, causal)
-
-    def _exact(self, number: str, call: Call, reason: str) -> Tensor:
-        site = Site(self.owner, int(number))
-        check_exact_alone(str(site), reason)
-        if self.strict:
-            raise UnsupportedError(f"{site} cannot be served: {reason}.")
-        if not torch.compiler.is_compiling():
-            self.calls.setdefault(number, Counter())[reason] += 1
-        return call.exact()
-
-
-class _Serving(AttentionMode):
-    """Passes the calls of a run to backends, by their number."""
-
-    def __init__(self, backends: SiteBackends) -> None:
-        super().__init__()
-        self._backends, self.number = backends, 0
-
-    def attend(self, call: Call) -> Tensor:
-        number, self.number = str(self.number), self.number + 1
-        return self._backends.attend(number, call)
-
-    def unreached(self, reason: str) -> None:
-        self.number += 1
-        if self._backends.strict:
-            raise UnsupportedError(f"{self._backends.owner} cannot be served: {reason}.")
-
-
-def _forward_served(module: nn.Module, before: Callable[..., Any] | None, *args: Any, **options: Any) -> Any:
-    """Run the forward of a module with backends, `before` if its instance had one.
-
-    Raises:
-        UnsupportedError: If the run skips a call of the example, which shifts the numbers of later calls.
-    """
-    backends: Any = getattr(module, ATTRIBUTE)
-    serving = _Serving(backends)
-    with serving:
-        output = (
-            type(module).forward(module, *args, **options) if before is None else before(*args, **options)
-        )
-    if 0 < serving.number < backends.num_calls:
-        raise UnsupportedError(
-            f"{backends.owner or 'model'} makes {serving.number} of the {backends.num_calls} calls of the "
-            "example, and backends are assigned by the number of the call: replace with an example of such a "
-            "run."
-        )
-    return output
-
-
-def _no_change(module: nn.Module, args: Any) -> None:
-    """Hook that keeps an enclosing nn.TransformerEncoderLayer from its fused path."""
-
-
-@dataclass(kw_only=True)
-class ReplacedSites:
-    """Served call sites. As a context manager it ends with `undo`.
-
-    Attributes:
-        served: {site: name of its backend}.
-        left: {site: reason why it stays exact}.
-    """
-
-    served: dict[str, str]
-    left: dict[str, str]
-    _owners: dict[str, nn.Module] = field(repr=False)
-    _restore: list[Callable[[], None]] = field(repr=False)
-
-    @property
-    def calls(self) -> dict[str, dict[str, int]]:
-        """{site: {"served" or reason of an exact call: count}}, without compiled code."""
-        return {
-            str(Site(name, int(number))): dict(counts)
-            for name, owner in self._owners.items()
-            for number, counts in getattr(owner, ATTRIBUTE).calls.items()
-        }
-
-    def undo(self) -> None:
-        """Remove all backends, so that the model calls torch's function."""
-        while self._restore:
-            self._restore.pop()()
-        self._owners.clear()
-
-    def __enter__(self) -> "ReplacedSites":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.undo()
 
 
 def replace(
@@ -242,33 +97,12 @@ def replace(
         num_calls = sum(site.module == name for site in search.reasons)
         module = SiteBackends(name, backends, num_calls=num_calls, strict=strict)
         owner = replaced._owners[name] = model.get_submodule(name)
-        replaced._restore.append(_install_backends(owner, module))
+        replaced._restore.append(install_backends(owner, module))
     for site, why in exact.items():
         if why != OUTSIDE:
             replaced._restore.append(refuse_alone(model, site.module, str(site), why))
-    for encoder in nesting(model, list(replaced._owners.values())):
-        # In evaluation the encoder would pack padded sequences into nested tensors and drop the mask.
-        encoder.use_nested_tensor = False
-        replaced._restore.append(partial(setattr, encoder, "use_nested_tensor", True))
+    replaced._restore += forbid_nesting(model, list(replaced._owners.values()))
     return replaced
-
-
-def _install_backends(owner: nn.Module, backends: SiteBackends) -> Callable[[], None]:
-    """Let the forward of a module use backends, and return the removal."""
-    before = owner.__dict__.get("forward")
-    owner.add_module(ATTRIBUTE, backends)
-    owner.forward = partial(_forward_served, owner, before)
-    hook = owner.register_forward_pre_hook(_no_change)
-
-    def restore() -> None:
-        hook.remove()
-        delattr(owner, ATTRIBUTE)
-        if before is None:
-            del owner.forward
-        else:
-            owner.forward = before
-
-    return restore
 
 
 class _Request(NamedTuple):

@@ -17,12 +17,12 @@ from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.integrations.called import CalledModel, Maker, output_vector
 from efficient_attn.integrations.capture import site_notes
 from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, Call, Site, seed_of
+from efficient_attn.integrations.intercept.installed import SiteBackends
 from efficient_attn.integrations.intercept.measured import MeasuredSite, measure
 from efficient_attn.integrations.intercept.replaced import (
     OUTER,
     OUTSIDE,
     UNEVEN,
-    SiteBackends,
     inside,
     replace,
     uneven_modules,

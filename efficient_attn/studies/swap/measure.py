@@ -46,18 +46,15 @@ def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Rec
             for number, values in enumerate(by_text):
                 with outputs_checked(subject.model):
                     values.append(subject.distances(number))
+    # The attention of the model, or backends by layer.
+    uncounted = variant.backend == OWN or isinstance(variant.target, Mapping)
     record = Record(
         case=case,
         texts=subject.num_texts,
         calibrated_on=subject.calibrated_on if calibrated else None,
-        flops=None if _uncounted(variant) else attention_flops(case, variant.target),
+        flops=None if uncounted else attention_flops(case, variant.target),
     )
     return replace(record, **_means([values for text in by_text for values in text]))
-
-
-def _uncounted(variant: Variant) -> bool:
-    """Whether a variant is the model's own attention, or backends by layer."""
-    return variant.backend == OWN or isinstance(variant.target, Mapping)
 
 
 def _means(distances: Sequence[Mapping[str, float]]) -> dict[str, Any]:

@@ -116,5 +116,5 @@ def test_generation_serves_the_prompt_and_says_what_stays_exact():
         assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
         # Newer versions of transformers hand the heads of a group over as the queries of one head, in steps
         # with a cache.
-        grouped = {"served": 1, "its causality is not that of the example": 4}
+        grouped = {"served": 1, "its causality is not that of its backend": 4}
         assert all(calls in (grouped, {"served": 5}) for calls in replaced.calls.values())

@@ -262,5 +262,5 @@ def test_calls_of_one_site_are_measured_with_their_scale_and_only_with_their_cau
     with ea.intercept.measure(model, {"window": {"window": 5}}) as measured:
         model(q, k, v), model(q, k, v, is_causal=True)
     (both,) = measured.sites.values()
-    assert both.exact_because == {"window(window=5)": "its causality is not that of the example"}
+    assert both.exact_because == {"window(window=5)": "its causality is not that of its backend"}
     assert both.errors == alone.errors

@@ -150,7 +150,7 @@ CALLS = {
         (X,),
         {"mask": REAL[:, None, None]},
         "layers.0",
-        "its causality is not that of the example",
+        "its causality is not that of its backend",
     ),
     "dropout": (
         lambda: OwnModel(dropout=0.5),
@@ -248,7 +248,7 @@ def test_attention_that_returns_its_weights_is_named_as_unreached():
     layer, x = nn.MultiheadAttention(DIM, HEADS, batch_first=True), torch.randn(1, TOKENS, DIM)
     with ea.intercept.measure(layer) as measured:
         layer(x, x, x)
-    assert measured.not_reached == [("model", "its caller asks for the weights (need_weights=True)")]
+    assert measured.not_reached == [("model", "its caller asks for the weights (pass need_weights=False)")]
     with pytest.raises(UnsupportedError, match=r"model cannot be served: its caller asks for the weights"):
         ea.intercept.replace(layer, "window", example=lambda: layer(x, x, x))
 
