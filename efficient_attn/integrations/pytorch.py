@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import build, resolve
+from efficient_attn.backends import build, resolve, seeded, spawn_seeds
 from efficient_attn.errors import AttentionError, OptionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.intercept.calls import Site
 from efficient_attn.integrations.intercept.installed import (
@@ -23,7 +23,6 @@ from efficient_attn.integrations.intercept.installed import (
 from efficient_attn.options import probability
 from efficient_attn.registry import BackendSpec
 from efficient_attn.transformer.layer import share_layers
-from efficient_attn.transformer.seeds import seeded, spawn_seeds
 
 
 def replace_attention(
