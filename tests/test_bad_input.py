@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import efficient_attn as ea
+from efficient_attn.measure.variants import CEILING
 
 
 def tensor(*shape, dtype=torch.float32):
@@ -253,4 +254,137 @@ def test_a_wrong_call_ends_in_one_line_that_says_what_would_work(wrong):
     with pytest.raises(error, match=message) as caught:
         call()
     assert isinstance(caught.value, ea.AttentionError)
+    assert "\n" not in str(caught.value)
+
+
+# Options of studies, beside what asks for a quick run.
+WRONG_STUDIES = [
+    ("bench", {"of": "words"}, ea.OptionError, "of is attention, block, encoder, not 'words'"),
+    (
+        "bench",
+        {"backends": [CEILING], "of": "block"},
+        ea.OptionError,
+        "is not a backend: it is measured with",
+    ),
+    ("bench", {"dtype": "float8"}, ea.OptionError, "dtype is auto, float64, float32"),
+    ("bench", {"device": "tpu"}, ea.OptionError, "device is auto, cpu, cuda"),
+    ("bench", {"device": "cpu:1"}, ea.OptionError, "device is auto, cpu, cuda"),
+    ("bench", {"threads": 10_000}, ea.OptionError, "threads is at most the"),
+    ("bench", {"threads": 0}, ea.OptionError, "threads is at least 1"),
+    ("bench", {"rounds": 0}, ea.OptionError, "rounds is at least 1"),
+    ("bench", {"num_heads": 0}, ea.OptionError, "num_heads is at least 1"),
+    ("bench", {"batch": 1.5}, ea.AttentionError, "batch is a whole number"),
+    ("bench", {"seq_lens": "some"}, ea.OptionError, "seq_lens cannot be 'some'"),
+    ("bench", {"memory_limit": "lots"}, ea.OptionError, "memory_limit is an amount"),
+    ("bench", {"backends": [3]}, ea.AttentionError, "A backend is a name, file.py:object"),
+    (
+        "bench",
+        {"inputs": "encoder", "seq_lens": 513},
+        ea.AttentionError,
+        "513 tokens are more than the 512 of encoder, which cannot be extended",
+    ),
+    (
+        "bench",
+        {"inputs": "gaussian"},
+        ea.AttentionError,
+        "inputs are of a model: encoder, decoder or a safetensors file, not gaussian",
+    ),
+    (
+        "bench",
+        {"inputs": "encoder", "num_heads": 4},
+        ea.AttentionError,
+        "inputs decide the shape of attention alone",
+    ),
+    (
+        "bench",
+        {"inputs": "encoder", "of": "block"},
+        ea.AttentionError,
+        "inputs decide the shape of attention alone",
+    ),
+    ("bench", {"max_error": 0.0}, ea.AttentionError, "max_error is a finite number above 0"),
+    ("bench", {"max_error": float("nan")}, ea.AttentionError, "max_error is a finite number above 0"),
+    ("bench", {"layers": [3]}, ea.AttentionError, "layer 3 is not in encoder; it has 0, 1, 5"),
+    ("bench", {"inputs": "nowhere"}, ea.AttentionError, "inputs cannot be 'nowhere'"),
+    ("bench", {"device": "cuda:99"}, ea.AttentionError, "device"),
+    (
+        "bench",
+        {"execution": "lazy"},
+        ea.AttentionError,
+        "execution is eager, compiled, cuda-graph, not 'lazy'",
+    ),
+    ("mse", {"of": "heads"}, ea.OptionError, "of is output or kernel, not 'heads'"),
+    ("mse", {"angles": (60.0,)}, ea.OptionError, "angles has no effect on the error of the output"),
+    ("mse", {"of": "kernel"}, ea.OptionError, "inputs has no effect on the error of the kernel"),
+    ("mse", {"metric": "msee"}, ea.UnknownNameError, "No metric is called 'msee'. Did you mean 'mse'"),
+    ("mse", {"seeds": 0}, ea.OptionError, "seeds is at least 1, not 0"),
+    ("mse", {"draws": 0}, ea.OptionError, "draws is at least 1, not 0"),
+    ("mse", {"draws": 2.5}, ea.DtypeError, "draws is a whole number, not 2.5"),
+    ("mse", {"sizes": "many"}, ea.OptionError, "sizes cannot be 'many'"),
+    ("mse", {"sizes": (0,)}, ea.OptionError, "sizes takes whole numbers"),
+    (
+        "mse",
+        {"inputs": "absent.safetensors"},
+        ea.DataError,
+        r"there is no such file\. Known: gaussian, encoder",
+    ),
+    ("mse", {"inputs": ()}, ea.OptionError, "inputs must not be empty"),
+    ("mse", {"norms": ()}, ea.OptionError, "inputs and norms must not be empty"),
+    ("mse", {"norms": (-1.0,)}, ea.OptionError, "norm is a finite number above 0, not -1.0"),
+    (
+        "mse",
+        {"inputs": "encoder", "layers": (2,)},
+        ea.OptionError,
+        r"layer 2 is not in encoder; it has 0, 1, 5\.",
+    ),
+    (
+        "mse",
+        {"inputs": "decoder", "layers": (0,)},
+        ea.OptionError,
+        r"layer 0 is not in decoder; it has 18, 19\.",
+    ),
+    ("mse", {"backends": ["softmax"]}, ea.UnknownNameError, "Here it is 'exact'"),
+    ("mse", {"options": {"exact": {"window": [3]}}}, ea.OptionError, "not a selected backend"),
+    (
+        "mse",
+        {"backends": ["linformer"], "options": {"linformer": {"rank": [25]}}},
+        ea.OptionError,
+        "rank=25 is more than max_tokens=24",
+    ),
+    ("recall", {"pairs": 63}, ea.AttentionError, "pairs=63 is no multiple of classes=16"),
+    ("recall", {"pairs": 8}, ea.AttentionError, "pairs=8 is no multiple of classes=16"),
+    ("recall", {"classes": 1}, ea.AttentionError, "classes is at least 2, not 1"),
+    ("recall", {"queries": 65}, ea.AttentionError, "queries=65 is more than pairs=64"),
+    ("recall", {"pairs": 0}, ea.AttentionError, "pairs is at least 1, not 0"),
+    ("recall", {"gap": -1}, ea.AttentionError, "gap is at least 0, not -1"),
+    ("recall", {"steps": 0}, ea.AttentionError, "steps is at least 1, not 0"),
+    (
+        "recall",
+        {"learning_rate": float("nan")},
+        ea.AttentionError,
+        "learning_rate is a finite number above 0",
+    ),
+    ("recall", {"seeds": 0}, ea.AttentionError, "seeds is at least 1, not 0"),
+    ("recall", {"sizes": "many"}, ea.AttentionError, "sizes cannot be 'many'"),
+    ("recall", {"sizes": "1.5"}, ea.AttentionError, "sizes cannot be '1.5'"),
+    ("recall", {"backends": ["windw"]}, ea.AttentionError, "Did you mean 'window'"),
+    (
+        "recall",
+        {"options": {"window": {"window": [4]}}, "backends": ["window"]},
+        ea.AttentionError,
+        "window=4 has no middle",
+    ),
+    ("recall", {"resume": True}, ea.AttentionError, "resume needs out"),
+    ("recall", {"steps": 1.5}, ea.DtypeError, "steps is a whole number"),
+]
+BESIDE = {
+    "bench": {"backends": ["exact"]},
+    "mse": {"backends": ["window"], "inputs": "gaussian", "seq_lens": 24, "head_dim": 4, "sizes": (4, 8)},
+    "recall": {},
+}
+
+
+@pytest.mark.parametrize(("study", "wrong", "error", "message"), WRONG_STUDIES)
+def test_a_wrong_option_of_a_study_is_refused_before_anything_is_measured(study, wrong, error, message):
+    with pytest.raises(error, match=message) as caught:
+        getattr(ea, study)(**BESIDE[study] | wrong)
     assert "\n" not in str(caught.value)

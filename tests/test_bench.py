@@ -9,7 +9,7 @@ import torch
 from planned import points_of
 
 from efficient_attn import bench
-from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
+from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.ops.paths import VARIABLE
@@ -155,29 +155,6 @@ def test_auto_is_float32_on_the_cpu_and_settled_in_every_case():
     assert {(one.case.dtype, one.case.device, one.case.inputs) for one in points} == {
         ("float32", "cpu", "gaussian")
     }
-
-
-@pytest.mark.parametrize(
-    ("wrong", "kind", "message"),
-    [
-        ({"of": "words"}, OptionError, "of is attention, block, encoder, not 'words'"),
-        ({"backends": [CEILING], "of": "block"}, OptionError, "is not a backend: it is measured with"),
-        ({"dtype": "float8"}, OptionError, "dtype is auto, float64, float32"),
-        ({"device": "tpu"}, OptionError, "device is auto, cpu, cuda"),
-        ({"device": "cpu:1"}, OptionError, "device is auto, cpu, cuda"),
-        ({"threads": 10_000}, OptionError, "threads is at most the"),
-        ({"threads": 0}, OptionError, "threads is at least 1"),
-        ({"rounds": 0}, OptionError, "rounds is at least 1"),
-        ({"num_heads": 0}, OptionError, "num_heads is at least 1"),
-        ({"batch": 1.5}, AttentionError, "batch is a whole number"),
-        ({"seq_lens": "some"}, OptionError, "seq_lens cannot be 'some'"),
-        ({"memory_limit": "lots"}, OptionError, "memory_limit is an amount"),
-        ({"backends": [3]}, AttentionError, "A backend is a name, file.py:object"),
-    ],
-)
-def test_wrong_requests_name_the_argument(wrong, kind, message):
-    with pytest.raises(kind, match=message):
-        bench(**wrong)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import efficient_attn as ea
-from efficient_attn.errors import DtypeError
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.records import line, parse
 from efficient_attn.studies.recall import measure as recall_training
@@ -24,36 +23,6 @@ TINY = {
     "threads": 1,
 }
 NAMES = ["exact", "performer-positive"]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"pairs": 63}, "pairs=63 is no multiple of classes=16"),
-        ({"pairs": 8}, "pairs=8 is no multiple of classes=16"),
-        ({"classes": 1}, "classes is at least 2, not 1"),
-        ({"queries": 65}, "queries=65 is more than pairs=64"),
-        ({"pairs": 0}, "pairs is at least 1, not 0"),
-        ({"gap": -1}, "gap is at least 0, not -1"),
-        ({"steps": 0}, "steps is at least 1, not 0"),
-        ({"learning_rate": float("nan")}, "learning_rate is a finite number above 0"),
-        ({"seeds": 0}, "seeds is at least 1, not 0"),
-        ({"sizes": "many"}, "sizes cannot be 'many'"),
-        ({"sizes": "1.5"}, "sizes cannot be '1.5'"),
-        ({"backends": ["windw"]}, "Did you mean 'window'"),
-        ({"options": {"window": {"window": [4]}}, "backends": ["window"]}, "window=4 has no middle"),
-        ({"resume": True}, "resume needs out"),
-    ],
-)
-def test_what_makes_no_sense_is_refused_in_one_line(sizes, message):
-    with pytest.raises(ea.AttentionError, match=message) as told:
-        ea.recall(**sizes)
-    assert "\n" not in str(told.value)
-
-
-def test_a_number_of_another_kind_is_refused():
-    with pytest.raises(DtypeError, match="steps is a whole number"):
-        ea.recall(steps=1.5)
 
 
 @pytest.fixture

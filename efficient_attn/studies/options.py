@@ -41,11 +41,6 @@ def parse_text(text: str, *, name: str) -> str:
     return text
 
 
-def parse_options(texts: Sequence[str] | None, *, name: str) -> dict[str, dict[str, list[str]]]:
-    """{backend: {option: values}} of repeated `--set backend.option=value,value`."""
-    return parse_settings(texts or [])
-
-
 def parse_numbers(
     meaning: str, allowed: Callable[[float], bool], kind: Callable[[str], Any] = float
 ) -> Callable[..., tuple[Any, ...]]:
@@ -63,11 +58,6 @@ def parse_numbers(
         return tuple(dict.fromkeys(numbers))
 
     return parse
-
-
-def parse_inputs(text: str, *, name: str) -> list[str]:
-    """The inputs in `a,b`."""
-    return parse_names([text], name=name) or []
 
 
 parse_layers = parse_numbers("whole numbers, such as 0,1,5", lambda layer: layer >= 0, int)
@@ -92,7 +82,7 @@ Settings = Annotated[
         help="Option of a backend; several values make several variants.",
         flag="--set",
         metavar="NAME.OPTION=V[,V…]",
-        parse=parse_options,
+        parse=lambda texts, name: parse_settings(texts or []),
         several=True,
     ),
 ]

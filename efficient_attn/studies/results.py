@@ -324,7 +324,9 @@ def report(
     if html is not None and out is not None:
         raise OptionError("html and out exclude each other: out also receives the page.")
     look = {"labels": labels, "width": width, "style": style}
-    homes = [_home(Path(folder)) for folder in folders]
+    paths = list(map(Path, folders))
+    # Perhaps only the records of a run are named.
+    homes = [path.parent if path.name == RECORDS else path for path in paths]
     runs = [
         read_one(folder).as_run(label, home)
         for folder, label, home in zip(folders, _labels(homes), homes, strict=True)
@@ -343,8 +345,3 @@ def _labels(homes: Sequence[Path]) -> list[str]:
     lengths = range(1, max(map(len, whole), default=0) + 1)
     ends = (["/".join(parts[-length:]) for parts in whole] for length in lengths)
     return next((labels for labels in ends if len(set(labels)) == len(labels)), [])
-
-
-def _home(path: Path) -> Path:
-    """The folder of a run, of which perhaps only the records were named."""
-    return path.parent if path.name == RECORDS else path

@@ -156,12 +156,16 @@ class Costs:
 
     def _point(self, variant: Variant, tokens: int, kind: str, l2: str | None) -> Point:
         case = variant.case(kind=kind, tokens=tokens, l2=l2, **self.shared)
+        needed, limit, skip = predict_bytes(case, variant.memory_growth), self.limit_bytes, None
+        if limit is not None and needed > limit:
+            skip = f"needs about {show_bytes(needed)}, the limit is {show_bytes(limit)}"
+            skip = f"{skip} (raise memory_limit in Python)"
         return Point(
             case=case,
             measure=partial(self.measure, case, target=variant.target),
             series=(case.label, case.of),
             cost=case.batch * float(tokens) ** variant.time_growth,
-            skip=too_large(predict_bytes(case, variant.memory_growth), self.limit_bytes),
+            skip=skip,
         )
 
 
@@ -203,12 +207,3 @@ def measurer_for(
     remark = "This system enforces no memory limit: points are skipped by their predicted memory alone."
     unknown = " Its available memory is unknown, so none was skipped: memory_limit in Python takes an amount."
     return measurer, limit, [remark + (unknown if limit is None else "")]
-
-
-def too_large(needed: int, limit: int | None) -> str | None:
-    """Reason not to measure a point that needs more bytes than the limit."""
-    if limit is None or needed <= limit:
-        return None
-    return (
-        f"needs about {show_bytes(needed)}, the limit is {show_bytes(limit)} (raise memory_limit in Python)"
-    )

@@ -71,14 +71,17 @@ TITLE = "Mean squared error of one kernel entry over its square"
 WIDE = 1.96
 
 
-def kernel_plot(records: Sequence[Record]) -> Plot:
+def plots(records: Sequence[Record]) -> Plots:
     """Points with 95 % intervals over lines of theory, a chart for each norm and angle."""
     panels = entry_panels(records)
+    if not panels:
+        return {}
     styles = line_styles([(curve.label, curve.backend) for panel in panels for curve in panel.curves])
     draws = max((len(record.kernel_mse_draws or ()) for record in records), default=0)
     conditions = f"lines: theory; points: mean of {draws} draws, 95 % interval, where they suffice"
     legend = tuple(Series(label, (), (), style) for label, style in styles.items())
-    return Plot(TITLE, conditions, in_rows([_chart(panel, styles) for panel in panels]), legend)
+    charts = in_rows([_chart(panel, styles) for panel in panels])
+    return {"kernel_mse": Plot(TITLE, conditions, charts, legend)}
 
 
 def _chart(panel: Panel, styles: dict[str, Any]) -> Chart:
@@ -139,11 +142,6 @@ def sentences(records: Sequence[Record]) -> list[str]:
         f"Measured errors of a kernel entry are within {_SURE:.0f} standard errors of theory at {close} of "
         f"{len(deviations)} points (measured over theory {min(ratios):.2f} to {max(ratios):.2f})."
     ]
-
-
-def plots(records: Sequence[Record]) -> Plots:
-    """The error over the number of features."""
-    return {"kernel_mse": kernel_plot(records)} if entry_panels(records) else {}
 
 
 def _table(panel: Panel, notes: tuple[str, ...]) -> Table:

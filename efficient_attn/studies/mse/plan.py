@@ -63,7 +63,11 @@ def plan(
     ] = None,
     inputs: Annotated[
         shared.InputNames,
-        Option(help=shared.INPUTS_HELP, metavar="NAME[,NAME…]", parse=shared.parse_inputs),
+        Option(
+            help=shared.INPUTS_HELP,
+            metavar="NAME[,NAME…]",
+            parse=lambda text, name: shared.parse_names([text], name=name),
+        ),
     ] = _INPUTS,
     sizes: shared.Sizes = (16, 32, 64, 128, 256, 512, 1024),
     of: Annotated[

@@ -82,43 +82,27 @@ def show_point(point: ErrorPoint) -> str:
 
 
 def _table(panel: Panel, quantity: str) -> Table:
-    sizes = _columns(panel)
-    rows = (
-        []
-        if panel.yardstick is None
-        else [(UNIFORM_ATTENTION, show_error(panel.yardstick), *[""] * len(sizes))]
-    )
+    points = [point for curve in panel.curves for point in curve.points]
+    measured = {point.size for point in points if point.size is not None}
+    # An odd size that stands for the even size before it has no column of its own.
+    sizes = sorted(size for size in measured if size - 1 not in measured)
+    odd = {curve.label for curve in panel.curves for p in curve.points if (p.size or 0) - 1 in sizes}
+    rows = []
+    if panel.yardstick is not None:
+        rows.append((UNIFORM_ATTENTION, show_error(panel.yardstick), *[""] * len(sizes)))
     for curve in panel.curves:
         fixed = next((show_point(point) for point in curve.points if point.size is None), "")
         cells = [show_point(point) if (point := curve.at(size)) else "" for size in sizes]
         rows.append((curve.label, fixed, *cells))
-    return Table(
-        f"{NAMES[quantity]}: {panel.title}",
-        ("backend", "no size", *map(str, sizes)),
-        tuple(rows),
-        (
-            *([CONCATENATED_NOTE] if panel.source == CONCATENATED else []),
-            *_interval_note(panel),
-            *_odd_note(panel, sizes),
-            *failure_notes(panel.failed),
-        ),
+    meaning = interval(points)
+    notes = (
+        *([CONCATENATED_NOTE] if panel.source == CONCATENATED else []),
+        *([f"±: {meaning}."] if meaning else []),
+        *([f"{', '.join(sorted(odd))}: sizes are odd, each one more than its column says."] if odd else []),
+        *failure_notes(panel.failed),
     )
-
-
-def _columns(panel: Panel) -> list[int]:
-    """All sizes, but an odd one that stands for the even size before it has no column of its own."""
-    sizes = {point.size for curve in panel.curves for point in curve.points if point.size is not None}
-    return sorted(size for size in sizes if size - 1 not in sizes)
-
-
-def _odd_note(panel: Panel, sizes: Sequence[int]) -> list[str]:
-    odd = {curve.label for curve in panel.curves for point in curve.points if (point.size or 0) - 1 in sizes}
-    return [f"{', '.join(sorted(odd))}: sizes are odd, each one more than its column says."] if odd else []
-
-
-def _interval_note(panel: Panel) -> list[str]:
-    text = interval([point for curve in panel.curves for point in curve.points])
-    return [f"±: {text}."] if text else []
+    columns = ("backend", "no size", *map(str, sizes))
+    return Table(f"{NAMES[quantity]}: {panel.title}", columns, tuple(rows), notes)
 
 
 def _overview(records: Sequence[Record]) -> list[Table]:
