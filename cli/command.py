@@ -3,6 +3,7 @@
 import inspect
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -69,6 +70,7 @@ def command_of(study: Study) -> Callable[..., None]:
     ) -> None:
         from efficient_attn.measure.units import parse_seconds, show_seconds
 
+        start_s = time.monotonic()
         if context.args:
             # `--seq-len 256 512` would otherwise end in a message that names nothing.
             raise OptionError(
@@ -104,6 +106,7 @@ def command_of(study: Study) -> Callable[..., None]:
                 out=folder,
                 resume=resume,
                 budget_s=budget_s,
+                start_s=start_s,
                 command=command_line(),
                 progress=None if quiet else console.show_step,
             )

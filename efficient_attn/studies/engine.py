@@ -23,9 +23,6 @@ from efficient_attn.studies.study import Plan, Point, Request, Steps
 # Seconds of timed calls in a round; the rounds of a run take at most this share of its budget.
 _ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
 
-# Fewest variants of a comparison.
-_COMPARED = 2
-
 # Backends that the note on an interruption names before it counts the others.
 _NAMED = 6
 
@@ -66,7 +63,7 @@ class Engine:
     """One run of a study.
 
     Args:
-        budget_s: Seconds of measuring; points that would not fit are skipped.
+        budget_s: Seconds from `start_s`, by default now; points that would not fit are skipped.
         executor: Object with `submit` that measures points without rounds; None: this process.
         report: Receives the progress after every finished point.
 
@@ -80,6 +77,7 @@ class Engine:
         store: Store,
         *,
         budget_s: float | None = None,
+        start_s: float | None = None,
         executor: Any = None,
         report: Callable[[Progress], None] | None = None,
     ) -> None:
@@ -94,7 +92,7 @@ class Engine:
         self._timed_out: dict[Hashable, int] = {}
         self._budget_reported = False
         self.notes: list[str] = []
-        self._start = time.monotonic()
+        self._start = time.monotonic() if start_s is None else start_s
 
     def run(self) -> bool:
         """Measure until the study ends; False after Ctrl-C."""
@@ -190,7 +188,7 @@ class Engine:
         """End the run if its budget is too short for the baseline and one candidate."""
         measured = {record.case.label for record in self._store.records if record.status == "ok"}
         labels = measured | {point.case.label for point in self._missing.values() if not point.skip}
-        if len(measured) < min(len(labels), _COMPARED):
+        if len(measured) < min(len(labels), 2):
             needed_s = time.monotonic() - self._start + self._durations.remaining_s([(point, 1)])
             raise _TooShortError(
                 f"The budget of {show_seconds(self._budget_s)} is too short: a baseline and one candidate "
@@ -198,7 +196,7 @@ class Engine:
             )
 
     def _left_s(self) -> float:
-        return self._budget_s - (time.monotonic() - self._start)
+        return self._start + self._budget_s - time.monotonic()
 
     def _emit(self, point: Point, record: Record) -> None:
         with uninterrupted():

@@ -35,11 +35,15 @@ def run_plan(
     out: str | Path | None = None,
     resume: bool = False,
     budget_s: float | None = None,
+    start_s: float | None = None,
     command: Sequence[str] = (),
     executor: Any = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Results:
     """Measure the points that are missing; with `out` every record is on the disk before the next begins.
+
+    Args:
+        start_s: Time by `time.monotonic` from which the budget counts; None: the first point's.
 
     Raises:
         OptionError: If the run in no folder is to be continued.
@@ -71,6 +75,7 @@ def run_plan(
             plan,
             store,
             budget_s=plan.budget_s if budget_s is None else budget_s,
+            start_s=start_s,
             executor=executor,
             report=progress,
         )

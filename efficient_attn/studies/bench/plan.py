@@ -1,5 +1,6 @@
 """Plan of a benchmark: times, peak memory and errors, from short to long."""
 
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, Measurer
 from efficient_attn.measure.record import COMPILED, CUDA_GRAPH
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, is_ours, joint_name, select
-from efficient_attn.options import positive_number
+from efficient_attn.options import positive_number, resolved
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import SPECS
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.study import Option, Plan, Point, Steps
@@ -130,7 +133,9 @@ def plan(
     chosen = select(backends, options, rehearse=False, also=True)
     if not any(variant.backend == YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
-    # The baseline comes first, in case the budget ends.
+    # The baseline comes first, then the cheapest candidates, in case the budget ends.
+    if backends is None:
+        chosen = tuple(sorted(chosen, key=partial(_operations, workload=first, tokens=max(lengths))))
     chosen = tuple(sorted(chosen, key=lambda variant: variant.backend != YARDSTICK))
     subjects: list[Any] = []
     attention = [workload for workload in settled if workload.of == "attention"]
@@ -239,6 +244,17 @@ def _subjects(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> 
                 "keys; the numbers must be equal."
             )
     return captured
+
+
+def _operations(variant: Variant, *, workload: Workload, tokens: int) -> float:
+    """Counted operations of a head of a registered backend; infinite where it cannot serve the workload."""
+    spec = SPECS[variant.target]
+    sizes = {"head_dim": workload.head_dim, "num_heads": workload.num_heads, "max_tokens": tokens}
+    problem = AttentionProblem(causal=workload.causal, **sizes)
+    if workload.causal and not spec.capabilities.causal:
+        return math.inf
+    options = resolved(spec.options_type(**variant.options), causal=workload.causal)
+    return spec.flops(problem, options, tokens) or 0
 
 
 def _lengths_of_inputs(lengths: Sequence[int], subjects: Sequence[Any]) -> tuple[int, ...]:
