@@ -65,7 +65,7 @@ def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[
         *joint(seed, 3, 9, 70),
         *joint(seed, 9, dtype="float32"),
         *both(GROUPS),
-        GROUPS.but(kv_heads=36),
+        GROUPS.but(heads=64, kv_heads=64),
         *LARGE,
     ),
     long=_long,
