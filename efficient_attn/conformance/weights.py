@@ -81,6 +81,8 @@ def order_of_queries_is_order_of_outputs(subject: Subject, case: Case) -> Iterat
     unless=("needs_max_tokens",),
 )
 def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
+    if case.k_tokens > 5000 and not subject.promises.nonnegative:
+        return  # the bound of signed weights takes memory for all pairs of keys
     inputs, backend = subject.inputs(case), subject.build(case)
     if case.causal:
         # Only the last query sees every key.
