@@ -338,3 +338,10 @@ class DropsHalfATileOf128:
     def visible(self, q, k, key_mask):
         visible, keys = super().visible(q, k, key_mask), k.shape[2]
         return visible & (torch.arange(keys) < (keys - 64 if keys > 128 and keys % 128 == 64 else keys))
+
+
+class DropsAKeyOfOddLengthsAt64Heads:
+    def visible(self, q, k, key_mask):
+        visible, keys = super().visible(q, k, key_mask), k.shape[2]
+        odd = q.shape[1] == 64 and keys % 2 and keys > 1
+        return visible & (torch.arange(keys) < keys - 1) if odd else visible

@@ -217,6 +217,7 @@ FAULTS = (
     (settings.TrainsOnSomethingElseBeyond128Queries, "the_same_call_gives_the_same_bits"),
     (settings.TurnsGroupsWithoutGradients, "modes_change_nothing"),
     (shapes.DropsHalfATileOf128, "order_of_keys_does_not_matter"),
+    (shapes.DropsAKeyOfOddLengthsAt64Heads, "every_head_is_its_single_call"),
 )
 # Faults that show for scores of any size only.
 EXPONENTIAL = ((numbers.OverflowsInLaterBlocks, "extreme_scores_stay_softmax"),)

@@ -45,10 +45,10 @@ def a_hundred_calls_leave_no_trace(subject: Subject, case: Case) -> Iterator[Fin
     variants = [v for v in _variants(case) if subject.serves(v)] or [case.but(masked=False)]
     if not subject.grouped:
         variants = [v.but(kv_heads=v.heads) for v in variants]
-    draws = itertools.cycle([(v, subject.inputs(v, other=n)) for n in (0, 1, 2) for v in variants])
+    draws = itertools.cycle([(v, subject.inputs(v, variant=n)) for n in (0, 1, 2) for v in variants])
     # Calls of one shape share buffers, as in a program with static inputs.
     buffers = {v: subject.inputs(v) for v in variants}
-    backend, kept = subject.build(case), []
+    backend, outputs = subject.build(case), []
     for number, (variant, inputs) in zip(range(CALLS), draws, strict=False):
         if number in UPDATES:
             learn(backend, number)
@@ -65,8 +65,8 @@ def a_hundred_calls_leave_no_trace(subject: Subject, case: Case) -> Iterator[Fin
             fresh.load_state_dict(backend.state_dict())
             expected[key] = _answer(fresh, inputs, asks).detach()
         yield same_bits(f"Call {number + 1}", out, expected[key])
-        kept.append((number, out, expected[key]))
-    for number, out, before in kept:
+        outputs.append((number, out, expected[key]))
+    for number, out, before in outputs:
         yield same_bits(f"The output of call {number + 1} after the last call", out, before)
 
 
@@ -103,7 +103,7 @@ def tensors_are_read_anew(subject: Subject, case: Case) -> Iterator[Finding]:
     for gradients in (False, True) if subject.promises.gradients else (False,):
         asking = [x.requires_grad_(gradients) for x in shared[:3]]
         for number in range(1, 5):
-            contents = subject.inputs(case.but(pattern=number), other=number)
+            contents = subject.inputs(case.but(pattern=number), variant=number)
             # One tensor after the other; writes by `data` leave the version of a tensor as it was.
             for name, x in zip(shared._fields, shared, strict=True):
                 if x is None:
@@ -114,8 +114,8 @@ def tensors_are_read_anew(subject: Subject, case: Case) -> Iterator[Finding]:
                     out = _results(subject, backend, shared)
                     copies = apart.of(*(x.requires_grad_(gradients) for x in apart[:3]))
                     expected = _results(subject, subject.build(case), copies)
-                for part, one, fresh in zip(("Output", "Output of extend"), out, expected, strict=False):
-                    yield same_bits(f"{part} after new contents of {name}", one.detach(), fresh.detach())
+                for part, actual, fresh in zip(("Output", "Output of extend"), out, expected, strict=False):
+                    yield same_bits(f"{part} after new contents of {name}", actual.detach(), fresh.detach())
         for x in asking:
             x.requires_grad_(False)
 
@@ -143,8 +143,8 @@ def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Findin
                 _results(subject, backend, inputs.of(*(x.requires_grad_(asks).clone() for x in inputs[:3])))
         with torch.no_grad():
             for tokens in range(case.tokens - less, 2, -2):
-                given = inputs.part(slice(tokens))
-                run(backend, given if tokens % 3 else given._replace(key_mask=None))
+                copies = inputs.part(slice(tokens))
+                run(backend, copies if tokens % 3 else copies._replace(key_mask=None))
         gc.collect()
 
     # The longest sequence comes first, so that a table that grows is large enough for all.
@@ -166,18 +166,18 @@ def outputs_are_the_callers(subject: Subject, case: Case) -> Iterator[Finding]:
 
 def _aliases(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    given = inputs.each(torch.clone)
-    out = run(backend, given)
+    copies = inputs.each(torch.clone)
+    out = run(backend, copies)
     expected = out.clone()
-    for x in given[:3]:
+    for x in copies[:3]:
         x.fill_(torch.nan)
-    if given.key_mask is not None:
-        given.key_mask.logical_not_()
+    if copies.key_mask is not None:
+        copies.key_mask.logical_not_()
     yield same_bits("After its inputs were overwritten", out, expected)
-    later = run(backend, subject.inputs(case, other=1)).clone()
+    later = run(backend, subject.inputs(case, variant=1)).clone()
     yield same_bits("After another call", out, expected)
     if 0 in out.stride() and out.numel() > 1:
         return  # an expanded output is not writable
     out.fill_(torch.nan)
     yield same_bits("After an output was overwritten", run(backend, inputs), expected)
-    yield same_bits("Another call then", run(backend, subject.inputs(case, other=1)), later)
+    yield same_bits("Another call then", run(backend, subject.inputs(case, variant=1)), later)

@@ -143,7 +143,7 @@ def both(case: Case) -> tuple[Case, ...]:
 def everywhere(*lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
     """Every length, with and without causality and with and without a key mask."""
     cases = [Case(tokens=n, masked=masked, dtype=dtype) for n in lengths for masked in (False, True)]
-    return tuple(one for case in cases for one in both(case))
+    return tuple(variant for case in cases for variant in both(case))
 
 
 def causally(*lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
@@ -237,9 +237,9 @@ def joint(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
         kinds = itertools.product((False, True), repeat=3)
         for batch, several, (causal, masked, cross) in zip(batches, heads, kinds, strict=True):
             head_dim, value_dim = draws.sample((1, 2, 3, 4, 5, 8, 9), 2)
-            more = draws.randint(1, max(1, tokens // 2))
+            added = draws.randint(1, max(1, tokens // 2))
             # Causal queries are the last positions of the keys, which requires at least as many keys.
-            keys = tokens + more if causal or draws.random() < 0.5 else max(1, tokens - more)
+            keys = tokens + added if causal or draws.random() < 0.5 else max(1, tokens - added)
             cases.append(
                 Case(
                     tokens=tokens,

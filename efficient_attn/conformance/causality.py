@@ -27,11 +27,11 @@ def no_output_depends_on_a_later_token(subject: Subject, case: Case) -> Iterator
     inputs = subject.inputs(case)
     leaves = [x.requires_grad_() for x in inputs[:3]]
     out = run(subject.build(case), inputs)
-    flowing = subject.inputs(case, other=1).v
+    flowing = subject.inputs(case, variant=1).v
     for row in sorted({0, case.tokens // 3, case.tokens // 2, case.tokens - 2}):
         # One backward pass for all rows up to this one: random weights keep their gradients from cancelling.
-        some = (out * flowing)[:, :, : row + 1].sum()
-        gradients = torch.autograd.grad(some, leaves, retain_graph=True)
+        total = (out * flowing)[:, :, : row + 1].sum()
+        gradients = torch.autograd.grad(total, leaves, retain_graph=True)
         for name, gradient in zip("qkv", gradients, strict=True):
             yield Finding(f"Outputs up to {row}, later {name}", largest(gradient[:, :, row + 1 :]), 0.0)
 
@@ -49,7 +49,7 @@ def later_values_move_no_output(subject: Subject, case: Case) -> Iterator[Findin
         # In a long case tokens change far behind the usual lengths of a block.
         long = case.tokens > 3071
         for cut in [2049, 3071, case.tokens - 1] if long else sorted({1, case.tokens // 2}):
-            for what, changed in _changed_after(inputs, cut, subject.inputs(case, other=1)):
+            for what, changed in _changed_after(inputs, cut, subject.inputs(case, variant=1)):
                 out = run(backend, changed)[:, :, :cut]
                 yield close(f"{where}, {what} from token {cut}", out, expected[:, :, :cut], bound[:, :, :cut])
 
@@ -64,13 +64,13 @@ def _sequences(subject: Subject, case: Case) -> Iterator[tuple[str, Inputs, dict
     yield "Long tokens", inputs._replace(q=inputs.q * LONG, k=inputs.k * LONG), LEAK_LONG
 
 
-def _changed_after(inputs: Inputs, cut: int, other: Inputs) -> Iterator[tuple[str, Inputs]]:
+def _changed_after(inputs: Inputs, cut: int, replacement: Inputs) -> Iterator[tuple[str, Inputs]]:
     """Inputs with other tokens from `cut` on: of ordinary norm, 20 times as long, or zero."""
     for what, factor in (("others", 1.0), ("long ones", LONG), ("zeros", 0.0)):
         q, k, v = (x.detach().clone() for x in inputs[:3])
-        q[:, :, cut:] = other.q[:, :, cut:] * factor
-        k[:, :, cut:] = other.k[:, :, cut:] * factor
-        v[:, :, cut:] = other.v[:, :, cut:] * factor
+        q[:, :, cut:] = replacement.q[:, :, cut:] * factor
+        k[:, :, cut:] = replacement.k[:, :, cut:] * factor
+        v[:, :, cut:] = replacement.v[:, :, cut:] * factor
         yield what, Inputs(q, k, v, inputs.key_mask)
 
 

@@ -64,9 +64,9 @@ def _broken(body: Body, subject: Subject, case: Case) -> Finding | None:
 
 def settings(case: Case) -> dict[str, Any]:
     """Fields of a case that differ from the defaults."""
-    given = {field.name: getattr(case, field.name) for field in fields(case)}
+    values = {field.name: getattr(case, field.name) for field in fields(case)}
     defaults = {field.name: field.default for field in fields(case) if field.default is not MISSING}
-    return {name: value for name, value in given.items() if name not in defaults or value != defaults[name]}
+    return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
 
 
 def size(record: CheckRecord) -> int:

@@ -30,7 +30,7 @@ _KINDS = (
     TINY.but(tokens=2, keys=4),
     TINY.but(tokens=5),
 )
-KINDS = tuple(one for case in _KINDS for one in both(case))
+KINDS = tuple(variant for case in _KINDS for variant in both(case))
 
 
 @check(
@@ -81,9 +81,9 @@ def a_change_before_the_backward_pass_is_noticed(subject: Subject, case: Case) -
     eps = 64 * torch.finfo(inputs.q.dtype).eps
     for changed in range(3):
         leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
-        given = [x.clone() for x in leaves]
-        total = run(backend, inputs.of(*given)).sum()
-        given[changed].detach().mul_(2.0)
+        copies = [x.clone() for x in leaves]
+        total = run(backend, inputs.of(*copies)).sum()
+        copies[changed].detach().mul_(2.0)
         with suppress(RuntimeError):
             actual = torch.autograd.grad(total, leaves)
             for name, x, y in zip("qkv", actual, expected, strict=True):
@@ -94,10 +94,10 @@ def a_change_before_the_backward_pass_is_noticed(subject: Subject, case: Case) -
 @check(
     "Gradients in half precision are close to float64 on the same inputs, for any size of the upstream one.",
     cases=(
-        one
+        variant
         for dtype in ("bfloat16", "float16", "float32")
         for case in (Case(tokens=7, dtype=dtype), Case(tokens=130, batch=1, value_dim=8, dtype=dtype))
-        for one in both(case.but(norm=0.5))
+        for variant in both(case.but(norm=0.5))
     ),
     drawn=lambda seed: tuple(
         case.but(norm=0.5, batch=min(case.batch, 2))
@@ -131,7 +131,7 @@ def gradients_in_narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) 
             yield Finding(f"Gradient w.r.t. {name}, upstream {factor:g}", gap, bound)
 
 
-def _jumps(backend: Backend, inputs: Inputs, wanted: tuple[Tensor, ...]) -> list[float]:
+def _jumps(backend: Backend, inputs: Inputs, expected: tuple[Tensor, ...]) -> list[float]:
     """Twice the largest change of each gradient that changes in the fifth digit of the inputs cause.
 
     A backend that chooses keys may choose others after rounding, where two of them are nearly tied.
@@ -139,7 +139,7 @@ def _jumps(backend: Backend, inputs: Inputs, wanted: tuple[Tensor, ...]) -> list
     changes = []
     for seed in range(DRAWS):
         moved = _gradients(backend, noisy(inputs, BETWEEN["float32"], seed))
-        changes.append(list(map(distance, moved, wanted)))
+        changes.append(list(map(distance, moved, expected)))
     return [2 * max(column) for column in zip(*changes, strict=True)]
 
 
@@ -156,9 +156,9 @@ def _jumps(backend: Backend, inputs: Inputs, wanted: tuple[Tensor, ...]) -> list
 def gradients_of_values_do_not_stall(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     got = _gradients(subject.build(case, learned=None), inputs)[2]
-    wanted = _gradients(subject.build(case, learned=None).double(), inputs.double())[2]
-    bound = 2 * torch.finfo(got.dtype).eps * largest(wanted)
-    yield Finding("Gradient w.r.t. v", distance(got, wanted), bound)
+    expected = _gradients(subject.build(case, learned=None).double(), inputs.double())[2]
+    bound = 2 * torch.finfo(got.dtype).eps * largest(expected)
+    yield Finding("Gradient w.r.t. v", distance(got, expected), bound)
 
 
 @check(
@@ -177,10 +177,10 @@ def every_entry_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
 @check(
     "Gradients at long keys match finite differences in float64, and float64 in float32.",
     cases=tuple(
-        one
+        variant
         for dtype in ("float64", "float32")
         for tokens, masked in ((7, False), (70, True))
-        for one in both(Case(tokens=tokens, batch=1, kv_heads=1, masked=masked, dtype=dtype))
+        for variant in both(Case(tokens=tokens, batch=1, kv_heads=1, masked=masked, dtype=dtype))
     ),
     drawn=lambda seed: tuple(case for case in joint(seed, 9, dtype="float32") if case.head_dim > 2),
     needs=("gradients",),
@@ -204,14 +204,14 @@ def gradients_hold_at_long_keys(subject: Subject, case: Case) -> Iterator[Findin
             continue
         if not subject.promises.nonnegative:
             continue  # a signed denominator may be a small difference of features, even for one key
-        wanted = _gradients(wide, inputs.double())
+        expected = _gradients(wide, inputs.double())
         moved = [_gradients(wide, noisy(inputs.double(), BETWEEN["float32"], seed)) for seed in range(DRAWS)]
         for number, got in enumerate(_gradients(subject.build(case), inputs)):
-            change = max(distance(draw[number], wanted[number]) for draw in moved)
+            change = max(distance(draw[number], expected[number]) for draw in moved)
             # A gradient may be a small difference of terms as long as the keys.
-            size = max(1.0, largest(inputs.k), largest(wanted[number]))
+            size = max(1.0, largest(inputs.k), largest(expected[number]))
             bound = 2 * (change + BETWEEN["float32"] * size)
-            yield Finding(f"{where}, gradient w.r.t. {'qkv'[number]}", distance(got, wanted[number]), bound)
+            yield Finding(f"{where}, gradient w.r.t. {'qkv'[number]}", distance(got, expected[number]), bound)
 
 
 def _gradients(backend: Backend, inputs: Inputs, factor: float = 1.0) -> tuple[Tensor, ...]:

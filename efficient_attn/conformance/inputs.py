@@ -24,17 +24,17 @@ LANES = 16
 @check(
     "The output has the last dimension of v, and the other dimensions, dtype and device of q.",
     cases=(
-        one
+        variant
         for dtype in DTYPES
         for case in (Case(tokens=3, dtype=dtype), Case(tokens=3, value_dim=7, head_dim=5, dtype=dtype))
-        for one in (*both(case), *both(case.but(keys=8)))
+        for variant in (*both(case), *both(case.but(keys=8)))
     ),
 )
 def outputs_have_the_shape_and_dtype_asked_for(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     out = run(subject.build(case), inputs)
-    wanted = torch.Size([*inputs.q.shape[:-1], case.value_dim])
-    yield Finding(f"Shape {list(out.shape)} instead of {list(wanted)}", float(out.shape != wanted), 0.0)
+    expected = torch.Size([*inputs.q.shape[:-1], case.value_dim])
+    yield Finding(f"Shape {list(out.shape)} instead of {list(expected)}", float(out.shape != expected), 0.0)
     yield Finding(f"{out.dtype} instead of {inputs.q.dtype}", float(out.dtype != inputs.q.dtype), 0.0)
     yield Finding(f"{out.device} instead of {inputs.q.device}", float(out.device != inputs.q.device), 0.0)
 
@@ -42,9 +42,14 @@ def outputs_have_the_shape_and_dtype_asked_for(subject: Subject, case: Case) -> 
 @check(
     "Empty batches, queries and keys give empty or zero outputs, and a backward pass.",
     cases=(
-        one
+        variant
         for case in (SMALL.but(batch=0), SMALL.but(tokens=0, keys=0), SMALL.but(tokens=0, keys=5))
-        for one in (case, case.but(causal=True), case.but(masked=True), case.but(causal=True, masked=True))
+        for variant in (
+            case,
+            case.but(causal=True),
+            case.but(masked=True),
+            case.but(causal=True, masked=True),
+        )
     ),
 )
 def empty_inputs_give_empty_outputs(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -60,8 +65,8 @@ def _empty(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     leaves = [x.requires_grad_() for x in inputs[:3]]
     out = run(subject.build(case), inputs)
-    wanted = torch.zeros(case.batch, case.heads, case.tokens, case.value_dim, dtype=inputs.q.dtype)
-    yield same_bits("Output", out, wanted)
+    expected = torch.zeros(case.batch, case.heads, case.tokens, case.value_dim, dtype=inputs.q.dtype)
+    yield same_bits("Output", out, expected)
     if subject.promises.gradients:
         for name, gradient in zip("qkv", torch.autograd.grad(out.sum(), leaves), strict=True):
             yield Finding(f"Gradient w.r.t. {name}", largest(gradient), 0.0)
@@ -76,10 +81,10 @@ def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[F
     inputs, backend = subject.inputs(case), subject.build(case)
     plain, bound = _outputs(subject, backend, inputs), rounding(backend, inputs, case.dtype)
     for where, layout in LAYOUTS.items():
-        given = inputs.each(layout)
-        for out, expected in zip(_outputs(subject, backend, given), plain, strict=True):
+        arranged = inputs.each(layout)
+        for out, expected in zip(_outputs(subject, backend, arranged), plain, strict=True):
             yield close(where, out, expected, bound)
-        for x, before in zip(given[:3], inputs[:3], strict=True):
+        for x, before in zip(arranged[:3], inputs[:3], strict=True):
             yield same_bits(f"{where}: an input after the call", x, before)
     for where, views in _views(inputs) if case.batch > 1 else ():
         copies = views.each(lambda x: x.clone(memory_format=torch.contiguous_format))
@@ -101,8 +106,8 @@ def _outputs(subject: Subject, backend: Backend, inputs: Inputs) -> list[Tensor]
 def _views(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
     """Inputs whose entries share memory."""
     for names in ("qkv", "q", "k", "v"):
-        given = {name: x[:1, :1].expand_as(x) for name, x in inputs._asdict().items() if name in names}
-        yield f"Expanded {names}", inputs._replace(**given)
+        arranged = {name: x[:1, :1].expand_as(x) for name, x in inputs._asdict().items() if name in names}
+        yield f"Expanded {names}", inputs._replace(**arranged)
     # Sequences with a common prefix, of which each has a mask.
     shared = inputs._replace(k=inputs.k[:1].expand_as(inputs.k), v=inputs.v[:1].expand_as(inputs.v))
     yield "k and v expanded over the batch", shared
@@ -151,7 +156,7 @@ def _written(subject: Subject, case: Case, inputs: Inputs) -> Iterator[Finding]:
 @check(
     "NaN and infinity in a real token show in every output that reads it, NaN upstream in the gradients.",
     cases=(
-        *(one for dtype in DTYPES for one in everywhere(7, dtype=dtype)),
+        *(variant for dtype in DTYPES for variant in everywhere(7, dtype=dtype)),
         *both(Case(tokens=130, batch=1, heads=2, kv_heads=1, masked=True, dtype="float32")),
         *both(Case(tokens=9, heads=2, kv_heads=1, head_dim=64, value_dim=64)),
     ),

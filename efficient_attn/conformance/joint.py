@@ -65,7 +65,7 @@ def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[
         *joint(seed, 3, 9, 70),
         *joint(seed, 9, dtype="float32"),
         *both(GROUPS),
-        GROUPS.but(kv_heads=36),
+        GROUPS.but(heads=64, kv_heads=64),
         *LARGE,
     ),
     long=_long,
@@ -136,8 +136,8 @@ def along(
     subject: Subject, backend: Backend, case: Case, direction: int, inputs: Inputs | None = None
 ) -> Finding:
     """Compare a directional derivative of a weighted sum of outputs with difference quotients."""
-    inputs = subject.inputs(case, other=2 * direction) if inputs is None else inputs
-    dq, dk, dv, _ = subject.inputs(case, other=2 * direction + 1)
+    inputs = subject.inputs(case, variant=2 * direction) if inputs is None else inputs
+    dq, dk, dv, _ = subject.inputs(case, variant=2 * direction + 1)
     leaves = [x.requires_grad_() for x in inputs[:3]]
     learned = list(backend.parameters())
     generator = torch.Generator().manual_seed(direction)
@@ -183,14 +183,14 @@ def what_is_frozen_changes_no_gradient(subject: Subject, case: Case) -> Iterator
     sizes = [max(1.0, float(x.abs().max())) if x is not None and x.numel() else 1.0 for x in expected]
     names = [*"qkv", *(name for name, _ in backend.named_parameters())]
     # The parameters, all together, are a fourth input that may be frozen.
-    own = (False, True) if any(True for _ in backend.parameters()) else (False,)
-    for asking in itertools.product((False, True), (False, True), (False, True), own):
+    with_parameters = (False, True) if any(True for _ in backend.parameters()) else (False,)
+    for asking in itertools.product((False, True), (False, True), (False, True), with_parameters):
         got = _gradients(backend, inputs, asking) if any(asking) else []
-        for name, one, other, size in zip(names, got, expected, sizes, strict=False):
-            if one is not None and other is not None:
+        for name, x, y, size in zip(names, got, expected, sizes, strict=False):
+            if x is not None and y is not None:
                 where = "".join(letter for letter, is_asked in zip("qkv", asking, strict=False) if is_asked)
                 label = f"Gradient w.r.t. {name}, {where or 'none'}{' and parameters' * asking[3]} required"
-                yield Finding(label, distance(one, other), bound * size)
+                yield Finding(label, distance(x, y), bound * size)
 
 
 def _gradients(backend: Backend, inputs: Inputs, asking: tuple[bool, ...]) -> list[Tensor | None]:
@@ -198,10 +198,10 @@ def _gradients(backend: Backend, inputs: Inputs, asking: tuple[bool, ...]) -> li
     leaves = [x.detach().clone().requires_grad_(ask) for x, ask in zip(inputs[:3], asking, strict=False)]
     parameters = [x.requires_grad_(asking[3]) for x in backend.parameters()]
     total = run(backend, inputs.of(*leaves)).square().sum()
-    every = [*leaves, *parameters]
-    asked = [x for x in every if x.requires_grad]
-    found = iter(torch.autograd.grad(total, asked, allow_unused=True))
-    gradients = [next(found) if x.requires_grad else None for x in every]
+    tensors = [*leaves, *parameters]
+    required = [x for x in tensors if x.requires_grad]
+    computed = iter(torch.autograd.grad(total, required, allow_unused=True))
+    gradients = [next(computed) if x.requires_grad else None for x in tensors]
     for parameter in parameters:
         parameter.requires_grad_(True)
     return gradients

@@ -44,11 +44,11 @@ def padding_contents_change_no_bit(subject: Subject, case: Case) -> Iterator[Fin
 )
 def amount_of_padding_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
-    for more in (1, 3, 64):
-        backend = subject.build(case, max_tokens=case.k_tokens + more)
-        padded = _appended(inputs, more)
+    for padding in (1, 3, 64):
+        backend = subject.build(case, max_tokens=case.k_tokens + padding)
+        padded = _appended(inputs, padding)
         expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
-        yield close(f"{more} masked keys of NaN appended", run(backend, padded), expected, bound)
+        yield close(f"{padding} masked keys of NaN appended", run(backend, padded), expected, bound)
 
 
 @check(
@@ -70,8 +70,8 @@ def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iter
 @check(
     "Fully-masked rows give zero outputs and finite gradients, which are zero for their own inputs.",
     cases=(
-        *(one for dtype in DTYPES for n in (1, 3, 65) for one in both(Case(tokens=n, dtype=dtype))),
-        *(one for dtype in DTYPES for case in WIDE for one in both(case.but(dtype=dtype))),
+        *(variant for dtype in DTYPES for n in (1, 3, 65) for variant in both(Case(tokens=n, dtype=dtype))),
+        *(variant for dtype in DTYPES for case in WIDE for variant in both(case.but(dtype=dtype))),
         *LONG_KEYS,
     ),
     needs=MASK,
@@ -120,10 +120,10 @@ def padded_with(filling: float, inputs: Inputs) -> Inputs:
     return inputs._replace(k=inputs.k.masked_fill(hidden, filling), v=inputs.v.masked_fill(hidden, filling))
 
 
-def _appended(inputs: Inputs, more: int) -> Inputs:
-    mask = torch.arange(inputs.k.shape[2] + more) < inputs.k.shape[2]
+def _appended(inputs: Inputs, padding: int) -> Inputs:
+    mask = torch.arange(inputs.k.shape[2] + padding) < inputs.k.shape[2]
     k, v = (
-        torch.cat([x, x.new_full((*x.shape[:2], more, x.shape[3]), math.nan)], dim=2) for x in inputs[1:3]
+        torch.cat([x, x.new_full((*x.shape[:2], padding, x.shape[3]), math.nan)], dim=2) for x in inputs[1:3]
     )
     return inputs._replace(k=k, v=v, key_mask=mask.expand(len(k), -1))
 

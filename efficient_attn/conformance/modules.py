@@ -41,14 +41,14 @@ def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[
     inputs, backend = subject.inputs(case), subject.build(case)
     stored = {name: x.clone() for name, x in backend.state_dict().items()}
     trained = [x.requires_grad for x in backend.parameters()]
-    wanted = run(backend, inputs)
-    yield same_bits("A second call", run(backend, inputs), wanted)
-    run(backend, subject.inputs(case, other=1))
-    yield same_bits("After another call", run(backend, inputs), wanted)
-    yield same_bits("In training", run(backend.train(), inputs), wanted)
-    yield same_bits("Once more in training", run(backend, inputs), wanted)
+    reference = run(backend, inputs)
+    yield same_bits("A second call", run(backend, inputs), reference)
+    run(backend, subject.inputs(case, variant=1))
+    yield same_bits("After another call", run(backend, inputs), reference)
+    yield same_bits("In training", run(backend.train(), inputs), reference)
+    yield same_bits("Once more in training", run(backend, inputs), reference)
     yield Finding("Calls end the training mode", float(not backend.training), 0.0)
-    yield same_bits("In evaluation again", run(backend.eval(), inputs), wanted)
+    yield same_bits("In evaluation again", run(backend.eval(), inputs), reference)
     for name, x in backend.state_dict().items():
         yield same_bits(f"{name} after calls", x, stored[name])
     changed = trained != [x.requires_grad for x in backend.parameters()]
@@ -61,14 +61,14 @@ def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[
 )
 def a_saved_state_brings_the_output_back(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted = run(backend, inputs)
+    reference = run(backend, inputs)
     seed: dict[str, Any] = {"seed": 1} if subject.has_option("seed") else {}
-    other = subject.build(case, learned=1, **seed)
-    if hasattr(other.core, "redraw"):
-        other.redraw(1)
-    run(other, inputs)
-    other.load_state_dict(backend.state_dict())
-    yield same_bits("Loaded", run(other, inputs), wanted)
+    loaded = subject.build(case, learned=1, **seed)
+    if hasattr(loaded.core, "redraw"):
+        loaded.redraw(1)
+    run(loaded, inputs)
+    loaded.load_state_dict(backend.state_dict())
+    yield same_bits("Loaded", run(loaded, inputs), reference)
     fresh = subject.build(case)
     fresh.load_state_dict(backend.state_dict())
     wide, expected = run(backend.double(), inputs.double()), run(fresh.double(), inputs.double())
@@ -78,13 +78,13 @@ def a_saved_state_brings_the_output_back(subject: Subject, case: Case) -> Iterat
 @check("A deep copy gives the same bits and shares no tensor.", cases=both(ONE))
 def a_copy_is_equal_and_apart(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    wanted = run(backend, inputs)
+    reference = run(backend, inputs)
     # What a call of training leaves on the module may be part of a graph, which has no copy.
     results(subject, backend, inputs)
     copied = copy.deepcopy(backend)
-    yield same_bits("Copy", run(copied, inputs), wanted)
+    yield same_bits("Copy", run(copied, inputs), reference)
     learn(copied, 1)
-    yield same_bits("Original after training of its copy", run(backend, inputs), wanted)
+    yield same_bits("Original after training of its copy", run(backend, inputs), reference)
 
 
 @check(
@@ -114,8 +114,8 @@ def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:
 )
 def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[Finding]:
     backend = subject.build(case)
-    inputs = [subject.inputs(case.but(pattern=number), other=number) for number in range(THREADS)]
-    wanted = [run(backend, x) for x in inputs]
+    inputs = [subject.inputs(case.but(pattern=number), variant=number) for number in range(THREADS)]
+    reference = [run(backend, x) for x in inputs]
     interval = sys.getswitchinterval()
     try:
         # Threads take turns within a call, not after it.
@@ -127,14 +127,14 @@ def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[
     bounds = [rounding(backend, x, case.dtype) for x in inputs]
     for number, out in enumerate(outputs):
         which = number % THREADS
-        yield close(f"Call {number}", out, wanted[which], bounds[which])
+        yield close(f"Call {number}", out, reference[which], bounds[which])
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
         out = run(backend, inputs[0])
     finally:
         torch.set_num_threads(threads)
-    yield close("On two threads", out, wanted[0], bounds[0])
+    yield close("On two threads", out, reference[0], bounds[0])
 
 
 @check("Uninitialised memory is never read, forward or backward.", cases=everywhere(3, 65))

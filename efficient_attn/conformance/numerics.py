@@ -50,8 +50,10 @@ def softmax_bound(inputs: Inputs, expected: torch.Tensor, *, scale: float, causa
         return 1e-12 * max(1.0, largest(inputs.v))
     # The scale may multiply queries, keys or scores, with different rounding; the loosest is allowed.
     scaled = inputs._replace(q=inputs.q * scale), inputs._replace(k=inputs.k * scale), inputs
-    plain = [exact(one, scale=s, causal=causal) for one, s in zip(scaled, (1.0, 1.0, scale), strict=True)]
-    lost = max(distance(one, expected) for one in plain)
+    plain = [
+        exact(variant, scale=s, causal=causal) for variant, s in zip(scaled, (1.0, 1.0, scale), strict=True)
+    ]
+    lost = max(distance(variant, expected) for variant in plain)
     return 2 * (lost if math.isfinite(lost) else 0.0) + 2 * rounding_step(expected.to(inputs.v.dtype))
 
 
@@ -74,7 +76,7 @@ def _shapes(*, dtype: str) -> tuple[Case, ...]:
         Case(tokens=3, head_dim=71, value_dim=136, batch=1, dtype=dtype),
         Case(tokens=3, head_dim=256, value_dim=71, batch=1, dtype=dtype),
     )
-    return *ordinary, *(one for case in special for one in both(case))
+    return *ordinary, *(variant for case in special for variant in both(case))
 
 
 @check(
@@ -103,10 +105,10 @@ def equals_softmax_attention(subject: Subject, case: Case) -> Iterator[Finding]:
 @check(
     "The output equals softmax attention at every scale.",
     cases=(
-        one
+        variant
         for dtype in ("float64", "float32")
         for head_dim in (4, 128)
-        for one in both(Case(tokens=7, dtype=dtype, head_dim=head_dim))
+        for variant in both(Case(tokens=7, dtype=dtype, head_dim=head_dim))
     ),
     needs=("exact",),
 )
@@ -120,11 +122,11 @@ def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Ite
 @check(
     "The output equals softmax attention for scores of any size, with one-hot rows, and stays finite.",
     cases=(
-        one
+        variant
         for dtype in ("float64", "float32")
         for case in (Case(tokens=7), Case(tokens=300, batch=1, heads=1, kv_heads=1))
         for norm in (10.0, 100.0, 1000.0)
-        for one in both(case.but(dtype=dtype, norm=norm))
+        for variant in both(case.but(dtype=dtype, norm=norm))
     ),
     needs=("exact",),
 )
@@ -135,7 +137,7 @@ def extreme_scores_stay_softmax(subject: Subject, case: Case) -> Iterator[Findin
 @check(
     "The scale multiplies q·k exactly once: inputs times c at scale s equal inputs at scale c²·s.",
     cases=(
-        *(one for head_dim in (4, 64, 80, 128) for one in both(Case(tokens=7, head_dim=head_dim))),
+        *(variant for head_dim in (4, 64, 80, 128) for variant in both(Case(tokens=7, head_dim=head_dim))),
         *both(Case(tokens=200, batch=1, value_dim=3)),
         *both(Case(tokens=1, keys=5)),
     ),
@@ -163,7 +165,7 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
     "The output in float32, bfloat16 and float16 is close to float64 on the same inputs.",
     cases=(
         *(case for dtype in NARROW for case in everywhere(1, 3, 16, 65, dtype=dtype)),
-        *(one.but(batch=1) for dtype in NARROW for one in everywhere(200, 513, dtype=dtype)),
+        *(variant.but(batch=1) for dtype in NARROW for variant in everywhere(200, 513, dtype=dtype)),
     ),
     drawn=lambda seed: tuple(case for dtype in NARROW for case in joint(seed, 9, dtype=dtype)),
     beyond="low-precision dtypes",
@@ -205,17 +207,17 @@ def sizes_of_models_are_single_calls(subject: Subject, case: Case) -> Iterator[F
     if case.dtype in NARROW:
         bound = _narrow_bound(wide, inputs, expected, case)
     # Models project to [batch, tokens, heads, dim], and the padding of a batch may hold anything.
-    given = inputs if inputs.key_mask is None else padded_with(1e4, inputs)
-    given = given.of(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in given[:3]))
-    yield close("Sequence by sequence", run(backend, given), expected, bound)
+    arranged = inputs if inputs.key_mask is None else padded_with(1e4, inputs)
+    arranged = arranged.of(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in arranged[:3]))
+    yield close("Sequence by sequence", run(backend, arranged), expected, bound)
     if subject.promises.gradients:
-        leaves = [x.detach().requires_grad_() for x in given[:3]]
-        yield close("In training", run(backend, given.of(*leaves)), expected, bound)
+        leaves = [x.detach().requires_grad_() for x in arranged[:3]]
+        yield close("In training", run(backend, arranged.of(*leaves)), expected, bound)
     if subject.promises.streaming and case.causal and case.keys is None:
         state = None
         for part in (slice(0, 1), slice(1, case.tokens // 2), slice(case.tokens // 2, case.tokens)):
-            q, k, v = (x[:, :, part] for x in given[:3])
-            mask = None if given.key_mask is None else given.key_mask[:, part]
+            q, k, v = (x[:, :, part] for x in arranged[:3])
+            mask = None if arranged.key_mask is None else arranged.key_mask[:, part]
             out, state = backend.extend(q, k, v, state, key_mask=mask)
             yield close(f"Extended from {part.start}", out, expected[:, :, part], bound[:, :, part])
 
@@ -223,9 +225,9 @@ def sizes_of_models_are_single_calls(subject: Subject, case: Case) -> Iterator[F
 @check(
     "Long sums accumulate in float32 or better, in every dtype.",
     cases=(
-        one
+        variant
         for dtype, keys in (("bfloat16", 3000), ("float16", LONG_SUM))
-        for one in both(Case(tokens=1, keys=keys, batch=1, heads=1, kv_heads=1, dtype=dtype, norm=0.0))
+        for variant in both(Case(tokens=1, keys=keys, batch=1, heads=1, kv_heads=1, dtype=dtype, norm=0.0))
     ),
     needs=("cross",),
     beyond="low-precision dtypes",
@@ -243,10 +245,10 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
 @check(
     "Large and small values give large and small outputs: both are proportional in every dtype.",
     cases=(
-        one
+        variant
         for dtype in ("float64", *NARROW)
         for case in (Case(tokens=7, dtype=dtype), Case(tokens=130, head_dim=64, batch=1, dtype=dtype))
-        for one in (*both(case), *both(case.but(masked=True)))
+        for variant in (*both(case), *both(case.but(masked=True)))
     ),
     beyond="low-precision dtypes",
 )
@@ -274,18 +276,18 @@ def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Fin
 @check(
     "Large scores in half precision, and queries opposed to every key, cause no overflow.",
     cases=(
-        one
+        variant
         for dtype in ("float64", *NARROW)
         for case in (Case(tokens=7), Case(tokens=200, batch=1, heads=1, kv_heads=1))
         for norm in (3.0, 300.0)
-        for one in both(case.but(dtype=dtype, norm=norm))
+        for variant in both(case.but(dtype=dtype, norm=norm))
     ),
 )
 def large_inputs_stay_finite(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     size = largest(inputs.v) * float(condition(backend, inputs).max())
-    for where, one in (("Random", inputs), ("Opposed", inputs._replace(q=-inputs.k))):
-        out = run(backend, one)
+    for where, variant in (("Random", inputs), ("Opposed", inputs._replace(q=-inputs.k))):
+        out = run(backend, variant)
         # Signed weights may cancel almost completely; such rows need only be finite.
         bound = 2 * size if subject.promises.nonnegative and subject.promises.averages else math.inf
         yield Finding(where, largest(out), bound if largest(out) < math.inf else 0.0)

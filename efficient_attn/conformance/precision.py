@@ -78,7 +78,7 @@ def float64_is_float64_throughout(subject: Subject, case: Case) -> Iterator[Find
 @check(
     "Gradients in float64 use float64 throughout: changes of parts in 10⁸ have proportional effects.",
     cases=(
-        *(one for case in SIZES[2:] for one in both(case.but(norm=0.5))),
+        *(variant for case in SIZES[2:] for variant in both(case.but(norm=0.5))),
         LONG_QUERIES.but(norm=0.5),
     ),
     needs=("gradients",),
@@ -105,9 +105,9 @@ def _proportional(
     for name in ("q", "k", "v"):
         # A kink spoils the difference along one direction; a lower precision shows along all of them.
         for direction in range(DIRECTIONS):
-            one, two = (_difference(call, inputs, name, n * STEP, direction) for n in (1, 2))
-            slack = CURVATURE * two.abs() ** 3 + ROUNDINGS * two.abs()
-            finding = close(f"{where} of {name}", two, 2 * one, bound + slack)
+            short, long = (_difference(call, inputs, name, n * STEP, direction) for n in (1, 2))
+            slack = CURVATURE * long.abs() ** 3 + ROUNDINGS * long.abs()
+            finding = close(f"{where} of {name}", long, 2 * short, bound + slack)
             if finding.holds:
                 break
         yield finding

@@ -33,8 +33,8 @@ Wrong = tuple[str, str, type[AttentionError], Callable[[], Any]]
 
 @check("Unpromised capabilities are refused with a one-line error; no argument is ignored.", cases=(ONE,))
 def what_is_not_promised_is_refused(subject: Subject, case: Case) -> Iterator[Finding]:
-    for asked, word, kind, call in _unpromised(subject, case):
-        yield _refusal(asked, word, kind, call)
+    for request, word, kind, call in _unpromised(subject, case):
+        yield _refusal(request, word, kind, call)
 
 
 def _unpromised(subject: Subject, case: Case) -> Iterator[Wrong]:
@@ -65,8 +65,8 @@ def _unpromised(subject: Subject, case: Case) -> Iterator[Wrong]:
         many = subject.inputs(case.but(tokens=99))
         yield "more than max_tokens", "tokens", ShapeError, lambda: backend(*many[:3])
     for name in sorted({"float64", "float32", "bfloat16", "float16"} - set(can.dtypes)):
-        other = [x.to(getattr(torch, name)) for x in (q, k, v)]
-        yield name, name, DtypeError, partial(backend, *other)
+        converted = [x.to(getattr(torch, name)) for x in (q, k, v)]
+        yield name, name, DtypeError, partial(backend, *converted)
 
 
 def _alone(backend: Backend, q: Tensor) -> Tensor:
@@ -76,8 +76,8 @@ def _alone(backend: Backend, q: Tensor) -> Tensor:
 
 @check("Invalid arguments are refused with a one-line error that names the argument.", cases=(ONE,))
 def wrong_input_is_refused_by_name(subject: Subject, case: Case) -> Iterator[Finding]:
-    for asked, word, kind, call in _wrong(subject, case):
-        yield _refusal(asked, word, kind, call)
+    for request, word, kind, call in _wrong(subject, case):
+        yield _refusal(request, word, kind, call)
 
 
 def _wrong(subject: Subject, case: Case) -> Iterator[Wrong]:
@@ -124,7 +124,7 @@ def calibration_is_an_explicit_act(subject: Subject, case: Case) -> Iterator[Fin
     yield _refusal("calibrate", "q holds", DataError, partial(backend.calibrate, broken, k, v, key_mask=mask))
     backend.calibrate(q, k, v, key_mask=mask)
     before = {name: x.clone() for name, x in backend.state_dict().items()}
-    run(backend.train(), subject.inputs(case, other=1))
+    run(backend.train(), subject.inputs(case, variant=1))
     for name, x in backend.state_dict().items():
         yield same_bits(f"{name} after a call", x, before[name])
     if mask is not None:
@@ -142,12 +142,12 @@ def _masks(case: Case) -> Iterator[tuple[str, Any, type[AttentionError]]]:
     yield "a mask of four axes", right.bool()[:, None, None], ShapeError
 
 
-def _refusal(asked: str, word: str, kind: type[AttentionError], call: Callable[[], Any]) -> Finding:
+def _refusal(request: str, word: str, kind: type[AttentionError], call: Callable[[], Any]) -> Finding:
     try:
         call()
     except kind as error:
         clear = word in str(error) and "\n" not in str(error)
-        return Finding(f"Asked for {asked}: error {str(error)!r} lacks {word!r}", float(not clear), 0.0)
+        return Finding(f"Asked for {request}: error {str(error)!r} lacks {word!r}", float(not clear), 0.0)
     except Exception as error:
-        return Finding(f"Asked for {asked}: {type(error).__name__} instead of {kind.__name__}", 1.0, 0.0)
-    return Finding(f"Asked for {asked}: no error", 1.0, 0.0)
+        return Finding(f"Asked for {request}: {type(error).__name__} instead of {kind.__name__}", 1.0, 0.0)
+    return Finding(f"Asked for {request}: no error", 1.0, 0.0)

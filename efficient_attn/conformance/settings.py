@@ -64,7 +64,7 @@ def _same(where: str, actual: Named, expected: Named) -> Iterator[Finding]:
 def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     usual = subject.build(case)
-    wanted = results(subject, usual, inputs)
+    expected = results(subject, usual, inputs)
     before = torch.get_default_dtype()
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         try:
@@ -75,7 +75,7 @@ def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[
             got = results(subject, backend, inputs)
         finally:
             torch.set_default_dtype(before)
-        yield from _same(f"with {dtype} as default", got, wanted)
+        yield from _same(f"with {dtype} as default", got, expected)
 
 
 @check(
@@ -84,13 +84,13 @@ def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[
 )
 def global_seeds_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case).train()
-    found = []
+    seeded = []
     with torch.random.fork_rng(devices=[]):
         for seed in (0, 1):
             torch.manual_seed(seed)
-            found.append(results(subject, backend, inputs))
-    yield from _same("with another global seed", *found)
-    yield from _same("in evaluation", results(subject, backend.eval(), inputs), found[0])
+            seeded.append(results(subject, backend, inputs))
+    yield from _same("with another global seed", *seeded)
+    yield from _same("in evaluation", results(subject, backend.eval(), inputs), seeded[0])
 
 
 @check(
@@ -100,18 +100,18 @@ def global_seeds_change_nothing(subject: Subject, case: Case) -> Iterator[Findin
 )
 def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
-    wanted = results(subject, subject.build(case), inputs)
+    expected = results(subject, subject.build(case), inputs)
     mode: Callable[[], AbstractContextManager[Any]]
     for mode in (torch.inference_mode, torch.no_grad):
         backend = subject.build(case)
         with mode():
-            given = inputs.each(Tensor.clone)
-            out = run(backend, given)
+            arranged = inputs.each(Tensor.clone)
+            out = run(backend, arranged)
         # A call without gradients may take another kernel.
         bound = rounding(backend, inputs, case.dtype)
-        yield close(f"Output in {mode.__name__}", out.clone(), wanted[0][1], bound)
+        yield close(f"Output in {mode.__name__}", out.clone(), expected[0][1], bound)
         # A tensor cached in that mode could not be saved for a backward pass.
-        yield from _same(f"after {mode.__name__}", results(subject, backend, inputs), wanted)
+        yield from _same(f"after {mode.__name__}", results(subject, backend, inputs), expected)
 
 
 @check(
@@ -154,8 +154,8 @@ def _graphs(where: str, subject: Subject, backend: Backend, inputs: Inputs) -> I
         state = None
         for step in range(2):
             out, state = backend.extend(*inputs[:3], state, key_mask=inputs.key_mask)
-            kept = any(x.requires_grad for x in tensors_in((out, state)))
-            yield Finding(f"Step {step} of extend requires a gradient {where}", float(kept), 0.0)
+            traced = any(x.requires_grad for x in tensors_in((out, state)))
+            yield Finding(f"Step {step} of extend requires a gradient {where}", float(traced), 0.0)
 
 
 @check(
@@ -184,7 +184,7 @@ def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
         warnings.simplefilter("always")
         results(subject, backend, inputs)
         run(backend.train(), inputs)
-    said = [str(one.message) for one in caught] + [printed.getvalue()] * bool(printed.getvalue())
+    said = [str(entry.message) for entry in caught] + [printed.getvalue()] * bool(printed.getvalue())
     yield Finding(f"Output {(said or [''])[0]!r:.100}", float(bool(said)), 0.0)
 
 
@@ -213,7 +213,7 @@ def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterat
 def layout_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     shape = run(backend, inputs).shape
-    flowing = subject.inputs(case, other=1).q.new_ones(shape).cumsum(-1).sin()
+    flowing = subject.inputs(case, variant=1).q.new_ones(shape).cumsum(-1).sin()
     bound = float(rounding(backend, inputs, case.dtype).max())
     expected = _gradients(backend, [inputs], flowing)
     for factor in FLOWING:
@@ -222,23 +222,23 @@ def layout_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding
     expanded = flowing[..., :1].expand_as(flowing)
     contiguous = _gradients(backend, [inputs], expanded.contiguous())
     yield from _near("Expanded upstream", _gradients(backend, [inputs], expanded), contiguous, bound)
-    other = subject.inputs(case, other=2)._replace(key_mask=inputs.key_mask)
-    apart = [*expected, *_gradients(backend, [other], flowing)]
-    yield from _near("Two forward passes first", _gradients(backend, [inputs, other], flowing), apart, bound)
+    second = subject.inputs(case, variant=2)._replace(key_mask=inputs.key_mask)
+    apart = [*expected, *_gradients(backend, [second], flowing)]
+    yield from _near("Two forward passes first", _gradients(backend, [inputs, second], flowing), apart, bound)
     turned = inputs.of(*(x.mT.contiguous().mT for x in inputs[:3]))
     if inputs.key_mask is not None:
         turned = turned._replace(key_mask=inputs.key_mask.T.contiguous().T)
     for name, layout in LAYOUTS.items():
-        given = layout(flowing)
-        before = [x.clone() for x in (*turned, given) if x is not None]
-        gradients = _gradients(backend, [turned], given)
+        arranged = layout(flowing)
+        before = [x.clone() for x in (*turned, arranged) if x is not None]
+        gradients = _gradients(backend, [turned], arranged)
         yield from _near(name, gradients, expected, bound)
-        for x, old in zip((x for x in (*turned, given) if x is not None), before, strict=True):
+        for x, old in zip((x for x in (*turned, arranged) if x is not None), before, strict=True):
             yield same_bits(f"{name}: an input or upstream gradient after the call", x, old)
         leaves = [x.detach().requires_grad_() for x in turned[:3]]
         out = run(backend, turned.of(*leaves))
-        first = torch.autograd.grad(out, leaves, given, retain_graph=True)
-        for letter, x, again in zip("qkv", first, torch.autograd.grad(out, leaves, given), strict=True):
+        first = torch.autograd.grad(out, leaves, arranged, retain_graph=True)
+        for letter, x, again in zip("qkv", first, torch.autograd.grad(out, leaves, arranged), strict=True):
             yield same_bits(f"{name}: gradient w.r.t. {letter} at a second pass", again, x)
         written = float(any(x.grad is not None for x in leaves))
         yield Finding(f"{name}: the backward pass writes to .grad", written, 0.0)
@@ -262,7 +262,7 @@ def _near(where: str, actual: list[Tensor], expected: list[Tensor], bound: float
 def gradients_reach_parameters_only(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     leaves = [x.requires_grad_() for x in inputs[:3]]
-    known = {id(x) for x in (*leaves, *backend.parameters())}
+    allowed = {id(x) for x in (*leaves, *backend.parameters())}
     # The output owns its graph: torch 2.8 loses a node of an autograd function with its last tensor.
     output = run(backend, inputs)
     todo, seen = [output.grad_fn], set()
@@ -271,8 +271,8 @@ def gradients_reach_parameters_only(subject: Subject, case: Case) -> Iterator[Fi
         if node is None or node in seen:
             continue
         seen.add(node)
-        todo += [one for one, _ in node.next_functions]
+        todo += [entry for entry, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             label = f"A tensor {list(leaf.shape)} that is not a parameter"
-            yield Finding(label, float(id(leaf) not in known), 0.0)
+            yield Finding(label, float(id(leaf) not in allowed), 0.0)

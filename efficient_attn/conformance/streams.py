@@ -146,7 +146,7 @@ def states_of_thousands_are_whole(subject: Subject, case: Case) -> Iterator[Find
     last = inputs._replace(q=inputs.q[:, :, -steps:])
     state, start, outputs = None, 0, []
     with torch.no_grad():
-        wanted, bound = run(backend, last), rounding(backend, last, case.dtype)
+        expected, bound = run(backend, last), rounding(backend, last, case.dtype)
         while start < case.tokens:
             end = start + max(1, min(PREFILL, case.tokens - steps - start))
             out, state = _extend(backend, inputs, slice(start, end), state)
@@ -156,7 +156,7 @@ def states_of_thousands_are_whole(subject: Subject, case: Case) -> Iterator[Find
                 yield close(f"The last token of {end}", out[:, :, -1:], run(backend, row), limit)
             start = end
             outputs.append(out)
-    yield close("The last tokens", torch.cat(outputs, dim=2)[:, :, -steps:], wanted, bound)
+    yield close("The last tokens", torch.cat(outputs, dim=2)[:, :, -steps:], expected, bound)
 
 
 @check(
@@ -171,7 +171,7 @@ def states_of_thousands_are_whole(subject: Subject, case: Case) -> Iterator[Find
 )
 def any_number_of_sequences_go_on_from_a_state(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    rival, before = subject.inputs(case, other=1), case.tokens // 2
+    rival, before = subject.inputs(case, variant=1), case.tokens // 2
     with torch.no_grad():
         _, state = _extend(backend, inputs, slice(0, before), None)
         copied = [x.clone() for x in memory.tensors_in(state)]
@@ -205,17 +205,17 @@ def gradients_pass_through_states(subject: Subject, case: Case) -> Iterator[Find
 
     def gradients(streamed: bool) -> tuple[Tensor | None, ...]:
         leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
-        given = inputs.of(*leaves)
+        traced = inputs.of(*leaves)
         parts = [case.tokens // 2, case.tokens - 1 - case.tokens // 2, 1]
-        out = decode(backend, given, parts)[0] if streamed else run(backend, given)
+        out = decode(backend, traced, parts)[0] if streamed else run(backend, traced)
         return torch.autograd.grad(out.square().sum(), [*leaves, *learned], allow_unused=True)
 
     names = ["q", "k", "v", *(name for name, _ in backend.named_parameters())]
-    for name, got, wanted in zip(names, gradients(True), gradients(False), strict=True):
-        if wanted is not None:
-            got = torch.full_like(wanted, torch.nan) if got is None else got
-            size = max(1.0, float(wanted.abs().max()))
-            yield Finding(f"Gradient w.r.t. {name} through two states", distance(got, wanted), bound * size)
+    for name, got, expected in zip(names, gradients(True), gradients(False), strict=True):
+        if expected is not None:
+            got = torch.full_like(expected, torch.nan) if got is None else got
+            size = max(1.0, float(expected.abs().max()))
+            yield Finding(f"Gradient w.r.t. {name} through two states", distance(got, expected), bound * size)
 
 
 @check(

@@ -56,9 +56,9 @@ class Subject:
         dtypes = [name for name in can.dtypes if "32" in name or "64" in name] if self.bare else can.dtypes
         return (can.causal or not case.causal) and masks and fits and case.dtype in dtypes
 
-    def inputs(self, case: Case, *, other: int = 0) -> Inputs:
+    def inputs(self, case: Case, *, variant: int = 0) -> Inputs:
         """The tensors of a case; `other` selects further draws of the same shapes."""
-        return draw(case, 1000 * self.seed + other)
+        return draw(case, 1000 * self.seed + variant)
 
     def build(
         self,
@@ -84,11 +84,11 @@ class Subject:
         option = self.spec.size_option
         default = option is None or option in {**self.options, **options}
         sizes = (size,) if size is not None or default else SMALL_SIZES
-        for number, one in enumerate(sizes):
+        for number, candidate in enumerate(sizes):
             chosen = {**self.options, **options}
-            if one is not None and self.spec.size_option is not None:
-                chosen[self.spec.size_option] = one
-            longest = max(max_tokens or case.k_tokens + SPARE_TOKENS, one or 0)
+            if candidate is not None and self.spec.size_option is not None:
+                chosen[self.spec.size_option] = candidate
+            longest = max(max_tokens or case.k_tokens + SPARE_TOKENS, candidate or 0)
             try:
                 backend = build(
                     self.spec,

@@ -134,14 +134,14 @@ class _Outcome(NamedTuple):
     case: Case | None = None
 
 
-def record_of(one: Check, subject: Subject) -> CheckRecord:
+def record_of(entry: Check, subject: Subject) -> CheckRecord:
     """Run one check of a backend."""
     start = time.perf_counter()
-    outcome, detail, finding, case = _examine(one, subject)
+    outcome, detail, finding, case = _examine(entry, subject)
     return CheckRecord(
         backend=subject.spec.name,
-        check=one.name,
-        promise=one.promise,
+        check=entry.name,
+        promise=entry.promise,
         outcome=outcome,
         detail=detail,
         error=None if finding is None else finding.error,
@@ -153,23 +153,23 @@ def record_of(one: Check, subject: Subject) -> CheckRecord:
     )
 
 
-def _examine(one: Check, subject: Subject) -> _Outcome:
+def _examine(entry: Check, subject: Subject) -> _Outcome:
     promises = subject.promises
-    missing = [_WORDS[name] for name in one.needs if not getattr(promises, name)]
+    missing = [_WORDS[name] for name in entry.needs if not getattr(promises, name)]
     if missing and subject.bare:
         return _Outcome(UNKNOWN, f"It declares no {' and no '.join(missing)}.")
     if missing:
         return _Outcome(NOT_PROMISED, f"It promises no {' and no '.join(missing)}.")
-    if any(getattr(promises, name) for name in one.unless):
-        return _Outcome(NOT_PROMISED, f"It is one with {_WORDS[one.unless[0]]}.")
-    promised = one.capability is None or bool(getattr(promises, one.capability))
+    if any(getattr(promises, name) for name in entry.unless):
+        return _Outcome(NOT_PROMISED, f"It is one with {_WORDS[entry.unless[0]]}.")
+    promised = entry.capability is None or bool(getattr(promises, entry.capability))
     wrong = BROKEN if promised else NOT_PROMISED
     try:
         worst = None
-        for case, finding in _findings(one, subject):
+        for case, finding in _findings(entry, subject):
             if not finding.holds:
                 if promised:
-                    case, finding = smallest(one.body, subject, case, finding)
+                    case, finding = smallest(entry.body, subject, case, finding)
                 return _Outcome(wrong, f"{finding.where}: {case}.", finding, case if promised else None)
             if worst is None or finding.share > worst.share:
                 worst = finding
@@ -180,8 +180,8 @@ def _examine(one: Check, subject: Subject) -> _Outcome:
     except Refused as reason:
         return _Outcome(NOT_PROMISED, str(reason))
     except _Raised as raised:
-        if subject.bare and one.beyond is not None:
-            return _Outcome(UNKNOWN, f"It declares no {one.beyond}. {raised}")
+        if subject.bare and entry.beyond is not None:
+            return _Outcome(UNKNOWN, f"It declares no {entry.beyond}. {raised}")
         return _Outcome(wrong, str(raised), case=raised.case if promised else None)
     if worst is None:
         return _Outcome(UNKNOWN, "The backend supports none of the inputs of this check.")
@@ -196,10 +196,10 @@ class _Raised(Exception):
         self.case = case
 
 
-def _findings(one: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
-    for case in one.inputs(subject):
+def _findings(entry: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
+    for case in entry.inputs(subject):
         try:
-            for finding in one.body(subject, case):
+            for finding in entry.body(subject, case):
                 yield case, finding
         except (CannotCheck, Refused):
             raise

@@ -18,7 +18,7 @@ LEARNED = (0, 1, 2)
 # Distance of queries and keys from zero at which many kernels are tiny.
 FAR = 20.0
 # One sequence and one head at every block border.
-SINGLE = tuple(one for n in BORDERS for one in both(Case(tokens=n, batch=1, heads=1, kv_heads=1)))
+SINGLE = tuple(variant for n in BORDERS for variant in both(Case(tokens=n, batch=1, heads=1, kv_heads=1)))
 SEVERAL = (*everywhere(1, 2, 7, 16), *(c.but(norm=3.0) for c in everywhere(16)))
 
 
@@ -37,21 +37,21 @@ def weights_of_a_row_sum_to_one(subject: Subject, case: Case) -> Iterator[Findin
     inputs = subject.inputs(case)
     ones = inputs._replace(v=torch.ones_like(inputs.v))
     far = tuple(ones._replace(q=ones.q + shift, k=ones.k - FAR) for shift in (-FAR, FAR))
-    for learned, given in itertools.product(LEARNED, (ones, *far)):
+    for learned, arranged in itertools.product(LEARNED, (ones, *far)):
         backend = subject.build(case, learned=learned)
-        out = run(backend, given)
+        out = run(backend, arranged)
         # Fully-masked rows are zero, as `blind_queries_give_zeros` checks.
         expected = reads(subject, case, inputs.key_mask, out)[..., None].double().expand_as(out)
-        yield close("Row sums", out, expected, 1e-12 * condition(backend, given) * case.k_tokens)
+        yield close("Row sums", out, expected, 1e-12 * condition(backend, arranged) * case.k_tokens)
 
 
 @check("The output is linear in the values.", cases=everywhere(1, 2, 7))
 def outputs_are_linear_in_the_values(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    other = subject.inputs(case, other=1).v
-    mixed = run(backend, inputs._replace(v=3.0 * inputs.v - 2.0 * other))
-    expected = 3.0 * run(backend, inputs) - 2.0 * run(backend, inputs._replace(v=other))
-    bound = 5 * rounding(backend, inputs, case.dtype) * max(1.0, largest(other))
+    second = subject.inputs(case, variant=1).v
+    mixed = run(backend, inputs._replace(v=3.0 * inputs.v - 2.0 * second))
+    expected = 3.0 * run(backend, inputs) - 2.0 * run(backend, inputs._replace(v=second))
+    bound = 5 * rounding(backend, inputs, case.dtype) * max(1.0, largest(second))
     yield close("Of 3·v − 2·v′", mixed, expected, bound)
 
 
@@ -81,6 +81,8 @@ def order_of_queries_is_order_of_outputs(subject: Subject, case: Case) -> Iterat
     unless=("needs_max_tokens",),
 )
 def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
+    if case.k_tokens > 5000 and not subject.promises.nonnegative:
+        return  # the bound of signed weights takes memory for all pairs of keys
     inputs, backend = subject.inputs(case), subject.build(case)
     if case.causal:
         # Only the last query sees every key.
@@ -88,10 +90,10 @@ def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Find
     # Equal keys have values of their own.
     equal = torch.cat([inputs.k[:, :, :1], inputs.k[:, :, :1], inputs.k[:, :, 2:]], dim=2)
     for where, k in (("Reversed keys", inputs.k), ("Reversed keys, two of them equal", equal)):
-        given = inputs._replace(k=k)
+        arranged = inputs._replace(k=k)
         mask = None if inputs.key_mask is None else inputs.key_mask.flip(1)
-        out = run(backend, given._replace(k=k.flip(2), v=inputs.v.flip(2), key_mask=mask))
-        yield close(where, out, run(backend, given), rounding(backend, given, case.dtype))
+        out = run(backend, arranged._replace(k=k.flip(2), v=inputs.v.flip(2), key_mask=mask))
+        yield close(where, out, run(backend, arranged), rounding(backend, arranged, case.dtype))
 
 
 @check(
@@ -114,12 +116,12 @@ def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[F
 @check(
     "Grouped queries share key and value heads: equal groups of neighbouring query heads.",
     cases=tuple(
-        one
+        variant
         for tokens in (5, 1)
         for heads in (4, 1, 2, 3, 5, 6, 7, 8)
         for kv in range(1, heads + 1)
         if heads % kv == 0
-        for one in both(Case(tokens=tokens, heads=heads, kv_heads=kv, value_dim=3))
+        for variant in both(Case(tokens=tokens, heads=heads, kv_heads=kv, value_dim=3))
     ),
     beyond="grouped queries",
 )
