@@ -363,12 +363,8 @@ def read_slices(
     for part, clusters in zip(slices.split(group), summaries, strict=True):
         far_k = biased_rows(clusters.k, torch.where(clusters.alive, clusters.bias, MASKED), widest)
         keys, values = part.near(far_k, padded_rows(clusters.v, widest))
-        out.append(_kernel(part.rows, keys, values)[..., :value_dim])
+        # The rows of several heads follow one another in a block.
+        rows, keys, values = (x.flatten(0, 1) for x in (part.rows, keys, values))
+        rows = F.scaled_dot_product_attention(rows, keys, values, scale=1.0)
+        out.append(rows.unflatten(0, part.rows.shape[:2])[..., :value_dim])
     return in_order(torch.cat(out, dim=2), q, layout)
-
-
-def _kernel(rows: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Fused attention of [batch heads blocks …]; the rows of several heads follow one another in a block."""
-    q, k, v = (x.flatten(0, 1) for x in (rows, keys, values))
-    out = F.scaled_dot_product_attention(q, k, v, scale=1.0)
-    return out.unflatten(0, rows.shape[:2])

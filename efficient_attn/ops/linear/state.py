@@ -88,7 +88,7 @@ def summarise(keys: Features, v: Tensor) -> LinearState:
 def merge(left: LinearState, right: LinearState) -> LinearState:
     """The state after the tokens of both; chunks may be merged in any grouping."""
     reference = torch.maximum(left.log_scale, right.log_scale)
-    sums = [rescaling(state, reference).mT * state.sums for state in (left, right)]
+    sums = [exponential(state.log_scale - finite(reference)).mT * state.sums for state in (left, right)]
     return LinearState(sums[0] + sums[1], reference)
 
 
@@ -124,11 +124,6 @@ def log_sum(sums: Tensor, reference: Tensor, seen: Tensor) -> Tensor:
 def sees(state: LinearState) -> Tensor:
     """Whether the state has any key, bool [… 1 1]."""
     return (state.log_scale != -torch.inf).any(dim=-1, keepdim=True)
-
-
-def rescaling(state: LinearState, reference: Tensor) -> Tensor:
-    """Rescaling factor from a state's own scale to a larger one, [… 1 features|1]; 0 for an empty state."""
-    return exponential(state.log_scale - finite(reference))
 
 
 def exponential(exponents: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from efficient_attn.ops.window.global_keys import GlobalKeys, add_gradients, mer
 # Queries per block, and blocks of all heads per kernel call. Larger blocks read more keys outside the window,
 # and their slices overlap less, of which the backward pass adds up gradients.
 _BLOCK, _BLOCKS = 32, 128
-_BLOCK_BACK, _BLOCKS_BACK = 64, 32
+_BLOCK_BACK, _BLOCKS_BACK = 64, 24
 # Queries per tile near the ends of the sequence, where slices are truncated and differ.
 _EDGE = 128
 # Scores of a head up to which a sequence hardly longer than its window is one tile.

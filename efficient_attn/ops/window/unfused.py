@@ -43,7 +43,8 @@ def unfused_window(
     real = F.pad(real, (left, right)).unfold(-1, _BLOCK + reach, _BLOCK)
     rows = F.pad((upcast(q) * scale).to(dtype), (0, 0, 0, blocks * _BLOCK - tokens))
     rows = rows.unflatten(-2, (blocks, _BLOCK))
-    band = _band(_BLOCK + reach, q.device)
+    # Row i of a block may read columns i … i+window−1 of its slice.
+    band = torch.ones(_BLOCK, _BLOCK + reach, dtype=torch.bool, device=q.device).triu().tril(reach)
     group = _group(q, v, _BLOCK + reach)
     if first is not None:
         first_k, first_v = (x.to(dtype).unsqueeze(2) for x in (first.k, first.v))
@@ -102,9 +103,3 @@ def _attend(
     weights = softmax_over(upcast(scores), visible).to(values.dtype)
     out = (weights.flatten(3, 4) @ values).unflatten(3, rows.shape[3:5])
     return out.transpose(2, 3).flatten(1, 2)
-
-
-def _band(keys: int, device: torch.device) -> Tensor:
-    """Row i of a block may read columns i … i+window−1 of its slice, bool [block keys]."""
-    ones = torch.ones(_BLOCK, keys, dtype=torch.bool, device=device)
-    return ones.triu().tril(keys - _BLOCK)
