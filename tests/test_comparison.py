@@ -206,7 +206,7 @@ def test_every_backend_is_measured_on_the_same_tensors_as_its_error():
     # The error, the warm-up and samples of the time, two calls for the memory.
     assert len(seen) > 4
     assert all(torch.equal(one, other) for call in seen for one, other in zip(call, first, strict=True))
-    frame = results.to_pandas()
+    frame = results.to_pandas(constant=True)
     assert set(frame["tokens"]) == {40} and set(frame["inputs"]) == {"encoder(layer=1)"}
     assert any("Nothing was isolated" in note for note in results.notes)
 
