@@ -223,6 +223,13 @@ LAYERED = [
 ]
 
 
+def test_near_means_near_on_every_layer():
+    told = sentence(LAYERED)
+    assert "(encoder, layers 0, 1, 5) nothing is both within 10 % of exact on every layer and faster" in told
+    assert "nearest of the faster backends: window (error 0.09 (0.05 to 0.3), 2.50x as fast)" in told
+    assert "both within 30 % of exact on every layer and faster: window" in sentence(LAYERED, 0.3)
+
+
 def test_a_backend_that_fails_on_one_layer_has_no_error_over_all():
     broken = [record for record in LAYERED if record.case.inputs != "encoder(layer=5)"]
     (one,) = comparisons([*broken, *(r for r in LAYERED if r.case.label == "exact")])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drawn import texts
 from planned import points_of
 from reference import reference_attention
 from safetensors.torch import save_file
@@ -124,7 +125,7 @@ def test_the_encoder_is_measured_layer_by_layer_with_the_scale_of_its_model():
     assert all(r.output_relative_error < 1e-5 for r in measured_in(results))
 
 
-def test_on_real_activations_windows_get_better_with_size_and_random_features_lose_to_the_mean_of_v():
+def test_on_real_activations_windows_get_better_with_size_and_random_features_lose_to_uniform_attention():
     results = ea.mse(
         ["window", "performer-positive"], inputs="encoder", layers=(1,), sizes=(32, 128), draws=6
     )
@@ -250,3 +251,47 @@ def test_the_predicted_duration_weighs_points_by_their_operations():
     small, large = (costs[f"performer-positive(num_features={size})"] for size in (16, 64))
     assert small < large < 4 * small
     assert len({point.series for point in points_of(plan)}) < len(points_of(plan))
+
+
+@pytest.mark.parametrize(
+    ("metric", "quantities"), [("relative", ["output_mse", QUANTITY]), ("mse", ["output_mse"])]
+)
+def test_records_tables_and_plots_hold_the_metric(metric, quantities):
+    results = ea.mse(["performer-positive"], **SMALL, metric=metric)
+    shown = QUANTITY if metric == "relative" else "output_mse"
+    for record in results.records:
+        assert [name for name in ("output_mse", QUANTITY) if getattr(record, name) is not None] == quantities
+    assert len(getattr(results.records[-1], f"{shown}_draws")) == 3
+    title = results.tables()[0].title.partition(":")[0]
+    assert results.plot().get_ylabel().replace("\n", " ") == title.lower()
+
+
+def test_the_interval_over_several_seeds_of_the_inputs_is_that_of_their_medians():
+    results = ea.mse(["performer-positive"], **{**SMALL, "sizes": (64,), "draws": 8, "seeds": 3})
+    records = [r for r in results.records if r.case.backend == "performer-positive"]
+    assert [r.case.seed for r in records] == [0, 1, 2]
+    (panel,) = panels(results.records, QUANTITY)
+    (point,) = panel.curves[0].points
+    medians = sorted(float(torch.tensor(r.output_relative_error_draws).quantile(0.5)) for r in records)
+    assert point.samples == 3
+    assert (point.low, point.value, point.high) == pytest.approx(medians)
+    assert "±: median of 3 seeds of the inputs and its range." in results.tables()[0].notes
+    assert "bands: median of 3 seeds of the inputs and its range" in texts(results.plot().figure)
+
+
+def test_a_single_draw_has_no_interval():
+    notes = ea.mse(["performer-trig"], **{**SMALL, "draws": 1}).tables()[0].notes
+    assert not any(note.startswith("±") for note in notes)
+
+
+def test_the_interval_over_draws_on_one_seed_of_the_inputs_says_that_it_is_over_draws_alone():
+    results = ea.mse(["performer-positive"], **{**SMALL, "draws": 6})
+    (note,) = (note for note in results.tables()[0].notes if note.startswith("±"))
+    assert note.startswith("±: median of 6 draws and its 95 % interval, over draws alone")
+    assert "over draws alone" in texts(results.plot().figure).replace("\n", " ")
+
+
+def test_a_case_that_a_plan_names_twice_is_measured_once():
+    twice = {**SMALL, "norms": (1.0, 1.0), "sizes": (16, 17), "seq_lens": 32}
+    keys = [record.case.key for record in ea.mse(["window"], **twice).records]
+    assert keys and len(keys) == len(set(keys))
