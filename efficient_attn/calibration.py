@@ -27,7 +27,7 @@ def calibrate(model: nn.Module, *inputs: Any, **named: Any) -> None:
 
 def _calibrate(backend: nn.Module, tensors: tuple[Any, ...], named: dict[str, Any]) -> None:
     assert isinstance(backend, Backend)
-    given = dict(zip("qkv", tensors, strict=False)) | named
-    if not {"q", "k", "v"} <= given.keys():
+    inputs = dict(zip("qkv", tensors, strict=False)) | named
+    if not {"q", "k", "v"} <= inputs.keys():
         return  # The call that follows names the missing argument.
-    backend.calibrate(given["q"], given["k"], given["v"], key_mask=given.get("key_mask"))
+    backend.calibrate(inputs["q"], inputs["k"], inputs["v"], key_mask=inputs.get("key_mask"))

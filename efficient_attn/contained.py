@@ -114,8 +114,8 @@ def _noting(came: list[int]) -> Iterator[None]:
     """Record the signals that arrive while the block runs, and handle them as before."""
     # Python handles signals in the main thread only; other threads are never interrupted.
     main = threading.current_thread() is threading.main_thread()
-    found: dict[int, Any] = {number: signal.getsignal(number) for number in _ENDS} if main else {}
-    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in _ENDS} if main else {}
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)

@@ -145,8 +145,8 @@ def naming_missing(user: str) -> Iterator[None]:
 class UnknownNameError(AttentionError, ValueError):
     """Unknown name; the message suggests the nearest known name."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        names = sorted(known)
+    def __init__(self, kind: str, name: str, choices: Iterable[str]) -> None:
+        names = sorted(choices)
         message = f"No {kind} is called {name!r}."
         elsewhere = _ELSEWHERE.get(name.lower())
         near = difflib.get_close_matches(name, names, n=1)

@@ -53,9 +53,9 @@ def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
     """
     if isinstance(thing, BackendSpec):
         return thing
-    for known in SPECS.values():
-        if thing in (known.builder, known.function):
-            return known
+    for registered in SPECS.values():
+        if thing in (registered.builder, registered.function):
+            return registered
     if isinstance(thing, Backend):
         return replace(thing.spec, options_type=NoOptions, builder=partial(_core_of, thing))
     if isinstance(thing, type) or not callable(thing):
@@ -69,10 +69,10 @@ def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
 def _core_of(built: Backend, problem: AttentionProblem, options: NoOptions) -> nn.Module:
     """Core of a built backend, for the problem that it was built for."""
     for name in ("head_dim", "causal", "factor"):
-        had, wanted = getattr(built.problem, name), getattr(problem, name)
-        if had != wanted:
+        had, asks = getattr(built.problem, name), getattr(problem, name)
+        if had != asks:
             raise UnsupportedError(
-                f"This {built.spec.name!r} was built with {name}={had} and {name}={wanted} is asked: build "
+                f"This {built.spec.name!r} was built with {name}={had} and {name}={asks} is asked: build "
                 f"it anew by its name."
             )
     return built.core
@@ -126,11 +126,11 @@ def load(address: str) -> BackendSpec:
     return spec_of(thing, name=name)
 
 
-def object_at(address: str, *, wanted: str = "a backend") -> tuple[str, Any]:
+def object_at(address: str, *, role: str = "a backend") -> tuple[str, Any]:
     """The file or module of an address, and the object; runs that file.
 
     Args:
-        wanted: The object's part, named if there is no such file.
+        role: The object's part, named if there is no such file.
 
     Raises:
         DataError: If there is no such file or module, or it cannot be imported.
@@ -139,7 +139,7 @@ def object_at(address: str, *, wanted: str = "a backend") -> tuple[str, Any]:
     place, _, attribute = address.rpartition(":")
     path = Path(place) if place.endswith(".py") else None
     if path is not None and not path.is_file():
-        raise DataError(f"There is no file {place!r} to take {wanted} from.")
+        raise DataError(f"There is no file {place!r} to take {role} from.")
     with importing(place):
         module = importlib.import_module(place) if path is None else _file(path)
         thing = getattr(module, attribute, _NOTHING)
@@ -150,9 +150,9 @@ def object_at(address: str, *, wanted: str = "a backend") -> tuple[str, Any]:
 
 
 def _file(path: Path) -> ModuleType:
-    found = importlib.util.spec_from_file_location(f"efficient_attn_file_{path.stem}", path)
-    assert found is not None, "a path that ends in .py has a loader"
-    loader, module = found.loader, importlib.util.module_from_spec(found)
+    spec = importlib.util.spec_from_file_location(f"efficient_attn_file_{path.stem}", path)
+    assert spec is not None, "a path that ends in .py has a loader"
+    loader, module = spec.loader, importlib.util.module_from_spec(spec)
     assert loader is not None, "a path that ends in .py has a loader"
     # Dataclasses look their module up by its name.
     sys.modules[module.__name__] = module

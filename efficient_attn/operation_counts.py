@@ -14,14 +14,14 @@ class MatMul(NamedTuple):
         multiply_adds: Multiplications of the product.
         exponentials: Number of values of exp, cos and sin.
         gradients: Number of factors with a gradient; each is a product of the same size.
-        kept: Numbers stored for a later product: a score matrix, projected keys, a state.
+        stored: Numbers stored for a later product: a score matrix, projected keys, a state.
         shared: Whether a group of query heads shares the product.
     """
 
     multiply_adds: int
     exponentials: int = 0
     gradients: int = 2
-    kept: int = 0
+    stored: int = 0
     shared: bool = False
 
 

@@ -48,11 +48,11 @@ def load_plugin(name: str) -> None:
     Raises:
         DataError: If the import fails or does not register the declared name.
     """
-    found = plugins()[name]
-    with importing(f"The {found}"):
-        EntryPoint(name, found.module, GROUP).load()
+    plugin = plugins()[name]
+    with importing(f"The {plugin}"):
+        EntryPoint(name, plugin.module, GROUP).load()
     if name not in SPECS:
-        raise DataError(f"The {found} did not register a backend of that name.")
+        raise DataError(f"The {plugin} did not register a backend of that name.")
 
 
 def complaints(ours: tuple[str, ...]) -> list[str]:

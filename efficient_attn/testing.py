@@ -52,7 +52,7 @@ def check_names(*, long: bool = False) -> tuple[str, ...]:
     Args:
         long: Whether to include the checks of the long form only.
     """
-    return tuple(name for name, one in CHECKS.items() if long or not one.is_long)
+    return tuple(name for name, check in CHECKS.items() if long or not check.is_long)
 
 
 def check_backend(
@@ -113,9 +113,9 @@ def replay(
     """
     if check not in CHECKS:
         raise UnknownNameError("check", check, CHECKS)
-    tested, one = subject(backend, None, seed), Case(**case)
+    tested, drawn = subject(backend, None, seed), Case(**case)
     with _one_thread():
-        return tested.inputs(one), list(CHECKS[check].body(tested, one))
+        return tested.inputs(drawn), list(CHECKS[check].body(tested, drawn))
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def dense_operations(
 ) -> OperationCounts:
     """Products of the fused kernel, with all scores in memory."""
     scores, reading = operations(problem, options, tokens, value_dim).matmuls
-    return OperationCounts((scores._replace(kept=tokens**2), reading))
+    return OperationCounts((scores._replace(stored=tokens**2), reading))
 
 
 @register(

@@ -351,9 +351,9 @@ def linear_operations(
         # Directions are random, so only the tokens' side of these products has a gradient.
         MatMul(projected, exponentials=exponentials, gradients=1),
         MatMul(projected, exponentials=exponentials, gradients=1, shared=True),
-        MatMul(entries * value_dim, kept=features * value_dim, shared=True),
+        MatMul(entries * value_dim, stored=features * value_dim, shared=True),
         # The denominator is a product with ones, which have no gradient.
-        MatMul(entries, gradients=1, kept=features, shared=True),
+        MatMul(entries, gradients=1, stored=features, shared=True),
         MatMul(entries * (value_dim + 1)),
     ]
     if problem.causal:

@@ -88,7 +88,7 @@ def operations(
     """Products of the projections, then of every query with every projected key."""
     pairs, per_head = tokens * options.rank, options.sharing == "none"
     mixings = (
-        MatMul(pairs * dim, kept=options.rank * dim, shared=not per_head)
+        MatMul(pairs * dim, stored=options.rank * dim, shared=not per_head)
         for dim in (problem.head_dim, value_dim)
     )
     pairs_of_projections = (problem.num_heads or 1) if per_head else 1

@@ -183,7 +183,7 @@ def maker_of(model: Any, *, name: str | None = None) -> Maker:
     if not is_address(address):
         raise OptionError(f"model {address!r} names no function: write {address}:make_model.")
     with _seeded(_FIRST):
-        place, make = object_at(address, wanted="a model")
+        place, make = object_at(address, role="a model")
     label = name or f"{Path(place).name}:{address.rpartition(':')[2]}"
     if not callable(make):
         raise DtypeError(f"{label} is a function that returns {_FORM}, not {type(make).__name__}.")

@@ -65,7 +65,7 @@ def call_cost(
         flops=sum(count * matmul_flops(matmul, backward=backward) for count, matmul in matmuls),
         exponentials=sum(count * matmul.exponentials for count, matmul in matmuls),
         moved_bytes=item_bytes * (moved * (2 if backward else 1) + operations.drawn),
-        kept_bytes=item_bytes * sum(count * matmul.kept for count, matmul in matmuls),
+        kept_bytes=item_bytes * sum(count * matmul.stored for count, matmul in matmuls),
     )
 
 
