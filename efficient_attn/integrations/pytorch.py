@@ -104,7 +104,7 @@ def _site_backends(name: str, layer: nn.MultiheadAttention, backend: Backend) ->
     """The backend of a layer; torch computes calls that exact attention cannot serve."""
     weight = layer.out_proj.weight
     backend.to(device=weight.device, dtype=weight.dtype)
-    strict = not backend.spec.capabilities.exact or bool(getattr(backend.options, "max_distance", 0))
+    strict = not backend.spec.capabilities.exact
     return SiteBackends(name, {"0": backend}, num_calls=1, strict=strict).train(layer.training)
 
 

@@ -308,8 +308,6 @@ CALLS = [
     ("window", {"causal": True}, {"attn_mask": LATER.mT}, "its mask is no key mask and not causal"),
     ("window", {"causal": True}, {"attn_mask": NUMBERS}, "its mask is no key mask and not causal"),
     ("window", {}, {"key_padding_mask": NUMBERS[:BATCH, 0]}, "its mask is no key mask and not causal"),
-    ("exact", {"max_distance": 4}, {"attn_mask": NUMBERS}, "its mask is no key mask and not causal"),
-    ("exact", {"max_distance": 4}, {"need_weights": True}, "its caller asks for the weights"),
 ]
 
 
