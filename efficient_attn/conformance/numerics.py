@@ -54,7 +54,10 @@ def softmax_bound(inputs: Inputs, expected: torch.Tensor, *, scale: float, causa
         exact(variant, scale=s, causal=causal) for variant, s in zip(scaled, (1.0, 1.0, scale), strict=True)
     ]
     lost = max(distance(variant, expected) for variant in plain)
-    return 2 * (lost if math.isfinite(lost) else 0.0) + 2 * rounding_step(expected.to(inputs.v.dtype))
+    # Sums in float32 round at the size of their terms, Σ_j w_ij |v_j|; half precision is summed in float32.
+    terms = inputs._replace(v=inputs.v.abs()).double()
+    summed = exact(terms, scale=scale, causal=causal) if dtype == "float32" else expected
+    return 2 * (lost if math.isfinite(lost) else 0.0) + 2 * rounding_step(summed.to(inputs.v.dtype))
 
 
 def _exactness(subject: Subject, case: Case, scale: float | None = None) -> Finding:
