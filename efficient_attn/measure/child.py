@@ -35,14 +35,15 @@ _GRACE_S, _LONGEST_S = 5.0, 1e6
 _TOKENS, _HEADS, _HEAD_DIM = 16, 2, 8
 
 
-def main(descriptor: int, limit_bytes: int | None = None) -> None:
-    """Serve requests from a pipe, for ever."""
+def main(requests: int, answers: int, limit_bytes: int | None = None) -> None:
+    """Serve requests from a pipe, for ever; both pipes by their descriptors."""
     # Ctrl-C is ignored, so that a backend that sends itself SIGINT has no effect.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Started before torch is loaded, so that a parent that exits at once leaves no child behind.
     received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    pipe = Connection(descriptor)
-    threading.Thread(target=_receive, args=(pipe, received), daemon=True).start()
+    pipe = Connection(answers, readable=False)
+    source = Connection(requests, writable=False)
+    threading.Thread(target=_receive, args=(source, received), daemon=True).start()
     # torch is loaded before the first request, since it takes longer than most measurements.
     from efficient_attn.measure import calls  # noqa: F401  (part of the start-up, not of the first point)
 

@@ -51,7 +51,8 @@ class Process:
     def __init__(self, limit_bytes: int | None = None) -> None:
         self._limit_bytes = limit_bytes
         self._child: subprocess.Popen[bytes] | None = None
-        self._pipe: Any = None
+        self._requests: Any = None
+        self._answers: Any = None
 
     def __enter__(self) -> Self:
         return self
@@ -68,18 +69,21 @@ class Process:
         """Start the process, unless it is running."""
         if self._child is not None:
             return
-        self._pipe, pipe = Pipe()
+        # A pipe of two directions would be a socket.
+        requests, self._requests = Pipe(duplex=False)
+        self._answers, answers = Pipe(duplex=False)
+        descriptors = requests.fileno(), answers.fileno()
         # multiprocessing.Process would run the user's main module again.
-        command = [sys.executable, "-P", "-m", "efficient_attn.measure.child", str(pipe.fileno())]
+        command = [sys.executable, "-P", "-m", "efficient_attn.measure.child", *map(str, descriptors)]
         command += [] if self._limit_bytes is None else [str(self._limit_bytes)]
         # The child imports from the same places.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        with pipe:
+        with requests, answers:
             self._child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=_STDERR,
-                pass_fds=[pipe.fileno()],
+                pass_fds=descriptors,
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": paths},
             )
@@ -103,7 +107,7 @@ class Process:
         try:
             # A process that has ended reads nothing, and its answers end.
             with contextlib.suppress(BrokenPipeError):
-                self._pipe.send_bytes(data)
+                self._requests.send_bytes(data)
             return self._answer(limit_s)
         except BaseException:
             self.close()
@@ -118,14 +122,15 @@ class Process:
             os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_END_LIMIT_S)
-        self._pipe.close()
+        self._requests.close()
+        self._answers.close()
 
     def _answer(self, limit_s: float) -> bytes:
         """The next answer."""
-        if not self._pipe.poll(limit_s):
+        if not self._answers.poll(limit_s):
             raise TimeoutError
         try:
-            return bytes(self._pipe.recv_bytes(_LONGEST_ANSWER))
+            return bytes(self._answers.recv_bytes(_LONGEST_ANSWER))
         except (EOFError, OSError):
             # The other end is closed, or code of a backend has written to it.
             raise CrashError(self._ending()) from None
