@@ -1,27 +1,22 @@
 """Faults of gradients: wrong, missing, or read from the wrong place."""
 
+from collections.abc import Callable
+
 import torch
-from twins import Softmax
+from twins import Softmax, with_gradient
 
 
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.factor, None
+def _scaled(x, factor):
+    return with_gradient(x, lambda gradient: gradient * factor)
 
 
 class _OnTheOutput:
-    """A function of autograd on the output, which it leaves as it is."""
+    """A function of the gradient of the output."""
 
-    function: type[torch.autograd.Function]
+    function: Callable
 
     def forward(self, q, k, v, key_mask):
-        return self.function.apply(super().forward(q, k, v, key_mask))
+        return with_gradient(super().forward(q, k, v, key_mask), self.function)
 
 
 class DetachesLongKeys:
@@ -31,19 +26,19 @@ class DetachesLongKeys:
 
 class HalvesTheGradientOfOtherValues:
     def forward(self, q, k, v, key_mask):
-        v = _Scaled.apply(v, 0.5) if v.shape[-1] != q.shape[-1] else v
+        v = _scaled(v, 0.5) if v.shape[-1] != q.shape[-1] else v
         return super().forward(q, k, v, key_mask)
 
 
 class WrongWhereAllAsk:
     def forward(self, q, k, v, key_mask):
-        q = _Scaled.apply(q, 1.01) if q.requires_grad and k.requires_grad and v.requires_grad else q
+        q = _scaled(q, 1.01) if q.requires_grad and k.requires_grad and v.requires_grad else q
         return super().forward(q, k, v, key_mask)
 
 
 class WrongWhereQueriesAreFrozen:
     def forward(self, q, k, v, key_mask):
-        return super().forward(q, k if q.requires_grad else _Scaled.apply(k, 0.9), v, key_mask)
+        return super().forward(q, k if q.requires_grad else _scaled(k, 0.9), v, key_mask)
 
 
 class NoGradientInLongFloat32:
@@ -54,54 +49,39 @@ class NoGradientInLongFloat32:
 
 class WrongGradientWhereMaskedAndCausal:
     def forward(self, q, k, v, key_mask):
-        k = _Scaled.apply(k, 0.9) if key_mask is not None and self.problem.causal and len(k) > 1 else k
+        k = _scaled(k, 0.9) if key_mask is not None and self.problem.causal and len(k) > 1 else k
         return super().forward(q, k, v, key_mask)
 
 
 class WrongGradientInGroups:
     def for_every_head(self, x, heads):
-        return super().for_every_head(_Scaled.apply(x, 0.5) if x.shape[1] < heads else x, heads)
+        return super().for_every_head(_scaled(x, 0.5) if x.shape[1] < heads else x, heads)
 
 
-class _Overwrites(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        given = gradient.clone()
-        gradient.mul_(2.0)
-        return given
+def _overwrites(gradient):
+    given = gradient.clone()
+    gradient.mul_(2.0)
+    return given
 
 
 class WritesToWhatFlowsBack:
     def forward(self, q, k, v, key_mask):
-        return _Overwrites.apply(super().forward(q, k, v, key_mask))
+        return with_gradient(super().forward(q, k, v, key_mask), _overwrites)
 
 
-class _FromMemory(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if 0 in gradient.stride():
-            return gradient
-        return (
-            torch.empty_like(gradient)
-            .contiguous()
-            .as_strided_(gradient.shape, gradient.stride())
-            .copy_(gradient)
-            if gradient.is_contiguous()
-            else gradient.as_strided(gradient.shape, gradient.contiguous().stride())
-        )
+def _from_memory(gradient):
+    if 0 in gradient.stride():
+        return gradient
+    return (
+        torch.empty_like(gradient).contiguous().as_strided_(gradient.shape, gradient.stride()).copy_(gradient)
+        if gradient.is_contiguous()
+        else gradient.as_strided(gradient.shape, gradient.contiguous().stride())
+    )
 
 
 class ReadsGradientsFromMemory:
     def forward(self, q, k, v, key_mask):
-        return _FromMemory.apply(super().forward(q, k, v, key_mask))
+        return with_gradient(super().forward(q, k, v, key_mask), _from_memory)
 
 
 class _Once(torch.autograd.Function):
@@ -135,15 +115,8 @@ class FactorIsNoParameter:
         return super().scores(q, k) * self.other[0].to(q.dtype)
 
 
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, most):
-        ctx.most = most
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.clamp(-ctx.most, ctx.most), None
+def _cut(x, most):
+    return with_gradient(x, lambda gradient: gradient.clamp(-most, most))
 
 
 def _long(k):
@@ -164,7 +137,7 @@ class NoGradientOfLongKeysInFloat32:
 class CutsGradientsOfLongKeys:
     def scores(self, q, k):
         scores = super().scores(q, k)
-        return _Cut.apply(scores, 1e-3) if _long(k) else scores
+        return _cut(scores, 1e-3) if _long(k) else scores
 
 
 class HalfPrecisionGradientsOfLongKeys:
@@ -197,67 +170,48 @@ class RemembersItsLastGraph:
 class HalvesTheGradientOfFloat16:
     def forward(self, q, k, v, key_mask):
         half = v.dtype == torch.float16 and v.shape[2] > 64
-        return super().forward(q, k, _Scaled.apply(v, 0.5) if half else v, key_mask)
+        return super().forward(q, k, _scaled(v, 0.5) if half else v, key_mask)
 
 
 class HasTheDefaultScaleBackward:
     def scores(self, q, k):
         default = self.problem.head_dim**-0.5
         factor = default / self.problem.factor if self.problem.factor else 1.0
-        return super().scores(_Scaled.apply(q, factor), _Scaled.apply(k, factor))
+        return super().scores(_scaled(q, factor), _scaled(k, factor))
 
 
 class CutsGradientsAt100:
     def forward(self, q, k, v, key_mask):
-        return super().forward(_Cut.apply(q, 100.0), k, v, key_mask)
+        return super().forward(_cut(q, 100.0), k, v, key_mask)
 
 
-class _Flushes(torch.autograd.Function):
+def _flushes(gradient):
     """Gradients in half precision, which cannot express parts in a million."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return torch.where(gradient.abs() < 6e-8, 0.0, gradient)
+    return torch.where(gradient.abs() < 6e-8, 0.0, gradient)
 
 
 class FlushesSmallGradients:
     def forward(self, q, k, v, key_mask):
-        return _Flushes.apply(super().forward(q, k, v, key_mask))
+        return with_gradient(super().forward(q, k, v, key_mask), _flushes)
 
 
-class _Viewed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.view(-1, *gradient.shape[2:]).view(gradient.shape)
+def _viewed(gradient):
+    return gradient.view(-1, *gradient.shape[2:]).view(gradient.shape)
 
 
 class ViewsGradientsAsContiguous:
     def forward(self, q, k, v, key_mask):
-        return _Viewed.apply(super().forward(q, k, v, key_mask))
+        return with_gradient(super().forward(q, k, v, key_mask), _viewed)
 
 
-class _RoundedBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.bfloat16().to(gradient)
+def _rounded(gradient):
+    return gradient.bfloat16().to(gradient)
 
 
 class RoundsGradientsBeyond1024Queries:
     def scores(self, q, k):
         scores = super().scores(q, k)
-        return _RoundedBackward.apply(scores) if q.shape[2] > 1024 else scores
+        return with_gradient(scores, _rounded) if q.shape[2] > 1024 else scores
 
 
 class SumsGradientsOfValuesByTiles:
@@ -270,57 +224,33 @@ class SumsGradientsOfValuesByTiles:
         return torch.cat([forward(part, k, v, key_mask) for part in q.split(64, dim=2)], dim=2)
 
 
-class _FirstWhereExpanded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * (1.5 if 0 in gradient.stride() and gradient.numel() > 1 else 1.0)
+def _larger_where_expanded(gradient):
+    return gradient * (1.5 if 0 in gradient.stride() and gradient.numel() > 1 else 1.0)
 
 
 class TakesExpandedGradientsForSums(_OnTheOutput):
-    function = _FirstWhereExpanded
+    function = staticmethod(_larger_where_expanded)
 
 
-class _Cleaned(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.nan_to_num()
+def _cleaned(gradient):
+    return gradient.nan_to_num()
 
 
 class CleansGradients(_OnTheOutput):
-    function = _Cleaned
+    function = staticmethod(_cleaned)
 
 
-class _Float32Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.float().to(gradient)
+def _float32_gradient(gradient):
+    return gradient.float().to(gradient)
 
 
 class GradientsOfScoresInFloat32:
     def scores(self, q, k):
-        return _Float32Backward.apply(super().scores(q, k))
+        return with_gradient(super().scores(q, k), _float32_gradient)
 
 
-class _Float16Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.half().to(gradient)
+def _float16_gradient(gradient):
+    return gradient.half().to(gradient)
 
 
 class GradientsOfScoresInFloat16:
@@ -328,7 +258,7 @@ class GradientsOfScoresInFloat16:
 
     def weights(self, scores, visible):
         weights = super().weights(scores, visible)
-        return weights if weights.dtype == torch.float64 else _Float16Backward.apply(weights)
+        return weights if weights.dtype == torch.float64 else with_gradient(weights, _float16_gradient)
 
 
 class _Workspace(torch.autograd.Function):
@@ -353,22 +283,15 @@ class ReusesItsWorkspaceBackward:
         return super().forward(q, k, v, key_mask)
 
 
-class _WrongTwice(torch.autograd.Function):
+def _wrong_twice(gradient):
     """A gradient whose own gradient is half of what it is."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return _Scaled.apply(gradient, 0.5)
+    return _scaled(gradient, 0.5)
 
 
 class HalvesSecondDerivativesInGroups:
     def for_every_head(self, x, heads):
         x = super().for_every_head(x, heads)
-        return _WrongTwice.apply(x) if heads > 2 else x
+        return with_gradient(x, _wrong_twice) if heads > 2 else x
 
 
 class _KeepsItsInput(torch.autograd.Function):
@@ -394,13 +317,13 @@ class ReadsValuesLater:
 
 class WrongGradientInLargeBatches:
     def forward(self, q, k, v, key_mask):
-        return super().forward(q, _Scaled.apply(k, 0.9) if len(k) > 32 else k, v, key_mask)
+        return super().forward(q, _scaled(k, 0.9) if len(k) > 32 else k, v, key_mask)
 
 
 class HalvesGradientsOfGroupsInBfloat16:
     def for_every_head(self, x, heads):
         half = x.dtype == torch.bfloat16 and x.shape[1] < heads
-        return super().for_every_head(_Scaled.apply(x, 0.5) if half else x, heads)
+        return super().for_every_head(_scaled(x, 0.5) if half else x, heads)
 
 
 class DetachesTheLastKeyOfFullTiles:

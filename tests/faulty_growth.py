@@ -1,22 +1,17 @@
 """Faults of growth: right outputs that take quadratic time or memory."""
 
 import torch
+from twins import with_gradient
 
 
-class _DenseBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        scores = gradient @ gradient.mT
-        return gradient + 0 * scores[..., :1]
+def _dense_backward(gradient):
+    scores = gradient @ gradient.mT
+    return gradient + 0 * scores[..., :1]
 
 
 class TrainsInQuadraticMemory:
     def forward(self, q, k, v, key_mask):
-        return _DenseBackward.apply(super().forward(q, k, v, key_mask))
+        return with_gradient(super().forward(q, k, v, key_mask), _dense_backward)
 
 
 class BuildsAMaskOfAllPairs:

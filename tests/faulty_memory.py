@@ -1,7 +1,7 @@
 """Faults of memory: written inputs, reused outputs, and results kept from earlier calls."""
 
 import torch
-from twins import Softmax
+from twins import Softmax, with_gradient
 
 
 class WritesToLongKeys:
@@ -221,21 +221,13 @@ class KeepsTheLastMask:
         return super().forward(q, k, v, key_mask)
 
 
-class _Remembers(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, kept):
-        ctx.kept = kept
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.kept["last"] = gradient
-        return gradient, None
-
-
 class KeepsTheLastUpstreamGradient:
     def forward(self, q, k, v, key_mask):
-        return _Remembers.apply(super().forward(q, k, v, key_mask), self.__dict__.setdefault("kept", {}))
+        def remember(gradient):
+            self.__dict__["last"] = gradient
+            return gradient
+
+        return with_gradient(super().forward(q, k, v, key_mask), remember)
 
 
 class ReusesItsOutputInInferenceMode:

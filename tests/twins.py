@@ -1,5 +1,6 @@
 """Backends without a fault, in steps that a broken backend replaces one at a time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,22 @@ from torch import Tensor, nn
 from efficient_attn.backends.linear_attention import RandomFeatureOptions
 from efficient_attn.ops.linear.features import draw_directions
 from efficient_attn.problem import AttentionProblem
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, change):
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.change(gradient), None
+
+
+def with_gradient(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """x, whose gradient a function changes."""
+    return _Gradient.apply(x, change)
 
 
 class Softmax(nn.Module):

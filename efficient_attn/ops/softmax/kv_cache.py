@@ -60,7 +60,7 @@ def append_tokens(state: KVCache | None, k: Tensor, v: Tensor, key_mask: Tensor 
     """The cache after the tokens of a state and new ones; no caller's memory is part of it."""
     if state is None:
         new = summarise_tokens(k, v, key_mask)
-        return KVCache(_own(new.k), _own(new.v), new.key_mask if key_mask is None else _own(key_mask))
+        return KVCache(_copy(new.k), _copy(new.v), new.key_mask if key_mask is None else _copy(key_mask))
     if key_mask is None and mask_of(state) is None:
         mask = state.key_mask.as_strided((k.shape[0], state.k.shape[2] + k.shape[2]), (0, 0))
         return KVCache(append(state.k, k), append(state.v, v), mask)
@@ -72,19 +72,19 @@ def append_tokens(state: KVCache | None, k: Tensor, v: Tensor, key_mask: Tensor 
 def last_tokens(state: KVCache, tokens: int) -> KVCache:
     """The cache of the most recent tokens: views if the buffers are hardly larger, otherwise copies."""
     start = max(state.k.shape[-2] - tokens, 0)
-    k, v = (_kept(x[..., start:, :]) for x in state[:2])
+    k, v = (_compact(x[..., start:, :]) for x in state[:2])
     mask = state.key_mask[:, start:]
-    return KVCache(k, v, mask if mask_of(state) is None else _kept(mask.unsqueeze(-1)).squeeze(-1))
+    return KVCache(k, v, mask if mask_of(state) is None else _compact(mask.unsqueeze(-1)).squeeze(-1))
 
 
-def _kept(x: Tensor) -> Tensor:
+def _compact(x: Tensor) -> Tensor:
     """`x` itself if it is a large part of a buffer, otherwise a copy."""
     if _recorded(x) and _record(x) and x.untyped_storage().nbytes() <= _SPARE * x.nbytes:
         return x
-    return _own(x)
+    return _copy(x)
 
 
-def _own(x: Tensor) -> Tensor:
+def _copy(x: Tensor) -> Tensor:
     """A copy, which no caller can write to and which keeps no larger buffer alive."""
     return x.clone(memory_format=torch.contiguous_format)
 

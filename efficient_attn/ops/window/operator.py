@@ -213,19 +213,19 @@ def _heads(
     batch, kv_heads = k.shape[:2]
     grouped = q.shape[1] != kv_heads
     if not grouped and key_mask is None and all(_even(x) for x in (q, k, v)):
-        yield _all, None
+        yield _flattened, None
         return
     for entry in range(batch):
         mask = None if key_mask is None else key_mask[entry]
         for group in range(kv_heads) if grouped else (0,):
-            yield partial(_some, entry=entry, group=group, groups=kv_heads if grouped else 1), mask
+            yield partial(_group, entry=entry, group=group, groups=kv_heads if grouped else 1), mask
 
 
-def _all(x: Tensor) -> Tensor:
+def _flattened(x: Tensor) -> Tensor:
     return x.flatten(0, 1)
 
 
-def _some(x: Tensor, entry: int, group: int, groups: int) -> Tensor:
+def _group(x: Tensor, entry: int, group: int, groups: int) -> Tensor:
     return x[entry].chunk(groups)[group]
 
 
