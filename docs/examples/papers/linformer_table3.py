@@ -49,7 +49,7 @@ for tokens in lengths:
         threads=1,
         device="cpu",
     )
-    found = {
+    records = {
         (record.case.kind, record.case.backend, record.case.options.get("rank")): record
         for record in results.records
         if record.status == "ok"
@@ -57,16 +57,16 @@ for tokens in lengths:
     for rank in ranks:
         for name in BASELINES:
             place = (tokens, rank)
-            time = time_ratio(found["time", name, None], found["time", "linformer", rank])
+            time = time_ratio(records["time", name, None], records["time", "linformer", rank])
             saved["time", name][place] = (time.median, time.above())
-            peak = [found["memory", *one].peak_bytes for one in ((name, None), ("linformer", rank))]
+            peak = [records["memory", *key].peak_bytes for key in ((name, None), ("linformer", rank))]
             # Bytes have no noise.
             saved["memory", name][place] = (peak[0] / peak[1], peak[0] > peak[1])
 
 claims = []
 for (what, name), places in saved.items():
     ratios = [ratio for ratio, _ in places.values()]
-    printed = [one for tokens in lengths for one in PRINTED[what][tokens]]
+    printed = [saving for tokens in lengths for saving in PRINTED[what][tokens]]
     claims.append(
         Claim(
             f"Saves {what} at every length and rank, against {BASELINES[name]}",

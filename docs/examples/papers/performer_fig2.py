@@ -71,15 +71,15 @@ deviations, utilities = [], {}
 with torch.no_grad():
     for norm in norms:
         for angle in angles:
-            found = {kind: errors_of(kind, norm, angle) for kind in BACKENDS}
+            squared = {kind: errors_of(kind, norm, angle) for kind in BACKENDS}
             sums, differences = (4 * norm**2 * f(math.radians(angle) / 2) ** 2 for f in (math.cos, math.sin))
-            for kind, errors in found.items():
+            for kind, errors in squared.items():
                 square = sums if kind == "positive" else differences
                 if errors is not None and square > 1e-9:  # the estimate is exact where the square vanishes
                     scatter = errors.std(ddof=1) / math.sqrt(draws)
                     deviations.append(abs(errors.mean() - math.exp(LEMMA[kind](square))) / scatter)
-            if 0 < angle < 180 and all(errors is not None for errors in found.values()):
-                above, below = found["trigonometric"], found["positive"]
+            if 0 < angle < 180 and all(errors is not None for errors in squared.values()):
+                above, below = squared["trigonometric"], squared["positive"]
                 r = float(above.mean() / below.mean())
                 # Standard error of a ratio of means over the same draws.
                 scatter = float((above - r * below).std(ddof=1) / below.mean() / math.sqrt(draws))

@@ -76,8 +76,16 @@ for ax, norm in zip(axes, norms, strict=True):
     for kind, colour in zip(KINDS, ("tab:blue", "tab:red"), strict=True):
         for projection, style in zip(PROJECTIONS, ("-", "--"), strict=True):
             lines = [median_interval(errors[norm, (kind, projection, size)]) for size in sizes]
-            ax.plot(sizes, [one.median for one in lines], style, color=colour, label=f"{kind}, {projection}")
-            ax.fill_between(sizes, *zip(*[one[1:] for one in lines], strict=True), color=colour, alpha=0.12)
+            ax.plot(
+                sizes,
+                [interval.median for interval in lines],
+                style,
+                color=colour,
+                label=f"{kind}, {projection}",
+            )
+            ax.fill_between(
+                sizes, *zip(*[interval[1:] for interval in lines], strict=True), color=colour, alpha=0.12
+            )
     ax.axhline(median_interval(errors[norm, MEAN]).median, color="gray", linestyle=":", label=MEAN)
     ax.set(title=f"norm {norm:g}", xlabel="features", xscale="log", yscale="log")
 axes[0].set_ylabel("mean squared error of the output")
@@ -90,8 +98,8 @@ report(
     arguments=arguments,
     settings={"tokens": tokens, "head_dim": HEAD_DIM, "samples": samples, "norms": norms, "features": sizes},
     numbers={
-        f"norm {norm:g}, {line if line == MEAN else ', '.join(map(str, line))}": str(median_interval(found))
-        for (norm, line), found in errors.items()
+        f"norm {norm:g}, {line if line == MEAN else ', '.join(map(str, line))}": str(median_interval(samples))
+        for (norm, line), samples in errors.items()
     },
     figure=figure,
 )

@@ -60,9 +60,9 @@ class Lookup(nn.Module):
         # Last, since additive attention draws weights: the rest is the same for all mechanisms.
         self.scores = Scores(mechanism, d)
 
-    def forward(self, asked, shown, classes):
+    def forward(self, queries, shown, classes):
         q, k = (F.linear(self.symbols.weight, w) for w in (self.queries, self.keys))
-        weights = self.scores(q[asked][:, None], k[shown]).softmax(dim=-1)
+        weights = self.scores(q[queries][:, None], k[shown]).softmax(dim=-1)
         return self.output(weights @ F.one_hot(classes, CLASSES).float()).squeeze(1)
 
 
@@ -122,9 +122,9 @@ for d in dims:
         rounds=6,
         isolate="none",
     )
-    found = {(one.case.kind, one.case.backend): one for one in results.records}
-    times[d] = time_ratio(found["time", "additive_attention"], found["time", "exact-dense"])
-    peaks[d] = found["memory", "additive_attention"].peak_bytes / found["memory", "exact-dense"].peak_bytes
+    costs = {(record.case.kind, record.case.backend): record for record in results.records}
+    times[d] = time_ratio(costs["time", "additive_attention"], costs["time", "exact-dense"])
+    peaks[d] = costs["memory", "additive_attention"].peak_bytes / costs["memory", "exact-dense"].peak_bytes
 
 
 def listed(values, form="{:.2g}"):
@@ -133,7 +133,9 @@ def listed(values, form="{:.2g}"):
 
 def accuracies(d):
     shown = (
-        f"{min(found):.3f} to {max(found):.3f} {name}" for (name, of), found in learnt.items() if of == d
+        f"{min(accuracies):.3f} to {max(accuracies):.3f} {name}"
+        for (name, of), accuracies in learnt.items()
+        if of == d
     )
     return f"accuracy at d_k = {d}: {', '.join(shown)}"
 
@@ -141,7 +143,10 @@ def accuracies(d):
 def gaps(d):
     """Accuracy of additive attention minus accuracy of unscaled products, and which has learnt the task."""
     pair = [learnt[name, d] for name in (ADDITIVE, PLAIN)]
-    trained = [sum(found) / len(found) > (1 + 1 / CLASSES) / 2 and len(found) >= 3 for found in pair]
+    trained = [
+        sum(accuracies) / len(accuracies) > (1 + 1 / CLASSES) / 2 and len(accuracies) >= 3
+        for accuracies in pair
+    ]
     return [a - b for a, b in zip(*pair, strict=True)], trained
 
 
@@ -219,7 +224,7 @@ report(
     arguments=arguments,
     settings={"d_k": dims, "tokens": tokens, "seeds": len(seeds), "steps": steps, "rates": rates},
     numbers={
-        "accuracy": {f"{name}, d_k = {d}": found for (name, d), found in learnt.items()},
+        "accuracy": {f"{name}, d_k = {d}": accuracies for (name, d), accuracies in learnt.items()},
         "memory ratio": peaks,
         "time ratio": {d: str(ratio) for d, ratio in times.items()},
     },

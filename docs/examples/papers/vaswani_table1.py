@@ -168,8 +168,8 @@ units = {
     for label, row in ROWS.items()
 }
 ratios = {
-    n: median_interval([r / a for a, r in zip(found["self-attention"], found["recurrent"], strict=True)])
-    for n, found in seconds.items()
+    n: median_interval([r / a for a, r in zip(times["self-attention"], times["recurrent"], strict=True)])
+    for n, times in seconds.items()
 }
 claims = [
     Claim(
