@@ -76,7 +76,7 @@ def bits_per_byte(model: ea.LanguageModel, batch: Tensor) -> Tensor:
     return nats.mean(dim=-1) / math.log(2)
 
 
-def train(backend: str, text: Text, *, steps: int, interval: int, seq_len: int, seed: int) -> list[Point]:
+def train(backend: str, text: Text, *, steps: int, gap: int, seq_len: int, seed: int) -> list[Point]:
     """Learning curve of a backend: AdamW, warm-up, then a rate that falls with the root of the step."""
     generator = torch.Generator().manual_seed(seed)
     unseen = windows(text.held_out, HELD_OUT_WINDOWS, seq_len=seq_len, generator=generator)
@@ -93,7 +93,7 @@ def train(backend: str, text: Text, *, steps: int, interval: int, seq_len: int, 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         seconds_s += time.perf_counter() - start
-        if step % interval == 0 or step == steps:
+        if step % gap == 0 or step == steps:
             with torch.no_grad():
                 bits = torch.cat([bits_per_byte(model, part) for part in unseen.split(BATCH)])
             curve.append(Point(step, seconds_s, bits))
@@ -149,20 +149,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="train_language_model.png", help="File of the figure.")
     parser.add_argument("--quick", action="store_true", help="10 steps on windows of 128 bytes.")
-    options = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     # Tensors are small: threads would wait for each other.
     torch.set_num_threads(1)
-    steps, interval, seq_len = (
-        (10, 5, 128) if options.quick else (options.steps, options.every, options.seq_len)
-    )
+    steps, gap, seq_len = (10, 5, 128) if args.quick else (args.steps, args.every, args.seq_len)
     curves, text = {}, library()
-    for backend in dict.fromkeys(["exact", *options.backend.split(",")]):
-        curves[backend] = train(
-            backend, text, steps=steps, interval=interval, seq_len=seq_len, seed=options.seed
-        )
+    for backend in dict.fromkeys(["exact", *args.backend.split(",")]):
+        curves[backend] = train(backend, text, steps=steps, gap=gap, seq_len=seq_len, seed=args.seed)
         print(f"{backend} is trained in {curves[backend][-1].seconds_s:.1f} s", flush=True)
     print(f"\n{table(curves)}\n\n{verdict(curves)}")
-    draw(curves, options.out)
+    draw(curves, args.out)
 
 
 if __name__ == "__main__":

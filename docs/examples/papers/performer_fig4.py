@@ -77,14 +77,10 @@ for ax, norm in zip(axes, norms, strict=True):
         for projection, style in zip(PROJECTIONS, ("-", "--"), strict=True):
             lines = [median_interval(errors[norm, (kind, projection, size)]) for size in sizes]
             ax.plot(
-                sizes,
-                [interval.median for interval in lines],
-                style,
-                color=colour,
-                label=f"{kind}, {projection}",
+                sizes, [point.median for point in lines], style, color=colour, label=f"{kind}, {projection}"
             )
             ax.fill_between(
-                sizes, *zip(*[interval[1:] for interval in lines], strict=True), color=colour, alpha=0.12
+                sizes, *zip(*[point[1:] for point in lines], strict=True), color=colour, alpha=0.12
             )
     ax.axhline(median_interval(errors[norm, MEAN]).median, color="gray", linestyle=":", label=MEAN)
     ax.set(title=f"norm {norm:g}", xlabel="features", xscale="log", yscale="log")

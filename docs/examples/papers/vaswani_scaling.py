@@ -133,9 +133,7 @@ def listed(values, form="{:.2g}"):
 
 def accuracies(d):
     shown = (
-        f"{min(accuracies):.3f} to {max(accuracies):.3f} {name}"
-        for (name, of), accuracies in learnt.items()
-        if of == d
+        f"{min(rates):.3f} to {max(rates):.3f} {name}" for (name, of), rates in learnt.items() if of == d
     )
     return f"accuracy at d_k = {d}: {', '.join(shown)}"
 
@@ -143,10 +141,7 @@ def accuracies(d):
 def gaps(d):
     """Accuracy of additive attention minus accuracy of unscaled products, and which has learnt the task."""
     pair = [learnt[name, d] for name in (ADDITIVE, PLAIN)]
-    trained = [
-        sum(accuracies) / len(accuracies) > (1 + 1 / CLASSES) / 2 and len(accuracies) >= 3
-        for accuracies in pair
-    ]
+    trained = [sum(rates) / len(rates) > (1 + 1 / CLASSES) / 2 and len(rates) >= 3 for rates in pair]
     return [a - b for a, b in zip(*pair, strict=True)], trained
 
 
@@ -224,7 +219,7 @@ report(
     arguments=arguments,
     settings={"d_k": dims, "tokens": tokens, "seeds": len(seeds), "steps": steps, "rates": rates},
     numbers={
-        "accuracy": {f"{name}, d_k = {d}": accuracies for (name, d), accuracies in learnt.items()},
+        "accuracy": {f"{name}, d_k = {d}": rates for (name, d), rates in learnt.items()},
         "memory ratio": peaks,
         "time ratio": {d: str(ratio) for d, ratio in times.items()},
     },
