@@ -76,12 +76,8 @@ for ax, norm in zip(axes, norms, strict=True):
     for kind, colour in zip(KINDS, ("tab:blue", "tab:red"), strict=True):
         for projection, style in zip(PROJECTIONS, ("-", "--"), strict=True):
             lines = [median_interval(errors[norm, (kind, projection, size)]) for size in sizes]
-            ax.plot(
-                sizes, [point.median for point in lines], style, color=colour, label=f"{kind}, {projection}"
-            )
-            ax.fill_between(
-                sizes, *zip(*[point[1:] for point in lines], strict=True), color=colour, alpha=0.12
-            )
+            ax.plot(sizes, [row.median for row in lines], style, color=colour, label=f"{kind}, {projection}")
+            ax.fill_between(sizes, *zip(*[row[1:] for row in lines], strict=True), color=colour, alpha=0.12)
     ax.axhline(median_interval(errors[norm, MEAN]).median, color="gray", linestyle=":", label=MEAN)
     ax.set(title=f"norm {norm:g}", xlabel="features", xscale="log", yscale="log")
 axes[0].set_ylabel("mean squared error of the output")
