@@ -56,11 +56,12 @@ def test_it_measures_predicts_and_concludes_over_lengths():
     )
     for one in predicted:
         assert 0 < one.predicted_speed_low <= one.predicted_speed <= one.predicted_speed_high
-    # The nearest backends are timed first; one that is no nearer than the mean of the values is not timed.
+    # The nearest backends are timed first. What is no nearer than the mean of the values is not timed, nor,
+    # at length, what is predicted to be slower than exact attention.
+    slower = {(one.case.label, one.case.tokens) for one in predicted if one.predicted_speed_high < 1}
     for tokens in (SHORT[-1], 1024):
         timed = [one.case.label for one in encoder if (one.case.kind, one.case.tokens) == ("time", tokens)]
-        assert set(timed) == {"exact", labels[1], labels[2]}
-    assert timed == ["exact", labels[1], labels[2]]
+        assert timed == ["exact", *(label for label in labels[1:] if (label, tokens) not in slower)]
     sentence, causal = results.sentences()
     for part in ("12 heads of 32", "at 512 tokens (encoder)", "50 %", f"{labels[1]} (error 0."):
         assert part in sentence

@@ -67,6 +67,14 @@ def tables(records, environment):
     return [Table("Sums", ("tokens", "sum"), rows)]
 
 
+def plots(records, environment):
+    from efficient_attn.report.figures import Axis, Chart, Plot, Series
+
+    tokens, sums = zip(*((record.case.tokens, record.sum) for record in records))
+    line = Series("exact", tokens, sums, {"marker": "o"})
+    return {"sum": Plot("Sums", "on one processor", ((Chart(Axis("tokens"), Axis("sum"), (line,)),),))}
+
+
 SUM = Quantity(name="sum", unit="", meaning="Sum of whole numbers.", type="whole number", better="more")
 STUDY = Study(name="sums", plan=plan, module=__name__, kinds=("sum",), quantities=(SUM,))
 '''
