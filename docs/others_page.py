@@ -17,7 +17,7 @@ from typing import Any
 import others
 import torch
 
-from efficient_attn.testing import check_backend, check_names
+from efficient_attn.testing import check, check_names
 
 FOLDER = Path(__file__).parent.parent / "results" / "other-packages"
 KEPT, BROKEN, NOT_OFFERED = "kept", "broken", "not offered"
@@ -54,7 +54,7 @@ def findings(name: str) -> list[dict[str, Any]]:
         raise SystemExit(f"{name} is {version(name)}; this page is of {others.PINNED[name]}.")
     asked = [check for check in check_names() if check not in OURS | NOT_ASKED]
     rows = []
-    for record in check_backend(others.spec_of(name, package), on_fail="collect", only=asked):
+    for record in check(others.spec_of(name, package), on_fail="collect", only=asked):
         outcome, detail = NOT_OFFERED, record.detail
         if record.check in package.lacks:
             detail = package.lacks[record.check]

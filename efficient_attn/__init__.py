@@ -31,6 +31,7 @@ _HOME = {
     "UnknownNameError": "errors",
     "UnsupportedError": "errors",
     "audit": "studies.audit",
+    "check": "testing",
     "show": "studies.show",
     "diff": "studies.diff",
     "Results": "studies.results",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from efficient_attn.registry import Capabilities as Capabilities
     from efficient_attn.registry import NoOptions as NoOptions
     from efficient_attn.signatures import register as register
+    from efficient_attn.testing import check as check
     from efficient_attn.transformer.block import BlockOptions as BlockOptions
     from efficient_attn.transformer.block import DecoderBlock as DecoderBlock
     from efficient_attn.transformer.block import TransformerBlock as TransformerBlock

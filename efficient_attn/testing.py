@@ -43,7 +43,7 @@ from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.registry import Capabilities
 from efficient_attn.signatures import adapt
 
-__all__ = ["BrokenPromiseError", "CheckRecord", "adapt", "check_backend", "check_names", "replay"]
+__all__ = ["BrokenPromiseError", "CheckRecord", "adapt", "check", "check_names", "replay"]
 
 
 def check_names(*, long: bool = False) -> tuple[str, ...]:
@@ -55,7 +55,7 @@ def check_names(*, long: bool = False) -> tuple[str, ...]:
     return tuple(name for name, check in CHECKS.items() if long or not check.is_long)
 
 
-def check_backend(
+def check(
     backend: Any,
     *,
     capabilities: Capabilities | None = None,
@@ -103,7 +103,7 @@ def replay(
     """The inputs q, k, v and key mask of a counterexample, and the comparisons that the check makes there.
 
     Args:
-        backend: As for `check_backend`.
+        backend: As for `check`.
         case: `case` of the record of a broken promise.
         seed: Seed of the run that found it.
 

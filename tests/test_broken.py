@@ -9,10 +9,11 @@ import pytest
 from torch import nn
 from twins import Positive, Softmax, Window, WindowOptions
 
+import efficient_attn as ea
 from efficient_attn.backends.linear_attention import RandomFeatureOptions
 from efficient_attn.distributed.calls import EXCHANGES, Exchange
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
-from efficient_attn.testing import check_backend, check_names
+from efficient_attn.testing import check_names
 
 
 class Pair(NamedTuple):
@@ -93,7 +94,7 @@ NAMED = [pytest.param(pair, id=f"{pair.broken.name}-{pair.check}") for pair in P
 
 
 def outcome(spec, check: str) -> str:
-    (record,) = check_backend(spec, only=[check], on_fail="collect")
+    (record,) = ea.check(spec, only=[check], on_fail="collect")
     return record.outcome
 
 
@@ -101,7 +102,7 @@ def outcome(spec, check: str) -> str:
 def test_a_fault_is_caught_by_the_check_of_its_promise(pair: Pair, monkeypatch) -> None:
     exchange = getattr(pair.broken.builder, "exchange", None)
     monkeypatch.setitem(EXCHANGES, pair.broken.name, Exchange(exchange))
-    (record,) = check_backend(pair.broken, only=[pair.check], on_fail="collect")
+    (record,) = ea.check(pair.broken, only=[pair.check], on_fail="collect")
     assert (record.outcome, record.failed) == ("broken", True)
     # Something is wrong with its numbers; it does not merely stumble.
     assert "raised" not in record.detail
@@ -116,4 +117,4 @@ def test_the_twin_without_the_fault_passes_that_check(pair: Pair) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("twin", {pair.twin.name: pair.twin for pair in PAIRS}.values(), ids=lambda s: s.name)
 def test_the_twins_pass_every_check(twin) -> None:
-    check_backend(twin, only=[name for name in check_names() if name != "compiled_it_is_the_same"])
+    ea.check(twin, only=[name for name in check_names() if name != "compiled_it_is_the_same"])

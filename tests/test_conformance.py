@@ -12,7 +12,7 @@ from efficient_attn.backends.window import WindowOptions
 from efficient_attn.conformance.table import CHECKS as TABLE
 from efficient_attn.options import option
 from efficient_attn.registry import Capabilities
-from efficient_attn.testing import BrokenPromiseError, check_backend, check_names
+from efficient_attn.testing import BrokenPromiseError, check_names
 
 COMPILED = "compiled_it_is_the_same"
 # Runtime shape checks make torch.compile stumble, and draw from `random` to choose what they look at.
@@ -74,7 +74,7 @@ def test_a_window_with_global_tokens_keeps_what_a_window_promises(
     check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", check not in WITH_SHAPE_CHECKS)
-    check_backend(replace(ea.spec("window"), options_type=FewKeys), only=[check])
+    ea.check(replace(ea.spec("window"), options_type=FewKeys), only=[check])
 
 
 def attend(q, k, v):
@@ -99,7 +99,7 @@ def test_a_registered_backend_keeps_what_it_promises(
     backend: str, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", check not in WITH_SHAPE_CHECKS)
-    check_backend(backend, only=[check])
+    ea.check(backend, only=[check])
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_a_registered_backend_keeps_what_it_promises(
 def test_a_registered_backend_keeps_what_it_promises_at_long_lengths(backend: str) -> None:
     # The others have the inputs of the quick form alone.
     longer = [name for name, check in TABLE.items() if check.is_long or check.long(0)]
-    check_backend(backend, only=[name for name in longer if name not in WITHOUT_SHAPE_CHECKS], long=True)
+    ea.check(backend, only=[name for name in longer if name not in WITHOUT_SHAPE_CHECKS], long=True)
 
 
 def test_linformer_that_pools_means_gives_a_constant_for_constant_values() -> None:
@@ -125,13 +125,13 @@ def test_a_name_a_spec_a_builder_and_a_built_backend_are_checked_alike() -> None
 
     built = ea.build("exact-dense", head_dim=4)
     for thing in ("exact-dense", ea.spec("exact-dense"), DenseAttention, built):
-        (record,) = check_backend(thing, only=["blind_queries_give_zeros"])
+        (record,) = ea.check(thing, only=["blind_queries_give_zeros"])
         assert (record.backend, record.outcome) == ("exact-dense", "kept")
 
 
 def test_a_function_fails_nothing_that_it_never_declared() -> None:
     checks = [name for name in check_names() if name != COMPILED]
-    records = check_backend(attend, only=checks)
+    records = ea.check(attend, only=checks)
     assert of(records, "padding_contents_change_no_bit").outcome == "could not check"
     assert "declares no key mask" in of(records, "padding_contents_change_no_bit").detail
     assert of(records, "equals_softmax_attention").outcome == "kept without promise"
@@ -141,15 +141,13 @@ def test_a_function_fails_nothing_that_it_never_declared() -> None:
 
 def test_a_function_that_breaks_what_every_backend_promises_fails() -> None:
     with pytest.raises(BrokenPromiseError, match="inputs_are_not_written_to: broken") as caught:
-        check_backend(lambda q, k, v: attend(q.mul_(2), k, v), only=["inputs_are_not_written_to"])
+        ea.check(lambda q, k, v: attend(q.mul_(2), k, v), only=["inputs_are_not_written_to"])
     assert caught.value.records[0].failed
 
 
 def test_what_a_function_is_said_to_promise_is_held_against_it() -> None:
     exact = Capabilities(causal=False, key_mask=False, exact=True)
-    (record,) = check_backend(
-        uniform, capabilities=exact, only=["equals_softmax_attention"], on_fail="collect"
-    )
+    (record,) = ea.check(uniform, capabilities=exact, only=["equals_softmax_attention"], on_fail="collect")
     assert record.outcome == "broken" and record.error > record.bound
     # With one token there is nothing to tell apart: the smallest input that shows it has two.
     assert "k [1, 1, 2, 1]" in record.detail
@@ -157,7 +155,7 @@ def test_what_a_function_is_said_to_promise_is_held_against_it() -> None:
 
 def test_a_promise_kept_without_being_made_fails_a_backend_that_declares_its_promises() -> None:
     modest = Capabilities(causal=False, key_mask=False, exact=False)
-    (record,) = check_backend(
+    (record,) = ea.check(
         attend_in_groups, capabilities=modest, only=["equals_softmax_attention"], on_fail="collect"
     )
     assert (record.outcome, record.failed) == ("kept without promise", True)
@@ -166,31 +164,31 @@ def test_a_promise_kept_without_being_made_fails_a_backend_that_declares_its_pro
 def test_an_expected_failure_passes_and_one_that_is_kept_fails() -> None:
     exact, reason = Capabilities(causal=False, key_mask=False, exact=True), "It averages."
     check = "equals_softmax_attention"
-    (record,) = check_backend(uniform, capabilities=exact, only=[check], expected_failures={check: reason})
+    (record,) = ea.check(uniform, capabilities=exact, only=[check], expected_failures={check: reason})
     assert (record.outcome, record.failed, record.expected) == ("broken", False, reason)
     with pytest.raises(BrokenPromiseError, match=r"expected: It averages\."):
-        check_backend(attend_in_groups, capabilities=exact, only=[check], expected_failures={check: reason})
+        ea.check(attend_in_groups, capabilities=exact, only=[check], expected_failures={check: reason})
 
 
 def test_failures_are_raised_warned_of_or_collected() -> None:
     exact = Capabilities(causal=False, key_mask=False, exact=True)
     settings = {"capabilities": exact, "only": ["equals_softmax_attention"]}
     with pytest.raises(BrokenPromiseError, match="fails 1 of 1 checks"):
-        check_backend(uniform, **settings)
+        ea.check(uniform, **settings)
     with pytest.warns(UserWarning, match="equals_softmax_attention: broken"):
-        check_backend(uniform, on_fail="warn", **settings)
+        ea.check(uniform, on_fail="warn", **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert check_backend(uniform, on_fail="collect", **settings)[0].failed
+        assert ea.check(uniform, on_fail="collect", **settings)[0].failed
     with pytest.raises(ea.OptionError, match="on_fail is"):
-        check_backend(uniform, on_fail="ignore", **settings)
+        ea.check(uniform, on_fail="ignore", **settings)
 
 
 def test_an_unknown_check_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ea.UnknownNameError, match="Did you mean 'blind_queries_give_zeros'"):
-        check_backend("exact", only=["blind_queries_give_zero"])
+        ea.check("exact", only=["blind_queries_give_zero"])
     with pytest.raises(ea.UnknownNameError, match="No check is called"):
-        check_backend("exact", expected_failures={"padding": "why"})
+        ea.check("exact", expected_failures={"padding": "why"})
 
 
 def test_parameters_of_a_module_from_outside_are_left_as_they_are() -> None:
@@ -203,5 +201,5 @@ def test_parameters_of_a_module_from_outside_are_left_as_they_are() -> None:
             return attend(q * self.factor, k, v)
 
     module = Mixing().train()
-    check_backend(module, only=["weights_of_a_row_sum_to_one", "a_copy_is_equal_and_apart"])
+    ea.check(module, only=["weights_of_a_row_sum_to_one", "a_copy_is_equal_and_apart"])
     assert module.factor.dtype == torch.float32 and module.factor.detach() == 1.0 and module.training

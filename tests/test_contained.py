@@ -8,6 +8,7 @@ import threading
 import pytest
 from looped import points, run
 
+import efficient_attn as ea
 from efficient_attn import mse, recall
 from efficient_attn.contained import LeftError, contained, described
 from efficient_attn.errors import DataError
@@ -16,7 +17,6 @@ from efficient_attn.measure.variants import Variant
 from efficient_attn.measure.worker import measure
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.studies.show import show
-from efficient_attn.testing import check_backend
 
 
 def leaves(q, k, v):
@@ -136,7 +136,7 @@ def test_studies_in_this_process_go_on_after_a_backend_or_a_builder_that_leaves(
 
 
 def test_a_check_of_a_backend_that_leaves_is_a_broken_promise():
-    (record,) = check_backend(leaves, on_fail="collect", only=["the_same_call_gives_the_same_bits"])
+    (record,) = ea.check(leaves, on_fail="collect", only=["the_same_call_gives_the_same_bits"])
     assert record.outcome == "broken" and SAID["leaves"] in record.detail
 
 

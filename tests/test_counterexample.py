@@ -8,10 +8,11 @@ import torch
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
+import efficient_attn as ea
 from efficient_attn.conformance.cases import Case
 from efficient_attn.conformance.counterexample import size, snippet
 from efficient_attn.errors import UnknownNameError
-from efficient_attn.testing import adapt, check_backend, replay
+from efficient_attn.testing import adapt, replay
 from efficient_attn_cli.main import main
 
 # Right up to four tokens and one head; of more, outputs are a thousandth too large.
@@ -45,7 +46,7 @@ def late(tmp_path, monkeypatch):
 
 
 def test_the_case_of_a_broken_promise_is_the_smallest_that_breaks_it(late):
-    (record,) = check_backend(adapt(late, **EXACT), only=[CHECK], on_fail="collect")
+    (record,) = ea.check(adapt(late, **EXACT), only=[CHECK], on_fail="collect")
     case = Case(**record.case)
     assert (case.tokens, case.heads, case.batch, case.head_dim, case.value_dim) == (5, 2, 1, 1, 1)
     assert record.outcome == "broken" and record.error > record.bound
@@ -53,7 +54,7 @@ def test_the_case_of_a_broken_promise_is_the_smallest_that_breaks_it(late):
 
 
 def test_a_replayed_counterexample_is_broken_again(late):
-    (record,) = check_backend(adapt(late, **EXACT), only=[CHECK], on_fail="collect", seed=3)
+    (record,) = ea.check(adapt(late, **EXACT), only=[CHECK], on_fail="collect", seed=3)
     inputs, findings = replay(adapt(late, **EXACT), record.check, record.case, seed=3)
     assert inputs.q.shape == (1, 2, 5, 1)
     assert next(finding.error for finding in findings if not finding.holds) == record.error
@@ -64,16 +65,16 @@ def test_a_replayed_counterexample_is_broken_again(late):
 
 
 def test_a_kept_promise_has_no_counterexample_and_an_error_has_its_input(late):
-    (kept,) = check_backend("exact", only=[CHECK])
+    (kept,) = ea.check("exact", only=[CHECK])
     assert kept.case is None
-    (raised,) = check_backend(adapt("late.py:refusing", **EXACT), only=[CHECK], on_fail="collect")
+    (raised,) = ea.check(adapt("late.py:refusing", **EXACT), only=[CHECK], on_fail="collect")
     assert raised.case["tokens"] > 2 and "no more than two" in raised.detail
     with pytest.raises(ValueError, match="no more than two"):
         replay(adapt("late.py:refusing", **EXACT), CHECK, raised.case)
 
 
 def test_the_lines_of_python_run_as_they_are(late, capsys):
-    (record,) = check_backend(adapt(late, **EXACT), only=[CHECK], on_fail="collect")
+    (record,) = ea.check(adapt(late, **EXACT), only=[CHECK], on_fail="collect")
     exec(snippet(record, late, EXACT, 0))
     printed = capsys.readouterr().out
     assert printed.count("tensor(") == 3 and f"error={record.error}" in printed
@@ -106,5 +107,5 @@ def test_the_command_prints_the_smallest_counterexample_and_writes_a_certificate
 
 
 def test_the_size_of_a_counterexample_counts_its_entries(late):
-    (record,) = check_backend(adapt(late, **EXACT), only=[CHECK], on_fail="collect")
+    (record,) = ea.check(adapt(late, **EXACT), only=[CHECK], on_fail="collect")
     assert size(record) == 2 * 5 + 2 * 5 * 2

@@ -16,8 +16,9 @@ import torch
 from test_broken import EXACT, spec_of
 from twins import Kernel, LinearMemory, Softmax, Tempered
 
+import efficient_attn as ea
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
-from efficient_attn.testing import check_backend, check_names
+from efficient_attn.testing import check_names
 
 OTHER = Capabilities(
     causal=True, second_derivatives=True, approximates_softmax=False, time_growth=2, memory_growth=2
@@ -284,7 +285,7 @@ def _case(spec: BackendSpec, check: str):
 @pytest.mark.parametrize(("spec", "check"), [_case(*one) for one in FAULTY])
 def test_a_fault_is_caught_by_the_check_of_its_promise(spec: BackendSpec, check: str) -> None:
     long = any(check == name for _, name in LONG)
-    (record,) = check_backend(spec, only=[check], on_fail="collect", long=long)
+    (record,) = ea.check(spec, only=[check], on_fail="collect", long=long)
     assert (record.outcome, record.failed) == ("broken", True), record
 
 
@@ -293,4 +294,4 @@ def test_a_fault_is_caught_by_the_check_of_its_promise(spec: BackendSpec, check:
 @pytest.mark.parametrize("control", CONTROLS)
 def test_what_has_no_fault_passes_every_check(control: str, seed: int) -> None:
     names = [name for name in check_names() if name != "compiled_it_is_the_same"]
-    check_backend(CONTROLS[control], only=names, seed=seed)
+    ea.check(CONTROLS[control], only=names, seed=seed)

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
+import efficient_attn as ea
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.plugins import plugins
 from efficient_attn.registry import SPECS
-from efficient_attn.testing import check_backend
 
 GOOD = """
 from efficient_attn.backends.exact import ExactOptions, FusedAttention
@@ -81,9 +81,7 @@ def test_the_list_tells_which_package_brings_a_plug_in(install, run):
 
 def test_the_suite_runs_on_a_plug_in(install):
     install("strangers", "stranger", GOOD)
-    records = check_backend(
-        "stranger", only=["equals_softmax_attention", "the_same_call_gives_the_same_bits"]
-    )
+    records = ea.check("stranger", only=["equals_softmax_attention", "the_same_call_gives_the_same_bits"])
     assert [record.outcome for record in records] == ["kept", "kept"] and os.path.exists("imported")
 
 

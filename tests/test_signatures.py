@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import efficient_attn as ea
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError, UnsupportedError
-from efficient_attn.testing import adapt, check_backend
+from efficient_attn.testing import adapt
 
 # A few promises of each kind: formula, masks, causality, other lengths, grouped heads, scale, gradients.
 FEW = (
@@ -71,7 +71,7 @@ CASES = {
 )
 def test_a_right_function_keeps_what_it_declares(signature):
     function, declared = CASES[signature]
-    records = check_backend(adapt(function, signature=signature, **declared), only=FEW)
+    records = ea.check(adapt(function, signature=signature, **declared), only=FEW)
     outcomes = {record.check: record.outcome for record in records}
     unknown = {"plain": {"scale_is_a_factor_on_the_scores"}, "flash-attn": {"masked_keys_leave_no_gap"}}
     for name, outcome in outcomes.items():
@@ -115,7 +115,7 @@ def test_linear_attention_of_fla_is_called_in_its_layout():
     ids=["mask ignored", "causality ignored", "not softmax", "no gradient"],
 )
 def test_a_wrong_function_breaks_the_promise_that_it_declared(wrong, check):
-    (record,) = check_backend(adapt(wrong, **ALL, key_mask=True), only=[check], on_fail="collect")
+    (record,) = ea.check(adapt(wrong, **ALL, key_mask=True), only=[check], on_fail="collect")
     assert record.outcome == "broken" and record.failed
 
 

@@ -107,11 +107,11 @@ def _load(request: Mapping[str, Any]) -> str:
 
 def _check(request: Mapping[str, Any]) -> str:
     """Run one check of a backend; returns the fields of its record."""
-    from efficient_attn.testing import adapt, check_backend
+    from efficient_attn import testing
 
     target, name, declared = request["target"], request["check"], request["declared"]
-    spec = _resolved(target) if declared is None else adapt(target, **declared)
-    (record,) = check_backend(
+    spec = _resolved(target) if declared is None else testing.adapt(target, **declared)
+    (record,) = testing.check(
         spec, on_fail="collect", seed=request["seed"], only=[name], long=request["long"]
     )
     return json.dumps(asdict(record))

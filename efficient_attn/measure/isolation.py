@@ -8,10 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import redirect_stdout
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Self
 
 from msgspec import structs
@@ -19,6 +21,7 @@ from msgspec import structs
 from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.measure import worker
+from efficient_attn.measure.environment import usable_cores
 from efficient_attn.measure.process import CrashError, Process, refusal_of
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.records import parse
@@ -31,6 +34,8 @@ DEFAULT_ISOLATION = REUSE if os.name == "posix" else NONE
 # Time limit of one point or one check; most checks take less than a second on an idle machine.
 DEFAULT_TIMEOUT_S = 60.0
 
+# Checks that run beside one another.
+_MOST_PROCESSES = 4
 # After this many hanging checks the remaining ones are not tried.
 _MOST_HANGS = 3
 
@@ -121,44 +126,55 @@ def check_isolated(
     long: bool = False,
     declared: Mapping[str, Any] | None = None,
 ) -> list[CheckRecord]:
-    """Records of `testing.check_backend` for a name or an address, computed in a child process.
+    """Records of `efficient_attn.check` for a name or an address, computed in a child process.
 
     The time limit holds for one check, and for the import of the backend. `declared` are arguments of
     `testing.adapt` for a function at an address.
     """
+    from efficient_attn import testing
     from efficient_attn.conformance.table import CHECKS
-    from efficient_attn.testing import adapt, check_backend, check_names
 
     if os.name != "posix":
         # Other systems have no process groups; the backend runs in this process.
-        tested = backend if declared is None else adapt(backend, **declared)
+        tested = backend if declared is None else testing.adapt(backend, **declared)
         with redirect_stdout(sys.stderr):
-            return check_backend(tested, on_fail="collect", seed=seed, only=only, long=long)
-    with Process() as process:
-        if (refusal := refusal_of(backend, process, rehearse=False, limit_s=timeout_s)) is not None:
+            return testing.check(tested, on_fail="collect", seed=seed, only=only, long=long)
+    # A check of the long form also runs if it is named.
+    names = testing.check_names(long=long or only is not None)
+    chosen = list(names if only is None else only)
+    for name in chosen:
+        if name not in names:
+            raise UnknownNameError("check", name, names)
+    processes: SimpleQueue[Process] = SimpleQueue()
+    hangs: list[str] = []
+
+    def record_of(name: str) -> CheckRecord:
+        lost = partial(CheckRecord, backend=backend, check=name, promise=CHECKS[name].promise)
+        if len(hangs) >= _MOST_HANGS:
+            return lost(outcome=UNKNOWN, detail=f"Not tried: {len(hangs)} earlier checks did not end.")
+        request = {"target": backend, "check": name, "seed": seed, "long": long, "declared": declared}
+        process = processes.get()
+        try:
+            return CheckRecord(**json.loads(process.ask("check", request, limit_s=timeout_s)))
+        except TimeoutError:
+            hangs.append(name)
+            detail = f"The check took longer than {show_seconds(timeout_s)} (raise it with --timeout)."
+            return lost(outcome=BROKEN, detail=detail, failed=True)
+        except CrashError as ending:
+            return lost(outcome=BROKEN, detail=f"The check did not end: {ending}.", failed=True)
+        finally:
+            processes.put(process)
+
+    with ExitStack() as stack:
+        first = stack.enter_context(Process())
+        if (refusal := refusal_of(backend, first, rehearse=False, limit_s=timeout_s)) is not None:
             raise DataError(refusal)
-        # A check of the long form also runs if it is named.
-        names = check_names(long=long or only is not None)
-        chosen = list(names if only is None else only)
-        for name in chosen:
-            if name not in names:
-                raise UnknownNameError("check", name, names)
-        records: list[CheckRecord] = []
-        hung = 0
-        for name in chosen:
-            lost = partial(CheckRecord, backend=backend, check=name, promise=CHECKS[name].promise)
-            request = {"target": backend, "check": name, "seed": seed, "long": long, "declared": declared}
-            try:
-                if hung == _MOST_HANGS:
-                    detail = f"Not tried: {hung} earlier checks did not end."
-                    record = lost(outcome=UNKNOWN, detail=detail)
-                else:
-                    record = CheckRecord(**json.loads(process.ask("check", request, limit_s=timeout_s)))
-            except TimeoutError:
-                hung += 1
-                detail = f"The check took longer than {show_seconds(timeout_s)} (raise it with --timeout)."
-                record = lost(outcome=BROKEN, detail=detail, failed=True)
-            except CrashError as ending:
-                record = lost(outcome=BROKEN, detail=f"The check did not end: {ending}.", failed=True)
-            records.append(record)
-    return records
+        # Each check uses one thread.
+        count = min(usable_cores(), _MOST_PROCESSES, len(chosen))
+        for process in (first, *(stack.enter_context(Process()) for _ in range(count - 1))):
+            processes.put(process)
+        pool = ThreadPoolExecutor(count)
+        try:
+            return list(pool.map(record_of, chosen))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)

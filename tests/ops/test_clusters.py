@@ -12,7 +12,7 @@ import efficient_attn as ea
 from efficient_attn.measure.variants import select
 from efficient_attn.ops.clusters import kmeans, probing, slices
 from efficient_attn.ops.clusters.trees import causal_stages, full_stages, places, sort_runs
-from efficient_attn.testing import check_backend, check_names
+from efficient_attn.testing import check_names
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True])
 PATHS = pytest.mark.usefixtures("path")
@@ -172,7 +172,7 @@ def test_the_conformance_suite_holds_with_opened_clusters(path, checks, monkeypa
     # Second derivatives, which the backend does not promise without probes, are right as well. Clusters of
     # more keys at more tokens would take memory that grows faster than the tokens.
     promised = replace(ea.spec("window-clusters").capabilities, second_derivatives=True)
-    check_backend(built(clusters=256, probes=PROBES), capabilities=promised, only=checks)
+    ea.check(built(clusters=256, probes=PROBES), capabilities=promised, only=checks)
 
 
 def relative_error(name, q, k, v, **options):
