@@ -123,9 +123,9 @@ def test_after_three_checks_that_hang_the_others_are_not_tried(tmp_path, capfd):
     path.write_text("def attend(q, k, v):\n    while True:\n        pass\n")
     assert main_code("check", f"{path}:attend", "--timeout", "2s") == 1
     out = capfd.readouterr().out
-    assert (
-        out.count("The check took longer than 2 s") == 3 and "Not tried: 3 earlier checks did not end." in out
-    )
+    # Of the checks that run beside one another each may be the third.
+    hung = out.count("The check took longer than 2 s")
+    assert 3 <= hung <= 6 and f"Not tried: {hung} earlier checks did not end." in out
 
 
 @pytest.mark.parametrize(
