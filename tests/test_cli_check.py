@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -125,7 +126,7 @@ def test_after_three_checks_that_hang_the_others_are_not_tried(tmp_path, capfd):
     out = capfd.readouterr().out
     # Of the checks that run beside one another each may be the third.
     hung = out.count("The check took longer than 2 s")
-    assert 3 <= hung <= 6 and f"Not tried: {hung} earlier checks did not end." in out
+    assert 3 <= hung <= 6 and re.search("Not tried: [3-6] earlier checks did not end", out)
 
 
 @pytest.mark.parametrize(
