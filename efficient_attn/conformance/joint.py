@@ -47,8 +47,9 @@ def _long(seed: int) -> tuple[Case, ...]:
         *joint(seed, 3, 9, 70, 200),
         *joint(seed, 9, 70, dtype="float32"),
         *both(LARGE_BATCH),
+        MANY_PAIRS.but(dtype="float32"),
     ),
-    long=lambda seed: (*_long(seed), MANY_PAIRS.but(dtype="float32")),
+    long=_long,
 )
 def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
