@@ -12,7 +12,6 @@ from efficient_attn.errors import DtypeError, OptionError, ShapeError, Unsupport
 from efficient_attn.options import option
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
-from efficient_attn.transformer.seeds import spawn_seeds
 
 NAME = "by-head"
 
@@ -21,17 +20,18 @@ NAME = "by-head"
 class ByHeadOptions:
     """Options of `by-head`."""
 
-    heads: Any = option(
+    heads: Any = option(  # noqa: RUF009 (constant)
         None, "Backends of key heads, numbered from 0: {'0,2': ('window', {'window': 513}), '3-5': 'window'}."
     )
-    rest: Any = option(
+    rest: Any = option(  # noqa: RUF009 (constant)
         "exact", "Backend of the other key heads: a name, or a pair of a name and its options."
     )
 
     def __post_init__(self) -> None:
         if not isinstance(self.heads, Mapping) or not self.heads:
             raise OptionError(
-                f"heads maps key heads to backends, {{'0,2': ('window', {{'window': 513}})}}, not {self.heads!r}."
+                "heads maps key heads to backends, such as {'0,2': ('window', {'window': 513})}, "
+                f"not {self.heads!r}."
             )
         groups = {_text(_numbers(key)): _entry(value) for key, value in self.heads.items()}
         numbers = [number for key in groups for number in _numbers(key)]
@@ -72,6 +72,16 @@ def _entry(value: Any) -> dict[str, Any]:
     return {"backend": value[0], "options": dict(value[1])}
 
 
+def parts_of(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The backends, each with its options, that options name; of `rest` first.
+
+    Raises:
+        OptionError, DtypeError: If they name none.
+    """
+    parsed = ByHeadOptions(**options)
+    return [parsed.rest, *parsed.heads.values()]
+
+
 class ByHeadAttention(nn.Module):
     """Calls a backend for each group of key heads and the queries that read them.
 
@@ -93,8 +103,8 @@ class ByHeadAttention(nn.Module):
         """The output, and the state of each part; None for a part without heads."""
         states = [None] * len(self.parts) if state is None else list(state)
 
-        def step(number: int, part: Backend, *group: Tensor) -> Tensor:
-            out, states[number] = part.extend(*group, states[number], key_mask=key_mask)
+        def step(number: int, part: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, states[number] = part.extend(q, k, v, states[number], key_mask=key_mask)
             return out
 
         return self._attend(q, k, v, step), tuple(states)
@@ -133,11 +143,13 @@ class ByHeadAttention(nn.Module):
 
     def redraw(self, seed: int) -> None:
         """Draw the random features of all parts anew."""
-        random = [part for part in self.parts if hasattr(part.core, "redraw")]
+        from efficient_attn import backends
+
+        random: list[Any] = [part for part in self.parts if hasattr(part.core, "redraw")]
         if not random:
             raise UnsupportedError("Nothing in these backends is random; nothing to redraw.")
-        for part, own_seed in zip(random, spawn_seeds(seed, len(random)), strict=True):
-            part.redraw(own_seed)
+        for part, part_seed in zip(random, backends.spawn_seeds(seed, len(random)), strict=True):
+            part.redraw(part_seed)
 
 
 def _take(x: Tensor, heads: list[int], size: int) -> Tensor:
@@ -160,7 +172,7 @@ def _take(x: Tensor, heads: list[int], size: int) -> Tensor:
 def build(problem: AttentionProblem, options: ByHeadOptions) -> ByHeadAttention:
     from efficient_attn import backends
 
-    entries, groups = [options.rest, *options.heads.values()], [_numbers(key) for key in options.heads]
+    entries, groups = parts_of(vars(options)), [_numbers(key) for key in options.heads]
     if any(entry["backend"] == NAME for entry in entries):
         raise OptionError(f"heads: a part of {NAME!r} is another backend.")
     sizes = {**asdict(problem), "num_heads": None}

@@ -11,7 +11,6 @@ import efficient_attn as ea
 from efficient_attn.backends.by_head import ByHeadOptions, build
 from efficient_attn.errors import DtypeError, OptionError, ShapeError
 from efficient_attn.registry import NoOptions
-from efficient_attn.testing import check_backend
 
 WINDOW = ("window", {"window": 7, "global_tokens": 2})
 PERFORMER = ("performer-positive", {"num_features": 32})
@@ -62,7 +61,7 @@ def test_a_mixture_keeps_the_promises_of_its_parts(rest):
         capabilities=replace(ea.spec("by-head").capabilities, cross=False, approximates_softmax=False),
         builder=lambda problem, options: build(problem, ByHeadOptions(heads={"0": WINDOW}, rest=rest)),
     )
-    check_backend(spec)
+    ea.check(spec)
 
 
 @pytest.mark.parametrize(
