@@ -3,12 +3,13 @@
 from functools import partial
 
 from efficient_attn.measure.quantities import MATTERS, QUANTITIES, register, setting
-from efficient_attn.studies.advise.plan import BOUND, plan
+from efficient_attn.studies.advise.plan import BOUND, HEADS, plan
 from efficient_attn.studies.study import Study
 
 register(
     kinds={
         "prediction": "speed-up over exact attention, predicted from short calls",
+        HEADS: "rank of the key heads of a decoder",
         BOUND: "time of a model without attention, which bounds all gains",
     }
 )
@@ -19,7 +20,7 @@ STUDY = Study(
     name="advise",
     plan=plan,
     module=__name__,
-    kinds=("prediction", BOUND),
+    kinds=("prediction", HEADS, BOUND),
     quantities=(
         *(QUANTITIES[name] for name in ("output_relative_error", "time_s")),
         _number("predicted_speed", "", "Speed-up, predicted from earlier records."),
@@ -27,5 +28,8 @@ STUDY = Study(
         _number("predicted_speed_high", "", "Upper end of the interval of predicted_speed."),
         _text("chosen_layers", "", "Backend of each replaced layer, JSON."),
         _text("attached_layers", "", "Backends of all attention modules, JSON."),
+        _text("head_scores", "", "Layer, key head and score of every key head, JSON."),
+        setting("streaming_heads", "", "Number of key heads that stream."),
+        setting("key_heads", "", "Number of key heads of the model."),
     ),
 )

@@ -31,6 +31,7 @@ from efficient_attn.integrations.transformers.swapping import (
 )
 from efficient_attn.integrations.transformers.swapping import ModelOutputs as Outputs
 from efficient_attn.measure import error as distances
+from efficient_attn.measure.copies import copies_begin, copy_recall, with_copies
 from efficient_attn.measure.record import Case
 from efficient_attn.measure.texts import digest
 from efficient_attn.measure.variants import MODEL, OWN, Variant
@@ -75,6 +76,8 @@ class TextSubject:
     ) -> "TextSubject":
         """The model on the beginnings of the texts."""
         sites, ids = sites_of(opened.model), _token_ids(opened, texts, seq_len)
+        if predicts_next(opened.model, sites):
+            ids = tuple(with_copies(text, seed=workload.seed) for text in ids)
         first = sites.swapped[0]
         shared = {
             "num_heads": first.num_heads or 1,
@@ -155,7 +158,10 @@ class TextSubject:
             "token_distance": distances.cosine_distance(replaced.hidden, exact.hidden),
         }
         if replaced.logits is not None and exact.logits is not None:
-            by_name |= distances.next_token_distances(replaced.logits, exact.logits, ids[0])
+            begin = copies_begin(ids.shape[1])
+            by_name |= distances.next_token_distances(replaced.logits, exact.logits, ids[0, :begin])
+            if begin < ids.shape[1]:
+                by_name |= copy_recall(replaced.logits, exact.logits, ids[0])
         elif not self.sites.causal:
             by_name["first_token_distance"] = distances.cosine_distance(replaced.hidden[0], exact.hidden[0])
         return by_name
@@ -231,6 +237,13 @@ def texts_of_lengths(
     if not pairs:
         raise DataError(f"No length can be measured. {' '.join(notes)}")
     return pairs, notes
+
+
+def ranks_heads(opened: Opened) -> bool:
+    """Whether the model is a decoder with a language-model head and several key heads per layer."""
+    sites = sites_of(opened.model)
+    first = sites.swapped[0]
+    return predicts_next(opened.model, sites) and (first.num_kv_heads or first.num_heads or 1) > 1
 
 
 def load(model: Any, name: str | None, workload: Workload) -> Opened:
