@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from functools import partial
+from statistics import fmean, stdev
 
 from efficient_attn.backends.by_head import NAME as BY_HEAD
 from efficient_attn.integrations.transformers.assignment import Choice
@@ -13,7 +14,7 @@ from efficient_attn.measure.record import replace as with_values
 from efficient_attn.measure.variants import OWN, PLAN, Variant
 from efficient_attn.measure.worker import answer
 from efficient_attn.studies.advise.outcomes import Targets
-from efficient_attn.studies.advise.plan import HEADS, RANDOM_HEADS
+from efficient_attn.studies.advise.plan import HEADS, RANDOM_HEADS, RETRIEVAL
 from efficient_attn.studies.study import Point, Steps
 from efficient_attn.studies.swap import measure
 from efficient_attn.studies.swap.model import TextSubject
@@ -59,6 +60,7 @@ def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *
         yield _planned(held_out, RANDOM_HEADS, _by_layer(drawn))
         variants = (Variant(backend=OWN, label=OWN, target=OWN), _variant(PLAN, heads, held_out))
         yield [_timed(held_out, variant, rounds) for variant in variants]
+        yield _retrieved(held_out, variants[1])
     vars(held_out).pop("exact", None)
 
 
@@ -121,6 +123,32 @@ def _plan_record(case: Case, variant: Variant, subject: TextSubject, heads: Head
         attached_layers=json.dumps(subject.plan(variant)) if heads else None,
         streaming_heads=sum(map(len, heads.values())),
         key_heads=_kv_heads(subject) * len(subject.layers),
+    )
+
+
+def _retrieved(subject: TextSubject, variant: Variant) -> Point:
+    case = subject.case(RETRIEVAL, variant)
+    return Point(
+        case=case,
+        measure=partial(answer, case, partial(_retrieval, case, variant, subject)),
+        label=f"{variant.label}, {case.tokens} tokens, numbers in a text",
+        series=RETRIEVAL,
+        cost=float(case.tokens),
+    )
+
+
+def _retrieval(case: Case, variant: Variant, subject: TextSubject) -> Record:
+    """Share of planted numbers that the plan finds, beside the model with its own attention."""
+    exact = subject.right_answers()
+    with subject.replaced(variant):
+        found = subject.right_answers()
+    differences = [float(a) - float(b) for a, b in zip(found, exact, strict=True)]
+    return Record(
+        case=case,
+        retrieval=fmean(found),
+        retrieval_exact=fmean(exact),
+        retrieval_error=stdev(differences) / len(differences) ** 0.5,
+        numbers=len(exact),
     )
 
 

@@ -31,6 +31,7 @@ from efficient_attn.integrations.transformers.swapping import (
 )
 from efficient_attn.integrations.transformers.swapping import ModelOutputs as Outputs
 from efficient_attn.measure import error as distances
+from efficient_attn.measure import planted_numbers
 from efficient_attn.measure.copies import copies_begin, copy_recall, with_copies
 from efficient_attn.measure.record import Case
 from efficient_attn.measure.texts import digest
@@ -69,6 +70,9 @@ class TextSubject:
     calibration: Tensor | None = None
     calibrated_on: str = FIRST_TEXT
     base: Mapping[int, Choice] = field(default_factory=dict)
+    tokenizer: Any = None
+    # The text from which prompts with planted numbers are made.
+    filler: str = ""
 
     @classmethod
     def of(
@@ -92,7 +96,15 @@ class TextSubject:
             "seed": workload.seed,
         }
         hashes = {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
-        return cls(opened.model, sites, ids, shared, {**opened.about, "texts": hashes})
+        return cls(
+            opened.model,
+            sites,
+            ids,
+            shared,
+            {**opened.about, "texts": hashes},
+            tokenizer=opened.tokenizer,
+            filler=next(iter(texts.values())),
+        )
 
     @cached_property
     def predicts(self) -> bool:
@@ -165,6 +177,18 @@ class TextSubject:
         elif not self.sites.causal:
             by_name["first_token_distance"] = distances.cosine_distance(replaced.hidden[0], exact.hidden[0])
         return by_name
+
+    def right_answers(self) -> list[bool]:
+        """Whether the model finds each of the numbers that prompts plant in the text."""
+        prompts = planted_numbers.prompts(
+            self.tokenizer, self.filler, self.shared["tokens"], seed=self.shared["seed"]
+        )
+        answers: list[bool] = []
+        for prompt in prompts:
+            outputs = run(self.model, prompt.ids.to(self.model.device), predicts=True)
+            if outputs.logits is not None:
+                answers += planted_numbers.right_answers(outputs.logits, prompt)
+        return answers
 
     @contextmanager
     def replaced(self, variant: Variant, draw: int = 0, layer: int | None = None) -> Iterator[bool]:

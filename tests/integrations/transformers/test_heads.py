@@ -112,9 +112,12 @@ def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(folde
     assert {(layer, head) for layer, head, _ in json.loads(rank.head_scores)} == {
         (layer, head) for layer in range(3) for head in range(2)
     }
-    plans = [record for record in results.records if record.case.label.startswith("plan")]
+    plans = [
+        record for record in results.records if record.streaming_heads and record.case.label != "random heads"
+    ]
     assert [record.streaming_heads for record in plans[:2]] == [2, 4] and plans[0].key_heads == 6
     final = plans[-1]
-    print(results.sentences())
     assert final.case.label == "plan" and final.case.inputs.endswith("held out")
+    (found,) = [record for record in results.records if record.case.kind == "retrieval"]
+    assert found.numbers == 16 * 13 and found.status == "ok"
     assert f"with {final.streaming_heads} of 6 key heads streaming: loss" in results.sentences()[0]
