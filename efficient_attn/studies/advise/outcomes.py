@@ -13,7 +13,7 @@ from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
 from efficient_attn.report.text import show_ratio
 from efficient_attn.stats.estimates import Typical, time_ratio
-from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS, RANDOM_HEADS, SLIDING
+from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS, RANDOM_HEADS, RETRIEVAL, SLIDING
 from efficient_attn.studies.swap.analysis import KL, MEAN_POOL, NAMES, OUTPUT_COSINE
 from efficient_attn.studies.swap.view import show_quantity
 from efficient_attn.studies.view import Environment
@@ -143,6 +143,13 @@ def _outcome_of_heads(tokens: int, records: Sequence[Record], targets: Targets) 
     if chance is not None:
         text += (
             f"; as many random heads: divergence {chance.next_token_kl:.2g}, recall {_show_recall(chance)}"
+        )
+    asked = next((record for record in records if record.case.kind == RETRIEVAL), None)
+    if asked is not None and asked.retrieval is not None:
+        width = 100 * _UPPER * asked.retrieval_error
+        text += (
+            f"; of {asked.numbers} numbers planted in a text it finds {100 * asked.retrieval:.0f} %, "
+            f"the model {100 * asked.retrieval_exact:.0f} % (difference ± {width:.1f} points)"
         )
     return Outcome(tokens, side, text, plan)
 
