@@ -233,7 +233,7 @@ class WrongOutputError(Exception):
 @contextmanager
 def outputs_checked(*modules: nn.Module) -> Iterator[None]:
     """Check all outputs of the backends in the modules, or of modules that are backends, within the block."""
-    hooks = [part.register_forward_hook(_check_call, with_kwargs=True) for part in backends_in(*modules)]
+    hooks = [part.register_forward_hook(check_call, with_kwargs=True) for part in backends_in(*modules)]
     try:
         yield
     finally:
@@ -261,8 +261,13 @@ def check_gradients(gradients: Mapping[str, Tensor | None], *, optional: Sequenc
             raise WrongOutputError(f"{_share(gradient)} of the gradient of {name} are not finite.")
 
 
-def _check_call(backend: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-    arguments = dict(zip("qkv", args, strict=False)) | named
+def check_call(backend: nn.Module, args: Sequence[Any], named: Mapping[str, Any], output: Any) -> None:
+    """Refuse an output of another shape, dtype or device than q's, or that is not finite.
+
+    Raises:
+        WrongOutputError: If the output of the call is no valid one.
+    """
+    arguments = dict(zip("qkv", args, strict=False)) | dict(named)
     q, k, v = (arguments[name].detach() for name in "qkv")
     shape = [*q.shape[:-1], v.shape[-1]]
     expected = f"expected a tensor {shape} of {q.dtype}"
