@@ -10,9 +10,10 @@ pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is
 from integrations.hf_models import VOCABULARY, llama, saved
 
 import efficient_attn as ea
-from efficient_attn.integrations.transformers import swapped
+from efficient_attn.integrations.transformers import attach, swapped
 from efficient_attn.integrations.transformers.assignment import Choice
 from efficient_attn.integrations.transformers.head_scores import head_scores
+from efficient_attn.integrations.transformers.loading import open_model, token_ids
 from efficient_attn.integrations.transformers.swapping import sites_of
 from efficient_attn.measure.copies import (
     DISTANCE,
@@ -121,3 +122,20 @@ def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(folde
     (found,) = [record for record in results.records if record.case.kind == "retrieval"]
     assert found.numbers == 16 * 13 and found.status == "ok"
     assert f"with {final.streaming_heads} of 6 key heads streaming: loss" in results.sentences()[0]
+
+
+def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(folder, texts, tmp_path):
+    loose = {"max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
+    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=1, **loose)
+    (plan,) = [r for r in results.records if (r.case.kind, r.case.label) == ("swap", "plan")]
+    (tmp_path / "layers.json").write_text(plan.attached_layers)
+    opened = open_model(folder, dtype="float32", device="cpu")
+    ids = with_copies(token_ids(opened, texts[1], most=TOKENS), seed=0)
+    with torch.no_grad():
+        exact = opened.model(ids).logits[0].double()
+        attach(opened.model, tmp_path / "layers.json")
+        attached = opened.model(ids).logits[0].double()
+    begin = copies_begin(TOKENS)
+    log_p, log_q = (x[:begin].log_softmax(dim=-1) for x in (exact, attached))
+    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean()
+    assert plan.next_token_kl == pytest.approx(kl.item(), rel=1e-4) and kl > 1e-6
