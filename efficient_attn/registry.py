@@ -80,6 +80,7 @@ class BackendSpec:
             named.
         outside: Whether it wraps a function without a table of capabilities: undeclared ones are unknown.
         function: Registered function of q, k and v; None: a builder is registered.
+        composed: Whether it is made of other backends, which its options name; listings leave it out.
     """
 
     name: str
@@ -94,6 +95,7 @@ class BackendSpec:
     also: tuple[Mapping[str, Any], ...] = ()
     outside: bool = False
     function: Callable[..., Any] | None = None
+    composed: bool = False
 
     def flops(self, problem: Any, options: Any, tokens: int) -> int | None:
         """Operations of one head's forward pass, two for each multiplication with its addition.
@@ -120,6 +122,7 @@ def register(
     formula: str | None = None,
     operations: Callable[[Any, Any, int, int], OperationCounts | None] | None = None,
     also: tuple[Mapping[str, Any], ...] = (),
+    composed: bool = False,
 ) -> Callable[[Callable], Callable]:
     """Register the decorated builder under `name`.
 
@@ -140,6 +143,7 @@ def register(
                 builder=builder,
                 operations=operations,
                 also=also,
+                composed=composed,
             )
         )
         return builder

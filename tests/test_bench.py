@@ -9,7 +9,7 @@ import torch
 from planned import points_of
 
 from efficient_attn import bench
-from efficient_attn.errors import DataError, UnsupportedError
+from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.ops.paths import VARIABLE
@@ -169,3 +169,18 @@ def test_cuda_is_timed_with_events_and_its_allocator_is_asked():
     results = bench(["exact-dense"], device="cuda", seq_lens=(128, 256), budget_s=60)
     assert {record.status for record in results.records} == {"ok"}
     assert {r.memory_method for r in results.records if r.case.kind == "memory"} == {"cuda allocated"}
+
+
+def test_decoding_times_one_token_after_the_state_of_all_before_it():
+    results = bench(["window", values], decode=True, **SMALL)
+    assert {(r.case.label, r.status) for r in results.records if r.case.kind == "time"} == {
+        ("exact · decoded", "ok"),
+        ("window · decoded", "ok"),
+        ("values · decoded", "unsupported"),
+    }
+    states = {(r.case.backend, r.case.tokens): r.state_bytes for r in results.records if r.status == "ok"}
+    # Keys and values of 8 float32 numbers in 2 heads, and one byte.
+    assert [states["exact", n] for n in (16, 32)] == [2 * 2 * n * 8 * 4 + 1 for n in (16, 32)]
+    assert all(r.case.causal for r in results.records)
+    with pytest.raises(OptionError, match="decode is of attention alone"):
+        bench(["window"], decode=True, backward=True, **SMALL)

@@ -23,7 +23,8 @@ for _module in pkgutil.iter_modules(__path__):
 
 def list_backends(*, causal: bool | None = None) -> tuple[str, ...]:
     """Names of the registered backends, sorted; `causal` selects backends that can, or cannot, be causal."""
-    return tuple(name for name in sorted(SPECS) if causal in (None, SPECS[name].capabilities.causal))
+    listed = (name for name in sorted(SPECS) if not SPECS[name].composed)
+    return tuple(name for name in listed if causal in (None, SPECS[name].capabilities.causal))
 
 
 def spec(name: str) -> BackendSpec:

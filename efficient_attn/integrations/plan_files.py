@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import list_backends, spec
-from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.backends.by_head import NAME as BY_HEAD
+from efficient_attn.backends.by_head import parts_of
+from efficient_attn.errors import AttentionError, DataError, UnknownNameError
 from efficient_attn.limits import CONFIG_BYTES, read_bytes
 from efficient_attn.options import SEED
 from efficient_attn.problem import AttentionProblem
@@ -73,8 +75,8 @@ def check_plan(plan: Any, place: str) -> dict[str, dict[str, Any]]:
     if not isinstance(layers, Mapping) or not all(_has_fields(layer) for layer in layers.values()):
         raise DataError(f"{place}: a layer in efficient_attn lacks one of the fields {', '.join(_FIELDS)}.")
     # Only registered names, never an address such as file.py:object: loading a model runs none of its code.
-    unknown = {layer["backend"] for layer in layers.values()} - set(list_backends())
-    if unknown:
+    names = {entry["backend"] for layer in layers.values() for entry in _entries(layer, place)}
+    if unknown := names - {*list_backends(), BY_HEAD}:
         raise DataError(
             f"{place} names the backend {min(unknown)!r}, which is not registered here; "
             f"known: {', '.join(list_backends())}."
@@ -95,6 +97,11 @@ def check_size(
         UnknownNameError: If the backend has no such option.
         DataError: If the backend needs more numbers.
     """
+    parts = _entries(layer, "The plan")[1:]
+    for part in parts:
+        check_size(part, replace(problem, num_heads=None), parameters, saved=saved)
+    if parts:
+        return
     chosen = spec(layer["backend"])
     names = [option.name for option in fields(chosen.options_type)]
     for option in layer["options"].keys() - {*names}:
@@ -114,6 +121,16 @@ def check_size(
     if needed > limit:
         what = "are the most here" if saved is None else "are saved"
         raise DataError(f"backend {chosen.name!r} needs {needed} numbers, {limit} {what}.")
+
+
+def _entries(layer: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
+    """A layer of a plan, and the backends of its key heads where they differ."""
+    if layer["backend"] != BY_HEAD:
+        return [layer]
+    try:
+        return [layer, *parts_of(layer["options"])]
+    except (TypeError, AttentionError) as error:
+        raise DataError(f"{place}: the options of {BY_HEAD!r} are none: {error}") from None
 
 
 def _has_fields(layer: Any) -> bool:

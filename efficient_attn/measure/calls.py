@@ -2,7 +2,7 @@
 
 Blocks are post-norm with ReLU, model_dim = num_heads·head_dim and a feed-forward dimension of 4·model_dim, as
 in the base model of Vaswani et al. 2017. Embeddings and positions are omitted: they are the same for every
-attention. A call is eager, compiled by torch.compile, or replayed from a CUDA graph.
+attention. A call is eager, compiled by torch.compile, replayed from a CUDA graph, or decodes the last token.
 """
 
 import copy
@@ -22,13 +22,14 @@ from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import memory
 from efficient_attn.measure.error import (
     backends_in,
+    check_call,
     check_gradients,
     mean_of_values,
     outputs_checked,
 )
 from efficient_attn.measure.inputs import read_given
 from efficient_attn.measure.memory import ITEM_BYTES
-from efficient_attn.measure.record import CUDA_GRAPH, SAME_INPUTS, Case, replace
+from efficient_attn.measure.record import CUDA_GRAPH, DECODED, SAME_INPUTS, Case, replace
 from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION
 from efficient_attn.operation_counts import MatMul, OperationCounts
 from efficient_attn.options import resolved
@@ -97,8 +98,10 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
     def called(module: Any) -> Callable[[], object]:
         return _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
 
-    call = called(module)
     streams = case.causal and bool(spec.capabilities.streaming)
+    if case.execution == DECODED and not (streams and case.of == "attention"):
+        raise UnsupportedError(f"{spec.name!r} keeps no state from which a token could be decoded.")
+    call = called(module)
     # Operation counts are defined for q, k and v of one length and width, in the heads of the case.
     of_attention = case.of == "attention"
     heads = [case.num_heads, *[case.num_kv_heads or case.num_heads] * 2]
@@ -108,7 +111,10 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
     counting = module.spec if isinstance(module, Backend) else spec
     counted, moved = (count(case, counting) if alike else None for count in (flops, moved_bytes))
     checked: Callable[[], object] = functools.partial(_checked, module, call, case)
-    if case.execution is not None:
+    if case.execution == DECODED:
+        call = checked = _decoding(module, tensors)
+        counted = moved = None
+    elif case.execution is not None:
         checked()
         call = checked = _executed(case.execution, module, called, spec=spec, device=case.device)
     return Prepared(module, call, checked, tuple(tensors), streams, counted, moved, calibrated_on)
@@ -303,6 +309,20 @@ def known_flops(case: Case, target: Any) -> int | None:
             return attention_flops(case, target)
     except Exception:
         return None
+
+
+def _decoding(module: Any, inputs: list[Tensor]) -> Call:
+    """The last token after the state of all before it; states are never modified."""
+    before, last = ([x[:, :, rows] for x in inputs] for rows in (slice(-1), slice(-1, None)))
+    with torch.no_grad():
+        _, state = module.extend(*before)
+
+    def call() -> object:
+        with torch.no_grad():
+            return module.extend(*last, state)[0]
+
+    check_call(module, last, {}, call())
+    return call
 
 
 def _executed(

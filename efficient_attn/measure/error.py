@@ -233,7 +233,7 @@ class WrongOutputError(Exception):
 @contextmanager
 def outputs_checked(*modules: nn.Module) -> Iterator[None]:
     """Check all outputs of the backends in the modules, or of modules that are backends, within the block."""
-    hooks = [part.register_forward_hook(_check_call, with_kwargs=True) for part in backends_in(*modules)]
+    hooks = [part.register_forward_hook(check_call, with_kwargs=True) for part in backends_in(*modules)]
     try:
         yield
     finally:
@@ -261,8 +261,13 @@ def check_gradients(gradients: Mapping[str, Tensor | None], *, optional: Sequenc
             raise WrongOutputError(f"{_share(gradient)} of the gradient of {name} are not finite.")
 
 
-def _check_call(backend: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-    arguments = dict(zip("qkv", args, strict=False)) | named
+def check_call(backend: nn.Module, args: Sequence[Any], named: Mapping[str, Any], output: Any) -> None:
+    """Refuse an output of another shape, dtype or device than q's, or that is not finite.
+
+    Raises:
+        WrongOutputError: If the output of the call is no valid one.
+    """
+    arguments = dict(zip("qkv", args, strict=False)) | dict(named)
     q, k, v = (arguments[name].detach() for name in "qkv")
     shape = [*q.shape[:-1], v.shape[-1]]
     expected = f"expected a tensor {shape} of {q.dtype}"
@@ -292,16 +297,19 @@ def _share(x: Tensor) -> str:
 
 
 def next_token_distances(logits: Logits, exact: Logits, ids: Tensor) -> dict[str, float]:
-    """Divergence in nats, disagreement and perplexity of the next token, in blocks of positions.
+    """Divergence in nats, disagreement, perplexity and loss of the next token, in blocks of positions.
 
     The divergence is the mean of Σ p log(p / p'), with p of `exact`. The disagreement is the share of
-    positions with another most likely token, the perplexity exp of the mean of −log p'(next token).
+    positions with another most likely token, the perplexity exp of the mean of −log p'(next token). The loss
+    is the mean of log(p / p')(next token); its standard error that of the mean over blocks of 64 consecutive
+    tokens, whose losses depend on one another.
 
     Args:
         logits, exact: Logits of a slice of positions, [positions vocabulary].
         ids: Tokens of the text, [tokens].
     """
     kl = unlike = loss = 0.0
+    differences: list[Tensor] = []
     for start in range(0, len(ids), _ROWS):
         rows = slice(start, min(start + _ROWS, len(ids)))
         part, exact_part = logits(rows), exact(rows)
@@ -309,10 +317,17 @@ def next_token_distances(logits: Logits, exact: Logits, ids: Tensor) -> dict[str
         kl += float(F.kl_div(log_q, log_p, reduction="sum", log_target=True))
         unlike += float((part.argmax(dim=-1) != exact_part.argmax(dim=-1)).sum())
         following = ids[rows.start + 1 : rows.stop + 1]
-        loss += float(F.nll_loss(log_q[: len(following)], following, reduction="sum"))
+        nats, exact_nats = (
+            F.nll_loss(x[: len(following)], following, reduction="none") for x in (log_q, log_p)
+        )
+        loss += float(nats.sum())
+        differences += [nats - exact_nats] if len(following) else []
+    means = torch.stack([block.mean() for block in differences])
     return {
         # The divergence of equal distributions is zero, up to rounding of either sign.
         "next_token_kl": max(kl / len(ids), 0.0) if math.isfinite(kl) else kl,
         "next_token_disagreement": unlike / len(ids),
+        "loss_difference": float(torch.cat(differences).mean()),
+        "loss_difference_error": float(means.std() / len(means) ** 0.5) if len(means) > 1 else 0.0,
         "perplexity": math.exp(min(loss / (len(ids) - 1), _MOST_NATS)) if math.isfinite(loss) else loss,
     }

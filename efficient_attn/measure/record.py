@@ -32,7 +32,7 @@ SCHEMA = 2
 STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
 
 # Executions of a call other than eager.
-COMPILED, CUDA_GRAPH = EXECUTIONS = ("compiled", "cuda-graph")
+COMPILED, CUDA_GRAPH, DECODED = EXECUTIONS = ("compiled", "cuda-graph", "decoded")
 
 # `calibrated_on` of a backend that was calibrated on the inputs of its measurement.
 SAME_INPUTS = "the inputs measured"

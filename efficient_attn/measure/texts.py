@@ -21,6 +21,12 @@ def shipped_texts() -> dict[str, str]:
     return {name: folder.joinpath(f"{name}.txt").read_text(encoding="utf-8") for name in NAMES}
 
 
+def long_texts() -> dict[str, str]:
+    """{name: text} of some 5 000 and 9 000 tokens: all the prose, and a chapter of Python's manual."""
+    manual = resources.files("efficient_attn.data").joinpath("types.txt")
+    return {"prose": "\n\n".join(shipped_texts().values()), "types": manual.read_text(encoding="utf-8")}
+
+
 def read_text(path: Path, *, name: str = "--text") -> str:
     """The text of a file.
 

@@ -135,6 +135,16 @@ def test_parameters_that_depend_on_the_length_are_refused():
         ({"backend": "windoww", "options": {}}, "names the backend 'windoww', which is not registered"),
         ({"backend": "window", "options": {"head_dim": 8}}, "layers.json, 0: .*head_dim"),
         ({"backend": "window-clusters", "options": {"steps": 10**9}}, "is above 65536"),
+        (
+            {"backend": "by-head", "options": {"heads": {"0": "evil.py:f"}}},
+            "'evil.py:f', which is not registered",
+        ),
+        (
+            {"backend": "by-head", "options": {"heads": {"0": ("linformer", {"rank": 10**9})}}},
+            "is above 65536",
+        ),
+        ({"backend": "by-head", "options": {"heads": 3}}, "the options of 'by-head' are none: heads maps"),
+        ({"backend": "by-head", "options": {"head": {}}}, "the options of 'by-head' are none: .*'head'"),
     ],
 )
 def test_a_foreign_plan_is_refused_in_one_line(layer, message, folder):

@@ -41,7 +41,7 @@ class StateLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0
-        # A NamedTuple of tensors, which depends on the backend; None before the first token.
+        # A NamedTuple of tensors, or a tuple of such; None before the first token.
         self.state: Any = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -97,8 +97,15 @@ class StateLayer(CacheLayerMixin):
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to all tensors of the state, [batch …]."""
-        if self.state is not None:
-            self.state = type(self.state)(*map(change, self.state))
+        self.state = _changed(self.state, change)
+
+
+def _changed(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The state with all its tensors changed; that of several backends holds one state for each."""
+    if state is None or isinstance(state, Tensor):
+        return state if state is None else change(state)
+    parts = [_changed(part, change) for part in state]
+    return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
 
 
 def _check_streams(site: AttentionSite) -> None:

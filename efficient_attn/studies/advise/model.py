@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -19,7 +19,7 @@ from efficient_attn.studies.advise.attention import PROBE
 from efficient_attn.studies.advise.plan import BOUND, LOSSLESS, SLIDING
 from efficient_attn.studies.study import Point, Request, Steps
 from efficient_attn.studies.swap import measure
-from efficient_attn.studies.swap.subject import WINDOW, Subject
+from efficient_attn.studies.swap.subject import WINDOW, Subject, has_copies
 from efficient_attn.studies.workload import Costs
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
@@ -49,8 +49,19 @@ def model_steps(
     quantity: str,
     limit: float,
     rounds: int,
+    heads: Callable[[Any, Any], Steps] | None = None,
 ) -> Steps:
-    """Windows in sliding layers, short calls of attention alone, then all points of each length."""
+    """Windows in sliding layers, short calls of attention alone, then all points of each length.
+
+    Args:
+        heads: Steps of a decoder whose key heads can be ranked, in place of all these.
+    """
+    if heads is not None:
+        for choosing, held_out in filter(lambda pair: has_copies(pair[0]), pairs):
+            yield from heads(choosing, held_out)
+        pairs = [pair for pair in pairs if not has_copies(pair[0])]
+    if not pairs:
+        return
     first = pairs[0][0]
     windows = yield from _lossless_windows(first, quantity)
     shared = {key: value for key, value in first.shared.items() if key not in ("tokens", "inputs")}

@@ -1,6 +1,7 @@
 """Outcomes of an advice for a model: its plans, their speed and loss, and Python that uses them."""
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
@@ -12,7 +13,7 @@ from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
 from efficient_attn.report.text import show_ratio
 from efficient_attn.stats.estimates import Typical, time_ratio
-from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS, SLIDING
+from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS, RANDOM_HEADS, RETRIEVAL, SLIDING
 from efficient_attn.studies.swap.analysis import KL, MEAN_POOL, NAMES, OUTPUT_COSINE
 from efficient_attn.studies.swap.view import show_quantity
 from efficient_attn.studies.view import Environment
@@ -22,6 +23,48 @@ LAYERS = "layers.json"
 
 # Losses below this are rounding of float32.
 _ROUNDING = 1e-8
+
+
+# Share of the recall of exact attention that the lower end of an interval must reach to settle it.
+_SETTLED = 0.95
+# Standard errors from the mean to the upper end of an interval.
+_UPPER = 1.96
+
+
+class Targets(NamedTuple):
+    """What a plan of heads must keep.
+
+    Attributes:
+        kl: Largest divergence of the next token, nats.
+        loss: Largest upper end of the interval of the loss difference, nats.
+        recall: Smallest share of the recall of exact attention.
+    """
+
+    kl: float
+    loss: float
+    recall: float
+
+    def missed(self, record: Record) -> list[str]:
+        """Names of the targets that a record misses."""
+        bounds = (
+            ("divergence", record.next_token_kl, self.kl),
+            ("loss", upper_loss(record), self.loss),
+            ("recall", -recall_share(record), -self.recall),
+        )
+        return [name for name, value, most in bounds if value is None or not value <= most]
+
+
+def upper_loss(record: Record) -> float:
+    """Upper end of the interval of the loss difference, nats."""
+    values = record.loss_difference, record.loss_difference_error
+    return math.inf if None in values else values[0] + _UPPER * values[1]
+
+
+def recall_share(record: Record) -> float:
+    """Recall of copies over that of exact attention; 0 where exact attention recalls nothing."""
+    if record.copy_recall is None or not record.copy_recall_exact:
+        return 0.0
+    return record.copy_recall / record.copy_recall_exact
 
 
 class Outcome(NamedTuple):
@@ -57,7 +100,58 @@ def outcomes_of(records: Sequence[Record], environment: Mapping[str, Any]) -> li
         if record.case.of == MODEL:
             group = groups.setdefault(record.case.tokens, [])
             group += [record] if record.status == "ok" else []
-    return [_outcome(tokens, groups[tokens], *_target(environment)) for tokens in sorted(groups)]
+    heads, target = _head_targets(environment), _target(environment)
+    return [
+        _outcome_of_heads(tokens, groups[tokens], heads) or _outcome(tokens, groups[tokens], *target)
+        for tokens in sorted(groups)
+    ]
+
+
+def _show_recall(record: Record) -> str:
+    """`99.1 ± 1.8 % of exact`, and whether its lower end leaves the recall open."""
+    if not record.copy_recall_exact or record.copy_recall_error is None:
+        return "not measured"
+    share, width = recall_share(record), _UPPER * record.copy_recall_error / record.copy_recall_exact
+    open_ = " (not settled)" if share >= _SETTLED > share - width else ""
+    return f"{100 * share:.1f} ± {100 * width:.1f} % of exact{open_}"
+
+
+def _head_targets(environment: Mapping[str, Any]) -> Targets:
+    entry = environment.get(LIMIT)
+    entry = entry if isinstance(entry, Mapping) else {}
+    values = [entry.get(name) for name in ("limit", "max_loss", "min_recall")]
+    return Targets(*(float(value) if isinstance(value, (int, float)) else 0.0 for value in values))
+
+
+def _outcome_of_heads(tokens: int, records: Sequence[Record], targets: Targets) -> Outcome | None:
+    """The outcome of a plan of key heads; None if there is none."""
+    plans = [
+        record for record in records if record.case.kind == "swap" and record.streaming_heads is not None
+    ]
+    plan = next((record for record in reversed(plans) if record.case.label == PLAN), None)
+    if plan is None or not plan.streaming_heads:
+        return None
+    missed = targets.missed(plan)
+    side, text = _verification(plan, records, None, misses=bool(missed))
+    text += f" ({', '.join(missed)})" if missed else ""
+    text += (
+        f", with {plan.streaming_heads} of {plan.key_heads} key heads streaming: "
+        f"loss {plan.loss_difference:+.4f} ± {_UPPER * plan.loss_difference_error:.4f} nats, "
+        f"divergence {plan.next_token_kl:.2g}, recall of copies {_show_recall(plan)}"
+    )
+    chance = next((record for record in reversed(plans) if record.case.label == RANDOM_HEADS), None)
+    if chance is not None:
+        text += (
+            f"; as many random heads: divergence {chance.next_token_kl:.2g}, recall {_show_recall(chance)}"
+        )
+    asked = next((record for record in records if record.case.kind == RETRIEVAL), None)
+    if asked is not None and asked.retrieval is not None:
+        width = 100 * _UPPER * asked.retrieval_error
+        text += (
+            f"; of {asked.numbers} numbers planted in a text it finds {100 * asked.retrieval:.0f} %, "
+            f"the model {100 * asked.retrieval_exact:.0f} % (difference ± {width:.1f} points)"
+        )
+    return Outcome(tokens, side, text, plan)
 
 
 def _outcome(tokens: int, records: Sequence[Record], quantity: str, limit: float) -> Outcome:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S
-from efficient_attn.measure.texts import named_texts
+from efficient_attn.measure.texts import long_texts, named_texts
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import DENSE, MODEL, YARDSTICK, Variant, select
 from efficient_attn.options import positive_number
@@ -28,11 +28,16 @@ _MODEL_BUDGET_S = 300.0
 _MEMORY_LIMIT = "70%"
 
 _SEQ_LENS = (512, 2048, 8192)
+# Lengths of a decoder whose key heads are ranked.
+_DECODER_SEQ_LENS = (4096,)
 _MIN_COSINE = 0.99
 _MAX_KL = 0.05
+# Targets of a plan of heads: divergence and loss in nats, and the share of the recall of exact attention.
+_HEADS_MAX_KL, _MAX_LOSS, _MIN_RECALL = 0.01, 0.01, 0.98
 
 # Targets of a model, and options of a folder, which a model from a file decides.
-_TARGETS = ("min_cosine", "max_kl")
+_TARGETS = ("min_cosine", "max_kl", "max_loss", "min_recall")
+_OF_HEADS = ("max_loss", "min_recall")
 _OF_A_FOLDER = ("texts", "dtype", "device")
 
 # A divergence beyond this many nats is no target; float64 has none above 745.
@@ -43,6 +48,9 @@ LIMIT = "target"
 
 # Kind of the times that bound all gains: of a model with its own attention, and with uniform attention.
 BOUND = "bound"
+
+# Kinds of the rank of key heads and of retrieval, and label of a plan of as many heads drawn by chance.
+HEADS, RETRIEVAL, RANDOM_HEADS = "heads", "retrieval", "random heads"
 
 # Label of the windows in place of the model's sliding layers: of the measurement, and in plans.
 LOSSLESS, SLIDING = "window in sliding layers", "sliding window"
@@ -75,6 +83,14 @@ def plan(
     max_kl: Annotated[
         float | None,
         Option(help="Largest divergence of the next token, nats; 0.05 if omitted.", least=0),
+    ] = None,
+    max_loss: Annotated[
+        float | None,
+        Option(help="Largest loss of a plan of key heads, nats; 0.01 if omitted.", least=0),
+    ] = None,
+    min_recall: Annotated[
+        float | None,
+        Option(help="Least recall of copies, of exact attention; 0.98 if omitted.", least=0, most=1),
     ] = None,
     max_error: Annotated[
         float | None,
@@ -136,9 +152,10 @@ def plan(
     from efficient_attn.integrations.called import is_called, maker_of
     from efficient_attn.studies.advise.model import model_steps
     from efficient_attn.studies.swap.analysis import KL
-    from efficient_attn.studies.swap.subject import Subject, candidates
+    from efficient_attn.studies.swap.subject import Subject, candidates, has_copies
 
     pairs: Sequence[tuple[Subject, Subject]]
+    decodes = False
     if is_called(model):
         from efficient_attn.studies.swap.called import inputs_of_lengths
 
@@ -149,25 +166,46 @@ def plan(
         pairs, left_out = inputs_of_lengths(maker, workload, lengths if maker.takes_length else [None])
         origin = pairs[0][0].about
     else:
-        from efficient_attn.studies.swap.model import load, texts_of_lengths
+        from efficient_attn.studies.swap.model import load, ranks_heads, texts_of_lengths
 
-        named, opened = named_texts(texts), load(model, name, workload)
+        opened = load(model, name, workload)
+        decodes = backends is None and ranks_heads(opened)
+        named = long_texts() if decodes and texts is None else named_texts(texts)
+        lengths = _DECODER_SEQ_LENS if decodes and seq_lens is None else lengths
         pairs, left_out = texts_of_lengths(opened, named, workload, lengths)
         hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
         origin = {**opened.about, "texts": hashes}
     first = pairs[0][0]
-    if first.loss == KL:
+    about[MODEL] = origin
+    heads = None
+    if decodes and any(has_copies(choosing) for choosing, _ in pairs):
+        from efficient_attn.studies.advise.heads import head_steps
+        from efficient_attn.studies.advise.outcomes import Targets
+
         _refuse(settings, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
+        target = _HEADS_MAX_KL if max_kl is None else max_kl
+        kept = Targets(
+            kl=target,
+            loss=_MAX_LOSS if max_loss is None else max_loss,
+            recall=_MIN_RECALL if min_recall is None else min_recall,
+        )
+        heads = partial(head_steps, targets=kept, rounds=rounds)
+        about[LIMIT] = {"quantity": KL, "limit": kept.kl, "max_loss": kept.loss, "min_recall": kept.recall}
+    elif first.loss == KL:
+        _refuse(settings, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
+        _refuse(settings, _OF_HEADS, "without a rank of key heads")
         target = _MAX_KL if max_kl is None else max_kl
     else:
-        _refuse(settings, ("max_kl",), "with this model; its target is min_cosine (--min-cosine)")
+        _refuse(settings, ("max_kl", *_OF_HEADS), "with this model; its target is min_cosine (--min-cosine)")
         target = 1 - (_MIN_COSINE if min_cosine is None else min_cosine)
     fitted = candidates(variants, first, options)
     return Plan(
-        steps=partial(model_steps, pairs, fitted, quantity=first.loss, limit=target, rounds=rounds),
+        steps=partial(
+            model_steps, pairs, fitted, quantity=first.loss, limit=target, rounds=rounds, heads=heads
+        ),
         device=first.shared["device"],
         notes=[*first.notes, *left_out],
-        about={**about, MODEL: origin, LIMIT: {"quantity": first.loss, "limit": target}},
+        about={LIMIT: {"quantity": first.loss, "limit": target}, **about},
         fixed=(LIMIT, CANDIDATES),
         budget_s=_MODEL_BUDGET_S,
     )

@@ -13,7 +13,7 @@ from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure.clock import COLD, L2
 from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, Measurer
-from efficient_attn.measure.record import COMPILED, CUDA_GRAPH
+from efficient_attn.measure.record import COMPILED, CUDA_GRAPH, DECODED
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, is_ours, joint_name, select
 from efficient_attn.options import positive_number, resolved
@@ -87,6 +87,9 @@ def plan(
     device: shared.Device = "auto",
     threads: shared.Threads = None,
     timeout_s: shared.Timeout = DEFAULT_TIMEOUT_S,
+    decode: Annotated[
+        bool, Option(help="Time one new token after all others, causal, and the bytes of the state.")
+    ] = False,
     execution: Annotated[
         str | Sequence[str],
         Option(
@@ -118,7 +121,7 @@ def plan(
             batch=batch,
             num_heads=_NUM_HEADS if num_heads is None else num_heads,
             head_dim=_HEAD_DIM if head_dim is None else head_dim,
-            causal=causal,
+            causal=causal or decode,
             backward=backward,
             dtype=dtype,
             device=device,
@@ -129,6 +132,10 @@ def plan(
     )
     first = settled[0]
     executions = _executions(execution, first.device, l2)
+    if decode:
+        if backward or execution != EAGER or [workload.of for workload in settled] != ["attention"]:
+            raise OptionError("decode is of attention alone, eager and without gradients.")
+        executions = [DECODED]
     # Calls are made where their time is limited, and their failures are records.
     chosen = select(backends, options, rehearse=False, also=True)
     if not any(variant.backend == YARDSTICK for variant in chosen):

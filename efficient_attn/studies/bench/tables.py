@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from efficient_attn.measure.record import Record
+from efficient_attn.measure.record import DECODED, Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, single_names, timed_layer
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import (
@@ -52,6 +52,8 @@ _LOOKED = (
 )
 
 _ALIKE = "Compiled and replayed calls are compared with {} compiled or replayed."
+
+_ONE_TOKEN = "decoded: one new token, after the state of all before it."
 
 # Heads of the percentages: the fields of the amount and of the measured rate, and the unit of 10⁹ of it.
 _SHARES = {
@@ -269,7 +271,9 @@ def _meanings(clock: str, times: Sequence[Curve]) -> list[str]:
     cases = [curve.points[0].record.case for curve in times]
     caches = " or ".join(sorted({case.l2 for case in cases if case.l2}))
     queued = [QUEUED_NOTE.format(caches)] if clock == DEVICE_TIME else []
-    return queued + ([_ALIKE.format(YARDSTICK)] if any(case.execution for case in cases) else [])
+    executions = {case.execution for case in cases}
+    alike = [_ALIKE.format(YARDSTICK)] if executions - {None, DECODED} else []
+    return queued + alike + ([_ONE_TOKEN] if DECODED in executions else [])
 
 
 def _largest(records: Sequence[Record], quantity: str) -> Cells:

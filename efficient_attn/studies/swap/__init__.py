@@ -1,5 +1,7 @@
 """Training-free conversion: a real model with replaced attention, compared with itself."""
 
+from dataclasses import replace
+
 from efficient_attn.measure.quantities import QUANTITIES, error, setting
 from efficient_attn.studies.study import Study
 from efficient_attn.studies.swap.plan import plan
@@ -26,6 +28,16 @@ STUDY = Study(
         error("next_token_kl", "nats", "Divergence of exact from computed next-token distributions."),
         error("next_token_disagreement", "share", "Share of positions with another most likely next token."),
         error("perplexity", "", "Perplexity of the texts.", rounding=0),
+        error("loss_difference", "nats", "Loss of the texts less that of exact attention."),
+        error("loss_difference_error", "nats", "Standard error of loss_difference, by blocks of 64 tokens."),
+        *(
+            replace(error(name, "share", meaning, rounding=0), better="more")
+            for name, meaning in (
+                ("copy_recall", "Share of tokens predicted right in copies of passages further back."),
+                ("copy_recall_exact", "copy_recall of exact attention."),
+                ("copy_recall_error", "Standard error of the difference of both, by passages."),
+            )
+        ),
         QUANTITIES["output_relative_error"],
         error("output_distance", "1 − cosine", "1 − cosine of the output of a model with its own inputs."),
         setting("texts", "", "Number of texts; values of draws are listed text by text."),

@@ -13,6 +13,7 @@ from efficient_attn.measure.variants import MODEL, OWN, YARDSTICK
 from efficient_attn.stats.curves import grouped
 
 KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
+LOSS, RECALL = "loss_difference", "copy_recall"
 MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN = "mean_pool_distance", "first_token_distance", "token_distance"
 HIDDEN = "hidden_relative_error"
 OUTPUT, OUTPUT_COSINE = "output_relative_error", "output_distance"
@@ -20,6 +21,8 @@ NAMES = {
     KL: "divergence of the next token, nats",
     DISAGREEMENT: "same likeliest token",
     PERPLEXITY: "perplexity",
+    LOSS: "loss, nats",
+    RECALL: "recall of copies",
     MEAN_POOL: "cosine, mean pool",
     FIRST_TOKEN: "cosine, first token",
     EVERY_TOKEN: "cosine, mean over tokens",

@@ -31,6 +31,8 @@ from efficient_attn.integrations.transformers.swapping import (
 )
 from efficient_attn.integrations.transformers.swapping import ModelOutputs as Outputs
 from efficient_attn.measure import error as distances
+from efficient_attn.measure import planted_numbers
+from efficient_attn.measure.copies import copies_begin, copy_recall, with_copies
 from efficient_attn.measure.record import Case
 from efficient_attn.measure.texts import digest
 from efficient_attn.measure.variants import MODEL, OWN, Variant
@@ -68,6 +70,9 @@ class TextSubject:
     calibration: Tensor | None = None
     calibrated_on: str = FIRST_TEXT
     base: Mapping[int, Choice] = field(default_factory=dict)
+    tokenizer: Any = None
+    # The text from which prompts with planted numbers are made.
+    filler: str = ""
 
     @classmethod
     def of(
@@ -75,6 +80,8 @@ class TextSubject:
     ) -> "TextSubject":
         """The model on the beginnings of the texts."""
         sites, ids = sites_of(opened.model), _token_ids(opened, texts, seq_len)
+        if predicts_next(opened.model, sites):
+            ids = tuple(with_copies(text, seed=workload.seed) for text in ids)
         first = sites.swapped[0]
         shared = {
             "num_heads": first.num_heads or 1,
@@ -89,7 +96,15 @@ class TextSubject:
             "seed": workload.seed,
         }
         hashes = {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
-        return cls(opened.model, sites, ids, shared, {**opened.about, "texts": hashes})
+        return cls(
+            opened.model,
+            sites,
+            ids,
+            shared,
+            {**opened.about, "texts": hashes},
+            tokenizer=opened.tokenizer,
+            filler=next(iter(texts.values())),
+        )
 
     @cached_property
     def predicts(self) -> bool:
@@ -155,10 +170,25 @@ class TextSubject:
             "token_distance": distances.cosine_distance(replaced.hidden, exact.hidden),
         }
         if replaced.logits is not None and exact.logits is not None:
-            by_name |= distances.next_token_distances(replaced.logits, exact.logits, ids[0])
+            begin = copies_begin(ids.shape[1])
+            by_name |= distances.next_token_distances(replaced.logits, exact.logits, ids[0, :begin])
+            if begin < ids.shape[1]:
+                by_name |= copy_recall(replaced.logits, exact.logits, ids[0])
         elif not self.sites.causal:
             by_name["first_token_distance"] = distances.cosine_distance(replaced.hidden[0], exact.hidden[0])
         return by_name
+
+    def right_answers(self) -> list[bool]:
+        """Whether the model finds each of the numbers that prompts plant in the text."""
+        prompts = planted_numbers.prompts(
+            self.tokenizer, self.filler, self.shared["tokens"], seed=self.shared["seed"]
+        )
+        answers: list[bool] = []
+        for prompt in prompts:
+            outputs = run(self.model, prompt.ids.to(self.model.device), predicts=True)
+            if outputs.logits is not None:
+                answers += planted_numbers.right_answers(outputs.logits, prompt)
+        return answers
 
     @contextmanager
     def replaced(self, variant: Variant, draw: int = 0, layer: int | None = None) -> Iterator[bool]:
@@ -231,6 +261,13 @@ def texts_of_lengths(
     if not pairs:
         raise DataError(f"No length can be measured. {' '.join(notes)}")
     return pairs, notes
+
+
+def ranks_heads(opened: Opened) -> bool:
+    """Whether the model is a decoder with a language-model head and several key heads per layer."""
+    sites = sites_of(opened.model)
+    first = sites.swapped[0]
+    return predicts_next(opened.model, sites) and (first.num_kv_heads or first.num_heads or 1) > 1
 
 
 def load(model: Any, name: str | None, workload: Workload) -> Opened:

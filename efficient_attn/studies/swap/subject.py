@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from efficient_attn.contained import trial
 from efficient_attn.measure.calls import MEAN
+from efficient_attn.measure.copies import copies_begin
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, Variant, select
+from efficient_attn.studies.swap.analysis import KL
 
 # The module of TextSubject needs transformers, which models from files do not.
 if TYPE_CHECKING:
@@ -23,6 +25,12 @@ HELD_OUT, SAME_AGAIN = ", held out", ", again"
 WINDOW = "window"
 
 Subject: TypeAlias = "TextSubject | CallSubject"
+
+
+def has_copies(subject: Subject) -> bool:
+    """Whether recall is measured: in a decoder whose texts are long enough for copies at their end."""
+    tokens = subject.shared["tokens"]
+    return subject.loss == KL and copies_begin(tokens) < tokens
 
 
 def candidates(

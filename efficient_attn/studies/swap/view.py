@@ -19,10 +19,12 @@ from efficient_attn.studies.swap.analysis import (
     DISAGREEMENT,
     EVERY_TOKEN,
     FIRST_TOKEN,
+    LOSS,
     MEAN_POOL,
     NAMES,
     OUTPUT_COSINE,
     PERPLEXITY,
+    RECALL,
     Swap,
     SwapRow,
     swaps,
@@ -60,6 +62,10 @@ def show_quantity(quantity: str, value: float) -> str:
         return three_digits(value)
     if quantity == DISAGREEMENT:
         return f"{100 * (1 - value):.1f} %"
+    if quantity == LOSS:
+        return f"{value:+.4f}"
+    if quantity == RECALL:
+        return f"{100 * value:.1f} %"
     if quantity in (MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN, OUTPUT_COSINE):
         return f"{1 - value:.{4 if value > 1e-4 else 7}f}"
     return show_error(value)

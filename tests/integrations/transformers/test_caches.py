@@ -25,6 +25,12 @@ from efficient_attn.integrations.transformers.caches import StateLayer
 
 NEW = 6
 
+# Options of a backend by name.
+OPTIONS = {
+    "window": {"window": WINDOW},
+    "by-head": {"heads": {"1": ("window", {"window": WINDOW, "global_tokens": 2})}},
+}
+
 
 def prompt():
     """Two texts, the second padded on the left by more than one token."""
@@ -60,14 +66,14 @@ def assert_same(actual, expected):
 
 
 EXACT = [(name, "exact") for name in DECODERS]
-OTHERS = [("llama", name) for name in ea.list_backends(causal=True) if name != "exact"]
+OTHERS = [("llama", name) for name in (*ea.list_backends(causal=True), "by-head") if name != "exact"]
 
 
 @pytest.mark.parametrize(("name", "backend"), [*EXACT, *OTHERS, ("gpt2", "performer-positive")])
 def test_text_is_the_same_without_a_cache_with_the_caches_of_transformers_and_with_states(name, backend):
     model = DECODERS[name]()
     sdpa = generated(model)
-    attach(model, backend, **({"window": WINDOW} if backend == "window" else {}))
+    attach(model, backend, **OPTIONS.get(backend, {}))
     ea.calibrate(model, torch.randint(4, VOCABULARY, (2, 30)))
     expected = generated(model, use_cache=False)
     if backend == "exact":
@@ -95,9 +101,20 @@ def test_the_state_of_linear_attention_and_of_windows_does_not_grow(make):
         assert {layer.state.k.shape[2] for layer in cache.layers} == {WINDOW - 1}
 
 
-@pytest.mark.parametrize("backend", ["exact", "performer-positive"])
+def test_heads_that_stream_keep_their_global_tokens_and_window_and_the_others_all_keys():
+    model = attach(llama(), "by-head", **OPTIONS["by-head"])
+    cache = StateCache(model)
+    with torch.no_grad():
+        model(torch.randint(4, VOCABULARY, (1, 32)), past_key_values=cache)
+    for layer in cache.layers:
+        exact, streaming = layer.state
+        assert exact.k.shape[1:3] == (1, 32)
+        assert streaming.k.shape[1:3] == (1, WINDOW - 1) and streaming.first_k.shape[1:3] == (1, 2)
+
+
+@pytest.mark.parametrize("backend", ["exact", "performer-positive", "by-head"])
 def test_beams_are_reordered_with_their_states(backend):
-    model = attach(llama(), backend)
+    model = attach(llama(), backend, **OPTIONS.get(backend, {}))
     choices = {"num_beams": 3, "num_return_sequences": 2}
     expected = generated(model, **choices)
     assert torch.equal(generated(model, past_key_values=StateCache(model), **choices)[0], expected[0])
@@ -111,10 +128,10 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("backend", ["exact", "performer-positive", "window"])
+@pytest.mark.parametrize("backend", ["exact", "performer-positive", "window", "by-head"])
 def test_a_changed_cache_continues_texts_as_no_cache_does(backend, change):
     act, rows = CHANGES[change]
-    model, generator = attach(llama(), backend), torch.Generator().manual_seed(0)
+    model, generator = attach(llama(), backend, **OPTIONS.get(backend, {})), torch.Generator().manual_seed(0)
     texts, following = (torch.randint(4, VOCABULARY, (2, n), generator=generator) for n in (9, 4))
     cache = StateCache(model)
     # A state that has read nothing has nothing to select.

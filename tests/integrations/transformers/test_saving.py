@@ -21,6 +21,7 @@ from efficient_attn.integrations.transformers import StateCache, attach, load, s
 from efficient_attn.integrations.transformers.loading import open_model
 
 POSITIVE = {"backend": "performer-positive", "num_features": 16}
+POSITIVE_PAIR = ("performer-positive", {"num_features": 16})
 BATCH = inputs()
 
 
@@ -51,6 +52,9 @@ MAKERS = {
     "keys as values": lambda: linformer(sharing="key-value"),
     "calibrated, redrawn": calibrated,
     "by layer": lambda: attach(bert(), {"0-1": ("window", {"window": 7}), 2: "performer-trig"}),
+    "by head": lambda: attach(
+        llama(), "by-head", heads={"0": ("window", {"window": 7}), "1": POSITIVE_PAIR}, rest="linear-elu"
+    ),
     "sliding": lambda: attach(gemma3(), sliding="window", full="performer-positive"),
     "exact": lambda: attach(modernbert(), "exact"),
 }

@@ -1,0 +1,180 @@
+"""A backend for each key head: retrieval heads stay exact, and heads that stream keep a window."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.backend import Backend
+from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnsupportedError
+from efficient_attn.options import option
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import Capabilities, register
+
+NAME = "by-head"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByHeadOptions:
+    """Options of `by-head`."""
+
+    heads: Any = option(  # noqa: RUF009 (constant)
+        None, "Backends of key heads, numbered from 0: {'0,2': ('window', {'window': 513}), '3-5': 'window'}."
+    )
+    rest: Any = option(  # noqa: RUF009 (constant)
+        "exact", "Backend of the other key heads: a name, or a pair of a name and its options."
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.heads, Mapping) or not self.heads:
+            raise OptionError(
+                "heads maps key heads to backends, such as {'0,2': ('window', {'window': 513})}, "
+                f"not {self.heads!r}."
+            )
+        groups = {_text(_numbers(key)): _entry(value) for key, value in self.heads.items()}
+        numbers = [number for key in groups for number in _numbers(key)]
+        if len(groups) < len(self.heads) or len({*numbers}) < len(numbers):
+            raise OptionError(f"heads={self.heads!r}: a key head is named twice.")
+        # A plan in a file holds the options as JSON.
+        object.__setattr__(self, "heads", groups)
+        object.__setattr__(self, "rest", _entry(self.rest))
+
+
+def _numbers(heads: Any) -> list[int]:
+    """Key heads of a name such as 3 or "0-2,5", in ascending order."""
+    numbers: list[int] = []
+    for part in str(heads).split(","):
+        first, _, last = part.strip().partition("-")
+        last = last or first
+        if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
+            raise OptionError(f"Key heads are named by numbers and ranges, such as '0-2,5', not {heads!r}.")
+        numbers += range(int(first), int(last) + 1)
+    return sorted(numbers)
+
+
+def _text(numbers: list[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _entry(value: Any) -> dict[str, Any]:
+    """A backend and its options as a plan writes them."""
+    if isinstance(value, str):
+        return {"backend": value, "options": {}}
+    if isinstance(value, Mapping) and value.keys() == {"backend", "options"}:
+        value = (value["backend"], value["options"])
+    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if not pair or not isinstance(value[0], str) or not isinstance(value[1], Mapping):
+        raise DtypeError(
+            f"A backend is a name, or a pair such as ('window', {{'window': 65}}), not {value!r}."
+        )
+    return {"backend": value[0], "options": dict(value[1])}
+
+
+def parts_of(options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The backends, each with its options, that options name; of `rest` first.
+
+    Raises:
+        OptionError, DtypeError: If they name none.
+    """
+    parsed = ByHeadOptions(**options)
+    return [parsed.rest, *parsed.heads.values()]
+
+
+class ByHeadAttention(nn.Module):
+    """Calls a backend for each group of key heads and the queries that read them.
+
+    Attributes:
+        parts: Backends of the groups; the first serves the key heads that no group names.
+    """
+
+    def __init__(self, parts: list[Backend], groups: list[list[int]]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self._groups = groups
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return self._attend(q, k, v, lambda number, part, *group: part(*group, key_mask=key_mask))
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, key_mask: Tensor | None
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """The output, and the state of each part; None for a part without heads."""
+        states = [None] * len(self.parts) if state is None else list(state)
+
+        def step(number: int, part: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out, states[number] = part.extend(q, k, v, states[number], key_mask=key_mask)
+            return out
+
+        return self._attend(q, k, v, step), tuple(states)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Callable[..., Tensor]) -> Tensor:
+        """Call the parts on the heads of their groups, and put the outputs in the order of q's heads."""
+        kv_heads = k.shape[1]
+        queries = q.shape[1] // kv_heads
+        named = {head for group in self._groups for head in group}
+        if max(named) >= kv_heads:
+            raise ShapeError(
+                f"heads names key head {max(named)}, and k has {kv_heads} heads, numbered from 0."
+            )
+        groups = [[head for head in range(kv_heads) if head not in named], *self._groups]
+        outputs: list[Tensor] = [q] * kv_heads
+        for number, (part, heads) in enumerate(zip(self.parts, groups, strict=True)):
+            if heads:
+                out = call(number, part, _take(q, heads, queries), _take(k, heads, 1), _take(v, heads, 1))
+                for head, piece in zip(heads, out.split(queries, dim=1), strict=True):
+                    outputs[head] = piece
+        return torch.cat(outputs, dim=1)
+
+    @property
+    def calibrated(self) -> bool:
+        return not any(part.needs_calibration for part in self.parts)
+
+    def calibrate(self, q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None) -> None:
+        """Calibrate the parts that can be, each on the heads of its group."""
+
+        def fit(number: int, part: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if hasattr(part.core, "calibrate"):
+                part.calibrate(q, k, v, key_mask=key_mask)
+            return q
+
+        self._attend(q, k, k if v is None else v, fit)
+
+    def redraw(self, seed: int) -> None:
+        """Draw the random features of all parts anew."""
+        from efficient_attn import backends
+
+        random: list[Any] = [part for part in self.parts if hasattr(part.core, "redraw")]
+        if not random:
+            raise UnsupportedError("Nothing in these backends is random; nothing to redraw.")
+        for part, part_seed in zip(random, backends.spawn_seeds(seed, len(random)), strict=True):
+            part.redraw(part_seed)
+
+
+def _take(x: Tensor, heads: list[int], size: int) -> Tensor:
+    """The heads of a group, `size` of x for each: a view where they are neighbours, otherwise a copy."""
+    first, last = heads[0], heads[-1]
+    if last - first + 1 == len(heads):
+        return x[:, first * size : (last + 1) * size]
+    return torch.cat([x[:, head * size : (head + 1) * size] for head in heads], dim=1)
+
+
+@register(
+    NAME,
+    summary="A backend of its own for each key head: heads that stream, and exact ones.",
+    formula="out of head h = out of the backend that `heads` names for its key head, else of `rest`",
+    paper="https://arxiv.org/abs/2410.10819",
+    options=ByHeadOptions,
+    capabilities=Capabilities(causal=True, time_growth=2),
+    composed=True,
+)
+def build(problem: AttentionProblem, options: ByHeadOptions) -> ByHeadAttention:
+    from efficient_attn import backends
+
+    entries, groups = parts_of(vars(options)), [_numbers(key) for key in options.heads]
+    if any(entry["backend"] == NAME for entry in entries):
+        raise OptionError(f"heads: a part of {NAME!r} is another backend.")
+    sizes = {**asdict(problem), "num_heads": None}
+    parts = [backends.build(entry["backend"], **sizes, **entry["options"]) for entry in entries]
+    return ByHeadAttention(parts, groups)

@@ -1,0 +1,141 @@
+"""Key heads that stream: their rank, the plan that keeps its targets, and recall of copies."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
+
+from integrations.hf_models import VOCABULARY, llama, saved
+
+import efficient_attn as ea
+from efficient_attn.integrations.transformers import attach, swapped
+from efficient_attn.integrations.transformers.assignment import Choice
+from efficient_attn.integrations.transformers.head_scores import head_scores
+from efficient_attn.integrations.transformers.loading import open_model, token_ids
+from efficient_attn.integrations.transformers.swapping import sites_of
+from efficient_attn.measure.copies import (
+    DISTANCE,
+    FEWEST_TOKENS,
+    FIRST,
+    LENGTH,
+    PASSAGES,
+    copies_begin,
+    copy_recall,
+    with_copies,
+)
+
+TOKENS = FEWEST_TOKENS + 100
+WINDOW = ("window", {"window": 16, "global_tokens": 1})
+
+
+def text(seed=0, tokens=TOKENS):
+    return torch.randint(4, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_end_of_a_text_repeats_passages_from_further_back_than_any_window():
+    ids = torch.arange(TOKENS)[None]
+    copied = with_copies(ids, seed=0)
+    begin = copies_begin(TOKENS)
+    assert torch.equal(copied[:, :begin], ids[:, :begin]) and copied.shape == ids.shape
+    passages = copied[0, begin:].view(PASSAGES, LENGTH)
+    starts = passages[:, 0]
+    assert torch.equal(passages, starts[:, None] + torch.arange(LENGTH))
+    assert (starts + LENGTH <= begin - DISTANCE).all() and len({*starts.tolist()}) == PASSAGES
+    assert starts.tolist() != sorted(starts.tolist()) != with_copies(ids, seed=1)[0, begin::LENGTH].tolist()
+    assert (starts.sort().values.diff() >= LENGTH).all()
+    short = ids[:, : FEWEST_TOKENS - 1]
+    assert with_copies(short, seed=0) is short and copies_begin(FEWEST_TOKENS - 1) == FEWEST_TOKENS - 1
+
+
+def test_recall_counts_the_tokens_of_copies_that_are_predicted_right():
+    ids = with_copies(text(), seed=0)[0]
+    begin, right = copies_begin(TOKENS), torch.rand(TOKENS, generator=torch.Generator().manual_seed(1)) < 0.6
+
+    def logits(rows):
+        following = torch.cat([ids[1:], ids[:1]])[rows]
+        chosen = torch.where(right[rows], following, (following + 1) % VOCABULARY)
+        return torch.nn.functional.one_hot(chosen, VOCABULARY).float()
+
+    def perfect(rows):
+        return torch.nn.functional.one_hot(torch.cat([ids[1:], ids[:1]])[rows], VOCABULARY).float()
+
+    asked = torch.tensor(
+        [[begin + n * LENGTH + place - 1 for place in range(FIRST, LENGTH)] for n in range(PASSAGES)]
+    )
+    shares = right[asked].double().mean(dim=1)
+    assert copy_recall(logits, perfect, ids) == {
+        "copy_recall": pytest.approx(shares.mean().item()),
+        "copy_recall_exact": 1.0,
+        "copy_recall_error": pytest.approx(shares.std().item() / 4),
+    }
+
+
+@torch.no_grad()
+def test_the_score_of_a_head_is_its_share_of_the_change_in_the_output_of_its_layer():
+    model = llama().double()
+    sites, ids = sites_of(model), with_copies(text(), seed=0)
+    scores = head_scores(model, sites, [ids], Choice(*WINDOW))
+    assert scores.keys() == {0, 1, 2} and {len(row) for row in scores.values()} == {2}
+    outputs = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda m, args, out: outputs.append(out[0]))
+    model(ids)
+    changes = []
+    for head in ("0", "1"):
+        with swapped(model, {0: ("by-head", {"heads": {head: WINDOW}})}):
+            model(ids)
+        rows = (slice(copies_begin(TOKENS)), slice(copies_begin(TOKENS), None))
+        exact, out = outputs[0][0], outputs[-1][0]
+        changes.append([((out - exact)[part].norm() / exact[part].norm()).item() for part in rows])
+    # Shares in the text and in copies are over different means of all heads: the ratios bound the scores'.
+    ratios = sorted(a / b for a, b in zip(*changes, strict=True))
+    assert ratios[0] - 1e-9 <= scores[0][0] / scores[0][1] <= ratios[1] + 1e-9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return saved(llama(max_position_embeddings=4096), tmp_path_factory.mktemp("decoder"))
+
+
+@pytest.fixture(scope="module")
+def texts():
+    generator = torch.Generator().manual_seed(0)
+    words = [f"w{n}" for n in range(40)]
+    draws = torch.randint(40, (2, 2 * TOKENS), generator=generator)
+    return [" ".join(words[i] for i in row) for row in draws.tolist()]
+
+
+def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(folder, texts):
+    loose = {"max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
+    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=2, **loose)
+    (rank,) = [record for record in results.records if record.case.kind == "heads"]
+    assert {(layer, head) for layer, head, _ in json.loads(rank.head_scores)} == {
+        (layer, head) for layer in range(3) for head in range(2)
+    }
+    plans = [
+        record for record in results.records if record.streaming_heads and record.case.label != "random heads"
+    ]
+    assert [record.streaming_heads for record in plans[:2]] == [2, 4] and plans[0].key_heads == 6
+    final = plans[-1]
+    assert final.case.label == "plan" and final.case.inputs.endswith("held out")
+    (found,) = [record for record in results.records if record.case.kind == "retrieval"]
+    assert found.numbers == 16 * 13 and found.status == "ok"
+    assert f"with {final.streaming_heads} of 6 key heads streaming: loss" in results.sentences()[0]
+
+
+def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(folder, texts, tmp_path):
+    loose = {"max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
+    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=1, **loose)
+    (plan,) = [r for r in results.records if (r.case.kind, r.case.label) == ("swap", "plan")]
+    (tmp_path / "layers.json").write_text(plan.attached_layers)
+    opened = open_model(folder, dtype="float32", device="cpu")
+    ids = with_copies(token_ids(opened, texts[1], most=TOKENS), seed=0)
+    with torch.no_grad():
+        exact = opened.model(ids).logits[0].double()
+        attach(opened.model, tmp_path / "layers.json")
+        attached = opened.model(ids).logits[0].double()
+    begin = copies_begin(TOKENS)
+    log_p, log_q = (x[:begin].log_softmax(dim=-1) for x in (exact, attached))
+    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean()
+    assert plan.next_token_kl == pytest.approx(kl.item(), rel=1e-4) and kl > 1e-6
