@@ -9,6 +9,8 @@ from reference import first_and_second_derivatives, random_mask, random_qkv, ref
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import efficient_attn as ea
+from efficient_attn.ops import paths
+from efficient_attn.ops.softmax import fused
 
 TOKENS = 12
 
@@ -24,7 +26,7 @@ def set_mixing(backend, mix_keys, mix_values=None):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("tokens", [1, 5, TOKENS])
+@pytest.mark.parametrize("tokens", [1, TOKENS])
 @pytest.mark.parametrize("sharing", ["heads", "none", "key-value", "layers"])
 def test_identity_mixing_equals_exact_attention_for_every_mask_and_length(sharing, tokens, masked):
     backend = linformer(rank=TOKENS, sharing=sharing)
@@ -53,20 +55,32 @@ def test_each_level_of_sharing_keeps_its_number_of_projections(sharing, entries)
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"causal": True}, ea.UnsupportedError, r"'linformer' cannot be causal. Causal backends: exact,"),
         ({"max_tokens": None}, ea.UnsupportedError, r"longest sequence: build it with max_tokens"),
-        ({"rank": 9}, ea.OptionError, r"rank=9 is more than max_tokens=8.*rank=8 or less"),
-        ({"rank": 4, "sharing": "none"}, ea.OptionError, r"sharing='none'.*num_heads"),
+        ({"rank": 13}, ea.OptionError, r"rank=13 is more than max_tokens=12.*rank=12 or less"),
+        ({"sharing": "none", "num_heads": None}, ea.OptionError, r"sharing='none'.*num_heads"),
+        ({}, ea.ShapeError, r"at most 12 tokens and k has 13.*max_tokens=13"),
     ],
 )
 def test_what_linformer_cannot_do_is_refused(options, error, message):
+    sizes = {"rank": 4, "num_heads": 4, "max_tokens": TOKENS}
     with pytest.raises(error, match=message):
-        ea.build("linformer", **{"head_dim": 8, "max_tokens": 8, **options})
+        ea.build("linformer", head_dim=8, **(sizes | options)).double()(*random_qkv(k_tokens=13))
 
 
-def test_a_longer_sequence_is_refused():
-    with pytest.raises(ea.ShapeError, match=r"at most 12 tokens and k has 13.*max_tokens=13"):
-        linformer(rank=4)(*random_qkv(k_tokens=13))
+@pytest.mark.parametrize("name", ["exact", "linformer"])
+def test_the_fused_kernel_reads_half_precision_as_it_is(monkeypatch, name):
+    def kernel(q, k, v, **options):
+        dtypes.append({x.dtype for x in (q, k, v)})
+        return attention(q, k, v, **options)
+
+    # The path of a GPU, which multiplies half precision as it is.
+    monkeypatch.setenv(paths.VARIABLE, "torch")
+    monkeypatch.setattr(paths, "UPCAST", set())
+    dtypes, attention = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(fused.F, "scaled_dot_product_attention", kernel)
+    q = torch.randn(1, 2, 64, 16, dtype=torch.bfloat16)
+    ea.build(name, head_dim=16, max_tokens=64, **({"rank": 8} if name == "linformer" else {}))(q, q, q)
+    assert dtypes == [{torch.bfloat16}]
 
 
 @pytest.mark.usefixtures("path")
