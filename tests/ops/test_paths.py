@@ -1,6 +1,5 @@
 """Which kernels serve a device, a dtype and a call, and what follows a failure of the compiler."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -54,13 +53,32 @@ def on(device, dtype=torch.bfloat16):
 
 def test_kernels_are_named_for_each_device_and_dtype(machine):
     assert [on("cuda", x) for x in (torch.float32, torch.bfloat16, torch.float16)] == ["flex"] * 3
-    assert on("cuda", torch.float64) == "torch"
+    assert on("cuda", torch.float64) == on("mps") == on("meta") == "torch"
     assert on("cpu") == on("cpu", torch.float64) == "cpu"
-    assert on("mps") == on("meta") == "torch"
+    x = torch.ones(1)
+    assert paths.tuned_for_cpu(x) and not paths.tuned_for_cpu(x.to("meta"))
     machine.setattr(paths, "_on_tensor_cores", lambda dtype: dtype is torch.bfloat16)
     assert [on("cuda", x) for x in (torch.float32, torch.bfloat16)] == ["torch", "flex"]
     machine.setenv(paths.VARIABLE, "torch")
-    assert on("cuda") == on("cpu") == "torch"
+    assert on("cuda") == on("cpu") == "torch" and not paths.tuned_for_cpu(x)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        (torch.cuda, "is_available", lambda: False),
+        (torch.cuda, "get_device_capability", lambda device: (7, 5)),
+        (paths, "find_spec", lambda name: None),
+        (paths.shutil, "which", lambda name: None),
+    ],
+    ids=["no driver", "Turing", "no Triton", "no C compiler"],
+)
+def test_a_machine_that_cannot_compile_uses_operators(machine, place, name, value):
+    machine.setattr(place, name, value)
+    assert on("cuda") == "torch"
+    # A C compiler may be named by the environment.
+    machine.setenv("CC", "/opt/cc")
+    assert (on("cuda") == "flex") == (name == "which")
 
 
 def test_float32_is_served_with_tf32_alone(machine):
@@ -88,28 +106,6 @@ def test_a_precision_of_the_cpu_alone_does_not_keep_other_devices_from_float32()
         matmul.fp32_precision = before
 
 
-@pytest.mark.parametrize(
-    ("place", "name", "value"),
-    [
-        (torch.cuda, "is_available", lambda: False),
-        (torch.cuda, "get_device_capability", lambda device: (7, 5)),
-        (paths, "find_spec", lambda name: None),
-        (paths.shutil, "which", lambda name: None),
-    ],
-    ids=["no driver", "Turing", "no Triton", "no C compiler"],
-)
-def test_a_machine_that_cannot_compile_uses_operators(machine, place, name, value):
-    assert on("cuda") == "flex"
-    machine.setattr(place, name, value)
-    assert on("cuda") == "torch"
-
-
-def test_a_c_compiler_may_be_named_by_the_environment(machine):
-    machine.setattr(paths.shutil, "which", lambda name: None)
-    machine.setenv("CC", "/opt/cc")
-    assert on("cuda") == "flex"
-
-
 @pytest.fixture
 def served(machine):
     """FlexAttention serves the CPU until it is forgone."""
@@ -120,15 +116,13 @@ def served(machine):
     flex._compiled.cache_clear()
 
 
-@pytest.fixture
 def call():
-    """A call of a backend that FlexAttention serves."""
+    """Output of a backend that FlexAttention serves."""
     q, k, v = (x.float() for x in random_qkv(2, 4, 2, 50, 75, head_dim=16, value_dim=24))
-    backend = ea.build("performer-positive", head_dim=16, num_features=64)
-    return partial(backend, q, k, v, key_mask=random_mask(2, 75))
+    return ea.build("performer-positive", head_dim=16, num_features=64)(q, k, v, key_mask=random_mask(2, 75))
 
 
-def test_operators_serve_a_call_while_compilation_is_turned_off(served, call):
+def test_operators_serve_a_call_while_compilation_is_turned_off(served):
     served.setattr(torch, "compile", lambda call, **options: call)
     with (
         pytest.warns(UserWarning, match="float32 runs on PyTorch's operators.* is turned off"),
@@ -141,7 +135,7 @@ def test_operators_serve_a_call_while_compilation_is_turned_off(served, call):
     assert (out - call()).abs().max() <= 1e-5
 
 
-def test_a_failure_of_the_compiler_is_told_once_and_decides(served, call):
+def test_a_failure_of_the_compiler_is_told_once_and_decides(served):
     def fails(*_):
         raise TorchDynamoException("Failed to find C compiler.\nSpecify CC.\n\nSet TORCHDYNAMO_VERBOSE=1")
 

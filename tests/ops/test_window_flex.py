@@ -30,7 +30,7 @@ def pairs(number, index, size):
 
 
 @pytest.mark.parametrize(("back", "ahead"), SIDES)
-@pytest.mark.parametrize("tokens", [1, 5, 127, 128, 129, 384, 500])
+@pytest.mark.parametrize("tokens", [5, 128, 129, 500])
 def test_the_blocks_are_those_of_all_pairs_of_tokens(tokens, back, ahead):
     def visible(entry, head, query, key):
         return (key >= query - back) & (key <= query + ahead)
@@ -47,12 +47,6 @@ def test_the_blocks_are_those_of_all_pairs_of_tokens(tokens, back, ahead):
         listed = window_flex.blocks(tokens, *sides, whole=False, device=cpu)
         assert torch.equal(pairs(*listed[:2], size), pairs(*masked, size) + pairs(*whole, size))
         assert listed[2:] == (None, None)
-
-
-def test_a_million_tokens_have_a_few_blocks_for_each_query():
-    listed = window_flex.blocks(2**20, 128, 128, whole=True, device=torch.device("cpu"))
-    assert [x.shape[2:] for x in listed] == [(8192,), (8192, 4)] * 2
-    assert (listed[0][0, 0, 1:-1] == 2).all() and (listed[2] == 1).all()
 
 
 @pytest.fixture
@@ -75,11 +69,7 @@ def uncompiled(monkeypatch):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize(
-    ("window", "causal", "tokens"),
-    [
-        *[(1, False, 9), (3, False, 130), (257, False, 300)],
-        *[(1, True, 9), (2, True, 130), (257, True, 300)],
-    ],
+    ("window", "causal", "tokens"), [(1, False, 9), (257, False, 300), (2, True, 130), (257, True, 300)]
 )
 def test_the_window_and_its_gradients_equal_the_dense_band(uncompiled, tokens, window, causal, heads, masked):
     q, k, v = random_qkv(2, *heads, tokens, tokens, 16, 24)
