@@ -70,7 +70,7 @@ def estimates(backend, x, y):
     return (of_x + of_y + common).exp().flatten() * of_x.shape[-1]
 
 
-@pytest.mark.parametrize("pair", range(4))
+@pytest.mark.parametrize("pair", range(2))
 @BOTH
 def test_estimates_are_unbiased_and_have_the_variance_of_the_closed_form(name, pair):
     q, k, _ = (x[:1, :1] for x in typical(200, 200, kv_heads=4))
@@ -126,11 +126,9 @@ def test_a_parameter_that_is_given_needs_no_calibration_and_zero_is_the_positive
 EDGES = {
     "one token": lambda q, k: (q[:1, :, :1], k[:1, :, :1]),
     "constant keys": lambda q, k: (q, k[:, :, :1].expand_as(k)),
-    "constant queries": lambda q, k: (q[:, :, :1].expand_as(q), k),
     "fewer tokens than axes": lambda q, k: (q[:1, :, :3], k[:1, :, :3]),
     "an axis without queries": lambda q, k: (q * (torch.arange(8) > 0), k),
     "nothing but zeros": lambda q, k: (0 * q, 0 * k),
-    "zeros for keys": lambda q, k: (q, 0 * k),
     "long vectors": lambda q, k: (1e4 * q, 1e4 * k),
     "short vectors": lambda q, k: (1e-6 * q, 1e-6 * k),
 }
@@ -150,42 +148,6 @@ def test_little_to_calibrate_on_leaves_an_estimate_of_softmax_attention(name, ed
     assert backend.float()(q.float(), k.float(), v.float()).isfinite().all()
 
 
-def relative_errors(name, layer, text, draws):
-    """Relative output error of a backend on the shipped activations, one per draw."""
-    q, k, v = ea.sample(layer=layer, text=text)
-    expected = ea.build("exact", head_dim=q.shape[-1])(q.double(), k.double(), v.double())
-    errors = []
-    for seed in range(draws):
-        backend = ea.build(name, head_dim=q.shape[-1], num_features=256, seed=seed)
-        if backend.needs_calibration:
-            backend.calibrate(q, k)
-        errors.append(float((backend(q, k, v) - expected).norm() / expected.norm()))
-    return np.array(errors)
-
-
-# All that is shipped. Of so many draws, Student's t with 11 degrees of freedom at which each of the 24
-# comparisons is sure but for 0.01 / 24, so that all of them are but for 1 %.
-SHIPPED = [(0, 0), (1, 0), (5, 0), (1, 1), (1, 2), (1, 3)]
-DRAWS, SURE = 12, 4.55
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layer", "text"), SHIPPED)
-def test_the_full_member_has_the_least_error_of_all_random_features_on_real_activations(layer, text):
-    rivals = [n for n in ea.list_backends() if n.startswith("performer-") and n != "performer-full"]
-    full = relative_errors("performer-full", layer, text, DRAWS)
-    print(f"\ntext {text}, layer {layer}: performer-full {np.median(full):.3f}")
-    for name in rivals:
-        errors = relative_errors(name, layer, text, DRAWS)
-        # Draw by draw the directions are the same in both, or half of them.
-        difference = np.log(errors / full)
-        t = difference.mean() / difference.std(ddof=1) * DRAWS**0.5
-        print(
-            f"{name} {np.median(errors):.3f}, above in {(full < errors).sum()} of {DRAWS} draws, t = {t:.1f}"
-        )
-        assert t > SURE and (full < errors).all()
-
-
 @BOTH
 def test_a_fit_of_fewer_heads_serves_groups_of_neighbours_and_others_are_refused(name):
     q, k, v = typical()
@@ -196,62 +158,38 @@ def test_a_fit_of_fewer_heads_serves_groups_of_neighbours_and_others_are_refused
         backend(q, k[:, :1], v[:, :1])
 
 
-def calibrate(**changes):
-    """Calibrate a backend on seven tokens of two key heads, with some arguments changed."""
-    q, k, _ = random_qkv()
-    tensors = {"q": q, "k": k, **changes}
-    return ea.build("performer-full", head_dim=8).calibrate(tensors.pop("q"), tensors.pop("k"), **tensors)
-
-
 Q, K, V = random_qkv()
+
+
+def calibrate(q=Q, k=K, *, name="performer-full", **options):
+    return ea.build(name, head_dim=8).calibrate(q, k, **options)
+
+
+def oprf(a):
+    return ea.build("performer-oprf", head_dim=8, a=a)
 
 
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
-        *(
-            (
-                lambda name=name: ea.build(name, head_dim=8, causal=True).extend(Q, K, V),
-                ea.CalibrationError,
-                r"call backend\.calibrate\(q, k\), or ea\.calibrate",
-            )
-            for name in NAMES
+        (
+            lambda: ea.build("performer-full", head_dim=8, causal=True).extend(Q, K, V),
+            ea.CalibrationError,
+            r"call backend\.calibrate\(q, k\), or ea\.calibrate",
         ),
-        (lambda: calibrate(k=K / 0), ea.DataError, "k holds numbers that are not finite"),
         (
             lambda: calibrate(key_mask=torch.zeros(2, 7, dtype=torch.bool)),
             ea.ShapeError,
             r"needs a query and a key that is not masked.* 0 keys are not",
         ),
+        (lambda: calibrate(k=K / 0), ea.DataError, "k holds numbers that are not finite"),
         (lambda: calibrate(q=Q[:, :, :0]), ea.ShapeError, "needs a query"),
         (lambda: calibrate(q=Q[..., :3], k=K[..., :3]), ea.ShapeError, "q has 3 entries a vector"),
         (lambda: calibrate(mask=None), ea.UnknownNameError, "No argument of a backend is called 'mask'"),
-        *(
-            (
-                lambda name=name: ea.build(name, head_dim=8).calibrate(Q, K),
-                ea.UnsupportedError,
-                f"'{name}' has nothing to calibrate",
-            )
-            for name in ("exact", "performer-positive")
-        ),
-        *(
-            (
-                lambda a=a: ea.build("performer-oprf", head_dim=8, a=a),
-                ea.OptionError,
-                "a is finite and below 1/8, not",
-            )
-            for a in (0.125, math.nan, -math.inf)
-        ),
-        (
-            lambda: ea.build("performer-oprf", head_dim=8, a="x"),
-            ea.DtypeError,
-            "a is a number or None, not 'x'",
-        ),
-        (
-            lambda: ea.calibrate(ea.build("performer-full", head_dim=8), Q, K),
-            TypeError,
-            r"missing 1 required positional argument: 'v'",
-        ),
+        (lambda: calibrate(name="exact"), ea.UnsupportedError, "'exact' has nothing to calibrate"),
+        (lambda: oprf(0.125), ea.OptionError, "a is finite and below 1/8, not"),
+        (lambda: oprf(math.nan), ea.OptionError, "a is finite and below 1/8, not"),
+        (lambda: oprf("x"), ea.DtypeError, "a is a number or None, not 'x'"),
     ],
 )
 def test_what_cannot_be_calibrated_or_used_before_is_refused(request_, error, message):
@@ -281,8 +219,5 @@ def test_a_model_calibrates_every_backend_on_what_reaches_it():
     before = copy.deepcopy(model.state_dict())
     model(torch.randn(1, 4, 16))
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-
-
-def test_a_model_without_such_backends_is_left_alone():
-    model = ea.Encoder(16, 2, "exact", num_layers=1, feed_forward_dim=16)
-    ea.calibrate(model, "not even called")
+    # A model without such backends is not even called.
+    ea.calibrate(ea.Encoder(16, 2, "exact", num_layers=1, feed_forward_dim=16), "no tokens")

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from plain import LARGE, bounds, error, problem, results
 from reference import largest_difference, random_mask, random_qkv
 
 import efficient_attn as ea
@@ -116,6 +117,18 @@ def test_other_devices_compute_weights_again_in_the_backward_pass(monkeypatch):
     numbers = (peak_bytes(4096) - peak_bytes(2048)) / (2 * 2048 * 4)
     # A row of a block has 257 + 63 weights, of which one copy would be kept; vectors have 8 numbers.
     assert numbers < 320
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "causal"), [("window", False), ("window", True), ("linformer", False)])
+def test_products_in_half_precision_err_at_most_twice_as_much_as_plain_attention(
+    name, causal, dtype, monkeypatch
+):
+    monkeypatch.setenv(VARIABLE, "torch")
+    monkeypatch.setattr("efficient_attn.ops.paths.UPCAST", set())
+    task = problem(name, dtype, "cpu", LARGE, causal=causal, grouped=True)
+    for x, (reference, bound) in zip(results(task.call, task.inputs), bounds(task), strict=True):
+        assert x.dtype is dtype and error(x, reference) <= bound
 
 
 def test_scores_beyond_float16_stay_finite(monkeypatch):
