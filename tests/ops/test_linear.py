@@ -30,8 +30,6 @@ from efficient_attn.ops.linear import (
     weak_chunks,
 )
 from efficient_attn.ops.linear import inputs as linear_inputs
-from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.trigonometric import TrigKernel
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.ops.softmax import cpu_flash
 
@@ -264,17 +262,3 @@ def test_gradients_do_not_depend_on_the_derivative_of_a_clamp_at_its_bounds(name
         return torch.autograd.grad(out.sin().sum(), (q, k, v))
 
     assert_near(gradients(flat_clamp), gradients(steep_clamp), 1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_waves_are_right_to_a_few_roundings_of_one_at_every_angle(dtype):
-    # One direction of length one, so that the rows are the angles, among them the poles of the tangent.
-    turns = torch.arange(-40, 41, dtype=torch.float64)
-    angles = torch.cat([turns * torch.pi / 2, turns * torch.pi / 4, torch.linspace(-300, 300, 20001)])
-    rows = angles.to(dtype)[None, :, None]
-    tokens = LinearInputs(*[rows[None]] * 3, None, torch.ones(1, 1), None, "trigonometric", 1.0)
-    features = TrigKernel(tokens).key_features(rows, torch.ones((), dtype=dtype))[0]
-    expected = torch.stack([rows[0, :, 0].double().cos(), rows[0, :, 0].double().sin()], dim=-1)
-    # In halves of an epsilon: the tangent's own ulp moves a wave by 2, the square, the sum and the quotient
-    # of at most 2 by 6, the difference by 1.
-    assert (features.double() - expected).abs().max() <= 9 * torch.finfo(dtype).eps / 2

@@ -17,7 +17,7 @@ from reference import (
 )
 
 import efficient_attn as ea
-from efficient_attn.ops.linear import causal_exponential, scaled_chunks, segments, weak_chunks
+from efficient_attn.ops.linear import causal_exponential, scaled_chunks, weak_chunks
 from efficient_attn.ops.linear import inputs as linear_inputs
 from efficient_attn.ops.linear import state as linear_state
 from efficient_attn.ops.linear.scaled_chunks import running_states
@@ -114,33 +114,6 @@ def rising(norm):
     q, k, v = random_qkv(1, 2, 2, 150, 150, head_dim=8, value_dim=4)
     growth = torch.linspace(0.05, norm, 150, dtype=torch.float64)[:, None]
     return [q, k * growth, v]
-
-
-@pytest.mark.parametrize("path", ["", "torch"])
-@pytest.mark.parametrize("name", ["performer-positive", "linear-elu"])
-def test_gradients_are_right_where_weak_chunks_are_computed_again(name, path, monkeypatch):
-    actual, read = [], weak_chunks.weak_chunks
-
-    def recorded(*args):
-        for chunks in read(*args):
-            actual.extend(chunks.tolist())
-            yield chunks
-
-    for module in (weak_chunks, segments):
-        monkeypatch.setattr(module, "weak_chunks", recorded)
-    # Every row is weak; in float64 rounding hides nothing.
-    monkeypatch.setitem(weak_chunks._WEAK, torch.float64, 1e4)
-    monkeypatch.setenv(VARIABLE, path)
-    monkeypatch.setattr(causal_exponential, "BACKWARD_CHUNK", 16)
-    backend, inputs = built(name, head_dim=8), [x.requires_grad_() for x in rising(6.0)]
-    results, expected = (
-        output_and_gradients(call, inputs) for call in (backend, partial(by_definition, backend))
-    )
-    # Two heads of 150 tokens, forward and backward.
-    chunks = -(-150 // (scaled_chunks._LARGE_CHUNK if path else scaled_chunks.CHUNK))
-    taken = path or name == "linear-elu"
-    assert len(actual) == (2 * 2 * chunks if taken else 0)
-    assert_near(results, expected, 1e-9)
 
 
 def test_other_devices_compute_a_fixed_number_of_weak_chunks_again(monkeypatch):

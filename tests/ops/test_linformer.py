@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from definitions import by_definition
-from reference import first_and_second_derivatives, random_mask, random_qkv, reference_attention
+from reference import assert_near, first_and_second_derivatives, random_mask, random_qkv, reference_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import efficient_attn as ea
@@ -27,9 +27,10 @@ def set_mixing(backend, mix_keys, mix_values=None):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("tokens", [1, TOKENS])
-@pytest.mark.parametrize("sharing", ["heads", "none", "key-value", "layers"])
-def test_identity_mixing_equals_exact_attention_for_every_mask_and_length(sharing, tokens, masked):
+@pytest.mark.parametrize(("sharing", "entries"), [("heads", 2), ("none", 8), ("key-value", 1), ("layers", 1)])
+def test_identity_mixing_equals_exact_attention_for_every_mask_and_length(sharing, entries, tokens, masked):
     backend = linformer(rank=TOKENS, sharing=sharing)
+    assert sum(x.numel() for x in backend.parameters()) == entries * TOKENS**2
     set_mixing(backend, torch.eye(TOKENS))
     q, k, v = random_qkv(q_tokens=4, k_tokens=tokens)
     mask = random_mask(2, tokens) if masked else None
@@ -41,15 +42,6 @@ def test_gaussian_mixing_has_the_variance_of_the_paper():
     mix = ea.build("linformer", head_dim=8, max_tokens=2048, rank=64, init="gaussian").core.mix_keys
     # The variance of n Gaussian entries has a relative standard error of √(2/n).
     assert abs(mix.var().item() * 64 - 1) < 4.5 * (2 / mix.numel()) ** 0.5
-
-
-@pytest.mark.parametrize(("sharing", "entries"), [("heads", 2), ("none", 8), ("key-value", 1), ("layers", 1)])
-def test_each_level_of_sharing_keeps_its_number_of_projections(sharing, entries):
-    backend = linformer(rank=5, sharing=sharing)
-    assert sum(p.numel() for p in backend.parameters()) == entries * 5 * TOKENS
-    q, k, v = random_qkv(k_tokens=TOKENS)
-    backend(q, k, v).sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in backend.parameters())
 
 
 @pytest.mark.parametrize(
@@ -133,5 +125,4 @@ def test_gradients_of_the_gradients_lack_no_factor(sharing, masked):
     with sdpa_kernel(SDPBackend.MATH):
         actual = first_and_second_derivatives(ours, leaves)
     expected = first_and_second_derivatives(definition, leaves)
-    for left, right in zip(actual, expected, strict=True):
-        assert (left - right).norm() <= 1e-12 * right.norm()
+    assert_near(actual, expected, 1e-12)

@@ -82,10 +82,3 @@ def test_torch_finds_nothing_wrong_with_a_registration(name, utility):
     )
     for args in cases:
         assert opcheck(OPERATORS[name], args, test_utils=utility) == {utility: "SUCCESS"}
-
-
-@pytest.mark.compile
-def test_the_runtime_shape_checks_are_off_where_operators_are_compiled():
-    from efficient_attn.ops.softmax.definition import softmax_attention
-
-    assert not hasattr(softmax_attention, "__wrapped__")
