@@ -44,21 +44,6 @@ def test_gaussian_mixing_has_the_variance_of_the_paper():
     assert abs(mix.var().item() * 64 - 1) < 4.5 * (2 / mix.numel()) ** 0.5
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"max_tokens": None}, ea.UnsupportedError, r"longest sequence: build it with max_tokens"),
-        ({"rank": 13}, ea.OptionError, r"rank=13 is more than max_tokens=12.*rank=12 or less"),
-        ({"sharing": "none", "num_heads": None}, ea.OptionError, r"sharing='none'.*num_heads"),
-        ({}, ea.ShapeError, r"at most 12 tokens and k has 13.*max_tokens=13"),
-    ],
-)
-def test_what_linformer_cannot_do_is_refused(options, error, message):
-    sizes = {"rank": 4, "num_heads": 4, "max_tokens": TOKENS}
-    with pytest.raises(error, match=message):
-        ea.build("linformer", head_dim=8, **(sizes | options)).double()(*random_qkv(k_tokens=13))
-
-
 @pytest.mark.parametrize("name", ["exact", "linformer"])
 def test_the_fused_kernel_reads_half_precision_as_it_is(monkeypatch, name):
     def kernel(q, k, v, **options):

@@ -174,8 +174,3 @@ def test_operations_count_the_global_keys_outside_of_the_windows():
         ones = torch.ones(1, 1, tokens, 1)
         pairs = (backend.attention_weights(ones, ones) > 0).sum()
         assert backend.spec.flops(backend.problem, backend.options, tokens) == 2 * 2 * pairs
-
-
-def test_a_full_window_without_a_middle_is_refused():
-    with pytest.raises(ea.OptionError, match=r"window=4 has no middle.* 3 or 5"):
-        ea.build("window", head_dim=8, window=4)
