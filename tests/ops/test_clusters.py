@@ -23,8 +23,8 @@ CLOSED = [
     {"summary": "segments", "global_tokens": 3},
 ]
 OPENED = [{"probes": PROBES}, {"probes": PROBES, "global_tokens": 3}]
-# Fewest clusters, and more than the near keys leave at most lengths.
-NUMBERS = [{"probes": 1, "clusters": clusters} for clusters in (1, 7)]
+# Fewest clusters of causal queries, and an odd number.
+NUMBERS = [{"probes": 1, "clusters": clusters} for clusters in (2, 7)]
 KINDS = pytest.mark.parametrize(
     ("causal", "options"),
     [(False, options) for options in CLOSED + OPENED + NUMBERS]
