@@ -7,12 +7,14 @@ from functools import partial
 import pytest
 import torch
 from eager_flex import eager_flex, on_flex, traced_flex
-from reference import random_qkv
+from reference import random_mask, random_qkv
 from torch.nn.attention import flex_attention
 
 import efficient_attn as ea
-from efficient_attn.ops import paths
+from efficient_attn.ops import naive, paths
 from efficient_attn.ops.softmax import flex
+from efficient_attn.ops.window import attention
+from efficient_attn.ops.window import flex as window_flex
 
 pytestmark = pytest.mark.compile
 
@@ -22,9 +24,11 @@ compile_anything = torch.compile
 @pytest.fixture(autouse=True)
 def nothing_compiled_before() -> Iterator[None]:
     torch._dynamo.reset()
-    flex._compiled.cache_clear()
+    for cached in (flex._compiled, window_flex._compiled):
+        cached.cache_clear()
     yield
-    flex._compiled.cache_clear()
+    for cached in (flex._compiled, window_flex._compiled):
+        cached.cache_clear()
 
 
 def inputs(batch=2, rows=5, keys=7, *, transposed=False, heads=4, head_dim=16, dtype=torch.float32):
@@ -48,16 +52,14 @@ def assert_as_uncompiled(actual, **sizes):
 
 def test_all_lengths_and_batches_share_one_version():
     with traced_flex() as graphs:
-        for batch, rows, keys in itertools.product((2, 3, 5), (64, 128, 77), (64, 130, 300)):
+        for batch, rows, keys in itertools.product((2, 3, 5), (64, 77), (64, 130, 300)):
             out = attend(batch, rows, keys)
     assert_as_uncompiled(out, batch=5, rows=77, keys=300)
     assert len(graphs) == 1
     # One fused attention, and its log-sum-exps as natural logarithms.
     calls = [node.target for node in graphs[0].graph.nodes if node.op == "call_function"]
-    attention, *_, logarithm = [str(call) for call in calls]
-    assert attention == "flex_attention"
-    assert "mul" in logarithm
-    assert len(calls) == 4
+    names = [str(call) for call in calls]
+    assert names[0] == "flex_attention" and "mul" in names[-1] and len(names) == 4
 
 
 def test_more_versions_than_torch_keeps_by_default_are_all_compiled():
@@ -102,32 +104,6 @@ def test_a_backend_in_compiled_code_compiles_it_too(gradients):
     assert len(graphs) == 2
 
 
-def test_turned_off_compilation_never_runs_the_form_that_writes_all_scores():
-    with (
-        on_flex(),
-        torch.compiler.set_stance("force_eager"),
-        pytest.warns(UserWarning, match="torch.compile is turned off"),
-        pytest.raises(flex.NotCompiledError),
-    ):
-        attend()
-    assert torch.float32 in paths._FLEX_DTYPES
-
-
-def test_an_error_of_the_compiler_is_told(monkeypatch):
-    def fails(graph, inputs):
-        raise RuntimeError("Failed to find C compiler")
-
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=fails))
-    monkeypatch.setattr(paths, "_FLEX_DTYPES", {torch.float32, torch.bfloat16})
-    with (
-        on_flex(),
-        pytest.warns(UserWarning, match="Failed to find C compiler"),
-        pytest.raises(flex.NotCompiledError),
-    ):
-        attend()
-    assert torch.float32 not in paths._FLEX_DTYPES
-
-
 # The compiler's own first call uses a deprecated function.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_operators_serve_what_the_compiler_of_pytorch_refuses(monkeypatch):
@@ -141,18 +117,7 @@ def test_operators_serve_what_the_compiler_of_pytorch_refuses(monkeypatch):
     assert torch.float32 not in paths._FLEX_DTYPES
 
 
-@torch.library.custom_op("efficient_attn_tests::attend", mutates_args=())
-def attend_opaquely(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return flex.attend(q, k, v, bias, 0.3)[0]
-
-
-@attend_opaquely.register_fake
-def _(q, k, v, bias):
-    return q.new_empty(*q.shape[:-1], v.shape[-1])
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_the_compiler_of_pytorch_fuses_the_bias_of_each_key(nested, monkeypatch):
+def test_the_compiler_of_pytorch_fuses_the_bias_of_each_key(monkeypatch):
     attention = flex_attention.flex_attention
 
     def without_log_sums(*tensors, return_aux, **options):
@@ -161,7 +126,67 @@ def test_the_compiler_of_pytorch_fuses_the_bias_of_each_key(nested, monkeypatch)
     with eager_flex():
         expected, _ = attend(3, 70, 90)
     monkeypatch.setattr(flex_attention, "flex_attention", without_log_sums)
-    call = torch.compile(attend_opaquely, fullgraph=True) if nested else attend_opaquely
     with on_flex(), torch.no_grad():
-        out = call(*inputs(3, 70, 90))
+        out, _ = attend(3, 70, 90)
     torch.testing.assert_close(out, expected)
+
+
+@pytest.fixture
+def window_on_cpu(monkeypatch):
+    """FlexAttention serves windows on the CPU, also with gradients."""
+    monkeypatch.setattr(paths, "kernels", torch.compiler.assume_constant_result(lambda device, dtype: "flex"))
+    monkeypatch.setattr(attention.cpu_flash, "_FORWARD", None)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+
+
+@pytest.fixture
+def graphs(window_on_cpu, monkeypatch):
+    """Graphs of all versions, which run uncompiled."""
+    versions = []
+
+    def keep(graph, inputs):
+        versions.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    return versions
+
+
+def assert_window(call, batch=2, tokens=300, *, window=257, causal=False, masked=False):
+    """Compare a window with the band of the definition."""
+    tensors = [x.float() for x in random_qkv(batch, 4, 2, tokens, tokens, 16, 24)]
+    mask = random_mask(batch, tokens) if masked else None
+    options = {"scale": 16**-0.5, "window": window, "causal": causal, "key_mask": mask}
+    expected = naive.softmax_attention(*(x.double() for x in tensors), **options).float()
+    with torch.no_grad():
+        torch.testing.assert_close(call(*tensors, key_mask=mask), expected)
+
+
+def test_windows_of_all_lengths_and_batches_share_few_versions(graphs):
+    backend = ea.build("window", head_dim=16, window=257)
+    for batch in (2, 3, 1):
+        for tokens in (140, 300, 128 * 5, 128 * 7 + 1):
+            assert_window(backend, batch, tokens)
+    # Some blocks fewer than the window reads, or more; one sequence, or more.
+    assert len(graphs) <= 4
+    assert any("flex_attention" in str(node.target) for node in graphs[0].graph.nodes)
+
+
+def test_compiled_code_of_a_caller_holds_the_kernel_of_windows_itself(graphs):
+    compiled = torch.compile(ea.build("window", head_dim=16, window=257), fullgraph=True)
+    assert_window(compiled, masked=True)
+    assert len(graphs) == 1
+    assert any("flex_attention" in str(node.target) for node in graphs[0].graph.nodes)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("window", "causal", "tokens", "masked"), [(257, False, 700, False), (129, True, 640, True)]
+)
+def test_the_kernel_of_the_cpu_reads_the_same_blocks(
+    window_on_cpu, monkeypatch, tokens, window, causal, masked
+):
+    # That kernel, which skips blocks that are not listed, requires rows as long as there are blocks of keys.
+    monkeypatch.setattr(window_flex, "min", max, raising=False)
+    backend = ea.build("window", head_dim=16, window=window, causal=causal)
+    assert_window(backend, tokens=tokens, window=window, causal=causal, masked=masked)

@@ -1,11 +1,8 @@
 """Every registered operator passes all of torch's own checks of a registration."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
+from reference import random_qkv
 from torch.library import opcheck
 
 import efficient_attn as ea
@@ -21,71 +18,50 @@ UTILITIES = [
     # Symbolic sizes are no integers to the runtime shape checks, which `-m compile` is without.
     pytest.param("test_aot_dispatch_dynamic", marks=pytest.mark.compile),
 ]
+# Operators with their backward passes.
 OPERATORS = {
-    "full_linear": linear_full._full,
-    "full_linear_backward": linear_full._full_backward,
-    "causal_linear": linear_causal._causal,
-    "causal_linear_backward": linear_causal._causal_backward,
-    "window": window_operator.fused_window,
-    "window_backward": window_operator.fused_window_backward,
+    "full_linear": (linear_full._full, linear_full._full_backward),
+    "causal_linear": (linear_causal._causal, linear_causal._causal_backward),
+    "window": (window_operator.fused_window, window_operator.fused_window_backward),
 }
 
 
-def inputs(tokens: int, dtype: torch.dtype, *, trained: bool, layout: str) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    tensors = []
-    for heads in (4, 2, 2):
-        x = torch.randn(2, heads, tokens, 4, generator=generator, dtype=torch.float64).to(dtype)
-        x = x.transpose(1, 2).contiguous().transpose(1, 2) if layout == "strided" else x
-        tensors.append(x.requires_grad_(trained))
-    return tensors[0], tensors[1], tensors[2]
-
-
-def arguments(name: str, *, trained: bool, few: bool) -> Iterator[tuple[Any, ...]]:
-    """Arguments of the forward operators: kinds of features, dtypes, masks, layouts."""
-    mask = torch.arange(9)[None] >= torch.tensor([[0], [4]])
-    for dtype in (torch.float64,) if few else (torch.float32, torch.float64, torch.bfloat16):
-        for key_mask in (None, mask):
-            for layout in ("contiguous",) if few else ("contiguous", "strided"):
-                q, k, v = inputs(9, dtype, trained=trained, layout=layout)
-                if name == "window":
-                    yield q, k, v, key_mask, 2, 1, 0.5
-                    continue
-                for kind in ("positive", "trigonometric", "elu"):
-                    directions = torch.ones(3, 4) if MAPS[kind].per_direction else None
-                    weights = torch.zeros(2, 1, 3) if kind == "positive" else None
-                    yield q, k, v, key_mask, directions, weights, kind, -0.5
-
-
-def backward_arguments(name: str, *, few: bool) -> Iterator[tuple[Any, ...]]:
-    for args in arguments(name, trained=False, few=few):
-        outputs = OPERATORS[name](*args)
-        yield torch.ones_like(outputs[0]), *outputs, *args
+def arguments(name, dtype, *, masked):
+    """Arguments of a forward operator, of each kind of features, on strided tensors where masked."""
+    mask = torch.arange(9)[None] >= torch.tensor([[0], [4]]) if masked else None
+    q, k, v = (x.to(dtype) for x in random_qkv(2, 4, 2, 9, 9, 4, 4))
+    if masked:
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    if name == "window":
+        yield q, k, v, mask, 2, 1, 0.5
+        return
+    for kind in ("positive", "trigonometric", "elu"):
+        directions = torch.ones(3, 4) if MAPS[kind].per_direction else None
+        weights = torch.zeros(2, 1, 3) if kind == "positive" else None
+        yield q, k, v, mask, directions, weights, kind, -0.5
 
 
 def test_every_registered_operator_is_checked():
     # Derivatives are registered where backends are defined.
     assert ea.list_backends()
     names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
-    assert {name for namespace, name in names if namespace == "efficient_attn"} == set(OPERATORS)
+    both = {name for forward in OPERATORS for name in (forward, f"{forward}_backward")}
+    assert {name for namespace, name in names if namespace == "efficient_attn"} == both
 
 
 @pytest.mark.parametrize("utility", UTILITIES)
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", OPERATORS)
-def test_torch_finds_nothing_wrong_with_a_registration(name, utility):
+def test_torch_finds_nothing_wrong_with_a_registration(name, masked, utility):
     assert ea.list_backends()
-    forward = name.removesuffix("_backward")
+    forward, backward = OPERATORS[name]
     # A compilation takes a second.
-    few = utility == "test_aot_dispatch_dynamic"
-    cases = (
-        arguments(name, trained=True, few=few) if name == forward else backward_arguments(forward, few=few)
-    )
-    for args in cases:
-        assert opcheck(OPERATORS[name], args, test_utils=utility) == {utility: "SUCCESS"}
-
-
-@pytest.mark.compile
-def test_the_runtime_shape_checks_are_off_where_operators_are_compiled():
-    from efficient_attn.ops.softmax.definition import softmax_attention
-
-    assert not hasattr(softmax_attention, "__wrapped__")
+    compiled = utility == "test_aot_dispatch_dynamic"
+    for dtype in (torch.float64,) if compiled else (torch.float32, torch.float64, torch.bfloat16):
+        for args in arguments(name, dtype, masked=masked):
+            assert opcheck(forward, args, test_utils=utility) == {utility: "SUCCESS"}
+            args = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
+            outputs = forward(*args)
+            upstream = torch.ones_like(outputs[0])
+            assert opcheck(backward, (upstream, *outputs, *args), test_utils=utility) == {utility: "SUCCESS"}

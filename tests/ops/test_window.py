@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from plain import LARGE, bounds, error, problem, results
 from reference import largest_difference, random_mask, random_qkv
 
 import efficient_attn as ea
@@ -11,7 +12,7 @@ from efficient_attn.measure.memory import peak
 from efficient_attn.ops import naive
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.ops.softmax import cpu_flash
-from efficient_attn.ops.window import operator
+from efficient_attn.ops.window import operator, unfused
 
 BLOCK = 64
 # Padding of the second sequence, and holes in both.
@@ -65,21 +66,6 @@ def test_outputs_and_gradients_are_those_of_the_definition(
     assert largest_difference(out, definition(*inputs, **options), inputs) <= 1e-12
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"causal": True, "global_tokens": 4}])
-def test_long_sequences_in_half_precision_are_float32_rounded_once(options, dtype):
-    inputs = [torch.randn(1, 2, 1500, 8).to(dtype).requires_grad_() for _ in range(3)]
-    upstream = torch.randn(1, 2, 1500, 8).to(dtype)
-    wide = [x.detach().double().requires_grad_() for x in inputs]
-    backend = built(33, **options)
-    results = [(out := backend(*x), *torch.autograd.grad(out, x, upstream.to(out))) for x in (inputs, wide)]
-    for name, actual, expected in zip(["out", "q", "k", "v"], *results, strict=True):
-        assert actual.dtype == dtype
-        # The output is rounded; the gradients read it rounded, as every backward pass does.
-        allowed = torch.finfo(dtype).eps * (expected.abs() + (0 if name == "out" else expected.abs().max()))
-        assert ((actual.double() - expected).abs() <= allowed + 1e-5).all(), name
-
-
 def test_long_sequences_stay_finite_and_right_when_norms_grow():
     norm, (q, k, v) = 20, (torch.randn(1, 1, 1200, 16) for _ in range(3))
     inputs = [x.requires_grad_() for x in (norm * q, norm * k, v)]
@@ -91,11 +77,10 @@ def test_long_sequences_stay_finite_and_right_when_norms_grow():
     assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), inputs))
 
 
-@pytest.mark.parametrize(("heads", "dim"), [(2, 32), (8, 64)])
-def test_training_grows_by_output_and_gradients_alone(heads, dim, monkeypatch):
+def test_training_grows_by_output_and_gradients_alone(monkeypatch):
     # On other devices autograd keeps the weights.
     monkeypatch.setenv(VARIABLE, "")
-    lengths = 2048, 4096
+    lengths, heads, dim = (2048, 4096), 8, 64
     backend = ea.build("window", head_dim=dim, window=257)
     peaks = []
     for tokens in lengths:
@@ -120,11 +105,44 @@ def test_steps_of_other_devices_hold_no_more_numbers_than_they_may(monkeypatch):
     assert peak_bytes <= 4 * (5 * 1.1 * q.numel() + 5 * 2**18)
 
 
+def test_other_devices_compute_weights_again_in_the_backward_pass(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "torch")
+    monkeypatch.setattr("efficient_attn.ops.paths.HELD", 2**16)
+    backend = built(257)
+
+    def peak_bytes(tokens):
+        inputs = [torch.randn(1, 2, tokens, 8, requires_grad=True) for _ in range(3)]
+        return peak(lambda: torch.autograd.grad(backend(*inputs).sum(), inputs), device="cpu").peak_bytes
+
+    numbers = (peak_bytes(4096) - peak_bytes(2048)) / (2 * 2048 * 4)
+    # A row of a block has 257 + 63 weights, of which one copy would be kept; vectors have 8 numbers.
+    assert numbers < 320
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("name", "causal"), [("window", False), ("window", True), ("linformer", False)])
+def test_products_in_half_precision_err_at_most_twice_as_much_as_plain_attention(
+    name, causal, dtype, monkeypatch
+):
+    monkeypatch.setenv(VARIABLE, "torch")
+    monkeypatch.setattr("efficient_attn.ops.paths.UPCAST", set())
+    task = problem(name, dtype, "cpu", LARGE, causal=causal, grouped=True)
+    for x, (reference, bound) in zip(results(task.call, task.inputs), bounds(task), strict=True):
+        assert x.dtype is dtype and error(x, reference) <= bound
+
+
+def test_scores_beyond_float16_stay_finite(monkeypatch):
+    # A GPU multiplies half precision as it is.
+    monkeypatch.setattr("efficient_attn.ops.paths.UPCAST", set())
+    q = torch.full((1, 1, 3, 4), 300.0, dtype=torch.float16)
+    assert unfused.unfused_window(q, q, q, None, 1, 1, 1.0).isfinite().all()
+
+
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("padded", ["none", "left", "holes"])
+@pytest.mark.parametrize("padded", ["none", "holes"])
 @pytest.mark.parametrize(("window", "first"), [(1, 4), (5, 1), (9, 20)])
-@pytest.mark.parametrize("pieces", [[1] * 43, [2, 1, 0, 20, 20], [20, 1, 1, 1, 7, 13]])
+@pytest.mark.parametrize("pieces", [[1] * 43, [2, 1, 0, 20, 20]])
 def test_global_tokens_stream_in_pieces_as_in_one_call(pieces, window, first, padded, trained):
     inputs = [x.requires_grad_(trained) for x in random_qkv(2, 4, 2, 43, 43)]
     mask = PADDED[padded](43)
@@ -139,36 +157,6 @@ def test_global_tokens_stream_in_pieces_as_in_one_call(pieces, window, first, pa
     pair = torch.cat(outs, dim=2), definition(*inputs, **options)
     assert largest_difference(*pair, inputs if trained else ()) <= 1e-12
     assert state.k.shape[2] <= 2 * (window - 1) + first and state.first_k.shape[2] <= first
-
-
-def test_a_mask_given_late_and_beams_keep_the_global_tokens():
-    q, k, v = random_qkv(2, 2, 2, 12, 12)
-    backend = built(3, causal=True, global_tokens=2)
-    mask = torch.ones(2, 12, dtype=torch.bool)
-    mask[1, 6:8] = False
-    state = None
-    for start, stop in ((0, 1), (1, 4), (4, 5), (5, 6)):
-        _, state = backend.extend(*(x[:, :, start:stop] for x in (q, k, v)), state)
-    out, state = backend.extend(*(x[:, :, 6:9] for x in (q, k, v)), state, key_mask=mask[:, 6:9])
-    swapped, outs = type(state)(*(x.flip(0) for x in state)), []
-    for token in (9, 10, 11):
-        step, swapped = backend.extend(*(x[:, :, token : token + 1].flip(0) for x in (q, k, v)), swapped)
-        outs.append(step)
-    expected = definition(q, k, v, window=3, causal=True, key_mask=mask, global_tokens=2)
-    assert largest_difference(out, expected[:, :, 6:9]) <= 1e-12
-    assert largest_difference(torch.cat(outs, dim=2).flip(0), expected[:, :, 9:]) <= 1e-12
-
-
-def test_global_tokens_have_second_derivatives():
-    inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 20, 20)]
-    backend = built(5, causal=True, global_tokens=2)
-    assert torch.autograd.gradgradcheck(lambda *x: backend(*x).sin(), inputs, fast_mode=True)
-
-    def last(*x: torch.Tensor) -> torch.Tensor:
-        _, state = backend.extend(*(y[:, :, :19] for y in x))
-        return backend.extend(*(y[:, :, 19:] for y in x), state)[0].sin()
-
-    assert torch.autograd.gradgradcheck(last, inputs, fast_mode=True)
 
 
 def test_the_shipped_decoder_needs_its_first_token():
@@ -186,8 +174,3 @@ def test_operations_count_the_global_keys_outside_of_the_windows():
         ones = torch.ones(1, 1, tokens, 1)
         pairs = (backend.attention_weights(ones, ones) > 0).sum()
         assert backend.spec.flops(backend.problem, backend.options, tokens) == 2 * 2 * pairs
-
-
-def test_a_full_window_without_a_middle_is_refused():
-    with pytest.raises(ea.OptionError, match=r"window=4 has no middle.* 3 or 5"):
-        ea.build("window", head_dim=8, window=4)

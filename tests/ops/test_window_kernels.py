@@ -1,4 +1,4 @@
-"""The window by FlashAttention's packed sequences, with a stand-in in plain operators for the kernel."""
+"""The window by FlexAttention and by packed sequences of FlashAttention, with stand-ins on the CPU."""
 
 import sys
 from types import SimpleNamespace
@@ -6,17 +6,71 @@ from types import SimpleNamespace
 import jaxtyping
 import pytest
 import torch
+from eager_flex import uncompiled_by_itself
 from launches import counted
-from reference import first_and_second_derivatives, largest_difference, random_qkv
-from torch.utils.checkpoint import checkpoint
+from reference import assert_near, first_and_second_derivatives, largest_difference, random_mask, random_qkv
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import flex_attention
 
 import efficient_attn as ea
-from efficient_attn.measure import worker
-from efficient_attn.measure.record import Case
-from efficient_attn.ops import naive
-from efficient_attn.ops.paths import VARIABLE
+from efficient_attn.ops import naive, paths
+from efficient_attn.ops.softmax import flex
 from efficient_attn.ops.window import attention, varlen
+from efficient_attn.ops.window import flex as window_flex
 from efficient_attn.ops.window.attention import window_attention
+
+# Both sides of a window, at and around the edges of blocks of 128.
+SIDES = [
+    *[(0, 0), (1, 1), (127, 127), (128, 128), (129, 129), (254, 254), (300, 300)],
+    *[(2, 0), (127, 0), (128, 0), (256, 0), (383, 0), (384, 0), (64, 400), (5000, 5000)],
+]
+
+
+def definition(*inputs, **options):
+    return naive.softmax_attention(*inputs, scale=inputs[0].shape[-1] ** -0.5, **options)
+
+
+def pairs(number, index, size):
+    """How often each pair of blocks is listed, [size size]."""
+    listed = torch.arange(index.shape[-1]) < number[0, 0, :, None]
+    return torch.zeros(size, size).scatter_add_(1, index[0, 0].long(), listed.float())
+
+
+@pytest.mark.parametrize(("back", "ahead"), SIDES)
+@pytest.mark.parametrize("tokens", [5, 128, 129, 500])
+def test_the_blocks_are_those_of_all_pairs_of_tokens(tokens, back, ahead):
+    def visible(entry, head, query, key):
+        return (key >= query - back) & (key <= query + ahead)
+
+    torchs = flex_attention.create_block_mask(visible, 1, 1, tokens, tokens, device="cpu")
+    size, cpu = -(-tokens // 128), torch.device("cpu")
+    for sides, masked, whole in (
+        ((back, ahead), torchs.as_tuple()[2:4], torchs.as_tuple()[4:6]),
+        ((ahead, back), torchs.as_tuple()[6:8], torchs.as_tuple()[8:10]),
+    ):
+        listed = window_flex.blocks(tokens, *sides, whole=True, device=cpu)
+        assert torch.equal(pairs(*listed[:2], size), pairs(*masked, size))
+        assert torch.equal(pairs(*listed[2:], size), pairs(*whole, size))
+        listed = window_flex.blocks(tokens, *sides, whole=False, device=cpu)
+        assert torch.equal(pairs(*listed[:2], size), pairs(*masked, size) + pairs(*whole, size))
+        assert listed[2:] == (None, None)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Keys of the configurations that are served on the CPU, in any dtype and with gradients."""
+    keys = []
+
+    def compiled(*key):
+        keys.append(key)
+        return window_flex._attention
+
+    monkeypatch.setattr(window_flex, "_compiled", compiled)
+    monkeypatch.setattr(paths, "kernels", lambda device, dtype: "flex")
+    monkeypatch.setattr(attention.cpu_flash, "_FORWARD", None)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    with uncompiled_by_itself():
+        yield keys
 
 
 def packed_attention(
@@ -50,25 +104,12 @@ class Kernel(torch.autograd.Function):
         with torch.enable_grad():
             ctx.leaves = [x.detach().requires_grad_() for x in tensors]
             ctx.out = call(*ctx.leaves)
-        ctx.save_for_backward(*tensors)
         return ctx.out.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient):
-        gradients = torch.autograd.grad(ctx.out, ctx.leaves, gradient, retain_graph=True)
-        return None, *(Final.apply(x, ctx.saved_tensors[0]) for x in gradients)
-
-
-class Final(torch.autograd.Function):
-    """A tensor that has no derivative with respect to another."""
-
-    @staticmethod
-    def forward(ctx, x, input_):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise RuntimeError("no second derivatives")
+        return None, *torch.autograd.grad(ctx.out, ctx.leaves, gradient, retain_graph=True)
 
 
 @pytest.fixture
@@ -108,40 +149,35 @@ def between_tokens(x):
 @pytest.mark.parametrize("layout", [torch.clone, between_tokens])
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 @pytest.mark.parametrize(
-    ("window", "causal", "queries", "tokens"),
-    [
-        (1, False, 9, 9),
-        (3, False, 9, 9),
-        (7, False, 40, 40),
-        (1, True, 9, 9),
-        (6, True, 40, 40),
-        (6, True, 5, 40),
-    ],
+    ("window", "causal", "tokens"),
+    [(1, False, 9), (7, False, 40), (257, False, 300), (2, True, 130), (257, True, 300)],
 )
-def test_the_kernel_is_asked_for_the_window(packed, window, causal, queries, tokens, heads, layout):
-    inputs = [layout(x) for x in random_qkv(2, *heads, queries, tokens)]
-    out = ea.build("window", head_dim=8, window=window, causal=causal)(*inputs)
-    expected = naive.softmax_attention(*inputs, scale=8**-0.5, window=window, causal=causal)
-    assert len(packed) == 1 and largest_difference(out, expected) <= 1e-12
-
-
-def test_a_record_names_this_kernel_where_it_ran(packed):
-    case = {"num_heads": 2, "head_dim": 8, "tokens": 16, "device": "cpu", "threads": 1, "kind": "memory"}
-    for options, dtype, kernels in (
-        ({"window": 5}, "float64", "varlen"),
-        ({"window": 5}, "float32", "cpu"),
-        # A window of all keys is exact attention.
-        ({"window": 65}, "float64", "cpu"),
-    ):
-        record = worker.measure(Case(backend="window", label="w", options=options, dtype=dtype, **case))
-        assert (record.status, record.kernels) == ("ok", kernels)
+@pytest.mark.parametrize(
+    ("kernel", "masked"), [("packed", False), ("uncompiled", False), ("uncompiled", True)]
+)
+def test_the_window_and_its_gradients_equal_the_dense_band(
+    kernel, tokens, window, causal, heads, layout, masked, request
+):
+    calls = request.getfixturevalue(kernel)
+    q, k, v = (layout(x) for x in random_qkv(2, *heads, tokens, tokens, 16, 24))
+    mask = random_mask(2, tokens) if masked else None
+    if masked:
+        # Rows of the second sequence see no key, and masked keys are NaN.
+        mask[1, tokens // 3 :] = False
+        k, v = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (k, v))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    with paths.observed_kernels() as names:
+        out = ea.build("window", head_dim=16, window=window, causal=causal)(*inputs, key_mask=mask)
+    expected = definition(*inputs, window=window, causal=causal, key_mask=mask)
+    assert len(calls) == 1 and names == {"varlen" if kernel == "packed" else "flex"}
+    assert largest_difference(out, expected, inputs) <= 1e-12
 
 
 @pytest.mark.parametrize("scale", [0.3, 0.0, -0.7])
 def test_every_scale_is_served_by_a_positive_one(packed, scale):
-    q, k, v = random_qkv(1, 1, 1, 9, 9)
-    out = window_attention(q, k, v, scale=scale, back=2, ahead=2, key_mask=None)
-    expected = naive.softmax_attention(q, k, v, scale=scale, window=5)
+    q, k, v = random_qkv(1, 1, 1, 5, 9)
+    out = window_attention(q, k, v, scale=scale, back=2, ahead=0, key_mask=None)
+    expected = naive.softmax_attention(q, k, v, scale=scale, window=3, causal=True)
     assert packed[0][1]["scale"] > 0 and largest_difference(out, expected) <= 1e-12
 
 
@@ -161,73 +197,71 @@ def test_a_call_takes_three_launches_beside_the_kernel(packed, stand_in):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_first_and_second_derivatives_are_those_of_the_formula(packed, causal):
-    def definition(*x):
-        return naive.softmax_attention(*x, scale=8**-0.5, window=5, causal=causal)
-
-    def assert_near(actual, expected):
-        for x, y in zip(actual, expected, strict=True):
-            assert (x - y).abs().max() <= 1e-12 * y.abs().max()
-
-    inputs = [x.requires_grad_() for x in random_qkv(2, 4, 2, 20, 20)]
-    backend = ea.build("window", head_dim=8, window=5, causal=causal)
-    expected = first_and_second_derivatives(definition, inputs)
-    assert_near(first_and_second_derivatives(backend, inputs), expected)
-    assert packed
+@pytest.mark.parametrize("kernel", ["packed", "uncompiled"])
+def test_first_and_second_derivatives_are_those_of_the_formula(kernel, causal, request):
+    calls = request.getfixturevalue(kernel)
+    inputs = [x.requires_grad_() for x in random_qkv(2, 4, 2, 20, 20, 16, 16)]
+    backend = ea.build("window", head_dim=16, window=5, causal=causal)
+    expected = first_and_second_derivatives(lambda *x: definition(*x, window=5, causal=causal), inputs)
+    assert_near(first_and_second_derivatives(backend, inputs), expected, 1e-12)
+    assert calls
     # The kernel's own gradients serve the first order; inputs without a gradient get none.
     q, k, v = inputs
     out = backend(q, k.detach(), v).sin().sum()
     for _ in range(2):
         first = torch.autograd.grad(out, (q, v), retain_graph=True)
         assert first[0].grad_fn is None
-        assert_near(first, (expected[0], expected[2]))
+        assert_near(first, (expected[0], expected[2]), 1e-12)
 
 
-def test_autocast_and_checkpoints_change_nothing(packed, stand_in):
-    def kernel(*tensors, **options):
-        calls.append(options)
-        return packed_attention(*tensors, **options)
-
-    calls = []
-    stand_in(kernel)
-    inputs = [x.bfloat16().requires_grad_() for x in random_qkv(1, 2, 2, 20, 20)]
-    backend = ea.build("window", head_dim=8, window=5)
-    out = backend(*inputs)
-    gradients = torch.autograd.grad(out.sum(), inputs)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        again = checkpoint(backend, *inputs, use_reentrant=False)
-    assert again.dtype == torch.bfloat16 and torch.equal(again, out) and len(calls) == 2
-    assert all(map(torch.equal, torch.autograd.grad(again.sum(), inputs), gradients))
-    # A checkpoint computes again once, and the output is the caller's to write to.
-    assert len(calls) == 3
-    backend(*inputs).add_(1).sum().backward()
+def test_a_configuration_does_not_depend_on_the_length(uncompiled):
+    backend = ea.build("window", head_dim=16, window=257)
+    for tokens in (5, 20, 300):
+        inputs = [x.requires_grad_() for x in random_qkv(1, 2, 2, tokens, tokens, 16, 16)]
+        mask = torch.ones(1, tokens, dtype=torch.bool)
+        backend(*inputs, key_mask=mask)
+        with torch.no_grad():
+            backend(*inputs, key_mask=mask)
+        # The marks of a compiler do not reach the tensors of the caller.
+        assert not any(hasattr(x, "_dynamo_weak_dynamic_indices") for x in (*inputs, mask))
+    assert len(uncompiled) == 4 and len(set(uncompiled)) == 1
 
 
-CUDA = torch.device("cuda", 0)
+def test_past_tokens_transforms_and_exported_programs_go_another_way(uncompiled):
+    q, k, v = random_qkv(1, 2, 2, 5, 20, 16, 16)
+    causal = ea.build("window", head_dim=16, window=4, causal=True)
+    causal(q, k, v)
+    torch.func.vmap(lambda x: causal(x, x, x))(k[None])
+    program = torch.export.export(ea.build("window", head_dim=16, window=5), (k, k, k))
+    assert not any("flex" in str(node.target) for node in program.graph.nodes)
+    assert not uncompiled
+
+
+def test_operators_serve_what_is_not_compiled(uncompiled, monkeypatch):
+    def refuse(*key):
+        raise flex.NotCompiledError("no compiler")
+
+    monkeypatch.setattr(window_flex, "_compiled", refuse)
+    inputs = [x.requires_grad_() for x in random_qkv(1, 2, 2, 20, 20, 16, 16)]
+    out = ea.build("window", head_dim=16, window=5)(*inputs)
+    assert largest_difference(out, definition(*inputs, window=5), inputs) <= 1e-12
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "served"),
-    [
-        (CUDA, torch.bfloat16, True),
-        (CUDA, torch.float16, True),
-        (CUDA, torch.float32, False),
-        (CUDA, torch.float64, False),
-        (torch.device("cpu"), torch.bfloat16, False),
-        (torch.device("mps"), torch.bfloat16, False),
-    ],
+    ("device", "expected"), [("cuda:0", (torch.bfloat16, torch.float16)), ("cpu", ()), ("mps", ())]
 )
-def test_the_kernel_serves_half_precision_on_cuda(monkeypatch, stand_in, device, dtype, served):
-    def serves(*, capability=(8, 0), function=packed_attention, kernels=""):
+def test_the_kernel_serves_half_precision_on_cuda(monkeypatch, stand_in, device, expected):
+    def served(*, capability=(8, 0), function=packed_attention, kernels=""):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setenv(VARIABLE, kernels)
+        monkeypatch.setenv(paths.VARIABLE, kernels)
         stand_in(function)
         varlen._has_flash.cache_clear()
-        return varlen._serves(device, dtype)
+        dtypes = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        return tuple(dtype for dtype in dtypes if varlen._serves(torch.device(device), dtype))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert serves() == serves(capability=(9, 0)) == served
-    assert not (serves(capability=(7, 5)) or serves(function=None) or serves(kernels="torch"))
+    assert served() == served(capability=(9, 0)) == expected
+    assert not (served(capability=(7, 5)) or served(function=None) or served(kernels="torch"))
     varlen._has_flash.cache_clear()
 
 
@@ -266,7 +300,7 @@ def test_a_missing_or_older_function_is_not_used(monkeypatch):
 def test_the_real_function_is_part_of_an_exported_and_of_a_compiled_graph(monkeypatch):
     # A compiler cannot trace the checks of shapes where sizes are unknown to it.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv(paths.VARIABLE, "")
     monkeypatch.setattr(varlen, "_has_flash", lambda device: True)
     monkeypatch.setattr(attention.cpu_flash, "_FORWARD", None)
     q, k, v = torch.randn(3, 2, 2, 40, 8, dtype=torch.bfloat16).unbind()

@@ -1,0 +1,79 @@
+"""What a backend cannot do or was not calibrated for is refused by name, with what it can do."""
+
+import math
+
+import pytest
+import torch
+from reference import random_qkv
+
+import efficient_attn as ea
+
+Q, K, V = random_qkv()
+SIZES = {"linformer": {"rank": 4, "num_heads": 4, "max_tokens": 6}}
+
+
+def built(name, **options):
+    return ea.build(name, head_dim=8, **(SIZES.get(name, {}) | options))
+
+
+def clusters(**options):
+    return built("window-clusters", **options)
+
+
+def linformer(**options):
+    return built("linformer", **options).double()(Q, K, V)
+
+
+def calibrate(q=Q, k=K, *, name="performer-full", **options):
+    return built(name).calibrate(q, k, **options)
+
+
+def oprf(a):
+    return built("performer-oprf", a=a)
+
+
+HIDDEN = torch.zeros(2, 7, dtype=torch.bool)
+OPENS = r"with probes=0: .* probes=4 .* window\("
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (lambda: built("window", window=4), ea.OptionError, r"window=4 has no middle.* 3 or 5"),
+        (lambda: clusters(causal=True, probes=0), ea.UnsupportedError, OPENS),
+        (lambda: clusters(causal=True, summary="kmeans"), ea.UnsupportedError, "with summary='kmeans'"),
+        (lambda: clusters(window=65), ea.OptionError, r"window=65 .* a multiple of 4 can: 64 or 68"),
+        (lambda: clusters(summary="means"), ea.UnknownNameError, "kmeans"),
+        (
+            lambda: clusters(summary="segments", probes=2),
+            ea.OptionError,
+            "'segments' .* probes=2 needs 'auto'",
+        ),
+        (lambda: clusters(probes=-1), ea.OptionError, "probes is at least 0"),
+        (
+            lambda: linformer(max_tokens=None),
+            ea.UnsupportedError,
+            "build it with max_tokens",
+        ),
+        (lambda: linformer(rank=7), ea.OptionError, "rank=7 is more than max_tokens=6.*rank=6 or less"),
+        (lambda: linformer(sharing="none", num_heads=None), ea.OptionError, "sharing='none'.*num_heads"),
+        (lambda: linformer(), ea.ShapeError, "at most 6 tokens and k has 7.*max_tokens=7"),
+        (
+            lambda: built("performer-full", causal=True).extend(Q, K, V),
+            ea.CalibrationError,
+            r"call backend\.calibrate\(q, k\), or ea\.calibrate",
+        ),
+        (lambda: calibrate(key_mask=HIDDEN), ea.ShapeError, "a key that is not masked.* 0 keys are not"),
+        (lambda: calibrate(k=K / 0), ea.DataError, "k holds numbers that are not finite"),
+        (lambda: calibrate(q=Q[:, :, :0]), ea.ShapeError, "needs a query"),
+        (lambda: calibrate(q=Q[..., :3], k=K[..., :3]), ea.ShapeError, "q has 3 entries a vector"),
+        (lambda: calibrate(mask=None), ea.UnknownNameError, "No argument of a backend is called 'mask'"),
+        (lambda: calibrate(name="exact"), ea.UnsupportedError, "'exact' has nothing to calibrate"),
+        (lambda: oprf(0.125), ea.OptionError, "a is finite and below 1/8, not"),
+        (lambda: oprf(math.nan), ea.OptionError, "a is finite and below 1/8, not"),
+        (lambda: oprf("x"), ea.DtypeError, "a is a number or None, not 'x'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(request_, error, message):
+    with pytest.raises(error, match=message):
+        request_()
