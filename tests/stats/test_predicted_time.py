@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from efficient_attn.measure.calls import attention_cost
-from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.records import read
 from efficient_attn.measure.variants import select
 from efficient_attn.measure.worker import measure
@@ -23,28 +23,26 @@ RATES = (2e-4, 1e-7, 2e-11, 4e-10, 1e-10)
 
 
 def case(label, tokens, shape=(1, 8, 64), **changes):
-    batch, heads, dim = shape
     (variant,) = select([label])
-    sizes = {"tokens": tokens, "batch": batch, "num_heads": heads, "head_dim": dim}
-    same = {"dtype": "float32", "device": "cpu", "threads": 1, **changes}
-    return variant.case(kind="time", **sizes, **same)
+    sizes = dict(zip(("batch", "num_heads", "head_dim"), shape, strict=True))
+    machine = {"dtype": "float32", "device": "cpu", "threads": 1, **changes}
+    return variant.case(kind="time", tokens=tokens, **sizes, **machine)
 
 
-def true_time(call: Case, rates=RATES):
+def true_time(call):
     cost = attention_cost(call, call.backend)
     moved = cost.moved_bytes + cost.kept_bytes
-    return float(np.dot(rates, (1, call.tokens, cost.flops, cost.exponentials, moved)))
+    return float(np.dot(RATES, (1, call.tokens, cost.flops, cost.exponentials, moved)))
 
 
 def calls(label, *, noise=0.0, seed=0, slower=1.0):
     """Records of calls whose times follow the model, up to a lognormal scatter."""
     draw = np.random.default_rng(seed)
-    cases = [case(label, tokens, shape) for shape in SHAPES for tokens in LENGTHS]
-    times = [slower * true_time(call) * math.exp(noise * draw.standard_normal()) for call in cases]
-    return [
-        Record(case=call, times_s=(time_s,) * 8, round_sizes=(2, 2, 2, 2))
-        for call, time_s in zip(cases, times, strict=True)
-    ]
+    records = []
+    for call in (case(label, tokens, shape) for shape in SHAPES for tokens in LENGTHS):
+        time_s = slower * true_time(call) * math.exp(noise * draw.standard_normal())
+        records.append(Record(case=call, times_s=(time_s,) * 8, round_sizes=(2, 2, 2, 2)))
+    return records
 
 
 def sizes_of(call):
@@ -68,6 +66,9 @@ def test_the_predicted_crossover_is_the_length_of_equal_times():
     times_s = {label: true_time(case(label, round(predicted.value))) for label in ("exact", "window")}
     assert predicted.value > 128 and 3 * times_s["window"] == pytest.approx(times_s["exact"], rel=0.02)
     assert predicted.low == pytest.approx(predicted.value, rel=1e-3)
+    slow = time_models(calls("window", slower=1e3))["window"]
+    assert slow.crossover(models["exact"], num_heads=8, head_dim=64).high is None
+    assert slow.speed(models["exact"], tokens=512).high < 1
 
 
 def test_a_crossover_follows_from_speeds_and_ends_of_their_intervals():
@@ -77,12 +78,6 @@ def test_a_crossover_follows_from_speeds_and_ends_of_their_intervals():
     assert value == pytest.approx(512) and low * high == pytest.approx(512**2) and low < value < high
     value, low, high = crossover({**speeds, 2048: Typical(0.9, 0.7, 1.1, 0)})
     assert value is high is None and 256 < low < 512
-
-
-def test_a_backend_that_is_never_faster_has_no_crossover():
-    models = time_models([*calls("exact"), *calls("window", slower=1e3)])
-    assert models["window"].crossover(models["exact"], num_heads=8, head_dim=64).high is None
-    assert models["window"].speed(models["exact"], tokens=512).high < 1
 
 
 def test_intervals_hold_unseen_times_of_noisy_machines():
