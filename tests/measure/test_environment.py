@@ -136,8 +136,8 @@ def test_a_thread_that_shares_its_core_waits_about_half_of_the_time():
 
 def test_work_of_others_counts_and_work_of_ones_own_children_does_not():
     before, cores = moment()._replace(own_s=0.0, busy_s=0.0, wall_s=0.0, stolen_s=0.0), os.cpu_count()
-    own = before._replace(own_s=10.0 * cores, busy_s=10.0 * cores, wall_s=10.0)
+    ours = before._replace(own_s=10.0 * cores, busy_s=10.0 * cores, wall_s=10.0)
     others = before._replace(own_s=2.0 * cores, busy_s=7.0 * cores, wall_s=10.0, stolen_s=1.0 * cores)
-    assert between(before, own)["others_share"] == 0.0
+    assert between(before, ours)["others_share"] == 0.0
     shares = between(before, others)
     assert shares["others_share"] == pytest.approx(0.5) and shares["stolen_share"] == pytest.approx(0.1)
