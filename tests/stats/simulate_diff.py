@@ -39,6 +39,12 @@ class Model(NamedTuple):
     run: float = 0.0
     case_and_run: float = 0.0
 
+    def effects(self, generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        """What the calls of each round have in common, [..., rounds]."""
+        of_rounds = self.rounds * autoregression(generator, shape, self.correlation)
+        of_case = self.case_and_run * generator.standard_normal((*shape[:-1], 1))
+        return of_rounds + of_case + self.run * generator.standard_normal()
+
 
 MODELS = {
     "independent calls": Model(),
@@ -69,11 +75,8 @@ def run(
 ) -> list[Record]:
     """The records of one run; the first case is slower."""
     sizes = (CALLS,) * rounds
-    of_rounds = model.rounds * autoregression(generator, (cases, rounds), model.correlation)
-    shift = model.run * generator.standard_normal() + model.case_and_run * generator.standard_normal(
-        (cases, 1)
-    )
-    logs = CV * generator.standard_normal((cases, sum(sizes))) + np.repeat(of_rounds, CALLS, axis=1) + shift
+    effects = model.effects(generator, (cases, rounds))
+    logs = CV * generator.standard_normal((cases, sum(sizes))) + np.repeat(effects, CALLS, axis=1)
     logs[0] += math.log(slower)
     return [
         Record(case=case("time", "b", 64 + number), times_s=tuple(1e-3 * np.exp(series)), round_sizes=sizes)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from made_records import case
-from stats.simulate_diff import autoregression
+from stats.simulate_diff import Model
 
 from efficient_attn.measure.record import Record
 from efficient_attn.stats.curves import Curve, curves
@@ -53,19 +53,15 @@ class Coverage(NamedTuple):
         return f"{100 * self.share:.1f} ± {100 * self.standard_error:.1f}"
 
 
-def of_rounds(scatter: float) -> Noise:
-    """Effects of the round of each backend, which its calls share: [backends lengths rounds], as of all."""
-    return lambda generator, rounds: generator.normal(0, scatter, (2, len(LENGTHS), rounds))
+def of_model(**deviations: float) -> Noise:
+    """Effects of rounds or of the run on each backend at each length: [backends lengths rounds]."""
+    model = Model(**deviations)
+    return lambda generator, rounds: model.effects(generator, (2, len(LENGTHS), rounds))
 
 
-def of_shared_rounds(scatter: float) -> Noise:
-    """Effects of the round, which all calls of both backends share."""
-    return lambda generator, rounds: generator.normal(0, scatter, (1, len(LENGTHS), rounds)).repeat(2, axis=0)
-
-
-def autocorrelated(generator: np.random.Generator, rounds: int) -> np.ndarray:
-    """Effects of 10 % of the rounds of each backend, of which neighbours correlate by 0.7."""
-    return 0.1 * autoregression(generator, (2, len(LENGTHS), rounds), 0.7)
+def of_shared_rounds(generator: np.random.Generator, rounds: int) -> np.ndarray:
+    """Effects of 20 % of the round, which all calls of both backends share."""
+    return generator.normal(0, 0.2, (1, len(LENGTHS), rounds)).repeat(2, axis=0)
 
 
 def one_sided(generator: np.random.Generator, rounds: int) -> np.ndarray:
@@ -73,23 +69,18 @@ def one_sided(generator: np.random.Generator, rounds: int) -> np.ndarray:
     return generator.exponential(0.1, (2, len(LENGTHS), rounds)) - 0.1 * math.log(2)
 
 
-def of_runs(scatter: float) -> Noise:
-    """Shifts that every call of a case shares in this run and no other."""
-    shape = (2, len(LENGTHS))
-    return lambda generator, rounds: generator.normal(0, scatter, (*shape, 1)).repeat(rounds, axis=2)
-
-
 MODELS: Mapping[str, Noise] = {
-    "independent calls": of_rounds(0.0),
-    "effects of rounds, 5 %": of_rounds(0.05),
-    "effects of rounds, 10 %": of_rounds(0.1),
-    "effects of rounds, 20 %": of_rounds(0.2),
-    "the same shared by backends, 20 %": of_shared_rounds(0.2),
-    "autocorrelated rounds, 10 %, AR(1) 0.7": autocorrelated,
+    "independent calls": of_model(),
+    "effects of rounds, 5 %": of_model(rounds=0.05),
+    "effects of rounds, 10 %": of_model(rounds=0.1),
+    "effects of rounds, 20 %": of_model(rounds=0.2),
+    "the same shared by backends, 20 %": of_shared_rounds,
+    "autocorrelated rounds, 10 %, AR(1) 0.7": of_model(rounds=0.1, correlation=0.7),
     "rounds that are only slowed down, 10 %": one_sided,
 }
 RUN_SHIFTS = {
-    f"shifts of a whole run, {share} %: against the truth over runs": of_runs(share / 100) for share in (3, 5)
+    f"shifts of a whole run, {share} %: against the truth over runs": of_model(case_and_run=share / 100)
+    for share in (3, 5)
 }
 
 

@@ -133,8 +133,6 @@ def test_seeds_of_a_backend_that_learn_or_fail_make_all_verdicts_careful():
     ("old", "new", "verdict"),
     [
         ("ok", "oom", "regression"),
-        ("ok", "timeout", "regression"),
-        ("ok", "unsupported", "regression"),
         ("crash", "ok", "improvement"),
         ("oom", "timeout", "unchanged"),
         ("ok", "skipped", "unclear"),
@@ -188,7 +186,7 @@ def test_calls_without_valid_rounds_count_as_a_single_round(sizes):
 
 def test_a_run_that_is_noisier_everywhere_weighs_less_in_every_interval():
     generator = np.random.default_rng(0)
-    old, new = ([timed(generator, cv=cv, tokens=n) for n in range(30)] for cv in (0.05, 0.4))
+    old, new = ([timed(generator, cv=cv, tokens=n) for n in range(1, 31)] for cv in (0.05, 0.4))
     rounds = [(round_means(before), round_means(after)) for before, after in zip(old, new, strict=True)]
     ratio = significance.noise_ratio(rounds)
     assert ratio > 30

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from made_records import timed
 from scipy import stats
-from stats.simulate_intervals import MODELS, of_runs, recall_coverage, time_coverage
+from stats.simulate_intervals import MODELS, of_model, recall_coverage, time_coverage
 
 import efficient_attn as ea
 from efficient_attn.measure.record import replace
 from efficient_attn.stats.curves import curves
 from efficient_attn.stats.estimates import call_time, middle, time_ratio
-from efficient_attn.studies.bench.crossover import gains
 
 SHIFT = stats.norm.ppf(0.975) * 0.03
 
@@ -73,15 +72,6 @@ def test_the_ratio_of_two_times_is_taken_round_by_round():
     assert time_ratio(timed("window", 100, times_s[:3]), slow)[1:3] == (None, None)
 
 
-def test_a_gain_is_the_ratio_at_the_longest_common_length():
-    records = [timed("exact", n, [n / 1000] * 6) for n in (100, 200, 400)]
-    records += [timed("fast", n, [0.15] * 6) for n in (100, 200)]
-    records += [timed("unclear", n, [0.01, *[0.39] * 4, 0.5]) for n in (100, 200, 400, 800)]
-    fast, unclear = gains(curves(records, "time_s"))
-    assert (fast.label, fast.tokens, unclear.tokens) == ("fast", 200, 400)
-    assert fast.ratio.median == pytest.approx(0.2 / 0.15) and unclear.ratio.side_of_one == 0
-
-
 @pytest.mark.parametrize("learning", [0.3, 0.95])
 def test_intervals_of_seeds_that_learn_or_fail_hold_their_mean(learning):
     assert recall_coverage(seeds=6, runs=400, learning=learning).held >= fewest(0.95, 400)
@@ -89,7 +79,7 @@ def test_intervals_of_seeds_that_learn_or_fail_hold_their_mean(learning):
 
 def test_intervals_of_times_hold_what_a_further_run_would_measure():
     """Every case is shifted by 3 % in a run, which no number of rounds shows."""
-    coverage = time_coverage(of_runs(0.03), rounds=32, runs=300)
+    coverage = time_coverage(of_model(case_and_run=0.03), rounds=32, runs=300)
     for name in ("median", "speed", "crossover"):
         assert coverage[name].held >= 0.9 * coverage[name].printed, (name, str(coverage[name]))
         assert coverage[name].printed > 200
