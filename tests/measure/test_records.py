@@ -250,16 +250,11 @@ def test_the_reader_accepts_exactly_what_the_schema_does(name, value):
         parse(json.dumps(row).encode(), "It")
 
 
-def test_stored_files_are_read_tabled_told_and_compared():
-    results = ea.read(FIXTURE)
-    assert {record.case.kind for record in results.records} == set(KINDS) - {"prediction", "bound"}
-    assert {record.status for record in results.records} == set(STATUSES)
+def test_stored_files_hold_records_of_all_kinds_and_are_valid():
     texts = (FIXTURE / "records.jsonl").read_text().splitlines()
-    assert len(results.to_pandas()) == len(results) == len(texts)
-    assert results.tables() and results.sentences() and results.environment["torch"]["version"]
-    assert all(record.case.schema == SCHEMA for record in results.records)
-    comparison = ea.diff(FIXTURE, FIXTURE)
-    assert comparison.tables() is not None and not comparison.regressions
+    records = read(FIXTURE / "records.jsonl").records
+    assert {record.case.kind for record in records} == set(KINDS) - {"prediction", "bound"}
+    assert {record.status for record in records} == set(STATUSES) and len(records) == len(texts)
     assert all(valid(strictly(text), {**records_schema(), "properties": {}}) for text in texts)
 
 

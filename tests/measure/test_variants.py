@@ -6,13 +6,10 @@ from pathlib import Path
 import pytest
 from isolated_points import SHARED
 
-from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import AttentionError, DtypeError, OptionError, UnknownNameError
-from efficient_attn.measure import worker
 from efficient_attn.measure.units import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds
 from efficient_attn.measure.variants import parse_settings, select
 from efficient_attn.studies.results import read
-from efficient_attn.studies.workload import Costs
 
 LENGTHS = {
     "256,512": (256, 512),
@@ -93,12 +90,6 @@ def test_further_variants_are_selected_where_no_backend_is_named_and_no_option_o
     assert labels(None, {"window-clusters": {"probes": [4]}}, also=True) == ["window-clusters(probes=4)"]
 
 
-def test_by_default_all_that_approximate_softmax_are_selected_and_other_kernels_when_they_are_named():
-    near = [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
-    assert [variant.label for variant in select(None)] == near and set(near) < set(list_backends())
-    assert [variant.label for variant in select(["linear-elu"])] == ["linear-elu"]
-
-
 @pytest.mark.parametrize(
     ("backends", "settings", "kind", "message"),
     [
@@ -130,13 +121,3 @@ def test_functions_and_files_are_variants_without_their_folders(tmp_path):
     variants = select([mine, f"{file}:mean"])
     assert [variant.label for variant in variants] == ["mine", "own.py:mean"]
     assert str(tmp_path) not in repr([variant.backend for variant in variants])
-
-
-def test_a_point_above_the_memory_limit_is_skipped_with_both_numbers():
-    shared = {**SHARED, "batch": 2, "num_heads": 8, "head_dim": 64}
-    costs = Costs(shared=shared, measure=worker.measure, rounds=1, limit_bytes=2**30)
-    (dense,) = select(["exact-dense"])
-    assert costs.time(dense, 256).skip is None
-    # Two score matrices of 2 · 8 heads and 65536² entries of four bytes are 512 GiB, q, k, v, output 1 GiB.
-    reason = "needs about 513 GiB, the limit is 1 GiB (raise memory_limit in Python)"
-    assert costs.time(dense, 65536).skip == costs.memory(dense, 65536).skip == reason
