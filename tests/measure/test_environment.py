@@ -43,29 +43,6 @@ def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_oth
     assert len(user) < 4 or f"/{user}" not in text
 
 
-@pytest.fixture
-def answers(monkeypatch):
-    """Set what the driver of a GPU answers; gives the list of what it was asked."""
-    about = SimpleNamespace(name="GPU", total_memory=2**30, uuid="12ab")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-
-    def answer(text):
-        commands = []
-        monkeypatch.setattr(module, "_ask", lambda command: commands.append(command) or text)
-        return commands
-
-    return answer
-
-
-def test_a_gpu_has_its_driver_and_clocks_where_the_driver_answers(answers):
-    commands = answers("580.1, 1980 MHz")
-    gpu = module._gpu("cuda:1")
-    assert "--id=GPU-12ab" in commands[0]
-    assert gpu["driver_version"] == "580.1" and gpu["clocks.max.sm"] == "1980 MHz"
-    answers(None)
-    assert module._gpu("cuda:1") == {**gpu, **dict.fromkeys(module._DRIVER)}
-
-
 @pytest.mark.parametrize(
     ("text", "clock_hz", "reasons"),
     [
@@ -75,12 +52,17 @@ def test_a_gpu_has_its_driver_and_clocks_where_the_driver_answers(answers):
     ],
 )
 def test_the_state_of_a_gpu_is_what_its_driver_answers_and_unknown_otherwise(
-    text, clock_hz, reasons, answers
+    text, clock_hz, reasons, monkeypatch
 ):
-    commands = answers(text)
+    commands = []
+    about = SimpleNamespace(name="GPU", total_memory=2**30, uuid="12ab")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setattr(module, "_ask", lambda command: commands.append(command) or text)
     assert gpu_state("cuda:1") == {"sm_clock_hz": clock_hz, "throttle_reasons": reasons}
     assert commands[0][:2] == ["nvidia-smi", "--id=GPU-12ab"] and "clocks.sm,clocks_event" in commands[0][2]
     assert gpu_state("cpu") == {}
+    if clock_hz:
+        assert [module._gpu("cuda:1")[name] for name in module._DRIVER] == text.split(", ")
 
 
 def test_the_kernels_in_force_are_named_once_or_with_their_dtypes(monkeypatch):

@@ -5,7 +5,6 @@ import errno
 import json
 import os
 import stat
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -142,34 +141,32 @@ def test_a_record_that_fails_after_a_part_of_it_leaves_whole_lines_that_more_are
     assert read(path) == ((RECORD, RECORD), False)
 
 
-class Disk:
-    """Everything that would survive a power failure: bytes and names as they were at the last `fsync`."""
-
-    def __init__(self, monkeypatch):
-        self.sizes, self.names = {}, {}
-        fsync = os.fsync
-
-        def counted(descriptor):
-            fsync(descriptor)
-            about = os.fstat(descriptor)
-            if stat.S_ISDIR(about.st_mode):
-                self.names |= {entry.name: entry.inode() for entry in os.scandir(descriptor)}
-            else:
-                self.sizes[about.st_ino] = about.st_size
-
-        monkeypatch.setattr(os, "fsync", counted)
-
-    def holds(self, path):
-        about = path.stat()
-        return self.names.get(path.name) == about.st_ino and self.sizes.get(about.st_ino) == about.st_size
-
-
 @posix
-def test_a_record_is_acknowledged_when_it_and_the_name_of_its_file_are_on_the_disk(tmp_path, monkeypatch):
-    disk, path = Disk(monkeypatch), tmp_path / "records.jsonl"
-    for _ in range(3):
-        append(path, RECORD)
-        assert disk.holds(path)
+def test_files_and_their_names_are_on_the_disk_when_they_are_acknowledged(tmp_path, monkeypatch):
+    # All that would survive a power failure: bytes and names as they were at the last `fsync`.
+    sizes, names, fsync, replace = {}, {}, os.fsync, os.replace
+
+    def counted(descriptor):
+        fsync(descriptor)
+        about = os.fstat(descriptor)
+        if stat.S_ISDIR(about.st_mode):
+            names.update({entry.name: entry.inode() for entry in os.scandir(descriptor)})
+        else:
+            sizes[about.st_ino] = about.st_size
+
+    def replaced(part, target):
+        assert sizes.get(os.stat(part).st_ino) == len("content")
+        replace(part, target)
+
+    monkeypatch.setattr(os, "fsync", counted)
+    monkeypatch.setattr(os, "replace", replaced)
+    path, records = tmp_path / "summary.csv", tmp_path / "records.jsonl"
+    for _ in range(2):
+        write(path, "content")
+        append(records, RECORD)
+        for file in (path, records):
+            about = file.stat()
+            assert names.get(file.name) == about.st_ino and sizes.get(about.st_ino) == about.st_size
 
 
 @posix
@@ -185,20 +182,6 @@ def test_a_name_that_fails_to_reach_the_disk_is_told_unless_the_file_system_know
     for act in (lambda: append(tmp_path / "records.jsonl", RECORD), lambda: write(tmp_path / "a", "b")):
         with pytest.raises(DataError, match=os.strerror(number)) if told else nullcontext():
             act()
-
-
-@posix
-def test_a_file_takes_its_name_when_it_is_on_the_disk_and_the_name_is_waited_for(tmp_path, monkeypatch):
-    disk, path, replace = Disk(monkeypatch), tmp_path / "summary.csv", os.replace
-
-    def replaced(part, target):
-        assert disk.sizes.get(os.stat(part).st_ino) == len("content")
-        replace(part, target)
-
-    monkeypatch.setattr(os, "replace", replaced)
-    for _ in range(2):
-        write(path, "content")
-        assert disk.holds(path)
 
 
 @pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are not refused here")
@@ -240,20 +223,6 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
         return
     with pytest.raises(DataError, match=f"--out.*({message})"):
         open_folder(name, name="--out")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of files")
-def test_a_disk_without_room_is_told_before_anything_is_measured(tmp_path):
-    import resource
-
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4, before[1]))
-    try:
-        with pytest.raises(DataError, match="File too large"):
-            begin(tmp_path, [], MACHINE, resume=False)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path, monkeypatch):
