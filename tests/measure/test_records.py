@@ -1,7 +1,5 @@
 """Records: strict JSON lines that survive being cut off, and their published schema."""
 
-import copy
-import dataclasses
 import json
 import pickle
 import re
@@ -139,15 +137,11 @@ def test_rounds_are_joined_with_their_device_times_and_the_sum_of_their_waits(wa
 def test_a_record_has_every_declared_quantity_and_no_other():
     record = Record(case=CASE, output_mse=0.9, times_s=None)
     assert record.output_mse == 0.9 and record.times_s is None and record.measured == {"output_mse": 0.9}
-    assert replace(record, output_mse=None, kernel_mse=0.5) == Record(case=CASE, kernel_mse=0.5)
-    assert pickle.loads(pickle.dumps(record)) == copy.deepcopy(record) == record
-    assert len({record, copy.copy(record), RECORD}) == 2
+    assert pickle.loads(pickle.dumps(record)) == record != RECORD
     with pytest.raises(TypeError, match="No quantity of a record is called 'output_ms'"):
         Record(case=CASE, output_ms=0.9)
     with pytest.raises(AttributeError, match="Did you mean 'output_mse'"):
         _ = record.output_ms
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        record.output_mse = 1.0
 
 
 def test_numbers_of_numpy_are_written_and_a_number_that_is_not_finite_becomes_null_with_a_reason():
