@@ -135,13 +135,13 @@ def recall_coverage(
 ) -> Coverage:
     """How often the interval of an accuracy holds the mean over all seeds, of which some learn nothing."""
     true = learning * 0.93 + (1 - learning) / 16
-    held = []
+    inside = []
     for number in range(runs if seeds >= FEWEST_FOR_95 else 0):
         generator = np.random.default_rng([seed, number])
         chances = np.where(generator.random(seeds) < learning, 0.93, 1 / 16)
         accuracy = accuracy_of((generator.binomial(answers, chances) / answers).tolist())
-        held.append(accuracy.low <= true <= accuracy.high)
-    return Coverage(sum(held), len(held))
+        inside.append(accuracy.low <= true <= accuracy.high)
+    return Coverage(sum(inside), len(inside))
 
 
 def table(runs: int) -> str:

@@ -194,8 +194,8 @@ def test_the_interval_holds_the_true_ratio_in_95_percent_where_calls_of_a_round_
     generator = np.random.default_rng(3)
     fields = {"calls": 40, "share": 0.3}
     pairs = [(timed(generator, **fields), timed(generator, factor=1.2, **fields)) for _ in range(400)]
-    held = sum(change.low <= 1.2 <= change.high for change in (change_of(*pair) for pair in pairs))
-    assert abs(held - 380) <= 3 * math.sqrt(400 * 0.95 * 0.05)
+    inside = sum(change.low <= 1.2 <= change.high for change in (change_of(*pair) for pair in pairs))
+    assert abs(inside - 380) <= 3 * math.sqrt(400 * 0.95 * 0.05)
 
 
 def simulated(seed, model="independent calls", factor=1.0, count=1):

@@ -81,7 +81,7 @@ def test_a_crossover_follows_from_speeds_and_ends_of_their_intervals():
 
 def test_intervals_hold_unseen_times_of_noisy_machines():
     inside, unseen = [], case("window", 8192, (4, 4, 32))
-    for seed in range(200):
+    for seed in range(100):
         model = time_models(calls("window", noise=0.1, seed=seed))["window"]
         _, low, high = model.time_s(**sizes_of(unseen))
         inside.append(low <= true_time(unseen) <= high)
@@ -91,8 +91,8 @@ def test_intervals_hold_unseen_times_of_noisy_machines():
 def test_the_coverage_that_the_page_states_follows_from_the_committed_records(capsys):
     root = Path(__file__).parents[2]
     script = root / "results" / "epyc-2-cores" / "predicted-times" / "make.py"
-    made = runpy.run_path(str(script))
-    made["report"]("causal", list(read(script.with_name("causal.jsonl")).records))
+    namespace = runpy.run_path(str(script))
+    namespace["report"]("causal", list(read(script.with_name("causal.jsonl")).records))
     counts = re.findall(r"(\d+ of \d+)", capsys.readouterr().out)
     assert len(counts) == 4
     assert f"| float32, causal | {' | '.join(counts)} |" in (root / "docs" / "advise.md").read_text(
