@@ -11,7 +11,7 @@ from planned import points_of
 
 import efficient_attn as ea
 from efficient_attn.backends import spec
-from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure import calls
 from efficient_attn.measure.calls import _executed
 from efficient_attn.measure.record import COMPILED, CUDA_GRAPH, replace
@@ -63,19 +63,6 @@ def test_a_graph_is_captured_after_calls_on_a_side_stream_and_then_replayed(monk
     cuda.reset_mock()
     assert call() is cuda.attend.return_value
     assert [name for name, *_ in cuda.mock_calls] == ["CUDAGraph().replay"]
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"execution": "cuda-graph"}, UnsupportedError, "cuda-graph needs a CUDA device; device is 'cpu'"),
-        ({"l2": "cold"}, UnsupportedError, "l2 needs a CUDA device"),
-        ({"l2": "hot"}, OptionError, "l2 is cold or warm, not 'hot'"),
-    ],
-)
-def test_options_of_a_gpu_are_refused_on_a_cpu_and_unknown_caches_everywhere(options, error, message):
-    with pytest.raises(error, match=message):
-        plan(device="cpu", **options)
 
 
 def test_on_a_gpu_times_have_a_cache_and_graphs_no_memory(monkeypatch):

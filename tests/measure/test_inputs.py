@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 from efficient_attn import limits
-from efficient_attn.errors import DataError, DtypeError, OptionError
+from efficient_attn.errors import DataError
 from efficient_attn.measure import inputs
 from efficient_attn.measure.inputs import gaussian, read_activations
 
@@ -37,21 +37,6 @@ def test_gaussian_inputs_depend_on_the_seed_alone_and_are_not_what_a_backend_dra
     assert not torch.equal(q, gaussian(norm=1.0, tokens=8, head_dim=4, seed=4, dtype=torch.float64).q)
     drawn = torch.randn(8, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     assert not torch.isclose(q[0, 0], drawn).any()
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        ({"norm": 0.0}, OptionError, "norm is a finite number above 0, not 0.0"),
-        ({"norm": float("inf")}, OptionError, "norm is a finite number above 0, not inf"),
-        ({"tokens": 0}, OptionError, "tokens is at least 1, not 0"),
-        ({"head_dim": 2.5}, DtypeError, "head_dim is a whole number, not 2.5"),
-        ({"seed": -1}, OptionError, "seed is at least 0, not -1"),
-    ],
-)
-def test_gaussian_inputs_that_make_no_sense_are_refused(wrong, error, message):
-    with pytest.raises(error, match=message):
-        gaussian(**{"norm": 1.0, "tokens": 8, "head_dim": 4, **wrong})
 
 
 def test_a_file_gives_back_its_layers_tokens_scale_and_origin(tmp_path):
@@ -139,11 +124,6 @@ def test_a_file_without_matching_finite_q_k_v_is_refused_in_one_line(tmp_path, c
     with pytest.raises(DataError, match=message) as caught:
         read_activations(path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
-
-
-def test_a_missing_file_is_named_with_the_reason(tmp_path):
-    with pytest.raises(DataError, match=r"Cannot read .*absent\.safetensors: No such file"):
-        read_activations(tmp_path / "absent.safetensors")
 
 
 def test_a_file_beyond_the_limit_is_refused_before_safetensors_reads_it(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from made_records import case
-from stats.simulate_diff import Model
+from stats.simulate_diff import Model, standard_error
 
 from efficient_attn.measure.record import Record
 from efficient_attn.stats.curves import Curve, curves
@@ -39,18 +39,11 @@ class Coverage(NamedTuple):
     held: int
     printed: int
 
-    @property
-    def share(self) -> float:
-        return self.held / self.printed if self.printed else math.nan
-
-    @property
-    def standard_error(self) -> float:
-        return math.sqrt(self.share * (1 - self.share) / self.printed) if self.printed else math.nan
-
     def __str__(self) -> str:
         if not self.printed:
             return "none printed"
-        return f"{100 * self.share:.1f} ± {100 * self.standard_error:.1f}"
+        share = self.held / self.printed
+        return f"{100 * share:.1f} ± {100 * standard_error(share, self.printed):.1f}"
 
 
 def of_model(**deviations: float) -> Noise:
