@@ -15,17 +15,7 @@ from made_records import case
 from efficient_attn.measure import clock as module
 from efficient_attn.measure import worker
 from efficient_attn.measure.clock import Ceilings, QueuedCalls, ceilings, clock, sample, warm_up
-from efficient_attn.measure.record import Record, merge_rounds
-
-
-class Scripted:
-    """A clock that answers from a list."""
-
-    def __init__(self, times_s):
-        self.times_s = list(times_s)
-
-    def __call__(self, call):
-        return self.times_s.pop(0)
+from efficient_attn.measure.environment import waited_s
 
 
 def spin(cpu_s):
@@ -61,16 +51,15 @@ def test_one_thread_is_timed_without_its_wait_and_several_by_wall_clock(schedsta
     assert time_s <= measured_s < time_s + 0.02
 
 
-@pytest.mark.parametrize(("threads", "least_s", "most_s"), [(1, 0.0, 0.01), (2, 0.02, 0.04)])
-def test_a_record_on_one_thread_excludes_the_wait(schedstat, threads, least_s, most_s):
+def test_a_record_on_one_thread_excludes_the_wait(schedstat):
     waits_s = iter(range(9, 99))
 
     def call():
         time.sleep(0.02)
         schedstat(next(waits_s))
 
-    record = worker.time_of(case("time", "f", 4, threads=threads), call, seconds=0.0)
-    assert least_s <= min(record.times_s) < most_s
+    record = worker.time_of(case("time", "f", 4, threads=1), call, seconds=0.0)
+    assert min(record.times_s) < 0.01
 
 
 def test_a_time_is_at_least_the_cpu_time_of_the_thread(schedstat):
@@ -81,14 +70,11 @@ def test_a_time_is_at_least_the_cpu_time_of_the_thread(schedstat):
     assert clock("cpu")(call) >= 0.02
 
 
-@pytest.mark.parametrize("text", ["", "7 many 3"])
-def test_where_the_wait_is_not_counted_the_wall_clock_times(monkeypatch, tmp_path, text):
-    path = tmp_path / "schedstat"
-    path.write_text(text)
-    for place in (path, tmp_path / "missing"):
-        monkeypatch.setattr(module, "_SCHEDSTAT", place)
-        assert clock("cpu") is clock("cpu", 2)
-        assert clock("cpu")(lambda: time.sleep(0.02)) >= 0.02
+@pytest.mark.parametrize("text", ["", "7 many 3", None])
+def test_where_the_wait_is_not_counted_the_wall_clock_times(schedstat, text):
+    module._SCHEDSTAT.unlink() if text is None else module._SCHEDSTAT.write_text(text)
+    assert clock("cpu") is clock("cpu", 2)
+    assert clock("cpu")(lambda: time.sleep(0.02)) >= 0.02
 
 
 @pytest.mark.skipif(not module._SCHEDSTAT.exists(), reason="Linux alone counts the wait of a thread")
@@ -99,27 +85,19 @@ def test_a_call_beside_a_busy_process_on_its_core_takes_its_own_time_alone():
     os.sched_setaffinity(0, core)
     try:
         time.sleep(0.1)
+        before_s = waited_s()
         times_s, walls_s = (
             [clock("cpu", threads)(lambda: spin(0.05)) for _ in range(3)] for threads in (1, 2)
         )
+        waiting_s = waited_s() - before_s
     finally:
         os.sched_setaffinity(0, before)
         busy.kill()
         busy.wait()
     assert min(times_s) >= 0.05 and statistics.median(times_s) < 0.06
     assert statistics.median(walls_s) > 0.075
-
-
-@pytest.mark.serial
-def test_the_time_of_a_backend_includes_all_layers_of_its_call():
-    """The checks of shapes before a backend is called are part of its time."""
-
-    def backend(q, k, v):
-        time.sleep(0.05)
-        return v
-
-    times_s = worker.measure(case("time", "f", 4, threads=1), target=backend, seconds=0.2).times_s
-    assert 0.05 <= statistics.median(times_s) < 0.06
+    # Six calls that spin for 0.05 s take 0.6 s, half of which they wait; on a busy machine more.
+    assert waiting_s > 0.2
 
 
 def test_giving_the_result_back_is_not_part_of_the_time():
@@ -131,20 +109,23 @@ def test_giving_the_result_back_is_not_part_of_the_time():
 
 
 def test_warming_up_ends_when_three_calls_agree_or_the_limit_is_spent():
-    steady = Scripted([9.0, 3.0, 1.0, 1.05, 1.1, 7.0])
-    assert warm_up(None, steady, limit_s=100) == 1.1 and steady.times_s == [7.0]
-    endless = Scripted([3.0, 1.0, 3.0, 1.0, 3.0])
-    assert warm_up(None, endless, limit_s=4) == 1.0 and endless.times_s == [3.0, 1.0, 3.0]
+    def clock_of(times_s):
+        return lambda call: times_s.pop(0)
+
+    steady = [9.0, 3.0, 1.0, 1.05, 1.1, 7.0]
+    assert warm_up(None, clock_of(steady), limit_s=100) == 1.1 and steady == [7.0]
+    endless = [3.0, 1.0, 3.0, 1.0, 3.0]
+    assert warm_up(None, clock_of(endless), limit_s=4) == 1.0 and endless == [3.0, 1.0, 3.0]
     # A call that still gets faster by 6 % each time is not warm, although two in a row agree.
-    falling = Scripted([1.0 * 0.94**i for i in range(9)])
-    warm_up(None, falling, limit_s=5)
-    assert len(falling.times_s) == 9 - 6
+    falling = [1.0 * 0.94**i for i in range(9)]
+    warm_up(None, clock_of(falling), limit_s=5)
+    assert len(falling) == 9 - 6
 
 
 def test_samples_fill_the_time_within_their_least_and_most():
-    assert sample(None, Scripted([5.0, 6.0]), seconds=1, least=2, most=9) == (5.0, 6.0)
-    assert sample(None, Scripted([0.25] * 9), seconds=1, least=1, most=9) == (0.25,) * 4
-    assert sample(None, Scripted([0.01] * 9), seconds=1, least=1, most=3) == (0.01,) * 3
+    for time_s, (least, most), count in ((5.0, (2, 9), 2), (0.25, (1, 9), 4), (0.01, (1, 3), 3)):
+        samples = sample(None, lambda call, time_s=time_s: time_s, seconds=1, least=least, most=most)
+        assert samples == (time_s,) * count
 
 
 # Number of kernels, seconds of a kernel and of its launch. A flush hides the launch of the first call; the
@@ -157,51 +138,24 @@ def device(monkeypatch):
     return Device().install(monkeypatch)
 
 
-def do_bench(call, repetitions):
-    """The loop of triton.testing.do_bench (Triton 3.x), without its warm-up."""
-    buffer = torch.empty(256_000_000 // 4, dtype=torch.int, device="cuda")
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
-    for start, stop in events:
-        buffer.zero_()
-        start.record()
-        call()
-        stop.record()
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(stop) / 1000 for start, stop in events)
-
-
-def queued(device, kind, l2="cold"):
-    made = QueuedCalls(device.call(*kind), "cuda:1", l2=l2)
-    made.warm_up()
+def queued(device, kind, count, l2="cold"):
+    calls = QueuedCalls(device.call(*kind), "cuda:1", l2=l2)
+    calls.warm_up()
     device.told.clear()
-    return made
+    return calls.times(count)
 
 
 def test_cold_calls_are_queued_in_the_order_of_do_bench_behind_a_spinning_kernel(device):
-    queued(device, SHORT).times(3)
-    found = device.told.copy()
-    assert found == [*["spin", "flush", "event", "call", "event"] * 3, "synchronise"]
-    device.told.clear()
-    do_bench(device.call(*SHORT), 3)
-    assert device.told == [one for one in found if one != "spin"]
-
-
-def test_device_times_are_those_of_do_bench_where_a_flush_hides_the_launches(device):
-    times_s = queued(device, SHORT).times(5)
-    assert times_s == pytest.approx([20e-6] * 5)
-    assert statistics.median(times_s) == pytest.approx(do_bench(device.call(*SHORT), 5))
-
-
-def test_device_times_hold_no_launches_where_a_flush_does_not_hide_them(device):
-    assert queued(device, MANY).times(5) == pytest.approx([60 * 2e-6] * 5)
-    # The model tells the difference: on an idle stream, and behind a flush alone, launches are seen.
+    assert queued(device, SHORT, 3) == pytest.approx([20e-6] * 3)
+    # Without spinning this is the loop of triton.testing.do_bench (Triton 3.x).
+    assert device.told == [*["spin", "flush", "event", "call", "event"] * 3, "synchronise"]
+    # No launches are seen where a flush does not hide them; on an idle stream they are.
+    assert queued(device, MANY, 5) == pytest.approx([60 * 2e-6] * 5)
     assert clock("cuda")(device.call(*MANY)) == pytest.approx(60 * 6e-6 + 2e-6)
-    torch.cuda.synchronize()
-    assert do_bench(device.call(*MANY), 1) == pytest.approx(60 * 6e-6 + 2e-6 - FLUSH_S)
 
 
 def test_warm_calls_follow_a_call_and_flush_nothing(device):
-    queued(device, SHORT, l2="warm").times(2)
+    queued(device, SHORT, 2, l2="warm")
     assert device.told == ["call", *["spin", "event", "call", "event"] * 2, "synchronise"]
 
 
@@ -217,7 +171,7 @@ def test_a_gpu_is_warmed_up_then_timed_alone_then_as_often_in_a_queue(device, l2
     record = worker.time_of(case("time", "f", 64, device="cuda", l2=l2), device.call(*SHORT), seconds=1e-3)
     count = len(record.times_s)
     assert record.times_s == pytest.approx([25e-6] * count) and record.round_sizes == (count,)
-    told = "".join(one[0] for one in device.told)
+    told = "".join(event[0] for event in device.told)
     timed = "secew" * count
     if l2 is None:
         assert record.device_times_s is None and told.endswith("efcew" + timed)
@@ -226,29 +180,18 @@ def test_a_gpu_is_warmed_up_then_timed_alone_then_as_often_in_a_queue(device, l2
         assert told.endswith("efcew" + timed + "sfece" * count + "s")
 
 
-def test_rounds_are_merged_with_their_device_times():
-    one = case("time", "f", 64, device="cuda", l2="cold")
-    parts = [
-        Record(case=one, times_s=(2.0, 3.0), device_times_s=(1.0, 1.5), round_sizes=(2,)),
-        Record(case=one, times_s=(4.0,), device_times_s=(2.0,), round_sizes=(1,)),
-    ]
-    merged = merge_rounds(parts)
-    assert merged.device_times_s == (1.0, 1.5, 2.0) and merged.round_sizes == (2, 1)
-    assert merge_rounds([Record(case=one, times_s=(2.0,), round_sizes=(1,))]).device_times_s is None
-
-
 def test_ceilings_are_amounts_over_the_fastest_call_and_none_without_memory(device, monkeypatch):
     durations_s = cycle([0.5, 0.25])
     monkeypatch.setattr(module, "_copy", lambda name: lambda: device.kernel(next(durations_s)))
     monkeypatch.setattr(module, "_matmul", lambda name, dtype: device.call(1, 0.5, 0.0))
-    found = ceilings.__wrapped__("cuda", "bfloat16")
-    assert found == (pytest.approx(2 * 2**28 / 0.25), pytest.approx(2 * 8192**3 / 0.5))
+    rates = ceilings.__wrapped__("cuda", "bfloat16")
+    assert rates == (pytest.approx(2 * 2**28 / 0.25), pytest.approx(2 * 8192**3 / 0.5))
 
     def exhausted(*about):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(module, "_matmul", exhausted)
-    assert ceilings.__wrapped__("cuda", "bfloat16") == (pytest.approx(found.copy_bytes_per_s), None)
+    assert ceilings.__wrapped__("cuda", "bfloat16") == (pytest.approx(rates.copy_bytes_per_s), None)
     assert ceilings.__wrapped__("cpu", "float32") == Ceilings(None, None)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,7 @@ from efficient_attn.errors import AttentionError, DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES
 from efficient_attn.measure.records import line
 from efficient_attn.studies import records_schema
-from efficient_attn.studies.diff import diff
 from efficient_attn.studies.run_folder import begin
-
-pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
-
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "run"
 RECORDS = (FIXTURE / "records.jsonl").read_bytes()
@@ -26,47 +23,33 @@ ENVIRONMENT = (FIXTURE / "environment.json").read_bytes()
 ROWS = [json.loads(text) for text in RECORDS.splitlines()]
 
 # More by hand: EFFICIENT_ATTN_FUZZ=10000 pytest tests/measure/test_fuzz_readers.py
-EXAMPLES = int(os.environ.get("EFFICIENT_ATTN_FUZZ", "40"))
 fuzz = settings(
-    max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+    max_examples=int(os.environ.get("EFFICIENT_ATTN_FUZZ", "40")),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    print_blob=True,
 )
 
-WHOLE = st.sampled_from([0, 1, 2, 16, 2**31, 2**63 - 1])
-NUMBERS = WHOLE | st.sampled_from([0.0, 5e-324, 1e-9, 0.5, 1e150, 1e308])
+NUMBERS = st.sampled_from([0, 1, 2, 16, 2**31, 2**63 - 1, 0.0, 5e-324, 1e-9, 0.5, 1e150, 1e308])
+TEXTS = st.text(max_size=8) | st.sampled_from(["float16", "cuda", "window(window=5)", "\x1b[2J", "<b>"])
 NONSENSE = st.recursive(
-    st.none() | st.booleans() | NUMBERS | st.sampled_from([-1, 2**63, 10**400]) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    NUMBERS | TEXTS | st.none() | st.booleans() | st.sampled_from([-1, 2**63, 10**400]),
+    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )
-OF_TYPE = {
-    "integer": WHOLE,
-    "number": NUMBERS,
-    "boolean": st.booleans(),
-    "null": st.none(),
-    "string": st.text(max_size=8)
-    | st.sampled_from(["float16", "cuda", "window(window=5)", "\x1b[2J", "<b>"]),
-    "array": st.lists(NUMBERS | st.none(), max_size=9),
-    "object": st.dictionaries(st.text(max_size=3), NUMBERS | st.text(max_size=3), max_size=3),
-}
 
 
-def values_of(name):
-    """What the schema allows for a field, three times as often as anything."""
-    schema = records_schema()["properties"][name]
-    either = schema.get("anyOf", [schema])
-    allowed = st.one_of(
-        [st.sampled_from(one["enum"]) if "enum" in one else OF_TYPE[one["type"]] for one in either]
+def changes_of(name):
+    """A row, a field and a value: one of those that rows have, or anything."""
+    values = [row[name] for row in ROWS if name in row]
+    value = NONSENSE | st.lists(NUMBERS, max_size=9)
+    return st.tuples(
+        st.integers(0, len(ROWS) - 1), st.just(name), st.sampled_from(values) | value if values else value
     )
-    return st.one_of(allowed, allowed, allowed, NONSENSE)
 
 
-CHANGES = st.lists(
-    st.sampled_from(sorted(records_schema()["properties"])).flatmap(
-        lambda name: st.tuples(st.integers(0, len(ROWS) - 1), st.just(name), values_of(name))
-    ),
-    min_size=1,
-    max_size=4,
-)
+FIELDS = st.sampled_from(sorted(records_schema()["properties"]))
+CHANGES = st.lists(FIELDS.flatmap(changes_of), min_size=1, max_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -74,15 +57,11 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("run")
 
 
-def lay_out(folder, records, environment=ENVIRONMENT):
+def use(folder, records, environment=ENVIRONMENT):
+    """All that commands do with the files of a run, but for drawing, which takes long."""
     (folder / "records.jsonl").write_bytes(records)
     (folder / "environment.json").write_bytes(environment)
-    return folder
-
-
-def use(folder):
-    """All that commands do with the files of a run, but for drawing, which takes long."""
-    for act in (_show, _compare, _go_on):
+    for act in (_show, _compare, _resume):
         with contextlib.suppress(AttentionError):
             act(folder)
 
@@ -96,47 +75,38 @@ def _show(folder):
 
 def _compare(folder):
     for old, new in ((FIXTURE, folder), (folder, FIXTURE)):
-        found = diff(old, new)
-        found.tables()
-        found.sentences()
-        json.dumps(found.as_dict(), allow_nan=False)
+        comparison = ea.diff(old, new)
+        comparison.tables()
+        comparison.sentences()
+        json.dumps(comparison.as_dict(), allow_nan=False)
 
 
-def _go_on(folder):
-    try:
-        stored = begin(folder, [], {"command": []}, resume=True)
-    except DataError as refusal:
-        if "measured in another environment" not in str(refusal):
-            raise
-    else:
-        assert all(line(row) for row in stored.rows)
-
-
-def changed(changes):
-    rows = [dict(row) for row in ROWS]
-    for number, name, value in changes:
-        rows[number][name] = value
-    return "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+def _resume(folder):
+    assert all(line(row) for row in begin(folder, [], {"command": []}, resume=True).rows)
 
 
 @fuzz
 @given(changes=CHANGES)
 def test_any_value_in_any_field_is_refused_or_made_use_of(folder, changes):
-    use(lay_out(folder, changed(changes)))
+    rows = [dict(row) for row in ROWS]
+    for number, name, value in changes:
+        rows[number][name] = value
+    use(folder, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
 
 
 @fuzz
 @given(place=st.integers(0, len(RECORDS)), removed=st.integers(0, 40), added=st.binary(max_size=12))
 def test_any_bytes_at_any_place_are_refused_or_made_use_of(folder, place, removed, added):
-    use(lay_out(folder, RECORDS[:place] + added + RECORDS[place + removed :]))
+    use(folder, RECORDS[:place] + added + RECORDS[place + removed :])
+
+
+ENTRIES = st.sampled_from(sorted(json.loads(ENVIRONMENT)))
 
 
 @fuzz
-@given(
-    value=NONSENSE | st.dictionaries(st.sampled_from(sorted(json.loads(ENVIRONMENT))), NONSENSE, max_size=4)
-)
+@given(value=NONSENSE | st.dictionaries(ENTRIES, NONSENSE, max_size=4))
 def test_any_environment_is_refused_or_made_use_of(folder, value):
-    use(lay_out(folder, RECORDS, json.dumps(value).encode()))
+    use(folder, RECORDS, json.dumps(value).encode())
 
 
 @pytest.mark.parametrize(
@@ -152,7 +122,7 @@ def test_any_environment_is_refused_or_made_use_of(folder, value):
     ids=["large", "NaN", "infinite", "no UTF-8", "deep", "list"],
 )
 def test_an_environment_that_is_too_large_or_no_strict_json_is_refused(folder, content, message):
-    lay_out(folder, RECORDS, content)
-    for act in (ea.read, _go_on):
+    use(folder, RECORDS, content)
+    for act in (ea.read, partial(begin, cases=[], machine={"command": []}, resume=True)):
         with pytest.raises(DataError, match=f"environment.json {message}"):
             act(folder)

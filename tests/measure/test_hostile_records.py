@@ -49,40 +49,37 @@ UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066
 def with_texts(path, replacement):
     """A run in which every text that is no keyword of ours goes through `replacement(original, number)`."""
     count = iter(range(10_000))
-    known = {"kind", "status", "device"}
-    failed = [
-        Record(case=case("time", "other", 256), status="error", reason="reason"),
-        Record(case=case("memory", "other", 256), status="crash", reason="reason"),
-        Record(case=case("error", "other", 64, of="output"), status="error", reason="reason"),
+
+    def text(original):
+        return replacement(original, next(count))
+
+    reason = {"status": "error", "reason": "reason"}
+    records = [
+        *costs(("exact", "a", "b", "c"), (256, 512)),
+        *errors(("performer-positive", "d")),
+        Record(case=case("time", "other", 256), **reason),
+        Record(case=case("memory", "other", 256), **reason),
+        Record(case=case("error", "other", 64, of="output"), **reason),
     ]
     texts = {field.name for field in msgspec.structs.fields(Case) if "str" in str(field.type)} | {"reason"}
     texts |= {name for name, field in FIELDS.items() if field.type == "text"}
+    rows = []
+    for row in (record.row() for record in records):
+        if row["kind"] == "memory":
+            row["memory_method"] = "method"
+        for name in sorted((texts - {"kind", "status", "device"}) & row.keys()):
+            # The yardsticks keep their names, so that everything that compares is told.
+            if isinstance(row[name], str) and row[name] not in ("exact", "uniform attention"):
+                row[name] = text(row[name])
+        row["options"] = {text(key): value for key, value in row["options"].items()} | {"text": text("text")}
+        rows.append(f"{json.dumps(row)}\n")
+    environment = {name: text(name) for name in ("processor", "python", "system", "machine", "utc")}
+    environment |= {"packages": {text("torch"): text("2")}, "command": [text("word")]}
     path.mkdir(parents=True)
-    with open(path / "records.jsonl", "w", encoding="ascii") as file:
-        for record in [
-            *costs(("exact", "a", "b", "c"), (256, 512)),
-            *errors(("performer-positive", "d")),
-            *failed,
-        ]:
-            row = record.row()
-            if row["kind"] == "memory":
-                row["memory_method"] = "method"
-            for name in sorted(texts - known & set(row)):
-                # The yardsticks keep their names, so that everything that compares is told.
-                if isinstance(row.get(name), str) and row[name] not in ("exact", "uniform attention"):
-                    row[name] = replacement(row[name], next(count))
-            row["options"] = {
-                replacement(key, next(count)): value for key, value in row["options"].items()
-            } | {"text": replacement("text", next(count))}
-            file.write(json.dumps(row) + "\n")
-    environment = {
-        name: replacement(name, next(count)) for name in ("processor", "python", "system", "machine", "utc")
-    }
-    environment["packages"] = {replacement("torch", next(count)): replacement("2", next(count))}
-    environment["command"] = [replacement("word", next(count))]
+    (path / "records.jsonl").write_text("".join(rows), encoding="ascii")
     (path / "environment.json").write_text(json.dumps(environment), encoding="ascii")
-    text = "\n".join(replacement("line", next(count)) for _ in PAYLOADS)
-    (path / "command.txt").write_text(text, encoding="utf-8", errors="replace")
+    command = "\n".join(text("line") for _ in PAYLOADS)
+    (path / "command.txt").write_text(command, encoding="utf-8", errors="replace")
     return path
 
 
@@ -97,72 +94,63 @@ def harmless(original, number):
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """{kind: folder} of everything that is drawn from the hostile run and from its harmless twin."""
+    """Folders of everything that is drawn from the hostile run and from its harmless twin."""
     root = tmp_path_factory.mktemp("runs")
-    made = {}
-    for kind, replacement in (("hostile", hostile), ("harmless", harmless)):
-        run = with_texts(root / kind / "run", replacement)
+    folders = []
+    for replacement in (hostile, harmless):
+        run = with_texts(root / replacement.__name__ / "run", replacement)
         with pytest.MonkeyPatch.context() as patch:
             # Of the drawings only SVGs are read here, and others take longer than everything else.
             patch.setattr("efficient_attn.report.files.KINDS", ("svg",))
-            redraw.report(run, out=root / kind / "out")
-        made[kind] = root / kind / "out"
-    return made
+            redraw.report(run, out=run.parent / "out")
+        folders.append(run.parent / "out")
+    return folders
+
+
+def texts_of(outputs, name):
+    return [(folder / name).read_text(encoding="utf-8") for folder in outputs]
 
 
 @pytest.mark.slow
 def test_the_page_has_the_elements_and_attributes_of_its_harmless_twin(outputs):
-    one, other = (
-        Page((outputs[kind] / "report.html").read_text(encoding="utf-8")) for kind in ("hostile", "harmless")
-    )
-    assert Counter(one.elements) == Counter(other.elements)
-    assert not {"script", "iframe", "svg", "b"} & {tag for tag, _ in one.elements}
+    page, twin = map(Page, texts_of(outputs, "report.html"))
+    assert Counter(page.elements) == Counter(twin.elements)
+    assert not {"script", "iframe", "svg", "b"} & {tag for tag, _ in page.elements}
     # And the text is there for people to read.
-    assert "<script>alert(1)</script>" in one.text and "{{ 7*7 }}" in one.text
+    assert "<script>alert(1)</script>" in page.text and "{{ 7*7 }}" in page.text
 
 
 @pytest.mark.parametrize("name", ["time.svg", "memory.svg", "error.svg"])
 def test_plots_have_no_element_that_their_harmless_twins_lack(outputs, name):
-    kinds = []
-    for kind in ("hostile", "harmless"):
-        root = ElementTree.parse(outputs[kind] / name).getroot()
-        kinds.append({(element.tag, *sorted(element.attrib)) for element in root.iter()})
-        assert not any("script" in element.tag for element in root.iter())
-        links = [value for element in root.iter() for key, value in element.items() if key.endswith("href")]
-        assert all(link.startswith("#") for link in links)
-    assert kinds[0] == kinds[1]
+    roots = [ElementTree.fromstring(text) for text in texts_of(outputs, name)]
+    drawing, twin = ({(part.tag, *sorted(part.attrib)) for part in root.iter()} for root in roots)
+    assert drawing == twin and not any("script" in tag for tag, *_ in drawing)
+    links = [value for part in roots[0].iter() for key, value in part.items() if key.endswith("href")]
+    assert all(link.startswith("#") for link in links)
 
 
 def test_no_text_output_moves_a_cursor_or_turns_the_reading_direction(outputs):
-    texts = [path for path in outputs["hostile"].iterdir() if path.suffix in (".html", ".csv", ".md", ".svg")]
+    texts = [path for path in outputs[0].iterdir() if path.suffix in (".html", ".csv", ".md", ".svg")]
     assert len(texts) == 6
     for path in texts:
         assert not UNSEEN.search(path.read_text(encoding="utf-8")), path.name
 
 
 def test_no_cell_of_a_spreadsheet_is_a_formula_and_numbers_stay_numbers(outputs):
-    sheets = []
-    for kind in ("hostile", "harmless"):
-        text = (outputs[kind] / "summary.csv").read_text(encoding="utf-8")
-        sheets.append(list(csv.reader(io.StringIO(text))))
-    assert [len(row) for row in sheets[0]] == [len(row) for row in sheets[1]]
+    sheet, twin = (list(csv.reader(io.StringIO(text))) for text in texts_of(outputs, "summary.csv"))
+    assert [len(row) for row in sheet] == [len(row) for row in twin]
     number = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
-    assert not any(
-        cell.lstrip().startswith(("=", "+", "-", "@", "\t", "\r")) and not number.fullmatch(cell)
-        for row in sheets[0]
-        for cell in row
-    )
-    numbers = [sorted(cell for row in sheet for cell in row if number.fullmatch(cell)) for sheet in sheets]
-    assert numbers[0] == numbers[1]
+    cells, twins = ([cell for row in rows for cell in row] for rows in (sheet, twin))
+    assert sorted(filter(number.fullmatch, cells)) == sorted(filter(number.fullmatch, twins))
+    words = [cell.lstrip() for cell in cells if not number.fullmatch(cell)]
+    assert not any(word.startswith(("=", "+", "-", "@", "\t", "\r")) for word in words)
 
 
 def test_markdown_has_the_lines_and_cells_of_its_harmless_twin(outputs):
     shapes = []
-    for kind in ("hostile", "harmless"):
-        text = (outputs[kind] / "tables.md").read_text(encoding="utf-8")
+    for text in texts_of(outputs, "tables.md"):
         shapes.append([len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in text.splitlines()])
-        outside = re.sub(r"\\[!-/:-@\[-`{-~]", "", text)
-        assert not re.search(r"[`<>\[\]]", outside)
+        assert not re.search(r"[`<>\[\]]", re.sub(r"\\[!-/:-@\[-`{-~]", "", text))
     assert shapes[0] == shapes[1]
 
 

