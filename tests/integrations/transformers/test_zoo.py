@@ -43,11 +43,13 @@ FEW = (
 
 
 @pytest.mark.parametrize("model", FEW)
-def test_a_few_architectures_have_the_verdict_of_the_table(model, rows):
+def test_a_few_architectures_have_the_verdict_and_the_reason_of_the_table(model, rows):
     entry = next(entry for entry in hf_zoo.architectures() if entry[1] == model)
-    of_the_table = {rows[entry[:2]].verdict}
-    newer = set() if version("transformers") == MEASURED else {hf_zoo.RIGHT, hf_zoo.REFUSED}
-    assert hf_zoo.judged(*entry)[0] in of_the_table | newer
+    verdict, reason = hf_zoo.judged(*entry)
+    if version("transformers") == MEASURED:
+        assert (verdict, reason) == rows[entry[:2]][2:]
+    else:
+        assert verdict in {hf_zoo.RIGHT, hf_zoo.REFUSED}
 
 
 @pytest.mark.slow
