@@ -219,13 +219,6 @@ def test_a_file_that_was_cut_off_or_is_hostile_is_refused(saved, content):
         load(saved)
 
 
-def test_a_backend_without_a_registered_name_is_not_restored(tmp_path):
-    model = attach(bert(), torch.nn.functional.scaled_dot_product_attention)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(DataError, match="had no registered name"):
-        load(tmp_path)
-
-
 class Adapter(nn.Module):
     """A module around a model, as of PEFT."""
 
