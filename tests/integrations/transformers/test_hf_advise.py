@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,6 @@ from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers import attach
 from efficient_attn.measure.error import cosine_distance
 from efficient_attn.measure.record import Record, replace
-from efficient_attn.measure.variants import OWN
 from efficient_attn.stats.predicted_time import Predicted
 from efficient_attn.studies import find
 from efficient_attn.studies.advise.outcomes import LAYERS
@@ -285,30 +283,6 @@ def test_a_plan_without_layers_is_no_decision_where_the_budget_left_layers_out(
     assert "At 24 tokens not measured to the end" in sentence and "stay with exact" not in sentence
     ended = advise(encoder, out=tmp_path, resume=True, budget_s=60.0, **WINDOWS)
     assert ended.sentences()[0].startswith("Faster from 24")
-
-
-def test_times_that_an_interruption_cut_short_decide_nothing_and_are_taken_again(
-    encoder, tmp_path, monkeypatch
-):
-    timed, rounds, last = measure.cost, [], 3
-
-    def interrupted(case, *arguments, **named):
-        rounds.append(case.backend)
-        if rounds.count("plan") == last:
-            raise KeyboardInterrupt
-        return timed(case, *arguments, **named)
-
-    monkeypatch.setattr(measure, "cost", interrupted)
-    stopped = advise(encoder, min_cosine=0.9, out=tmp_path)
-    (sentence,) = stopped.sentences()
-    assert sentence.startswith("Nothing is known to be faster") and "At 24 tokens undecided" in sentence
-    assert LAYERS not in stopped.files()
-    rounds.clear()
-    last = 5
-    ended = advise(encoder, min_cosine=0.9, out=tmp_path, resume=True)
-    # Rounds in hand are kept.
-    assert Counter(rounds) == {OWN: 2, "plan": 2}
-    assert ended.sentences()[0].startswith("Faster from 24 tokens") and LAYERS in ended.files()
 
 
 def test_a_run_is_not_resumed_for_another_target_or_other_backends(encoder, tmp_path):
