@@ -18,7 +18,6 @@ from integrations.hf_models import (
     logits,
     mistral,
     modernbert,
-    moshi,
 )
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -26,11 +25,9 @@ from transformers.masking_utils import (
     create_chunked_causal_mask,
 )
 
-import efficient_attn as ea
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL
 from efficient_attn.integrations.transformers import attach, swapped
-from efficient_attn.integrations.transformers.attend import _scaled_queries
 from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, make_mask, visible_in
 from efficient_attn.integrations.transformers.sites import find_sites
 
@@ -50,13 +47,6 @@ def test_the_real_keys_of_a_mask_are_those_that_exist_and_that_it_reaches():
     keys = visible(torch.ones(1, 9), causal_mask_function, q_length=2, kv_length=9, q_offset=4)
     # A static cache has keys that are not written yet.
     assert keys.keys == 6 and keys.key_mask is None
-
-
-@pytest.mark.parametrize("scaling", [None, 1.0])
-def test_scores_have_the_factor_of_the_model_whatever_the_backend_was_built_with(scaling):
-    backend, query = ea.build("exact", head_dim=16, scale=0.5), torch.randn(1, 1, 3, 16)
-    factor = 0.25 if scaling is None else scaling
-    torch.testing.assert_close(_scaled_queries(query, scaling, backend) * 0.5, query * factor)
 
 
 def test_a_prepared_mask_belongs_to_all_texts_and_a_learned_mask_is_a_bias():
@@ -91,15 +81,6 @@ def test_a_prepared_mask_of_real_keys_is_read_as_one():
         prepared = real[:, None, None, :].expand(-1, 1, TOKENS, -1)
         actual = model(batch["input_ids"], attention_mask=prepared).logits
     torch.testing.assert_close(actual[real], expected, **ROUNDING)
-
-
-def test_a_width_that_no_mask_of_the_model_reads_makes_no_layer_slide(counted):
-    model, batch = moshi(), inputs()
-    expected = logits(model, batch)
-    assert {site.kind for site in find_sites(model)} == {"full"}
-    with swapped(model, "exact"):
-        torch.testing.assert_close(logits(model, batch), expected, **ROUNDING)
-    assert {name for name, _ in counted} == {"exact"}
 
 
 @pytest.mark.parametrize(
