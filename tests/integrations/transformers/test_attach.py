@@ -129,16 +129,6 @@ def test_cross_attention_is_recognised_and_not_causal(make):
     assert kinds == [("full", True), ("cross", False)] * 3
 
 
-def test_layers_can_be_named_by_number(counted):
-    model = attach(bert(), {"0-1": ("window", {"window": 7}), 2: "performer-positive"})
-    logits(model, inputs())
-    assert [name for name, _ in counted] == ["window", "window", "performer-positive"]
-    assert counted[0][1].window == 7
-    counted.clear()
-    logits(attach(model, {"2": "window"}), inputs())
-    assert [name for name, _ in counted] == ["exact", "exact", "window"]
-
-
 def test_swapped_restores_the_attention_also_after_an_error():
     model, batch = modernbert(), inputs()
     expected, keys, config = logits(model, batch), list(model.state_dict()), model.config.to_dict()
