@@ -200,8 +200,8 @@ def test_the_models_own_attention_is_put_back_even_after_an_error(encoder):
 def test_a_run_times_all_variants_and_is_written_read_drawn_and_compared(encoder, tmp_path):
     sizes = {"window": {"window": [3, TOKENS + 1]}}
     labels = {"window(window=3)", f"window(window={TOKENS + 1})", "performer-positive"}
-    asked = {"options": sizes, "by_layer": True, "rounds": 2, "out": tmp_path / "run"}
-    results = swap(encoder, ["window", "performer-positive"], **asked)
+    request = {"options": sizes, "by_layer": True, "rounds": 2, "out": tmp_path / "run"}
+    results = swap(encoder, ["window", "performer-positive"], **request)
     timed = [record for record in results.records if record.case.kind == "time"]
     memories = [record for record in results.records if record.case.kind == "memory"]
     assert len(timed) == len(memories) == 6
@@ -231,8 +231,8 @@ def test_a_run_times_all_variants_and_is_written_read_drawn_and_compared(encoder
 
 
 def test_every_length_is_a_swap_of_its_own_and_layers_filter_those_replaced_alone(encoder):
-    asked = {"seq_lens": (8, TOKENS), "by_layer": True, "layers": (1,)}
-    parts = swaps(swap(encoder, ["window"], options={"window": {"window": [5]}}, **asked).records)
+    request = {"seq_lens": (8, TOKENS), "by_layer": True, "layers": (1,)}
+    parts = swaps(swap(encoder, ["window"], options={"window": {"window": [5]}}, **request).records)
     assert [(part.case.tokens, part.layers) for part in parts] == [(8, (1,)), (TOKENS, (1,))]
 
 
@@ -347,19 +347,19 @@ def test_the_command_names_texts_by_their_files_and_refuses_in_one_line(
     monkeypatch.chdir(tmp_path)
     for number, text in enumerate(texts().values()):
         Path(f"{number}.txt").write_text(text)
-    words = ["swap", str(encoder), "--text", "0.txt", "--text", "1.txt", "--rounds", "1", "--draws", "1"]
-    code, out, _ = command(*words, "--backend", "exact")
+    request = ["swap", str(encoder), "--text", "0.txt", "--text", "1.txt", "--rounds", "1", "--draws", "1"]
+    code, out, _ = command(*request, "--backend", "exact")
     title, *_, folder = out.splitlines()
     assert code == 0 and title.startswith("Attention swapped: ") and " on 2 texts #" in title
     environment = json.loads(Path(folder, "environment.json").read_text())
     assert set(environment["model"]["texts"]) == {"0.txt", "1.txt"}
     assert str(tmp_path) not in json.dumps(environment)
-    for more, message in (
+    for words, message in (
         (["--by", "head"], "--by is layer, not 'head'"),
         (["--text", "absent.txt"], "--text: cannot read absent.txt"),
         (["--text", "./0.txt"], "two files are called '0.txt'"),
     ):
-        code, _, err = command(*words, *more)
+        code, _, err = command(*request, *words)
         assert code == 2 and err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
