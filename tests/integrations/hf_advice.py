@@ -26,14 +26,13 @@ def timed(case, variant, subject, *, seconds):
 
 
 def advise(model, **changes):
-    given = {
+    defaults = {
         "backends": ["window", "linformer"],
         "options": {"window": {"window": [5, 15]}, "linformer": {"rank": [12]}},
         "texts": texts(4),
         "seq_lens": (TOKENS,),
-        **changes,
     }
-    return ea.advise(model, **given)
+    return ea.advise(model, **{**defaults, **changes})
 
 
 @cache
@@ -45,7 +44,7 @@ def advice(encoder):
 def plans(results):
     """{label: layers} of the plans that were measured."""
     return {
-        one.case.label: one.chosen_layers
-        for one in results.records
-        if one.case.backend == "plan" and one.case.kind == "swap" and one.status == "ok"
+        record.case.label: record.chosen_layers
+        for record in results.records
+        if record.case.backend == "plan" and record.case.kind == "swap" and record.status == "ok"
     }

@@ -82,12 +82,6 @@ def opt(**changes: Any) -> Any:
     return tiny("OPTForCausalLM", {**fields, **sizes, "max_position_embeddings": 64, **changes})
 
 
-def moshi(**changes: Any) -> Any:
-    """The configuration has the width of a window, which no mask of the model reads."""
-    fields = {"sliding_window": WINDOW, "head_dim": 8, "ffn_dim": 48}
-    return tiny("MoshiForCausalLM", {**GROUPED, **fields, **changes})
-
-
 DECODERS = {make.__name__: make for make in (gpt2, llama, mistral, gemma3, opt)}
 MODELS = {make.__name__: make for make in (bert, modernbert, eurobert)} | DECODERS
 

@@ -1,7 +1,8 @@
-"""Backends in transformers models: exact equals sdpa, layers get their backends, swapping restores."""
+"""Backends in transformers models: exact equals sdpa, layers get theirs, swapping restores, distillation."""
 
 import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,14 @@ from integrations.hf_models import (
 
 import efficient_attn as ea
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.transformers import attach, ignored, load, swapped
+from efficient_attn.integrations.transformers import (
+    attach,
+    distillation_loss,
+    exact_calls,
+    ignored,
+    load,
+    swapped,
+)
 from efficient_attn.integrations.transformers.sites import find_sites
 
 
@@ -63,34 +71,14 @@ def test_layers_that_slide_are_served_by_the_window_of_the_models_own_width(make
     assert [getattr(options, "window", None) for _, options in counted] == widths
 
 
-@pytest.mark.parametrize(
-    ("make", "backend", "options"),
-    [
-        (bert, "linformer", {"rank": 8}),
-        (llama, "performer-positive", {}),
-        (gemma3, "exact", {}),
-        (modernbert, "window", {}),
-    ],
-)
-def test_padding_never_leaks_even_as_nan(make, backend, options):
-    model, batch = attach(make(), full=(backend, options)), inputs()
-    x, mask = model.get_input_embeddings()(batch["input_ids"]), batch["attention_mask"]
-    clean = logits(model, {"inputs_embeds": x, "attention_mask": mask})
-    poisoned = torch.where(mask.bool()[..., None], x, torch.nan)
-    # Zeros in the place of keys that are not zero: only the order of rounding may differ.
-    actual = logits(model, {"inputs_embeds": poisoned, "attention_mask": mask})
-    torch.testing.assert_close(actual, clean, **ROUNDING)
-
-
-@pytest.mark.parametrize("backend", ["exact", "performer-positive"])
-def test_models_in_low_precision_lose_no_more_than_twice_their_loss_with_sdpa(backend):
+def test_a_model_in_low_precision_loses_no_more_than_twice_its_loss_with_sdpa():
     model, batch = bert(), inputs()
-    with swapped(model, backend):
+    with swapped(model, "performer-positive"):
         ours = logits(model, batch)
     theirs = logits(model, batch)
     model.bfloat16()
     lost = (logits(model, batch) - theirs).norm() / theirs.norm()
-    with swapped(model, backend):
+    with swapped(model, "performer-positive"):
         low = logits(model, batch)
     assert low.dtype == torch.bfloat16
     assert (low - ours).norm() < 2 * lost * ours.norm()
@@ -141,16 +129,6 @@ def test_cross_attention_is_recognised_and_not_causal(make):
     assert kinds == [("full", True), ("cross", False)] * 3
 
 
-def test_layers_can_be_named_by_number(counted):
-    model = attach(bert(), {"0-1": ("window", {"window": 7}), 2: "performer-positive"})
-    logits(model, inputs())
-    assert [name for name, _ in counted] == ["window", "window", "performer-positive"]
-    assert counted[0][1].window == 7
-    counted.clear()
-    logits(attach(model, {"2": "window"}), inputs())
-    assert [name for name, _ in counted] == ["exact", "exact", "window"]
-
-
 def test_swapped_restores_the_attention_also_after_an_error():
     model, batch = modernbert(), inputs()
     expected, keys, config = logits(model, batch), list(model.state_dict()), model.config.to_dict()
@@ -167,38 +145,6 @@ def test_swapped_restores_the_attention_also_after_an_error():
     with swapped(model, "exact"):
         assert not torch.allclose(logits(model, batch), expected, **ROUNDING)
     assert torch.equal(logits(model, batch), expected) and model.config.efficient_attn == plan
-
-
-def test_calibrated_backends_are_calibrated_on_a_batch(caplog):
-    caplog.set_level(logging.WARNING, "efficient_attn")
-    batch = inputs(left=0, right=0)
-    model = attach(bert(), "performer-oprf", num_features=16)
-    assert "ea.calibrate(model, **batch)" in caplog.text
-    assert "plain from_pretrained refuses" in caplog.text
-    with pytest.raises(ea.CalibrationError, match=r"ea\.calibrate\(model"):
-        model(**batch)
-    ea.calibrate(model, **batch)
-    assert logits(model, batch).isfinite().all()
-
-
-def falcon():
-    return ready(transformers.FalconForCausalLM, transformers.FalconConfig(**SIZES, alibi=False))
-
-
-def deberta():
-    return ready(transformers.DebertaModel, transformers.DebertaConfig(**SIZES))
-
-
-@pytest.mark.parametrize(
-    ("make", "kind"), [(falcon, "FalconAttention"), (deberta, "DisentangledSelfAttention")]
-)
-def test_models_that_compute_attention_themselves_are_refused_and_their_modules_listed(make, kind):
-    model = make()
-    with pytest.raises(UnsupportedError, match=rf"attention interface \({kind}\); no backend"):
-        attach(model, "exact")
-    paths = ignored(model)
-    assert len(paths) == model.config.num_hidden_layers and set(paths.values()) == {kind}
-    assert all(type(model.get_submodule(path)).__name__ == kind for path in paths)
 
 
 def test_models_on_the_interface_ignore_nothing_before_and_after_attaching():
@@ -219,47 +165,20 @@ def test_attaching_to_a_part_of_a_model_names_the_other_part(caplog):
     assert "git.encoder.layer.0.attention.self (GitSelfAttention)" in caplog.text
 
 
-def attached(model, name):
-    attach(model, name, **{"performer-full": {"num_features": 16}, "linformer": {"rank": 4}}.get(name, {}))
-    torch.manual_seed(0)
-    for backend in (module for module in model.modules() if isinstance(module, ea.Backend)):
-        if backend.needs_calibration:
-            backend.calibrate(torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8))
-    return model
-
-
-def cpu_offload(model, folder, **choices):
-    accelerate = pytest.importorskip("accelerate", reason="the extra [dev] is not installed")
-    accelerate.cpu_offload(model, execution_device=torch.device("cpu"), **choices)
-
-
-def disk_offload(model, folder, **choices):
-    accelerate = pytest.importorskip("accelerate", reason="the extra [dev] is not installed")
-    accelerate.disk_offload(model, str(folder), execution_device=torch.device("cpu"), **choices)
-
-
-@pytest.mark.parametrize("offload", [cpu_offload, disk_offload])
 @pytest.mark.parametrize(
-    ("name", "make"), [("performer-positive", llama), ("performer-full", llama), ("linformer", bert)]
+    ("make", "backend", "options"), [(llama, "performer-positive", {}), (bert, "linformer", {"rank": 4})]
 )
-def test_a_model_that_is_offloaded_before_or_after_attaching_computes_as_without(
-    name, make, offload, tmp_path
-):
+def test_a_model_that_is_offloaded_after_attaching_computes_as_without(make, backend, options):
+    accelerate = pytest.importorskip("accelerate", reason="the extra [dev] is not installed")
     batch = inputs()
-    expected = logits(attached(make(), name), batch)
-    before = make()
-    offload(before, tmp_path / "before")
-    attached(before, name)
-    backends = [module for module in before.modules() if isinstance(module, ea.Backend)]
-    assert not any(x.is_meta for m in backends for x in (*m.parameters(), *m.buffers()))
-    torch.testing.assert_close(logits(before, batch), expected, **ROUNDING)
+    expected = logits(attach(make(), backend, **options), batch)
     for buffers in (False, True):
-        after = attached(make(), name)
-        offload(after, tmp_path / f"after {buffers}", offload_buffers=buffers)
-        torch.testing.assert_close(logits(after, batch), expected, **ROUNDING)
-    if name == "performer-positive":
+        model = attach(make(), backend, **options)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=buffers)
+        torch.testing.assert_close(logits(model, batch), expected, **ROUNDING)
+    if make is llama:
         with pytest.raises(UnsupportedError, match="redraw: the random features lie on meta"):
-            after.model.layers[0].self_attn.efficient_attn.redraw(3)
+            model.model.layers[0].self_attn.efficient_attn.redraw(3)
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
@@ -267,12 +186,12 @@ def test_a_device_map_with_a_disk_is_served_also_when_saved_and_loaded(tmp_path)
     pytest.importorskip("accelerate", reason="the extra [dev] is not installed")
     plain, batch = llama(), inputs()
     plain.save_pretrained(tmp_path / "plain")
-    expected = logits(attached(plain, "performer-positive"), batch)
+    expected = logits(attach(plain, "performer-positive"), batch)
     parts = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0")
     devices = dict.fromkeys(parts, "cpu") | {f"model.layers.{i}": "disk" for i in (1, 2)}
     placement = {"device_map": devices, "offload_folder": str(tmp_path / "offload")}
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "plain", **placement)
-    attached(model, "performer-positive").save_pretrained(tmp_path / "attached")
+    attach(model, "performer-positive").save_pretrained(tmp_path / "attached")
     loaded = load(tmp_path / "attached", **placement)
     for offloaded in (model, loaded):
         assert offloaded.model.layers[1].self_attn.q_proj.weight.is_meta
@@ -280,19 +199,51 @@ def test_a_device_map_with_a_disk_is_served_also_when_saved_and_loaded(tmp_path)
     torch.testing.assert_close(logits(load(tmp_path / "attached"), batch), expected, **ROUNDING)
 
 
-class Hook:
-    """What accelerate leaves on a module whose parameters it has offloaded, as far as `attach` reads it."""
-
-    def __init__(self, device=None, hooks=None):
-        self.execution_device = device
-        if hooks is not None:
-            self.hooks = hooks
-
-
-@pytest.mark.parametrize("site", ["model.layers.1.self_attn.q_proj", "model.layers.1", ""])
-def test_the_device_of_an_offloaded_layer_is_read_from_the_nearest_hook(site):
-    model = llama()
+@pytest.mark.parametrize("site", ["model.layers.1.self_attn.q_proj", ""])
+def test_the_device_of_an_offloaded_layer_is_read_from_the_hook_of_a_module_inside_or_around(site):
+    model, hook = llama(), SimpleNamespace(execution_device=torch.device("cpu"))
     model.model.layers[1].to("meta")
-    model.get_submodule(site)._hf_hook = Hook(hooks=[Hook(), Hook(torch.device("cpu"))])
+    model.get_submodule(site)._hf_hook = SimpleNamespace(hooks=[SimpleNamespace(), hook])
     attach(model, "performer-positive", num_features=16)
     assert not any(x.is_meta for x in model.model.layers[1].self_attn.efficient_attn.buffers())
+
+
+def exact_calls_of(model, batch):
+    with torch.no_grad(), exact_calls(model) as calls:
+        model(**batch)
+    return calls
+
+
+@pytest.mark.parametrize("make", [bert, llama])
+def test_every_layer_is_called_as_exactly_as_without_backends_and_only_backends_learn(make):
+    model, batch = make(), inputs()
+    with torch.no_grad():
+        exact = model(**batch).logits
+        attach(model, "linear-hedgehog")
+        replaced = model(**batch).logits
+        with exact_calls(model) as calls:
+            taught = model(**batch).logits
+        after = model(**batch).logits
+    sum(distillation_loss(call) for call in calls).backward()
+    trained = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    assert trained and all("efficient_attn" in name for name in trained)
+    torch.testing.assert_close(taught, exact, rtol=1e-5, atol=1e-4)
+    assert torch.equal(after, replaced) and not torch.allclose(replaced, exact, atol=1e-3)
+    backends = [module for module in model.modules() if isinstance(module, ea.Backend)]
+    assert [call.backend for call in calls] == backends and len(calls) == 3
+    for call in calls:
+        kwargs = {"key_mask": call.key_mask, "causal": make is llama}
+        torch.testing.assert_close(call.out, ea.attention(call.q, call.k, call.v, **kwargs))
+
+
+def test_the_loss_is_the_squared_relative_error_of_the_backend():
+    model, batch = attach(bert(), "window", window=3), inputs()
+    calls = exact_calls_of(model, batch)
+    assert calls[0].key_mask is not None
+    for call in calls:
+        out = ea.attention(call.q, call.k, call.v, "window", window=3, key_mask=call.key_mask)
+        expected = ((out - call.out).norm() / call.out.norm()) ** 2
+        torch.testing.assert_close(distillation_loss(call), expected)
+        assert expected > 0.01
+    exact = exact_calls_of(attach(bert(), "exact"), batch)
+    assert [distillation_loss(call) for call in exact] == [0.0] * 3

@@ -20,7 +20,7 @@ from integrations.hf_models import (
 import efficient_attn as ea
 from efficient_attn.errors import DtypeError, UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL
-from efficient_attn.integrations.transformers import StateCache, attach, swapped
+from efficient_attn.integrations.transformers import StateCache, attach
 from efficient_attn.integrations.transformers.caches import StateLayer
 
 NEW = 6
@@ -176,14 +176,6 @@ def test_a_state_that_does_not_reach_the_attention_is_noticed(make, monkeypatch)
     model(ids, past_key_values=cache)
     with pytest.raises(UnsupportedError, match="copies or changes the keys of its cache"):
         model(ids, past_key_values=cache)
-
-
-def test_a_cache_that_is_made_inside_swapped_serves_there():
-    model = llama()
-    before = generated(model)
-    with swapped(model, "exact"):
-        assert_same(generated(model, past_key_values=StateCache(model)), before)
-    assert torch.equal(generated(model)[1], before[1])
 
 
 @pytest.mark.parametrize("causal", [None, True, False])

