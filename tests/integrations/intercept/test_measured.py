@@ -10,34 +10,21 @@ from integrations.intercepted import (
     HEAD_DIM,
     HEADS,
     LEFT,
-    MODELS,
     REAL,
     TOKENS,
     TRIANGLE,
     Called,
-    Looped,
+    OwnAttention,
     OwnModel,
     padded_encoder,
     written_model,
 )
+from torch import nn
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.integrations import masks
 from efficient_attn.measure.inputs import read_activations
-
-
-@MODELS
-@torch.no_grad()
-def test_a_measured_model_computes_the_same_bits(make):
-    model, run = make()
-    alone = run()
-    with ea.intercept.measure(model, ["exact", "performer-positive"]) as measured:
-        assert torch.equal(run(), alone)
-    for site in measured.sites.values():
-        assert site.errors["exact"] < 1e-5 < site.errors["performer-positive"]
-        assert not site.exact_because
-    assert 0 < measured.to_pandas()["time_share"].sum() < 1
 
 
 @torch.no_grad()
@@ -53,11 +40,11 @@ def test_the_fused_path_of_torchs_layers_is_off_while_they_are_intercepted():
 
 
 def test_sites_are_named_by_their_module_and_keep_the_name_in_loops():
-    x, twice = torch.randn(1, TOKENS, DIM), OwnModel(layers=1, calls=2)
-    for model, runs, calls in ((twice, 2, {"layers.0": 2, "layers.0#1": 2}), (Looped(), 1, {"layer": 3})):
+    twice, looped = OwnModel(layers=1, calls=2), nn.Sequential(*3 * [OwnAttention()])
+    for model, runs, calls in ((twice, 2, {"layers.0": 2, "layers.0#1": 2}), (looped, 1, {"0": 3})):
         with torch.no_grad(), ea.intercept.measure(model) as measured:
             for _ in range(runs):
-                model(x)
+                model(torch.randn(1, TOKENS, DIM))
         assert {str(name): site.calls for name, site in measured.sites.items()} == calls
 
 
@@ -78,19 +65,9 @@ def test_a_measured_error_is_that_of_the_backend_on_the_captured_tensors_of_real
     assert site.errors["window(window=3)"] == pytest.approx(math.sqrt(errors / norms), rel=1e-5)
     entries[1].save(tmp_path / "qkv.safetensors")
     stored = read_activations(tmp_path / "qkv.safetensors")
-    assert (
-        list(stored.layers) == [0, 1]
-        and stored.about["sites"] == '["layers.0.self_attn", "layers.1.self_attn"]'
-    )
+    assert list(stored.layers) == [0, 1]
+    assert stored.about["sites"] == '["layers.0.self_attn", "layers.1.self_attn"]'
     assert torch.equal(stored.layers[0].q, entries[1].sites[name].q.half())
-
-
-def test_the_shape_of_a_site_has_its_key_heads():
-    q, k = torch.randn(1, 2, 70, 8), torch.ones(1, 1, 70, 8)
-    with ea.intercept.measure() as measured:
-        F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
-    (site,) = measured.sites.values()
-    assert site.shape == (1, 2, 1, 70, 70, 8)
 
 
 def test_requests_of_a_capture_that_cannot_be_served_are_refused():
@@ -116,16 +93,13 @@ def bias(shown, low=-math.inf):
         (REAL[:, None, None], REAL, False),
         (bias(REAL[:, None, None]), REAL, False),
         (bias(REAL[:, None, None].expand(2, 3, TOKENS, TOKENS), torch.finfo(torch.float32).min), REAL, False),
-        # diffusers adds −10000, which bfloat16 rounds to −9984; other libraries add −1e9.
-        (bias(REAL[:, None, None], -1e4), REAL, False),
+        # diffusers adds −10000, which bfloat16 rounds to −9984.
         (bias(REAL[:, None, None], -1e4).bfloat16(), REAL, False),
-        (bias(REAL[:, None, None], -1e9), REAL, False),
         (bias(TRIANGLE, -1e4), None, True),
         (torch.stack([REAL, REAL], dim=1)[:, :, None], REAL, False),
         (torch.stack([TRIANGLE, TRIANGLE]), None, True),
         (torch.ones(TOKENS, TOKENS, dtype=torch.bool), None, False),
         (TRIANGLE, None, True),
-        (bias(TRIANGLE), None, True),
         (bias(TRIANGLE)[None], None, True),
         (TRIANGLE[5:], None, True),
         (TRIANGLE & REAL[:, None, None], REAL, True),
@@ -157,30 +131,25 @@ def test_masks_of_keys_and_causal_masks_are_read_back(mask, keys, causal):
         REAL[:, None, None] & TRIANGLE.roll(1, 0),
         TRIANGLE[:, :5],
     ],
-    ids=[
-        *("sliding", "bias", "causal bias", "by head", "keys by head", "rows", "wide rows"),
-        *("all keys hidden", "upper", "shifted", "more queries than keys"),
-    ],
 )
 def test_other_masks_are_left_to_exact_attention(mask):
     assert masks.read_mask(mask, batch=2, q_tokens=TOKENS, k_tokens=mask.shape[-1]) is None
 
 
-@pytest.mark.parametrize("entries", [lambda mask: mask.numpy(), lambda mask: mask.data])
 @torch.no_grad()
-def test_a_mask_that_changes_unseen_by_torch_is_read_again(entries):
+def test_a_mask_that_changes_unseen_by_torch_is_read_again():
     model, x, mask = OwnModel(layers=1).eval(), torch.randn(2, TOKENS, DIM), bias(REAL[:, None, None])
     with ea.intercept.measure(model, ["exact"]) as measured:
         model(x, mask)
-        entries(mask)[0, ..., 3:] = -math.inf
+        mask.numpy()[0, ..., 3:] = -math.inf
         model(x, mask)
     (site,) = measured.sites.values()
     assert site.calls == 2 and site.errors["exact"] < 1e-5
 
 
-def qkv(*, batch=2, kv_batch=2, heads=HEADS):
+def qkv(*, batch=2, heads=HEADS, kv_batch=2, kv_heads=None):
     generator = torch.Generator().manual_seed(0)
-    shapes = (batch, heads, TOKENS, HEAD_DIM), (kv_batch, heads, TOKENS, HEAD_DIM)
+    shapes = (batch, heads, TOKENS, HEAD_DIM), (kv_batch, kv_heads or heads, TOKENS, HEAD_DIM)
     return tuple(torch.randn(shapes[index > 0], generator=generator) for index in range(3))
 
 
@@ -192,12 +161,11 @@ def flat():
 CALLS = {
     "keys, is_causal": (qkv(), {"attn_mask": REAL[:, None, None], "is_causal": True}, "causal keys"),
     "triangle, is_causal": (qkv(), {"attn_mask": bias(TRIANGLE), "is_causal": True}, "causal"),
-    "one query sequence": (qkv(batch=1), {}, "none"),
     "one query sequence, keys": (qkv(batch=1), {"attn_mask": REAL[:, None, None]}, "keys"),
     "one key sequence": (qkv(kv_batch=1), {"attn_mask": REAL[:, None, None]}, "keys"),
+    "grouped heads": (qkv(kv_heads=1), {"is_causal": True, "enable_gqa": True}, "causal"),
     "two heads": (qkv(heads=2), {"attn_mask": torch.stack([REAL, REAL], 1)[:, :, None]}, "keys"),
     "two heads, [heads queries keys]": (qkv(heads=2), {"attn_mask": TRIANGLE.expand(2, -1, -1)}, "causal"),
-    "3-D": (flat(), {}, "none"),
     "3-D causal": (flat(), {"is_causal": True}, "causal"),
     "3-D, [queries keys]": (flat(), {"attn_mask": TRIANGLE}, "causal"),
     "3-D, [batch 1 keys]": (flat(), {"attn_mask": REAL[:, None]}, "keys"),
@@ -216,6 +184,8 @@ def test_a_call_is_read_measured_captured_and_served_as_torch_computes_it(name):
         assert torch.equal(model(q, k, v, **options), expected)
     (site,) = measured.sites.values()
     assert (site.mask, site.exact_because) == (mask, {}) and site.errors["exact"] < 1e-5
+    heads = tuple(x.shape[1] if x.ndim == 4 else 1 for x in (q, k))
+    assert site.shape == (2, *heads, TOKENS, TOKENS, HEAD_DIM)
     with ea.intercept.replace(model, "exact", example=lambda: model(q, k, v, **options), strict=True):
         torch.testing.assert_close(model(q, k, v, **options), expected, rtol=1e-5, atol=1e-5)
     real = REAL[1] if "keys" in mask else slice(None)
@@ -227,19 +197,19 @@ def test_a_call_is_read_measured_captured_and_served_as_torch_computes_it(name):
 
 
 Q, K, V = qkv()
-OTHER_FORMS = {
-    "row": ((Q, K, V), {"attn_mask": REAL[1:, None, :, None]}, "its mask is no key mask and not causal"),
-    "2-D": ((Q[0, 0, :5], K[0, 0], V[0, 0]), {}, "its tensors have 2 axes"),
-    "axes of keys": ((Q[:1], K[0], V[0]), {}, "its queries, keys and values have 4, 3 and 3 axes"),
-    "learned bias": (
-        (Q, K, V),
-        {"attn_mask": torch.zeros(TOKENS, TOKENS, requires_grad=True)},
-        "its mask is learned (it requires a gradient)",
-    ),
-}
+PATTERN = "its mask is no key mask and not causal"
+LEARNED = torch.zeros(TOKENS, TOKENS, requires_grad=True)
 
 
-@pytest.mark.parametrize(("tensors", "options", "reason"), OTHER_FORMS.values(), ids=OTHER_FORMS)
+@pytest.mark.parametrize(
+    ("tensors", "options", "reason"),
+    [
+        ((Q, K, V), {"attn_mask": REAL[1:, None, :, None]}, PATTERN),
+        ((Q[0, 0, :5], K[0, 0], V[0, 0]), {}, "its tensors have 2 axes"),
+        ((Q[:1], K[0], V[0]), {}, "its queries, keys and values have 4, 3 and 3 axes"),
+        ((Q, K, V), {"attn_mask": LEARNED}, "its mask is learned (it requires a gradient)"),
+    ],
+)
 def test_a_call_of_another_form_stays_exact_while_it_is_measured(tensors, options, reason):
     with ea.intercept.measure(backends=["exact"]) as measured, ea.intercept.capture() as captured:
         F.scaled_dot_product_attention(*tensors, **options)
