@@ -57,67 +57,48 @@ def make_call():
     return run
 
 
+def attention(k_tokens=12):
+    q, k = torch.randn(1, 2, 12, 8), torch.randn(1, 2, k_tokens, 8)
+    return F.scaled_dot_product_attention(q, k, k)
+
+
 def make_plain():
-    q, k, v = torch.randn(3, 1, 2, 12, 8)
-    return lambda: F.scaled_dot_product_attention(q, k, v)
+    return attention
 
 
 def make_cross():
-    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 12, 8)
-    return lambda: F.scaled_dot_product_attention(q, k, k)
-
-
-class Repeated(nn.Module):
-    def forward(self, x, times):
-        for _ in range(times):
-            x = F.scaled_dot_product_attention(x, x, x)
-        return x
-
-
-def make_uneven():
-    model, x = Repeated(), torch.randn(1, 2, 12, 8)
-    return lambda: model(model(x, 2), 1)
+    return lambda: attention(5)
 
 
 def make_number():
-    q = torch.randn(1, 2, 12, 8)
-    return lambda: F.scaled_dot_product_attention(q, q, q).mean()
+    return lambda: attention().mean()
 
 
-def make_nan():
-    q = torch.randn(1, 2, 12, 8)
-    return lambda: F.scaled_dot_product_attention(q, q, q / 0)
+def make_infinite():
+    return lambda: attention() / 0
 
 
-def make_other():
-    inputs = iter(range(1, 99))
-
-    def run():
-        q = torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(next(inputs)))
-        return F.scaled_dot_product_attention(q, q, q)
-
-    return run
+def make_text():
+    return lambda: str(attention())
 
 
-def raising():
+def make_counted():
+    return lambda: attention() + next(counter)
+
+
+def make_error():
     raise ValueError("no weights\nhere")
 
 
-def failing():
+def make_without_inputs():
     return Model(), ()
 
 
-def nothing():
-    return Model()
-
-
-def without():
+def make_without_attention():
     return nn.Linear(2, 2), (torch.ones(1, 2),)
 
 
-def wordless():
-    q = torch.randn(1, 2, 12, 8)
-    return lambda: str(F.scaled_dot_product_attention(q, q, q))
+number, counter = 3, iter(range(99))
 
 
 def two_layers():
@@ -148,7 +129,7 @@ class Scaled(Attention):
 
 def make_scaled(seq_len=12):
     # The weights are drawn after the inputs, so that they would be others at another length.
-    x = 2 * torch.randn(1, seq_len, 16)
+    x = 2 * torch.randn(1, min(seq_len, 16), 16)
     return Scaled(seq_len), (x,)
 
 
@@ -167,13 +148,6 @@ def make_method():
     return lambda: other(model.encode(2 * torch.randn(1, 12, 16)))
 
 
-def make_clipped(seq_len=12):
-    return Attention(False), (torch.randn(1, min(seq_len, 16), 16),)
-
-
 def make_sized(seq_len=12):
     model = nn.Sequential(Attention(False), nn.Linear(16, seq_len))
     return model, (torch.randn(1, seq_len, 16),)
-
-
-number = 3

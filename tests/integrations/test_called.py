@@ -22,33 +22,31 @@ from efficient_attn.studies import find
 pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")
 
 BACKENDS, OPTIONS = ["exact", "window"], {"window": {"window": [5]}}
-FORM = "a call without arguments, or a pair (module, inputs)"
+FOLDER = "belongs to a Hugging Face folder"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("models.py:make_par", "Did you mean 'make_pair'?"),
-        ("models.py", "model 'models.py' names no function: write models.py:make_model."),
-        ("models.py:number", f"models.py:number is a function that returns {FORM}"),
-        ("models.py:nothing", f"models.py:nothing returns {FORM}"),
-        ("models.py:raising", "models.py:raising fails: ValueError: no weights here."),
-        ("models.py:failing", "models.py:failing fails: TypeError: Model.forward() missing 2 required"),
-        ("models.py:without", "code with its own softmax must call F.scaled_dot_product_attention"),
-        ("models.py:make_cross", "model: its queries and keys differ in number"),
-        ("models.py:make_uneven", "Repeated: the runs of its module differ in their number"),
-        ("models.py:wordless", "The model returns str without a floating-point tensor"),
-        ("models.py:make_number", "make_number returns a single number, which has no cosine"),
-        ("models.py:make_nan", "make_nan returns numbers that are not finite; return real rows alone"),
-        ("models.py:make_other", "make_other returns another output in its next run"),
-        ("models.py:make_pair --text models.py", "error: text belongs to a Hugging Face folder"),
-        ("models.py:make_pair --seq-len 8", "error: seq_lens belongs to a Hugging Face folder"),
-        ("models.py:make_pair --dtype float32", "error: dtype belongs to a Hugging Face folder"),
-        ("models.py:make_pair --device cpu", "error: device belongs to a Hugging Face folder"),
+        ("", "model 'models.py' names no function: write models.py:make_model."),
+        (":make_par", "Did you mean 'make_pair'?"),
+        (":number", "is a function that returns a call without arguments, or a pair (module, inputs)"),
+        (":make_error", "models.py:make_error fails: ValueError: no weights here."),
+        (":make_without_inputs", "make_without_inputs fails: TypeError: Model.forward() missing 2 required"),
+        (":make_without_attention", "code with its own softmax must call F.scaled_dot_product_attention"),
+        (":make_cross", "model: its queries and keys differ in number"),
+        (":make_text", "The model returns str without a floating-point tensor"),
+        (":make_number", "make_number returns a single number, which has no cosine"),
+        (":make_infinite", "make_infinite returns numbers that are not finite; return real rows alone"),
+        (":make_counted", "make_counted returns another output in its next run"),
+        (":make_pair --text models.py", f"error: text {FOLDER}"),
+        (":make_pair --seq-len 8", f"error: seq_lens {FOLDER}"),
+        (":make_pair --dtype float32", f"error: dtype {FOLDER}"),
+        (":make_pair --device cpu", f"error: device {FOLDER}"),
     ],
 )
 def test_a_model_that_cannot_be_swapped_is_refused_in_one_line(words, message):
-    code, _, err = command("swap", *words.split(), "--out", "run")
+    code, _, err = command("swap", *f"models.py{words}".split(), "--out", "run")
     assert code == 2 and message in err
     assert err.startswith("error: ") and err.count("\n") == 1
 
@@ -62,11 +60,10 @@ def test_all_tensors_of_a_nested_output_are_compared_and_the_first_of_another_ob
             self.loss, self.ids, self.logits = None, torch.arange(2), torch.full((1, 2), 5.0)
 
     nested = {"a": (torch.ones(2), [torch.zeros(1, dtype=torch.float64)]), "ids": torch.arange(4)}
-    assert output_vector(nested).tolist() == [1, 1, 0]
     # A loss comes before the hidden states in outputs of transformers.
     parts = {"ids": torch.arange(2), "loss": torch.ones(()), "x": torch.zeros(3), "y": torch.ones(2)}
-    assert output_vector(Output(**parts)).tolist() == [0, 0, 0]
-    assert output_vector(Slotted()).tolist() == [5, 5]
+    for output, expected in ((nested, [1, 1, 0]), (Output(parts), [0, 0, 0]), (Slotted(), [5, 5])):
+        assert output_vector(output).tolist() == expected
 
 
 def test_a_model_is_in_evaluation_mode_and_the_same_every_time():
@@ -123,9 +120,13 @@ def reference(first=None, second=None, *, uniform=False):
     return x
 
 
-def test_a_swapped_model_is_as_far_from_itself_as_the_definition():
+def test_a_swapped_model_is_as_far_from_itself_as_the_definition_and_itself_again_afterwards():
+    model, x, real = pair()
+    before = model.eval()(x, real)
     backends, options = [*BACKENDS, "linformer"], {**OPTIONS, "linformer": {"rank": [4]}}
-    results = ea.swap("models.py:make_pair", backends, options=options, by_layer=True, rounds=1)
+    results = ea.swap((model, (x, real)), backends, options=options, by_layer=True, rounds=1, name="objects")
+    assert torch.equal(model(x, real), before)
+    assert not any(isinstance(part, SiteBackends) for part in model.modules())
     measured, exact = quality(results), reference()
     label = "window(window=5)"
 
@@ -149,8 +150,7 @@ def test_a_swapped_model_is_as_far_from_itself_as_the_definition():
         assert measured[key].output_distance == pytest.approx(1 - cosine, rel=1e-3)
     assert measured["exact", None].output_relative_error < 1e-6
     assert measured[OWN, None].output_relative_error == 0.0
-    record = measured[label, None]
-    assert record.case.inputs == "models.py:make_pair" and record.texts is None
+    assert {record.case.inputs for record in results.records} == {"objects"}
     kinds = {(record.case.kind, record.case.label) for record in results.records if record.status == "ok"}
     assert {("time", OWN), ("time", label), ("memory", label)} <= kinds
     unserved = measured["linformer(rank=4)", None]
@@ -170,12 +170,3 @@ def test_every_call_of_a_pipeline_gets_the_same_noise_and_other_masks_stay_exact
         "Left out: model: its mask is no key mask and not causal.",
     ]
     assert plan.about["model"] == json.loads(json.dumps(plan.about["model"]))
-
-
-def test_the_model_keeps_its_own_attention_afterwards_and_a_pair_of_objects_is_taken_too():
-    model, x, real = pair()
-    before = model.eval()(x, real)
-    results = ea.swap((model, (x, real)), BACKENDS, options=OPTIONS, rounds=1, name="mine")
-    assert torch.equal(model(x, real), before)
-    assert not any(isinstance(part, SiteBackends) for part in model.modules())
-    assert {record.case.inputs for record in results.records} == {"mine"}

@@ -87,22 +87,20 @@ def bias(shown, low=-math.inf):
     return torch.zeros(shown.shape).masked_fill(~shown, low)
 
 
+KEYS, ROWS = REAL[:, None, None], REAL[1:, None, :, None]
+
+
 @pytest.mark.parametrize(
     ("mask", "keys", "causal"),
     [
-        (REAL[:, None, None], REAL, False),
-        (bias(REAL[:, None, None]), REAL, False),
-        (bias(REAL[:, None, None].expand(2, 3, TOKENS, TOKENS), torch.finfo(torch.float32).min), REAL, False),
+        (bias(KEYS), REAL, False),
+        (bias(KEYS.expand(2, 3, TOKENS, TOKENS), torch.finfo(torch.float32).min), REAL, False),
         # diffusers adds −10000, which bfloat16 rounds to −9984.
-        (bias(REAL[:, None, None], -1e4).bfloat16(), REAL, False),
-        (bias(TRIANGLE, -1e4), None, True),
-        (torch.stack([REAL, REAL], dim=1)[:, :, None], REAL, False),
+        (bias(KEYS, -1e4).bfloat16(), REAL, False),
+        (bias(TRIANGLE, -1e4)[None], None, True),
         (torch.stack([TRIANGLE, TRIANGLE]), None, True),
         (torch.ones(TOKENS, TOKENS, dtype=torch.bool), None, False),
-        (TRIANGLE, None, True),
-        (bias(TRIANGLE)[None], None, True),
         (TRIANGLE[5:], None, True),
-        (TRIANGLE & REAL[:, None, None], REAL, True),
         (TRIANGLE & LEFT[:, None, None], LEFT, True),
         # transformers shows everything to rows of padding, so that no row is without a key.
         ((TRIANGLE & LEFT[:, None, None]) | ~LEFT[:, None, :, None], LEFT, True),
@@ -123,12 +121,12 @@ def test_masks_of_keys_and_causal_masks_are_read_back(mask, keys, causal):
         bias(TRIANGLE) + 0.5 * TRIANGLE,
         torch.stack([TRIANGLE, TRIANGLE.mT])[None],
         torch.stack([REAL, LEFT], dim=1)[:, :, None],
-        REAL[1:, None, :, None],
-        REAL[1:, None, :, None].expand(1, 1, TOKENS, TOKENS),
+        ROWS,
+        ROWS.expand(1, 1, TOKENS, TOKENS),
         # A row that −10000 hides whole is a softmax over all its keys.
-        bias(REAL[:, None, None] & torch.tensor([[[[True]]], [[[False]]]]), -1e4),
+        bias(KEYS & torch.tensor([[[[True]]], [[[False]]]]), -1e4),
         TRIANGLE.mT,
-        REAL[:, None, None] & TRIANGLE.roll(1, 0),
+        KEYS & TRIANGLE.roll(1, 0),
         TRIANGLE[:, :5],
     ],
 )
@@ -138,7 +136,7 @@ def test_other_masks_are_left_to_exact_attention(mask):
 
 @torch.no_grad()
 def test_a_mask_that_changes_unseen_by_torch_is_read_again():
-    model, x, mask = OwnModel(layers=1).eval(), torch.randn(2, TOKENS, DIM), bias(REAL[:, None, None])
+    model, x, mask = OwnModel(layers=1).eval(), torch.randn(2, TOKENS, DIM), bias(KEYS)
     with ea.intercept.measure(model, ["exact"]) as measured:
         model(x, mask)
         mask.numpy()[0, ..., 3:] = -math.inf
@@ -153,25 +151,21 @@ def qkv(*, batch=2, heads=HEADS, kv_batch=2, kv_heads=None):
     return tuple(torch.randn(shapes[index > 0], generator=generator) for index in range(3))
 
 
-def flat():
-    """q, k and v without an axis of heads."""
-    return tuple(x[:, 0] for x in qkv(heads=1))
-
-
+Q, K, V = qkv()
+FLAT = Q[:, 0], K[:, 0], V[:, 0]
 CALLS = {
-    "keys, is_causal": (qkv(), {"attn_mask": REAL[:, None, None], "is_causal": True}, "causal keys"),
-    "triangle, is_causal": (qkv(), {"attn_mask": bias(TRIANGLE), "is_causal": True}, "causal"),
-    "one query sequence, keys": (qkv(batch=1), {"attn_mask": REAL[:, None, None]}, "keys"),
-    "one key sequence": (qkv(kv_batch=1), {"attn_mask": REAL[:, None, None]}, "keys"),
+    "keys, is_causal": ((Q, K, V), {"attn_mask": KEYS, "is_causal": True}, "causal keys"),
+    "triangle, is_causal": ((Q, K, V), {"attn_mask": bias(TRIANGLE), "is_causal": True}, "causal"),
+    "one query sequence": (qkv(batch=1), {"attn_mask": KEYS}, "keys"),
+    "one key sequence": (qkv(kv_batch=1), {"attn_mask": KEYS}, "keys"),
     "grouped heads": (qkv(kv_heads=1), {"is_causal": True, "enable_gqa": True}, "causal"),
     "two heads": (qkv(heads=2), {"attn_mask": torch.stack([REAL, REAL], 1)[:, :, None]}, "keys"),
-    "two heads, [heads queries keys]": (qkv(heads=2), {"attn_mask": TRIANGLE.expand(2, -1, -1)}, "causal"),
-    "3-D causal": (flat(), {"is_causal": True}, "causal"),
-    "3-D, [queries keys]": (flat(), {"attn_mask": TRIANGLE}, "causal"),
-    "3-D, [batch 1 keys]": (flat(), {"attn_mask": REAL[:, None]}, "keys"),
-    "3-D, [batch queries keys]": (flat(), {"attn_mask": TRIANGLE & REAL[:, None]}, "causal keys"),
-    "a scale": (qkv(), {"scale": 0.9}, "none"),
-    "a scale of one entry": (qkv(), {"scale": torch.tensor(0.9)}, "none"),
+    "[heads queries keys]": (qkv(heads=2), {"attn_mask": TRIANGLE.expand(2, -1, -1)}, "causal"),
+    "3-D": (FLAT, {"is_causal": True}, "causal"),
+    "3-D, [queries keys]": (FLAT, {"attn_mask": TRIANGLE}, "causal"),
+    "3-D, [batch 1 keys]": (FLAT, {"attn_mask": REAL[:, None]}, "keys"),
+    "3-D, [batch queries keys]": (FLAT, {"attn_mask": TRIANGLE & REAL[:, None]}, "causal keys"),
+    "a scale of one entry": ((Q, K, V), {"scale": torch.tensor(0.9)}, "none"),
 }
 
 
@@ -196,7 +190,6 @@ def test_a_call_is_read_measured_captured_and_served_as_torch_computes_it(name):
     assert bool(captured.captured().patterns) == ("causal" in mask)
 
 
-Q, K, V = qkv()
 PATTERN = "its mask is no key mask and not causal"
 LEARNED = torch.zeros(TOKENS, TOKENS, requires_grad=True)
 
@@ -204,7 +197,7 @@ LEARNED = torch.zeros(TOKENS, TOKENS, requires_grad=True)
 @pytest.mark.parametrize(
     ("tensors", "options", "reason"),
     [
-        ((Q, K, V), {"attn_mask": REAL[1:, None, :, None]}, PATTERN),
+        ((Q, K, V), {"attn_mask": ROWS}, PATTERN),
         ((Q[0, 0, :5], K[0, 0], V[0, 0]), {}, "its tensors have 2 axes"),
         ((Q[:1], K[0], V[0]), {}, "its queries, keys and values have 4, 3 and 3 axes"),
         ((Q, K, V), {"attn_mask": LEARNED}, "its mask is learned (it requires a gradient)"),
@@ -220,17 +213,14 @@ def test_a_call_of_another_form_stays_exact_while_it_is_measured(tensors, option
 
 @torch.no_grad()
 def test_calls_of_one_site_are_measured_with_their_scale_and_only_with_their_causality():
-    model, (q, k, v) = Called(), qkv()
-    with ea.intercept.measure(model, ["exact"]) as measured:
-        for scale in (None, 0.9, 0.0):
-            model(q, k, v, scale=scale)
-    (site,) = measured.sites.values()
-    assert site.errors["exact"] < 1e-5 and not site.exact_because
-    with ea.intercept.measure(model, {"window": {"window": 5}}) as measured:
-        model(q, k, v)
-    (alone,) = measured.sites.values()
-    with ea.intercept.measure(model, {"window": {"window": 5}}) as measured:
-        model(q, k, v), model(q, k, v, is_causal=True)
-    (both,) = measured.sites.values()
-    assert both.exact_because == {"window(window=5)": "its causality is not that of its backend"}
-    assert both.errors == alone.errors
+    model, sites = Called(), []
+    for calls in ([{}], [{}, {"is_causal": True}], [{}, {"scale": 0.9}, {"scale": 0.0}]):
+        with ea.intercept.measure(model, {"exact": {}, "window": {"window": 5}}) as measured:
+            for options in calls:
+                model(Q, K, V, **options)
+        sites += measured.sites.values()
+    alone, causal, scaled = sites
+    reason = "its causality is not that of its backend"
+    assert causal.exact_because == {"exact": reason, "window(window=5)": reason}
+    assert causal.errors == alone.errors
+    assert scaled.errors["exact"] < 1e-5 and not scaled.exact_because
