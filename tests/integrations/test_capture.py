@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
+
 from integrations.hf_models import MODELS, gpt2, saved, texts
 from planned import points_of
 from safetensors.torch import save_file
@@ -9,6 +12,7 @@ from safetensors.torch import save_file
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.integrations.capture import capture_folder, save_activations
+from efficient_attn.integrations.transformers.swapping import sites_of
 from efficient_attn.measure.inputs import Captured, read_activations
 from efficient_attn.studies import find
 
@@ -17,16 +21,9 @@ TEXT = "w3 w1 w4 w1 w5 w9 w2"
 BYTES = 2 * 3 * 9 * 32 * 2
 
 
-@pytest.fixture(scope="session")
-def transformers():
-    return pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama", "modernbert"])
-def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, transformers, tmp_path):
+def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
     """q, k and v of decoders, grouped queries and sliding layers give the outputs that the model has."""
-    from efficient_attn.integrations.transformers.swapping import sites_of
-
     (text, *_) = texts().values()
     model = MODELS[name]()
     captured = capture_folder(saved(model, tmp_path), text)
@@ -54,7 +51,7 @@ def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, transformers
         assert k.shape[1] == (2 if name == "llama" else 4)
 
 
-def test_swap_saves_the_layers_of_a_folder_in_half_precision(transformers, encoder, tmp_path):
+def test_swap_saves_the_layers_of_a_folder_in_half_precision(encoder, tmp_path):
     captured = capture_folder(encoder, TEXT, layers=[2, 0])
     assert captured.tokens == ("[CLS]", *TEXT.split(), "[SEP]")
     path = tmp_path / "tiny.safetensors"
@@ -69,44 +66,10 @@ def test_swap_saves_the_layers_of_a_folder_in_half_precision(transformers, encod
             assert torch.equal(half, tensor.half())
 
 
-def test_a_long_text_is_cut_to_the_tokens_asked_for_and_to_what_the_model_can_take(transformers, encoder):
+def test_a_long_text_is_cut_to_the_tokens_asked_for_and_to_what_the_model_can_take(encoder):
     assert len(capture_folder(encoder, TEXT, max_tokens=5).tokens) == 5
     assert len(capture_folder(encoder, 20 * (TEXT + " "), max_tokens=500).tokens) == 64
     assert len(capture_folder(encoder, TEXT, layers=[0, 1], max_tokens=9, most_bytes=BYTES).layers) == 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"layers": [3]}, "layers are from 0 to 2 in this model, not 3"),
-        ({"layers": [-1]}, "layers are from 0 to 2 in this model, not -1"),
-        ({"layers": []}, "layers are from 0 to 2 in this model, not none"),
-        ({"layers": [0, 1], "max_tokens": 9, "most_bytes": BYTES - 1}, "2 layers of 9 tokens take up to"),
-    ],
-)
-def test_layers_that_cannot_be_captured_are_refused(transformers, encoder, settings, message):
-    with pytest.raises(OptionError, match=message):
-        capture_folder(encoder, TEXT, **settings)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"layers": [1]}, "layers name those that are replaced alone"),
-        ({"save": "x.bin"}, "save is a file that ends in .safetensors, not 'x.bin'"),
-    ],
-)
-def test_files_that_swap_cannot_save_are_refused(settings, message):
-    with pytest.raises(OptionError, match=message):
-        find("swap").plan("tiny", ["window"], texts=[TEXT], **settings)
-
-
-def test_what_cannot_be_stored_or_written_is_said(tmp_path):
-    vast, small = (Captured(layers={0: 3 * (torch.full((1, 1, 2, 2), x),)}, about={}) for x in (1e6, 1.0))
-    with pytest.raises(DataError, match=r"layer\.0\.q has entries beyond the range of float16"):
-        save_activations(vast, tmp_path / "vast.safetensors")
-    with pytest.raises(DataError, match=r"Cannot write activations to .*: No such file or directory"):
-        save_activations(small, tmp_path / "absent" / "x.safetensors")
 
 
 def write_layers(path, patterns, layers=1):
@@ -116,7 +79,7 @@ def write_layers(path, patterns, layers=1):
     return path
 
 
-def test_layers_that_are_causal_are_measured_causally_and_sliding_ones_refused(transformers, tmp_path):
+def test_layers_that_are_causal_are_measured_causally_and_sliding_ones_refused(tmp_path):
     (text, *_) = texts().values()
     save_activations(capture_folder(saved(gpt2(), tmp_path), text), tmp_path / "x.safetensors")
     records = ea.mse(["exact"], inputs=[tmp_path / "x.safetensors"]).records
@@ -135,7 +98,43 @@ def test_of_a_file_with_both_the_bidirectional_layers_are_measured_unless_all_ar
         assert records == {(f"x.safetensors(layer={layer})", causal) for layer in layers}
 
 
-@pytest.mark.parametrize("patterns", ["[]", "{", '{"0": 1}', '{"a": "b"}'])
-def test_patterns_that_are_none_are_refused(patterns, tmp_path):
-    with pytest.raises(DataError, match="patterns in the metadata cannot be read"):
-        read_activations(write_layers(tmp_path / "x.safetensors", patterns))
+def capture(**settings):
+    return lambda folder: capture_folder(folder, TEXT, **settings)
+
+
+def swap(**settings):
+    return lambda folder: find("swap").plan(folder, ["window"], texts=[TEXT], **settings)
+
+
+def store(entry, path):
+    layers = {0: 3 * (torch.full((1, 1, 2, 2), entry),)}
+    return lambda folder: save_activations(Captured(layers=layers, about={}), path)
+
+
+def read(patterns):
+    return lambda folder: read_activations(write_layers("x.safetensors", patterns))
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        (capture(layers=[3]), OptionError, "layers are from 0 to 2 in this model, not 3"),
+        (capture(layers=[-1]), OptionError, "layers are from 0 to 2 in this model, not -1"),
+        (capture(layers=[]), OptionError, "layers are from 0 to 2 in this model, not none"),
+        (capture(layers=[0, 1], most_bytes=BYTES - 1), OptionError, "2 layers of 9 tokens take up to"),
+        (swap(layers=[1]), OptionError, "layers name those that are replaced alone"),
+        (swap(save="x.bin"), OptionError, "save is a file that ends in .safetensors, not 'x.bin'"),
+        (store(1e6, "x.safetensors"), DataError, r"layer\.0\.q has entries beyond the range of float16"),
+        (store(1.0, "absent/x.safetensors"), DataError, "Cannot write .*: No such file or directory"),
+        (read("{"), DataError, "patterns in the metadata cannot be read"),
+        (read("[]"), DataError, "patterns in the metadata cannot be read"),
+        (read('{"0": 1}'), DataError, "patterns in the metadata cannot be read"),
+        (read('{"a": "b"}'), DataError, "patterns in the metadata cannot be read"),
+    ],
+)
+def test_what_cannot_be_captured_stored_or_read_is_refused(
+    request_, error, message, encoder, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        request_(encoder)

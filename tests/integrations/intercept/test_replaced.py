@@ -49,6 +49,8 @@ def of_transformers(name):
 def test_no_call_of_a_model_is_missed_and_exact_in_its_place_changes_rounding_alone(make, monkeypatch):
     model, run = make()
     names = list(model.state_dict())
+    # The fused path of torch's layers calls no attention function and rounds elsewhere.
+    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
     calls, real = [], F.scaled_dot_product_attention
     with monkeypatch.context() as patched:
         patched.setattr(
@@ -121,17 +123,6 @@ def test_parameters_of_backends_are_trained_and_a_checkpoint_computes_them_again
     for gradient, recomputed in zip(direct, again, strict=True):
         assert gradient.abs().max() > 0
         torch.testing.assert_close(gradient, recomputed)
-
-
-@torch.no_grad()
-def test_each_site_may_have_its_own_backend():
-    model, run = written_model()
-    choice = {"layers.0": ("window", {"window": 3}), "layers.1": "performer-positive"}
-    with ea.intercept.replace(model, choice, example=run) as replaced:
-        assert replaced.served == {"layers.0": "window", "layers.1": "performer-positive"}
-    with ea.intercept.replace(model, "window", example=run, only="layers.1") as replaced:
-        assert replaced.left == {"layers.0": "no pattern names it"}
-        run()
 
 
 @pytest.mark.parametrize(
@@ -246,17 +237,6 @@ def test_autocast_reaches_the_backend():
 
 
 @torch.no_grad()
-def test_backends_that_need_calibration_are_calibrated_on_the_example():
-    model, run = written_model()
-    alone = run()
-    with ea.intercept.measure(model, ["performer-full"]) as measured:
-        run()
-    with ea.intercept.replace(model, "performer-full", example=run, strict=True):
-        assert not torch.equal(run(), alone)
-    assert all(site.errors["performer-full"] > 0 for site in measured.sites.values())
-
-
-@torch.no_grad()
 def test_attention_that_returns_its_weights_is_named_as_unreached():
     layer, x = nn.MultiheadAttention(DIM, HEADS, batch_first=True), torch.randn(1, TOKENS, DIM)
     with ea.intercept.measure(layer) as measured:
@@ -302,7 +282,8 @@ def test_wrong_requests_name_the_argument_and_change_nothing(backend, options, e
         ea.intercept.replace(model, backend, **{"example": run, **options})
     assert list(model.state_dict()) == names
     refused = pytest.raises(OptionError, match=r"undo\(\) it first")
-    with ea.intercept.replace(model, "window", example=run), refused:
+    with ea.intercept.replace(model, "window", example=run, only="layers.1") as replaced, refused:
+        assert replaced.left == {"layers.0": "no pattern names it"}
         ea.intercept.replace(model, "window", example=run)
 
 
