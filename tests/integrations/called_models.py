@@ -133,21 +133,6 @@ def make_scaled(seq_len=12):
     return Scaled(seq_len), (x,)
 
 
-class Method(Attention):
-    def __init__(self):
-        super().__init__(False)
-        self.first = nn.Parameter(torch.randn(16))
-
-    def encode(self, x):
-        q = (x + self.first)[:, None]
-        return super().forward(F.scaled_dot_product_attention(q, q, q)[:, 0])
-
-
-def make_method():
-    model, other = Method(), Attention(False)
-    return lambda: other(model.encode(2 * torch.randn(1, 12, 16)))
-
-
 def make_sized(seq_len=12):
     model = nn.Sequential(Attention(False), nn.Linear(16, seq_len))
     return model, (torch.randn(1, seq_len, 16),)

@@ -79,19 +79,6 @@ def test_no_call_of_a_model_is_missed_and_exact_in_its_place_changes_rounding_al
     assert torch.equal(run(), alone)
 
 
-def test_generation_serves_the_prompt_and_says_what_stays_exact():
-    pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
-    model = TRANSFORMERS["llama"]()
-    ids = inputs()["input_ids"][:1, :8]
-    expected = model.generate(ids, max_new_tokens=5, do_sample=False)
-    with ea.intercept.replace(model, "exact", example=lambda: model(ids)) as replaced:
-        assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
-        # Newer versions of transformers hand the heads of a group over as the queries of one head, in steps
-        # with a cache.
-        grouped = {"served": 1, CAUSALITY: 4}
-        assert all(calls in (grouped, {"served": 5}) for calls in replaced.calls.values())
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 @torch.no_grad()
 def test_random_features_repeat_by_seed_and_travel_with_state_dicts_and_copies(copied):
@@ -269,6 +256,7 @@ def test_a_module_around_another_that_calls_attention_stays_exact():
     [
         ("window", {"only": "layer.*"}, UnknownNameError, "call site"),
         ("window", {"example": lambda: None}, UnsupportedError, "nowhere: .* code with its own softmax"),
+        ("window", {"example": lambda: F.scaled_dot_product_attention(X, X, X)}, UnsupportedError, "outside"),
         ("linformer", {}, UnsupportedError, r"layers\.0 cannot be served: .*causal"),
         ({"*": "window"}, {"window": 3}, OptionError, "With a mapping of backends, options and patterns"),
         ({}, {}, OptionError, "names no site"),
