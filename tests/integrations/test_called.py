@@ -41,8 +41,6 @@ FOLDER = "belongs to a Hugging Face folder"
         (":make_counted", "make_counted returns another output in its next run"),
         (":make_pair --text models.py", f"error: text {FOLDER}"),
         (":make_pair --seq-len 8", f"error: seq_lens {FOLDER}"),
-        (":make_pair --dtype float32", f"error: dtype {FOLDER}"),
-        (":make_pair --device cpu", f"error: device {FOLDER}"),
     ],
 )
 def test_a_model_that_cannot_be_swapped_is_refused_in_one_line(words, message):

@@ -121,15 +121,12 @@ def backends_of(model):
 
 def test_layers_are_chosen_by_name_and_draw_each_their_own():
     model = transformer().double()
-    options = {"only": "encoder.*", "num_features": 8, "seed": 5}
-    replaced = replace_attention(model, "performer-positive", **options)
-    assert list(replaced.served) == [f"encoder.layers.{i}.self_attn" for i in range(2)]
-    draws = [backend.core.features.projection for backend in backends_of(model)]
-    assert len(draws) == 2 and not torch.equal(*draws)
-    replaced.undo()
-    assert not backends_of(model)
-    replace_attention(model, "performer-positive", **options)
-    assert all(map(torch.equal, draws, (backend.core.features.projection for backend in backends_of(model))))
+    options, draws = {"only": "encoder.*", "num_features": 8, "seed": 5}, []
+    for _ in range(2):
+        with replace_attention(model, "performer-positive", **options) as replaced:
+            assert list(replaced.served) == [f"encoder.layers.{i}.self_attn" for i in range(2)]
+            draws.append([backend.core.features.projection for backend in backends_of(model)])
+    assert not torch.equal(*draws[0]) and all(map(torch.equal, *draws))
 
 
 def torch_layer(**options):
@@ -214,8 +211,8 @@ def test_what_a_backend_keeps_stays_where_a_checkpoint_of_torch_has_nothing_of_i
         linformer.load_state_dict(half)
 
 
-class Custom(nn.MultiheadAttention):
-    """Somebody's layer that computes in a way of its own."""
+def custom_layer():
+    return type("Custom", (nn.MultiheadAttention,), {})(DIM, HEADS)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +223,7 @@ class Custom(nn.MultiheadAttention):
         (lambda: encoder_layer(dropout=0.1), "window", {}, "^self_attn: Backend 'window' has no attention"),
         (transformer, "linformer", LINFORMER, r"^decoder\.layers\.0\.self_attn: Backend 'linformer' cannot"),
         (transformer, "window", {}, r"^decoder\.layers\.0\.multihead_attn: .*: only='\*\.self_attn'"),
-        (lambda: nn.ModuleList([encoder_layer(), Custom(DIM, HEADS)]), "exact", {}, "^1: Custom has its own"),
+        (lambda: nn.ModuleList([encoder_layer(), custom_layer()]), "exact", {}, "^1: Custom has its own"),
         (lambda: torch_layer(add_zero_attn=True), "exact", {}, "add_zero_attn=True adds"),
         (lambda: torch_layer(add_bias_kv=True), "exact", {}, "add_bias_kv=True adds a key"),
     ],

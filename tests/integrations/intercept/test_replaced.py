@@ -129,17 +129,6 @@ def test_a_backend_takes_the_scale_of_each_call(name, options, scale):
         assert replaced.calls == {"model": {"served": 1}}
 
 
-class Biased(nn.Module):
-    """Attention with a learned bias of the scores, zero at first."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(HEADS, TOKENS, 1))
-
-    def forward(self, q):
-        return F.scaled_dot_product_attention(q, q, q, self.bias + torch.zeros(TOKENS))
-
-
 class Pair(nn.Module):
     """Full and causal attention, of which a run may skip the first or repeat the second."""
 
@@ -170,7 +159,6 @@ DROPS = "it drops attention weights (dropout_p=0.5)"
         (OwnModel, {"x": X}, {"mask": REAL[:, None, None]}, "layers.0", CAUSALITY),
         (lambda: OwnModel(dropout=0.5), {"x": X}, {}, "layers.0", DROPS),
         (lambda: Called(scale=0.0), dict.fromkeys("qkv", HEADS_OF_X), {"scale": None}, "model", SCALE),
-        (Biased, {"q": HEADS_OF_X}, {}, "model", "its mask is learned (it requires a gradient)"),
         (Pair, {"x": HEADS_OF_X}, {"times": 2}, "model#2", "the example makes no such call"),
         (Cached, {"q": HEADS_OF_X, "k": HEADS_OF_X}, {"q": HEADS_OF_X[..., -1:, :]}, "model", "served"),
     ],
@@ -189,12 +177,8 @@ def test_a_call_that_cannot_be_served_stays_exact_with_its_reason(make, argument
     expected = run()
     with ea.intercept.replace(model, "exact", example=example) as replaced:
         assert model.training
-        output = run()
-        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run(), expected, rtol=1e-5, atol=1e-5)
         assert replaced.calls[site][reason] == 1
-        if make is Biased:
-            output.square().sum().backward()
-            assert model.bias.grad is not None
     if reason != "served":
         refused = pytest.raises(UnsupportedError, match=re.escape(f"{site} cannot be served: {reason}"))
         with refused, ea.intercept.replace(model, "exact", example=example, strict=True):
