@@ -7,20 +7,17 @@ import torch
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
+from integrations.hf_advice import TIMES_S
+
 import efficient_attn as ea
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.external import object_at
 from efficient_attn.integrations.called import maker_of
 from efficient_attn.integrations.intercept.replaced import OUTSIDE
 from efficient_attn.measure.error import cosine_distance
-from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
-from efficient_attn.studies.swap import measure
 from efficient_attn.studies.swap.called import inputs_of_lengths
 from efficient_attn.studies.workload import Workload, settle
 
-# Seconds of one forward pass; of an approximation 0.4.
-TIMES_S = {OWN: 1.0, "exact": 1.0, UNIFORM_ATTENTION: 0.25, "plan": 0.5}
 PLAN = "layers.json"
 WORKLOAD = settle(Workload(threads=1))
 
@@ -28,13 +25,7 @@ WORKLOAD = settle(Workload(threads=1))
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch, called_models, given_times):
     """A folder with a file of models; times are those of TIMES_S."""
-
-    def timed(case, variant, subject, *, seconds):
-        with subject.replaced(variant):
-            subject.forward()
-        return Record(case=case, times_s=(TIMES_S.get(case.backend, 0.4),), round_sizes=(1,))
-
-    monkeypatch.setattr(measure, "cost", timed)
+    monkeypatch.setitem(TIMES_S, "performer-full", 0.4)
     return tmp_path
 
 
