@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,7 +48,8 @@ def make_call():
     model, inputs = make_pair()
 
     def run():
-        inner = model(**inputs) + 0.1 * torch.randn(1, 12, 16)
+        drawn = torch.from_numpy(numpy.random.randn(1, 12, 16)).float() + random.random()
+        inner = model(**inputs) + 0.1 * torch.randn(1, 12, 16) + 0.1 * drawn
         q = inner[:, None]
         biased = F.scaled_dot_product_attention(q, q, q, torch.rand(12, 12))
         return {"pair": (biased, [model.causal(inner, None)]), "ids": torch.arange(3)}
@@ -54,83 +57,48 @@ def make_call():
     return run
 
 
+def attention(k_tokens=12):
+    q, k = torch.randn(1, 2, 12, 8), torch.randn(1, 2, k_tokens, 8)
+    return F.scaled_dot_product_attention(q, k, k)
+
+
 def make_plain():
-    q, k, v = torch.randn(3, 1, 2, 12, 8)
-    return lambda: F.scaled_dot_product_attention(q, k, v)
+    return attention
 
 
 def make_cross():
-    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 12, 8)
-    return lambda: F.scaled_dot_product_attention(q, k, k)
-
-
-class Repeated(nn.Module):
-    def forward(self, x, times):
-        for _ in range(times):
-            x = F.scaled_dot_product_attention(x, x, x)
-        return x
-
-
-def make_uneven():
-    model, x = Repeated(), torch.randn(1, 2, 12, 8)
-    return lambda: model(model(x, 2), 1)
+    return lambda: attention(5)
 
 
 def make_number():
-    q = torch.randn(1, 2, 12, 8)
-    return lambda: F.scaled_dot_product_attention(q, q, q).mean()
+    return lambda: attention().mean()
 
 
-def make_nan():
-    q = torch.randn(1, 2, 12, 8)
-    return lambda: F.scaled_dot_product_attention(q, q, q / 0)
+def make_infinite():
+    return lambda: attention() / 0
 
 
-def make_other():
-    inputs = iter(range(1, 99))
-
-    def run():
-        q = torch.randn(1, 2, 12, 8, generator=torch.Generator().manual_seed(next(inputs)))
-        return F.scaled_dot_product_attention(q, q, q)
-
-    return run
+def make_text():
+    return lambda: str(attention())
 
 
-def make_numpy():
-    import random
-
-    import numpy
-
-    def run():
-        noise = torch.from_numpy(numpy.random.randn(1, 2, 12, 8)).float() + random.random()
-        return F.scaled_dot_product_attention(noise, noise, noise)
-
-    return run
+def make_counted():
+    return lambda: attention() + next(counter)
 
 
-def raising():
+def make_error():
     raise ValueError("no weights\nhere")
 
 
-def leaving():
-    raise SystemExit("bye")
-
-
-def failing():
+def make_without_inputs():
     return Model(), ()
 
 
-def nothing():
-    return Model()
-
-
-def without():
+def make_without_attention():
     return nn.Linear(2, 2), (torch.ones(1, 2),)
 
 
-def wordless():
-    q = torch.randn(1, 2, 12, 8)
-    return lambda: str(F.scaled_dot_product_attention(q, q, q))
+number, counter = 3, iter(range(99))
 
 
 def two_layers():
@@ -161,32 +129,10 @@ class Scaled(Attention):
 
 def make_scaled(seq_len=12):
     # The weights are drawn after the inputs, so that they would be others at another length.
-    x = 2 * torch.randn(1, seq_len, 16)
+    x = 2 * torch.randn(1, min(seq_len, 16), 16)
     return Scaled(seq_len), (x,)
-
-
-class Method(Attention):
-    def __init__(self):
-        super().__init__(False)
-        self.first = nn.Parameter(torch.randn(16))
-
-    def encode(self, x):
-        q = (x + self.first)[:, None]
-        return super().forward(F.scaled_dot_product_attention(q, q, q)[:, 0])
-
-
-def make_method():
-    model, other = Method(), Attention(False)
-    return lambda: other(model.encode(2 * torch.randn(1, 12, 16)))
-
-
-def make_clipped(seq_len=12):
-    return Attention(False), (torch.randn(1, min(seq_len, 16), 16),)
 
 
 def make_sized(seq_len=12):
     model = nn.Sequential(Attention(False), nn.Linear(16, seq_len))
     return model, (torch.randn(1, seq_len, 16),)
-
-
-number = 3

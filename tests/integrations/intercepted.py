@@ -1,6 +1,5 @@
 """Models of torch's layers and of one's own that call F.scaled_dot_product_attention, for interception."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -34,19 +33,6 @@ class OwnModel(nn.Module):
     def forward(self, x, mask=None):
         for layer in self.layers:
             x = layer(x, mask)
-        return x
-
-
-class Looped(nn.Module):
-    """One layer three times."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = OwnAttention()
-
-    def forward(self, x):
-        for _ in range(3):
-            x = self.layer(x)
         return x
 
 
@@ -90,11 +76,6 @@ def translation():
     source, target = torch.randn(2, TOKENS, DIM), torch.randn(2, 7, DIM)
     later = nn.Transformer.generate_square_subsequent_mask(7)
     return model, lambda: model(source, target, tgt_mask=later, tgt_is_causal=True)
-
-
-MODELS = pytest.mark.parametrize(
-    "make", [written_model, padded_encoder, translation], ids=lambda make: make.__name__
-)
 
 
 TRIANGLE = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()

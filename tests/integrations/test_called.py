@@ -1,46 +1,52 @@
-"""Models that a function in a file makes: their refusal, their output, their captured activations."""
+"""Models that a function in a file makes: refused, captured, and swapped as far as the definition says."""
 
 import json
 
 import pytest
 import torch
+from reference import reference_attention
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
-from integrations.called import command, projected, the_pair
+from integrations.swapped_models import quality
+from quick_runs import command
 
 import efficient_attn as ea
+from efficient_attn.external import object_at
 from efficient_attn.integrations.called import called_model, output_vector
-from efficient_attn.integrations.capture import captured_model
+from efficient_attn.integrations.intercept.installed import SiteBackends
 from efficient_attn.measure.inputs import read_activations
+from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
+from efficient_attn.studies import find
 
 pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")
 
+BACKENDS, OPTIONS = ["exact", "window"], {"window": {"window": [5]}}
+FOLDER = "belongs to a Hugging Face folder"
+
 
 @pytest.mark.parametrize(
-    ("address", "message"),
+    ("words", "message"),
     [
-        ("absent.py:make", "There is no file 'absent.py' to take a model from."),
-        ("models.py:make_par", "Did you mean 'make_pair'?"),
-        ("models.py", "model 'models.py' names no function: write models.py:make_model."),
-        (
-            "models.py:number",
-            "models.py:number is a function that returns a call without arguments, or a pair",
-        ),
-        ("models.py:raising", "models.py:raising fails: ValueError: no weights here."),
-        ("models.py:leaving", "models.py:leaving fails: SystemExit: bye."),
-        ("models.py:failing", "models.py:failing fails: TypeError: Model.forward() missing 2 required"),
-        (
-            "models.py:nothing",
-            "models.py:nothing returns a call without arguments, or a pair (module, inputs)",
-        ),
-        ("models.py:without", "code with its own softmax must call F.scaled_dot_product_attention"),
+        ("", "model 'models.py' names no function: write models.py:make_model."),
+        (":make_par", "Did you mean 'make_pair'?"),
+        (":number", "is a function that returns a call without arguments, or a pair (module, inputs)"),
+        (":make_error", "models.py:make_error fails: ValueError: no weights here."),
+        (":make_without_inputs", "make_without_inputs fails: TypeError: Model.forward() missing 2 required"),
+        (":make_without_attention", "code with its own softmax must call F.scaled_dot_product_attention"),
+        (":make_cross", "model: its queries and keys differ in number"),
+        (":make_text", "The model returns str without a floating-point tensor"),
+        (":make_number", "make_number returns a single number, which has no cosine"),
+        (":make_infinite", "make_infinite returns numbers that are not finite; return real rows alone"),
+        (":make_counted", "make_counted returns another output in its next run"),
+        (":make_pair --text models.py", f"error: text {FOLDER}"),
+        (":make_pair --seq-len 8", f"error: seq_lens {FOLDER}"),
     ],
 )
-def test_a_file_that_makes_no_model_is_refused_in_one_line(address, message, capsys):
-    assert command("swap", address, "--out", "run") == 2
-    told = capsys.readouterr().err
-    assert message in told and told.startswith("error: ") and told.count("\n") == 1
+def test_a_model_that_cannot_be_swapped_is_refused_in_one_line(words, message):
+    code, _, err = command("swap", *f"models.py{words}".split(), "--out", "run")
+    assert code == 2 and message in err
+    assert err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_all_tensors_of_a_nested_output_are_compared_and_the_first_of_another_object():
@@ -52,11 +58,10 @@ def test_all_tensors_of_a_nested_output_are_compared_and_the_first_of_another_ob
             self.loss, self.ids, self.logits = None, torch.arange(2), torch.full((1, 2), 5.0)
 
     nested = {"a": (torch.ones(2), [torch.zeros(1, dtype=torch.float64)]), "ids": torch.arange(4)}
-    assert output_vector(nested).tolist() == [1, 1, 0]
     # A loss comes before the hidden states in outputs of transformers.
     parts = {"ids": torch.arange(2), "loss": torch.ones(()), "x": torch.zeros(3), "y": torch.ones(2)}
-    assert output_vector(Output(**parts)).tolist() == [0, 0, 0]
-    assert output_vector(Slotted()).tolist() == [5, 5]
+    for output, expected in ((nested, [1, 1, 0]), (Output(parts), [0, 0, 0]), (Slotted(), [5, 5])):
+        assert output_vector(output).tolist() == expected
 
 
 def test_a_model_is_in_evaluation_mode_and_the_same_every_time():
@@ -67,30 +72,99 @@ def test_a_model_is_in_evaluation_mode_and_the_same_every_time():
     assert first.run().grad_fn is None
 
 
+def pair():
+    """The model and the inputs of make_pair, from the same random numbers."""
+    _, make = object_at("models.py:make_pair")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, inputs = make()
+    return model, inputs["x"], inputs["real"]
+
+
+def projected(attention, x):
+    """q, k and v of a layer in float64, [batch heads tokens head_dim] each."""
+    weight, bias = attention.projection.weight.double(), attention.projection.bias.double()
+    return (x.double() @ weight.mT + bias).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+
+
 @torch.no_grad()
-def test_the_activations_of_a_file_are_captured_and_measured(capsys):
+def test_the_activations_of_a_file_are_captured_and_measured():
     words = ["swap", "models.py:make_pair", "--save", "all.safetensors", "--backend", "exact"]
-    assert command(*words, "--rounds", "1", "--out", "swapped") == 0
-    out, told = capsys.readouterr()
-    assert "a model is made" in told and "Layers are call sites: 0 is masked, 1 is causal." in out + told
-    assert "Saved layers 0, 1 on 12 tokens: all.safetensors." in out + told
+    code, out, err = command(*words, "--rounds", "1", "--out", "run")
+    assert code == 0 and "a model is made" in err
+    assert "Layers are call sites: 0 is masked, 1 is causal." in out + err
+    assert "Saved layers 0, 1 on 12 tokens: all.safetensors." in out + err
     stored = read_activations("all.safetensors")
     assert stored.about["model"] == "models.py:make_pair"
     assert json.loads(stored.about["sites"]) == ["masked", "causal"]
     assert stored.scale == 8**-0.5 and stored.patterns == {1: "causal over all keys"}
-    model, x, _ = the_pair()
+    model, x, _ = pair()
     for half, tensor in zip(stored.layers[0], projected(model.masked, x), strict=True):
         # Three of twelve tokens are padding; float16 keeps eleven bits.
         torch.testing.assert_close(half.double(), tensor[..., :9, :], rtol=2**-11, atol=1e-6)
-    assert command("mse", "--inputs", "all.safetensors", "--backend", "window", "--size", "3", "-q") == 0
-    words = ["bench", "--inputs", "all.safetensors", "--backend", "window", "--set", "window.window=5"]
-    quick = ["--seq-len", "9", "--rounds", "1", "-q"]
-    assert command(*words, *quick, "--out", "run") == 0
-    assert {record.case.inputs for record in ea.read("run").records} == {"all.safetensors(layer=0)"}
+    words = ["mse", "--inputs", "all.safetensors", "--backend", "window", "--size", "3", "-q"]
+    assert command(*words)[0] == 0
 
 
-def test_sites_of_a_call_are_named_by_the_modules_that_it_runs():
-    captured = captured_model("models.py:make_call")
-    assert json.loads(captured.about["sites"]) == ["Model.masked", "Model.causal"]
-    assert json.loads(captured.about["left_out"]) == {"model": "its mask is no key mask and not causal"}
-    assert json.loads(captured_model("models.py:make_plain").about["sites"]) == ["model"]
+@torch.no_grad()
+def reference(first=None, second=None, *, uniform=False):
+    """Output of make_pair's model in float64; `first` and `second` say which keys j a query i may read."""
+    model, x, real = pair()
+    for layer, visible in ((model.masked, first), (model.causal, second)):
+        q, k, v = projected(layer, x)
+        mask = {"causal": True} if layer.causal else {"key_mask": real}
+        y = reference_attention(0 * q if uniform else q, k, v, scale=8**-0.5, visible=visible, **mask)
+        x = x.double() + y.transpose(1, 2).flatten(2)
+    return x
+
+
+def test_a_swapped_model_is_as_far_from_itself_as_the_definition_and_itself_again_afterwards():
+    model, x, real = pair()
+    before = model.eval()(x, real)
+    backends, options = [*BACKENDS, "linformer"], {**OPTIONS, "linformer": {"rank": [4]}}
+    results = ea.swap((model, (x, real)), backends, options=options, by_layer=True, rounds=1, name="objects")
+    assert torch.equal(model(x, real), before)
+    assert not any(isinstance(part, SiteBackends) for part in model.modules())
+    measured, exact = quality(results), reference()
+    label = "window(window=5)"
+
+    def near(i, j):
+        return abs(i - j) <= 2
+
+    def recent(i, j):
+        return i - j < 5
+
+    expected = {
+        (label, None): reference(near, recent),
+        (label, 0): reference(first=near),
+        (label, 1): reference(second=recent),
+        (UNIFORM_ATTENTION, None): reference(uniform=True),
+    }
+    for key, output in expected.items():
+        error = float((output - exact).norm() / exact.norm())
+        cosine = float(torch.cosine_similarity(output.flatten(), exact.flatten(), dim=0))
+        # Sums of a few dozen float32 terms, through two layers, in errors of some percent.
+        assert measured[key].output_relative_error == pytest.approx(error, rel=1e-4) and error > 0.01
+        assert measured[key].output_distance == pytest.approx(1 - cosine, rel=1e-3)
+    assert measured["exact", None].output_relative_error < 1e-6
+    assert measured[OWN, None].output_relative_error == 0.0
+    assert {record.case.inputs for record in results.records} == {"objects"}
+    kinds = {(record.case.kind, record.case.label) for record in results.records if record.status == "ok"}
+    assert {("time", OWN), ("time", label), ("memory", label)} <= kinds
+    unserved = measured["linformer(rank=4)", None]
+    assert unserved.status == "unsupported"
+    assert unserved.reason.startswith("causal cannot be served: Backend 'linformer' cannot")
+
+
+def test_every_call_of_a_pipeline_gets_the_same_noise_and_other_masks_stay_exact():
+    results = ea.swap("models.py:make_call", BACKENDS, options=OPTIONS, rounds=1)
+    measured = quality(results)
+    assert measured[OWN, None].output_relative_error == 0.0
+    assert measured["exact", None].output_relative_error < 1e-6
+    assert measured["window(window=5)", None].output_distance > 1e-6
+    plan = find("swap").plan("models.py:make_call", BACKENDS)
+    assert plan.notes == [
+        "Layers are call sites: 0 is Model.masked, 1 is Model.causal.",
+        "Left out: model: its mask is no key mask and not causal.",
+    ]
+    assert plan.about["model"] == json.loads(json.dumps(plan.about["model"]))
