@@ -104,7 +104,7 @@ def test_a_backend_changes_nothing_but_the_attention_and_all_parameters_learn(na
     assert not torch.allclose(model(sequence(CONTEXT, seed=2), target), model(source, target))
 
 
-# Heads wider than the model in Qwen's way.
+# Heads that are wider than the model, as in Qwen3.
 WIDE_HEADS = {"head_dim": 16, "num_kv_heads": 2, "qk_norm": True, "positions": "rotary"}
 
 
