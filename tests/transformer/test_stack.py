@@ -14,7 +14,7 @@ from transformer.modules import (
     TOKENS,
     WIDE,
     build,
-    copy_weights,
+    disturb,
     mask,
     options,
     sequence,
@@ -60,7 +60,8 @@ def test_exact_stacks_load_the_weights_of_torchs_transformer_and_give_its_output
     theirs = torchs_stacks(norm, final_norm, activation)
     common = {"norm": norm, "final_norm": final_norm, "activation": activation, "positions": None}
     ours = ea.Transformer(DIM, HEADS, **STACK, **common)
-    copy_weights(theirs, ours)
+    disturb(theirs, seed=0)
+    ours.load_state_dict(theirs.state_dict())
     source, target = sequence(CONTEXT, dtype=torch.float32), sequence(seed=1, dtype=torch.float32)
     later = nn.Transformer.generate_square_subsequent_mask(TOKENS)
     assert torch.equal(ours(source, target), theirs(source, target, tgt_mask=later))
