@@ -15,12 +15,11 @@ TOKENS = 256
 
 
 class Bound(NamedTuple):
-    """Launches and synchronisations of a forward pass, of one with gradients, and of a one-token step."""
+    """Launches of a forward pass, of a pass with gradients, and of a step of one token."""
 
     forward: int
     gradients: int
     step: int | None = None
-    syncs: tuple[int, int, int] = (0, 0, 0)
 
 
 OTHERS = {
@@ -74,17 +73,16 @@ def counts(name: str, causal: bool, tokens: int = TOKENS, norm: float = 1.0) -> 
 
 
 def test_every_backend_has_bounds():
-    names = ea.list_backends()
-    causal = ea.list_backends(causal=True)
-    assert set(BOUNDS) == {*((name, False) for name in names), *((name, True) for name in causal)}
+    cases = {(name, causal) for causal in (False, True) for name in ea.list_backends(causal=causal or None)}
+    assert set(BOUNDS) == cases
 
 
 @pytest.mark.parametrize(("name", "causal"), BOUNDS)
 def test_launches_and_synchronisations_stay_within_their_bounds(name, causal):
     bound, results = BOUNDS[name, causal], counts(name, causal)
     assert ("step" in results) == (bound.step is not None)
-    for (verb, count), syncs in zip(results.items(), bound.syncs, strict=False):
-        assert count.syncs.total() <= syncs, f"{verb}: {count.syncs}"
+    for verb, count in results.items():
+        assert not count.syncs, f"{verb}: {count.syncs}"
         if verb != "gradients" or COUNTED:
             assert count.launches <= getattr(bound, verb), f"{verb}: {count.operators}"
 
@@ -110,13 +108,10 @@ def test_launches_of_linear_backends_depend_on_neither_length_nor_values():
         assert quiet == loud, key
 
 
-def test_a_launch_is_an_operator_that_neither_views_nor_allocates_backward_too():
+def test_a_launch_is_an_operator_that_neither_views_nor_allocates():
     x = torch.ones(3, 4)
     count = counted(lambda: torch.empty_like(x.mT[1:]).copy_(x.mT[1:]).add_(1) @ torch.ones(3))
     assert count.operators == {"copy_": 1, "add_": 1, "ones": 1, "mv": 1}
-    x = torch.ones(3, requires_grad=True)
-    out = x.exp()
-    assert counted(lambda: torch.autograd.grad(out, x, torch.ones(3))).operators == {"ones": 1, "mul": 1}
 
 
 def test_a_question_of_the_host_is_a_synchronisation_with_its_line(monkeypatch):

@@ -10,7 +10,6 @@ import torch
 from reference import random_qkv
 
 import efficient_attn as ea
-from efficient_attn import registry
 from efficient_attn.backends import resolve
 
 THREE_LINES = "def mine(q, k, v):\n    weights = (q @ k.mT).softmax(-1)\n    return weights @ v\n"
@@ -63,17 +62,6 @@ def test_a_function_in_a_file_is_built_by_its_address(tmp_path):
     backend = ea.build(f"{file}:mine", head_dim=8)
     assert torch.equal(backend(q, k, v), (q @ k.mT).softmax(-1) @ v)
     assert backend.spec.name == "mine.py:mine"
-    with pytest.raises(ea.UnsupportedError, match=r"takes no key_mask"):
-        backend(q, k, v, key_mask=torch.ones(2, 7, dtype=torch.bool))
-    with pytest.raises(ea.UnsupportedError, match=r"cannot be causal"):
-        ea.build(f"{file}:mine", head_dim=8, causal=True)
-
-
-def test_a_file_that_fails_is_named_in_one_line(tmp_path):
-    file = tmp_path / "broken.py"
-    file.write_text("raise ValueError('inside')")
-    with pytest.raises(ea.DataError, match=r"broken\.py cannot be imported: ValueError: inside"):
-        ea.build(f"{file}:mine", head_dim=8)
 
 
 def test_modules_functions_builders_specs_and_built_backends_are_backends_too():
@@ -88,29 +76,17 @@ def test_modules_functions_builders_specs_and_built_backends_are_backends_too():
     assert ea.build("torch.nn.functional:scaled_dot_product_attention", head_dim=8)(q, k, v).shape == v.shape
 
 
-def test_a_built_backend_is_not_taken_for_what_it_was_not_built_for():
-    built = ea.build("window", head_dim=8, window=3)
-    message = r"'window' was built with .* build it anew by its name"
-    for changes in ({"causal": True}, {"scale": 2.0}):
-        with pytest.raises(ea.UnsupportedError, match=message):
-            ea.build(built, head_dim=8, **changes)
-
-
-def test_two_backends_of_one_name_are_refused():
-    register = registry.register("exact", summary="", capabilities=registry.Capabilities(causal=True))
-    with pytest.raises(RuntimeError, match=r"Two backends are called 'exact'; rename one of them"):
-        register(lambda problem, options: None)
-
-
-def test_lists_are_sorted_and_tell_who_can_be_causal():
-    names = ea.list_backends()
-    assert list(names) == sorted(names)
-    assert "linformer" in ea.list_backends(causal=False)
-    assert set(ea.list_backends(causal=True)) == set(names) - set(ea.list_backends(causal=False))
-
-
-def test_one_call_serves_the_backends_that_keep_nothing():
-    q, k, v = random_qkv()
-    assert torch.equal(ea.attention(q, k, v), ea.build("exact", head_dim=8)(q, k, v))
-    window = ea.attention(q, k, v, "window", causal=True, window=2, scale=1.0)
-    assert torch.equal(window, ea.build("window", head_dim=8, causal=True, window=2, scale=1.0)(q, k, v))
+def test_what_a_thing_cannot_be_built_for_is_refused(tmp_path):
+    mine, broken = tmp_path / "mine.py", tmp_path / "broken.py"
+    mine.write_text(THREE_LINES)
+    broken.write_text("raise ValueError('inside')")
+    window, anew = ea.build("window", head_dim=8, window=3), "'window' was built with .* build it anew by its"
+    for thing, options, error, message in (
+        (f"{mine}:mine", {"causal": True}, ea.UnsupportedError, "cannot be causal"),
+        (f"{broken}:mine", {}, ea.DataError, r"broken\.py cannot be imported: ValueError: inside"),
+        (window, {"causal": True}, ea.UnsupportedError, anew),
+        (window, {"scale": 2.0}, ea.UnsupportedError, anew),
+        ("linear-hedgehog", {"features": "relu"}, ea.UnknownNameError, "called 'relu'.*exponential, softmax"),
+    ):
+        with pytest.raises(error, match=message):
+            ea.build(thing, head_dim=8, **options)

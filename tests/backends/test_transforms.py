@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
-from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vmap
+from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 
 import efficient_attn as ea
 
@@ -63,15 +63,6 @@ def gradients(backend: ea.Backend, *tensors: Tensor) -> list[Tensor]:
 def assert_equal(actual: object, expected: object) -> None:
     # Folded into one batch or not, sums are taken in another order.
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
-
-
-@EVERY
-def test_grad_and_jacrev_are_the_derivatives_of_autograd(name, causal):
-    backend, tensors = built(name, causal), [x[0] for x in inputs(heads=2)]
-    assert_equal(list(grad(loss(backend), (0, 1, 2))(*tensors)), gradients(backend, *tensors))
-    q, k, v = (x[:1, :1, :3] for x in tensors)
-    expected = torch.autograd.functional.jacobian(lambda q, k, v: backend(q, k, v), (q, k, v))
-    assert_equal(jacrev(lambda q, k, v: backend(q, k, v), (0, 1, 2))(q, k, v), expected)
 
 
 @EVERY
@@ -138,17 +129,3 @@ def test_forward_mode_derivatives_are_right_or_refused_and_never_zero(name, caus
             # Our refusal, or that of torch's fused kernel.
             with pytest.raises(NotImplementedError, match=r"no forward-mode derivatives|forward AD"):
                 derivative()
-
-
-@EVERY
-def test_second_derivatives_through_torch_func_are_right_or_refused(name, causal):
-    backend, (q, k, v) = built(name, causal), (x[0] for x in inputs())
-    once = lambda q: grad(lambda q: backend(q, k, v).sin().sum())(q).square().sum()  # noqa: E731
-    if ea.spec(name).capabilities.second_derivatives or (name, causal) == OPENED:
-        leaf = q.clone().requires_grad_()
-        (first,) = torch.autograd.grad(backend(leaf, k, v).sin().sum(), leaf, create_graph=True)
-        (expected,) = torch.autograd.grad(first.square().sum(), leaf)
-        assert_equal(grad(once)(q), expected)
-    else:
-        with pytest.raises(RuntimeError, match=r"no derivatives of their own|is not implemented"):
-            grad(once)(q)

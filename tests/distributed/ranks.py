@@ -1,50 +1,50 @@
-"""Four processes that hold parts of a sequence; the first prints errors and refusals.
+"""Four processes that hold parts of a sequence, on a line or a dp × cp mesh; the first prints errors.
 
-Errors of the parts, put together, are relative to one process in float64; those of narrow dtypes come with
-the errors of one process in the same dtype.
+Errors of the parts, put together, are relative to one process: of attention to float64, with the errors of
+one process in the same dtype; of models and engines to the same dtype. Of calls inside torch's own context
+parallelism, and with DTensors, the outcome is printed.
 """
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 
 import torch
 import torch.distributed as dist
 from forked import join, leave, report, run
+from threads import drawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import context_parallel as torchs_parallel
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
 
 import efficient_attn as ea
 from efficient_attn.distributed import context_parallel, shard, unshard
-from efficient_attn.errors import AttentionError
+from efficient_attn.errors import UnsupportedError
 
-RANKS, TOKENS = 4, 192
-HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 8, 6
-LAYOUTS = ("contiguous", "head-tail")
-# Windows reach over several ranks.
-OPTIONS = {
+RANKS, TOKENS, MODEL_TOKENS = 4, 192, 64
+# A backend of each exchange; windows reach over several ranks.
+ATTENTION = {
+    "exact": {},
     "window": {"window": 121},
-    "linformer": {"rank": 8, "sharing": "none", "num_heads": HEADS},
+    "linformer": {"rank": 8, "sharing": "none", "num_heads": 4},
+    "performer-positive": {"num_features": 16},
     "window-clusters": {"window": 8, "clusters": 12, "global_tokens": 3, "probes": 3},
 }
-
-
-def drawn(norm: float) -> list[Tensor]:
-    """q, k, v and the gradient of the output."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((HEADS, DIM, norm), (KV_HEADS, DIM, norm), (KV_HEADS, VALUE_DIM, 1.0), (HEADS, VALUE_DIM, 1.0))
-    return [
-        size * torch.randn(2, heads, TOKENS, dim, generator=generator, dtype=torch.float64)
-        for heads, dim, size in shapes
-    ]
-
-
-def key_mask() -> Tensor:
-    """No real key of the first sequence on the first rank, or in the first of its segments."""
-    mask = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(1)) > 0.3
-    mask[0, : TOKENS // RANKS + 3] = False
-    return mask
+# Positions go on from rank to rank.
+MODELS = {
+    "exact": {"positions": "learned", "max_tokens": MODEL_TOKENS},
+    "performer-positive": {"positions": "rotary", "num_features": 16},
+    "window": {"positions": "sinusoidal", "window": 21},
+}
+# Layout of each dtype; with the second sequences are padded, and activations are computed again backward.
+WAYS = {torch.float32: "contiguous", torch.float64: "head-tail"}
+# Target that no loss counts.
+PADDING = -100
 
 
 def relative(x: Tensor, expected: Tensor) -> float:
@@ -52,7 +52,7 @@ def relative(x: Tensor, expected: Tensor) -> float:
 
 
 def gradients(module: nn.Module, *, of_all_ranks: bool = False) -> list[Tensor]:
-    learned = [x.grad for x in module.parameters()]
+    learned = [getattr(x.grad, "full_tensor", lambda x=x: x.grad)() for x in module.parameters()]
     module.zero_grad()
     for x in learned if of_all_ranks else ():
         dist.all_reduce(x)
@@ -83,70 +83,38 @@ def parts(
 
 
 def cases() -> Iterator[tuple]:
-    """Backend, causality, layout, mask and dtype."""
-    for name in ea.list_backends():
-        capabilities = ea.spec(name).capabilities
-        for causal in {False, capabilities.causal} if capabilities.sharded else ():
-            yield name, causal, "head-tail", True, torch.float64
-            yield name, causal, "contiguous", False, torch.float64
-    for name, dtype in itertools.product(
-        ("exact", "window", "linformer", "performer-positive"), (torch.float32, torch.bfloat16)
-    ):
-        yield name, False, "contiguous", True, dtype
+    """Backend, causality, layout and dtype."""
+    for name in ATTENTION:
+        for causal in {False, ea.spec(name).capabilities.causal}:
+            yield name, causal, "head-tail", torch.float64
+        # Rounding moves keys from cluster to cluster.
+        if name != "window-clusters":
+            yield name, False, "contiguous", torch.bfloat16
 
 
 def compare(mesh: DeviceMesh) -> None:
-    for name, causal, layout, masked, dtype in cases():
-        # Signed denominators of long queries and keys are small, and their rounding is large.
-        norm = 1.0 if ea.spec(name).capabilities.nonnegative or name == "linformer" else 0.3
-        tensors, mask = drawn(norm), key_mask() if masked else None
-        size = ea.spec(name).size_option
-        options = OPTIONS.get(name, {"num_features": 16} if size else {})
-        if causal and name == "window":
-            options = {"window": 120}
-        precise = ea.build(name, head_dim=DIM, causal=causal, max_tokens=TOKENS, **options).double()
-        if precise.needs_calibration:
-            precise.calibrate(*tensors[:2])
-        backend, tensors = deepcopy(precise).to(dtype), [x.to(dtype) for x in tensors]
+    torch.manual_seed(0)
+    precise_tensors, mask = drawn(TOKENS), torch.rand(2, TOKENS) > 0.3
+    # No real key of the first sequence on the first rank, or in the first of its segments.
+    mask[0, : TOKENS // RANKS + 3] = False
+    for name, causal, layout, dtype in cases():
+        options = {"window": 120} if causal and name == "window" else ATTENTION[name]
+        precise = ea.build(name, head_dim=8, causal=causal, max_tokens=TOKENS, **options).double()
+        backend, tensors = deepcopy(precise).to(dtype), [x.to(dtype) for x in precise_tensors]
         expected = whole(precise, [x.double() for x in tensors], mask)
         alone = [relative(x, y) for x, y in zip(whole(backend, tensors, mask), expected, strict=True)]
         together = parts(mesh, backend, tensors, mask, layout)
         pairs = [[relative(x, y), z] for x, y, z in zip(together, expected, alone, strict=True)]
-        report("attention", [name, causal, layout, masked, str(dtype)], pairs)
-
-
-def models(mesh: DeviceMesh) -> None:
-    """An encoder whose positions go on from rank to rank, in every way to put it on several ranks."""
-    x = torch.randn(2, 48, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    sizes = {"num_layers": 2, "feed_forward_dim": 16, "max_tokens": 48, "causal": True}
-    ways = "context", "checkpoint", "compiled"
-    rows = [*itertools.product(("sinusoidal", "learned"), ways[:1]), *itertools.product(("rotary",), ways)]
-    for positions, way in rows:
-        torch.manual_seed(0)
-        options = {"positions": positions, "checkpoint": "checkpoint" in way, **sizes}
-        model = ea.Encoder(16, 2, "performer-positive", **options).double()
-        out = model(x)
-        out.sin().sum().backward()
-        expected = [out.detach(), *gradients(model)]
-        call = torch.compile(model, backend="aot_eager") if way == "compiled" else model
-        with context_parallel(mesh, layout="head-tail"):
-            out = call(shard(x, mesh, 1, "head-tail"))
-            out.sin().sum().backward()
-        joined = [unshard(out, mesh, 1, "head-tail"), *gradients(model, of_all_ranks=True)]
-        report("model", [positions, way], max(map(relative, joined, expected)))
+        report("attention", [name, causal, layout, str(dtype)], pairs)
 
 
 def decode(mesh: DeviceMesh) -> None:
     """Logits and tokens after a prefill on all ranks, decoded on each."""
     prompt = torch.randint(256, (2, 51), generator=torch.Generator().manual_seed(0))
-    for name, layout in (
-        ("exact", "head-tail"),
-        ("window", "contiguous"),
-        ("performer-positive", "head-tail"),
-    ):
+    for name, options in MODELS.items():
+        layout = "contiguous" if name == "window" else "head-tail"
         torch.manual_seed(0)
-        options = {"exact": {}, "window": {"window": 21}}.get(name, {"num_features": 16})
-        model = ea.LanguageModel(16, 2, name, num_layers=2, positions="sinusoidal", **options).double()
+        model = ea.LanguageModel(16, 2, name, num_layers=2, **options).double()
         with torch.no_grad():
             expected, after = model.extend(prompt[:, 48:], model.extend(prompt[:, :48])[1])
             with context_parallel(mesh, layout=layout):
@@ -161,39 +129,124 @@ def decode(mesh: DeviceMesh) -> None:
         report("decoding", [name, layout], [relative(logits, expected), same])
 
 
-def disagree(mesh: DeviceMesh, rank: int) -> None:
-    last = rank == RANKS - 1
-    q = torch.randn(1, 2, 8, DIM)
-    backend, causal = (ea.build("linear-elu", head_dim=DIM, causal=causal) for causal in (False, True))
-    calls = {
-        "[1, 2, 6, 8]": lambda: backend(*[q[:, :, :6] if last else q] * 3),
-        "q float64": lambda: backend(*[q.double() if last else q] * 3),
-        "that needs a gradient": lambda: backend(*[q.clone().requires_grad_(last)] * 3),
-        "key_mask bool": lambda: backend(
-            q, q, q, key_mask=torch.ones(1, 8, dtype=torch.bool) if last else None
-        ),
-        "linear-elu(), causal": lambda: (causal if last else backend)(q, q, q),
-    }
-    with context_parallel(mesh):
-        for words, call in calls.items():
-            backend(q, q, q)
-            try:
-                message = str(call())
-            except AttentionError as error:
-                message = f"{type(error).__name__}: {error}"
-            report("refusal", words, message)
+class MaskedModel(ea.LanguageModel):
+    """A language model that takes a key mask."""
+
+    def forward(self, tokens: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        return self.stack(self.embedding(tokens), key_mask=key_mask) @ self.embedding.weight.mT
+
+
+def fully_sharded(model: MaskedModel, mesh: DeviceMesh | None) -> nn.Module:
+    for block in model.stack.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+ENGINES: dict[str, Callable[[MaskedModel, DeviceMesh], nn.Module]] = {
+    # DDP, and FSDP2 without a mesh, take all processes.
+    "DDP": lambda model, mesh: DistributedDataParallel(model),
+    "DDP, compiled": lambda model, mesh: DistributedDataParallel(torch.compile(model, backend="aot_eager")),
+    "FSDP2": lambda model, mesh: fully_sharded(model, None),
+    # Replicas over dp, shards over cp.
+    "FSDP2, replicated": fully_sharded,
+}
+
+
+def train(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> None:
+    """One step in one process, and with every engine; backward passes are outside of the context."""
+    layout, padded = WAYS[dtype], dtype is torch.float64
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(256, (4, MODEL_TOKENS + 1), generator=generator)
+    x, y, mask = tokens[:, :-1], tokens[:, 1:], None
+    if padded:
+        mask = torch.rand(4, MODEL_TOKENS, generator=generator) > 0.3
+        # The first sequence has no real token on its first rank.
+        mask[0, : MODEL_TOKENS // 2 + 3] = False
+        y = y.masked_fill(~mask, PADDING)
+    counted, first = (y != PADDING).sum(), 2 * mesh.get_local_rank("dp")
+
+    def built() -> MaskedModel:
+        torch.manual_seed(0)
+        return MaskedModel(16, 2, name, num_layers=2, checkpoint=padded, **MODELS[name]).to(dtype)
+
+    def loss(model: nn.Module, x: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
+        logits = model(x, mask).flatten(0, 1)
+        return cross_entropy(logits, y.flatten(), ignore_index=PADDING, reduction="sum") / counted
+
+    alone = built()
+    loss(alone, x, y, mask).backward()
+    expected = gradients(alone)
+    local = [
+        None if tensor is None else shard(tensor[first : first + 2], mesh["cp"], 1, layout)
+        for tensor in (x, y, mask)
+    ]
+    for engine, wrap in ENGINES.items():
+        # Compiling takes longest.
+        if "compiled" in engine and (name, padded) != ("performer-positive", False):
+            continue
+        model = built()
+        wrapped = wrap(model, mesh)
+        with context_parallel(mesh["cp"], layout=layout):
+            # Engines average gradients over processes.
+            total = RANKS * loss(wrapped, *local)
+        total.backward()
+        report("training", [name, str(dtype), engine], max(map(relative, gradients(model), expected)))
+
+
+def served_by_torch(tensors: list[Tensor]) -> bool:
+    """Whether torch's own attention takes these tensors; torch 2.8 takes no DTensor on the CPU."""
+    try:
+        scaled_dot_product_attention(*tensors)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def refuse(mesh: DeviceMesh) -> None:
+    """Backends, one of them with the fused kernel that torch replaces, on the tokens of one process."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 32, 8).unbind()
+    exact = ea.build("exact", head_dim=8)
+    linear = ea.build("performer-positive", head_dim=8, num_features=16, causal=True)
+
+    def tell(what: str, case: object, call: Callable[..., object], *tensors: Tensor, **named: Tensor) -> None:
+        try:
+            call(*tensors, **named)
+        except UnsupportedError as error:
+            report(what, case, str(error))
+        else:
+            report(what, case, "an output")
+
+    with torchs_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
+        for call in (exact, linear, linear.extend):
+            tell("inside", None, call, q, k, v)
+    for backend in (exact, linear):
+        tell("afterwards", None, backend, q, k, v)
+        for axis in range(4):
+            tell(
+                "sharded",
+                ["q", axis],
+                backend,
+                *(distribute_tensor(x, mesh, [Shard(axis)]) for x in (q, k, v)),
+            )
+    whole = [distribute_tensor(x, mesh, [Replicate()]) for x in (q, k, v)]
+    if served_by_torch(whole):
+        torch.testing.assert_close(exact(*whole).full_tensor(), exact(q, k, v))
+    mask = distribute_tensor(torch.ones(2, 32, dtype=torch.bool), mesh, [Shard(1)])
+    tell("sharded", ["key_mask", 1], exact, *whole, key_mask=mask)
+    tell("sharded", ["v", 2], exact, *whole[:2], distribute_tensor(v, mesh, [Shard(2)]))
 
 
 def work(rank: int) -> None:
-    warnings.simplefilter("error")
-    # The compiler itself reads gradients of tensors that have none.
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     join(rank, RANKS)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    compare(mesh)
-    models(mesh)
-    decode(mesh)
-    disagree(mesh, rank)
+    line = init_device_mesh("cpu", (RANKS,))
+    with warnings.catch_warnings(action="error"):
+        compare(line)
+        decode(line)
+    mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "cp"))
+    for name, dtype in itertools.product(MODELS, WAYS):
+        train(mesh, name, dtype)
+    refuse(line)
     leave()
 
 

@@ -34,7 +34,6 @@ def mesh(ndim=1):
     return SimpleNamespace(
         ndim=ndim,
         mesh_dim_names=("dp", "cp"),
-        mesh=torch.arange(RANKS),
         get_group=lambda: SimpleNamespace(group_name=""),
         get_local_rank=lambda: 1,
         size=lambda: RANKS,
@@ -45,35 +44,33 @@ STATE = built(causal=True).extend(*zeros(8, 8, 8))[1]
 X = torch.zeros(1, 8, 16)
 LAYER = torch.nn.MultiheadAttention(16, 2)
 ea.attach(LAYER, "exact")
+LINFORMER = built("linformer", max_tokens=20, rank=4)
 ONLY = r"only backend\(q, k, v\) and its extend"
-
-
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (lambda: ea.Decoder(16, 2, num_layers=1).extend(X, None, X), ONLY),
-        (lambda: built(causal=True).extend(*zeros(8, 8, 8), STATE), ONLY),
-        (lambda: built().attention_weights(*zeros(8, 8)), ONLY),
-        (lambda: built("performer-oprf").calibrate(*zeros(8, 8)), ONLY),
-        (lambda: LAYER(*[torch.zeros(4, 1, 16)] * 3, need_weights=True), "model stays exact"),
-        (
-            lambda: built("window-clusters", causal=True).extend(*zeros(8, 8, 8)),
-            "'window-clusters' cannot extend inside context_parallel",
-        ),
-        (
-            lambda: built(lambda q, k, v: v)(*zeros(8, 8, 8)),
-            r"cannot read .* other ranks.* exact, .*window-clusters can",
-        ),
-    ],
-)
-def test_calls_that_other_ranks_cannot_answer_are_refused(request_, message):
-    with in_force(of_rank(0)), pytest.raises(UnsupportedError, match=message):
-        request_()
+SEGMENTS = of_rank(1, kind="head-tail")
 
 
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
+        (lambda: ea.Decoder(16, 2, num_layers=1).extend(X, None, X), UnsupportedError, ONLY),
+        (lambda: built(causal=True).extend(*zeros(8, 8, 8), STATE), UnsupportedError, ONLY),
+        (lambda: built().attention_weights(*zeros(8, 8)), UnsupportedError, ONLY),
+        (lambda: built("performer-oprf").calibrate(*zeros(8, 8)), UnsupportedError, ONLY),
+        (
+            lambda: LAYER(*[torch.zeros(4, 1, 16)] * 3, need_weights=True),
+            UnsupportedError,
+            "model stays exact",
+        ),
+        (
+            lambda: built("window-clusters", causal=True).extend(*zeros(8, 8, 8)),
+            UnsupportedError,
+            "'window-clusters' cannot extend inside context_parallel",
+        ),
+        (
+            lambda: built(lambda q, k, v: v)(*zeros(8, 8, 8)),
+            UnsupportedError,
+            r"cannot read .* other ranks.* exact, .*window-clusters can",
+        ),
         (
             lambda: shard(torch.zeros(2, 6), mesh(), 0),
             ShapeError,
@@ -84,39 +81,27 @@ def test_calls_that_other_ranks_cannot_answer_are_refused(request_, message):
             ShapeError,
             r"mesh has 2 dimensions .* give mesh\[",
         ),
+        (lambda: context_parallel(mesh(), layout="zigzag").__enter__(), UnknownNameError, "zigzag"),
         (
-            lambda: context_parallel(mesh(), layout="zigzag").__enter__(),
-            UnknownNameError,
-            "zigzag",
-        ),
-        (
-            lambda: check_segments(built(causal=True), *zeros(5, 5), of_rank(1, kind="head-tail")),
+            lambda: check_segments(built(causal=True), *zeros(5, 5), SEGMENTS),
             ShapeError,
             "q has 5 tokens on this rank, and layout 'head-tail' has 2 segments",
         ),
         (
-            lambda: check_segments(built(causal=True), *zeros(4, 6), of_rank(1, kind="head-tail")),
+            lambda: check_segments(built(causal=True), *zeros(4, 6), SEGMENTS),
             UnsupportedError,
             "q has 4 tokens and k has 6",
         ),
         (
-            lambda: exchange_of(linformer := built("linformer", max_tokens=20, rank=4)).attend(
-                linformer, *zeros(8, 8, 8), None, of_rank(0)
-            ),
+            lambda: exchange_of(LINFORMER).attend(LINFORMER, *zeros(8, 8, 8), None, of_rank(0)),
             ShapeError,
             "at most 20 tokens and k has 24 on all ranks",
         ),
     ],
 )
-def test_tensors_that_are_no_segments_of_a_layout_are_refused(request_, error, message):
-    with pytest.raises(error, match=message):
+def test_what_several_ranks_cannot_answer_is_refused(request_, error, message):
+    with in_force(of_rank(0)), pytest.raises(error, match=message):
         request_()
-
-
-def test_shards_are_copies_of_whole_segments():
-    x = torch.arange(12).reshape(2, 6)
-    assert shard(x, mesh(), 1).tolist() == [[2, 3], [8, 9]]
-    assert shard(x, mesh(), 1, "head-tail").tolist() == [[1, 4], [7, 10]]
 
 
 @torch.no_grad()
@@ -174,82 +159,59 @@ def test_torchs_layers_outside_of_a_replacement_are_refused(training):
         assert torch.equal(model(x), out)
 
 
-def rescaled(rank):
-    return built(scale=0.5 if rank else 0.25)
-
-
-def redrawn(rank):
-    backend = built("performer-positive", num_features=12)
-    backend.redraw(rank)
-    return backend
-
-
-def calibrated(rank):
-    backend = built("performer-oprf", num_features=12)
-    torch.manual_seed(rank)
-    backend.calibrate(*torch.randn(2, 1, 2, 16, 8))
-    return backend
-
-
-def trained(rank):
-    backend = built("linformer", max_tokens=64, rank=4)
-    with torch.no_grad():
-        backend.core.mix_keys[..., :2] += rank
-    return backend
-
-
 @pytest.mark.parametrize(
-    ("build", "error", "message"),
+    ("words", "changes"),
     [
-        (
-            rescaled,
-            ShapeError,
-            r"Rank 1 of the mesh calls exact.* scale 0\.5,.* rank 0 calls exact.* scale 0\.25,",
-        ),
-        (
-            redrawn,
-            UnsupportedError,
-            "Rank 1 of the mesh has other parameters, random features or calibration",
-        ),
-        (calibrated, UnsupportedError, "Rank 1 of the mesh has other .* performer-oprf.*: build, redraw and"),
-        (trained, UnsupportedError, "Rank 1 of the mesh has other .* linformer.*, or load one state dict"),
+        ("q float32 [1, 2, 7, 8]", {"q": zeros(7)[0]}),
+        ("q float64", {"q": zeros(8)[0].double()}),
+        ("that needs a gradient", {"q": zeros(8)[0].requires_grad_()}),
+        ("key_mask bool", {"key_mask": torch.ones(1, 8, dtype=torch.bool)}),
+        ("exact(dropout=0.0), causal", {"backend": built(causal=True)}),
+        ("scale 0.5,", {"backend": built(scale=0.5)}),
     ],
 )
-def test_all_ranks_refuse_backends_that_differ(build, error, message):
-    # Draws of a seed are those of the process, not of a thread.
-    alike, differing = [build(0) for _ in range(RANKS)], [build(rank) for rank in range(RANKS)]
+def test_all_ranks_refuse_a_call_that_differs_with_one_message(words, changes):
+    q, k, v = zeros(8, 8, 8)
+    alike = {"backend": built(), "q": q, "k": k, "v": v, "key_mask": None}
 
     def call(layout):
-        check_agreeing(alike[layout.rank], *zeros(8, 8, 8), None, layout)
-        with pytest.raises(error, match=message):
-            check_agreeing(differing[layout.rank], *zeros(8, 8, 8), None, layout)
-
-    on_threads(RANKS, "contiguous", call)
-
-
-def test_all_ranks_refuse_calls_that_differ_with_the_message_of_the_first_that_does():
-    backend = built()
-
-    def call(layout):
-        check_agreeing(backend, *zeros(8, 8, 8), None, layout)
+        check_agreeing(**alike, layout=layout)
         with pytest.raises(ShapeError) as error:
-            check_agreeing(backend, *zeros(8 - layout.rank // 2, 8, 8), None, layout)
+            check_agreeing(**(alike | changes if layout.rank == RANKS - 1 else alike), layout=layout)
         return str(error.value)
 
     (message,) = set(on_threads(RANKS, "contiguous", call))
     assert message.startswith("Rank 2 of the mesh calls exact")
-    assert "q float32 [1, 2, 7, 8]" in message.partition(", and rank 0 calls exact")[0]
+    assert words in message.partition(", and rank 0 calls exact")[0]
 
 
-def test_a_backend_that_changes_on_one_rank_after_a_call_is_refused_too():
-    backends = [redrawn(0) for _ in range(RANKS)]
+def redraw(backend, rank):
+    with torch.inference_mode():
+        backend.redraw(rank)
+
+
+def train(backend, rank):
+    with torch.no_grad():
+        backend.core.mix_keys[..., :2] += rank
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "options"),
+    [
+        (redraw, "performer-positive", {"num_features": 12}),
+        (train, "linformer", {"max_tokens": 64, "rank": 4}),
+    ],
+)
+def test_a_backend_that_changes_on_one_rank_after_a_call_is_refused_until_all_are_alike(
+    change, name, options
+):
+    backends = [built(name, **options) for _ in range(RANKS)]
 
     def call(layout):
         backend = backends[layout.rank]
         check_agreeing(backend, *zeros(8, 8, 8), None, layout)
-        with torch.inference_mode():
-            backend.redraw(layout.rank)
-        with pytest.raises(UnsupportedError, match="Rank 1 of the mesh has other"):
+        change(backend, layout.rank)
+        with pytest.raises(UnsupportedError, match="Rank 1 of the mesh has other parameters, random feat"):
             check_agreeing(backend, *zeros(8, 8, 8), None, layout)
         backend.load_state_dict(backends[0].state_dict() if layout.rank else backend.state_dict())
         check_agreeing(backend, *zeros(8, 8, 8), None, layout)

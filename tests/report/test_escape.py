@@ -7,31 +7,12 @@ import pytest
 from efficient_attn.report.table import Table, to_markdown
 
 HOSTILE = (
-    "a|b",
-    "`code`",
-    "a\\b",
-    "under_score_",
-    "100%",
-    "a&b",
-    "#1",
-    "$x$",
-    "{x}",
-    "x^2",
-    "~x~",
-    "two\nlines",
-    "two\u2028lines",
-    "\\input{/etc/passwd}",
-    "\\\\[5cm]",
-    "[5cm]",
-    "*",
-    "<script>alert(1)</script>",
+    "a|b `code` under_score_ *bold* 100% a&b #1 $x$ {x} x^2 ~x~ [5cm] <b>",
+    "a\\b \\input{/etc/passwd} \\\\[5cm]",
+    "two\nlines\u2028and\x1b[31mred\u202egnp\ud800",
     "![x](https://example.org/x.png)",
-    "\x1b[31mred",
-    "\u202egnp",
-    "\ud800",
     "--",
     "- item",
-    "% note",
 )
 
 
@@ -47,6 +28,7 @@ def test_a_hostile_name_changes_no_line_and_no_cell_of_a_markdown_table(name):
     assert len(title.splitlines()) == len(note.splitlines()) == 1
     for text in (title[2:-2], rows[2].split(" | ")[0][2:], note):
         assert not re.search(r"[`*_<>\[\]{}#$%&~!|]", re.sub(r"\\[!-/:-@\[-`{-~]", "", text))
+        assert text.isprintable()
     assert not re.match(r"\s*(?:[-+=]|\d+[.)])", note)
 
 

@@ -20,6 +20,7 @@ FAILED = [
     Record(case=case("time", "exact-dense", tokens), status="skipped", reason="needs 3 GiB")
     for tokens in (1024, 2048)
 ]
+RECORDED = ("records.jsonl", "environment.json", "command.txt")
 MACHINE = {"processor": "Babbage 2", "utc": "2026-01-02T03:04Z"}
 
 
@@ -107,11 +108,7 @@ def test_the_files_of_a_report_are_the_same_bytes_again_and_records_stay(tmp_pat
     assert base64.b64encode(first[run / "time.svg"]) in first[run / "report.html"]
     assert {path: path.read_bytes() for path in redraw.report(run)} == first
     assert (run / "records.jsonl").read_bytes() == records
-    assert {path.name for path in run.iterdir()} == names | {
-        "records.jsonl",
-        "environment.json",
-        "command.txt",
-    }
+    assert {*run.iterdir()} == {*paths, *(run / name for name in RECORDED)}
 
 
 def test_a_run_is_drawn_when_it_is_saved_and_a_failure_to_draw_is_a_note(tmp_path, monkeypatch):
@@ -141,37 +138,22 @@ def test_labels_replace_names_in_every_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("look", "error", "message"),
+    ("names", "look", "error", "message"),
     [
-        ({"html": "a", "out": "b"}, OptionError, "exclude each other"),
-        (
-            {"labels": {"windw": "ours"}},
-            UnknownNameError,
-            "No line or row is called 'windw'. Did you mean 'window'",
-        ),
-        (
-            {"width": 0.5},
-            OptionError,
-            r"width is 2 to 40 inches, not 0\.5; a column of a paper is about 3\.3",
-        ),
-        ({"style": "papers"}, UnknownNameError, "No style is called 'papers'. Did you mean 'paper'"),
+        (["run"], {"html": "a", "out": "b"}, OptionError, "exclude each other"),
+        (["run"], {"labels": {"windw": "ours"}}, UnknownNameError, "called 'windw'. Did you mean 'window'"),
+        (["run"], {"width": 0.5}, OptionError, r"width is 2 to 40 inches, not 0\.5; a column .* 3\.3"),
+        (["run"], {"style": "papers"}, UnknownNameError, "No style is called 'papers'. Did you mean 'paper'"),
+        (["run", "run/records.jsonl"], {}, OptionError, "named twice"),
+        (["."], {}, DataError, "Cannot read records"),
+        (["strange"], {}, DataError, "no JSON object"),
     ],
 )
-def test_wrong_looks_are_refused(tmp_path, look, error, message):
-    run = folder(tmp_path / "run", costs())
+def test_wrong_looks_and_folders_are_refused(tmp_path, names, look, error, message):
+    folder(tmp_path / "run", costs())
+    (folder(tmp_path / "strange", costs()) / "environment.json").write_text("[]")
     with pytest.raises(error, match=message):
-        redraw.report(run, **look)
-
-
-def test_wrong_folders_are_refused(tmp_path):
-    run = folder(tmp_path / "run", costs())
-    with pytest.raises(OptionError, match="named twice"):
-        redraw.report(run, run / "records.jsonl")
-    with pytest.raises(DataError, match="Cannot read records"):
-        redraw.report(tmp_path)
-    (run / "environment.json").write_text("[]")
-    with pytest.raises(DataError, match="no JSON object"):
-        redraw.report(run)
+        redraw.report(*(tmp_path / name for name in names), **look)
 
 
 def test_the_command_needs_no_torch_and_takes_labels_width_and_style(tmp_path):
@@ -206,12 +188,6 @@ def test_numbers_that_no_logarithmic_axis_can_hold_stay_in_the_tables(tmp_path, 
 
 
 def test_an_environment_of_any_shape_is_shown(tmp_path):
-    strange = {
-        "gpu": [1, {"a": 2}],
-        "torch": 5,
-        "packages": ["x"],
-        "command": "y",
-        "utc": 7,
-        "memory_bytes": 10**30,
-    }
+    strange = {"gpu": [1, {"a": 2}], "torch": 5, "packages": ["x"], "command": "y", "utc": 7}
+    strange["memory_bytes"] = 10**30
     assert "Environment" in page_of(folder(tmp_path / "run", costs(), strange), tmp_path=tmp_path)

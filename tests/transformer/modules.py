@@ -54,9 +54,3 @@ def disturb(module: nn.Module, seed: int) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-
-
-def copy_weights(theirs: nn.Module, ours: nn.Module) -> None:
-    """Load torch's parameters into ours; every name of both has to be used."""
-    disturb(theirs, seed=0)
-    ours.load_state_dict(theirs.state_dict())

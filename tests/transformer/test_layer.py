@@ -1,5 +1,6 @@
-"""The attention layer: torch's where exact, heads of any size, rotary positions, normed queries and keys."""
+"""The attention layer and its block: torch's where exact, heads of any size, positions, normed heads."""
 
+import math
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 from transformer.modules import CONTEXT, DIM, HEADS, ROUNDING, TOKENS, build, disturb, mask, sequence
 
 import efficient_attn as ea
-from efficient_attn.transformer.positions import rotate
+from efficient_attn.transformer.positions import rotate, sinusoidal_positions
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -76,14 +77,6 @@ def test_rotary_layers_rotate_queries_and_keys_by_the_published_angles(options):
     torch.testing.assert_close(rotate(heads, 4096, scaling=4.0), rotate(heads, 1024))
 
 
-def test_rotary_layers_read_how_far_tokens_are_apart_and_not_where_they_are():
-    layer, x = build(ea.AttentionLayer, positions="rotary", max_tokens=TOKENS + 3), sequence()
-    # Masked tokens in front move all others without changing their differences.
-    moved = torch.cat([torch.zeros(2, 3, DIM).double(), x], dim=1)
-    real = torch.arange(TOKENS + 3).expand(2, -1) >= 3
-    torch.testing.assert_close(layer(moved, key_mask=real)[:, 3:], layer(x), rtol=1e-10, atol=1e-10)
-
-
 def test_normed_queries_and_keys_bound_the_scores_whatever_the_input():
     layer = build(ea.AttentionLayer, qk_norm=True, num_kv_heads=2)
     x, context = 1000 * sequence(), 1000 * sequence(CONTEXT, seed=1)
@@ -92,6 +85,26 @@ def test_normed_queries_and_keys_bound_the_scores_whatever_the_input():
             torch.testing.assert_close(heads.square().mean(dim=-1), torch.ones(heads.shape[:-1]).double())
     plain = build(ea.AttentionLayer, num_kv_heads=2)
     assert {*layer.state_dict()} - {*plain.state_dict()} == {"q_norm.weight", "k_norm.weight"}
+
+
+def test_sinusoidal_positions_are_the_formula_of_the_paper():
+    rows = sinusoidal_positions(3, 40, 16, torch.device("cpu"))
+    for row, pos in enumerate(range(3, 43)):
+        for i in range(8):
+            angle = pos / 10000 ** (2 * i / 16)
+            pair = rows[row, 2 * i : 2 * i + 2].tolist()
+            assert pair == pytest.approx([math.sin(angle), math.cos(angle)], abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", [None, "sinusoidal", "learned", "rotary"])
+def test_an_encoder_is_permutation_equivariant_only_without_positions(kind):
+    encoder = build(ea.Encoder, positions=kind)
+    for parameter in encoder.parameters():
+        # Learned distances begin at zero, where they would be no positions.
+        nn.init.normal_(parameter, std=0.5)
+    x, order = sequence(), torch.randperm(TOKENS)
+    equal = torch.allclose(encoder(x[:, order]), encoder(x)[:, order], rtol=0.0, atol=1e-10)
+    assert equal is (kind is None)
 
 
 @pytest.mark.parametrize(("activation", "gate"), [("swiglu", F.silu), ("geglu", F.gelu)])

@@ -1,10 +1,7 @@
 """Blocks and stacks: torch's where exact, trainable, decoded in parts, with a draw for each layer."""
 
 import copy
-import time
-from itertools import product
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,11 +11,10 @@ from transformer.modules import (
     HEADS,
     LAYERS,
     STACK,
-    STACKS,
     TOKENS,
     WIDE,
     build,
-    copy_weights,
+    disturb,
     mask,
     options,
     sequence,
@@ -29,20 +25,16 @@ import efficient_attn as ea
 CAUSAL = ea.list_backends(causal=True)
 
 
-def num_parameters(module):
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def backends_of(module):
     return [part for part in module.modules() if isinstance(part, ea.Backend)]
 
 
 def test_the_base_model_has_its_44_million_parameters():
     base = ea.Transformer()
-    assert num_parameters(base.encoder) == 18_914_304
-    assert num_parameters(base.decoder) == 25_224_192
     # A pre-norm stack ends in its final norm: a gain and a bias for each of 512 entries.
-    assert num_parameters(ea.Encoder(norm="pre")) == 18_914_304 + 2 * 512
+    stacks = (base.encoder, base.decoder, ea.Encoder(norm="pre"))
+    sizes = [sum(parameter.numel() for parameter in stack.parameters()) for stack in stacks]
+    assert sizes == [18_914_304, 25_224_192, 18_914_304 + 2 * 512]
 
 
 def torchs_stacks(norm, final_norm, activation):
@@ -68,7 +60,8 @@ def test_exact_stacks_load_the_weights_of_torchs_transformer_and_give_its_output
     theirs = torchs_stacks(norm, final_norm, activation)
     common = {"norm": norm, "final_norm": final_norm, "activation": activation, "positions": None}
     ours = ea.Transformer(DIM, HEADS, **STACK, **common)
-    copy_weights(theirs, ours)
+    disturb(theirs, seed=0)
+    ours.load_state_dict(theirs.state_dict())
     source, target = sequence(CONTEXT, dtype=torch.float32), sequence(seed=1, dtype=torch.float32)
     later = nn.Transformer.generate_square_subsequent_mask(TOKENS)
     assert torch.equal(ours(source, target), theirs(source, target, tgt_mask=later))
@@ -112,14 +105,22 @@ def test_a_backend_changes_nothing_but_the_attention_and_all_parameters_learn(na
     assert not torch.allclose(model(sequence(CONTEXT, seed=2), target), model(source, target))
 
 
+# Heads that are wider than the model, as in Qwen3.
+WIDE_HEADS = {"head_dim": 16, "num_kv_heads": 2, "qk_norm": True, "positions": "rotary"}
+
+
 # All backends, with positions inside, and all kinds of positions and norm around exact attention.
 @pytest.mark.parametrize(
-    ("backend", "positions", "norm"),
-    [(name, "rotary", "pre") for name in CAUSAL]
-    + [("exact", *kinds) for kinds in product(("sinusoidal", "learned", None), ("post", "pre"))],
+    ("backend", "arguments"),
+    [(name, {"positions": "rotary", "norm": "pre"}) for name in CAUSAL]
+    + [
+        ("exact", {"positions": positions, "norm": norm})
+        for positions, norm in (("sinusoidal", "post"), ("learned", "pre"), (None, "post"))
+    ]
+    + [("exact", WIDE_HEADS)],
 )
-def test_decoding_in_parts_gives_what_decoding_at_once_gives(backend, positions, norm):
-    ours = build(ea.Transformer, backend, positions=positions, norm=norm)
+def test_decoding_in_parts_gives_what_decoding_at_once_gives(backend, arguments):
+    ours = build(ea.Transformer, backend, **arguments)
     source, target, real, target_real = sequence(CONTEXT, seed=1), sequence(), mask(CONTEXT), mask(TOKENS)
     expected = ours(source, target, source_mask=real, target_mask=target_real)
     for split in ((1,) * TOKENS, (5, 0, 1, 6)):
@@ -200,23 +201,10 @@ def test_dropout_reaches_embeddings_and_residual_branches_and_never_attention_we
     assert torch.equal(ours.eval()(source, target), build(ea.Transformer).eval()(source, target))
 
 
-def test_a_backend_may_be_a_function_of_the_users():
-    def mean_of_values(q, k, v):
-        return v.mean(dim=2, keepdim=True).expand(*q.shape[:3], -1)
-
-    ours, x = build(ea.Encoder, mean_of_values, positions=None), sequence()
-    assert ours(x).shape == x.shape
-    with pytest.raises(ea.UnsupportedError, match="takes no key_mask"):
-        ours(x, key_mask=mask(TOKENS))
-
-
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_stack_computes_in_bfloat16_and_under_autocast_near_what_it_computes_in_float64(name):
-    ours, source, target = (
-        build(ea.Transformer, name, positions="rotary"),
-        sequence(CONTEXT),
-        sequence(seed=1),
-    )
+    ours = build(ea.Transformer, name, positions="rotary")
+    source, target = sequence(CONTEXT), sequence(seed=1)
     expected = ours(source, target)
     narrow = copy.deepcopy(ours).bfloat16()(source.bfloat16(), target.bfloat16())
     assert narrow.dtype == torch.bfloat16
@@ -228,15 +216,16 @@ def test_a_stack_computes_in_bfloat16_and_under_autocast_near_what_it_computes_i
         assert (output.double() - expected).norm() < 12 * 2**-9 * expected.norm()
 
 
-@pytest.mark.parametrize("kind", STACKS)
-def test_norms_of_a_stack_have_its_epsilon(kind):
-    for norm_type in ("layer", "rms"):
-        ours = build(kind, norm="pre", norm_type=norm_type, qk_norm=True, norm_eps=1e-3)
-        norms = [module for module in ours.modules() if isinstance(module, (nn.LayerNorm, nn.RMSNorm))]
-        assert len(norms) > 4 * LAYERS and {module.eps for module in norms} == {1e-3}
+@pytest.mark.parametrize("norm_type", ["layer", "rms"])
+def test_norms_of_a_stack_have_its_epsilon(norm_type):
+    heads = {"qk_norm": True, "cross_options": {"qk_norm": True}}
+    ours = build(ea.Transformer, norm="pre", norm_type=norm_type, norm_eps=1e-3, **heads)
+    norms = [module for module in ours.modules() if isinstance(module, (nn.LayerNorm, nn.RMSNorm))]
+    # Two norms, or three, and two of queries and keys for each attention; at last the norms of both stacks.
+    assert len(norms) == 11 * LAYERS + 2 and {module.eps for module in norms} == {1e-3}
 
 
-@pytest.mark.parametrize("kind", [*STACKS, ea.LanguageModel])
+@pytest.mark.parametrize("kind", [ea.Transformer, ea.LanguageModel])
 def test_stacks_are_built_in_a_dtype_and_on_a_device(kind):
     place = {"device": "meta", "dtype": torch.bfloat16}
     ours = kind(DIM, HEADS, "performer-positive", num_features=8, num_layers=LAYERS, **place)
@@ -258,21 +247,6 @@ def test_a_list_of_backends_is_repeated_over_the_layers():
         assert [part.spec.name for part in backends_of(stack)] == 2 * ["performer-positive", "exact"]
 
 
-def test_heads_of_a_stack_may_be_wider_than_its_model():
-    torch.manual_seed(0)
-    wide = {"num_kv_heads": 1, "head_dim": 16, "qk_norm": True, "positions": "rotary"}
-    stack = ea.Encoder(DIM, 3, **STACK, **wide, causal=True).double()
-    x = sequence()
-    first, state = stack.extend(x[:, :4])
-    # A state is never written to: it can be extended twice.
-    for _ in range(2):
-        second, _ = stack.extend(x[:, 4:], state)
-        torch.testing.assert_close(torch.cat([first, second], dim=1), stack(x), rtol=1e-10, atol=1e-10)
-    decoder = ea.Decoder(DIM, 3, **STACK, head_dim=16).double()
-    assert {m.head_dim for m in decoder.modules() if isinstance(m, ea.AttentionLayer)} == {16}
-    assert decoder(x, x).shape == x.shape
-
-
 @pytest.mark.parametrize("kind", [ea.Encoder, ea.Decoder])
 def test_checkpoints_keep_gradients_and_recompute_activations(kind):
     stack = build(kind, "performer-positive", dropout=0.1)
@@ -291,16 +265,10 @@ def test_checkpoints_keep_gradients_and_recompute_activations(kind):
     assert len(calls) == 4
 
 
-COMPILED = [
-    (name, causal)
-    for name in ea.list_backends()
-    for causal in (False, True)
-    if ea.spec(name).capabilities.compile and (ea.spec(name).capabilities.causal or not causal)
-]
-
-
 @pytest.mark.compile
-@pytest.mark.parametrize(("name", "causal"), COMPILED)
+@pytest.mark.parametrize(
+    ("name", "causal"), [("exact", True), ("performer-positive", True), ("linformer", False)]
+)
 def test_a_compiled_block_gives_the_same_output_and_gradients(name, causal):
     torch._dynamo.reset()
     ours, x = build(ea.TransformerBlock, name, causal=causal, positions="rotary"), sequence()
@@ -312,31 +280,3 @@ def test_a_compiled_block_gives_the_same_output_and_gradients(name, causal):
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
     for output, expected in zip(results(compiled), results(ours), strict=True):
         torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.serial
-@pytest.mark.parametrize("training", [True, False])
-def test_a_block_takes_at_most_one_and_a_half_times_torchs_time_at_128_tokens(training):
-    dim, heads, wide, rounds, warm_up = 512, 8, 2048, 30, 3
-    x = torch.randn(1, 128, dim, generator=torch.Generator().manual_seed(0))
-    ours = ea.TransformerBlock(dim, heads, feed_forward_dim=wide).train(training)
-    theirs = nn.TransformerEncoderLayer(dim, heads, wide, 0.0, batch_first=True).train(training)
-
-    def time_s(module):
-        start = time.perf_counter()
-        # In evaluation without gradients torch's layer is one fused kernel.
-        with torch.set_grad_enabled(training):
-            y = module(x)
-        if training:
-            y.sum().backward()
-        return time.perf_counter() - start
-
-    ratios = []
-    for turn in range(warm_up + rounds):
-        first, second = (ours, theirs) if turn % 2 else (theirs, ours)
-        times_s = {first: time_s(first), second: time_s(second)}
-        ratios.append(times_s[ours] / times_s[theirs])
-    ratio = float(np.median(ratios[warm_up:]))
-    print(f"training={training}: {ratio:.2f} times torch's time, median of {rounds} pairs")
-    assert ratio <= 1.5

@@ -1,4 +1,4 @@
-"""Exact attention: dropout, the rows that its kernel is asked for, and its memory."""
+"""Promises of single backends: dropout, rows asked of the kernel, weights and memory in half precision."""
 
 import math
 
@@ -25,17 +25,6 @@ def test_dropout_drops_at_its_rate_in_training_and_never_in_eval(name):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_masks_and_causality_together_take_no_memory_of_tokens_squared():
-    backend = ea.build("exact", head_dim=16, causal=True)
-    peaks = []
-    for tokens in (2048, 4096):
-        q = torch.randn(1, 2, tokens, 16)
-        mask = torch.arange(tokens)[None] < tokens - 100
-        peaks.append(peak(lambda q=q, mask=mask: backend(q, q, q, key_mask=mask), device="cpu").peak_bytes)
-    # Twice the tokens, at most a little more than twice the bytes; a mask of tokens² would be four times.
-    assert peaks[1] < 2.5 * peaks[0]
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_kernel_is_asked_for_no_row_without_a_key(monkeypatch, causal):
     masks, kernel = [], F.scaled_dot_product_attention
@@ -54,3 +43,33 @@ def test_weights_of_half_precision_come_in_float32_unrounded():
     q, k, _ = (x.bfloat16() for x in random_qkv(1, 2, 1, 7, 7))
     backend = ea.build("exact", head_dim=8)
     assert torch.equal(backend.attention_weights(q, k), backend.attention_weights(q.float(), k.float()))
+
+
+# Half precision is computed with in float32; the many operations of causal chunks take seconds.
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [
+        *(("linformer", False), ("performer-positive", False), ("performer-trig", False)),
+        pytest.param("performer-positive", True, marks=pytest.mark.slow),
+        pytest.param("performer-trig", True, marks=pytest.mark.slow),
+    ],
+)
+def test_half_precision_takes_no_more_memory_than_float32_forward_or_backward(name, causal):
+    backend = ea.build(name, head_dim=16, causal=causal, max_tokens=4096)
+
+    def peaks(dtype):
+        leaves = [torch.randn(1, 1, 4096, 16).to(dtype).requires_grad_() for _ in range(3)]
+        with torch.no_grad():
+            forward = peak(lambda: backend(*leaves), device="cpu").peak_bytes
+        both = peak(lambda: torch.autograd.grad(backend(*leaves).sum(), leaves), device="cpu").peak_bytes
+        return forward, both
+
+    wide, half = peaks(torch.float32), peaks(torch.bfloat16)
+    assert half[0] <= wide[0] and half[1] <= wide[1]
+
+
+def test_all_heads_of_a_learned_map_start_from_the_identity():
+    q, k, v = random_qkv()
+    shared, each = (ea.build("linear-hedgehog", head_dim=8, num_heads=n).double() for n in (None, 4))
+    assert torch.equal(each.core.features.key_weight, torch.eye(8).double().expand(4, 8, 8))
+    torch.testing.assert_close(shared(q, k, v), each(q, k, v))
