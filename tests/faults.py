@@ -263,9 +263,9 @@ def clamped_denominator(core, weights, x, visible):
     return w / w.sum(dim=-1, keepdim=True).clamp_min(1.0)
 
 
-def half_precision_denominator(core, weights, x, visible):
+def float16_denominator(core, weights, x, visible):
     w = torch.where(visible, x.exp(), 0.0)
-    total = w.bfloat16().sum(dim=-1, keepdim=True).to(w)
+    total = (w.half() if w.dtype == torch.float32 else w).sum(dim=-1, keepdim=True).to(w)
     return w / torch.where(total > 0, total, 1.0)
 
 

@@ -17,7 +17,7 @@ from efficient_attn.testing import BrokenPromiseError, check_names
 COMPILED = "compiled_it_is_the_same"
 # Runtime shape checks make torch.compile stumble, and draw from `random` to choose what they look at.
 WITHOUT_SHAPE_CHECKS = (COMPILED, "nothing_global_is_touched")
-# Each takes seconds for one backend; tests/test_broken.py shows the faults that they are for.
+# Each takes seconds for one backend; tests/test_faulty.py has the faults that they are for.
 SLOW = ("a_hundred_calls_leave_no_trace", "what_is_frozen_changes_no_gradient")
 # No output depends on a later token, by the quick check of causality.
 SLOW_ALONE = (("performer-trig", "later_values_move_no_output"),)

@@ -89,9 +89,7 @@ FAULTS = {
         "values are read later": values(lambda v: faults.read_later(v, v)),
     },
     "a_copy_is_equal_and_apart": {
-        "a graph is kept, and has no copy": replaced(
-            "forward", lambda core, forward, *x: remember(core, forward(*x).sum() * 2) * 0 + forward(*x)
-        ),
+        "the last graph": replaced("forward", lambda core, forward, *x: remember(core, forward(*x))),
     },
     "a_hundred_calls_leave_no_trace": {
         "masks are kept by their shape": remembered_inputs("forward", 3, lambda mask: mask.shape),
@@ -102,7 +100,8 @@ FAULTS = {
     },
     "a_mask_of_real_keys_changes_nothing": {
         "a mask of True hides the last key": masks(
-            lambda mask: mask & ~mask.all() | (torch.arange(mask.shape[1]) < max(mask.shape[1] - 1, 1))
+            lambda mask: mask & (torch.arange(mask.shape[1]) < max(mask.shape[1] - 1, 1)),
+            where=lambda core, q, k, v, mask: mask.all(),
         ),
     },
     "a_nan_shows_where_it_is_read": {
@@ -170,7 +169,9 @@ FAULTS = {
         ),
     },
     "every_sequence_is_its_single_call": {
-        "the third reads the second": keys(lambda k: torch.cat([k[:2], k[1:2].expand_as(k[2:])])),
+        "the third reads the second": keys(
+            lambda k: torch.cat([k[:2], k[1:2].expand_as(k[2:])]), where=lambda core, q, *_: len(q) > 2
+        ),
         "the fourth has the mask of the first": masks(
             lambda mask: torch.cat([mask[:3], mask[:1]]) if len(mask) == 4 else mask
         ),
@@ -524,7 +525,9 @@ FAULTS = {
         "keys are kept by identity in extend": remembered_inputs("extend", 1, id),
         "a mask of True stays one": masks(
             lambda mask: None,
-            where=lambda core, q, k, v, mask: core.__dict__.setdefault(mask.data_ptr(), bool(mask.all())),
+            where=lambda core, q, k, v, mask: core.__dict__.setdefault(
+                str(mask.data_ptr()), bool(mask.all())
+            ),
         ),
     },
     "the_default_dtype_changes_nothing": {
@@ -583,7 +586,7 @@ OF_SOFTMAX = {
     "extreme_scores_stay_softmax": {"later blocks": replaced("weights", faults.powers_of_the_first_block)},
     "large_inputs_stay_finite": {"scores in float16": replaced("wide", lambda core, wide, x: x)},
     "long_sums_do_not_stall_in_half_precision": {
-        "denominators in bfloat16": replaced("weights", faults.half_precision_denominator),
+        "denominators in float16": replaced("weights", faults.float16_denominator),
     },
     "no_output_depends_on_a_later_token": {
         "causality is ignored": replaced(
@@ -694,7 +697,7 @@ AROUND = {
 }
 # A fault is caught by its numbers, except for these, which end in an error.
 RAISING = {
-    "a graph is kept, and has no copy",
+    "the last graph",
     "a tensor of inference mode is kept",
     "branches on the mask",
     "half in groups",
@@ -754,9 +757,6 @@ def test_a_fault_is_caught_by_the_check_of_its_promise(base: str, check: str, na
     control = BASES[base]
     core = type(f"Faulty{control.builder.__name__}", (fault, control.builder), {})
     long = name in LONG.get(check, {})
-        "growth_of_memory_is_not_hidden",
-        "time_grows_as_declared",
-    )
     broken = outcome(replace(control, name=core.__name__, builder=core), check, long=long)
     assert broken == ("broken", True, name in RAISING)
 
@@ -780,10 +780,9 @@ def test_every_check_has_a_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.values[2] in QUICK], ids=lambda case: case.id
+    ("base", "check"), dict.fromkeys(case.values[:2] for case in CASES if case.values[2] in QUICK)
 )
-def test_what_has_no_fault_passes_the_quick_checks(case) -> None:
-    base, check, *_ = case.values
+def test_what_has_no_fault_passes_the_quick_checks(base: str, check: str) -> None:
     assert outcome(BASES[base], check) == ("kept", False, False)
 
 
