@@ -776,7 +776,7 @@ def test_a_wrong_exchange_between_ranks_is_caught(exchange: str, monkeypatch: py
 
 def test_every_check_has_a_fault() -> None:
     ranks = "parts_on_several_ranks_are_the_whole"
-    assert {check for _, table in TABLES for check in table} | {ranks} | AROUND == set(check_names())
+    assert {check for _, table in TABLES for check in table} | {ranks} | AROUND == set(check_names(long=True))
 
 
 @pytest.mark.parametrize(
