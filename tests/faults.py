@@ -1,4 +1,8 @@
-"""Faults of attentions, each a function of the tensors of one step of a backend without fault."""
+"""Faults of attentions, each a function of tensors at one step of a backend without fault.
+
+A function is called with what its arguments name: the backend as `core`, the tensors of the step, or, by any
+other name, the tensor that it changes.
+"""
 
 import math
 from collections.abc import Callable
@@ -11,7 +15,15 @@ from twins import with_gradient
 
 from efficient_attn.distributed.keys import attend_keys
 
-# A step without its fault ------------------------------------------------------------------------------
+STEPS = {
+    "forward": ("q", "k", "v", "mask"),
+    "extend": ("q", "k", "v", "state", "mask"),
+    "for_every_head": ("x", "heads"),
+    "hidden": ("x", "mask"),
+    "visible": ("q", "k", "mask"),
+    "scores": ("q", "k"),
+    "weights": ("logits", "visible"),
+}
 
 
 def replaced(step: str, change: Callable[..., Any]) -> type:
@@ -24,31 +36,46 @@ def replaced(step: str, change: Callable[..., Any]) -> type:
     return mixin
 
 
-def inputs(change: Callable[..., tuple[Any, ...]]) -> type:
-    """Other queries, keys, values and mask."""
-    return replaced("forward", lambda core, forward, *tensors: forward(*change(core, *tensors)))
+def _called(function: Callable[..., Any], x: Any, named: dict[str, Any]) -> Any:
+    code = getattr(function, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code else ("x",)
+    return function(*(named.get(name, x) for name in names))
 
 
-def _at(step: str, position: int) -> Callable[..., type]:
-    """The form of faults of one input of a step, where the backend and all inputs are such."""
+def before(step: str, name: str) -> Callable[..., type]:
+    """Faults that change one tensor of a step, wherever a condition holds."""
 
-    def form(change: Callable[[Any], Any], *, where: Callable[..., Any] = lambda *_: True) -> type:
-        def method(core, step, *tensors):
-            x = tensors[position]
-            changes = x is not None and where(core, *tensors)
-            return step(*tensors[:position], change(x) if changes else x, *tensors[position + 1 :])
+    def form(change: Callable[..., Any], *, where: Callable[..., Any] = lambda: True) -> type:
+        def method(core, step_without_fault, *tensors):
+            named = dict(zip(STEPS[step], tensors, strict=True))
+            x, there = named[name], {**named, "core": core}
+            if x is not None and _called(where, x, there):
+                named[name] = _called(change, x, there)
+            return step_without_fault(*named.values())
 
         return replaced(step, method)
 
     return form
 
 
-queries, keys, values, masks = (_at("forward", position) for position in range(4))
-new_queries, new_keys, new_values, earlier_states, new_masks = (_at("extend", n) for n in range(5))
+def after(step: str) -> Callable[..., type]:
+    """Faults that change the result of a step."""
+
+    def form(change: Callable[..., Any]) -> type:
+        def method(core, step_without_fault, *tensors):
+            named = dict(zip(STEPS[step], tensors, strict=True))
+            return _called(change, step_without_fault(*tensors), {**named, "core": core})
+
+        return replaced(step, method)
+
+    return form
 
 
-def output(change: Callable[[Tensor], Tensor]) -> type:
-    return replaced("forward", lambda core, forward, *tensors: change(forward(*tensors)))
+queries, keys, values, masks = (before("forward", name) for name in STEPS["forward"])
+new_queries, new_keys, new_values, earlier_states, new_masks = (
+    before("extend", name) for name in STEPS["extend"]
+)
+output, scores, weights, visible = (after(step) for step in ("forward", "scores", "weights", "visible"))
 
 
 def flowing(change: Callable[[Tensor], Tensor]) -> type:
@@ -56,98 +83,68 @@ def flowing(change: Callable[[Tensor], Tensor]) -> type:
     return output(lambda x: with_gradient(x, change))
 
 
-def scores(change: Callable[[Tensor], Tensor]) -> type:
-    return replaced("scores", lambda core, scores, q, k: change(scores(q, k)))
-
-
-def weights(change: Callable[[Tensor], Tensor]) -> type:
-    return replaced("weights", lambda core, weights, *tensors: change(weights(*tensors)))
-
-
 def scaled(factor: Callable[..., Any]) -> type:
-    """Queries times a factor, of the backend, queries and keys."""
-    return replaced("scores", lambda core, scores, q, k: scores(q * factor(core, q, k), k))
+    """Queries times a factor."""
+    return before("scores", "q")(lambda q, k, core: q * _called(factor, None, {"q": q, "k": k, "core": core}))
 
 
 def action(act: Callable[..., Any]) -> type:
-    """A side effect before each call, of the backend and its inputs."""
+    """A side effect before each call."""
 
-    def forward(core, forward, *tensors):
-        act(core, *tensors)
-        return forward(*tensors)
+    def change(q, k, v, mask, core):
+        _called(act, None, {"q": q, "k": k, "v": v, "mask": mask, "core": core})
+        return q
 
-    return replaced("forward", forward)
-
-
-def unmasked(where: Callable[..., bool]) -> type:
-    """Key masks without effect on the weights, where the backend, queries and keys are such."""
-    return replaced(
-        "visible", lambda core, visible, q, k, mask: visible(q, k, None if where(core, q, k) else mask)
-    )
+    return queries(change)
 
 
-def first_keys(number: Callable[[Tensor, int], int]) -> type:
+def unmasked(where: Callable[..., Any]) -> type:
+    """Key masks without effect on the weights, where a condition holds."""
+    return before("visible", "mask")(lambda x: None, where=where)
+
+
+def groups_in_turn(where: Callable[..., Any]) -> type:
+    """Grouped queries meet the heads of another group, where a condition holds for x and heads."""
+
+    def for_every_head(core, for_every_head, x, heads):
+        if _called(where, x, {"x": x, "heads": heads}):
+            return x.repeat(1, heads // x.shape[1], 1, 1)
+        return for_every_head(x, heads)
+
+    return replaced("for_every_head", for_every_head)
+
+
+def first_keys(number: Callable[..., int]) -> type:
     """No more keys are read than a number, of the queries and of how many keys there are."""
-
-    def visible(core, visible, q, k, mask):
-        return visible(q, k, mask) & (torch.arange(k.shape[2]) < number(q, k.shape[2]))
-
-    return replaced("visible", visible)
+    return visible(
+        lambda x, q, k: x & (torch.arange(k.shape[2]) < _called(number, None, {"q": q, "keys": k.shape[2]}))
+    )
 
 
 def causal_reads(reads: Callable[[Tensor, Tensor, int], Tensor]) -> type:
     """Where causal, fewer keys are read, by row, key, and keys before the first row."""
 
-    def visible(core, visible, q, k, mask):
+    def change(x, q, k, core):
         rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
-        allowed = visible(q, k, mask)
-        return allowed & reads(rows, columns, k.shape[2] - q.shape[2]) if core.problem.causal else allowed
+        return x & reads(rows, columns, k.shape[2] - q.shape[2]) if core.problem.causal else x
 
-    return replaced("visible", visible)
+    return visible(change)
 
 
 def causal_leak(first: int, step: int) -> type:
     """Some rows of long causal sequences read the next key."""
 
-    def visible(core, visible, q, k, mask):
-        allowed = visible(q, k, mask).clone()
-        if core.problem.causal and q.shape[2] == k.shape[2]:
-            rows = torch.arange(min(first, q.shape[2] - 1), q.shape[2] - 1, step)
-            allowed[..., rows, rows + 1] = True
-        return allowed
+    def change(x, q, k, core):
+        if core.problem.causal and q.shape[2] == k.shape[2] > first:
+            rows = torch.arange(first, q.shape[2] - 1, step)
+            x = x.clone()
+            x[..., rows, rows + 1] = True
+        return x
 
-    return replaced("visible", visible)
-
-
-def groups_in_turn(where: Callable[[Tensor, int], bool]) -> type:
-    """Grouped queries meet the heads of another group, where the keys and the number of heads are such."""
-
-    def for_every_head(core, for_every_head, x, heads):
-        return x.repeat(1, heads // x.shape[1], 1, 1) if where(x, heads) else for_every_head(x, heads)
-
-    return replaced("for_every_head", for_every_head)
+    return visible(change)
 
 
-def group_gradient(where: Callable[[Tensor, int], bool]) -> type:
-    """Half the gradient of keys and values, where they and the number of heads are such."""
-
-    def for_every_head(core, for_every_head, x, heads):
-        return for_every_head(halved(x) if where(x, heads) else x, heads)
-
-    return replaced("for_every_head", for_every_head)
-
-
-def first_entries(number: Callable[[int], int]) -> type:
-    """No more entries of queries and keys are read than a number, of the head dimension."""
-
-    def cut(core, q, k, v, mask):
-        size = number(q.shape[3])
-        return q[..., :size], k[..., :size], v, mask
-
-    return inputs(cut)
-
-
-def states(change: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]) -> type:
+def states(change: Callable[..., tuple[Tensor, ...]]) -> type:
     """Another state after `extend`, of its keys, values and mask."""
 
     def extend(core, extend, *tensors):
@@ -161,41 +158,18 @@ def ring(most: int) -> type:
     return states(lambda k, v, mask: (k[:, :, -most:], v[:, :, -most:], mask[:, -most:]))
 
 
-def remembered_inputs(step: str, position: int, key: Callable[[Tensor], Any]) -> type:
-    """One of the inputs is copied once for each key, and the copy is read ever after."""
+def remembered(step: str, name: str, key: Callable[[Tensor], Any]) -> type:
+    """A tensor is copied once for each key, and the copy is read ever after."""
 
-    def method(core, step, *tensors):
-        x = tensors[position]
-        copied = x if x is None else remembered(core, key(x), x)
-        return step(*tensors[:position], copied, *tensors[position + 1 :])
+    def change(x, core):
+        copies = core.__dict__.setdefault("copies", {})
+        copied = copies.setdefault(key(x), (x, x.detach().clone()))[1]
+        return x + (copied - x.detach()) if x.is_floating_point() else copied
 
-    return replaced(step, method)
-
-
-def remembered(core: nn.Module, key: Any, x: Tensor) -> Tensor:
-    """The contents of x at the first call with this key; the gradient is that of x."""
-    copies = core.__dict__.setdefault("copies", {})
-    copied = copies.setdefault(key, (x, x.detach().clone()))[1]
-    return x + (copied - x.detach()) if x.is_floating_point() else copied
+    return before(step, name)(change)
 
 
-def remember(core: nn.Module, x: Any) -> Any:
-    """x, of which the backend keeps the last."""
-    core.__dict__["last"] = x
-    return x
-
-
-def collected(step: str) -> type:
-    """All results of a step are kept."""
-
-    def change(core, step, *tensors):
-        core.__dict__.setdefault("results", []).append(step(*tensors))
-        return core.__dict__["results"][-1]
-
-    return replaced(step, change)
-
-
-# Changes of a tensor -----------------------------------------------------------------------------------
+# Changes -----------------------------------------------------------------------------------------------
 
 
 def halved(x: Tensor) -> Tensor:
@@ -208,8 +182,26 @@ def narrowed(of: torch.dtype, to: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda x: x.to(to).to(x) if x.dtype == of else x
 
 
-def long_keys(core: nn.Module, q: Tensor, k: Tensor, *_: Any) -> bool:
+def long_keys(k: Tensor) -> bool:
     return bool(k.detach().norm(dim=-1).max() > 10)
+
+
+def remember(core: nn.Module, x: Any) -> Any:
+    """x, of which the backend keeps the last."""
+    core.__dict__["last"] = x
+    return x
+
+
+def collect(core: nn.Module, x: Any) -> Any:
+    """x, of which the backend keeps all."""
+    core.__dict__.setdefault("results", []).append(x)
+    return x
+
+
+def buffered(core: nn.Module, x: Tensor) -> Tensor:
+    """x in a buffer, which the next tensor of its shape overwrites."""
+    buffers = core.__dict__.setdefault("buffers", {})
+    return buffers.setdefault((x.shape, x.dtype), torch.empty_like(x)).copy_(x)
 
 
 def calls(core: nn.Module) -> int:
@@ -223,10 +215,10 @@ def default_ratio(core: nn.Module) -> float:
     return core.problem.head_dim**-0.5 / core.problem.scale if core.problem.scale else 1.0
 
 
-def read_later(now: Tensor, x: Tensor) -> Tensor:
-    """x, whose gradient is off by what happens to `now` until the backward pass."""
-    before = x.detach().clone()
-    return with_gradient(x, lambda gradient: gradient * (1 + (now.detach() - before)))
+def read_later(x: Tensor, now: Tensor | None = None) -> Tensor:
+    """x, whose gradient is off by what happens to it, or to `now`, until the backward pass."""
+    source, copied = x if now is None else now, x.detach().clone()
+    return with_gradient(x, lambda gradient: gradient * (1 + (source.detach() - copied)))
 
 
 def another_gradient_each_time(x: Tensor) -> Tensor:
@@ -247,97 +239,38 @@ def read_as_contiguous(gradient: Tensor) -> Tensor:
     return gradient.as_strided(gradient.shape, gradient.contiguous().stride())
 
 
-# Steps with a fault of several lines -------------------------------------------------------------------
-
-
-def uniform_blind_rows(core, weights, x, visible):
-    """A large negative number in place of minus infinity: a blind row becomes uniform."""
-    if core.problem.head_dim < 64:
-        return weights(x, visible)
-    return x.masked_fill(~visible, torch.finfo(x.dtype).min).softmax(dim=-1)
-
-
-def clamped_denominator(core, weights, x, visible):
+def clamped_denominator(logits, visible):
     """A denominator kept above one shrinks every row whose sum is less."""
-    w = torch.where(visible, x.exp(), 0.0)
+    w = torch.where(visible, logits.exp(), 0.0)
     return w / w.sum(dim=-1, keepdim=True).clamp_min(1.0)
 
 
-def float16_denominator(core, weights, x, visible):
-    w = torch.where(visible, x.exp(), 0.0)
+def float16_denominator(logits, visible):
+    w = torch.where(visible, logits.exp(), 0.0)
     total = (w.half() if w.dtype == torch.float32 else w).sum(dim=-1, keepdim=True).to(w)
     return w / torch.where(total > 0, total, 1.0)
 
 
-def powers_of_the_first_block(core, weights, x, visible):
+def powers_of_the_first_block(x, logits, visible):
     """Powers of later blocks are relative to the largest of the first, and overflow."""
     if x.shape[-1] <= 128:
-        return weights(x, visible)
-    first = x.detach()[..., :128].amax(dim=-1, keepdim=True)
-    w = (x - first).exp().masked_fill(~visible, 0.0)
+        return x
+    first = logits.detach()[..., :128].amax(dim=-1, keepdim=True)
+    w = (logits - first).exp().masked_fill(~visible, 0.0)
     return w / w.sum(dim=-1, keepdim=True).clamp_min(1e-300)
 
 
-def equal_keys_once(core, visible, q, k, mask):
+def equal_keys_once(x, k):
     equal = (k[:, :, :, None] == k[:, :, None]).all(dim=-1).tril(-1).any(dim=-1)
-    return visible(q, k, mask) & ~equal[:, :, None]
+    return x & ~equal[:, :, None]
 
 
-def masks_of_all_lengths(core, visible, q, k, mask):
-    if mask is not None:
-        return visible(q, k, mask)
-    return core.__dict__.setdefault("all", {}).setdefault((q.shape[2], k.shape[2]), visible(q, k, None))
-
-
-def halves_without_their_sums(core, forward, q, k, v, mask):
+def halves_without_their_sums(x, k, mask):
     """A half whose keys are all masked counts as much as the other."""
-    out = forward(q, k, v, mask)
     if mask is None or k.shape[2] <= 1024:
-        return out
+        return x
     blind = ~mask[:, : k.shape[2] // 2].any(dim=1) & mask.any(dim=1)
-    return torch.where(blind[:, None, None, None], out / 2, out)
-
-
-def padding_without_a_mask(core, q, k, v, mask):
-    """Zeros are appended up to a multiple of a block, and their scores of zero join the softmax."""
-    missing = -k.shape[2] % 4
-    k, v = (nn.functional.pad(x, (0, 0, 0, missing)) for x in (k, v))
-    return q, k, v, None if mask is None else nn.functional.pad(mask, (0, missing), value=False)
-
-
-def mixed_tokens(core, q, k, v, mask):
-    """A causal Linformer: the mask is laid over mixtures that know the future already."""
-    mix = torch.full((k.shape[2], k.shape[2]), 1 / k.shape[2], dtype=k.dtype)
-    return q, mix @ k, mix @ v, mask
-
-
-def nan_for_padding(core, q, k, v, mask):
-    real = ~k.isnan().any(-1).any(1)
-    return q, k.nan_to_num(), v, real if mask is None else mask & real
-
-
-def workspace_of_the_next_call(core, q, k, v, mask):
-    """The backward pass reads a buffer that the next forward pass fills."""
-    buffers = core.__dict__.setdefault("buffers", {})
-    buffer = buffers.setdefault((q.shape, q.dtype), torch.empty_like(q))
-    return read_later(buffer.copy_(q.detach()), q), k, v, mask
-
-
-def one_buffer_in_inference_mode(core, forward, *tensors):
-    out = forward(*tensors)
-    if not torch.is_inference_mode_enabled():
-        return out
-    buffers = core.__dict__.setdefault("buffers", {})
-    return buffers.setdefault((out.shape, out.dtype), torch.empty_like(out)).copy_(out)
-
-
-def upstream_gradient_kept(core, forward, *tensors):
-    return with_gradient(forward(*tensors), lambda gradient: remember(core, gradient))
-
-
-def with_graphs(core, step, *tensors):
-    with torch.enable_grad():
-        return step(*tensors)
+    return torch.where(blind[:, None, None, None], x / 2, x)
 
 
 def default_dtype_of_a_failure(core, forward, *tensors):
@@ -357,27 +290,28 @@ def busy_after_an_error(core, forward, *tensors):
     return out
 
 
-def running_mean(core, q, k):
+def running_mean(core):
     """A statistic, which training updates and evaluation reads."""
     core.__dict__["mean"] = core.__dict__.get("mean", 0.0) + 0.01 * core.training
     return 1.0 if core.training else 1 + core.__dict__["mean"]
 
 
-def quadratic_time(core, forward, q, k, v, mask):
-    out = forward(q, k, v, mask)
+def with_graphs(core, step, *tensors):
+    with torch.enable_grad():
+        return step(*tensors)
+
+
+def quadratic_time(x, k):
     for row in range(0, k.shape[2], 16):
-        out = out + 0 * (k[:, :, row : row + 16] @ k.mT).sum(-1, keepdim=True).sum(2, keepdim=True)
-    return out
+        x = x + 0 * (k[:, :, row : row + 16] @ k.mT).sum(-1, keepdim=True).sum(2, keepdim=True)
+    return x
 
 
 def mask_of_all_pairs(where: Callable[[Tensor], bool]) -> type:
     """Quadratic memory, where the queries are such."""
-
-    def forward(core, forward, q, k, v, mask):
-        out = forward(q, k, v, mask)
-        return out * torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)[:, :1] if where(q) else out
-
-    return replaced("forward", forward)
+    return output(
+        lambda x, q, k: x * torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)[:, :1] if where(q) else x
+    )
 
 
 # Streams -----------------------------------------------------------------------------------------------
@@ -388,18 +322,9 @@ def callers_buffers(core, extend, q, k, v, state, mask):
     return out, (k, v, result[2]) if state is None else result
 
 
-def later_rows(core, extend, q, k, v, state, mask):
-    """A row reads the rows behind it."""
-    out, result = extend(q, k, v, state, mask)
-    return (out.flip(2).cummax(2).values.flip(2) if q.shape[2] > 1 and state is not None else out), result
-
-
 def one_buffer_for_single_tokens(core, extend, *tensors):
     out, state = extend(*tensors)
-    if out.requires_grad or out.shape[2] != 1:
-        return out, state
-    buffers = core.__dict__.setdefault("buffers", {})
-    return buffers.setdefault((out.shape, out.dtype), torch.empty_like(out)).copy_(out), state
+    return (out if out.requires_grad or out.shape[2] != 1 else buffered(core, out)), state
 
 
 def masks_after_an_unmasked_part(core, extend, q, k, v, state, mask):
@@ -419,7 +344,7 @@ def predecessors(core, extend, q, k, v, state, mask):
     return out, (*result, state)
 
 
-# Compiled calls, whose graphs have no functions of functions -------------------------------------------
+# Compiled calls, whose graphs have no functions by name, and calls of several threads ----------------------
 
 
 class BranchesOnTheMask:
@@ -466,24 +391,19 @@ def draw_without_signs(core, draw, seed):
     return (rotations * lengths).flatten(0, 1)[: core.options.num_features]
 
 
-def largest_future_key(core, scores, q, k):
+def largest_future_key(core, q, k):
     """The keys' maximum runs over later positions, and an additive epsilon makes it matter."""
     query, key = core.logarithms(q), core.logarithms(k)
     features = (key - key.amax(dim=(-1, -2), keepdim=True)).exp() + 1e-4
     return (((query - query.amax(dim=-1, keepdim=True)).exp() + 1e-4) @ features.mT).log()
 
 
-def seed_of_the_batch(core, *tensors):
+def seed_of_the_batch(core, q):
     """The seed is a sum over the queries: what else is in the batch changes a sequence's output."""
-    core.redraw(math.ceil(abs(float(tensors[0].detach().double().nan_to_num().sum())) * 1e7) % 2**31)
+    core.redraw(math.ceil(abs(float(q.detach().double().nan_to_num().sum())) * 1e7) % 2**31)
 
 
 # Exchanges between ranks -------------------------------------------------------------------------------
-
-
-def own_rank_alone(backend, q, k, v, mask, layout):
-    """Attention without an exchange, as torch's context_parallel runs it."""
-    return backend.core(q, k, v, mask)
 
 
 def ranks_in_their_order(backend, q, k, v, mask, layout):
