@@ -7,6 +7,7 @@ other name, the tensor that it changes.
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -431,7 +432,7 @@ def gradients_times_the_ranks(backend, q, k, v, mask, layout):
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
-# Each check with its  Those of a check differ in the input that shows them.
+# Each check with its faults, which differ in the input that shows them.
 FAULTS = {
     "a_change_before_the_backward_pass_is_noticed": {"values are read later": values(read_later)},
     "a_copy_is_equal_and_apart": {"last output": output(remember)},
