@@ -12,22 +12,6 @@ from efficient_attn.testing import BrokenPromiseError, check_names
 COMPILED = "compiled_it_is_the_same"
 # Runtime shape checks make torch.compile stumble, and draw from `random` to choose what they look at.
 WITHOUT_SHAPE_CHECKS = (COMPILED, "nothing_global_is_touched")
-# Each takes seconds for one backend; tests/test_faulty.py has the faults that they are for.
-SLOW = ("a_hundred_calls_leave_no_trace", "what_is_frozen_changes_no_gradient")
-# No output depends on a later token, by the quick check of causality.
-SLOW_ALONE = (("performer-trig", "later_values_move_no_output"),)
-# performer-full is performer-positive behind linear maps of queries and keys, by the same causal code.
-SAME_CAUSALITY = ("performer-full",)
-CAUSALITY = (
-    "no_output_depends_on_a_later_token",
-    "later_values_move_no_output",
-    "queries_are_the_last_positions",
-)
-# Backends of other exchanges, and a signed one; the others exchange states by the same code.
-RANKS, ON_RANKS = (
-    "parts_on_several_ranks_are_the_whole",
-    ("exact", "linformer", "performer-trig", "window"),
-)
 # Checks that visit every path of `ops`. Shape checks double the time, and only repeat themselves in others.
 WITH_SHAPE_CHECKS = (
     "gradients_hold_at_every_shape",
@@ -35,15 +19,22 @@ WITH_SHAPE_CHECKS = (
     "no_keys_give_zeros",
     "parts_of_any_size_are_the_whole",
 )
+# Each takes seconds for one backend; tests/faults.py has the faults that they are for.
+SLOW = ("a_hundred_calls_leave_no_trace", "what_is_frozen_changes_no_gradient")
+# The quick check of causality is that of gradients.
+CAUSALITY = ("later_values_move_no_output", "queries_are_the_last_positions")
+RANKS = "parts_on_several_ranks_are_the_whole"
+# performer-full is performer-positive behind linear maps of queries and keys, by the same causal code. Backends
+# but for exact, linformer, window and signed features exchange states by the same code.
+SLOW_ALONE = {
+    *(("performer-full", check) for check in ("no_output_depends_on_a_later_token", *CAUSALITY)),
+    ("performer-trig", "later_values_move_no_output"),
+    *((name, RANKS) for name in {*ea.list_backends()} - {"exact", "linformer", "performer-trig", "window"}),
+}
 
 
 def marks(backend: str, check: str) -> list[pytest.MarkDecorator]:
-    slow = (
-        check in SLOW
-        or (backend, check) in SLOW_ALONE
-        or (backend in SAME_CAUSALITY and check in CAUSALITY)
-        or (check == RANKS and backend not in ON_RANKS)
-    )
+    slow = check in SLOW or (backend, check) in SLOW_ALONE
     return [pytest.mark.compile] * (check in WITHOUT_SHAPE_CHECKS) + [pytest.mark.slow] * slow
 
 
