@@ -453,9 +453,7 @@ FAULTS = {
             lambda x, q, mask: x if mask is None or q.shape[3] < 64 else x + ~mask.any(1)[:, None, None, None]
         )
     },
-    "calls_are_silent": {
-        "warning": action(lambda q: q.shape[2] <= 128 or warnings.warn("long", stacklevel=2))
-    },
+    "calls_are_silent": {"text": action(lambda q: q.shape[2] <= 128 or warnings.warn("long", stacklevel=2))},
     "columns_of_values_are_computed_alone": {
         "columns of values set the scale": queries(lambda q, v: q * (q.shape[3] / v.shape[3]) ** 0.5),
         "columns beyond 256 are zero": output(lambda x: x * (torch.arange(x.shape[3]) < 256)),
@@ -475,9 +473,7 @@ FAULTS = {
         "whole tiles": output(
             lambda x: x * (torch.arange(x.shape[1]) < max(x.shape[1] // 64 * 64, 64))[:, None, None]
         ),
-        "64 heads": first_keys(
-            lambda q, keys: keys - 1 if q.shape[1] == 64 and keys % 2 and keys > 1 else keys
-        ),
+        "64": first_keys(lambda q, keys: keys - 1 if q.shape[1] == 64 and keys % 2 and keys > 1 else keys),
     },
     "every_sequence_is_its_single_call": {
         "third": keys(lambda k: torch.cat([k[:2], k[1:2].expand_as(k[2:])]), where=lambda k: len(k) > 2),
@@ -503,9 +499,7 @@ FAULTS = {
             halved, where=lambda core, k, mask: mask is not None and core.problem.causal and len(k) > 1
         ),
         "groups": before("for_every_head", "x")(halved, where=lambda x, heads: x.shape[1] < heads),
-        "default scale": before("scores", "q")(
-            lambda q, core: with_gradient(q, lambda x: x * default_ratio(core))
-        ),
+        "scale": before("scores", "q")(lambda q, core: with_gradient(q, lambda x: x * default_ratio(core))),
         "many queries": scores(lambda x: with_gradient(x, narrowed(F64, BF16)) if x.shape[2] > 1024 else x),
         "large batches": keys(halved, where=lambda k: len(k) > 32),
         "full tiles": keys(
@@ -577,9 +571,7 @@ FAULTS = {
         "mask in memory": masks(
             lambda mask: mask.as_strided(mask.shape, (mask.shape[1], 1)), where=lambda mask: mask.stride(0)
         ),
-        "mask of a column": masks(
-            lambda mask: None, where=lambda mask: mask.shape[1] > 1 and not mask.stride(1)
-        ),
+        "column": masks(lambda mask: None, where=lambda mask: mask.shape[1] > 1 and not mask.stride(1)),
         "shared prefix": masks(
             lambda mask: mask[:1].expand_as(mask),
             where=lambda k, v: k.stride(0) == v.stride(0) == 0 < k.stride(1),
@@ -651,9 +643,7 @@ FAULTS = {
         "single value": output(
             lambda x, q, k, v, mask: v if k.shape[2] == 1 and q.shape == v.shape and mask is None else x
         ),
-        "inference mode": output(
-            lambda x, core: buffered(core, x) if torch.is_inference_mode_enabled() else x
-        ),
+        "inference": output(lambda x, core: buffered(core, x) if torch.is_inference_mode_enabled() else x),
     },
     "outputs_have_the_shape_and_dtype_asked_for": {
         "bfloat16": output(lambda x: x.float() if x.dtype == BF16 else x)
@@ -682,9 +672,7 @@ FAULTS = {
     },
     "scale_is_a_factor_on_the_scores": {
         "below one": scaled(lambda core: 1 / max(abs(core.problem.factor), 1.0)),
-        "64 entries": scaled(
-            lambda core, q: 1.0 if core.problem.scale else (max(q.shape[3], 64) / 64) ** 0.5
-        ),
+        "64": scaled(lambda core, q: 1.0 if core.problem.scale else (max(q.shape[3], 64) / 64) ** 0.5),
         "long keys": keys(lambda k: k * (30 / k.norm(dim=-1, keepdim=True).clamp_min(1e-9)).clamp_max(1.0)),
         "zero": scores(lambda x, q, k, core: x if core.problem.factor else core.wide(q) @ core.wide(k).mT),
         "single queries": scaled(lambda core, q: default_ratio(core) if q.shape[2] == 1 else 1.0),
@@ -722,10 +710,8 @@ FAULTS = {
     },
     "the_same_call_gives_the_same_bits": {
         "counts": scaled(lambda core: 1 + 1e-3 * calls(core)),
-        "training of many keys": scaled(lambda core, k: 1.01 if core.training and k.shape[2] > 512 else 1.0),
-        "training of many queries": scaled(
-            lambda core, q: 1.01 if core.training and q.shape[2] > 128 else 1.0
-        ),
+        "many keys": scaled(lambda core, k: 1.01 if core.training and k.shape[2] > 512 else 1.0),
+        "many queries": scaled(lambda core, q: 1.01 if core.training and q.shape[2] > 128 else 1.0),
         "running mean": scaled(running_mean),
     },
     "threads_do_not_disturb_each_other": {
@@ -801,9 +787,7 @@ GROWING = {
 # Shown by the long form alone.
 LONG = {
     "every_sequence_is_its_single_call": {
-        "65535 pairs": output(
-            lambda x: x * (torch.arange(len(x) * x.shape[1]).view(len(x), -1, 1, 1) < 65_535)
-        ),
+        "pairs": output(lambda x: x * (torch.arange(len(x) * x.shape[1]).view(len(x), -1, 1, 1) < 65_535)),
         "large inputs": queries(narrowed(F32, BF16), where=lambda q: q.numel() >= 2**20),
     },
     "later_values_move_no_output": {"rows beyond 3000 leak": causal_leak(3000, 1)},

@@ -24,8 +24,8 @@ SLOW = ("a_hundred_calls_leave_no_trace", "what_is_frozen_changes_no_gradient")
 # The quick check of causality is that of gradients.
 CAUSALITY = ("later_values_move_no_output", "queries_are_the_last_positions")
 RANKS = "parts_on_several_ranks_are_the_whole"
-# performer-full is performer-positive behind linear maps of queries and keys, by the same causal code. Backends
-# but for exact, linformer, window and signed features exchange states by the same code.
+# performer-full is performer-positive behind linear maps of queries and keys, by the same causal code. All
+# but exact, linformer, window and signed features exchange states by the same code.
 SLOW_ALONE = {
     *(("performer-full", check) for check in ("no_output_depends_on_a_later_token", *CAUSALITY)),
     ("performer-trig", "later_values_move_no_output"),
