@@ -94,13 +94,10 @@ CASES = [
 @pytest.fixture(autouse=True)
 def settings_as_they_were():
     """Keep the settings that a fault leaves behind from later tests."""
-    precision, softmax = torch.get_float32_matmul_precision(), nn.functional.softmax
-    threads = torch.get_num_threads()
+    softmax = nn.functional.softmax
     yield
-    torch.set_float32_matmul_precision(precision)
     torch.set_flush_denormal(False)
     torch.set_default_dtype(torch.float32)
-    torch.set_num_threads(threads)
     nn.functional.softmax = softmax
 
 
