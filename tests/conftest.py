@@ -17,22 +17,10 @@ THREADS = 1
 # One algorithm serves several backends: what holds for every backend is tried on one of a kind at once, and
 # on the others by `pytest -m slow`.
 OF_A_KIND = {
-    "exact-dense",
-    "performer-hyperbolic",
-    "performer-oprf",
-    "performer-full",
-    "linear-relu",
-    "linear-elu",
-    "linear-hedgehog",
-    "linear-taylor-1",
-    "linear-taylor-2",
+    *("exact-dense", "performer-hyperbolic", "performer-oprf", "performer-full"),
+    *("linear-relu", "linear-elu", "linear-hedgehog", "linear-taylor-1", "linear-taylor-2"),
 }
-FOR_EVERY_BACKEND = {
-    "test_conformance.py",
-    "test_reproducible.py",
-    "test_stack.py",
-}
-
+FOR_EVERY_BACKEND = {"test_conformance.py", "test_reproducible.py", "test_stack.py"}
 
 # These files take longest: a worker that began one of them last would keep the others waiting.
 LONGEST = (
@@ -54,32 +42,25 @@ def short_decoder(monkeypatch: pytest.MonkeyPatch) -> int:
     from efficient_attn.measure import inputs
     from efficient_attn.measure.inputs import SHIPPED, Activations, Captured, shipped
 
-    tokens = 96
-
     def cut(text: int) -> Captured:
         captured = shipped(text)
-        if text != SHIPPED["decoder"]:
-            return captured
+        lengths = {18: 48, 19: 96} if text == SHIPPED["decoder"] else {}
         layers = {
             layer: Activations(*(tensor[..., :length, :] for tensor in captured.layers[layer]))
-            for layer, length in ((18, tokens // 2), (19, tokens))
+            for layer, length in lengths.items()
         }
-        return replace(captured, layers=layers)
+        return replace(captured, layers=layers or captured.layers)
 
     monkeypatch.setattr(inputs, "shipped", cut)
-    return tokens
+    return 96
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
-        params = getattr(item, "callspec", None)
-        if (
-            item.path.name in FOR_EVERY_BACKEND
-            and params
-            and OF_A_KIND & set(map(str, params.params.values()))
-        ):
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        if item.path.name in FOR_EVERY_BACKEND and OF_A_KIND & set(map(str, params.values())):
             item.add_marker("slow")
 
 
@@ -107,7 +88,8 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(THREADS)
-    if not _compiles(config):
+    # torch.compile stumbles over checked shapes.
+    if config.getoption("markexpr") not in ("compile", "gpu"):
         # Must come before anything imports `ops`, hence not in a fixture.
         from jaxtyping import install_import_hook
 
@@ -178,16 +160,16 @@ def tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of its own to run in, with `own.py:…` that end, block or flood their process."""
+    """Another folder to run in, with `own.py:…` that end, block or flood their process."""
     monkeypatch.chdir(tmp_path)
-    shutil.copy(Path(__file__).parent / "misbehaving.py", tmp_path / "own.py")
+    shutil.copy(Path(__file__).parent / "misbehaving.py", "own.py")
 
 
 @pytest.fixture
 def called_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of its own to run in, with `models.py:…` that make models or fail to."""
+    """Another folder to run in, with `models.py:…` that make models or fail to."""
     monkeypatch.chdir(tmp_path)
-    shutil.copy(Path(__file__).parent / "integrations" / "called_models.py", tmp_path / "models.py")
+    shutil.copy(Path(__file__).parent / "integrations" / "called_models.py", "models.py")
 
 
 @pytest.fixture
@@ -238,8 +220,3 @@ def advised(encoder: Path, given_times: None) -> Any:
     from integrations.hf_advice import advice
 
     return advice(encoder)
-
-
-def _compiles(config: pytest.Config) -> bool:
-    """Whether this process runs tests that compile: `torch.compile` stumbles over checked shapes."""
-    return config.getoption("markexpr") in ("compile", "gpu")

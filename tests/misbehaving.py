@@ -36,19 +36,20 @@ def aborts(q, k, v):
     os.abort()
 
 
+def write_pids(*pids):
+    with open("pids", "w") as file:
+        file.write(" ".join(map(str, pids)))
+    os.rename("pids", "pids.complete")
+
+
 def endless(q, k, v):
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    with open("pids", "w") as file:
-        file.write(f"{os.getpid()} {helper.pid}")
-    os.rename("pids", "pids.complete")
-    while True:
-        pass
+    write_pids(os.getpid(), helper.pid)
+    never(None, None)
 
 
 def hangs_in_c(q, k, v):
-    with open("pids", "w") as file:
-        file.write(f"{os.getpid()}")
-    os.rename("pids", "pids.complete")
+    write_pids(os.getpid())
     # Unlike CDLL this keeps Python's lock: no other thread of the process runs any more.
     ctypes.PyDLL(None).sleep(600)
 
@@ -133,12 +134,3 @@ def interrupted(q, k, v):
 def signals(q, k, v):
     os.kill(os.getpid(), signal.SIGINT)
     return v.clone()
-
-
-class Textless(Exception):
-    def __str__(self):
-        sys.exit("no text")
-
-
-def textless(q, k, v):
-    raise Textless

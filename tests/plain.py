@@ -17,7 +17,7 @@ from torch import Tensor
 
 import efficient_attn as ea
 from efficient_attn.backends.linear_attention import LinearAttention
-from efficient_attn.ops import paths
+from efficient_attn.ops import naive, paths
 
 _ALL = slice(None)
 # Magnitude of the logarithm of a row's sum: 2¹⁰ tokens, and a largest weight of e⁹.
@@ -97,15 +97,9 @@ class Problem:
 
     def visible(self, q: Tensor, k: Tensor) -> Tensor:
         """True where a query reads a key, [batch 1 q_tokens k_tokens]."""
-        tokens = k.shape[2]
-        key = torch.arange(tokens, device=q.device)
-        ahead = key - (key[-q.shape[2] :] if self.causal else key[: q.shape[2]])[:, None]
-        found = ahead <= 0 if self.causal else torch.ones_like(ahead, dtype=torch.bool)
-        if self.name == "window":
-            size = self.backend.options.window
-            found &= ahead > -size if self.causal else ahead.abs() <= size // 2
-        mask = None if self.key_mask is None else self.key_mask.to(q.device)[:, None, None]
-        return found[None, None] if mask is None else found & mask
+        mask = None if self.key_mask is None else self.key_mask.to(q.device)
+        window = self.backend.options.window if self.name == "window" else None
+        return naive.visible_keys(q, k, causal=self.causal, key_mask=mask, window=window)
 
 
 def linear_weights(core: LinearAttention, q: Tensor, k: Tensor) -> Tensor:

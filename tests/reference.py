@@ -144,16 +144,3 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
 def worst_row(out: Tensor, reference: Tensor) -> Tensor:
     """Relative error of each row."""
     return (out.double() - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-300)
-
-
-def reference_dense_exponential(x, directions, a) -> Tensor:
-    """log f_i(x) = Σ_l [log(1 − 4a_l)/4 + a_l w_il² + √(1 − 4a_l) w_il x_l] − |x|²/2, [… tokens directions].
-
-    Likhosherstov et al. 2023, the real positive case, one number at a time.
-    """
-    out = torch.zeros(*x.shape[:-1], len(directions), dtype=torch.float64)
-    for i, w in enumerate(directions.double()):
-        for axis in range(x.shape[-1]):
-            one = 1 - 4 * a[axis]
-            out[..., i] += one.log() / 4 + a[axis] * w[axis] ** 2 + one.sqrt() * w[axis] * x[..., axis]
-    return out - x.square().sum(-1, keepdim=True) / 2

@@ -1,38 +1,17 @@
 """Every registered backend goes through the public suite, check by check; and the suite's own manners."""
 
-import warnings
-from dataclasses import dataclass, replace
-
 import jaxtyping
 import pytest
 import torch
 
 import efficient_attn as ea
-from efficient_attn.backends.window import WindowOptions
 from efficient_attn.conformance.table import CHECKS as TABLE
-from efficient_attn.options import option
 from efficient_attn.registry import Capabilities
 from efficient_attn.testing import BrokenPromiseError, check_names
 
 COMPILED = "compiled_it_is_the_same"
 # Runtime shape checks make torch.compile stumble, and draw from `random` to choose what they look at.
 WITHOUT_SHAPE_CHECKS = (COMPILED, "nothing_global_is_touched")
-# Each takes seconds for one backend; tests/test_broken.py shows the faults that they are for.
-SLOW = ("a_hundred_calls_leave_no_trace", "what_is_frozen_changes_no_gradient")
-# No output depends on a later token, by the quick check of causality.
-SLOW_ALONE = (("performer-trig", "later_values_move_no_output"),)
-# performer-full is performer-positive behind linear maps of queries and keys, by the same causal code.
-SAME_CAUSALITY = ("performer-full",)
-CAUSALITY = (
-    "no_output_depends_on_a_later_token",
-    "later_values_move_no_output",
-    "queries_are_the_last_positions",
-)
-# Backends of other exchanges, and a signed one; the others exchange states by the same code.
-RANKS, ON_RANKS = (
-    "parts_on_several_ranks_are_the_whole",
-    ("exact", "linformer", "performer-trig", "window"),
-)
 # Checks that visit every path of `ops`. Shape checks double the time, and only repeat themselves in others.
 WITH_SHAPE_CHECKS = (
     "gradients_hold_at_every_shape",
@@ -40,15 +19,22 @@ WITH_SHAPE_CHECKS = (
     "no_keys_give_zeros",
     "parts_of_any_size_are_the_whole",
 )
+# Each takes seconds for one backend; tests/faults.py has the faults that they are for.
+SLOW = ("a_hundred_calls_leave_no_trace", "what_is_frozen_changes_no_gradient")
+# The quick check of causality is that of gradients.
+CAUSALITY = ("later_values_move_no_output", "queries_are_the_last_positions")
+RANKS = "parts_on_several_ranks_are_the_whole"
+# performer-full is performer-positive behind linear maps of queries and keys, by the same causal code. All
+# but exact, linformer, window and signed features exchange states by the same code.
+SLOW_ALONE = {
+    *(("performer-full", check) for check in ("no_output_depends_on_a_later_token", *CAUSALITY)),
+    ("performer-trig", "later_values_move_no_output"),
+    *((name, RANKS) for name in {*ea.list_backends()} - {"exact", "linformer", "performer-trig", "window"}),
+}
 
 
 def marks(backend: str, check: str) -> list[pytest.MarkDecorator]:
-    slow = (
-        check in SLOW
-        or (backend, check) in SLOW_ALONE
-        or (backend in SAME_CAUSALITY and check in CAUSALITY)
-        or (check == RANKS and backend not in ON_RANKS)
-    )
+    slow = check in SLOW or (backend, check) in SLOW_ALONE
     return [pytest.mark.compile] * (check in WITHOUT_SHAPE_CHECKS) + [pytest.mark.slow] * slow
 
 
@@ -59,14 +45,6 @@ CHECKS = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FewKeys(WindowOptions):
-    """A window so short that the global tokens of a few tokens lie behind it."""
-
-    window: int = option(5, "Keys.")
-    global_tokens: int = option(2, "Global tokens.")
-
-
 @pytest.mark.parametrize(
     "check", [pytest.param(name, id=name, marks=marks("window", name)) for name in check_names()]
 )
@@ -74,7 +52,20 @@ def test_a_window_with_global_tokens_keeps_what_a_window_promises(
     check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", check not in WITH_SHAPE_CHECKS)
-    ea.check(replace(ea.spec("window"), options_type=FewKeys), only=[check])
+    # A window so short that the global tokens of a few tokens lie behind it.
+    ea.check(ea.build("window", head_dim=4, window=5, global_tokens=2), only=[check])
+
+
+UNDECLARED = {
+    "padding_contents_change_no_bit": "could not check",
+    "equals_softmax_attention": "kept without promise",
+    "grouped_queries_are_repeated_heads": "could not check",
+    "gradients_are_those_of_finite_differences": "kept",
+}
+EXACT = {
+    "capabilities": Capabilities(causal=False, key_mask=False, exact=True),
+    "only": ["equals_softmax_attention"],
+}
 
 
 def attend(q, k, v):
@@ -87,11 +78,6 @@ def attend_in_groups(q, k, v):
 
 def uniform(q, k, v):
     return v.mean(dim=2, keepdim=True).expand(-1, -1, q.shape[2], -1)
-
-
-def of(records, check):
-    (record,) = [record for record in records if record.check == check]
-    return record
 
 
 @pytest.mark.parametrize(("backend", "check"), CHECKS)
@@ -110,85 +96,59 @@ def test_a_registered_backend_keeps_what_it_promises_at_long_lengths(backend: st
     ea.check(backend, only=[name for name in longer if name not in WITHOUT_SHAPE_CHECKS], long=True)
 
 
-def test_linformer_that_pools_means_gives_a_constant_for_constant_values() -> None:
-    backend = ea.build("linformer", head_dim=4, max_tokens=24, rank=6).double()
-    q, k = torch.randn(2, 1, 2, 13, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    mask = torch.arange(13)[None] % 4 != 1
-    for key_mask in (None, mask):
-        out = backend(q, k, torch.ones_like(k), key_mask=key_mask)
-        torch.testing.assert_close(out, torch.ones_like(out), rtol=0, atol=1e-12)
-
-
 def test_a_name_a_spec_a_builder_and_a_built_backend_are_checked_alike() -> None:
-
-    from efficient_attn.backends.exact import DenseAttention
-
     built = ea.build("exact-dense", head_dim=4)
-    for thing in ("exact-dense", ea.spec("exact-dense"), DenseAttention, built):
+    for thing in ("exact-dense", built.spec, built.spec.builder, built):
         (record,) = ea.check(thing, only=["blind_queries_give_zeros"])
         assert (record.backend, record.outcome) == ("exact-dense", "kept")
 
 
 def test_a_function_fails_nothing_that_it_never_declared() -> None:
-    checks = [name for name in check_names() if name != COMPILED]
-    records = ea.check(attend, only=checks)
-    assert of(records, "padding_contents_change_no_bit").outcome == "could not check"
-    assert "declares no key mask" in of(records, "padding_contents_change_no_bit").detail
-    assert of(records, "equals_softmax_attention").outcome == "kept without promise"
-    assert of(records, "grouped_queries_are_repeated_heads").outcome == "could not check"
-    assert of(records, "gradients_are_those_of_finite_differences").outcome == "kept"
-
-
-def test_a_function_that_breaks_what_every_backend_promises_fails() -> None:
-    with pytest.raises(BrokenPromiseError, match="inputs_are_not_written_to: broken") as caught:
-        ea.check(lambda q, k, v: attend(q.mul_(2), k, v), only=["inputs_are_not_written_to"])
-    assert caught.value.records[0].failed
+    records = {record.check: record for record in ea.check(attend, only=list(UNDECLARED))}
+    assert {check: record.outcome for check, record in records.items()} == UNDECLARED
+    assert "declares no key mask" in records["padding_contents_change_no_bit"].detail
 
 
 def test_what_a_function_is_said_to_promise_is_held_against_it() -> None:
-    exact = Capabilities(causal=False, key_mask=False, exact=True)
-    (record,) = ea.check(uniform, capabilities=exact, only=["equals_softmax_attention"], on_fail="collect")
-    assert record.outcome == "broken" and record.error > record.bound
+    (record,) = ea.check(uniform, on_fail="collect", **EXACT)
+    assert (record.outcome, record.failed) == ("broken", True) and record.error > record.bound
     # With one token there is nothing to tell apart: the smallest input that shows it has two.
     assert "k [1, 1, 2, 1]" in record.detail
-
-
-def test_a_promise_kept_without_being_made_fails_a_backend_that_declares_its_promises() -> None:
-    modest = Capabilities(causal=False, key_mask=False, exact=False)
-    (record,) = ea.check(
-        attend_in_groups, capabilities=modest, only=["equals_softmax_attention"], on_fail="collect"
-    )
+    modest = {**EXACT, "capabilities": Capabilities(causal=False, key_mask=False)}
+    (record,) = ea.check(attend_in_groups, on_fail="collect", **modest)
     assert (record.outcome, record.failed) == ("kept without promise", True)
 
 
 def test_an_expected_failure_passes_and_one_that_is_kept_fails() -> None:
-    exact, reason = Capabilities(causal=False, key_mask=False, exact=True), "It averages."
-    check = "equals_softmax_attention"
-    (record,) = ea.check(uniform, capabilities=exact, only=[check], expected_failures={check: reason})
-    assert (record.outcome, record.failed, record.expected) == ("broken", False, reason)
+    expected = {"equals_softmax_attention": "It averages."}
+    (record,) = ea.check(uniform, expected_failures=expected, **EXACT)
+    assert (record.outcome, record.failed, record.expected) == ("broken", False, "It averages.")
     with pytest.raises(BrokenPromiseError, match=r"expected: It averages\."):
-        ea.check(attend_in_groups, capabilities=exact, only=[check], expected_failures={check: reason})
+        ea.check(attend_in_groups, expected_failures=expected, **EXACT)
 
 
-def test_failures_are_raised_warned_of_or_collected() -> None:
-    exact = Capabilities(causal=False, key_mask=False, exact=True)
-    settings = {"capabilities": exact, "only": ["equals_softmax_attention"]}
+def test_failures_are_raised_or_warned_of() -> None:
     with pytest.raises(BrokenPromiseError, match="fails 1 of 1 checks"):
-        ea.check(uniform, **settings)
+        ea.check(uniform, **EXACT)
     with pytest.warns(UserWarning, match="equals_softmax_attention: broken"):
-        ea.check(uniform, on_fail="warn", **settings)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert ea.check(uniform, on_fail="collect", **settings)[0].failed
-    with pytest.raises(ea.OptionError, match="on_fail is"):
-        ea.check(uniform, on_fail="ignore", **settings)
+        ea.check(uniform, on_fail="warn", **EXACT)
 
 
-def test_an_unknown_check_is_refused_with_a_suggestion() -> None:
-    with pytest.raises(ea.UnknownNameError, match="Did you mean 'blind_queries_give_zeros'"):
-        ea.check("exact", only=["blind_queries_give_zero"])
-    with pytest.raises(ea.UnknownNameError, match="No check is called"):
-        ea.check("exact", expected_failures={"padding": "why"})
+@pytest.mark.parametrize(
+    ("request_", "error", "message"),
+    [
+        ({"on_fail": "ignore"}, ea.OptionError, "on_fail is"),
+        (
+            {"only": ["blind_queries_give_zero"]},
+            ea.UnknownNameError,
+            "Did you mean 'blind_queries_give_zeros'",
+        ),
+        ({"expected_failures": {"padding": "why"}}, ea.UnknownNameError, "No check is called"),
+    ],
+)
+def test_a_wrong_request_names_what_is_wrong(request_, error, message) -> None:
+    with pytest.raises(error, match=message):
+        ea.check("exact", **request_)
 
 
 def test_parameters_of_a_module_from_outside_are_left_as_they_are() -> None:

@@ -7,10 +7,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
 from efficient_attn.errors import MissingPackageError, naming_missing
-from efficient_attn.ops.paths import constant_result
 
 PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))
 CORE = {"torch", "numpy", "jaxtyping"}
@@ -87,12 +85,3 @@ def test_an_import_inside_the_package_that_fails_is_no_missing_package() -> None
     with pytest.raises(ModuleNotFoundError) as caught, naming_missing("This"):
         import efficient_attn.misspelt  # type: ignore[import-not-found]  # noqa: F401
     assert not isinstance(caught.value, MissingPackageError)
-
-
-@pytest.mark.compile
-def test_a_constant_of_compiled_code_is_marked_as_torch_marks_it() -> None:
-    def one() -> None: ...
-
-    def other() -> None: ...
-
-    assert vars(constant_result(one)) == vars(torch.compiler.assume_constant_result(other)) != {}

@@ -31,13 +31,6 @@ EXACT = {"exact": True}
 CHECK = "equals_softmax_attention"
 
 
-def run(capfd, *words):
-    """Exit code and standard output of the command."""
-    with pytest.raises(SystemExit) as ended:
-        main(list(words))
-    return ended.value.code, capfd.readouterr().out
-
-
 @pytest.fixture
 def late(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -45,16 +38,22 @@ def late(tmp_path, monkeypatch):
     return "late.py:late"
 
 
+def broken(target, **settings):
+    (record,) = ea.check(adapt(target, **EXACT), only=[CHECK], on_fail="collect", **settings)
+    return record
+
+
 def test_the_case_of_a_broken_promise_is_the_smallest_that_breaks_it(late):
-    (record,) = ea.check(adapt(late, **EXACT), only=[CHECK], on_fail="collect")
+    record = broken(late)
     case = Case(**record.case)
     assert (case.tokens, case.heads, case.batch, case.head_dim, case.value_dim) == (5, 2, 1, 1, 1)
     assert record.outcome == "broken" and record.error > record.bound
     assert "q [1, 2, 5, 1]" in record.detail
+    assert size(record) == 2 * 5 + 2 * 5 * 2
 
 
 def test_a_replayed_counterexample_is_broken_again(late):
-    (record,) = ea.check(adapt(late, **EXACT), only=[CHECK], on_fail="collect", seed=3)
+    record = broken(late, seed=3)
     inputs, findings = replay(adapt(late, **EXACT), record.check, record.case, seed=3)
     assert inputs.q.shape == (1, 2, 5, 1)
     assert next(finding.error for finding in findings if not finding.holds) == record.error
@@ -67,14 +66,14 @@ def test_a_replayed_counterexample_is_broken_again(late):
 def test_a_kept_promise_has_no_counterexample_and_an_error_has_its_input(late):
     (kept,) = ea.check("exact", only=[CHECK])
     assert kept.case is None
-    (raised,) = ea.check(adapt("late.py:refusing", **EXACT), only=[CHECK], on_fail="collect")
+    raised = broken("late.py:refusing")
     assert raised.case["tokens"] > 2 and "no more than two" in raised.detail
     with pytest.raises(ValueError, match="no more than two"):
         replay(adapt("late.py:refusing", **EXACT), CHECK, raised.case)
 
 
 def test_the_lines_of_python_run_as_they_are(late, capsys):
-    (record,) = ea.check(adapt(late, **EXACT), only=[CHECK], on_fail="collect")
+    record = broken(late)
     exec(snippet(record, late, EXACT, 0))
     printed = capsys.readouterr().out
     assert printed.count("tensor(") == 3 and f"error={record.error}" in printed
@@ -83,29 +82,15 @@ def test_the_lines_of_python_run_as_they_are(late, capsys):
 
 @pytest.mark.slow
 def test_the_command_prints_the_smallest_counterexample_and_writes_a_certificate(late, capfd):
-    words = (
-        "check",
-        late,
-        "--signature",
-        "plain",
-        "--exact",
-        "--only",
-        f"{CHECK},every_head_is_its_single_call",
-    )
-    code, out = run(capfd, *words, "--certificate", "promises.json")
-    assert code == 1
+    only = ("--only", f"{CHECK},every_head_is_its_single_call", "--certificate", "promises.json")
+    with pytest.raises(SystemExit, match="1"):
+        main(["check", late, "--signature", "plain", "--exact", *only])
+    out = capfd.readouterr().out
     begin = out.index("from efficient_attn.testing")
-    lines = out[begin : out.index("sep=", begin) + len('sep="\\n")')]
-    exec(lines)
+    exec(out[begin : out.index("sep=", begin) + len('sep="\\n")')])
     assert "tensor(" in capfd.readouterr().out
-    found = json.loads(Path("promises.json").read_text(encoding="utf-8"))
-    assert found["backend"] == late and found["declared"] == {"signature": "plain", "exact": True}
-    assert found["failed"] and sum(found["outcomes"].values()) == len(found["records"]) == 2
-    assert found["environment"]["torch"]["version"] == torch.__version__
-    code, out = run(capfd, "check", "exact", "--only", CHECK)
-    assert code == 0 and "efficient_attn.testing" not in out
-
-
-def test_the_size_of_a_counterexample_counts_its_entries(late):
-    (record,) = ea.check(adapt(late, **EXACT), only=[CHECK], on_fail="collect")
-    assert size(record) == 2 * 5 + 2 * 5 * 2
+    certificate = json.loads(Path("promises.json").read_text(encoding="utf-8"))
+    assert certificate["backend"] == late
+    assert certificate["declared"] == {"signature": "plain", "exact": True}
+    assert certificate["failed"] and sum(certificate["outcomes"].values()) == len(certificate["records"]) == 2
+    assert certificate["environment"]["torch"]["version"] == torch.__version__

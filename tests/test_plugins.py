@@ -58,9 +58,9 @@ def run(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
 
     def command(*words):
-        with pytest.raises(SystemExit) as leaving:
+        with pytest.raises(SystemExit) as ended:
             main(words)
-        return leaving.value.code, *capsys.readouterr()
+        return ended.value.code, *capsys.readouterr()
 
     return command
 
@@ -77,38 +77,33 @@ def test_the_list_tells_which_package_brings_a_plug_in(install, run):
         spec("strangre")
     assert not os.path.exists("imported")
     assert spec("stranger").summary == "As exact." and os.path.exists("imported")
-
-
-def test_the_suite_runs_on_a_plug_in(install):
-    install("strangers", "stranger", GOOD)
-    records = ea.check("stranger", only=["equals_softmax_attention", "the_same_call_gives_the_same_bits"])
-    assert [record.outcome for record in records] == ["kept", "kept"] and os.path.exists("imported")
+    (record,) = ea.check("stranger", only=["equals_softmax_attention"])
+    assert record.outcome == "kept"
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    ("contents", "message"),
     [
         ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
         (TAKEN, "RuntimeError: Two backends are called 'window'"),
-        pytest.param("", "did not register a backend of that name", marks=pytest.mark.slow),
     ],
 )
 def test_a_broken_plug_in_is_one_line_where_it_is_asked_for_and_nothing_elsewhere(
-    install, run, code, message
+    install, run, contents, message
 ):
-    install("strangers", "stranger", code)
-    left, _, said = run("list")
-    assert left == 0 and said == ""
-    left, _, said = run("check", "stranger")
-    assert left == 2 and "plug-in 'stranger' (strangers 2.5)" in said and message in said
-    assert len(said.strip().splitlines()) == 1
+    install("strangers", "stranger", contents)
+    code, _, err = run("list")
+    assert code == 0 and err == ""
+    code, _, err = run("check", "stranger")
+    assert code == 2 and "plug-in 'stranger' (strangers 2.5)" in err and message in err
+    assert len(err.strip().splitlines()) == 1
 
 
 def test_names_that_are_taken_are_warned_of(install, run):
     install("first", "window", "")
     install("second", "stranger", GOOD)
     install("third", "stranger", GOOD)
-    left, _, said = run("list")
-    assert left == 0
-    assert "The plug-in 'window' (first 2.5) is ignored: a built-in backend has that name." in said
-    assert "third 2.5" in said and "the last is used" in said
+    code, _, err = run("list")
+    assert code == 0
+    assert "The plug-in 'window' (first 2.5) is ignored: a built-in backend has that name." in err
+    assert "third 2.5" in err and "the last is used" in err

@@ -8,21 +8,21 @@ from made_records import compare
 from efficient_attn import bench
 from efficient_attn.measure.record import replace
 
-OWN = """
+FILE = """
 import torch
 
 
-def one(q, k, v):
+def once(q, k, v):
     return torch.softmax(q @ k.mT, dim=-1) @ v
 
 
-def other(q, k, v):
-    return one(q, k, v)
+def again(q, k, v):
+    return once(q, k, v)
 
 
 def twice(q, k, v):
-    one(q, k, v)
-    return one(q, k, v)
+    once(q, k, v)
+    return once(q, k, v)
 """
 LENGTHS = range(128, 138)
 
@@ -35,19 +35,19 @@ def test_an_interval_of_the_ratio_to_itself_covers_one_and_that_to_twice_the_wor
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(OWN)
-    names = ("own.py:one", "own.py:other", "own.py:twice")
+    (tmp_path / "own.py").write_text(FILE)
+    names = ("own.py:once", "own.py:again", "own.py:twice")
     results = bench(names, seq_lens=LENGTHS, num_heads=2, head_dim=16, threads=1, budget_s=120)
 
-    def named_one(label):
+    def times(label):
         records = [r for r in results.records if (r.case.label, r.case.kind) == (label, "time")]
-        return [replace(r, case=replace(r.case, backend="own.py:one", label="own.py:one")) for r in records]
+        return [replace(r, case=replace(r.case, backend=names[0], label=names[0])) for r in records]
 
-    one, other, twice = map(named_one, names)
-    same = compare(one, other).changes
+    once, again, twice = map(times, names)
+    same = compare(once, again).changes
     assert len(same) == len(LENGTHS)
     assert sum(not change.low <= 1 <= change.high for change in same) <= MOST_MISSES
     assert not [change for change in same if change.verdict == "regression"]
-    more = compare(one, twice).changes
+    more = compare(once, twice).changes
     # Of ten ratios the median is spared by what a busy machine does to a few of them.
     assert 1.5 < statistics.median(change.ratio for change in more) < 2.5

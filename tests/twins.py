@@ -43,11 +43,8 @@ class Softmax(nn.Module):
     def extend(self, q, k, v, state, key_mask):
         mask = torch.ones(len(k), k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
         if state is not None:
-            k, v, mask = (
-                torch.cat([state[0], k], 2),
-                torch.cat([state[1], v], 2),
-                torch.cat([state[2], mask], 1),
-            )
+            k, v = (torch.cat(pair, 2) for pair in zip(state[:2], (k, v), strict=True))
+            mask = torch.cat([state[2], mask], 1)
         out = q.new_zeros(*q.shape[:-1], v.shape[-1]) if k.shape[2] == 0 else self(q, k, v, mask)
         # A state owns its memory: the caller may use the tensors again.
         return out, (k.clone(), v.clone(), mask.clone())
