@@ -158,7 +158,8 @@ RUNS = [
         {"command.txt", "environment.json", "time.png", "memory.svg"},
     ),
     (
-        "bench --inputs encoder --seq-len 24 --rounds 1 --backend linformer,own.py:mean --set linformer.rank=9",
+        "bench --inputs encoder --seq-len 24 --rounds 1 --backend linformer,own.py:mean "
+        "--set linformer.rank=9",
         ["at 24 tokens (encoder, layers 0, 1, 5)", " linformer(rank=9) ", " own.py:mean "],
         {"comparison.png", "report.html"},
     ),
