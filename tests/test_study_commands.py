@@ -7,7 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -128,43 +128,24 @@ def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def write_model(folder: Path) -> None:
-    from integrations.hf_models import bert, saved, texts
-
-    saved(bert(), folder / "tiny")
-    for name, text in zip(("text.txt", "second.txt"), texts().values(), strict=False):
-        (folder / name).write_text(text)
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The files that the run of a study reads, written once."""
-    made: dict[str, Path] = {}
-
-    def of(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp(name)
-            (made[name] / "own.py").write_text(OWN)
-            if QUICK[name].of_model:
-                write_model(made[name])
-        return made[name]
-
-    return of
-
-
 @pytest.fixture(autouse=True)
 def home(
     name: str,
-    files: Callable[[str], Path],
+    request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     hasty: None,
     undrawn: None,
-) -> Path:
+) -> None:
     """The working folder of a run without drawings, whose rounds end after milliseconds."""
-    shutil.copytree(files(name), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    if QUICK[name].of_model:
+        from integrations.hf_models import texts
+
+        shutil.copytree(request.getfixturevalue("encoder"), "tiny")
+        for file, text in zip(("text.txt", "second.txt"), texts().values(), strict=False):
+            Path(file).write_text(text)
 
 
 def test_the_help_begins_with_the_summary_and_lists_every_flag(name):
