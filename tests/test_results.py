@@ -13,10 +13,11 @@ from efficient_attn.studies.run_folder import open_folder
 
 
 def test_a_frame_has_one_row_per_case_or_sample_with_flat_columns_and_units():
-    records = [replace(r, case=replace(r.case, options={"window": 33})) for r in costs()]
+    exact, window = costs(("exact",)), costs(("window",))
+    records = [*exact, *(replace(r, case=replace(r.case, options={"window": 33})) for r in window)]
     frame = Results(records).to_pandas()
     assert len(frame) == 16 and frame["tokens"].tolist()[:2] == [256, 256]
-    assert {"time_s", "time_low_s", "time_high_s", "samples", "peak_bytes"} <= set(frame)
+    assert {"time_s", "time_low_s", "time_high_s", "samples", "peak_bytes", "option_window"} <= set(frame)
     assert not any(
         frame[name].map(lambda value: isinstance(value, (list, tuple, dict))).any() for name in frame
     )
@@ -97,7 +98,6 @@ def test_several_runs_are_drawn_as_one_and_rows_name_their_run(tmp_path):
     ("lengths", "environment", "factor", "message"),
     [
         ((512, 1024), HERE, 3, "a and .*b both measured exact, 512 tokens, time"),
-        ((512, 1024), THERE, 3, "a and .*b both measured exact, 512 tokens, time"),
         ((1024, 2048), THERE, 1, "times are of several machines .*Babbage 2.*; .*Zuse 3"),
         ((1024, 2048), {**HERE, "torch": {"version": "2.8.0"}}, 1, "times are of several machines"),
     ],
