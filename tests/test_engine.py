@@ -21,10 +21,20 @@ from efficient_attn.studies.run_folder import OVER_BUDGET, Store
 from efficient_attn.studies.study import Plan, Point, in_lists
 
 
-def measured(case, *, target=None, seconds=0.0):
+def measured(case, *, times_s=(0.5,), target=None, seconds=0.0):
     if case.kind == "time":
-        return Record(case=case, times_s=(0.5,), round_sizes=(1,))
+        return Record(case=case, times_s=times_s, round_sizes=(1,))
     return Record(case=case, peak_bytes=1)
+
+
+def remembered(seen):
+    """A measurement that appends every case to a list."""
+
+    def measure(case, **settings):
+        seen.append(case)
+        return measured(case)
+
+    return measure
 
 
 def entries(*labels, lengths=(16, 32), growth=1, measure=measured, **more):
@@ -45,6 +55,36 @@ def cases(lists):
     return {point.case.key for points in lists for point in points}
 
 
+class Clock:
+    """A clock on which every call of attention takes so many seconds and nothing else takes any."""
+
+    def __init__(self, call_s):
+        self.call_s, self.now_s, self.longest_s = call_s, 0.0, 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def measure(self, case, *, target=None, seconds=0.1):
+        """Calls until `seconds` are full, or one."""
+        call_s = self.call_s(case)
+        turn_s = max(seconds, call_s)
+        self.now_s += turn_s
+        self.longest_s = max(self.longest_s, turn_s)
+        return measured(case, times_s=(call_s,))
+
+
+@pytest.fixture
+def clocked(monkeypatch):
+    """Sets the clock of the engine to one on which a call takes the seconds that a function says."""
+
+    def start(call_s):
+        clock = Clock(call_s)
+        monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+        return clock
+
+    return start
+
+
 def test_every_case_becomes_one_record_and_times_have_all_rounds():
     planned = entries("a", "b")
     complete, records, steps = run_all(planned)
@@ -55,14 +95,10 @@ def test_every_case_becomes_one_record_and_times_have_all_rounds():
 
 
 def test_the_backends_of_a_length_take_turns():
-    order = []
-
-    def measure(case, **settings):
-        order.append(f"{case.label}{case.tokens}")
-        return measured(case)
-
-    run_all(entries("a", "b", kinds=("time",), measure=measure))
-    assert order[: 2 * ROUNDS] == ["b16", "a16", "a16", "b16", "b16", "a16", "a16", "b16"]
+    seen = []
+    run_all(entries("a", "b", kinds=("time",), measure=remembered(seen)))
+    order = [(case.label, case.tokens) for case in seen[: 2 * ROUNDS]]
+    assert order == [(label, 16) for label in "baabbaab"]
 
 
 def test_a_failed_point_is_a_record_and_takes_no_further_turns():
@@ -81,44 +117,27 @@ def test_a_failed_point_is_a_record_and_takes_no_further_turns():
 
 
 def test_a_point_that_would_not_fit_is_never_tried():
-    tried = []
-
-    def measure(case, **settings):
-        tried.append(case.tokens)
-        return measured(case)
-
-    planned = entries("dense", lengths=(16, 4096), growth=2, limit_bytes=2**20, measure=measure)
+    seen = []
+    planned = entries("dense", lengths=(16, 4096), growth=2, limit_bytes=2**20, measure=remembered(seen))
     _, records, _ = run_all(planned)
-    assert set(tried) == {16}
+    assert {case.tokens for case in seen} == {16}
     assert {record.status for record in records if record.case.tokens == 4096} == {"skipped"}
-
-
-def interrupted_after(calls, measure=measured):
-    """A measurement that Ctrl-C ends at the call of that number."""
-    made = []
-
-    def counted(case, **settings):
-        made.append(case)
-        if len(made) == calls:
-            raise KeyboardInterrupt
-        return measure(case)
-
-    return counted
 
 
 @pytest.mark.parametrize("calls", range(1, 21))
 def test_a_run_interrupted_anywhere_and_resumed_measures_the_rest_alone(tmp_path, calls):
-    path, seen = tmp_path / "records.jsonl", []
+    path, seen, begun = tmp_path / "records.jsonl", [], []
 
-    def measure(case, **settings):
-        seen.append(case)
+    def interrupted(case, **settings):
+        begun.append(case)
+        if len(begun) == calls:
+            raise KeyboardInterrupt
         return measured(case)
 
-    first = Store(path)
-    run(entries("a", "b", measure=interrupted_after(calls)), store=first)
+    run(entries("a", "b", measure=interrupted), store=Store(path))
     rows = read(path).records if path.exists() else ()
     assert len(rows) == calls - 1
-    complete, records = run(entries("a", "b", measure=measure), store=Store(path, rows))
+    complete, records = run(entries("a", "b", measure=remembered(seen)), store=Store(path, rows))
     assert complete and len(seen) == 2 * 2 * (ROUNDS + 1) - (calls - 1)
     whole = run(entries("a", "b"))[1]
     assert {record.case.key: record for record in records} == {record.case.key: record for record in whole}
@@ -155,9 +174,8 @@ def test_a_study_may_ask_for_more_rounds_of_the_same_calls():
     assert [(step.done, step.total) for step in shown] == [(0, 2), (0, 2), (1, 2), (2, 2)]
 
 
-def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least_it_needs(monkeypatch):
-    clock = Clock(lambda case: 20.0)
-    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least_it_needs(clocked):
+    clock = clocked(lambda case: 20.0)
     lists = entries("a", "b", lengths=(16, 32), kinds=("memory",), measure=clock.measure)
     store = Store()
     engine = Engine(Plan(steps=partial(in_lists, lists)), store, budget_s=15)
@@ -177,9 +195,8 @@ def test_a_resumed_run_tries_what_the_budget_skipped_if_it_has_another_budget():
     assert kept == skipped and again.status == "ok"
 
 
-def test_a_budget_knows_the_seconds_of_compiling_once_a_point_was_compiled(monkeypatch):
-    clock = Clock(lambda case: 0.01)
-    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+def test_a_budget_knows_the_seconds_of_compiling_once_a_point_was_compiled(clocked):
+    clock = clocked(lambda case: 0.01)
 
     def measure(case, *, target, seconds=0.1):
         clock.now_s += 10
@@ -192,31 +209,10 @@ def test_a_budget_knows_the_seconds_of_compiling_once_a_point_was_compiled(monke
     assert "would take about 10.1 s, 4.6 s of the budget" in second.reason
 
 
-class Clock:
-    """A clock on which every call of attention takes so many seconds and nothing else takes any."""
-
-    def __init__(self, call_s):
-        self.call_s, self.now_s, self.longest_s = call_s, 0.0, 0.0
-
-    def monotonic(self):
-        return self.now_s
-
-    def measure(self, case, *, target=None, seconds=0.1):
-        """Calls until `seconds` are full, or one."""
-        call_s = self.call_s(case)
-        turn_s = max(seconds, call_s)
-        self.now_s += turn_s
-        self.longest_s = max(self.longest_s, turn_s)
-        if case.kind == "time":
-            return Record(case=case, times_s=(call_s,), round_sizes=(1,))
-        return Record(case=case, peak_bytes=1)
-
-
 @pytest.mark.parametrize("exponent", [0, 2, 4])
-def test_measuring_ends_within_its_budget_however_much_slower_backends_become(monkeypatch, exponent):
+def test_measuring_ends_within_its_budget_however_much_slower_backends_become(clocked, exponent):
     """But for the one turn that is under way; and it is made use of where there is more to measure."""
-    clock = Clock(lambda case: 1e-3 * (case.tokens / 16) ** exponent)
-    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+    clock = clocked(lambda case: 1e-3 * (case.tokens / 16) ** exponent)
     lengths = [16 * 2**power for power in range(8)]
     planned = entries(*"abcdef", lengths=lengths, growth=min(exponent, 2), measure=clock.measure)
     _, records, steps = run_all(planned, budget_s=60)
@@ -225,9 +221,8 @@ def test_measuring_ends_within_its_budget_however_much_slower_backends_become(mo
     assert exponent < 4 or clock.now_s > 60 / 2
 
 
-def test_rounds_that_no_longer_fit_are_not_taken_and_every_backend_has_one(monkeypatch):
-    clock = Clock(lambda case: 10.0)
-    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+def test_rounds_that_no_longer_fit_are_not_taken_and_every_backend_has_one(clocked):
+    clock = clocked(lambda case: 10.0)
     planned = entries("a", "b", lengths=(16,), kinds=("time",), measure=clock.measure)
     _, records, _ = run_all(planned, budget_s=25)
     assert clock.now_s <= 25
@@ -257,15 +252,9 @@ def test_the_memory_of_a_long_call_is_predicted_from_its_time():
 
 
 def test_a_case_that_is_yielded_twice_is_measured_once():
-    (times,) = entries("a", lengths=(16,), kinds=("memory",))
     seen = []
-
-    def measure(case, **settings):
-        seen.append(case)
-        return measured(case)
-
-    twice = [Point(case=times[0].case, measure=partial(measure, times[0].case))] * 2
-    assert run([twice, twice])[1] and len(seen) == 1
+    (times,) = entries("a", lengths=(16,), kinds=("memory",), measure=remembered(seen))
+    assert run([times, times])[1] and len(seen) == 1
 
 
 class Queue:
