@@ -5,8 +5,6 @@ import io
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,25 +98,6 @@ ONE_OF_ALL = pytest.mark.parametrize(
     indirect=True,
 )
 
-# The process ends after its first record, as by SIGKILL from outside.
-KILLED = """
-import os, signal, sys
-
-from efficient_attn.studies import run_folder
-from efficient_attn_cli.main import main
-
-append = run_folder.append
-
-
-def last(path, record):
-    append(path, record)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-run_folder.append = last
-main(sys.argv[1:])
-"""
-
 
 @pytest.fixture(params=sorted({*studies(), *QUICK}))
 def name(request: pytest.FixtureRequest) -> str:
@@ -207,20 +186,6 @@ def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypat
     assert file.read_bytes().startswith(kept)
     assert run(name, "--out", "whole")[0] == 0
     assert cases("out") == cases("whole")
-
-
-@ONE_OF_ALL
-def test_a_killed_run_resumes_with_nothing_lost(name):
-    words = [*words_of(name), *QUICK[name].selection.split(), "--out", "out"]
-    killed = subprocess.run([sys.executable, "-c", KILLED, *words], capture_output=True, timeout=120)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    file = Path("out/records.jsonl")
-    (line,) = kept = file.read_bytes().splitlines(keepends=True)
-    code, _, err = command(*words, "--resume")
-    records = file.read_bytes().splitlines(keepends=True)
-    assert code == 0 and records[0] == line and len(records) > len(kept)
-    # A study that drops points by its records has more points than records.
-    assert f"/{len(cases('out')) - 1}] " in err or name == "advise"
 
 
 @pytest.mark.parametrize(
