@@ -125,27 +125,6 @@ def test_an_interval_that_nothing_bounds_is_open_or_the_crossover_is_unclear():
     assert cell(records(700, noise=2.0, samples=12)) == "unclear"
 
 
-def test_a_crossover_of_backends_that_no_round_tells_apart_is_unclear():
-    exact = [one for one in records(700) if one.case.label == "exact"]
-    twin = [replace(one, case=replace(one.case, backend="f", label="f")) for one in exact]
-    assert cell([*exact, *twin], "f") == "unclear"
-
-
-@pytest.mark.parametrize(
-    ("at", "shown"),
-    [
-        (700, "700 (660 to 740)"),
-        (10_000, "10000 (7900 to 15000, extrapolated)"),
-        (100, "all from 256"),
-        (40_000, "none up to 4096"),
-    ],
-)
-def test_the_table_holds_the_crossover_and_its_interval_or_that_there_is_none(at, shown):
-    (table,) = tables(records(at), {})
-    assert [row[table.columns.index("faster from")] for row in table.rows] == ["", shown]
-    assert "beyond as far as 8 times the last" in table.notes[1]
-
-
 def test_the_interval_between_two_lengths_is_where_the_line_is_within_its_own_interval_of_zero():
     generator = np.random.default_rng(0)
     along = np.linspace(0, 1, 20_001)
@@ -163,17 +142,23 @@ WHERE = "exact = 1, on this machine (2 heads of 8, float32, 1 CPU thread)"
 
 
 @pytest.mark.parametrize(
-    ("lengths", "told"),
+    ("at", "lengths", "speed", "start"),
     [
-        ((16384,), "window 18.2x at 16384 tokens."),
-        ((8, 16), "window 0.0178x at 16 tokens, faster from: none up to 16."),
-        ((2048, 4096), "window 4.55x at 4096 tokens, faster from: all from 2048."),
-        ((512, 1024, 16384), "window 18.2x at 16384 tokens, faster from: 900 (850 to 960)."),
+        (700, LENGTHS, "5.85x at 4096 tokens", "700 (660 to 740)"),
+        (10_000, LENGTHS, "0.41x at 4096 tokens", "10000 (7900 to 15000, extrapolated)"),
+        (100, LENGTHS, "41.0x at 4096 tokens", "all from 256"),
+        (40_000, LENGTHS, "0.102x at 4096 tokens", "none up to 4096"),
+        (900, (16384,), "18.2x at 16384 tokens", None),
     ],
 )
-def test_the_sentence_has_the_speed_at_the_longest_length_and_the_crossover(lengths, told):
-    made = records(900, lengths=lengths)
-    assert sentences(made, {}) == [f"Speed, {WHERE}: {told}"]
+def test_table_and_sentence_have_the_speed_at_the_longest_length_and_the_crossover(at, lengths, speed, start):
+    made = records(at, lengths=lengths)
+    (table,) = tables(made, {})
+    if start is not None:
+        assert [row[table.columns.index("faster from")] for row in table.rows] == ["", start]
+        assert "beyond as far as 8 times the last" in table.notes[1]
+    told = speed if start is None else f"{speed}, faster from: {start}"
+    assert sentences(made, {}) == [f"Speed, {WHERE}: window {told}."]
 
 
 def test_what_is_unusual_about_the_runs_is_said_and_settings_are_never_mixed():
