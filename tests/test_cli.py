@@ -153,11 +153,6 @@ def command(*words):
 SMALL = "bench --seq-len 16,32 --num-heads 2 --head-dim 8 --budget 1h --no-error"
 RUNS = [
     (
-        f"{SMALL} --backend window,exact-dense",
-        ["Time per call, ms", "Peak memory of a call, MiB"],
-        {"command.txt", "environment.json", "time.png", "memory.svg"},
-    ),
-    (
         "bench --inputs encoder --seq-len 24 --rounds 1 --backend linformer,own.py:mean "
         "--set linformer.rank=9",
         ["at 24 tokens (encoder, layers 0, 1, 5)", " linformer(rank=9) ", " own.py:mean "],
@@ -177,7 +172,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("words", "texts", "names"), RUNS, ids=["bench", "inputs", "mse", "recall"])
+@pytest.mark.parametrize(("words", "texts", "names"), RUNS, ids=["bench", "mse", "recall"])
 def test_a_run_prints_tables_and_sentences_and_last_the_folder_of_its_files(
     words, texts, names, folder, capsys
 ):

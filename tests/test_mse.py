@@ -5,7 +5,6 @@ import torch
 from drawn import texts
 from planned import points_of
 from reference import reference_attention
-from safetensors.torch import save_file
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError, UnknownNameError
@@ -118,27 +117,6 @@ def test_the_pairs_of_a_causal_subject_are_those_that_attend():
     k[..., 2:, 0] = 9.0
     full = Subject("", Activations(q, k, k), 1.0)
     assert (full.pair_norm, replace(full, causal=True).pair_norm) == (81.0, 0.0)
-
-
-def test_a_captured_file_is_measured_layer_by_layer_under_its_own_name(tmp_path):
-    q, k, v = (x[0] for x in gaussian(norm=1.0, tokens=12, head_dim=4, num_heads=2))
-    layers = {f"layer.{layer}.{name}": x for layer in (1, 5) for name, x in (("q", q), ("k", k), ("v", v))}
-    save_file(layers, tmp_path / "mine.safetensors", metadata={"scale": "0.25"})
-    results = ea.mse(["exact"], inputs=tmp_path / "mine.safetensors", layers=(5, 1))
-    exact = measured_in(results)
-    assert [r.case.inputs for r in exact] == ["mine.safetensors(layer=5)", "mine.safetensors(layer=1)"]
-    assert all(record.output_relative_error < 1e-5 for record in exact)
-
-
-def test_a_function_is_measured_once_and_what_breaks_is_a_record_with_its_reason():
-    def broken(q, k, v):
-        raise RuntimeError("it broke\nhere")
-
-    results = ea.mse([lambda q, k, v: v, broken], **SMALL)
-    identity, failure = measured_in(results)
-    assert identity.output_relative_error > 0
-    assert (failure.status, failure.reason) == ("error", "RuntimeError: it broke here")
-    assert any("it broke" in note for note in results.tables()[0].notes)
 
 
 def test_an_option_that_is_set_keeps_its_place_in_the_label_beside_the_size():
