@@ -12,33 +12,20 @@ def built(name="exact", *, head_dim=8, num_heads=None, **options):
 
 
 Q, K = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 6, 8)
-MASK = torch.ones(2, 3, dtype=torch.bool)
 
+# What no backend accepts is refused by name in the conformance suite; here are requests that have a remedy.
 WRONG_CALLS = {
     ea.ShapeError: [
-        (lambda: built()(Q[0], K, K), r"q has shape \[4, 6, 8\]; wanted are 4 axes \[batch, heads, tokens"),
-        (lambda: built(head_dim=16)(Q, K, K), r"q has 8 entries a vector, shape .*built with head_dim=16"),
-        (lambda: built()(Q, K[..., :5], K), r"k has 5 entries a vector.*head_dim=8"),
         (lambda: built(num_heads=3)(Q, K, K), r"q has 4 heads.*built with num_heads=3\.$"),
         (
             lambda: built(num_heads=4)(Q.transpose(1, 2), K, K),
             r"q has 6 heads.*num_heads=4.*\[batch, tokens, heads, dim\], give x\.transpose\(1, 2\)",
         ),
-        (
-            lambda: built()(Q, Q[:, :3], Q[:, :3]),
-            r"4 heads and k has 3; the heads of k divide the heads of q",
-        ),
         (lambda: built()(Q, K, Q), r"v has 4 heads and k has 2; they are equal"),
-        (lambda: built()(Q, K, K[:, :, :5]), r"v has 5 tokens and k has 6; they are equal"),
-        (lambda: built()(Q, K[:1], K), r"k has a batch of 1 and q one of 2; they are equal"),
         (lambda: built()(Q, K.to("meta"), K), r"k lies on meta and q on cpu; move one"),
         (
-            lambda: built()(Q[:, :, :3], K, K, key_mask=MASK),
-            r"key_mask is bool \[batch, k_tokens\] = \[2, 6\].*shape \[2, 3\]",
-        ),
-        (
-            lambda: built()(Q, K, K, key_mask=MASK[:, None, None]),
-            r"shape \[2, 1, 1, 3\]. A pattern of query and key is no key mask",
+            lambda: built()(Q, K, K, key_mask=torch.ones(2, 1, 6, 6, dtype=torch.bool)),
+            r"shape \[2, 1, 6, 6\]. A pattern of query and key is no key mask",
         ),
         (
             lambda: built(causal=True)(Q, K[:, :, :5], K[:, :, :5]),
@@ -54,12 +41,6 @@ WRONG_CALLS = {
         ),
     ],
     ea.DtypeError: [
-        (lambda: built()(Q, [1.0], K), r"k is a torch tensor .*, not list"),
-        (lambda: built()(Q, K.half(), K), r"k is torch\.float16 and q is torch\.float32; convert one"),
-        (
-            lambda: built()(Q.long(), K, K),
-            r"q is torch\.int64; backend 'exact' computes in float64, float32,",
-        ),
         (
             lambda: built()(Q, K, K, key_mask=torch.ones(2, 6, dtype=torch.long)),
             r"key_mask is bool \[batch, k_tokens\] = \[2, 6\].*torch\.int64\. Give key_mask\.bool\(\)",
@@ -111,11 +92,6 @@ WRONG_CALLS = {
         (lambda: built(head_dim=0), r"head_dim is at least 1, not 0"),
     ],
     ea.UnsupportedError: [
-        (
-            lambda: built("window")(Q, K[:, :, :5], K[:, :, :5]),
-            r"'window' needs as many queries as keys.*q has 6 tokens and k has 5",
-        ),
-        (lambda: built().extend(Q, K, K), r"extend needs a causal backend: build it with causal=True"),
         (lambda: built().redraw(1), r"Nothing in backend 'exact' is random"),
         (
             lambda: built().denominators(Q, K),
