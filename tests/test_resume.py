@@ -104,19 +104,17 @@ def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(folder):
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "message"),
+    ("change", "message"),
     [
-        (("torch", "version"), "1.0", "torch.version was 1.0, is 2"),
-        (("processor",), None, "processor was unknown, is "),
+        (lambda machine: machine["torch"].update(version="1.0"), "torch.version was 1.0, is 2"),
+        (lambda machine: machine.update(processor=None), "processor was unknown, is "),
     ],
 )
-def test_environments_are_not_mixed(folder, path, value, message):
+def test_environments_are_not_mixed(folder, change, message):
     run()
     file = folder / "out" / "environment.json"
-    machine = inner = json.loads(file.read_text())
-    for name in path[:-1]:
-        inner = inner[name]
-    inner[path[-1]] = value
+    machine = json.loads(file.read_text())
+    change(machine)
     file.write_text(json.dumps(machine))
     before = lines()
     with pytest.raises(DataError, match=rf"measured in another environment: {message}.*Name a new folder"):
