@@ -6,7 +6,7 @@ import signal
 
 import pytest
 import torch
-from made_records import case
+from made_records import case, timed
 from planned import points_of
 from safetensors.torch import save_file
 
@@ -26,8 +26,6 @@ from efficient_attn.studies.bench.tables import tables
 from efficient_attn.studies.bench.view import sentences
 from efficient_attn.studies.results import Results, read
 from efficient_attn.studies.swap.view import sentences as swap_sentences
-from efficient_attn.studies.swap.view import tables as swap_tables
-from efficient_attn.studies.view import NOT_MEASURED
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -115,19 +113,9 @@ def sentence(records, **environment):
             {},
             "open whether anything is both within 10 % of exact and faster; not timed: near (error 0.05).",
         ),
-        (
-            [*ALL, *measured("near", 0.05, 0.01001)],
-            {},
-            "the times of near and exact overlap; more --rounds would settle it",
-        ),
         (INTERRUPTED, LISTED, "nothing measured so far is both within 10 % of exact and faster"),
         (INTERRUPTED, LISTED, ". Not measured (2 of 5 candidates): linformer, performer-trig."),
         (LAYERED, {}, "of the faster backends: window (error 0.09 (0.05 to 0.3), 2.50x as fast)"),
-        (
-            LAYERED,
-            {},
-            "(encoder, layers 0, 1, 5) nothing is both within 10 % of exact on every layer and faster",
-        ),
         (LAYERED, {"max_error": 0.3}, "both within 30 % of exact on every layer and faster: window"),
         (
             measured("exact", 3e-7, 0.01, inputs="stitched(layer=1)"),
@@ -419,40 +407,29 @@ def swapped(label, distance, seconds=0.01):
     """Records of a model with another attention in all layers."""
     shared = {"of": "model", "inputs": "model on 3 texts #0"}
     kept = {} if label == OWN else {"mean_pool_distance": distance, "mean_pool_distance_draws": (distance,)}
-    times_s = tuple(seconds * one for one in (SPREAD if label == OWN else SPREAD[::-1]))
-    return [
-        Record(case=case("swap", label, 64, **shared), **kept),
-        Record(case=case("time", label, 64, **shared), times_s=times_s, round_sizes=(1,) * 9),
-    ]
-
-
-SWAPPED = [*swapped(OWN, None, 0.01), *swapped("window", 0.2, 0.004)]
+    times_s = [seconds * one for one in (SPREAD if label == OWN else SPREAD[::-1])]
+    return [Record(case=case("swap", label, 64, **shared), **kept), timed(label, 64, times_s, **shared)]
 
 
 @pytest.mark.parametrize(
-    ("records", "candidates", "told", "ending"),
+    ("seconds", "candidates", "parts"),
     [
         (
-            SWAPPED,
+            0.004,
             ["window", "linformer", "performer-positive"],
-            "stays nearest to itself with window among the candidates measured so far",
-            "Not measured (2 of 3 candidates): linformer, performer-positive.",
+            [
+                "stays nearest to itself with window among the candidates measured so far",
+                "Not measured (2 of 3 candidates): linformer, performer-positive.",
+            ],
         ),
         (
-            [*SWAPPED[:2], *swapped("window", 0.2, 0.01001)],
+            0.01001,
             ["window"],
-            "0.999x (0.919 to 1.09) as fast as before, which leaves open whether it is faster",
-            ".",
+            ["0.999x (0.919 to 1.09) as fast as before, which leaves open whether it is faster"],
         ),
     ],
 )
-def test_the_sentence_of_a_swap_goes_no_further_than_the_measurements(records, candidates, told, ending):
+def test_the_sentence_of_a_swap_goes_no_further_than_the_measurements(seconds, candidates, parts):
+    records = [*swapped(OWN, None), *swapped("window", 0.2, seconds)]
     (text,) = swap_sentences(records, {CANDIDATES: candidates})
-    assert told in text and text.endswith(ending)
-
-
-def test_exact_attention_in_the_place_of_a_models_own_has_no_speed():
-    (table,) = swap_tables([*SWAPPED, *swapped("exact", 0.0, 0.0075)], {})
-    speed = table.columns.index("speed, own = 1")
-    speeds = {row[0]: row[speed].partition(" ")[0] for row in table.rows}
-    assert speeds == {OWN: "1", "window": "2.50x", "exact": NOT_MEASURED}
+    assert all(part in text for part in parts) and ("so far" in text) == (len(candidates) > 1)

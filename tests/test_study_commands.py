@@ -5,8 +5,6 @@ import io
 import json
 import shutil
 import signal
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -17,40 +15,18 @@ from efficient_attn.measure.records import read
 from efficient_attn.studies import engine, find, run_folder, studies
 from efficient_attn_cli.main import main
 
-
-@dataclass(frozen=True)
-class Quick:
-    """The quickest run of a study that has two points or more.
-
-    Attributes:
-        words: Options of the run, without its selection of backends.
-        selection: Options that select backends, left out where a test selects others.
-        codes: Exit code of the run by its backends; own.py holds `broken` and `mean`.
-        of_model: Whether the run reads a model of transformers.
-    """
-
-    words: str
-    selection: str = "--backend window"
-    codes: Mapping[str, int] = field(default_factory=lambda: {"exact,own.py:broken": 3, "own.py:broken": 4})
-    of_model: bool = False
-
-
+# The quickest run of every study that has two points or more, without its selection of backends.
 # A study that is added gets a row here; all promises below hold for it.
 QUICK = {
-    "advise": Quick(
-        "tiny --text text.txt --text second.txt --seq-len 16 --rounds 1 --min-cosine 1", of_model=True
-    ),
-    "bench": Quick("--seq-len 16 --num-heads 2 --head-dim 8 --rounds 1"),
-    "mse": Quick("--inputs gaussian --seq-len 24 --head-dim 4 --size 4,8 --norm 0.5 --draws 2"),
-    "recall": Quick(
-        "--pairs 4 --classes 2 --queries 2 --gap 4 --steps 1 --seeds 1 --size 4 --head-dim 4",
-        selection="--backend window --set window.window=3",
-        # The control, a window, is measured with every backend.
-        codes={"own.py:broken": 3, "own.py:mean": 0},
-    ),
-    "swap": Quick("tiny --text text.txt --draws 1 --rounds 1", of_model=True),
+    "advise": "tiny --text text.txt --text second.txt --seq-len 16 --rounds 1 --min-cosine 1",
+    "bench": "--seq-len 16 --num-heads 2 --head-dim 8 --rounds 1",
+    "mse": "--inputs gaussian --seq-len 24 --head-dim 4 --size 4,8 --norm 0.5 --draws 2",
+    "recall": "--pairs 4 --classes 2 --queries 2 --gap 4 --steps 1 --seeds 1 --size 4 --head-dim 4",
+    "swap": "tiny --text text.txt --draws 1 --rounds 1",
 }
-
+# Exit code of a run by its backends. The control of recall, a window, is measured with every backend.
+CODES = {name: {"exact,own.py:broken": 3, "own.py:broken": 4} for name in QUICK}
+CODES["recall"] = {"own.py:broken": 3, "own.py:mean": 0}
 
 OWN = """
 def mean(q, k, v):
@@ -71,20 +47,17 @@ def command(*words: str) -> tuple[int, str, str]:
     return ended.value.code, out.getvalue(), err.getvalue()
 
 
-def words_of(name: str) -> list[str]:
-    """The command line of the quickest run, without its selection, in as many threads as the tests."""
-    threads = ["--threads", "1"] if "--threads" in flags(name) else []
-    return [name, *QUICK[name].words.split(), *threads]
-
-
 def flags(name: str) -> list[str]:
     return [one.flag for one in find(name).parameters()]
 
 
 def run(name: str, *more: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of the quickest run with more options."""
-    selection = [] if "--backend" in more else QUICK[name].selection.split()
-    return command(*words_of(name), *selection, *more)
+    selection = [] if "--backend" in more else ["--backend", "window"]
+    selection += ["--set", "window.window=3"] if selection and name == "recall" else []
+    # As many threads as the tests have.
+    threads = ["--threads", "1"] if "--threads" in flags(name) else []
+    return command(name, *QUICK[name].split(), *threads, *selection, *more)
 
 
 def cases(folder: str) -> set[str]:
@@ -102,7 +75,7 @@ ONE_OF_ALL = pytest.mark.parametrize(
 @pytest.fixture(params=sorted({*studies(), *QUICK}))
 def name(request: pytest.FixtureRequest) -> str:
     assert request.param in QUICK, "the study has no row in QUICK"
-    if QUICK[request.param].of_model:
+    if QUICK[request.param].startswith("tiny"):
         pytest.importorskip("transformers", reason="an extra is not installed")
     return str(request.param)
 
@@ -119,7 +92,7 @@ def home(
     """The working folder of a run without drawings, whose rounds end after milliseconds."""
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    if QUICK[name].of_model:
+    if QUICK[name].startswith("tiny"):
         from integrations.hf_models import texts
 
         shutil.copytree(request.getfixturevalue("encoder"), "tiny")
@@ -215,8 +188,6 @@ def test_a_wrong_request_is_one_line_with_code_2_and_writes_nothing(name, words,
     of_every_run = {"--resume", "--json", "--budget", "--out", "--no-such-flag", "stray"}
     if words[0] not in of_every_run | {*flags(name)}:
         pytest.skip(f"The study has no option {words[0]}.")
-    if "window.size=5" in words and "window" not in QUICK[name].selection:
-        pytest.skip("The run has no window.")
     before = present()
     code, out, err = run(name, *words)
     assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and message in err
@@ -225,5 +196,5 @@ def test_a_wrong_request_is_one_line_with_code_2_and_writes_nothing(name, words,
 
 @ONE_OF_ALL
 def test_the_exit_code_reports_failed_backends(name):
-    for backends, code in QUICK[name].codes.items():
+    for backends, code in CODES[name].items():
         assert run(name, "-q", "--backend", backends)[0] == code
