@@ -6,7 +6,6 @@ from itertools import product
 import pytest
 import torch
 from made_records import case
-from planned import points_of
 
 import efficient_attn as ea
 from efficient_attn import bench
@@ -17,7 +16,6 @@ from efficient_attn.measure.variants import CEILING
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.report.methods import how_measured
 from efficient_attn.stats.curves import by_clock, curves
-from efficient_attn.studies import find
 from efficient_attn.studies.bench.crossover import gains
 from efficient_attn.studies.bench.tables import tables
 from efficient_attn.studies.bench.view import plots, sentences
@@ -92,13 +90,6 @@ def test_out_gets_every_record_the_environment_and_the_plots(tmp_path):
     # Every round of a time is a line.
     times = sum(json.loads(row)["kind"] == "time" for row in lines)
     assert len(results) == 8 and (times, len(lines)) == (4 * 4, 4 * 4 + 4)
-
-
-def test_auto_is_float32_on_the_cpu_and_settled_in_every_case():
-    points = points_of(find("bench").plan(seq_lens=(16,), device="cpu", error=False))
-    assert {(one.case.dtype, one.case.device, one.case.threads, one.case.inputs) for one in points} == {
-        ("float32", "cpu", torch.get_num_threads(), "gaussian")
-    }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
