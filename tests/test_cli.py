@@ -100,7 +100,7 @@ BOTH = ["window", "linformer"]
 
 
 @pytest.mark.parametrize(
-    ("found", "named", "code"),
+    ("outcome", "named", "code"),
     [
         (results(), None, exits.DONE),
         (results(REFUSED), None, exits.DONE),
@@ -121,8 +121,8 @@ BOTH = ["window", "linformer"]
         (elsewhere(SKIPPED), ["linformer"], exits.SOME_NOT_MEASURED),
     ],
 )
-def test_the_exit_code_tells_what_was_asked_for_and_not_measured(found, named, code):
-    assert exit_code(found, named) == code
+def test_the_exit_code_tells_what_was_asked_for_and_not_measured(outcome, named, code):
+    assert exit_code(outcome, named) == code
 
 
 OWN = """

@@ -393,8 +393,8 @@ def test_interrupting_a_comparison_keeps_the_list_of_candidates_in_its_folder(tm
         ["exact", stops, "window"], inputs="encoder", seq_lens=24, rounds=1, isolate="none", out=tmp_path
     )
     assert results.interrupted and len(seen) == 2
-    for found in (results, read(tmp_path)):
-        assert found.environment[CANDIDATES] == ["exact", "stops", "window"]
+    for run in (results, read(tmp_path)):
+        assert run.environment[CANDIDATES] == ["exact", "stops", "window"]
 
 
 def swapped(label, distance, seconds=0.01):

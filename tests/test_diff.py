@@ -210,15 +210,17 @@ def test_a_pull_request_gets_verdict_and_changes_as_markdown(tmp_path, runs, cap
     assert capsys.readouterr().out.startswith("**1 of 1 comparisons failed.**")
 
 
-@pytest.mark.parametrize(("more", "name"), [((), "[red]<script>"), (("--markdown",), r"\[red\]\<script\>")])
-def test_hostile_names_are_printed_harmlessly(more, name, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("options", "name"), [((), "[red]<script>"), (("--markdown",), r"\[red\]\<script\>")]
+)
+def test_hostile_names_are_printed_harmlessly(options, name, tmp_path, capsys):
     old = folder(tmp_path / "old", [calls(label=HOSTILE), calls(17, label=HOSTILE)], {"processor": "A"})
     broken = replace(calls(label=HOSTILE), status="crash", reason=HOSTILE, times_s=None)
     records = [broken, calls(17, 2, label=HOSTILE), calls(18, label=HOSTILE)]
-    assert ends_with(old, folder(tmp_path / "new", records, {"processor": HOSTILE}), *more) == 1
+    assert ends_with(old, folder(tmp_path / "new", records, {"processor": HOSTILE}), *options) == 1
     shown = capsys.readouterr().out
     assert name in shown and not {"\x1b", "\u202e", "\r"} & set(shown)
-    assert more or shown.startswith("ANOTHER MACHINE: processor was A, is [red]<script> [2J|")
+    assert options or shown.startswith("ANOTHER MACHINE: processor was A, is [red]<script> [2J|")
 
 
 def test_several_runs_on_each_side_stand_before_and_behind_two_dashes(runs, tmp_path, capsys):
