@@ -2,7 +2,9 @@
 
 import os
 import re
+import runpy
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,36 +196,32 @@ def test_runs_on_one_layer_and_on_several_are_told_apart():
     assert [row.layers for one in both for row in one.contenders if row.label == "window"] == [3, 1]
 
 
-def test_every_backend_is_measured_on_the_same_tensors_as_its_error():
-    seen = []
-
-    def mine(q, k, v):
-        seen.append((q.clone(), k.clone(), v.clone()))
-        return v
-
-    ea.bench([mine, "exact"], inputs="encoder", layers=[1], seq_lens=40, rounds=1)
-    first = [tensor[..., :40, :] for tensor in sample(1)]
-    # The error, the warm-up and samples of the time, two calls for the memory.
-    assert len(seen) > 4
-    assert all(torch.equal(one, other) for call in seen for one, other in zip(call, first, strict=True))
+TOTAL = """
+import os, zlib
 
 
-@pytest.mark.slow
-def test_costs_are_taken_in_another_process_on_the_same_tensors(tmp_path, monkeypatch):
+def bits(q, k, v):
+    return zlib.crc32(b"".join(x.contiguous().numpy().tobytes() for x in (q, k, v)))
+
+
+def total(q, k, v):
+    with open("seen.txt", "a") as file:
+        file.write(f"{os.getpid()} {bits(q, k, v)} {q.shape[-2]}\\n")
+    return v
+"""
+
+
+@pytest.mark.parametrize("isolate", ["none", pytest.param("reuse", marks=pytest.mark.slow)])
+def test_every_backend_is_measured_on_the_same_tensors_as_its_error(isolate, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(
-        "import os, zlib\n\n"
-        "def total(q, k, v):\n"
-        "    bits = b''.join(x.contiguous().numpy().tobytes() for x in (q, k, v))\n"
-        "    with open('seen.txt', 'a') as file:\n"
-        "        file.write(f'{os.getpid()} {zlib.crc32(bits)} {q.shape[-2]}\\n')\n"
-        "    return v\n"
-    )
-    ea.bench(["own.py:total"], inputs="encoder", layers=[1], seq_lens=24, rounds=1)
-    rows = [line.split() for line in (tmp_path / "seen.txt").read_text().splitlines()]
-    # A third process made the first call of the file, on fewer tokens.
+    Path("own.py").write_text(TOTAL)
+    ea.bench(["own.py:total"], inputs="encoder", layers=[1], seq_lens=24, rounds=1, isolate=isolate)
+    rows = [line.split() for line in Path("seen.txt").read_text().splitlines()]
+    # A process on trial made the first call of the file, on fewer tokens.
     pids, bits = zip(*(row[:2] for row in rows if row[2] == "24"), strict=True)
-    assert str(os.getpid()) not in pids and len(set(bits)) == 1
+    assert len(bits) > 4 and (str(os.getpid()) in pids) == (isolate == "none")
+    expected = runpy.run_path("own.py")["bits"](*(x[..., :24, :] for x in sample(1)))
+    assert set(bits) == {str(expected)}
 
 
 def test_what_is_timed_has_the_scale_of_the_inputs(tmp_path):
