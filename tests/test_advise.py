@@ -10,11 +10,14 @@ from planned import points_of
 import efficient_attn as ea
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
-from efficient_attn.studies import find
+from efficient_attn.studies import find, studies
 from efficient_attn.studies.advise.model import best_layers
 from efficient_attn.studies.advise.view import _by_shape
 from efficient_attn.studies.bench.plan import MAX_ERROR
 from efficient_attn.studies.results import Results
+
+# Studies declare the quantities of their records.
+studies()
 
 SHORT = (64, 96, 128, 160)
 
