@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
+pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 RETRIEVAL = runpy.run_path(str(Path(__file__).parent.parent / "docs/retrieval.py"))
 
