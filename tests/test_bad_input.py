@@ -7,258 +7,135 @@ import efficient_attn as ea
 from efficient_attn.measure.variants import CEILING
 
 
-def tensor(*shape, dtype=torch.float32):
-    return torch.zeros(*shape, dtype=dtype)
-
-
 def built(name="exact", *, head_dim=8, num_heads=None, **options):
     return ea.build(name, head_dim=head_dim, num_heads=num_heads, **options)
 
 
-Q = tensor(2, 4, 6, 8)
-K = tensor(2, 2, 6, 8)
+Q, K = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 6, 8)
 
+# What no backend accepts is refused by name in the conformance suite; here are requests that have a remedy.
 WRONG_CALLS = {
-    "three axes": (
-        lambda: built()(Q[0], K, K),
-        ea.ShapeError,
-        r"q has shape \[4, 6, 8\]; wanted are 4 axes \[batch, heads, tokens, head_dim\]",
-    ),
-    "no tensor": (lambda: built()(Q, [1.0], K), ea.DtypeError, r"k is a torch tensor .*, not list"),
-    "other head_dim": (
-        lambda: built(head_dim=16)(Q, K, K),
-        ea.ShapeError,
-        r"q has 8 entries a vector, shape \[2, 4, 6, 8\]; this backend was built with head_dim=16",
-    ),
-    "other head_dim of the keys": (
-        lambda: built()(Q, K[..., :5], K),
-        ea.ShapeError,
-        r"k has 5 entries a vector.*head_dim=8",
-    ),
-    "other number of heads": (
-        lambda: built(num_heads=3)(Q, K, K),
-        ea.ShapeError,
-        r"q has 4 heads.*built with num_heads=3\.$",
-    ),
-    "tokens before heads": (
-        lambda: built(num_heads=4)(Q.transpose(1, 2), K, K),
-        ea.ShapeError,
-        r"q has 6 heads.*num_heads=4.*\[batch, tokens, heads, dim\], give x\.transpose\(1, 2\)",
-    ),
-    "heads that do not divide": (
-        lambda: built()(Q, tensor(2, 3, 6, 8), tensor(2, 3, 6, 8)),
-        ea.ShapeError,
-        r"q has 4 heads and k has 3; the heads of k divide the heads of q",
-    ),
-    "heads of the values": (
-        lambda: built()(Q, K, tensor(2, 4, 6, 8)),
-        ea.ShapeError,
-        r"v has 4 heads and k has 2; they are equal",
-    ),
-    "tokens of the values": (
-        lambda: built()(Q, K, K[:, :, :5]),
-        ea.ShapeError,
-        r"v has 5 tokens and k has 6; they are equal",
-    ),
-    "other batch": (
-        lambda: built()(Q, K[:1], K),
-        ea.ShapeError,
-        r"k has a batch of 1 and q one of 2; they are equal",
-    ),
-    "mixed dtypes": (
-        lambda: built()(Q, K.half(), K),
-        ea.DtypeError,
-        r"k is torch\.float16 and q is torch\.float32; convert one",
-    ),
-    "integers": (
-        lambda: built()(Q.long(), K, K),
-        ea.DtypeError,
-        r"q is torch\.int64; backend 'exact' computes in float64, float32, bfloat16, float16",
-    ),
-    "other device": (
-        lambda: built()(Q, K.to("meta"), K),
-        ea.ShapeError,
-        r"k lies on meta and q on cpu; move one",
-    ),
-    "integer mask": (
-        lambda: built()(Q, K, K, key_mask=torch.ones(2, 6, dtype=torch.long)),
-        ea.DtypeError,
-        r"key_mask is bool \[batch, k_tokens\] = \[2, 6\].*torch\.int64\. Give key_mask\.bool\(\)",
-    ),
-    "additive mask": (
-        lambda: built()(Q, K, K, key_mask=tensor(2, 6)),
-        ea.DtypeError,
-        r"torch\.float32\. A mask of 0 and -inf becomes \(mask == 0\)",
-    ),
-    "mask of the queries' side": (
-        lambda: built()(Q[:, :, :3], K, K, key_mask=torch.ones(2, 3, dtype=torch.bool)),
-        ea.ShapeError,
-        r"key_mask is bool \[batch, k_tokens\] = \[2, 6\].*shape \[2, 3\]",
-    ),
-    "mask pattern": (
-        lambda: built()(Q, K, K, key_mask=torch.ones(2, 1, 6, 6, dtype=torch.bool)),
-        ea.ShapeError,
-        r"shape \[2, 1, 6, 6\]. A pattern of query and key is no key mask",
-    ),
-    "torch's name of a mask": (
-        lambda: built()(Q, K, K, attn_mask=None),
-        ea.UnknownNameError,
-        r"No argument of a backend is called 'attn_mask'\. Here it is 'key_mask'.*True for a real token",
-    ),
-    "torch's padding mask": (
-        lambda: built()(Q, K, K, key_padding_mask=None),
-        ea.UnknownNameError,
-        r"'key_padding_mask'\. Here it is 'key_mask'.*the opposite of torch's",
-    ),
-    "causal when called": (
-        lambda: built()(Q, K, K, is_causal=True),
-        ea.UnknownNameError,
-        r"'is_causal'.*Causality is fixed when the backend is built: build\(\.\.\., causal=True\)",
-    ),
-    "more causal queries than keys": (
-        lambda: built(causal=True)(Q, K[:, :, :5], K[:, :, :5]),
-        ea.ShapeError,
-        r"q has 6 tokens and k has 5; causal queries are the last positions of the keys",
-    ),
-    "window across sequences": (
-        lambda: built("window")(Q, K[:, :, :5], K[:, :, :5]),
-        ea.UnsupportedError,
-        r"'window' needs as many queries as keys.*q has 6 tokens and k has 5",
-    ),
-    "misspelt name": (
-        lambda: built("perfomer-trig"),
-        ea.UnknownNameError,
-        r"No backend is called 'perfomer-trig'\. Did you mean 'performer-trig'\? Known: exact, exact-dense",
-    ),
-    "another library's name": (
-        lambda: built("softmax"),
-        ea.UnknownNameError,
-        r"No backend is called 'softmax'\. Here it is 'exact'",
-    ),
-    "favor+": (lambda: built("FAVOR+"), ea.UnknownNameError, r"Here it is 'performer-positive'"),
-    "rff": (lambda: built("rff"), ea.UnknownNameError, r"Here it is 'performer-trig'"),
-    "local": (lambda: built("local"), ea.UnknownNameError, r"Here it is 'window'"),
-    "misspelt option": (
-        lambda: built("performer-trig", num_feature=8),
-        ea.UnknownNameError,
-        r"No option of backend 'performer-trig' is called 'num_feature'\. Did you mean 'num_features'\?",
-    ),
-    "another library's option": (
-        lambda: built("performer-positive", nb_features=8),
-        ea.UnknownNameError,
-        r"'nb_features'\. Here it is 'num_features'",
-    ),
-    "dropout where there are no weights": (
-        lambda: built("performer-positive", dropout=0.1),
-        ea.UnknownNameError,
-        r"'dropout'.*no other backend has it",
-    ),
-    "a choice that is none": (
-        lambda: built("performer-positive", projection="orthogonl"),
-        ea.UnknownNameError,
-        r"No choice of projection is called 'orthogonl'\. Did you mean 'orthogonal'\? Known: iid, orthogonal",
-    ),
-    "odd trigonometric features": (
-        lambda: built("performer-trig", num_features=7),
-        ea.OptionError,
-        r"num_features=7 is odd.*6 or 8",
-    ),
-    "no features": (
-        lambda: built("performer-positive", num_features=0),
-        ea.OptionError,
-        r"num_features is at least 1, not 0",
-    ),
-    "a fraction of a window": (
-        lambda: built("window", window=2.5),
-        ea.DtypeError,
-        r"window is a whole number, not 2\.5",
-    ),
-    "dropout of one": (
-        lambda: built(dropout=1.0),
-        ea.OptionError,
-        r"dropout is at least 0 and below 1, not 1",
-    ),
-    "a seed that is no number": (
-        lambda: built("performer-trig", seed="x"),
-        ea.DtypeError,
-        r"seed is a whole number, not 'x'",
-    ),
-    "a scale that is not finite": (
-        lambda: built(scale=float("nan")),
-        ea.OptionError,
-        r"scale is a finite number, not nan",
-    ),
-    "a count beyond all": (
-        lambda: built("performer-positive", num_features=10**30),
-        ea.OptionError,
-        r"num_features is at most 1099511627776, not 10",
-    ),
-    "a seed beyond all": (
-        lambda: built("performer-positive", seed=10**30),
-        ea.OptionError,
-        r"seed is at most 9\d{18}, not 10",
-    ),
-    "no head_dim": (lambda: built(head_dim=0), ea.OptionError, r"head_dim is at least 1, not 0"),
-    "too long": (
-        lambda: built("linformer", max_tokens=5, rank=2)(Q, K, K),
-        ea.ShapeError,
-        r"built for at most 5 tokens and k has 6\. Build it with max_tokens=6 or more",
-    ),
-    "extend without causality": (
-        lambda: built().extend(Q, K, K),
-        ea.UnsupportedError,
-        r"extend needs a causal backend: build it with causal=True",
-    ),
-    "extend by fewer keys": (
-        lambda: built(causal=True).extend(Q[:, :, :2], K, K),
-        ea.ShapeError,
-        r"extend takes as many queries as keys; q has 2 tokens and k has 6",
-    ),
-    "redraw of nothing": (
-        lambda: built().redraw(1),
-        ea.UnsupportedError,
-        r"Nothing in backend 'exact' is random",
-    ),
-    "denominators of softmax": (
-        lambda: built().denominators(Q, K),
-        ea.UnsupportedError,
-        r"'exact' has no random features; 'performer-trig' has denominators",
-    ),
-    "denominators of positive features": (
-        lambda: built("performer-positive").denominators(Q, K),
-        ea.UnsupportedError,
-        r"features are positive",
-    ),
-    "one call for what keeps a draw": (
-        lambda: ea.attention(Q, K, K, "performer-positive"),
-        ea.UnsupportedError,
-        r"keeps parameters or a random draw: build it once with ea\.build",
-    ),
-    "a file that is not there": (
-        lambda: built("nowhere.py:mine"),
-        ea.DataError,
-        r"no file 'nowhere\.py' to take a backend from",
-    ),
-    "an object that is not there": (
-        lambda: built("math:sofmax"),
-        ea.UnknownNameError,
-        r"No object in math is called 'sofmax'",
-    ),
-    "a number for a backend": (lambda: built(3), ea.DtypeError, r"A backend is a name, .*, not 3"),
+    ea.ShapeError: [
+        (lambda: built(num_heads=3)(Q, K, K), r"q has 4 heads.*built with num_heads=3\.$"),
+        (
+            lambda: built(num_heads=4)(Q.transpose(1, 2), K, K),
+            r"q has 6 heads.*num_heads=4.*\[batch, tokens, heads, dim\], give x\.transpose\(1, 2\)",
+        ),
+        (lambda: built()(Q, K, Q), r"v has 4 heads and k has 2; they are equal"),
+        (lambda: built()(Q, K.to("meta"), K), r"k lies on meta and q on cpu; move one"),
+        (
+            lambda: built()(Q, K, K, key_mask=torch.ones(2, 1, 6, 6, dtype=torch.bool)),
+            r"shape \[2, 1, 6, 6\]. A pattern of query and key is no key mask",
+        ),
+        (
+            lambda: built(causal=True)(Q, K[:, :, :5], K[:, :, :5]),
+            r"q has 6 tokens and k has 5; causal queries are the last positions of the keys",
+        ),
+        (
+            lambda: built("linformer", max_tokens=5, rank=2)(Q, K, K),
+            r"built for at most 5 tokens and k has 6\. Build it with max_tokens=6 or more",
+        ),
+        (
+            lambda: built(causal=True).extend(Q[:, :, :2], K, K),
+            r"extend takes as many queries as keys; q has 2 tokens and k has 6",
+        ),
+    ],
+    ea.DtypeError: [
+        (
+            lambda: built()(Q, K, K, key_mask=torch.ones(2, 6, dtype=torch.long)),
+            r"key_mask is bool \[batch, k_tokens\] = \[2, 6\].*torch\.int64\. Give key_mask\.bool\(\)",
+        ),
+        (
+            lambda: built()(Q, K, K, key_mask=torch.zeros(2, 6)),
+            r"torch\.float32\. A mask of 0 and -inf becomes \(mask == 0\)",
+        ),
+        (lambda: built("window", window=2.5), r"window is a whole number, not 2\.5"),
+        (lambda: built(3), r"A backend is a name, .*, not 3"),
+    ],
+    ea.UnknownNameError: [
+        (
+            lambda: built()(Q, K, K, attn_mask=None),
+            r"No argument of a backend is called 'attn_mask'\. Here it is 'key_mask'.*True for a real token",
+        ),
+        (
+            lambda: built()(Q, K, K, key_padding_mask=None),
+            r"'key_padding_mask'\. Here it is 'key_mask'.*the opposite of torch's",
+        ),
+        (
+            lambda: built()(Q, K, K, is_causal=True),
+            r"'is_causal'.*Causality is fixed when the backend is built: build\(\.\.\., causal=True\)",
+        ),
+        (
+            lambda: built("perfomer-trig"),
+            r"No backend is called 'perfomer-trig'\. Did you mean 'performer-trig'\? Known: exact,",
+        ),
+        (lambda: built("FAVOR+"), r"Here it is 'performer-positive'"),
+        (
+            lambda: built("performer-trig", num_feature=8),
+            r"No option of backend 'performer-trig' is called 'num_feature'\. Did you mean 'num_features'\?",
+        ),
+        (lambda: built("performer-trig", nb_features=8), r"'nb_features'\. Here it is 'num_features'"),
+        (lambda: built("performer-trig", dropout=0.1), r"'dropout'.*no other backend has it"),
+        (
+            lambda: built("performer-positive", projection="orthogonl"),
+            r"No choice of projection is called 'orthogonl'\. Did you mean 'orthogonal'\? Known: iid,",
+        ),
+        (lambda: built("math:sofmax"), r"No object in math is called 'sofmax'"),
+    ],
+    ea.OptionError: [
+        (lambda: built("performer-trig", num_features=7), r"num_features=7 is odd.*6 or 8"),
+        (lambda: built("performer-trig", num_features=0), r"num_features is at least 1, not 0"),
+        (lambda: built("linear-relu", num_features=10**30), r"num_features is at most 1099511627776, not 10"),
+        (lambda: built("performer-trig", seed=10**30), r"seed is at most 9\d{18}, not 10"),
+        (lambda: built(dropout=1.0), r"dropout is at least 0 and below 1, not 1"),
+        (lambda: built(scale=float("nan")), r"scale is a finite number, not nan"),
+        (lambda: built(head_dim=0), r"head_dim is at least 1, not 0"),
+    ],
+    ea.UnsupportedError: [
+        (lambda: built().redraw(1), r"Nothing in backend 'exact' is random"),
+        (
+            lambda: built().denominators(Q, K),
+            r"'exact' has no random features; 'performer-trig' has denomina",
+        ),
+        (lambda: built("performer-positive").denominators(Q, K), r"features are positive"),
+        (
+            lambda: ea.attention(Q, K, K, "performer-positive"),
+            r"keeps parameters or a random draw: build it once with ea\.build",
+        ),
+    ],
+    ea.DataError: [(lambda: built("nowhere.py:mine"), r"no file 'nowhere\.py' to take a backend from")],
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_CALLS)
-def test_a_wrong_call_ends_in_one_line_that_says_what_would_work(wrong):
-    call, error, message = WRONG_CALLS[wrong]
+@pytest.mark.parametrize(
+    ("error", "call", "message"), [(error, *row) for error, rows in WRONG_CALLS.items() for row in rows]
+)
+def test_a_wrong_call_ends_in_one_line_that_says_what_would_work(error, call, message):
     with pytest.raises(error, match=message) as caught:
         call()
     assert isinstance(caught.value, ea.AttentionError)
     assert "\n" not in str(caught.value)
 
 
-# Options of studies, beside what asks for a quick run.
+WITHOUT, WITH = "has no effect without a model", "has no effect with this model"
+MODEL = {"model": "models.py:make_same"}
+
+# Options of studies, beside what asks for a quick run; test_study_commands.py has those that all have.
 WRONG_STUDIES = [
+    ("advise", {"max_error": 0.0}, ea.OptionError, "max_error is a finite number"),
+    ("advise", {"texts": ["a"]}, ea.OptionError, f"texts {WITHOUT}"),
+    ("advise", {"min_cosine": 0.99}, ea.OptionError, f"min_cosine {WITHOUT}"),
+    ("advise", {**MODEL, "seq_lens": (512, 2048, 8192)}, ea.OptionError, f"seq_lens {WITH}"),
+    ("advise", {**MODEL, "max_kl": 0.05}, ea.OptionError, f"max_kl {WITH}"),
+    ("advise", {**MODEL, "dtype": "float32"}, ea.OptionError, f"dtype {WITH}, which"),
+    ("advise", {**MODEL, "min_cosine": 99.0}, ea.OptionError, "min_cosine is a number from 0 to 1, not 99.0"),
+    (
+        "advise",
+        {**MODEL, "max_kl": float("nan")},
+        ea.OptionError,
+        "max_kl is a number from 0 to 1000, not nan",
+    ),
+    ("advise", {**MODEL, "max_error": 0.1}, ea.OptionError, f"max_error {WITH}; .*--min-cosine.*--max-kl"),
     ("bench", {"of": "words"}, ea.OptionError, "of is attention, block, encoder, not 'words'"),
     (
         "bench",
@@ -266,46 +143,34 @@ WRONG_STUDIES = [
         ea.OptionError,
         "is not a backend: it is measured with",
     ),
-    ("bench", {"dtype": "float8"}, ea.OptionError, "dtype is auto, float64, float32"),
-    ("bench", {"device": "tpu"}, ea.OptionError, "device is auto, cpu, cuda"),
     ("bench", {"device": "cpu:1"}, ea.OptionError, "device is auto, cpu, cuda"),
-    ("bench", {"threads": 10_000}, ea.OptionError, "threads is at most the"),
-    ("bench", {"threads": 0}, ea.OptionError, "threads is at least 1"),
+    ("bench", {"device": "cuda:99"}, ea.AttentionError, "device"),
     ("bench", {"rounds": 0}, ea.OptionError, "rounds is at least 1"),
-    ("bench", {"num_heads": 0}, ea.OptionError, "num_heads is at least 1"),
     ("bench", {"batch": 1.5}, ea.AttentionError, "batch is a whole number"),
-    ("bench", {"seq_lens": "some"}, ea.OptionError, "seq_lens cannot be 'some'"),
     ("bench", {"memory_limit": "lots"}, ea.OptionError, "memory_limit is an amount"),
     ("bench", {"backends": [3]}, ea.AttentionError, "A backend is a name, file.py:object"),
     (
         "bench",
         {"inputs": "encoder", "seq_lens": 513},
         ea.AttentionError,
-        "513 tokens are more than the 512 of encoder, which cannot be extended",
+        "513 tokens are more than the 512 of",
     ),
-    (
-        "bench",
-        {"inputs": "gaussian"},
-        ea.AttentionError,
-        "inputs are of a model: encoder, decoder or a safetensors file, not gaussian",
-    ),
+    ("bench", {"inputs": "gaussian"}, ea.AttentionError, "inputs are of a model: encoder, decoder or a safe"),
     (
         "bench",
         {"inputs": "encoder", "num_heads": 4},
         ea.AttentionError,
-        "inputs decide the shape of attention alone",
+        "inputs decide the shape of attention",
     ),
     (
         "bench",
         {"inputs": "encoder", "of": "block"},
         ea.AttentionError,
-        "inputs decide the shape of attention alone",
+        "inputs decide the shape of attention",
     ),
-    ("bench", {"max_error": 0.0}, ea.AttentionError, "max_error is a finite number above 0"),
     ("bench", {"max_error": float("nan")}, ea.AttentionError, "max_error is a finite number above 0"),
     ("bench", {"layers": [3]}, ea.AttentionError, "layer 3 is not in encoder; it has 0, 1, 5"),
     ("bench", {"inputs": "nowhere"}, ea.AttentionError, "inputs cannot be 'nowhere'"),
-    ("bench", {"device": "cuda:99"}, ea.AttentionError, "device"),
     (
         "bench",
         {"execution": "lazy"},
@@ -316,10 +181,7 @@ WRONG_STUDIES = [
     ("mse", {"angles": (60.0,)}, ea.OptionError, "angles has no effect on the error of the output"),
     ("mse", {"of": "kernel"}, ea.OptionError, "inputs has no effect on the error of the kernel"),
     ("mse", {"metric": "msee"}, ea.UnknownNameError, "No metric is called 'msee'. Did you mean 'mse'"),
-    ("mse", {"seeds": 0}, ea.OptionError, "seeds is at least 1, not 0"),
-    ("mse", {"draws": 0}, ea.OptionError, "draws is at least 1, not 0"),
     ("mse", {"draws": 2.5}, ea.DtypeError, "draws is a whole number, not 2.5"),
-    ("mse", {"sizes": "many"}, ea.OptionError, "sizes cannot be 'many'"),
     ("mse", {"sizes": (0,)}, ea.OptionError, "sizes takes whole numbers"),
     (
         "mse",
@@ -330,19 +192,6 @@ WRONG_STUDIES = [
     ("mse", {"inputs": ()}, ea.OptionError, "inputs must not be empty"),
     ("mse", {"norms": ()}, ea.OptionError, "inputs and norms must not be empty"),
     ("mse", {"norms": (-1.0,)}, ea.OptionError, "norm is a finite number above 0, not -1.0"),
-    (
-        "mse",
-        {"inputs": "encoder", "layers": (2,)},
-        ea.OptionError,
-        r"layer 2 is not in encoder; it has 0, 1, 5\.",
-    ),
-    (
-        "mse",
-        {"inputs": "decoder", "layers": (0,)},
-        ea.OptionError,
-        r"layer 0 is not in decoder; it has 18, 19\.",
-    ),
-    ("mse", {"backends": ["softmax"]}, ea.UnknownNameError, "Here it is 'exact'"),
     ("mse", {"options": {"exact": {"window": [3]}}}, ea.OptionError, "not a selected backend"),
     (
         "mse",
@@ -351,22 +200,16 @@ WRONG_STUDIES = [
         "rank=25 is more than max_tokens=24",
     ),
     ("recall", {"pairs": 63}, ea.AttentionError, "pairs=63 is no multiple of classes=16"),
-    ("recall", {"pairs": 8}, ea.AttentionError, "pairs=8 is no multiple of classes=16"),
     ("recall", {"classes": 1}, ea.AttentionError, "classes is at least 2, not 1"),
     ("recall", {"queries": 65}, ea.AttentionError, "queries=65 is more than pairs=64"),
-    ("recall", {"pairs": 0}, ea.AttentionError, "pairs is at least 1, not 0"),
     ("recall", {"gap": -1}, ea.AttentionError, "gap is at least 0, not -1"),
-    ("recall", {"steps": 0}, ea.AttentionError, "steps is at least 1, not 0"),
     (
         "recall",
         {"learning_rate": float("nan")},
         ea.AttentionError,
         "learning_rate is a finite number above 0",
     ),
-    ("recall", {"seeds": 0}, ea.AttentionError, "seeds is at least 1, not 0"),
-    ("recall", {"sizes": "many"}, ea.AttentionError, "sizes cannot be 'many'"),
     ("recall", {"sizes": "1.5"}, ea.AttentionError, "sizes cannot be '1.5'"),
-    ("recall", {"backends": ["windw"]}, ea.AttentionError, "Did you mean 'window'"),
     (
         "recall",
         {"options": {"window": {"window": [4]}}, "backends": ["window"]},
@@ -374,17 +217,28 @@ WRONG_STUDIES = [
         "window=4 has no middle",
     ),
     ("recall", {"resume": True}, ea.AttentionError, "resume needs out"),
-    ("recall", {"steps": 1.5}, ea.DtypeError, "steps is a whole number"),
+    ("show", {"tokens": "0-9"}, ea.AttentionError, "tokens are a range such as 0:24, not '0-9'"),
+    ("show", {"tokens": "500:513"}, ea.AttentionError, "tokens are a range within 0:512"),
+    ("show", {"head": 12}, ea.AttentionError, "head is from 0 to 11, not 12"),
+    (
+        "show",
+        {"inputs": "decoder", "layer": 1},
+        ea.AttentionError,
+        "layer 1 is not in decoder; it has 18, 19",
+    ),
+    ("show", {"inputs": "gaussian"}, ea.AttentionError, "Gaussian draws have no words"),
+    ("show", {"backends": ["windw"]}, ea.AttentionError, "Did you mean 'window'"),
 ]
 BESIDE = {
     "bench": {"backends": ["exact"]},
     "mse": {"backends": ["window"], "inputs": "gaussian", "seq_lens": 24, "head_dim": 4, "sizes": (4, 8)},
-    "recall": {},
 }
 
 
 @pytest.mark.parametrize(("study", "wrong", "error", "message"), WRONG_STUDIES)
-def test_a_wrong_option_of_a_study_is_refused_before_anything_is_measured(study, wrong, error, message):
+def test_a_wrong_option_of_a_study_is_refused_before_anything_is_measured(
+    study, wrong, error, message, called_models
+):
     with pytest.raises(error, match=message) as caught:
-        getattr(ea, study)(**BESIDE[study] | wrong)
+        getattr(ea, study)(**BESIDE.get(study, {}) | wrong)
     assert "\n" not in str(caught.value)

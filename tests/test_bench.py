@@ -1,20 +1,24 @@
-"""`bench` from Python: the yardstick, the workload, the files, anybody's function."""
+"""`bench`: the yardstick, the workload, the files, and what it shows of calls."""
 
 import json
-import signal
 from itertools import product
 
 import pytest
 import torch
-from planned import points_of
+from made_records import case
 
+import efficient_attn as ea
 from efficient_attn import bench
-from efficient_attn.errors import DataError, OptionError, UnsupportedError
-from efficient_attn.measure.record import Record
+from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.measure.record import Record, replace
+from efficient_attn.measure.records import line, parse
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.ops.paths import VARIABLE
-from efficient_attn.studies import find
-from efficient_attn.studies.workload import Workload, settle
+from efficient_attn.report.methods import how_measured
+from efficient_attn.stats.curves import by_clock, curves
+from efficient_attn.studies.bench.crossover import gains
+from efficient_attn.studies.bench.tables import tables
+from efficient_attn.studies.bench.view import plots, sentences
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -32,15 +36,6 @@ def values(q, k, v):
     return v.clone()
 
 
-def test_a_function_is_measured_beside_fused_exact_attention():
-    results = bench([values], **SMALL)
-    assert {record.case.label for record in results.records} == {"exact", "values"}
-    assert {record.status for record in results.records} == {"ok"}
-    assert {record.case.kind for record in results.records} == {"time", "memory"}
-    frame = results.to_pandas()
-    assert (frame[frame.label == "values"].peak_bytes.dropna() == [2 * n * 8 * 4 for n in (16, 32)]).all()
-
-
 @pytest.mark.parametrize("of", ["block", "encoder"])
 def test_the_ceiling_and_fused_exact_attention_are_measured_beside_every_block(of, undrawn, tmp_path):
     results = bench([values], of=of, out=tmp_path, **SMALL)
@@ -53,30 +48,12 @@ def test_the_ceiling_and_fused_exact_attention_are_measured_beside_every_block(o
     assert again.records == results.records
 
 
-@pytest.mark.parametrize("of", ["attention,block", "block,attention"])
-def test_attention_and_block_are_measured_in_one_run_length_by_length(of):
-    records = bench([values], of=of, **{**SMALL, "error": True}).records
+def test_attention_and_block_are_measured_in_one_run_length_by_length():
+    records = bench([values], of="block,attention", **{**SMALL, "error": True}).records
     labels = {(record.case.of, record.case.label) for record in records}
     assert labels >= {("block", CEILING), *product(("attention", "output", "block"), ("exact", "values"))}
     assert {record.status for record in records} == {"ok"}
     assert [r.case.tokens for r in records] == sorted(r.case.tokens for r in records)
-
-
-@pytest.mark.parametrize("of", ["attention", "block"])
-def test_what_would_not_fit_into_memory_is_skipped_and_not_run(of, monkeypatch):
-    monkeypatch.setattr("efficient_attn.studies.workload.available_bytes", lambda device: 16 * 2**30)
-    called = []
-
-    def measure(case, **settings):
-        called.append(case.backend)
-        return Record(case=case, status="error", reason="not measured here")
-
-    monkeypatch.setattr("efficient_attn.measure.worker.measure", measure)
-    results = bench(["exact-dense"], seq_lens="65536", of=of, device="cpu", isolate="none")
-    dense = [record for record in results.records if record.case.backend == "exact-dense"]
-    assert [(r.status, r.case.tokens) for r in dense] == [("skipped", 65536)] * 2
-    # Scores and weights of 8 heads are 2 · 8 · 65536² · 4 bytes = 256 GiB.
-    assert all("needs about 25" in record.reason for record in dense) and "exact-dense" not in called
 
 
 def test_records_name_the_kernels_in_force(monkeypatch):
@@ -88,15 +65,6 @@ def test_records_name_the_kernels_in_force(monkeypatch):
 
 def kernels_of_a_run():
     return {record.kernels for record in bench(["window"], rounds=1, **SMALL).records}
-
-
-def test_variants_of_an_option_are_measured_side_by_side():
-    results = bench(["window"], options={"window": {"window": [3, 5]}}, **SMALL)
-    assert {record.case.label for record in results.records} == {
-        "exact",
-        "window(window=3)",
-        "window(window=5)",
-    }
 
 
 def test_causal_refusals_of_a_default_selection_are_records():
@@ -122,39 +90,6 @@ def test_out_gets_every_record_the_environment_and_the_plots(tmp_path):
     # Every round of a time is a line.
     times = sum(json.loads(row)["kind"] == "time" for row in lines)
     assert len(results) == 8 and (times, len(lines)) == (4 * 4, 4 * 4 + 4)
-
-
-def test_a_folder_of_another_run_is_refused_before_anything_is_measured(undrawn, tmp_path, monkeypatch):
-    bench([values], out=tmp_path, **SMALL)
-    monkeypatch.setattr("efficient_attn.studies.run.Engine", lambda *args, **named: pytest.fail("measured"))
-    with pytest.raises(DataError, match=r"out: .* holds records of another run already"):
-        bench([values], out=tmp_path, **SMALL)
-
-
-def test_records_are_written_while_the_rest_is_measured(undrawn, tmp_path):
-    """An interruption leaves every record that was complete, and says so."""
-    calls = []
-
-    def interrupting(q, k, v):
-        calls.append(len(q))
-        if q.shape[-2] == 32:
-            signal.raise_signal(signal.SIGINT)
-        return v.clone()
-
-    results = bench([interrupting], out=tmp_path, **SMALL)
-    assert results.interrupted
-    lines = (tmp_path / "records.jsonl").read_text().splitlines()
-    assert len(lines) == len(results) >= 4
-    assert {json.loads(line)["tokens"] for line in lines} >= {16}
-
-
-def test_auto_is_float32_on_the_cpu_and_settled_in_every_case():
-    workload = settle(Workload(device="cpu"))
-    assert (workload.dtype, workload.device, workload.threads) == ("float32", "cpu", torch.get_num_threads())
-    points = points_of(find("bench").plan(seq_lens=(16,), device="cpu", error=False))
-    assert {(one.case.dtype, one.case.device, one.case.inputs) for one in points} == {
-        ("float32", "cpu", "gaussian")
-    }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -184,3 +119,78 @@ def test_decoding_times_one_token_after_the_state_of_all_before_it():
     assert all(r.case.causal for r in results.records)
     with pytest.raises(OptionError, match="decode is of attention alone"):
         bench(["window"], decode=True, backward=True, **SMALL)
+
+
+# Eleven calls of 1 to 11 ms; a record with less than four rounds has no interval.
+SAMPLES = tuple(0.001 * n for n in (11, 3, 5, 1, 9, 7, 2, 10, 4, 8, 6))
+
+
+def record(label="exact", factor=1.0, tokens=1024, *, measured=None, **fields):
+    times_s = tuple(factor * time_s for time_s in SAMPLES)
+    one = case("time", label, tokens, **{"batch": 2, **fields})
+    return Record(case=one, times_s=times_s, round_sizes=(11,), measured=measured)
+
+
+def on_gpu(label, factor, device_factor, **fields):
+    made = record(label, factor, device="cuda", l2="cold", **fields)
+    return replace(made, device_times_s=tuple(device_factor * time_s for time_s in SAMPLES))
+
+
+def rows(table):
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+def test_rows_have_percentiles_and_throughput():
+    (row,) = ea.Results([record(factor=2)]).summary()
+    assert row["time_p20_s"] == pytest.approx(0.006) and row["time_p80_s"] == pytest.approx(0.018)
+    # Two sequences of 1024 tokens in 12 ms.
+    assert row["time_s"] == row["time_p50_s"] and row["tokens_per_s"] == pytest.approx(2048 / 0.012)
+    assert "device_time_s" not in row
+
+
+def test_shares_are_operations_and_bytes_over_time_and_measured_rate():
+    measured = {"flops": 3e9, "matmul_flops_per_s": 1e12, "moved_bytes": 6e6, "copy_bytes_per_s": 1e10}
+    (time,) = tables([record(measured=measured), record("window", measured={"flops": 3e9})], {})
+    exact, window = rows(time)
+    # 3 GFLOP and 6 MB in 6 ms.
+    assert (exact["% of peak GEMM"], exact["% of peak copy"]) == ("50.0", "10.0")
+    assert (window["% of peak GEMM"], window["% of peak copy"]) == ("", "")
+    assert "1000 GFLOP/s of a large matrix product (GEMM), 10.0 GB/s of a large copy" in time.notes[-1]
+    (time,) = tables([record()], {})
+    assert not any("% of peak" in name for name in time.columns)
+
+
+def test_a_gpu_has_a_second_pair_of_tables_a_sentence_and_a_plot_of_device_times():
+    made = [on_gpu("exact", 1.0, 0.1), on_gpu("window", 1.0, 0.05)]
+    time, device = tables(made, {})
+    assert (time.title, device.title) == ("Time per call, ms", "Device time per call, ms")
+    assert [row["1024"] for row in rows(device)] == ["0.6", "0.3"]
+    assert [row["speed, exact = 1"] for row in rows(device)] == ["1", "2.00x"]
+    assert "with a cold L2 cache" in device.notes[-1]
+    latency, queued = sentences(made, {})
+    assert latency.startswith("Speed, exact = 1") and "window 1.00x" in latency
+    assert queued.startswith("Speed by device time, exact = 1") and "window 2.00x" in queued
+    assert [*plots(made, {})] == ["time", "device-time"]
+    assert "Device times are" in how_measured(made, {})
+    assert "Device times are" not in how_measured([record()], {})
+    assert ea.Results(made).summary()[0]["device_time_s"] == pytest.approx(0.0006)
+
+
+def test_a_record_keeps_device_times_and_reads_as_eager_without_the_fields_of_this_version():
+    made = on_gpu("exact", 1.0, 0.1)
+    assert parse(line(made).encode(), "here") == made
+    older = line(record()).replace(', "execution": null, "l2": null', "")
+    assert "execution" not in older and parse(older.encode(), "here") == record()
+
+
+def test_compiled_calls_are_compared_with_exact_compiled():
+    made = [
+        record("exact", 1.0),
+        record("window", 0.5),
+        record("exact · compiled", 0.8, backend="exact", execution="compiled"),
+        record("window · compiled", 0.2, backend="window", execution="compiled"),
+    ]
+    found = {gain.label: gain.ratio.median for gain in gains(curves(made, "time_s"))}
+    assert found == {"window": pytest.approx(2), "window · compiled": pytest.approx(4)}
+    assert any("compared with exact compiled or replayed" in note for note in tables(made, {})[0].notes)
+    assert [*by_clock(made)] == ["time"]

@@ -1,19 +1,16 @@
-"""Crossovers: found where they are, marked where they are guessed, with intervals that hold."""
-
-import re
-from pathlib import Path
+"""Crossovers: found where they are, marked where they are guessed, and told with speeds in a sentence."""
 
 import numpy as np
 import pytest
 from scipy.stats import binom
 
-import efficient_attn as ea
 from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.variants import CEILING
 from efficient_attn.stats.curves import curves
 from efficient_attn.studies.bench.crossover import _crossing, _Lag, _near_zero, crossovers
 from efficient_attn.studies.bench.tables import crossover_cells, tables
+from efficient_attn.studies.bench.view import sentences
 
-ROOT = Path(__file__).parents[1]
 LENGTHS = (256, 512, 1024, 2048, 4096)
 SHARED = {"num_heads": 2, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}
 
@@ -40,7 +37,7 @@ def cell(made, label="window"):
 
 
 @pytest.mark.parametrize("around", [0, 3000])
-@pytest.mark.parametrize("at", [300, 700, 1024, 4000, 9000])
+@pytest.mark.parametrize("at", [300, 1024, 9000])
 def test_a_crossover_is_exact_between_any_two_lengths_and_beyond_alone_and_in_a_block(at, around):
     (crossover,) = found(records(at, around=around))
     assert crossover.tokens == pytest.approx(at) and crossover.extrapolated == (at > 4096)
@@ -128,27 +125,6 @@ def test_an_interval_that_nothing_bounds_is_open_or_the_crossover_is_unclear():
     assert cell(records(700, noise=2.0, samples=12)) == "unclear"
 
 
-def test_a_crossover_of_backends_that_no_round_tells_apart_is_unclear():
-    exact = [one for one in records(700) if one.case.label == "exact"]
-    twin = [replace(one, case=replace(one.case, backend="f", label="f")) for one in exact]
-    assert cell([*exact, *twin], "f") == "unclear"
-
-
-@pytest.mark.parametrize(
-    ("at", "shown"),
-    [
-        (700, "700 (660 to 740)"),
-        (10_000, "10000 (7900 to 15000, extrapolated)"),
-        (100, "all from 256"),
-        (40_000, "none up to 4096"),
-    ],
-)
-def test_the_table_holds_the_crossover_and_its_interval_or_that_there_is_none(at, shown):
-    (table,) = tables(records(at), {})
-    assert [row[table.columns.index("faster from")] for row in table.rows] == ["", shown]
-    assert "beyond as far as 8 times the last" in table.notes[1]
-
-
 def test_the_interval_between_two_lengths_is_where_the_line_is_within_its_own_interval_of_zero():
     generator = np.random.default_rng(0)
     along = np.linspace(0, 1, 20_001)
@@ -162,43 +138,52 @@ def test_the_interval_between_two_lengths_is_where_the_line_is_within_its_own_in
             assert (min(edges), max(edges)) == pytest.approx((inside[0], inside[-1]), abs=1e-4)
 
 
-def statements(folder):
-    """(backend, speed-up, length of it, crossover) of every table of a stored run."""
-    for table in ea.read(folder).tables():
-        if not {"speed, exact = 1", "faster from"} <= set(table.columns):
-            continue
-        rows = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-        (exact,) = (cells for cells in rows if cells["backend"] == "exact")
-        for cells in rows:
-            numbers = [name for name in cells if exact[name][:1].isdigit() and cells[name][:1].isdigit()]
-            timed = [int(name) for name in numbers if name.isdigit()]
-            speed = re.search(r"([0-9.e+]+)x.*?(?: at (\d+))?$", cells["speed, exact = 1"])
-            if speed and cells["faster from"]:
-                tokens = int(speed[2] or max(timed))
-                yield cells["backend"], float(speed[1]), tokens, cells["faster from"]
+WHERE = "exact = 1, on this machine (2 heads of 8, float32, 1 CPU thread)"
 
 
-def contradict(speed, tokens, crossover):
-    """Whether a speed-up at a length excludes the words on the length from which it is faster."""
-    number = int((re.findall(r"\d+", crossover) or [0])[0])
-    if crossover.startswith(("none up to", "above")):
-        return tokens <= number and speed > 1
-    if crossover.startswith(("all from", "below")):
-        return speed < 1
-    return crossover != "unclear" and (speed < 1 if tokens >= number else speed > 1)
+@pytest.mark.parametrize(
+    ("at", "lengths", "speed", "start"),
+    [
+        (700, LENGTHS, "5.85x at 4096 tokens", "700 (660 to 740)"),
+        (10_000, LENGTHS, "0.41x at 4096 tokens", "10000 (7900 to 15000, extrapolated)"),
+        (100, LENGTHS, "41.0x at 4096 tokens", "all from 256"),
+        (40_000, LENGTHS, "0.102x at 4096 tokens", "none up to 4096"),
+        (900, (16384,), "18.2x at 16384 tokens", None),
+    ],
+)
+def test_table_and_sentence_have_the_speed_at_the_longest_length_and_the_crossover(at, lengths, speed, start):
+    made = records(at, lengths=lengths)
+    (table,) = tables(made, {})
+    if start is not None:
+        assert [row[table.columns.index("faster from")] for row in table.rows] == ["", start]
+        assert "beyond as far as 8 times the last" in table.notes[1]
+    told = speed if start is None else f"{speed}, faster from: {start}"
+    assert sentences(made, {}) == [f"Speed, {WHERE}: window {told}."]
 
 
-RUNS = sorted(path.parent for path in (ROOT / "results").rglob("records.jsonl"))
+def test_what_is_unusual_about_the_runs_is_said_and_settings_are_never_mixed():
+    changes = {"causal": True, "backward": True, "batch": 4, "num_heads": 1}
+    unusual = [replace(one, case=replace(one.case, **changes)) for one in records(700)]
+    _, text = sentences([*records(700), *unusual], {})
+    assert "(1 head of 8, float32, 1 CPU thread, batch 4, causal, forward and backward)" in text
+    assert sentences([one for one in records(700) if one.case.label == "exact"] + unusual[1::2], {}) == []
 
 
-@pytest.mark.parametrize("folder", RUNS, ids=lambda folder: folder.name)
-def test_no_stored_run_has_a_speed_that_contradicts_its_crossover(folder):
-    pairs = list(statements(folder))
-    assert not [pair for pair in pairs if contradict(*pair[1:])]
+@pytest.mark.parametrize(("own", "its"), [(1e150, 1e-290), (1e-290, 1e150)])
+def test_a_ratio_that_no_float_can_hold_is_not_told(own, its):
+    seconds = {"window": own, "exact": its}
+    made = [replace(one, times_s=(seconds[one.case.label],) * 40) for one in records(700)]
+    assert sentences(made, {}) == []
 
 
-def test_stored_runs_have_pairs_of_speed_and_crossover_and_a_contradiction_is_seen():
-    assert sum(len(list(statements(folder))) for folder in RUNS) > 50
-    assert contradict(0.402, 8192, "7000 (1400 or more, extrapolated)")
-    assert contradict(2.0, 4096, "none up to 4096") and contradict(0.9, 512, "all from 256")
-    assert not contradict(0.9, 8192, "above 8192 (4800 or more)")
+def test_the_ceiling_of_a_block_has_a_row_and_no_sentence():
+    made = [replace(one, case=replace(one.case, of="block")) for one in records(700)]
+    ceiling = [
+        replace(one, case=replace(one.case, backend=CEILING, label=CEILING), times_s=(1e-6,) * 40)
+        for one in made
+        if one.case.label == "exact"
+    ]
+    table, *_ = tables([*made, *ceiling], {})
+    assert CEILING in {row[0] for row in table.rows} and table.title == "Time per call of the block, ms"
+    (text,) = sentences([*made, *ceiling], {})
+    assert text.startswith("Speed of the block") and CEILING not in text

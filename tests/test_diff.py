@@ -1,16 +1,18 @@
-"""The study `diff`: machines, kernels and software of both sides, thresholds, sentences and refusals."""
+"""The study and the command `diff`: quantities, machines, kernels, thresholds, exit codes and refusals."""
 
 import json
-import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from made_records import case, costs, timed
+from made_records import case, folder, timed
 
 import efficient_attn as ea
-from efficient_attn.errors import DataError, OptionError, UnknownNameError
+from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.quantities import CONDITIONS, FIELDS, KINDS, QUANTITIES
 from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.records import line
 from efficient_attn.studies import studies
 
 studies()
@@ -78,32 +80,16 @@ def test_a_worse_number_of_every_quantity_is_a_regression_by_its_own_threshold_a
     assert not ea.diff(sides[0], sides[0], fail_on={name: 0.1}).regressions
 
 
-def test_only_the_kinds_that_were_named_fail_and_json_has_every_threshold():
-    old = results(ONE_TIME, MEMORY)
-    new = results(replace(ONE_TIME, times_s=(1.5e-3,) * 4), replace(MEMORY, peak_bytes=2000))
-    assert {change.kind for change in ea.diff(old, new).regressions} == {"time", "memory"}
-    named = ea.diff(old, new, fail_on={"time": 0.1, "accuracy": 0.2})
-    assert {change.kind for change in named.regressions} == {"time"}
-    assert not ea.diff(old, new, fail_on={"time": 1.0}).regressions
-    text = json.loads(json.dumps(named.as_dict()))
-    assert text["thresholds"]["accuracy"] == 0.2 and text["thresholds"]["peak_bytes"] == 0.0
-    assert text["regressions"] and text["runs"] == [1, 1]
-
-
 @pytest.mark.parametrize(
-    ("sides", "fail_on", "error", "message"),
+    ("sides", "error", "message"),
     [
-        ((results(), results()), {"speed": 0.1}, UnknownNameError, "No quantity is called 'speed'"),
-        ((results(), results()), {"acuracy": 0.1}, UnknownNameError, "Did you mean 'accuracy'"),
-        ((results(), results()), {"tme": 0.1}, UnknownNameError, "Did you mean 'time'"),
-        ((results(), results()), {"time": math.nan}, OptionError, "time is a share from 0 on"),
-        (("nowhere", results()), None, DataError, "Cannot read records"),
-        ((results(), []), None, OptionError, "new has no run; name at least one"),
+        (("nowhere", results()), DataError, "Cannot read records"),
+        ((results(), []), OptionError, "new has no run; name at least one"),
     ],
 )
-def test_wrong_requests_are_refused(sides, fail_on, error, message):
+def test_sides_without_a_run_are_refused(sides, error, message):
     with pytest.raises(error, match=message):
-        ea.diff(*sides, fail_on=fail_on)
+        ea.diff(*sides)
 
 
 GPU = {"name": "G", "memory_bytes": 2**30}
@@ -113,7 +99,6 @@ TORCH = {"version": "2.9"}
 @pytest.mark.parametrize(
     ("old", "new", "warnings"),
     [
-        ({"processor": "A"}, {"processor": "A"}, []),
         (
             {"processor": "A", "python": "3.11"},
             {"processor": "B", "python": "3.12"},
@@ -123,11 +108,6 @@ TORCH = {"version": "2.9"}
             {"gpu": {**GPU, "driver_version": "570"}, "torch": TORCH},
             {"gpu": {**GPU, "driver_version": "580"}, "torch": TORCH},
             ["Other surroundings: gpu.driver_version was 570, is 580."],
-        ),
-        (
-            {"gpu": GPU, "torch": TORCH},
-            {"gpu": {**GPU, "name": "H"}, "torch": TORCH},
-            ["ANOTHER MACHINE: gpu.name was G, is H."],
         ),
     ],
 )
@@ -147,14 +127,149 @@ def test_other_kernels_of_the_same_case_are_said_and_unknown_kernels_are_not():
     assert warnings(["cpu", "flex"], ["cpu"]) == ["OTHER KERNELS in 1 cases: cpu or flex then, cpu now."]
 
 
-def test_the_sentences_say_the_unit_of_the_test_and_the_tables_what_changed():
-    old = results(*costs())
-    told = " ".join(ea.diff(old, old).sentences())
-    assert "hold for independent rounds" in told and "diff OLD OLD -- NEW NEW" in told
-    several = ea.diff([old, old], [old, old, old])
-    assert several.as_dict()["runs"] == [2, 3]
-    told = " ".join(several.sentences())
-    assert "is the run: 2 old, 3 new" in told and "independent rounds" not in told
-    error = Record(case=case("error", "b", 64), output_mse=0.1)
-    calibrated = ea.diff(results(error), results(replace(error, calibrated_on="a text")))
-    assert "None → a text" in str(calibrated.tables()[0].notes) and not calibrated.regressions
+HOSTILE = "[red]<script>\x1b[2J|\u202e\n=cmd()"
+WITHOUT_TORCH = (
+    "import sys; sys.modules['torch'] = None; from efficient_attn_cli.main import main; main(sys.argv[1:])"
+)
+
+
+def calls(tokens=16, factor=1.0, label="exact"):
+    times_s = tuple(1e-3 * factor * (1 + 0.01 * (call % 7)) for call in range(20))
+    return Record(case=case("time", label, tokens), times_s=times_s, round_sizes=(5,) * 4)
+
+
+def ends_with(*words):
+    main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation").main
+    with pytest.raises(SystemExit) as ending:
+        main(["diff", *map(str, words)])
+    return ending.value.code
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Folders by name: `new` is slower than `old` at 17 tokens, `again` differs from `once` by chance."""
+    times_s = {"once": (1e-3, 1e-3, 1e-3, 2e-3), "again": (1e-3, 2e-3, 2e-3, 2e-3)}
+    records = {
+        "old": [calls(), calls(17), MEMORY],
+        "new": [calls(), calls(17, factor=1.5), MEMORY],
+        **{name: [timed("exact", 16, samples)] for name, samples in times_s.items()},
+    }
+    return {name: folder(tmp_path / name, group) for name, group in records.items()}
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("old new", 1),
+        ("old old", 0),
+        ("new old", 0),
+        ("old -- new", 1),
+        ("old new --fail-on time:10%", 1),
+        ("old new --fail-on time:60%,memory:0", 0),
+        ("old new --fail-on memory:0%", 0),
+        ("once again", 0),
+        ("once again --fail-on unclear", 1),
+        ("once again --fail-on time:10%,unclear", 1),
+        ("once again --fail-on time:10%", 0),
+        ("once again --fail-on memory:0,unclear", 0),
+    ],
+)
+def test_only_what_was_named_ends_with_1(words, code, runs):
+    assert ends_with(*(runs.get(word, word) for word in words.split())) == code
+
+
+def test_a_regression_is_shown_and_json_makes_stdout_one_document(runs, capsys):
+    assert ends_with(runs["old"], runs["new"]) == 1
+    shown = capsys.readouterr().out
+    assert "Of 3 comparisons: 1 regression, 2 unchanged." in shown
+    (row,) = [text for text in shown.splitlines() if "time_s" in text]
+    assert row.split()[:4] == ["exact", "17", "time_s", "regression"] and "1.5" in row
+    assert ends_with(runs["old"], runs["new"], "--json", "-") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["tokens"] for one in found["regressions"]] == [17] and len(found["changes"]) == 3
+    assert found["thresholds"]["peak_bytes"] == 0.0 and found["runs"] == [1, 1]
+    assert ends_with(runs["once"], runs["again"]) == 0
+    assert "1 unclear.\nUnclear times may be chance; more --rounds" in capsys.readouterr().out
+
+
+def test_a_pull_request_gets_verdict_and_changes_as_markdown(tmp_path, runs, capsys):
+    old = folder(tmp_path / "many", [calls(n) for n in range(1, 61)] + [MEMORY])
+    lighter = replace(MEMORY, peak_bytes=1)
+    new = folder(tmp_path / "slow", [calls(n, 1.5) for n in range(1, 61)] + [lighter])
+    assert ends_with(old, new, "--markdown", "--fail-on", "time:7%") == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("**60 of 61 comparisons failed.**\n\n**Changes**\n")
+    rows = [text for text in shown.splitlines() if text.startswith("| exact |")]
+    assert len(rows) == 40 and "And 21 more." in shown
+    assert "60 regression, 1 improvement." in shown
+    assert ends_with(old, old, "--markdown") == 0
+    assert capsys.readouterr().out.startswith(
+        "**None of 61 comparisons failed.**\n\nOf 61 comparisons: 61 unchanged."
+    )
+    assert ends_with(runs["once"], runs["again"], "--markdown", "--fail-on", "unclear") == 1
+    assert capsys.readouterr().out.startswith("**1 of 1 comparisons failed.**")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [((), "[red]<script>"), (("--markdown",), r"\[red\]\<script\>")]
+)
+def test_hostile_names_are_printed_harmlessly(options, name, tmp_path, capsys):
+    old = folder(tmp_path / "old", [calls(label=HOSTILE), calls(17, label=HOSTILE)], {"processor": "A"})
+    broken = replace(calls(label=HOSTILE), status="crash", reason=HOSTILE, times_s=None)
+    records = [broken, calls(17, 2, label=HOSTILE), calls(18, label=HOSTILE)]
+    assert ends_with(old, folder(tmp_path / "new", records, {"processor": HOSTILE}), *options) == 1
+    shown = capsys.readouterr().out
+    assert name in shown and not {"\x1b", "\u202e", "\r"} & set(shown)
+    assert options or shown.startswith("ANOTHER MACHINE: processor was A, is [red]<script> [2J|")
+
+
+def test_several_runs_on_each_side_stand_before_and_behind_two_dashes(runs, tmp_path, capsys):
+    records = [calls(), calls(17, factor=1.01), MEMORY]
+    further = [folder(tmp_path / name, records) for name in ("b", "c")]
+    assert ends_with(runs["old"], *further, "--", runs["new"], runs["new"], "--fail-on", "memory:0") == 0
+    shown = capsys.readouterr().out
+    assert "is the run: 3 old, 2 new." in shown and "Of 3 comparisons:" in shown
+
+
+def test_runs_without_a_common_case_end_with_4(runs, tmp_path, capsys):
+    assert ends_with(runs["old"], folder(tmp_path / "other", [calls(9)])) == 4
+    shown = capsys.readouterr()
+    assert "no case is in both runs" in shown.err and "Only in the new run (1)" in shown.out
+
+
+SIDES = "write OLD NEW, or several on a side, OLD OLD -- NEW NEW"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("old", SIDES),
+        ("old new new", SIDES),
+        ("old --", SIDES),
+        ("-- old", SIDES),
+        ("old -- new -- new", SIDES),
+        ("old new --fail-on time", "write names with shares, such as time:10%"),
+        ("old new --fail-on time:", "write names with shares"),
+        ("old new --fail-on time:-1%", "time is a share from 0 on"),
+        ("old new --fail-on time:nan", "time is a share from 0 on"),
+        ("old new --fail-on unclear:3%", "No quantity is called 'unclear'"),
+        ("old new --fail-on acuracy:3%", "Did you mean 'accuracy'?"),
+        ("old new --markdown --json -", "--json and --markdown exclude each other"),
+        ("old new --json x", "--json takes - for stdout"),
+    ],
+)
+def test_a_wrong_request_ends_in_one_line(words, message, runs, capsys):
+    assert ends_with(*(runs.get(word, word) for word in words.split())) == 2
+    told = capsys.readouterr().err
+    assert message in told and len(told.splitlines()) == 1
+
+
+def test_a_thousand_records_are_compared_without_torch(tmp_path):
+    pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+    for name, factor in (("old", 1.0), ("new", 1.2)):
+        records = [calls(number, factor) for number in range(1, 1001)]
+        (tmp_path / name).write_text("".join(f"{line(record)}\n" for record in records))
+    command = [sys.executable, "-c", WITHOUT_TORCH, "diff", "old", "new"]
+    child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert child.returncode == 1, child.stderr
+    assert "Of 1000 comparisons: 1000 regression." in child.stdout

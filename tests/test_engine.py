@@ -1,25 +1,40 @@
-"""The engine: no failure stops a study, nothing measured is lost, a resumed study decides as before."""
+"""The engine: no failure stops a study, nothing measured is lost, a resumed study decides as before.
 
+So do runs whose points are measured by an executor.
+"""
+
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 
 import pytest
 from looped import ROUNDS, points, run
 
-from efficient_attn.backends import list_backends
-from efficient_attn.measure import worker
+import efficient_attn as ea
+from efficient_attn.errors import OptionError
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.records import read
-from efficient_attn.measure.variants import Variant, select
+from efficient_attn.measure.variants import Variant
 from efficient_attn.studies.engine import Engine, foreseen
 from efficient_attn.studies.progress import Durations
 from efficient_attn.studies.run_folder import OVER_BUDGET, Store
 from efficient_attn.studies.study import Plan, Point, in_lists
 
 
-def measured(case, *, target=None, seconds=0.0):
+def measured(case, *, times_s=(0.5,), target=None, seconds=0.0):
     if case.kind == "time":
-        return Record(case=case, times_s=(0.5,), round_sizes=(1,))
+        return Record(case=case, times_s=times_s, round_sizes=(1,))
     return Record(case=case, peak_bytes=1)
+
+
+def remembered(seen):
+    """A measurement that appends every case to a list."""
+
+    def measure(case, **settings):
+        seen.append(case)
+        return measured(case)
+
+    return measure
 
 
 def entries(*labels, lengths=(16, 32), growth=1, measure=measured, **more):
@@ -36,38 +51,45 @@ def run_all(lists, **settings):
     return complete, records, steps
 
 
-def cases(lists):
-    return {point.case.key for points in lists for point in points}
+class Clock:
+    """A clock on which every call of attention takes so many seconds and nothing else takes any."""
+
+    call_s, now_s, longest_s = None, 0.0, 0.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def measure(self, case, *, target=None, seconds=0.1):
+        """Calls until `seconds` are full, or one."""
+        call_s = self.call_s(case)
+        turn_s = max(seconds, call_s)
+        self.now_s += turn_s
+        self.longest_s = max(self.longest_s, turn_s)
+        return measured(case, times_s=(call_s,))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of the engine; a test sets the seconds of a call."""
+    clock = Clock()
+    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+    return clock
 
 
 def test_every_case_becomes_one_record_and_times_have_all_rounds():
     planned = entries("a", "b")
-    complete, records, _ = run_all(planned)
-    assert complete and {record.case.key for record in records} == cases(planned)
-    assert len(records) == 8
+    complete, records, steps = run_all(planned)
+    assert complete and {record.case for record in records} == {p.case for group in planned for p in group}
+    assert [step.done for step in steps] == list(range(1, len(records) + 1)) == list(range(1, 9))
+    assert steps[-1].total == 8 and steps[-1].remaining_s == 0
     assert all(len(record.times_s) == ROUNDS for record in records if record.case.kind == "time")
 
 
 def test_the_backends_of_a_length_take_turns():
-    order = []
-
-    def measure(case, **settings):
-        order.append(f"{case.label}{case.tokens}")
-        return measured(case)
-
-    run_all(entries("a", "b", kinds=("time",), measure=measure))
-    assert order[: 2 * ROUNDS] == ["b16", "a16", "a16", "b16", "b16", "a16", "a16", "b16"]
-
-
-def test_a_round_is_on_the_disk_before_the_next_begins(tmp_path):
-    path, rows = tmp_path / "records.jsonl", []
-
-    def measure(case, **settings):
-        rows.append(len(path.read_text().splitlines()) if path.exists() else 0)
-        return measured(case)
-
-    run(entries("a", "b", lengths=(16,), measure=measure), store=Store(path))
-    assert rows == list(range(2 * ROUNDS + 2))
+    seen = []
+    run_all(entries("a", "b", kinds=("time",), measure=remembered(seen)))
+    order = [(case.label, case.tokens) for case in seen[: 2 * ROUNDS]]
+    assert order == [(label, 16) for label in "baabbaab"]
 
 
 def test_a_failed_point_is_a_record_and_takes_no_further_turns():
@@ -86,58 +108,27 @@ def test_a_failed_point_is_a_record_and_takes_no_further_turns():
 
 
 def test_a_point_that_would_not_fit_is_never_tried():
-    tried = []
-
-    def measure(case, **settings):
-        tried.append(case.tokens)
-        return measured(case)
-
-    planned = entries("dense", lengths=(16, 4096), growth=2, limit_bytes=2**20, measure=measure)
+    seen = []
+    planned = entries("dense", lengths=(16, 4096), growth=2, limit_bytes=2**20, measure=remembered(seen))
     _, records, _ = run_all(planned)
-    assert set(tried) == {16}
+    assert {case.tokens for case in seen} == {16}
     assert {record.status for record in records if record.case.tokens == 4096} == {"skipped"}
-
-
-def interrupted_after(calls, measure=measured):
-    """A measurement that Ctrl-C ends at the call of that number."""
-    made = []
-
-    def counted(case, **settings):
-        made.append(case)
-        if len(made) == calls:
-            raise KeyboardInterrupt
-        return measure(case)
-
-    return counted
-
-
-def test_an_interruption_keeps_what_was_measured_and_the_rounds_that_were_begun():
-    # Three rounds into the second length; at the first two backends had theirs and one call for memory.
-    measure = interrupted_after(2 * (ROUNDS + 1) + 4)
-    complete, records, _ = run_all(entries("a", "b", measure=measure))
-    assert not complete
-    rounds = {
-        (record.case.label, record.case.tokens, record.case.kind): len(record.times_s or ())
-        for record in records
-    }
-    assert rounds["a", 16, "time"] == ROUNDS
-    assert rounds["a", 32, "time"] == 2 and rounds["b", 32, "time"] == 1
-    assert len(rounds) == len(records) == 6
 
 
 @pytest.mark.parametrize("calls", range(1, 21))
 def test_a_run_interrupted_anywhere_and_resumed_measures_the_rest_alone(tmp_path, calls):
-    path, seen = tmp_path / "records.jsonl", []
+    path, seen, begun = tmp_path / "records.jsonl", [], []
 
-    def measure(case, **settings):
-        seen.append(case)
+    def interrupted(case, **settings):
+        begun.append(case)
+        if len(begun) == calls:
+            raise KeyboardInterrupt
         return measured(case)
 
-    first = Store(path)
-    run(entries("a", "b", measure=interrupted_after(calls)), store=first)
+    run(entries("a", "b", measure=interrupted), store=Store(path))
     rows = read(path).records if path.exists() else ()
     assert len(rows) == calls - 1
-    complete, records = run(entries("a", "b", measure=measure), store=Store(path, rows))
+    complete, records = run(entries("a", "b", measure=remembered(seen)), store=Store(path, rows))
     assert complete and len(seen) == 2 * 2 * (ROUNDS + 1) - (calls - 1)
     whole = run(entries("a", "b"))[1]
     assert {record.case.key: record for record in records} == {record.case.key: record for record in whole}
@@ -174,19 +165,8 @@ def test_a_study_may_ask_for_more_rounds_of_the_same_calls():
     assert [(step.done, step.total) for step in shown] == [(0, 2), (0, 2), (1, 2), (2, 2)]
 
 
-def test_the_budget_skips_lengths_that_would_not_fit_and_says_so(monkeypatch):
-    clock = Clock(lambda case: case.tokens / 16)
-    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
-    planned = entries("a", lengths=(16, 1600), kinds=("time",), measure=clock.measure)
-    _, (short, long), _ = run_all(planned, budget_s=30)
-    assert short.status == "ok" and long.status == "skipped"
-    # A round of one second, and three calls of 99 more seconds each.
-    assert "would take about 4.97 min" in long.reason and "budget of 30 s" in long.reason
-
-
-def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least_it_needs(monkeypatch):
-    clock = Clock(lambda case: 20.0)
-    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least_it_needs(clock):
+    clock.call_s = lambda case: 20.0
     lists = entries("a", "b", lengths=(16, 32), kinds=("memory",), measure=clock.measure)
     store = Store()
     engine = Engine(Plan(steps=partial(in_lists, lists)), store, budget_s=15)
@@ -206,9 +186,8 @@ def test_a_resumed_run_tries_what_the_budget_skipped_if_it_has_another_budget():
     assert kept == skipped and again.status == "ok"
 
 
-def test_a_budget_knows_the_seconds_of_compiling_once_a_point_was_compiled(monkeypatch):
-    clock = Clock(lambda case: 0.01)
-    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+def test_a_budget_knows_the_seconds_of_compiling_once_a_point_was_compiled(clock):
+    clock.call_s = lambda case: 0.01
 
     def measure(case, *, target, seconds=0.1):
         clock.now_s += 10
@@ -221,42 +200,20 @@ def test_a_budget_knows_the_seconds_of_compiling_once_a_point_was_compiled(monke
     assert "would take about 10.1 s, 4.6 s of the budget" in second.reason
 
 
-class Clock:
-    """A clock on which every call of attention takes so many seconds and nothing else takes any."""
-
-    def __init__(self, call_s):
-        self.call_s, self.now_s, self.longest_s = call_s, 0.0, 0.0
-
-    def monotonic(self):
-        return self.now_s
-
-    def measure(self, case, *, target=None, seconds=0.1):
-        """Calls until `seconds` are full, or one."""
-        call_s = self.call_s(case)
-        turn_s = max(seconds, call_s)
-        self.now_s += turn_s
-        self.longest_s = max(self.longest_s, turn_s)
-        if case.kind == "time":
-            return Record(case=case, times_s=(call_s,), round_sizes=(1,))
-        return Record(case=case, peak_bytes=1)
-
-
-@pytest.mark.parametrize("exponent", [0, 1, 2, 4])
-def test_measuring_ends_within_its_budget_however_much_slower_backends_become(monkeypatch, exponent):
+@pytest.mark.parametrize("exponent", [0, 2, 4])
+def test_measuring_ends_within_its_budget_however_much_slower_backends_become(clock, exponent):
     """But for the one turn that is under way; and it is made use of where there is more to measure."""
-    clock = Clock(lambda case: 1e-3 * (case.tokens / 16) ** exponent)
-    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+    clock.call_s = lambda case: 1e-3 * (case.tokens / 16) ** exponent
     lengths = [16 * 2**power for power in range(8)]
     planned = entries(*"abcdef", lengths=lengths, growth=min(exponent, 2), measure=clock.measure)
     _, records, steps = run_all(planned, budget_s=60)
-    assert clock.now_s <= 60 + clock.longest_s and {record.case.key for record in records} == cases(planned)
+    assert clock.now_s <= 60 + clock.longest_s and len(records) == sum(map(len, planned))
     assert all(step.remaining_s <= 60 for step in steps)
     assert exponent < 4 or clock.now_s > 60 / 2
 
 
-def test_rounds_that_no_longer_fit_are_not_taken_and_every_backend_has_one(monkeypatch):
-    clock = Clock(lambda case: 10.0)
-    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+def test_rounds_that_no_longer_fit_are_not_taken_and_every_backend_has_one(clock):
+    clock.call_s = lambda case: 10.0
     planned = entries("a", "b", lengths=(16,), kinds=("time",), measure=clock.measure)
     _, records, _ = run_all(planned, budget_s=25)
     assert clock.now_s <= 25
@@ -285,25 +242,84 @@ def test_the_memory_of_a_long_call_is_predicted_from_its_time():
     assert durations.next_s(long) == pytest.approx(0.25 + 3 * 0.5)
 
 
-def test_progress_counts_up_to_the_end():
-    _, _, steps = run_all(entries("a", "b"))
-    assert [step.done for step in steps] == list(range(1, 9))
-    assert steps[-1].total == 8 and steps[-1].remaining_s == 0
-
-
 def test_a_case_that_is_yielded_twice_is_measured_once():
-    (times,) = entries("a", lengths=(16,), kinds=("memory",))
     seen = []
-
-    def measure(case, **settings):
-        seen.append(case)
-        return measured(case)
-
-    twice = [Point(case=times[0].case, measure=partial(measure, times[0].case))] * 2
-    assert run([twice, twice])[1] and len(seen) == 1
+    (times,) = entries("a", lengths=(16,), kinds=("memory",), measure=remembered(seen))
+    assert run([times, times])[1] and len(seen) == 1
 
 
-def test_all_backends_are_measured_in_a_small_real_run(hasty):
-    planned = points(select([name for name in list_backends() if name != "linformer"]), (16,), worker.measure)
-    complete, records, _ = run_all(planned, budget_s=20)
-    assert complete and {record.status for record in records} == {"ok"}
+class Queue:
+    """An executor that measures a point when its result is asked for."""
+
+    def __init__(self, fail_at=None, failure=None):
+        self.futures, self.failing = [], fail_at
+        self.failure = failure or RuntimeError("the node was lost")
+
+    def submit(self, measure):
+        queue, number = self, len(self.futures)
+
+        class Late(Future):
+            def result(self, timeout=None):
+                if number == queue.failing:
+                    raise queue.failure
+                self.set_result(measure())
+                return super().result()
+
+        self.futures.append(Late())
+        return self.futures[-1]
+
+
+def mse(**more):
+    settings = {
+        "inputs": "gaussian",
+        "seq_lens": 24,
+        "head_dim": 4,
+        "sizes": (4, 8),
+        "draws": 2,
+        "threads": 1,
+    }
+    return ea.mse(["window", "performer-positive"], **settings, **more)
+
+
+def test_an_executor_gets_all_points_at_once_and_gives_the_records_of_one_process():
+    queue = Queue()
+    assert mse(executor=queue).records == mse().records and len(queue.futures) == len(mse())
+
+
+@pytest.mark.slow
+def test_processes_measure_as_this_one():
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
+        assert mse(executor=processes).records == mse().records
+
+
+def test_a_failure_of_the_executor_is_a_record_and_resumed(tmp_path, undrawn):
+    first = mse(executor=Queue(fail_at=1), out=tmp_path)
+    assert [one.status for one in first.records] == ["ok", "error", *["ok"] * (len(first) - 2)]
+    assert first.records[1].reason == "the executor failed: RuntimeError: the node was lost"
+    queue = Queue()
+    assert {*mse(executor=queue, out=tmp_path, resume=True).records} == {*mse().records}
+    assert len(queue.futures) == 1
+
+
+def test_an_interruption_keeps_records_and_cancels_pending_points(tmp_path, undrawn):
+    queue = Queue(fail_at=2, failure=KeyboardInterrupt())
+    results = mse(executor=queue, out=tmp_path)
+    rows = (tmp_path / "records.jsonl").read_text().splitlines()
+    assert results.interrupted and len(results) == len(rows) == 2
+    assert all(future.cancelled() for future in queue.futures[2:])
+
+
+@pytest.mark.parametrize(
+    ("measure", "message"),
+    [
+        (lambda: mse(executor=2), "executor needs a method submit, as of a ProcessPoolExecutor, unlike 2"),
+        (
+            lambda: ea.bench(["window"], seq_lens=16, executor=Queue()),
+            "executor: the rounds of this run are interleaved in one process; leave it out.",
+        ),
+        (lambda: ea.advise(backends=["window"], executor=Queue()), "executor: the rounds of this run"),
+    ],
+)
+def test_what_an_executor_cannot_measure_is_refused(measure, message):
+    with pytest.raises(OptionError, match=message):
+        measure()

@@ -1,48 +1,21 @@
 """Results: a frame, a plot, sentences, files; harmless whatever the names are."""
 
 import pytest
-from made_records import errors, folder
+from made_records import costs, errors, folder
 from matplotlib.figure import Figure
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.record import replace
 from efficient_attn.measure.records import append
 from efficient_attn.studies.diff import diff
 from efficient_attn.studies.results import Results, read
 from efficient_attn.studies.run_folder import open_folder
 
 
-def case(kind, label, tokens, **changes):
-    return Case(
-        kind=kind,
-        backend=label.partition("(")[0],
-        label=label,
-        num_heads=2,
-        head_dim=8,
-        tokens=tokens,
-        dtype="float32",
-        device="cpu",
-        threads=2,
-        **changes,
-    )
-
-
-def records(labels=("exact", "window"), lengths=(256, 512, 1024, 2048)):
-    made = []
-    for tokens in lengths:
-        for power, label in enumerate(labels, start=1):
-            seconds = 1e-6 * tokens * (tokens if label == "exact" else 64 * power)
-            options = {"window": 33} if label == "window" else {}
-            time = case("time", label, tokens, options=options)
-            times_s = tuple(seconds * (1 + i / 1000) for i in range(9))
-            made.append(Record(case=time, times_s=times_s, round_sizes=(3, 2, 2, 2)))
-            memory = case("memory", label, tokens, options=options)
-            made.append(Record(case=memory, peak_bytes=4096 * tokens, parameter_bytes=0))
-    return made
-
-
-def test_a_frame_has_one_row_per_case_with_flat_columns_and_units():
-    frame = Results(records()).to_pandas()
+def test_a_frame_has_one_row_per_case_or_sample_with_flat_columns_and_units():
+    exact, window = costs(("exact",)), costs(("window",))
+    records = [*exact, *(replace(r, case=replace(r.case, options={"window": 33})) for r in window)]
+    frame = Results(records).to_pandas()
     assert len(frame) == 16 and frame["tokens"].tolist()[:2] == [256, 256]
     assert {"time_s", "time_low_s", "time_high_s", "samples", "peak_bytes", "option_window"} <= set(frame)
     assert not any(
@@ -50,34 +23,40 @@ def test_a_frame_has_one_row_per_case_with_flat_columns_and_units():
     )
     # Rounds of 3, 2, 2 and 2 rising samples have medians of 1, 3.5, 5.5 and 7.5 thousandths more.
     assert frame["time_s"][0] == pytest.approx(1e-6 * 256 * 256 * 1.0045)
+    raw = Results(records).to_pandas(raw=True)
+    assert len(raw) == 8 * 9 + 8
+    assert raw["sample"].max() == 8 and raw["times_s"].notna().sum() == 8 * 9
 
 
 def test_columns_of_cases_that_are_alike_in_all_rows_are_left_out_unless_asked_for():
-    results = Results(records())
+    results = Results(costs())
     frame, whole = results.to_pandas(), results.to_pandas(constant=True)
     assert {"kind", "label", "tokens", "backend", "time_s"} <= set(frame)
     assert not {"dtype", "threads", "num_heads", "seed"} & set(frame)
     assert set(whole) - set(frame) >= {"dtype", "threads", "num_heads", "seed"} and len(whole) == len(frame)
-    assert set(Results(records()[:1]).to_pandas()) >= {"dtype", "threads"}
+    assert set(Results(costs()[:1]).to_pandas()) >= {"dtype", "threads"}
 
 
-def test_a_raw_frame_has_one_row_per_sample():
-    frame = Results(records()).to_pandas(raw=True)
-    assert len(frame) == 8 * 9 + 8
-    assert frame["sample"].max() == 8 and frame["times_s"].notna().sum() == 8 * 9
-
-
-def test_a_plot_is_drawn_on_given_axes_if_it_has_one_chart():
+def test_attention_and_block_have_panels_of_their_own_in_which_a_backend_looks_alike():
+    blocks = [replace(one, case=replace(one.case, of="block")) for one in costs()]
+    results = Results([*costs(), *blocks])
+    first, second = results.plot().figure.axes
+    assert [ax.get_title(loc="left") for ax in (first, second)] == ["Attention", "Block"]
+    for ax in (first, second):
+        assert [line.get_label() for line in ax.lines] == ["exact", "window"]
+        assert ax.get_xscale() == ax.get_yscale() == "log"
+    assert [line.get_color() for line in first.lines] == [line.get_color() for line in second.lines]
+    (legend,) = first.figure.legends
+    assert [text.get_text() for text in legend.texts] == ["exact", "window"]
     ax = Figure().subplots()
-    assert Results(records()).plot(ax=ax) is ax
-    assert len(ax.lines) == 2 and ax.get_xlabel() == "sequence length, tokens"
-    blocks = [replace(one, case=replace(one.case, of="block")) for one in records()]
     with pytest.raises(OptionError, match="this plot has 2"):
-        Results([*records(), *blocks]).plot(ax=ax)
+        results.plot(ax=ax)
+    assert Results(costs()).plot(ax=ax) is ax
+    assert len(ax.lines) == 2 and ax.get_xlabel() == "sequence length, tokens"
 
 
 def test_one_wide_interval_does_not_flatten_the_lines():
-    wide, *others = records()
+    wide, *others = costs()
     median = 1e-6 * 256 * 256
     rounds = [median * factor for factor in (1e-4, 1.0, 1.0, 1.0, 1e4) for _ in range(2)]
     results = Results([replace(wide, times_s=tuple(rounds), round_sizes=(2,) * 5), *others])
@@ -87,51 +66,13 @@ def test_one_wide_interval_does_not_flatten_the_lines():
     assert low > frame["time_s"].min() / 4 and high < 4 * frame["time_s"].max()
 
 
-def test_sentences_name_the_speed_and_the_length_from_which_a_backend_pays():
-    (speed,) = Results(records()).sentences()
-    # 64 · 2 per token against one per pair of tokens: faster from 256 tokens, 16 times at 2048.
-    assert speed == (
-        "Speed, exact = 1, on this machine (2 heads of 8, float32, 2 CPU threads): window 16.0x at 2048 "
-        "tokens, faster from: all from 256."
-    )
-
-
-def test_where_nothing_is_faster_the_sentence_says_so():
-    slow = [record for record in records(lengths=(4, 8)) if record.case.kind == "time"]
-    assert "window 0.0625x at 8 tokens, faster from: none up to 8." in Results(slow).sentences()[-1]
-
-
-def test_a_plot_draws_every_backend():
-    results = Results(records())
-    ax = results.plot()
-    (legend,) = ax.figure.legends
-    assert [text.get_text() for text in legend.texts] == ["exact", "window"]
-    assert ax.get_xscale() == ax.get_yscale() == "log"
-    assert len(results.plot("memory").lines) == 2
-
-
-def test_attention_and_block_have_panels_of_their_own_in_which_a_backend_looks_alike():
-    of_block = [replace(record, case=replace(record.case, of="block")) for record in records()]
-    results = Results([*records(), *of_block])
-    first, second = results.plot().figure.axes
-    assert [ax.get_title(loc="left") for ax in (first, second)] == ["Attention", "Block"]
-    for ax in (first, second):
-        assert [line.get_label() for line in ax.lines] == ["exact", "window"]
-    assert [line.get_color() for line in first.lines] == [line.get_color() for line in second.lines]
-
-
-def test_plots_that_do_not_exist_are_refused_by_name():
-    with pytest.raises(UnknownNameError, match="No plot is called 'speed'"):
-        Results(records()).plot("speed")
-
-
 def test_what_is_saved_is_read_again_and_drawn(tmp_path):
-    paths = Results(records(), environment={"python": "3"}).save(tmp_path / "run")
+    paths = Results(costs(), environment={"python": "3"}).save(tmp_path / "run")
     assert {path.name for path in paths} >= {"records.jsonl", "summary.csv", "environment.json", "time.png"}
     assert all(path.stat().st_size > 0 for path in paths)
     again = read(tmp_path / "run")
-    assert list(again.records) == records() and again.environment == {"python": "3"}
-    assert list(read(tmp_path / "run" / "records.jsonl", tmp_path / "run").records) == records() * 2
+    assert list(again.records) == costs() and again.environment == {"python": "3"}
+    assert list(read(tmp_path / "run" / "records.jsonl", tmp_path / "run").records) == costs() * 2
 
 
 HERE = {"processor": "Babbage 2", "torch": {"version": "2.13.0"}, "study": "bench"}
@@ -141,7 +82,7 @@ THERE = {**HERE, "processor": "Zuse 3"}
 def test_several_runs_are_drawn_as_one_and_rows_name_their_run(tmp_path):
     during = [{"others_share": 0.4}]
     runs = [
-        folder(tmp_path / name, records(lengths=lengths), {**HERE, "during": during, "utc": name})
+        folder(tmp_path / name, costs(lengths=lengths), {**HERE, "during": during, "utc": name})
         for name, lengths in (("a", (256, 512)), ("b", (1024, 2048)))
     ]
     results = read(*runs)
@@ -157,7 +98,6 @@ def test_several_runs_are_drawn_as_one_and_rows_name_their_run(tmp_path):
     ("lengths", "environment", "factor", "message"),
     [
         ((512, 1024), HERE, 3, "a and .*b both measured exact, 512 tokens, time"),
-        ((512, 1024), THERE, 3, "a and .*b both measured exact, 512 tokens, time"),
         ((1024, 2048), THERE, 1, "times are of several machines .*Babbage 2.*; .*Zuse 3"),
         ((1024, 2048), {**HERE, "torch": {"version": "2.8.0"}}, 1, "times are of several machines"),
     ],
@@ -167,9 +107,9 @@ def test_nothing_draws_unlike_records_of_one_case_or_times_of_two_machines(
 ):
     slower = [
         replace(record, times_s=record.times_s and tuple(factor * time_s for time_s in record.times_s))
-        for record in records(lengths=lengths)
+        for record in costs(lengths=lengths)
     ]
-    first = folder(tmp_path / "a", records(lengths=(256, 512)), HERE)
+    first = folder(tmp_path / "a", costs(lengths=(256, 512)), HERE)
     results = read(first, folder(tmp_path / "b", slower, environment))
     assert len(results) == len(results.to_pandas()) == 16 and results._repr_html_() is None
     for draw in (results.tables, results.sentences, results.plots, lambda: results.save(tmp_path / "c")):
@@ -189,21 +129,16 @@ def test_errors_of_two_machines_are_drawn_as_one_run(tmp_path):
     assert {"performer-trig", "performer-positive", "uniform attention"} <= {row[0] for row in table.rows}
 
 
-@pytest.mark.slow
-def test_the_same_records_give_the_same_plots(tmp_path):
-    first, second = (Results(records()).save(tmp_path / name / "run") for name in ("a", "b"))
-    for one, other in zip(first, second, strict=True):
-        assert one.read_bytes() == other.read_bytes()
-
-
 def test_a_torn_record_is_told(tmp_path):
     file = tmp_path / "records.jsonl"
-    append(file, records()[0])
+    append(file, costs()[0])
     file.write_bytes(file.read_bytes() * 2 + b'{"schema": 1')
     assert read(file).notes == ("The last line of records.jsonl was cut off and is left out.",)
 
 
-def test_what_cannot_be_read_or_written_is_named(tmp_path):
+def test_what_cannot_be_read_drawn_or_written_is_named(tmp_path):
+    with pytest.raises(UnknownNameError, match="No plot is called 'speed'"):
+        Results(costs()).plot("speed")
     with pytest.raises(DataError, match="name at least one folder"):
         read()
     with pytest.raises(DataError, match="Cannot read records from"):
@@ -211,13 +146,6 @@ def test_what_cannot_be_read_or_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"--out: cannot write to .*file"):
         open_folder(tmp_path / "file", name="--out")
-    append(tmp_path / "records.jsonl", records()[0])
+    append(tmp_path / "records.jsonl", costs()[0])
     with pytest.raises(DataError, match="holds records of another run already"):
         open_folder(tmp_path, fresh=True)
-
-
-def test_a_failed_point_stands_in_the_table_with_its_reason_below():
-    failed = Record(case=case("time", "exact-dense", 2048), status="skipped", reason="needs 3 GiB")
-    time, *_ = Results([*records(), failed]).tables()
-    row = next(row for row in time.rows if row[0] == "exact-dense")
-    assert "skipped" in row and time.notes[-1] == "exact-dense: skipped: needs 3 GiB"

@@ -1,13 +1,9 @@
 """A study is one file: nothing else is edited to add one."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +11,10 @@ import pytest
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 from made_records import forgotten
-from planned import points_of
 
 import efficient_attn as ea
 from efficient_attn import studies
-from efficient_attn.studies.run import function_of, run_plan
-from efficient_attn.studies.study import in_lists
+from efficient_attn.studies.run import function_of
 
 FILE = '''
 """Sums of numbers, as fast as this process adds them."""
@@ -97,25 +91,20 @@ def sums(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def start(home, *words, **how):
-    """The command line in a process that has the folder too."""
+def finished(home, *words):
+    """Exit code, stdout and stderr of the command line in a process that has the folder too."""
     code = (
         f"import efficient_attn.studies as s; s.__path__.append({str(home)!r}); "
         "from efficient_attn_cli.main import main; main()"
     )
-    return subprocess.Popen([sys.executable, "-c", code, *words], text=True, stdout=-1, stderr=-1, **how)
-
-
-def finished(home, *words):
-    process = start(home, *words)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.slow
 def test_a_file_is_a_command_with_help_records_table_plot_page_and_diff(sums):
     code, out, _ = finished(sums, "sums", "--help")
-    assert code == 0 and "Sum the first whole numbers." in out and "--seq-len" in out and "--wait" not in out
+    assert code == 0 and "Sum the first whole numbers." in out and "--seq-len" in out and "--pause" in out
     code, out, err = finished(sums, "sums", "--seq-len", "4:16:x2", "--out", "one")
     assert code == 0 and "Sums" in out and "[3/3]" in err
     folder = Path("one")
@@ -136,40 +125,6 @@ def test_the_python_function_and_the_command_measure_the_same(sums):
     results = function_of(studies.find("sums"))(seq_len=(4, 8))
     assert [record.sum for record in results.records] == [6, 28]
     assert [table.title for table in results.tables()] == ["Sums"]
-
-
-@pytest.mark.slow
-def test_a_killed_run_is_continued_with_nothing_lost(sums):
-    words = ("sums", "--seq-len", "1:12:1", "--pause", "0.1", "--out", "killed")
-    process, file = start(sums, *words), Path("killed/records.jsonl")
-    while not (file.exists() and len(file.read_bytes().splitlines()) >= 3):
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    kept = file.read_bytes()
-    code, _, err = finished(sums, *words, "--resume")
-    assert code == 0 and file.read_bytes().startswith(kept) and len(ea.read(file)) == 12
-    assert f"/{12 - len(kept.splitlines())}]" in err
-
-
-def test_an_interrupted_run_names_what_was_not_tried(sums):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    study = studies.find("sums")
-    plan = study.plan(seq_len=(4, 8, 16))
-    points = [points_of(plan)[0], replace(points_of(plan)[1], measure=interrupt), points_of(plan)[2]]
-    results = run_plan(study, replace(plan, steps=lambda: in_lists([points])))
-    assert results.interrupted and [record.case.tokens for record in results.records] == [4]
-    assert results.notes[0].startswith("Not measured: 2 of 3 points, of exact; --resume")
-
-
-def test_a_budget_skips_points_by_their_predicted_duration(sums):
-    # Two points of a tenth of a second each, the second of eight times the cost of the first.
-    results = function_of(studies.find("sums"))(seq_len=(100, 800), pause=0.1, budget_s=0.5)
-    first, second = results.records
-    assert first.status == "ok" and second.status == "skipped"
-    assert "of the budget of 500 ms are left (raise it with --budget)" in second.reason
 
 
 @pytest.mark.parametrize("name", sorted(studies.studies()))

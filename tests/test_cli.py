@@ -1,0 +1,230 @@
+"""The command line as a whole: help, exit codes, what the commands of studies print, write and refuse."""
+
+import json
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from made_records import costs
+from typer.main import get_command
+
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+import efficient_attn as ea
+from efficient_attn.measure.record import replace
+from efficient_attn.studies.results import Results
+from efficient_attn_cli import exits
+from efficient_attn_cli.command import exit_code
+from efficient_attn_cli.main import COMMANDS, app, main
+
+CODE = "from efficient_attn_cli.main import main; main()"
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"), [("--help", "bench"), ("--version", f"efficient-attn {version('efficient-attn')}\n")]
+)
+def test_help_and_version_load_no_torch(word, shown):
+    code = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {CODE}"
+    run = subprocess.run([sys.executable, "-c", code, word], capture_output=True, text=True, check=True)
+    assert shown in run.stdout and run.stdout.splitlines()[-1] == "False"
+    assert ea.__version__ == version("efficient-attn")
+
+
+def test_list_tells_every_backend_its_promises_and_its_paper(capsys):
+    assert command("list", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert tuple(row["name"] for row in rows) == ea.list_backends()
+    assert all({"causal", "key_mask", "exact", "options", "paper"} <= set(row) for row in rows)
+    assert command("list") == 0
+    table = capsys.readouterr().out
+    assert all(f" {name} " in table for name in ea.list_backends())
+
+
+def test_env_tells_the_machine_in_json_and_in_lines(capsys):
+    assert command("env", "--json") == 0 and json.loads(capsys.readouterr().out)["processor"]
+    assert command("env") == 0 and "torch.version" in capsys.readouterr().out
+
+
+def options_of(capsys, *words):
+    """Options in a help text, those of help aside, and its number of lines; 0 options without such a text."""
+    code = command(*words)
+    lines = capsys.readouterr().out.splitlines()
+    flags = [line for line in lines if re.match(r"  (-\w, )?--", line) and "--help" not in line]
+    return (0 if code else len(flags)), len(lines)
+
+
+def test_eleven_commands_have_few_options_on_one_screen(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert len(COMMANDS) == len(app.registered_commands) == 11
+    shown = {name: options_of(capsys, name, "--help") for name in COMMANDS}
+    whole = {name: options_of(capsys, name, "--help-all")[0] or shown[name][0] for name in COMMANDS}
+    assert {name: pair for name, pair in shown.items() if pair[0] > 16 or pair[1] > 40} == {}
+    assert sum(whole.values()) <= 150 and whole["bench"] <= 24, whole
+
+
+def test_commands_that_messages_name_exist_with_their_flags():
+    commands = get_command(app).commands
+    flags = {flag for command in commands.values() for one in command.params for flag in one.opts}
+    for path in Path(ea.__file__).parent.glob("[ims]*/*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert {*re.findall(r"(?:with |\()(--[a-z-]+)", text)} <= flags, path
+        assert {*re.findall(r"efficient-attn ([a-z]+) (?:[A-Z-])", text)} <= {*commands}, path
+
+
+REFUSED, SKIPPED, BROKEN = "unsupported", "skipped", "error"
+
+
+def results(*statuses, labels=("exact", "window", "linformer"), interrupted=False):
+    """Results in which the last labels have these statuses, and all before them were measured."""
+    told = dict(zip(reversed(labels), reversed(statuses), strict=False))
+    records = [with_status(record, told.get(record.case.label, "ok")) for record in costs(labels, (256,))]
+    return Results(records, environment={}, interrupted=interrupted)
+
+
+def with_status(record, status):
+    if status == "ok":
+        return record
+    return replace(record, status=status, reason="because", times_s=None, peak_bytes=None)
+
+
+def elsewhere(status):
+    """Results of backends that were measured, of which one was asked for on other inputs too."""
+    measured, (*_, last) = results().records, results(status).records
+    return Results([*measured, replace(last, case=replace(last.case, inputs="decoder(layer=19)"))])
+
+
+BOTH = ["window", "linformer"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "named", "code"),
+    [
+        (results(), None, exits.DONE),
+        (results(REFUSED), None, exits.DONE),
+        (results(SKIPPED), None, exits.DONE),
+        (results(BROKEN), None, exits.SOME_NOT_MEASURED),
+        (results(BROKEN, interrupted=True), None, exits.INTERRUPTED),
+        (results(REFUSED), BOTH, exits.SOME_NOT_MEASURED),
+        (results(SKIPPED), BOTH, exits.SOME_NOT_MEASURED),
+        # Exact attention was measured beside them, but nobody asked for it.
+        (results(REFUSED, BROKEN), BOTH, exits.NOTHING_MEASURED),
+        (results(REFUSED, BROKEN), ["exact", *BOTH], exits.SOME_NOT_MEASURED),
+        (results(REFUSED, REFUSED, SKIPPED), None, exits.NOTHING_MEASURED),
+        # Nor for a yardstick.
+        (results(BROKEN, labels=("attention := v", "window")), ["window"], exits.NOTHING_MEASURED),
+        (results(BROKEN, "ok", labels=("uniform attention", "window")), ["window"], exits.DONE),
+        # A backend that refuses some inputs and is measured on others is expected.
+        (elsewhere(REFUSED), ["linformer"], exits.DONE),
+        (elsewhere(SKIPPED), ["linformer"], exits.SOME_NOT_MEASURED),
+    ],
+)
+def test_the_exit_code_tells_what_was_asked_for_and_not_measured(outcome, named, code):
+    assert exit_code(outcome, named) == code
+
+
+OWN = """
+def mean(q, k, v):
+    return v.mean(dim=-2, keepdim=True).expand_as(v).contiguous()
+
+
+def talkative(q, k, v):
+    print("hello")
+    return v.clone()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, hasty, unisolated):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    return tmp_path
+
+
+def command(*words):
+    """The exit code of the command."""
+    with pytest.raises(SystemExit) as exit_:
+        main([str(word) for word in words])
+    return exit_.value.code
+
+
+SMALL = "bench --seq-len 16,32 --num-heads 2 --head-dim 8 --budget 1h --no-error"
+RUNS = [
+    (
+        "bench --inputs encoder --seq-len 24 --rounds 1 --backend linformer,own.py:mean "
+        "--set linformer.rank=9",
+        ["at 24 tokens (encoder, layers 0, 1, 5)", " linformer(rank=9) ", " own.py:mean "],
+        {"comparison.png", "report.html"},
+    ),
+    (
+        "mse --inputs gaussian --seeds 1 --seq-len 24 --head-dim 4 --size 4,8 --draws 2 --norm 0.5,1",
+        ["gaussian, norm 0.5; 24 tokens, 1 head of 4", " uniform attention ", "Below uniform attention on"],
+        {"error.png", "error.svg"},
+    ),
+    (
+        "recall --pairs 8 --classes 4 --queries 4 --gap 4 --steps 1 --seeds 1 --size 4 --head-dim 8 "
+        "--backend performer-positive",
+        ["exact attention is right in", " window(window=9) ", " performer-positive(num_features=4) "],
+        {"recall.png"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "texts", "names"), RUNS, ids=["bench", "mse", "recall"])
+def test_a_run_prints_tables_and_sentences_and_last_the_folder_of_its_files(
+    words, texts, names, folder, capsys
+):
+    assert command(*words.split()) == 0
+    out, err = capsys.readouterr()
+    last, shown = folder / out.splitlines()[-1], " ".join(out.split())
+    assert all(" ".join(text.split()) in shown for text in texts)
+    assert last.parent.name == "runs" and last.name.startswith(f"{words.split()[0]}-")
+    assert {"records.jsonl", "summary.csv", *names} <= {path.name for path in last.iterdir()}
+    assert "left" in err and "\x1b" not in out + err
+
+
+def test_what_a_backend_prints_stays_out_of_the_results(folder, undrawn, capfd):
+    assert command(*SMALL.split(), "--backend", "own.py:talkative", "--json", "-") == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["records"] and "hello" in err
+
+
+def test_a_dry_run_tells_what_would_not_fit(folder, capsys, monkeypatch):
+    monkeypatch.setattr("efficient_attn.studies.workload.available_bytes", lambda device: 2**30)
+    assert command("bench", "--dry-run", "--seq-len", "16,64k", "--backend", "exact-dense") == 0
+    assert "needs about 256 GiB, the limit is 717 MiB" in capsys.readouterr().out
+
+
+def test_the_command_that_ran_is_written_down(folder, undrawn, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/efficient-attn", *SMALL.split(), "--out", "out"])
+    assert command(*SMALL.split(), "--backend", "own.py:mean", "--out", "out") == 0
+    assert Path("out/command.txt").read_text() == f"efficient-attn {SMALL} --out out\n"
+
+
+# Refusals of text; those of values are in test_bad_input.py.
+WRONG = [
+    ("bench --seq-len 256 512", "Values are joined by commas, as in --backend a,b; '512' stands alone"),
+    ("bench --set window.window=4", "window"),
+    ("bench --num-heads 4,x", "--num-heads"),
+    ("bench --timeout never", "--timeout is a duration"),
+    ("bench --max-error little", "--max-error"),
+    ("bench --inputs own.py", "is not a valid safetensors file"),
+    ("mse --size many", "--size cannot be 'many'"),
+    ("mse --norm inf", "--norm is made of finite numbers above 0, such as 0.5,1, not 'inf'"),
+    ("mse --layers first", "--layers is made of whole numbers, such as 0,1,5, not 'first'"),
+    ("mse --inputs ,", "',' names nothing"),
+    ("recall --steps many", "'--steps': Input should be a valid integer"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG, ids=[words for words, _ in WRONG])
+def test_a_wrong_request_ends_in_one_line_before_anything_is_measured(
+    words, message, folder, capsys, monkeypatch
+):
+    monkeypatch.setattr("efficient_attn.studies.run.Engine", lambda *args, **named: pytest.fail("measured"))
+    assert command(*words.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and message in err
+    assert not Path("runs").exists()
