@@ -1,0 +1,123 @@
+"""Pages and pictures that scripts make are those of the scripts: none is stale, missing or left over."""
+
+import importlib
+import json
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from efficient_attn.testing import check_names
+
+ROOT = Path(__file__).parent.parent
+DOCS, OTHERS = ROOT / "docs", ROOT / "results" / "other-packages"
+IMAGES = runpy.run_path(str(DOCS / "images.py"))
+PICTURES: list[str] = IMAGES["names"]()
+
+
+@pytest.mark.parametrize(("script", "page"), [("generate", "backends"), ("choosing", "choosing")])
+def test_a_page_is_what_its_script_makes_of_backends_and_records(script: str, page: str) -> None:
+    # In a process of its own: other tests put backends into the table of this one.
+    code = f"import runpy; print(runpy.run_path({str(DOCS / script) + '.py'!r})['page'](), end='')"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    written = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    assert written == child.stdout, f"run: python docs/{script}.py"
+
+
+def test_every_picture_is_drawn_by_the_script_and_stands_on_a_page() -> None:
+    assert {path.stem for path in (DOCS / "images").glob("*.png")} == set(PICTURES)
+    pages = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+    assert [name for name in PICTURES if f"(images/{name}.png)" not in pages] == []
+
+
+def drawn(name: str) -> dict[str, str]:
+    """Digests of a picture, as it was drawn."""
+    return json.loads((DOCS / "images/sources.json").read_text(encoding="utf-8"))[name]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_was_drawn_from_the_records_as_they_are(name: str) -> None:
+    assert drawn(name)["records"] == IMAGES["digest"](name), f"run: python docs/images.py {name}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_has_the_texts_and_points_that_are_drawn_now(name: str) -> None:
+    content = IMAGES["content"](name, IMAGES["figure"](name))
+    assert drawn(name)["content"] == content, f"run: python docs/images.py {name}"
+
+
+@pytest.fixture(scope="module")
+def lessons() -> dict[str, Any]:
+    """The script that computes what the page on errors shows."""
+    return runpy.run_path(str(DOCS / "lessons.py"))
+
+
+def test_lessons_follow_the_definitions_of_gradients_and_lengths(lessons: dict[str, Any]) -> None:
+    row = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    jacobian = torch.autograd.functional.jacobian(lambda scores: scores.softmax(dim=-1), row)
+    torch.testing.assert_close(lessons["sensitivity"](row.softmax(dim=-1)), jacobian.norm())
+    q, k = torch.randn(2, 1, 1, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    sums = (q[..., :, None, :] + k[..., None, :, :]) / 16**0.25
+    torch.testing.assert_close(lessons["lengths"](q, k), sums.square().sum(dim=-1))
+
+
+@pytest.mark.slow
+def test_the_numbers_on_the_page_on_errors_are_those_that_are_drawn(lessons: dict[str, Any]) -> None:
+    page = " ".join((DOCS / "errors.md").read_text(encoding="utf-8").split())
+    means = [f"{lessons['mean_error'](layer):.2f}" for layer in lessons["LAYERS"]]
+    assert f"that of uniform attention {means[0]}, {means[1]} and {means[2]}." in page
+    errors = [f"{lessons['errors_on'](layer, 'performer-positive', 256)[0]:.2f}" for layer in (0, 1, 5)]
+    assert f"the relative error is {errors[0]}, {errors[1]} and {errors[2]}," in page
+    divided, undivided = (lessons["scores"](64, scaled=scaled) for scaled in (True, False))
+    assert f"{divided.entropy[0]:.2f} nats" in page and f"{undivided.entropy[0]:.2f} at d = 64" in page
+    assert f"({undivided.gradient[0]:.2f} against {divided.gradient[0]:.2f})" in page
+
+
+@pytest.fixture(scope="module")
+def others() -> Iterator[ModuleType]:
+    """The script on other packages; no test here needs one of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DOCS)
+        yield importlib.import_module("others_page")
+
+
+@pytest.fixture(scope="module")
+def findings() -> dict[str, Any]:
+    return json.loads((OTHERS / "findings.json").read_text(encoding="utf-8"))
+
+
+def test_pages_about_other_packages_say_what_was_found(others: ModuleType, findings: dict[str, Any]) -> None:
+    written = (OTHERS / "README.md").read_text(encoding="utf-8")
+    assert written == others.page(findings), "run: python docs/others_page.py page"
+    page = (DOCS / "coming-from.md").read_text(encoding="utf-8")
+    for outcome in (others.KEPT, others.BROKEN, others.NOT_OFFERED):
+        assert f"| {' | '.join(others._counts(outcome, findings['packages']))} |" in page
+
+
+def test_every_package_is_pinned_and_checked_by_the_same_promises_with_inputs_of_the_broken_ones(
+    others: ModuleType, findings: dict[str, Any]
+) -> None:
+    packages = findings["packages"]
+    assert list(packages) == list(others.others.PINNED) == list(others.others.PACKAGES)
+    checks = [[row["check"] for row in rows] for rows in packages.values()]
+    assert all(names == checks[0] for names in checks)
+    left_out = others.OURS | others.NOT_ASKED
+    assert {*checks[0], *left_out} <= set(check_names()), "run: python docs/others_page.py"
+    assert not left_out & set(checks[0])
+    rows = [row for rows in packages.values() for row in rows]
+    assert {row["outcome"] for row in rows} <= {others.KEPT, others.BROKEN, others.NOT_OFFERED}
+    assert all("q [" in row["detail"] for row in rows if row["outcome"] == others.BROKEN)
+    assert all(row["detail"] for row in rows if row["outcome"] == others.NOT_OFFERED)
+
+
+def test_an_error_is_not_offered_and_a_wrong_answer_is_broken(others: ModuleType) -> None:
+    assert not others._is_wrong("It raised RuntimeError: no. On q [1].")
+    assert others._is_wrong("It raised GradcheckError: Jacobian mismatch. On q [1].")
+    assert others._is_wrong("Row sums: q [1].")
