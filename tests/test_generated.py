@@ -5,20 +5,29 @@ import json
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from made_records import case, folder
+from reference import random_qkv, reference_attention
 
+import efficient_attn as ea
+from efficient_attn.measure.record import Record
 from efficient_attn.testing import check_names
 
 ROOT = Path(__file__).parent.parent
 DOCS, OTHERS = ROOT / "docs", ROOT / "results" / "other-packages"
 IMAGES = runpy.run_path(str(DOCS / "images.py"))
 PICTURES: list[str] = IMAGES["names"]()
+SPREAD = [1 + step / 1000 for step in range(8)]
+GPU = {
+    "gpu": {"name": "A GPU", "driver_version": "1.2"},
+    "packages": {"torch": "2.13", "triton": "3.9"},
+}
 
 
 @pytest.mark.parametrize(("script", "page"), [("generate", "backends"), ("choosing", "choosing")])
@@ -81,11 +90,17 @@ def test_the_numbers_on_the_page_on_errors_are_those_that_are_drawn(lessons: dic
 
 
 @pytest.fixture(scope="module")
-def others() -> Iterator[ModuleType]:
-    """The script on other packages; no test here needs one of them."""
+def docs() -> Iterator[Callable[[str], ModuleType]]:
+    """Scripts of the docs by name; they look for each other beside themselves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(DOCS)
-        yield importlib.import_module("others_page")
+        yield importlib.import_module
+
+
+@pytest.fixture(scope="module")
+def others(docs: Callable[[str], ModuleType]) -> ModuleType:
+    """The script on other packages; no test here needs one of them."""
+    return docs("others_page")
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +136,118 @@ def test_an_error_is_not_offered_and_a_wrong_answer_is_broken(others: ModuleType
     assert not others._is_wrong("It raised RuntimeError: no. On q [1].")
     assert others._is_wrong("It raised GradcheckError: Jacobian mismatch. On q [1].")
     assert others._is_wrong("Row sums: q [1].")
+
+
+@pytest.fixture(scope="module")
+def gpu(docs: Callable[[str], ModuleType]) -> ModuleType:
+    """The script that predicts and measures for the page on GPUs."""
+    return docs("gpu")
+
+
+def timed(label: str, tokens: int, device_s: float, **measured: float) -> Record:
+    about = {"num_heads": 16, "head_dim": 64, "dtype": "bfloat16", "device": "cuda", "l2": "cold"}
+    times = {"times_s": tuple(1.5 * device_s * one for one in SPREAD)}
+    times["device_times_s"] = tuple(device_s * one for one in SPREAD)
+    return Record(
+        case=case("time", label, tokens, **about), round_sizes=(2,) * 4, kernels="flex", **times, **measured
+    )
+
+
+def test_the_measured_part_has_device_times_shares_crossovers_and_the_goals(gpu, tmp_path):
+    lengths = (1024, 4096, 16_384, 65_536)
+    records = [timed("exact", n, 1e-11 * n * n, flops=10**9 * n, matmul_flops_per_s=4e15) for n in lengths]
+    records += [timed("performer-positive", n, 0.5e-8 * n) for n in lengths]
+    folder(tmp_path / "a-gpu" / "bench-full-bfloat16", records, GPU)
+    made = gpu.measured(tmp_path)
+    assert (
+        "### A GPU\n\nDriver 1.2, torch 2.13, triton 3.9, kernels flex; records in `results/a-gpu`." in made
+    )
+    assert "#### bench-full-bfloat16" in made and "**Device time per call, ms**" in made
+    assert "**Time per call" not in made and "% of peak GEMM" in made
+    # 1e-11 n² and 0.5e-8 n are equal at 500 tokens.
+    (row,) = (line for line in made.splitlines() if "all from 1024" in line)
+    assert row.startswith("| performer-positive | ")
+    goals = [line for line in made.splitlines() if line.startswith("| `")]
+    assert len(goals) == len(gpu.GOALS)
+    assert goals[0].startswith("| `performer-positive` | full, forward | ≤ 600 µs | 329 µs (")
+    assert goals[1].startswith("| `performer-positive` | its speed, exact = 1 | ≥ 40 | 131 (")
+    assert all(line.endswith("| – |") for line in goals[2:])
+
+
+def test_runs_that_were_stopped_at_their_beginning_are_left_out(gpu, tmp_path):
+    folder(tmp_path / "a-gpu" / "bench-full-float32", [], {})
+    (tmp_path / "a-gpu" / "bench-causal-bfloat16").mkdir()
+    unmeasured = "No GPU has been measured. `python docs/gpu.py --out results/<gpu>`"
+    assert gpu.measured(tmp_path).startswith(unmeasured)
+    run = tmp_path / "a-gpu" / "bench-full-bfloat16"
+    folder(run, [timed("exact", 65_536, 0.01), timed("performer-positive", 65_536, 6.58e-4)], {})
+    made = gpu.measured(tmp_path)
+    assert made.startswith("### a-gpu\n\nDriver None, torch None")
+    assert "| `performer-positive` | its speed, exact = 1 | ≥ 40 | 15.2 (" in made
+    assert "bench-full-float32" not in made and "bench-causal" not in made
+
+
+def test_a_measurement_goes_on_after_the_runs_that_are_finished(gpu, tmp_path, monkeypatch):
+    codes, asked = [0, 3, 130], []
+
+    monkeypatch.setattr(gpu, "_ended", lambda command: asked.append(command) or (codes or [0]).pop(0))
+    with pytest.raises(SystemExit, match="bench-full-backward-bfloat16 ended with code 130"):
+        gpu.measure(tmp_path)
+    gpu.measure(tmp_path)
+    names = [Path(command[command.index("--out") + 1]).name for command in asked]
+    every = [*gpu.commands()]
+    assert len(every) == 8 and names == [*every[:3], *every[2:]]
+    assert all(command[-1] == "--resume" for command in asked)
+    gpu.measure(tmp_path)
+    assert len(asked) == len(names)
+
+
+def test_the_commands_exist_with_their_options(gpu):
+    main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation")
+    from typer.testing import CliRunner
+
+    shown = CliRunner().invoke(main.app, ["bench", "--help-all"], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    options = {word for words in gpu.commands().values() for word in words if word.startswith("--")}
+    assert options and [option for option in options if option not in shown.output] == []
+
+
+@pytest.mark.slow
+def test_the_page_has_the_predictions_of_the_model_and_the_measurements_of_the_records(gpu):
+    written = (DOCS / "gpu.md").read_text(encoding="utf-8")
+    assert written == gpu.page(written), "run: python docs/gpu.py"
+
+
+def test_the_model_counts_bytes_products_and_launches(gpu):
+    model = gpu.roofline
+    x = torch.empty(1 << 20, 64, device="meta", dtype=torch.bfloat16)
+    with model._Timed() as timed:
+        x + x
+        x[:, :1].expand(-1, 64) + 1
+        x[:1] + 1
+        x.mT @ x
+    # 2²⁶ numbers are read twice and written once; an expanded axis is read once; a small launch; a product.
+    moved_s = (3 * 2**27 + 2**21 + 2**27) / model.BYTES_PER_S
+    product_s = max(2 * 64 * 64 * 2**20 / 790e12, (2 * 2**27 + 2 * 64 * 64) / model.BYTES_PER_S)
+    assert timed.time_s == pytest.approx(moved_s + model.LAUNCH_S + product_s)
+
+
+def test_the_fused_models_have_the_published_rates(gpu):
+    model = gpu.roofline
+    # Four products of 64 · 256 multiply-adds for each token of 16 heads, at half of Triton's rate.
+    products_s = 65_536 * 16 * 4 * 64 * 256 * 2 / 200e12
+    assert model.two_fused_s(65_536) == pytest.approx(products_s + 20 * 5e-6)
+    assert model.softmax_s(65_536, model.FA2) == pytest.approx(4 * 64 * 16 * 65_536**2 / 324e12 + 5e-6)
+    assert model.softmax_s(8, 1.0, causal=True) == pytest.approx(4 * 64 * 16 * 36)
+    assert model.window_s(65_536) == pytest.approx(4 * 64 * 16 * 384 * 65_536 / 324e12 + 5e-6)
+
+
+# FlexAttention warns once in a process that it runs uncompiled, as it is meant to here.
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_baseline_of_flex_attention_is_exact(gpu, causal, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda call, **settings: call)
+    baseline = importlib.import_module("flex_exact")
+    q, k, v = random_qkv(heads=4, kv_heads=2, q_tokens=7, k_tokens=7, head_dim=16, value_dim=16)
+    backend = ea.build(baseline.flex, head_dim=16, causal=causal)
+    exact = reference_attention(q, k, v, scale=0.25, causal=causal)
+    torch.testing.assert_close(backend(q, k, v), exact, rtol=1e-12, atol=1e-12)
