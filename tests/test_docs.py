@@ -211,3 +211,37 @@ def test_each_figure_of_the_readme_is_made_by_the_command_above_it() -> None:
         run = ROOT / "results/epyc-2-cores" / records[picture]
         commands = (run / "command.txt").read_text(encoding="utf-8").splitlines()
         assert commands and all(re.sub(r" --out \S+$", "", command) in above for command in commands)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for package in ("sphinx", "myst_parser", "furo", "latex2mathml"):
+        pytest.importorskip(package, reason="the docs extra is not installed")
+    built = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(ROOT / "docs"), str(built)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return built
+
+
+@pytest.mark.slow
+def test_nothing_that_a_page_of_the_site_loads_has_an_address_elsewhere_and_formulas_are_mathml(
+    site: Path,
+) -> None:
+    loads = re.compile(r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=\"(?:https?:)?//[^\"]*")
+    kinds = "stylesheet|preload|icon|preconnect"
+    sheets = re.compile(rf'<link\b(?=[^>]*\brel="(?:{kinds})")[^>]*\bhref="(?:https?:)?//[^"]*')
+    styles = re.compile(r"url\([\"']?(?:https?:)?//[^)]*\)|@import[^;]*//[^;]*")
+    found = [
+        (path.relative_to(site).as_posix(), hit)
+        for kind, patterns in (("html", (loads, sheets, styles)), ("css", (loads, styles)))
+        for path in site.rglob(f"*.{kind}")
+        for pattern in patterns
+        for hit in pattern.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+    for name in ("backends", "errors", "measuring"):
+        page = (site / f"{name}.html").read_text(encoding="utf-8")
+        assert "<math " in page and "</math>" in page
+        # A renderer that gives up leaves commands of TeX behind.
+        assert re.findall(r"\\(?:frac|mathrm|left|operatorname)\b", page) == []

@@ -150,12 +150,6 @@ def test_no_module_imports_itself_by_way_of_others(at_import_only: bool) -> None
     assert {*TopologicalSorter(graph).static_order()} == paths.keys()
 
 
-def test_pyplot_is_never_imported_at_the_top() -> None:
-    tops = {place(path): imports(path, at_import_only=True) for path in sources()}
-    plots = ("matplotlib.pyplot", "pylab")
-    assert {top for top, names in tops.items() if any(name.startswith(plots) for name in names)} == set()
-
-
 def test_no_source_runs_code_from_data() -> None:
     # Text of an f-string is a token of its own from Python 3.12 on.
     silent = (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
