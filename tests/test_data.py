@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
@@ -166,17 +166,10 @@ def test_the_decoder_can_be_made_again_from_the_weights(smollm2):
         assert_made_again(again, replace(stored, layers=shipped_layer, tokens=stored.tokens[:tokens]))
 
 
-def loaded(folder):
-    """The model of a folder and the tokens of its text, by transformers alone."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return model, tokenizer(text_of("types"), return_tensors="pt")["input_ids"]
-
-
 @pytest.mark.slow
 def test_swapped_exact_attention_changes_nothing_and_approximations_lose_less_than_the_mean(smollm2):
+    import transformers
+
     backends, sizes = ["exact", "window"], {"window": {"window": [65, TOKENS]}}
     settings = {"seq_lens": TOKENS, "options": sizes, "draws": 1, "rounds": 1}
     records = ea.swap(smollm2, backends, texts={"types": text_of("types")}, **settings).records
@@ -186,16 +179,9 @@ def test_swapped_exact_attention_changes_nothing_and_approximations_lose_less_th
         assert swapped[label].hidden_relative_error < HIDDEN and swapped[label].next_token_kl < DIVERGENCE
     loss_of_window = swapped["window(window=65)"].next_token_kl
     assert DIVERGENCE < loss_of_window < swapped[UNIFORM_ATTENTION].next_token_kl
-    model, ids = loaded(smollm2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    ids = tokenizer(text_of("types"), return_tensors="pt")["input_ids"]
     with torch.no_grad():
         loss = model(ids[:, :TOKENS], labels=ids[:, :TOKENS]).loss
     assert swapped[OWN].perplexity == pytest.approx(float(loss.exp()), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_the_model_reads_its_long_text_as_well_as_the_provenance_says(smollm2):
-    model, ids = loaded(smollm2)
-    with torch.no_grad():
-        states = model.model(ids[:, :4096]).last_hidden_state[:, 3071:-1]
-        loss = cross_entropy(model.lm_head(states)[0], ids[0, 3072:4096])
-    assert "1.84 nats" in PROVENANCE and float(loss) == pytest.approx(1.84, abs=0.005)

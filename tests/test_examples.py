@@ -116,10 +116,3 @@ def test_the_page_has_a_row_with_the_verdict_of_every_claim(name: str) -> None:
 )
 def test_a_verdict_follows_from_the_answers(answers: dict[str, bool | None], expected: str) -> None:
     assert CLAIMS["verdict"](answers) == expected
-
-
-@pytest.mark.parametrize("count", [6, 40])
-def test_the_interval_is_the_narrowest_of_order_statistics_with_95_percent(count: int) -> None:
-    scipy = pytest.importorskip("scipy.stats")
-    low = int(CLAIMS["median_interval"](range(count)).low)
-    assert scipy.binom.cdf(low, count, 0.5) <= 0.025 < scipy.binom.cdf(low + 1, count, 0.5)

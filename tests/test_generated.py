@@ -126,10 +126,8 @@ def test_every_package_is_pinned_and_checked_by_the_same_promises_with_inputs_of
     left_out = others.OURS | others.NOT_ASKED
     assert {*checks[0], *left_out} <= set(check_names()), "run: python docs/others_page.py"
     assert not left_out & set(checks[0])
-    rows = [row for rows in packages.values() for row in rows]
-    assert {row["outcome"] for row in rows} <= {others.KEPT, others.BROKEN, others.NOT_OFFERED}
-    assert all("q [" in row["detail"] for row in rows if row["outcome"] == others.BROKEN)
-    assert all(row["detail"] for row in rows if row["outcome"] == others.NOT_OFFERED)
+    broken = [row for rows in packages.values() for row in rows if row["outcome"] == others.BROKEN]
+    assert broken and all("q [" in row["detail"] for row in broken)
 
 
 @pytest.fixture(scope="module")

@@ -209,15 +209,6 @@ def test_a_release_is_tested_before_it_is_published_and_by_a_tag_alone() -> None
     assert not any("checkout" in str(step) or "run" in step for step in publish["steps"])
 
 
-def test_the_hosted_site_has_the_configuration_and_extras_of_the_workflow() -> None:
-    hosted = parsed(".readthedocs.yaml")
-    assert (ROOT / hosted["sphinx"]["configuration"]).is_file() and hosted["sphinx"]["fail_on_warning"]
-    (install,) = hosted["build"]["jobs"]["install"]
-    assert all("-c constraints.txt '.[docs]'" in text for text in (install, text_of(".ci/docs")))
-    assert "efficient-attn[hf]" in PROJECT["optional-dependencies"]["docs"]
-    assert "'.[docs]' && sphinx-build -W" in text_of("CONTRIBUTING.md")
-
-
 def test_nothing_advises_to_install_the_distribution_from_an_index() -> None:
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.ipynb")]
     sources = [file for file in package_files() if file.suffix == ".py"]

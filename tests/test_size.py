@@ -147,10 +147,3 @@ def test_prose_keeps_within_the_limits_of_tell_tale_words(group: Callable[[], It
         hits = [f"{path.name}:{line}" for path, line, text in texts for _ in WORDS[name].findall(text)]
         rate = 1000 * len(hits) / words
         assert rate <= limit, f"{name}: {rate:.2f} per 1 000 words, limit {limit}: {hits[:20]}"
-
-
-def test_tell_tale_words_are_found_and_names_in_code_are_not() -> None:
-    prose = FENCE.sub("", "Of those so many told what stands beside. Of all.\n```\nwhat\n```\n")
-    counts = {name: len(word.findall(prose)) for name, word in WORDS.items()}
-    assert counts == {"what": 1, "told": 1, "beside": 1, "those": 1, "so many": 1, "Of": 2}
-    assert NO_PROSE.sub("", "`what` [x](what.md)") == " [x"
