@@ -11,7 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import torch
 from made_records import case, costs, errors, folder
+from safetensors.torch import save_file
 
 from efficient_attn.measure.record import Record
 from efficient_attn.report.escape import plain
@@ -225,13 +227,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def activations(path, names, about):
     """A safetensors file of small tensors under these names."""
-    size = 2 * 16 * 8 * 4
-    header = {
-        name: {"dtype": "F32", "shape": [2, 16, 8], "data_offsets": [number * size, (number + 1) * size]}
-        for number, name in enumerate(names)
-    }
-    text = json.dumps({**header, "__metadata__": about}).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size * len(names)))
+    save_file({name: torch.zeros(2, 16, 8) for name in names}, path, metadata=about)
 
 
 def hostile_records(name):
