@@ -25,18 +25,15 @@ def drawings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, str]]
     """(number of the display, its content) of everything that a notebook is asked to draw."""
     drawn: list[tuple[int, dict[str, str]]] = []
 
-    class Handle:
-        def __init__(self, number: int) -> None:
-            self.number = number
+    def display(content: dict[str, str], *, raw: bool, display_id: bool) -> SimpleNamespace:
+        number = len({number for number, _ in drawn})
 
-        def update(self, content: dict[str, str], *, raw: bool) -> None:
+        def update(content: dict[str, str], *, raw: bool) -> None:
             assert raw
-            drawn.append((self.number, content))
+            drawn.append((number, content))
 
-    def display(content: dict[str, str], *, raw: bool, display_id: bool) -> Handle:
-        handle = Handle(len({number for number, _ in drawn}))
-        handle.update(content, raw=raw)
-        return handle
+        update(content, raw=raw)
+        return SimpleNamespace(update=update)
 
     ipython, shown = ModuleType("IPython"), ModuleType("IPython.display")
     ipython.get_ipython = lambda: SimpleNamespace(kernel=object())

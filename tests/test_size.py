@@ -4,9 +4,8 @@ import ast
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -96,16 +95,8 @@ def test_pages_have_no_more_words_than_their_budget(pattern: str) -> None:
     assert len(pages_of("docs/*.md")) <= BUDGET["docs"]["pages"]
 
 
-class Text(NamedTuple):
-    """A piece of prose and its origin."""
-
-    path: Path
-    line: int
-    text: str
-
-
-def strings() -> Iterator[tuple[Text, bool]]:
-    """String constants of the sources, and whether they are docstrings."""
+def strings() -> Iterator[tuple[str, str, str]]:
+    """Docstrings and messages of the sources: group, place, text; a message has two words or more."""
     for path in sources():
         tree = ast.parse(path.read_text(encoding="utf-8"))
         documentation: set[int] = set()
@@ -114,36 +105,27 @@ def strings() -> Iterator[tuple[Text, bool]]:
                 documentation |= {id(part.value) for part in node.body[:1] if isinstance(part, ast.Expr)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield Text(path, node.lineno, node.value), id(node) in documentation
+                if id(node) in documentation:
+                    yield "docstrings", f"{path}:{node.lineno}", node.value
+                elif len(WORD.findall(node.value)) > 1:
+                    yield "messages", f"{path}:{node.lineno}", node.value
 
 
-def docstrings() -> Iterator[Text]:
-    yield from (text for text, documents in strings() if documents)
-
-
-def messages() -> Iterator[Text]:
-    """String constants of two words or more: messages, table heads, help texts."""
-    for text, documents in strings():
-        if not documents and len(WORD.findall(text.text)) > 1:
-            yield text
-
-
-def docs() -> Iterator[Text]:
+def docs() -> Iterator[tuple[str, str, str]]:
     """Pages written by hand, without code, output and addresses."""
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
         page = path.read_text(encoding="utf-8")
         if path.name not in BUILT and "<!-- Written by" not in page[:500]:
-            prose = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), page)
-            for number, line in enumerate(NO_PROSE.sub(" ", prose).splitlines(), start=1):
-                yield Text(path, number, line)
+            yield "docs", str(path), NO_PROSE.sub(" ", FENCE.sub("", page))
 
 
-@pytest.mark.parametrize("group", [docstrings, messages, docs])
-def test_prose_keeps_within_the_limits_of_tell_tale_words(group: Callable[[], Iterator[Text]]) -> None:
-    texts = list(group())
-    words = sum(len(WORD.findall(text)) for _, _, text in texts)
-    assert words > 500
-    for name, limit in LIMITS[group.__name__].items():
-        hits = [f"{path.name}:{line}" for path, line, text in texts for _ in WORDS[name].findall(text)]
-        rate = 1000 * len(hits) / words
-        assert rate <= limit, f"{name}: {rate:.2f} per 1 000 words, limit {limit}: {hits[:20]}"
+def test_prose_keeps_within_the_limits_of_tell_tale_words() -> None:
+    texts = [*strings(), *docs()]
+    for group, limits in LIMITS.items():
+        members = [(place, text) for name, place, text in texts if name == group]
+        words = sum(len(WORD.findall(text)) for _, text in members)
+        assert words > 500
+        for name, limit in limits.items():
+            hits = [place for place, text in members for _ in WORDS[name].findall(text)]
+            rate = 1000 * len(hits) / words
+            assert rate <= limit, f"{group}, {name}: {rate:.2f} per 1 000 words, limit {limit}: {hits}"
