@@ -1,22 +1,29 @@
-"""Parameters, buffers and tensors of several devices: refused, or made anew, and never read as they come."""
+"""Tensors of several devices: refused, or made anew; and the path of a GPU, on a stand-in for torch.cuda."""
+
+from contextlib import contextmanager
 
 import pytest
 import torch
+from eager_flex import eager_flex
 
 import efficient_attn as ea
 from efficient_attn.errors import CalibrationError, ShapeError, UnsupportedError
+from efficient_attn.measure import memory, worker
+from efficient_attn.measure.record import Case
 from efficient_attn.ops.linear.causal import causal_linear_attention
 from efficient_attn.ops.linear.full import full_linear_attention
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.window.operator import fused_window
+from efficient_attn.studies.workload import Workload, settle
 
 Q, K, V = torch.randn(3, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
-SIZES = {"num_features": 16, "rank": 4, "window": 5}
+SIZES = {"linformer": {"rank": 4}, "performer-positive": {"num_features": 16}}
+# A backend for each kind of tensor that a backend keeps: learned, drawn, drawn and fitted.
+KEEPING = ("linformer", "performer-positive", "performer-full")
 
 
 def built(name, *, causal=False, **options):
-    size = ea.spec(name).size_option
-    sizes = {size: SIZES[size]} if size in SIZES else {}
+    sizes = SIZES.get(name, {})
     return ea.build(name, head_dim=8, num_heads=2, max_tokens=16, causal=causal, **sizes, **options)
 
 
@@ -27,44 +34,32 @@ def calibrated(name, **problem):
     return backend
 
 
-def keeps(backend):
-    return [name for name, _ in (*backend.named_parameters(), *backend.named_buffers())]
-
-
-KEEPING = [name for name in ea.list_backends() if keeps(built(name))]
-
-
-def test_the_backends_that_keep_something_are_known():
-    random = {name for name in ea.list_backends() if hasattr(built(name).core, "features")}
-    assert {"linformer", "performer-positive", "performer-full"} <= {*KEEPING}
-    assert {"linformer"} <= {*KEEPING} <= {"linformer"} | random
-
-
 @pytest.mark.parametrize("name", KEEPING)
 def test_a_backend_on_meta_refuses_every_call_and_names_the_tensor(name):
-    backend = calibrated(name, causal=ea.spec(name).capabilities.causal).to("meta")
-    verbs = {
-        "forward": lambda: backend(Q, K, V),
-        "extend": lambda: backend.extend(Q, K, V),
-        "attention_weights": lambda: backend.attention_weights(Q, K),
-        "denominators": lambda: backend.denominators(Q, K),
-        "kernel_ratios": lambda: backend.kernel_ratios(Q, K),
-        "kernel_rows": lambda: backend.kernel_rows(Q, K),
-        "calibrate": lambda: backend.calibrate(Q, K),
+    promised = ea.spec(name).capabilities
+    backend = calibrated(name, causal=promised.causal).to("meta")
+    calls = {
+        "forward": (Q, K, V),
+        "extend": (Q, K, V),
+        "attention_weights": (Q, K),
+        "denominators": (Q, K),
+        "kernel_ratios": (Q, K),
+        "kernel_rows": (Q, K),
+        "calibrate": (Q, K),
     }
-    refused = []
-    for verb, call in verbs.items():
+    refused = {}
+    for verb, tensors in calls.items():
         try:
-            call()
+            getattr(backend, verb)(*tensors)
         except ShapeError as error:
-            refused.append((verb, str(error).partition(" of backend ")[0]))
+            refused[verb] = str(error).partition(" of backend ")[0]
         except UnsupportedError:
             pass  # the backend has no such verb
-    promised = ea.spec(name).capabilities
-    assert {"forward", "attention_weights"} <= {verb for verb, _ in refused}
-    assert ("extend" in dict(refused)) == promised.streaming
-    assert ("calibrate" in dict(refused)) == promised.needs_calibration
-    assert {tensor for _, tensor in refused} <= {*keeps(backend)}
+    assert {"forward", "attention_weights"} <= refused.keys()
+    assert ("extend" in refused) == promised.streaming
+    assert ("calibrate" in refused) == promised.needs_calibration
+    stored = {tensor for tensor, _ in (*backend.named_parameters(), *backend.named_buffers())}
+    assert {*refused.values()} <= stored
 
 
 def test_random_features_on_meta_are_not_drawn_again():
@@ -72,17 +67,12 @@ def test_random_features_on_meta_are_not_drawn_again():
         built("performer-positive").to("meta").redraw(3)
 
 
-# Learned parameters come from a state dict, as those of any module built on meta.
-@pytest.mark.parametrize("name", [name for name in KEEPING if not [*built(name).parameters()]])
-def test_a_backend_that_is_built_on_meta_has_its_draw_as_soon_as_it_has_memory(name):
-    expected = calibrated(name)
+def test_a_backend_that_is_built_on_meta_has_its_draw_as_soon_as_it_has_memory():
     with torch.device("meta"):
-        backend = built(name)
+        backend = built("performer-positive")
     assert {x.device.type for x in backend.buffers()} == {"meta"}
     backend.to_empty(device="cpu")
-    if backend.needs_calibration:
-        backend.calibrate(Q, K)
-    assert torch.equal(backend(Q, K, V), expected(Q, K, V))
+    assert torch.equal(backend(Q, K, V), built("performer-positive")(Q, K, V))
 
 
 def test_a_backend_that_comes_from_meta_has_the_last_draw_and_no_fit():
@@ -116,3 +106,104 @@ def test_registered_operators_refuse_tensors_of_several_devices():
         fused_window(Q, K, V.to("meta"), None, 2, 2, 1.0)
     with pytest.raises(ShapeError, match="k lies on cpu and q on meta"):
         fused_window(Q.to("meta"), K, V, None, 2, 2, 1.0)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What was called on a stand-in for torch.cuda, in order."""
+    told = []
+
+    @contextmanager
+    def device(name):
+        told.append(f"enter {name}")
+        yield
+        told.append(f"leave {name}")
+
+    def stats(name):
+        told.append(f"stats {name}")
+        later = told.count(f"stats {name}") > 1
+        return {
+            "allocated_bytes.all.current": 1000 + 512 * later,
+            "allocated_bytes.all.peak": 5096,
+        }
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda name: told.append(f"synchronise {name}"))
+    monkeypatch.setattr(torch.cuda, "memory_stats", stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda name: told.append(f"reset {name}"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("empty the cache"))
+    return told
+
+
+def test_the_peak_is_taken_above_what_was_there_once_the_device_has_nothing_left_to_do(calls):
+    peak = memory.peak(lambda: calls.append("call"), device="cuda:1")
+    assert peak == (4096, 512, memory.CUDA_ALLOCATED)
+    before = ["synchronise cuda:1", "reset cuda:1", "stats cuda:1"]
+    assert calls == [*before, "call", "synchronise cuda:1", "stats cuda:1"]
+
+
+@pytest.fixture
+def measured(calls, monkeypatch):
+    """Records of cases of a GPU, whose tensors stay on the CPU: where they lie is not the question here."""
+    move = torch.Tensor.to
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *args, device=None, **more: move(x, *args, **more))
+    module = torch.nn.Module.to
+    monkeypatch.setattr(torch.nn.Module, "to", lambda x, device=None, dtype=None: module(x, dtype=dtype))
+
+    def measure(target, **sizes):
+        name = target if isinstance(target, str) else "own"
+        shape = {"num_heads": 2, "head_dim": 16, "tokens": 48, "dtype": "float32", "threads": 1, **sizes}
+        case = Case(kind="memory", backend=name, label=name, device="cuda", **shape)
+        return worker.measure(case, target=target)
+
+    return measure
+
+
+def test_out_of_memory_on_a_gpu_is_a_record_and_the_cache_is_given_back(calls, measured):
+    def greedy(q, k, v):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB")
+
+    record = measured(greedy)
+    assert record.status == "oom" and "Tried to allocate 3 GiB" in record.reason
+    assert calls[-1] == "empty the cache"
+
+
+def test_an_illegal_access_to_memory_is_a_record_although_it_ends_the_use_of_the_device(
+    measured, monkeypatch
+):
+    def use(*args):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def broken(q, k, v):
+        for name in ("synchronize", "empty_cache", "memory_stats", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, use)
+        use()
+
+    for target in (broken, lambda q, k, v: v.clone()):
+        record = measured(target)
+        assert record.status == "error" and "an illegal memory access" in record.reason
+
+
+@pytest.mark.parametrize(
+    ("backend", "sizes", "kernels"),
+    [
+        ("performer-positive", {}, "flex"),
+        ("performer-positive", {"head_dim": 8}, "torch"),
+        ("exact", {}, "torch"),
+    ],
+)
+def test_a_record_names_the_kernels_that_ran(measured, backend, sizes, kernels):
+    with eager_flex():
+        assert measured(backend, **sizes).kernels == kernels
+
+
+@pytest.mark.parametrize(("supported", "dtype"), [(True, "bfloat16"), (False, "float16")])
+def test_the_dtype_of_a_gpu_is_one_that_it_multiplies_without_emulation(calls, monkeypatch, supported, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported or including_emulation
+    )
+    assert settle(Workload(device="cuda:1")).dtype == dtype
+    assert calls == ["enter cuda:1", "leave cuda:1"]
+    assert settle(Workload(device="cuda:1", dtype="float32")).dtype == "float32"

@@ -1,4 +1,4 @@
-"""The pages are true: generated ones are fresh, Python in them runs, commands in them exist."""
+"""Pages are true: their Python runs, commands and links exist, and the README keeps its word."""
 
 import re
 import runpy
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # Written when the site is built.
 GENERATED = {"api", "results"}
 DOCS = sorted(page for page in (ROOT / "docs").glob("*.md") if page.stem not in GENERATED)
-PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", *DOCS]
+PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "README.md", ROOT / "results/README.md", *DOCS]
 # The extra package that a page is about; where it is not installed, nothing on the page can run.
 NEEDS = {"hugging-face.md": "transformers"}
 # Pages whose Python torchrun starts, in tests/distributed/test_ranks.py.
@@ -23,6 +23,9 @@ ON_SEVERAL_PROCESSES = {"distributed.md"}
 FILE = re.compile(r"# (studies/\w+\.py)\n")
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 TOCTREE = re.compile(r"^```{toctree}\n(.*?)^```", re.MULTILINE | re.DOTALL)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+# Lines that a screen shows before anybody scrolls.
+SCREEN = 36
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -31,9 +34,9 @@ def blocks(page: Path, language: str) -> list[str]:
     return [code for _, written_in, code in found if written_in == language]
 
 
-def files(page: Path) -> dict[str, str]:
-    """Files that a page adds to the package, by path."""
-    return {found[1]: code for code in blocks(page, "python") if (found := FILE.match(code))}
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
 def page_name(page: Path) -> str:
@@ -41,7 +44,7 @@ def page_name(page: Path) -> str:
 
 
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page.name not in ON_SEVERAL_PROCESSES]
-WITH_FILES = [page for page in WITH_PYTHON if files(page)]
+WITH_FILES = [page for page in WITH_PYTHON if any(map(FILE.match, blocks(page, "python")))]
 
 
 @pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page not in WITH_FILES], ids=page_name)
@@ -69,31 +72,24 @@ for number, code in enumerate(sys.stdin.read().split("\\0"), start=1):
 
 @pytest.mark.parametrize("page", WITH_FILES, ids=page_name)
 def test_the_python_on_a_page_that_adds_files_runs_with_them(page: Path, tmp_path: Path) -> None:
-    for path, code in files(page).items():
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(code, encoding="utf-8")
-    code = "\0".join(code for code in blocks(page, "python") if not FILE.match(code))
+    parts = []
+    for code in blocks(page, "python"):
+        if file := FILE.match(code):
+            path = tmp_path / file[1]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(code, encoding="utf-8")
+        else:
+            parts.append(code)
     run = [sys.executable, "-c", RUN]
-    child = subprocess.run(run, input=code, capture_output=True, text=True, cwd=tmp_path)
+    child = subprocess.run(run, input="\0".join(parts), capture_output=True, text=True, cwd=tmp_path)
     assert child.returncode == 0, child.stderr
-
-
-def test_the_page_of_backends_is_what_the_table_of_backends_says(tmp_path: Path) -> None:
-    # In a process of its own: other tests put backends into the table of this one.
-    code = f"import runpy; print(runpy.run_path({str(ROOT / 'docs/generate.py')!r})['page'](), end='')"
-    child = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True
-    )
-    written = (ROOT / "docs/backends.md").read_text(encoding="utf-8")
-    assert written == child.stdout, "run: python docs/generate.py"
 
 
 def command_lines() -> list[tuple[str, str]]:
     """Every `efficient-attn …` in a bash block, with the page it stands on."""
-    pages = [*PAGES, ROOT / "results/README.md"]
     lines = [
         (page_name(page), line.strip())
-        for page in pages
+        for page in PAGES
         for code in blocks(page, "bash")
         for line in re.sub(r"\\\n", " ", code).splitlines()
     ]
@@ -134,41 +130,28 @@ def test_the_reference_lists_every_public_name_once() -> None:
     assert "integrations.transformers.attach" in listed
 
 
-READERS = (
-    "I have a model and long inputs.",
-    "I have a new attention.",
-    "I read the papers.",
-    "I guard a CI.",
-)
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_the_first_page_leads_each_reader_to_a_command_and_a_page(reader: str) -> None:
+def test_the_first_page_leads_each_reader_to_a_command_and_a_page_and_to_all_pages() -> None:
     first = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    (entry,) = re.findall(rf"^- \*\*{re.escape(reader)}\*\* (.*?)(?=^- |^$)", first, re.MULTILINE | re.DOTALL)
-    assert_exists(entry.split("`")[1])
-    links = re.findall(r"\]\((\S+?)\)", entry)
-    assert links and all((ROOT / "docs" / link).exists() for link in links)
-
-
-def test_the_first_page_leads_to_all_others() -> None:
-    first = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    for reader in ("have a model and long inputs", "have a new attention", "read the papers", "guard a CI"):
+        (entry,) = re.findall(rf"^- \*\*I {reader}\.\*\* (.*?)(?=^- |^$)", first, re.MULTILINE | re.DOTALL)
+        assert_exists(entry.split("`")[1])
+        links = re.findall(r"\]\((\S+?)\)", entry)
+        assert links and all((ROOT / "docs" / link).exists() for link in links)
     listed = re.findall(r"^([a-z-]+)$", "".join(TOCTREE.findall(first)), re.MULTILINE)
     assert sorted(listed) == sorted({page.stem for page in DOCS} - {"index"} | GENERATED)
 
 
-@pytest.mark.parametrize("page", DOCS, ids=page_name)
-def test_links_of_a_page_lead_to_files_and_headings_that_exist(page: Path) -> None:
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" in link:
-            continue
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_links_and_flags_of_a_page_exist(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         path, _, anchor = link.partition("#")
         target = (page.parent / path) if path else page
-        if target.stem in GENERATED:
-            continue
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target), link
+        if "://" not in link and target.stem not in GENERATED:
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+    codes = re.findall(r"`([^`\n]+)`", prose(page))
+    flags = {flag for code in codes for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code)}
+    assert flags - known_flags() == set()
 
 
 def anchors(page: Path) -> set[str]:
@@ -177,50 +160,88 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_checks_on_a_page_exist() -> None:
-    from efficient_attn.testing import check_names
-
-    page = (ROOT / "docs/new-attention.md").read_text(encoding="utf-8")
-    faults = page.split("## Detected faults")[1]
-    named = set(re.findall(r"`(\w+)`", faults))
-    assert len(named) > 20 and named <= set(check_names(long=True))
-
-
-# Flags of other programs.
-FOREIGN = {"--jobs", "--with-cuda"}
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_flags_in_the_text_of_a_page_exist(page: Path) -> None:
+def known_flags() -> set[str]:
+    """Flags of all commands, of the examples and of other programs."""
     main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation")
     import typer
 
     group: Any = typer.main.get_command(main.app)
-    parameters = [one for command in group.commands.values() for one in command.params]
-    known = {flag for one in [*parameters, *group.params] for flag in (*one.opts, *one.secondary_opts)}
+    options = [option for command in [group, *group.commands.values()] for option in command.params]
+    flags = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
     for example in (ROOT / "docs/examples").glob("**/*.py"):
-        known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', example.read_text(encoding="utf-8")))
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    named = {
-        flag
-        for code in re.findall(r"`([^`\n]+)`", text)
-        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code)
-    }
-    assert named - known - FOREIGN == set()
+        flags |= set(re.findall(r'add_argument\("(--[a-z-]+)"', example.read_text(encoding="utf-8")))
+    return flags | {"--jobs", "--with-cuda"}
 
 
-def test_the_names_of_fail_on_are_known() -> None:
+def test_checks_quantities_and_exit_codes_on_pages_exist() -> None:
     from efficient_attn.stats.diff import names
     from efficient_attn.studies import studies
+    from efficient_attn.testing import check_names
 
+    faults = (ROOT / "docs/new-attention.md").read_text(encoding="utf-8").split("## Detected faults")[1]
+    checks = set(re.findall(r"`(\w+)`", faults))
+    assert len(checks) > 20 and checks <= set(check_names(long=True))
     studies()
-    text = (ROOT / "docs/measuring.md").read_text(encoding="utf-8")
-    limited = set(re.findall(r"\b([a-z_]+):\d+%", text))
+    limited = set(re.findall(r"\b([a-z_]+):\d+%", (ROOT / "docs/measuring.md").read_text(encoding="utf-8")))
     assert limited and limited <= set(names())
-
-
-def test_the_exit_codes_of_the_reference_are_those_of_the_commands() -> None:
     exits = pytest.importorskip("efficient_attn_cli.exits", reason="needs an installation")
     section = (ROOT / "docs/reference.md").read_text(encoding="utf-8").split("## Exit codes")[1]
     stated = set(re.findall(r"\d+", " ".join(re.findall(r"^\| ([\d, ]+) \|", section, re.MULTILINE))))
     assert {str(code) for name, code in vars(exits).items() if name.isupper()} <= stated
+
+
+def test_the_first_screen_of_the_readme_has_both_commands_the_figure_and_the_way_into_a_model() -> None:
+    screen = "\n".join(README.splitlines()[:SCREEN])
+    main_job, tests = re.findall(r"```bash\n(python3 -m venv .*)\n```", README)
+    assert main_job in screen and tests in screen and "](docs/images/advise.png)" in screen
+    assert all(word in screen for word in ("'.[hf]'", "`swap`", "attach(model"))
+    assert main_job.endswith(" && .venv/bin/efficient-attn advise")
+    # Continuous integration runs the second command literally.
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert f"{tests} || failed+=(pytest)" in lines
+
+
+def test_each_figure_of_the_readme_is_made_by_the_command_above_it() -> None:
+    records = runpy.run_path(str(ROOT / "docs/images.py"))["RECORDS"]
+    figures = re.findall(r"^!\[(.*?)\]\(docs/images/(.*?)\.png\)$", README, re.MULTILINE)
+    shown = [(caption, picture) for caption, picture in figures if picture in records]
+    assert shown
+    for caption, picture in shown:
+        above = README.partition(f"![{caption}]")[0]
+        run = ROOT / "results/epyc-2-cores" / records[picture]
+        commands = (run / "command.txt").read_text(encoding="utf-8").splitlines()
+        assert commands and all(re.sub(r" --out \S+$", "", command) in above for command in commands)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    for package in ("sphinx", "myst_parser", "furo", "latex2mathml"):
+        pytest.importorskip(package, reason="the docs extra is not installed")
+    built = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(ROOT / "docs"), str(built)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return built
+
+
+@pytest.mark.slow
+def test_nothing_that_a_page_of_the_site_loads_has_an_address_elsewhere_and_formulas_are_mathml(
+    site: Path,
+) -> None:
+    loads = re.compile(r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=\"(?:https?:)?//[^\"]*")
+    kinds = "stylesheet|preload|icon|preconnect"
+    sheets = re.compile(rf'<link\b(?=[^>]*\brel="(?:{kinds})")[^>]*\bhref="(?:https?:)?//[^"]*')
+    styles = re.compile(r"url\([\"']?(?:https?:)?//[^)]*\)|@import[^;]*//[^;]*")
+    found = [
+        (path.relative_to(site).as_posix(), hit)
+        for kind, patterns in (("html", (loads, sheets, styles)), ("css", (loads, styles)))
+        for path in site.rglob(f"*.{kind}")
+        for pattern in patterns
+        for hit in pattern.findall(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+    for name in ("backends", "errors", "measuring"):
+        page = (site / f"{name}.html").read_text(encoding="utf-8")
+        assert "<math " in page and "</math>" in page
+        # A renderer that gives up leaves commands of TeX behind.
+        assert re.findall(r"\\(?:frac|mathrm|left|operatorname)\b", page) == []

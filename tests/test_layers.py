@@ -1,7 +1,8 @@
-"""The sources themselves: who may import whom, what may not be imported or called at all."""
+"""Imports: who may import whom, what they load and leave alone, and what no source may call."""
 
 import ast
 import io
+import json
 import re
 import subprocess
 import sys
@@ -48,6 +49,10 @@ NEEDS_NO_TORCH = (
     "cli",
 )
 
+HEAVY = {"torch", "numpy", "pandas", "matplotlib", "transformers", "scipy"}
+# Several times the processor time of both; it is there to notice a forgotten import.
+LOOSE_LIMIT_S = 1.5
+
 RUNS_FOREIGN_CODE = re.compile(
     r"torch\.load\b|pickle|marshal|(?<![\w.])(?:eval|exec)\(|yaml\.(?:unsafe_|full_)?load\b"
     r"|shell=True|allow_pickle|trust_remote_code=True"
@@ -70,12 +75,16 @@ def module_name(path: Path) -> str:
     return f"efficient_attn_{name}" if parts[0] == "cli" else name
 
 
+def row_of(part: str, rows: tuple[set[str], ...], name: str) -> int:
+    """The row of LAYERS or ROOMS that a part of the package belongs to."""
+    numbers = [number for number, parts in enumerate(rows) if part in parts]
+    assert numbers, f"{name} belongs to no row: put {part!r} into LAYERS or ROOMS and into the design."
+    return numbers[0]
+
+
 def rank(name: str) -> int:
-    """The row of LAYERS that a module of ours belongs to."""
-    layer = name.split(".")[1] if name.startswith("efficient_attn.") else "cli"
-    rows = [row for row, layers in enumerate(LAYERS) if layer in layers]
-    assert rows, f"{name} belongs to no layer: put {layer!r} into LAYERS and into the design."
-    return rows[0]
+    """The row of LAYERS of a module of ours."""
+    return row_of(name.split(".")[1] if name.startswith("efficient_attn.") else "cli", LAYERS, name)
 
 
 def statements(tree: ast.AST, *, at_import_only: bool) -> Iterator[ast.stmt]:
@@ -107,37 +116,32 @@ def imports(path: Path, *, at_import_only: bool = False) -> set[str]:
     return found
 
 
-def test_the_walk_finds_the_sources() -> None:
-    assert {"errors", "registry", "ops/softmax/definition"} <= {place(path) for path in sources()}
+def test_a_layer_imports_only_itself_and_layers_before_it() -> None:
+    assert {"errors", "registry", "ops/softmax/definition", "cli/main"} <= {place(path) for path in sources()}
+    wrong = {
+        (place(path), name)
+        for path in sources()
+        if path != LIBRARY / "__init__.py"
+        for name in imports(path)
+        if re.match(r"(efficient_attn(_cli)?|cli)\.", name) and rank(name) > rank(module_name(path))
+    }
+    assert wrong == set()
 
 
-@pytest.mark.parametrize("path", [p for p in sources() if p != LIBRARY / "__init__.py"], ids=place)
-def test_a_layer_imports_only_itself_and_layers_before_it(path: Path) -> None:
-    own = rank(module_name(path))
-    ours = {name for name in imports(path) if re.match(r"efficient_attn(_cli)?\.", name)}
-    assert sorted(name for name in ours if rank(name) > own) == []
-
-
-def room(name: str) -> tuple[int, str]:
-    """The row of ROOMS and the room that a module of `ops` belongs to."""
-    own = name.split(".")[2]
-    rows = [row for row, rooms in enumerate(ROOMS) if own in rooms]
-    assert rows, f"{name} belongs to no room of ops: put {own!r} into ROOMS."
-    return rows[0], own
-
-
-@pytest.mark.parametrize("path", sorted((LIBRARY / "ops").glob("*/**/*.py")), ids=place)
-def test_a_room_of_ops_imports_only_itself_and_the_rows_before_it(path: Path) -> None:
-    row, own = room(module_name(path))
-    used = {room(name) for name in imports(path) if name.startswith("efficient_attn.ops.")}
-    assert sorted(name for other, name in used if name != own and other >= row) == []
+def test_a_room_of_ops_imports_only_itself_and_the_rows_before_it() -> None:
+    for path in (LIBRARY / "ops").glob("*/**/*.py"):
+        room = module_name(path).split(".")[2]
+        used = {name for name in imports(path) if name.startswith("efficient_attn.ops.")}
+        for name in used:
+            other = name.split(".")[2]
+            before = row_of(other, ROOMS, name) < row_of(room, ROOMS, module_name(path))
+            assert other == room or before, f"{place(path)} imports {name}"
 
 
 @pytest.mark.parametrize("at_import_only", [True, False], ids=["at import", "in functions too"])
 def test_no_module_imports_itself_by_way_of_others(at_import_only: bool) -> None:
     rooms = [*(LIBRARY / "measure").glob("*.py"), *(LIBRARY / "studies").glob("*.py")]
-    chosen = sources() if at_import_only else sorted(rooms)
-    paths = {module_name(path): path for path in chosen}
+    paths = {module_name(path): path for path in (sources() if at_import_only else sorted(rooms))}
     graph: dict[str, set[str]] = {}
     for name, path in paths.items():
         found = imports(path, at_import_only=at_import_only)
@@ -146,43 +150,80 @@ def test_no_module_imports_itself_by_way_of_others(at_import_only: bool) -> None
     assert {*TopologicalSorter(graph).static_order()} == paths.keys()
 
 
-def test_nothing_but_the_command_line_imports_the_command_line() -> None:
-    users = {place(p) for p in sources() if any(re.match(r"efficient_attn_cli|cli\b", n) for n in imports(p))}
-    assert {user for user in users if not user.startswith("cli")} == set()
+def test_no_source_runs_code_from_data() -> None:
+    # Text of an f-string is a token of its own from Python 3.12 on.
+    silent = (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
+    for path in sources():
+        tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+        code = " ".join(token.string for token in tokens if token.type not in silent)
+        assert RUNS_FOREIGN_CODE.findall(re.sub(r" ?([.(=]) ?", r"\1", code)) == [], place(path)
 
 
-def torch_free() -> list[Path]:
-    return [p for p in sources() if f"{place(p)}/".startswith(tuple(f"{name}/" for name in NEEDS_NO_TORCH))]
+def loaded_after(code: str, folder: Path) -> tuple[set[str], float]:
+    """Top-level packages that the code loads in a new process, and its processor time in seconds."""
+    script = folder / "child.py"
+    script.write_text(
+        "import contextlib, io, json, sys, time\n"
+        "begin = time.process_time()\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        + "".join(f"    {line}\n" for line in code.splitlines())
+        + "taken = time.process_time() - begin\n"
+        "print(json.dumps([sorted({name.split('.')[0] for name in sys.modules}), taken]))\n"
+    )
+    child = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=folder)
+    assert child.returncode == 0, child.stderr
+    names, taken = json.loads(child.stdout)
+    return set(names), taken
 
 
-@pytest.mark.parametrize("path", torch_free(), ids=place)
-def test_what_reads_and_draws_records_imports_no_torch_at_its_top(path: Path) -> None:
-    assert {n for n in imports(path, at_import_only=True) if n.split(".")[0] == "torch"} == set()
+@pytest.mark.parametrize("words", [None, [], ["list"], ["bench"]], ids=str)
+def test_importing_the_package_and_asking_for_help_load_nothing_heavy(
+    words: list[str] | None, tmp_path: Path
+) -> None:
+    code = "import efficient_attn"
+    if words is not None:
+        pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+        arguments = ["efficient-attn", *words, "--help"]
+        code = f"import sys\nsys.argv = {arguments!r}\nfrom efficient_attn_cli.main import main\nmain()"
+    names, taken = loaded_after(code, tmp_path)
+    assert names & HEAVY == set() and taken < LOOSE_LIMIT_S
 
 
 def test_what_reads_and_draws_records_can_be_imported_where_torch_is_not_installed(tmp_path: Path) -> None:
-    script = tmp_path / "without_torch.py"
-    script.write_text(
-        "import importlib, sys\n"
-        "sys.modules['torch'] = None  # importing it raises ImportError\n"
-        "for name in sys.argv[1:]:\n"
-        "    importlib.import_module(name)\n"
+    torch_free = tuple(f"{name}/" for name in NEEDS_NO_TORCH)
+    names = [module_name(path) for path in sources() if f"{place(path)}/".startswith(torch_free)]
+    # Importing None raises ImportError.
+    code = "import importlib, sys\nsys.modules['torch'] = None\n"
+    loaded_after(code + f"for name in {names!r}:\n    importlib.import_module(name)\n", tmp_path)
+
+
+@pytest.mark.parametrize("present", ["None", "types.SimpleNamespace(__version__='5.13.1')"])
+def test_the_bridge_to_transformers_names_the_packages_to_install(present: str, tmp_path: Path) -> None:
+    code = (
+        f"import sys, types\nsys.modules['transformers'] = {present}\n"
+        "import efficient_attn as ea\n"
+        "try:\n    import efficient_attn.integrations.transformers\n"
+        "except ea.MissingPackageError as error:\n    assert 'pip install \\'transformers' in str(error)\n"
+        "    assert 'version 5.14 or later' in str(error)\n"
+        "else:\n    raise SystemError('nothing was refused')\n"
     )
-    command = [sys.executable, str(script), *map(module_name, torch_free())]
-    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert child.returncode == 0, child.stderr
+    loaded_after(code, tmp_path)
 
 
-@pytest.mark.parametrize("path", sources(), ids=place)
-def test_pyplot_is_never_imported_at_the_top(path: Path) -> None:
-    names = imports(path, at_import_only=True)
-    assert {n for n in names if n.startswith(("matplotlib.pyplot", "pylab"))} == set()
+def test_every_public_name_exists_and_no_other() -> None:
+    import efficient_attn
+
+    assert [name for name in efficient_attn.__all__ if not hasattr(efficient_attn, name)] == []
+    assert set(efficient_attn.__all__) <= set(dir(efficient_attn))
+    assert not hasattr(efficient_attn, "biuld")
 
 
-@pytest.mark.parametrize("path", sources(), ids=place)
-def test_no_source_runs_code_from_data(path: Path) -> None:
-    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
-    # Text of an f-string is a token of its own from Python 3.12 on.
-    silent = (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
-    code = " ".join(token.string for token in tokens if token.type not in silent)
-    assert RUNS_FOREIGN_CODE.findall(re.sub(r" ?([.(=]) ?", r"\1", code)) == []
+def test_functions_of_ops_check_their_shapes_under_the_tests() -> None:
+    import torch
+    from jaxtyping import TypeCheckError
+
+    from efficient_attn.ops.softmax.definition import softmax_attention
+
+    q, k = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)
+    with pytest.raises(TypeCheckError, match="head_dim"):
+        softmax_attention(q, k, k, scale=1.0, key_mask=None)

@@ -1,4 +1,4 @@
-"""The notebooks of docs/notebooks: their cells run, and their stored outputs are those of their cells."""
+"""Notebooks show one bar for a run and tables for its measurements; those of docs/notebooks are fresh."""
 
 import json
 import re
@@ -6,12 +6,82 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
+
+import efficient_attn as ea
+from efficient_attn.report.table import Table
+from efficient_attn.studies.progress import Progress, notebook_bar
 
 ROOT = Path(__file__).parent.parent
 MADE = runpy.run_path(str(ROOT / "docs/notebooks.py"))
 NAMES = MADE["names"]()
+
+
+@pytest.fixture
+def drawings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, str]]]:
+    """(number of the display, its content) of everything that a notebook is asked to draw."""
+    drawn: list[tuple[int, dict[str, str]]] = []
+
+    def display(content: dict[str, str], *, raw: bool, display_id: bool) -> SimpleNamespace:
+        number = len({number for number, _ in drawn})
+
+        def update(content: dict[str, str], *, raw: bool) -> None:
+            assert raw
+            drawn.append((number, content))
+
+        update(content, raw=raw)
+        return SimpleNamespace(update=update)
+
+    ipython, shown = ModuleType("IPython"), ModuleType("IPython.display")
+    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())
+    ipython.display, shown.display = shown, display
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    return drawn
+
+
+def test_a_run_in_a_notebook_has_one_bar_that_ends_full_unless_the_caller_takes_its_place(drawings) -> None:
+    point = {"of": "kernel", "sizes": (4, 8), "norms": (0.5,), "angles": (90,), "draws": 2}
+    ea.mse(["performer-positive"], **point)
+    assert [content["text/plain"][:5] for _, content in drawings] == ["[1/2]", "[2/2]"]
+    assert '<progress value="2" max="2">' in drawings[-1][1]["text/html"]
+    ea.mse(["performer-positive"], **point)
+    assert [number for number, _ in drawings] == [0, 0, 1, 1]
+    steps: list[Progress] = []
+    ea.mse(["performer-positive"], progress=steps.append, **point)
+    assert [step.done for step in steps] == [1, 2] and len(drawings) == 4
+
+
+def test_names_of_other_code_are_text_in_the_bar(drawings) -> None:
+    show = notebook_bar()
+    assert show is not None
+    show(Progress(done=1, total=2, remaining_s=65.0, outcome="<script>\x1b[2J", record=None))
+    ((_, content),) = drawings
+    assert "<script>" not in content["text/html"] and "\x1b" not in str(content)
+    assert content["text/plain"].endswith("1:05 left")
+
+
+@pytest.mark.parametrize("shell", [None, SimpleNamespace()], ids=["plain Python", "IPython in a terminal"])
+def test_there_is_no_bar_outside_of_notebooks(drawings, shell) -> None:
+    sys.modules["IPython"].get_ipython = lambda: shell
+    assert notebook_bar() is None
+
+
+def test_measurements_are_escaped_tables_and_figures_draw_themselves_in_a_notebook() -> None:
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 8, batch_first=True).eval()
+    with torch.no_grad(), ea.intercept.measure(layer, {"window": {"window": 3}}) as measured:
+        layer(torch.ones(1, 6, 8))
+    sites = measured._repr_html_()
+    assert "self_attn" in sites and "relative_error_window" in sites
+    maps = ea.show(["window"], tokens="0:4")
+    assert maps._repr_html_().startswith("<table>") and "<td>window</td>" in maps._repr_html_()
+    png = maps.plot()._repr_png_()
+    assert png.startswith(b"\x89PNG") and len(png) < 100_000
+    table = Table("<b>", ("name",), (("<script>",),), ("&",))._repr_html_()
+    assert "<script>" not in table and "&lt;script&gt;" in table and "<b>" not in table
+
 
 # Runs code cells in one namespace, and draws the value of a last expression as a notebook would.
 RUN = """
@@ -30,15 +100,6 @@ for number, code in enumerate(json.load(sys.stdin), start=1):
 """
 
 
-def outputs(name: str) -> list[list[dict]]:
-    """The stored outputs of each code cell."""
-    return [cell["outputs"] for cell in MADE["read"](name)["cells"] if cell["cell_type"] == "code"]
-
-
-def kinds(name: str) -> set[str]:
-    return {kind for cell in outputs(name) for output in cell for kind in output.get("data", {})}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cells_of_a_notebook_run_from_top_to_bottom(name: str, tmp_path: Path) -> None:
@@ -46,47 +107,33 @@ def test_the_cells_of_a_notebook_run_from_top_to_bottom(name: str, tmp_path: Pat
     run = [sys.executable, "-c", RUN]
     child = subprocess.run(run, input=cells, capture_output=True, text=True, cwd=tmp_path)
     assert child.returncode == 0, child.stderr
-    drawn = {
-        line.split()[1] for line in child.stderr.splitlines() if re.fullmatch(r"\d+ _repr_\w+_ \d+", line)
+    assert set(re.findall(r"^\d+ (_repr_\w+_) \d+$", child.stderr, re.MULTILINE)) == {
+        "_repr_html_",
+        "_repr_png_",
     }
-    assert drawn == {"_repr_html_", "_repr_png_"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_outputs_of_a_notebook_are_those_of_its_cells(name: str) -> None:
+def test_the_outputs_of_a_notebook_are_those_of_its_cells_and_nothing_of_the_machine(name: str) -> None:
     notebook = MADE["read"](name)
     assert notebook["metadata"][MADE["DIGEST"]] == MADE["digest"](notebook), (
         f"run: python docs/notebooks.py {name}"
     )
-    counts = [cell["execution_count"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert counts == list(range(1, len(counts) + 1))
-    assert "error" not in {output["output_type"] for cell in outputs(name) for output in cell}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_shows_tables_figures_and_a_progress_bar_and_is_small(name: str) -> None:
-    assert {"text/html", "image/png"} <= kinds(name)
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert "error" not in {output["output_type"] for output in outputs}
+    assert {"text/html", "image/png"} <= {kind for output in outputs for kind in output.get("data", {})}
+    assert re.findall(r"/(?:tmp|home|root|usr)/[\w./-]*", json.dumps(outputs)) == []
     text = (ROOT / f"docs/notebooks/{name}.ipynb").read_text(encoding="utf-8")
-    assert "<progress" in text and "<table" in text
-    assert len(text) < 500_000
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_of_the_machine_of_a_run_is_stored(name: str) -> None:
-    text = json.dumps(outputs(name))
-    assert re.findall(r"/(?:tmp|home|root|usr)/[\w./-]*", text) == []
+    assert "<progress" in text and "<table" in text and len(text) < 500_000
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_links_of_a_notebook_lead_to_files_and_the_first_page_leads_to_it(name: str) -> None:
-    cells = [
-        MADE["text"](cell["source"])
-        for cell in MADE["read"](name)["cells"]
-        if cell["cell_type"] == "markdown"
-    ]
-    links = [
-        link for cell in cells for link in re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", cell) if "://" not in link
-    ]
+    cells = [cell for cell in MADE["read"](name)["cells"] if cell["cell_type"] == "markdown"]
+    text = "\n".join(MADE["text"](cell["source"]) for cell in cells)
+    links = [link for link in re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", text) if "://" not in link]
     assert links and [link for link in links if not (ROOT / "docs/notebooks" / link).exists()] == []
     assert f"\nnotebooks/{name}\n" in (ROOT / "docs/index.md").read_text(encoding="utf-8")
 
@@ -98,19 +145,17 @@ def test_a_page_of_the_site_has_the_cells_and_the_richest_form_of_every_output()
             "data": {kind.replace("_", "/"): text for kind, text in data.items()},
         }
 
-    cells = [
-        {"cell_type": "markdown", "source": ["# Title\n", "text"]},
-        {
-            "cell_type": "code",
-            "source": "value = 1\nvalue",
-            "outputs": [
-                {"output_type": "stream", "name": "stdout", "text": ["printed\n"]},
-                output(text_plain="plain", text_html="<table></table>"),
-                output(text_plain="plain", image_png="AAAA\n"),
-                output(text_plain="alone"),
-            ],
-        },
-    ]
+    code = {
+        "cell_type": "code",
+        "source": "value = 1\nvalue",
+        "outputs": [
+            {"output_type": "stream", "name": "stdout", "text": ["printed\n"]},
+            output(text_plain="plain", text_html="<table></table>"),
+            output(text_plain="plain", image_png="AAAA\n"),
+            output(text_plain="alone"),
+        ],
+    }
+    cells = [{"cell_type": "markdown", "source": ["# Title\n", "text"]}, code]
     page = MADE["page"](json.dumps({"cells": cells}))
     parts = ["# Title\ntext", "value = 1\nvalue", "printed", "<table></table>", "base64,AAAA", "alone"]
     assert [page.count(part) for part in parts] == [1] * len(parts)

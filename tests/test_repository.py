@@ -1,78 +1,207 @@
-"""Files around the code: workflows run scripts that exist, and statements of the pages hold."""
+"""Files around the code: packages, dependencies, workflows, pages and the list of mutants."""
 
+import ast
+import fnmatch
 import json
 import os
 import re
 import runpy
+import sys
 import tomllib
+from collections import Counter
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 from made_records import case, folder
+from mutants import mutants
 
 import efficient_attn as ea
 from efficient_attn.measure.record import Record
 from efficient_attn.studies.results import report
 
 ROOT = Path(__file__).parent.parent
-WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
-TEMPLATES = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"))
+TOML = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = TOML["project"]
+FOLDERS = {"efficient_attn": ROOT / "efficient_attn", "efficient_attn_cli": ROOT / "cli"}
+IMPORTS = (ast.Import, ast.ImportFrom)
+WORKFLOWS = {path.stem: path for path in (ROOT / ".github/workflows").glob("*.yml")}
+CONSTRAINTS = runpy.run_path(str(ROOT / ".ci/update-constraints"))
+MUTANTS = list(mutants())
 
 # Actions of GitHub itself are pinned by their major version; the one of others by the branch that its
 # maintainers recommend.
 ACTION = re.compile(r"actions/[a-z-]+@v\d+|pypa/gh-action-pypi-publish@release/v1")
 
 
-def parsed(path: Path) -> Any:
+def text_of(name: str | Path) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def package_files() -> dict[Path, str]:
+    """Every file that has to be installed, with the package that it is installed in."""
+    return {
+        file: ".".join([name, *file.parent.relative_to(top).parts])
+        for name, top in FOLDERS.items()
+        for file in top.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+
+
+def requirement_names(requirements: list[str]) -> set[str]:
+    names = {re.split(r"[<>=\[; ]", requirement)[0].lower() for requirement in requirements}
+    return names - {PROJECT["name"]}
+
+
+def is_editable(distribution: metadata.Distribution) -> bool:
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    return origin.get("dir_info", {}).get("editable", False)
+
+
+@pytest.fixture
+def wheel() -> metadata.Distribution:
+    """The installed distribution; no test of the wheel runs where the checkout itself is in use."""
+    in_use = [d for d in metadata.distributions(name="efficient-attn") if not is_editable(d)]
+    if not in_use and "EFFICIENT_ATTN_TEST_WHEEL" not in os.environ:
+        pytest.skip("the wheel is not installed, the checkout is in use; continuous integration installs it")
+    assert in_use, "EFFICIENT_ATTN_TEST_WHEEL asks for the wheel, which is not installed"
+    return in_use[0]
+
+
+def test_every_data_file_is_named_as_package_data() -> None:
+    patterns = TOML["tool"]["setuptools"]["package-data"]
+    data = {file: package for file, package in package_files().items() if file.suffix != ".py"}
+    assert {top / "py.typed" for top in FOLDERS.values()} <= data.keys()
+    left_out = [
+        file
+        for file, package in data.items()
+        if not any(fnmatch.fnmatch(file.name, pattern) for pattern in patterns.get(package, []))
+    ]
+    assert left_out == []
+
+
+def test_the_wheel_holds_exactly_the_files_of_the_checkout_and_is_tested(
+    wheel: metadata.Distribution,
+) -> None:
+    paths = [str(path) for path in wheel.files or [] if path.parts[0] in FOLDERS and path.suffix != ".pyc"]
+    # A file too many was left in build/ by an earlier installation: setuptools packs that folder as it is.
+    expected = [f"{package.replace('.', '/')}/{file.name}" for file, package in package_files().items()]
+    assert sorted(paths) == sorted(expected)
+    for package in FOLDERS:
+        assert Path(import_module(package).__file__) == wheel.locate_file(f"{package}/__init__.py")
+    assert str(ROOT) not in sys.path
+
+
+def test_links_of_the_description_work_away_from_the_repository(wheel: metadata.Distribution) -> None:
+    description = wheel.metadata["Description"] or str(wheel.metadata.get_payload())
+    links = re.findall(r"\]\(([^)]+)\)", description)
+    assert len(links) > 20 and [link for link in links if not link.startswith("https://")] == []
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", description)
+    assert pictures and all("/raw/" in picture for picture in pictures)
+
+
+def test_the_sdist_has_every_folder_and_page_of_the_checkout() -> None:
+    manifest = set(text_of("MANIFEST.in").split())
+    # setuptools adds these, and the sources of the packages.
+    automatic = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py", "cli", "efficient_attn"}
+    # Further entries of an unpacked sdist and of a checkout in use.
+    unshipped = {".git", ".venv", "PKG-INFO", "setup.cfg", "build", "dist", "runs", ".hypothesis"}
+    found = {one.name for one in ROOT.iterdir() if not re.search(r"_cache$|^__|egg-info$", one.name)}
+    assert sorted(found - manifest - automatic - unshipped) == []
+
+
+def test_every_direct_dependency_has_a_tested_version() -> None:
+    lines = text_of("constraints.txt").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
+    assert {name.lower() for name in pins} == set().union(*map(requirement_names, groups)) | {"setuptools"}
+    # A local version such as 2.13.0+cpu would tie the file to one kind of machine.
+    assert re.fullmatch(r"[\d.]+", pins["torch"])
+
+
+def test_pages_and_comments_know_the_oldest_torch() -> None:
+    (floor,) = re.findall(r"torch>=(\S+)", " ".join(PROJECT["dependencies"]))
+    pages = ("README.md", "CONTRIBUTING.md", "docs/index.md")
+    assert [page for page in pages if f"torch {floor} or later" not in text_of(page)] == []
+    # A comment about a torch that is no longer supported explains code that can go.
+    sources = [file for file in package_files() if file.suffix == ".py"]
+    named = {version for file in sources for version in re.findall(r"\btorch (\d+)\.(\d+)", text_of(file))}
+    oldest = tuple(map(int, floor.split(".")[:2]))
+    assert [version for version in named if tuple(map(int, version)) < oldest] == []
+
+
+def test_every_package_that_is_imported_is_declared() -> None:
+    core = requirement_names(PROJECT["dependencies"])
+    optional = requirement_names(PROJECT["optional-dependencies"]["hf"])
+    undeclared = {}
+    for file in package_files():
+        if file.suffix == ".py":
+            tree = ast.parse(text_of(file))
+            foreign = imported(tree) - sys.stdlib_module_names - FOLDERS.keys() - core
+            at_top = imported(ast.Module([node for node in tree.body if isinstance(node, IMPORTS)], []))
+            # IPython is there wherever a notebook runs.
+            # A folder that is called after an optional package asks for it, in words, in its __init__.
+            allowed = (optional - at_top) | (optional & {file.parent.name}) | ({"IPython"} - at_top)
+            if foreign - allowed:
+                undeclared[file] = foreign - allowed
+    assert undeclared == {}
+
+
+def imported(tree: ast.AST) -> set[str]:
+    names = {a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names}
+    froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    names |= {node.module for node in froms if node.module}
+    return {name.split(".")[0] for name in names}
+
+
+def test_the_command_exists_and_the_changelog_has_the_version_with_its_date() -> None:
+    pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+    module, _, function = PROJECT["scripts"]["efficient-attn"].partition(":")
+    assert callable(getattr(import_module(module), function))
+    first, *released = re.findall(r"^## \[(.+)\](.*)$", text_of("CHANGELOG.md"), re.MULTILINE)
+    assert first == ("Unreleased", "")
+    assert all(re.fullmatch(r" - \d{4}-\d\d-\d\d", date) for _, date in released)
+    assert ".dev" in PROJECT["version"] or PROJECT["version"] in dict(released)
+
+
+def parsed(path: str | Path) -> Any:
     yaml = pytest.importorskip("yaml", reason="comes with the extra docs")
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
-
-
-def steps(path: Path) -> list[dict[str, Any]]:
-    return [step for job in parsed(path)["jobs"].values() for step in job["steps"]]
+    return yaml.safe_load(text_of(path))
 
 
 def commands(path: Path) -> list[str]:
     """Commands of a workflow, read without a parser of YAML."""
-    return re.findall(r"^ +(?:- )?run: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return re.findall(r"^ +(?:- )?run: (.+)$", text_of(path), re.MULTILINE)
 
 
-def test_the_workflows_are_found() -> None:
-    assert [path.stem for path in WORKFLOWS] == ["constraints", "docs", "release", "tests"]
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_runs_one_script_a_step_with_pinned_actions_and_few_rights(path: Path) -> None:
-    workflow = parsed(path)
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_runs_one_script_a_step_with_pinned_actions_and_few_rights(name: str) -> None:
+    workflow = parsed(WORKFLOWS[name])
     assert workflow["permissions"] == {"contents": "read"}
-    ran = [step["run"] for step in steps(path) if "run" in step]
-    assert ran == commands(path) and all("\n" not in one for one in ran)
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    ran = [step["run"] for step in steps if "run" in step]
+    assert ran == commands(WORKFLOWS[name]) and all("\n" not in command for command in ran)
     # An expression in a command would be a way to run the text that it becomes.
-    assert [one for one in ran if "${{" in one] == []
-    assert all(ACTION.fullmatch(step["uses"]) for step in steps(path) if "uses" in step)
+    assert [command for command in ran if "${{" in command] == []
+    assert all(ACTION.fullmatch(step["uses"]) for step in steps if "uses" in step)
 
 
-def test_the_scripts_and_files_that_workflows_name_exist() -> None:
-    ran = [command for path in WORKFLOWS for command in commands(path)]
+def test_the_scripts_and_cells_that_workflows_name_exist() -> None:
+    ran = [command for path in WORKFLOWS.values() for command in commands(path)]
     named = {name for command in ran for name in re.findall(r"(?<![\w/])\.ci/[\w.-]+", command)}
-    named -= {".ci/cell", ".ci/matrix.json"}
-    assert named == {".ci/run", ".ci/docs", ".ci/release", ".ci/update-constraints"}
-    assert [name for name in sorted(named) if not os.access(ROOT / name, os.X_OK)] == []
-
-
-def test_every_cell_of_the_matrix_has_what_the_workflow_reads() -> None:
-    if not (ROOT / ".ci/matrix.json").exists():
-        pytest.skip("there is no matrix of versions yet")
-    cells = json.loads((ROOT / ".ci/matrix.json").read_text(encoding="utf-8"))
-    read = set(re.findall(r"matrix\.cell\.(\w+)", (ROOT / ".github/workflows/tests.yml").read_text()))
+    scripts = {".ci/run", ".ci/docs", ".ci/release", ".ci/update-constraints", ".ci/cell"}
+    assert named == scripts | {".ci/matrix.json"}
+    assert [name for name in sorted(scripts) if not os.access(ROOT / name, os.X_OK)] == []
+    cells = json.loads(text_of(".ci/matrix.json"))
+    read = set(re.findall(r"matrix\.cell\.(\w+)", text_of(WORKFLOWS["tests"])))
     assert read == {"name", "os", "python"} and cells
     assert [cell for cell in cells if not read <= cell.keys()] == []
-    assert len({cell["name"] for cell in cells}) == len(cells) and os.access(ROOT / ".ci/cell", os.X_OK)
+    assert len({cell["name"] for cell in cells}) == len(cells)
 
 
 def test_a_release_is_tested_before_it_is_published_and_by_a_tag_alone() -> None:
-    release = parsed(ROOT / ".github/workflows/release.yml")
+    release = parsed(WORKFLOWS["release"])
     # YAML reads the key `on` as true.
     assert release[True] == {"push": {"tags": ["v*"]}}
     publish = release["jobs"]["publish"]
@@ -80,37 +209,13 @@ def test_a_release_is_tested_before_it_is_published_and_by_a_tag_alone() -> None
     assert not any("checkout" in str(step) or "run" in step for step in publish["steps"])
 
 
-def test_the_hosted_site_has_the_configuration_and_extras_of_the_workflow() -> None:
-    hosted = parsed(ROOT / ".readthedocs.yaml")
-    assert (ROOT / hosted["sphinx"]["configuration"]).is_file() and hosted["sphinx"]["fail_on_warning"]
-    (install,) = hosted["build"]["jobs"]["install"]
-    for text in (install, (ROOT / ".ci/docs").read_text(encoding="utf-8")):
-        assert "-c constraints.txt '.[docs]'" in text
-
-
-def test_the_extra_of_the_site_has_everything_that_its_pages_import() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
-        "optional-dependencies"
-    ]
-    assert "efficient-attn[hf]" in extras["docs"]
-    assert "'.[docs]' && sphinx-build -W" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-
-
 def test_nothing_advises_to_install_the_distribution_from_an_index() -> None:
-    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.ipynb")]
-    texts += [*ROOT.glob("efficient_attn/**/*.py"), *ROOT.glob("cli/**/*.py")]
-    assert len(texts) > 100
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("docs/**/*.ipynb")]
+    sources = [file for file in package_files() if file.suffix == ".py"]
+    assert len(pages) > 20 and len(sources) > 100
     advice = re.compile(r"pip install[^.\n]*\befficient-attn\b")
-    assert [
-        path for path in texts if path.name != "CHANGELOG.md" and advice.search(path.read_text("utf-8"))
-    ] == []
-
-
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_an_issue_asks_for_the_environment(path: Path) -> None:
-    assert "efficient-attn env" in path.read_text(encoding="utf-8")
-    fields = [one for one in parsed(path)["body"] if one["id"] == "environment"]
-    assert len(fields) == 1 and "efficient-attn env" in fields[0]["attributes"]["label"]
+    texts = [path for path in (*pages, *sources) if path.name != "CHANGELOG.md"]
+    assert [path for path in texts if advice.search(text_of(path))] == []
 
 
 def test_reading_records_runs_no_file_that_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +236,6 @@ def test_reading_records_runs_no_file_that_they_name(tmp_path: Path, monkeypatch
     assert not (tmp_path / "ran").exists()
 
 
-CONSTRAINTS = runpy.run_path(str(ROOT / ".ci/update-constraints"))
-
-
 def test_constraints_take_the_newest_versions_without_a_build_and_new_dependencies() -> None:
     before = "# About.\nbeartype==0.1\nJinja2==3.0\ntorch==2.13.0\nunknown==1.0\n"
     versions = {"jinja2": "3.1", "torch": "2.14.0+cpu", "beartype": "0.2", "new": "1.5", "indirect": "9"}
@@ -141,20 +243,33 @@ def test_constraints_take_the_newest_versions_without_a_build_and_new_dependenci
     assert after == "# About.\nbeartype==0.2\nJinja2==3.1\nnew==1.5\ntorch==2.14.0\nunknown==1.0\n"
 
 
-def test_constraints_keep_a_torch_that_has_a_build_for_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_constraints_are_asked_for_all_dependencies_and_keep_a_torch_that_has_a_build_for_the_cpu(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     of_cuda = {"torch": "2.15.0", "nvidia-cublas": "13", "rich": "15"}
     assert CONSTRAINTS["for_cpu"](of_cuda) == {"nvidia-cublas": "13", "rich": "15"}
     assert "torch stays" in capsys.readouterr().err
     of_cpu = {"torch": "2.15.0+cpu", "rich": "15"}
     assert CONSTRAINTS["for_cpu"](of_cpu) == of_cpu
+    declared = CONSTRAINTS["declared"](PROJECT)
+    assert {"torch", "jinja2", "pytest-xdist", "transformers"} <= declared
+    assert "efficient-attn" not in declared
 
 
-def test_constraints_are_asked_for_all_declared_dependencies() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = CONSTRAINTS["declared"](project)
-    assert {
-        "torch",
-        "jinja2",
-        "pytest-xdist",
-        "transformers",
-    } <= declared and "efficient-attn" not in declared
+def test_every_fault_of_the_list_applies_once_to_its_file_and_can_be_compiled() -> None:
+    assert len([mutant for mutant in MUTANTS if not mutant.equivalent]) >= 120
+    assert max(Counter((mutant.file, mutant.old, mutant.new) for mutant in MUTANTS).values()) == 1
+    for mutant in MUTANTS:
+        text = text_of(mutant.file)
+        changed = mutant.applied(text)
+        assert changed != text
+        if mutant.file.endswith(".py"):
+            ast.parse(changed)
+
+
+def test_the_tests_of_every_fault_exist() -> None:
+    words = {word for mutant in MUTANTS for word in mutant.tests.split()}
+    for test in {word for word in words if word.startswith("tests/")}:
+        file, _, name = test.partition("::")
+        assert (ROOT / file).exists(), test
+        assert not name or f"def {name.partition('[')[0]}(" in text_of(file), test

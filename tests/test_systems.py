@@ -1,4 +1,4 @@
-"""Systems without the files and modules of Linux: measurements name the missing features."""
+"""Systems without the files and modules of Linux, and launchers of several processes."""
 
 import os
 import sys
@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+import efficient_attn as ea
 from efficient_attn.measure import child
 from efficient_attn.measure.environment import available_bytes, environment, usable_cores, waited_s
 from efficient_attn.measure.isolation import limits_memory
 from efficient_attn.measure.variants import select
 from efficient_attn.studies.workload import Workload, measurer_for
+
+ON_LINUX = sys.platform.startswith("linux")
 
 
 @pytest.fixture
@@ -35,29 +38,52 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
 
 
+def remarks_on(limit: str) -> list[str]:
+    measure = {"isolate": "reuse", "timeout_s": 1.0, "memory_limit": limit}
+    return measurer_for(select(["exact"], None), Workload(device="cpu"), **measure)[2]
+
+
+@pytest.mark.skipif(not ON_LINUX, reason="the memory of a process is limited on Linux")
+def test_linux_limits_memory_without_a_remark() -> None:
+    assert limits_memory() and remarks_on("70%") == []
+
+
 @pytest.mark.usefixtures("elsewhere")
-def test_what_another_system_does_not_report_is_unknown() -> None:
+def test_what_another_system_does_not_report_or_enforce_is_unknown_or_a_remark() -> None:
     found = environment()
     assert found["memory_bytes"] is None and found["processor"]
     assert available_bytes() is None and waited_s() is None and not limits_memory()
     assert usable_cores() == os.cpu_count()
     child._limit_memory(1)
+    for limit, unknown in (("70%", True), ("8GiB", False)):
+        (remark,) = remarks_on(limit)
+        assert "enforces no memory limit" in remark
+        assert ("memory_limit in Python takes an amount" in remark) == unknown
 
 
-@pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize(("limit", "unknown"), [("70%", True), ("8GiB", False)])
-def test_a_memory_limit_that_is_not_enforced_is_a_remark(limit: str, unknown: bool) -> None:
-    measure = {"isolate": "reuse", "timeout_s": 1.0, "memory_limit": limit}
-    _, _, remarks = measurer_for(select(["exact"], None), Workload(device="cpu"), **measure)
-    assert len(remarks) == 1 and "enforces no memory limit" in remarks[0]
-    assert ("memory_limit in Python takes an amount" in remarks[0]) == unknown
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of two processes of a launcher."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
 
 
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="the memory of a process is limited on Linux"
-)
-def test_linux_limits_memory_without_a_remark() -> None:
-    measure = {"isolate": "reuse", "timeout_s": 1.0, "memory_limit": "70%"}
-    assert (
-        limits_memory() and measurer_for(select(["exact"], None), Workload(device="cpu"), **measure)[2] == []
-    )
+@pytest.mark.usefixtures("launched")
+def test_a_command_in_several_processes_is_refused_in_one_line_by_the_first(monkeypatch, capsys) -> None:
+    main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation")
+    for words in (["mse"], ["report", "runs"]):
+        assert main._run(words) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit, match="2"):
+        main._run(["mse"])
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_study_that_writes_no_folder_runs_in_every_process(tmp_path: Path) -> None:
+    small = {"inputs": "gaussian", "seq_lens": 16, "sizes": (8,), "draws": 2}
+    assert len(ea.mse(["performer-positive"], **small).records)
+    with pytest.raises(ea.UnsupportedError, match="mse runs in one process, and WORLD_SIZE is 2"):
+        ea.mse(["performer-positive"], out=tmp_path / "run", **small)
+    assert not (tmp_path / "run").exists()
