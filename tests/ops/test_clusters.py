@@ -121,7 +121,7 @@ def test_a_centre_without_keys_stays_where_it_is():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["cpu", "few large steps"], indirect=True)
+@pytest.mark.parametrize("path", ["few large steps"], indirect=True)
 def test_the_conformance_suite_holds_with_opened_clusters(path, monkeypatch):
     # Checked shapes draw from the generator of Python.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
