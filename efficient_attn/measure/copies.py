@@ -12,7 +12,7 @@ from torch import Tensor
 
 from efficient_attn.measure.error import Logits
 
-# Passages, their tokens, and those of them that are not asked for.
+# Passages, their tokens, and those of them that no share counts.
 PASSAGES, LENGTH, FIRST = 16, 48, 8
 
 # Tokens between a passage and its copy, at least.

@@ -1,4 +1,4 @@
-"""Numbers planted in a long text and asked for at its end: retrieval of many keys by a language model."""
+"""Numbers planted in a long text and dialogue for at its end: retrieval of many keys by a language model."""
 
 import random
 from collections.abc import Iterator
@@ -52,14 +52,14 @@ def _prompt(tokenizer: Any, text: str, tokens: int, draws: random.Random) -> Pro
     facts = [encode(_FACT.format(*fact)) for fact in draws.sample(list(numbers.items()), len(NAMES))]
     start = encode(f"{before}{_TASK}")
     end = encode(f"\nWhat are the secret numbers?{after}")
-    answers, asked = list[range](), list[int]()
+    answers, dialogue = list[range](), list[int]()
     for name in draws.sample(NAMES, len(NAMES)):
-        asked += encode(_QUESTION.format(name))
+        dialogue += encode(_QUESTION.format(name))
         digits = encode(numbers[name])
-        answers.append(range(len(asked), len(asked) + len(digits)))
-        asked += [*digits, *encode(".")]
+        answers.append(range(len(dialogue), len(dialogue) + len(digits)))
+        dialogue += [*digits, *encode(".")]
     words = encode(text)
-    room = tokens - len(start) - sum(map(len, facts)) - len(end) - len(asked)
+    room = tokens - len(start) - sum(map(len, facts)) - len(end) - len(dialogue)
     first = draws.randrange(len(words))
     filler = [words[(first + place) % len(words)] for place in range(max(room, 0))]
     # The facts stand between pieces of equal length.
@@ -69,7 +69,7 @@ def _prompt(tokenizer: Any, text: str, tokens: int, draws: random.Random) -> Pro
         ids += fact + filler[number * length : (number + 1) * length]
     ids += end
     return Prompt(
-        torch.tensor([ids + asked]),
+        torch.tensor([ids + dialogue]),
         tuple(range(len(ids) + answer.start, len(ids) + answer.stop) for answer in answers),
     )
 

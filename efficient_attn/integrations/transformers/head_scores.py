@@ -34,8 +34,8 @@ def head_scores(
     def watch(site: AttentionSite) -> Any:
         def hook(_: nn.Module, args: Any, named: Any, out: Tensor) -> None:
             difference = windows[site.path](*args, **named) - out
-            found = _changes(difference, out, args[1].shape[1], _projection(site.module, out))
-            changes[site.layer] = changes.get(site.layer, torch.zeros_like(found)) + found
+            added = _changes(difference, out, args[1].shape[1], _projection(site.module, out))
+            changes[site.layer] = changes.get(site.layer, torch.zeros_like(added)) + added
 
         return exact[site.path].register_forward_hook(hook, with_kwargs=True)
 

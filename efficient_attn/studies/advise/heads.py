@@ -78,7 +78,7 @@ def _kv_heads(subject: Subject) -> int:
 
 
 def _by_layer(heads: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
-    return {layer: sorted(h for other, h in heads if other == layer) for layer, _ in sorted(heads)}
+    return {layer: sorted(head for place, head in heads if place == layer) for layer, _ in sorted(heads)}
 
 
 def _scored(case: Case, subject: TextSubject) -> Record:
@@ -141,11 +141,11 @@ def _retrieval(case: Case, variant: Variant, subject: TextSubject) -> Record:
     """Share of planted numbers that the plan finds, beside the model with its own attention."""
     exact = subject.right_answers()
     with subject.replaced(variant):
-        found = subject.right_answers()
-    differences = [float(a) - float(b) for a, b in zip(found, exact, strict=True)]
+        answers = subject.right_answers()
+    differences = [float(a) - float(b) for a, b in zip(answers, exact, strict=True)]
     return Record(
         case=case,
-        retrieval=fmean(found),
+        retrieval=fmean(answers),
         retrieval_exact=fmean(exact),
         retrieval_error=stdev(differences) / len(differences) ** 0.5,
         numbers=len(exact),

@@ -144,12 +144,12 @@ def _outcome_of_heads(tokens: int, records: Sequence[Record], targets: Targets) 
         text += (
             f"; as many random heads: divergence {chance.next_token_kl:.2g}, recall {_show_recall(chance)}"
         )
-    asked = next((record for record in records if record.case.kind == RETRIEVAL), None)
-    if asked is not None and asked.retrieval is not None:
-        width = 100 * _UPPER * asked.retrieval_error
+    retrieval = next((record for record in records if record.case.kind == RETRIEVAL), None)
+    if retrieval is not None and retrieval.retrieval is not None:
+        width = 100 * _UPPER * retrieval.retrieval_error
         text += (
-            f"; of {asked.numbers} numbers planted in a text it finds {100 * asked.retrieval:.0f} %, "
-            f"the model {100 * asked.retrieval_exact:.0f} % (difference ± {width:.1f} points)"
+            f"; of {retrieval.numbers} numbers planted in a text it finds {100 * retrieval.retrieval:.0f} %, "
+            f"the model {100 * retrieval.retrieval_exact:.0f} % (difference ± {width:.1f} points)"
         )
     return Outcome(tokens, side, text, plan)
 

@@ -184,13 +184,18 @@ def plan(
 
         _refuse(settings, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
         target = _HEADS_MAX_KL if max_kl is None else max_kl
-        kept = Targets(
+        targets = Targets(
             kl=target,
             loss=_MAX_LOSS if max_loss is None else max_loss,
             recall=_MIN_RECALL if min_recall is None else min_recall,
         )
-        heads = partial(head_steps, targets=kept, rounds=rounds)
-        about[LIMIT] = {"quantity": KL, "limit": kept.kl, "max_loss": kept.loss, "min_recall": kept.recall}
+        heads = partial(head_steps, targets=targets, rounds=rounds)
+        about[LIMIT] = {
+            "quantity": KL,
+            "limit": targets.kl,
+            "max_loss": targets.loss,
+            "min_recall": targets.recall,
+        }
     elif first.loss == KL:
         _refuse(settings, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
         _refuse(settings, _OF_HEADS, "without a rank of key heads")
