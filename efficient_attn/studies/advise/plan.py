@@ -117,8 +117,8 @@ def plan(
         _refuse(settings, _TARGETS, "without a model; the limit there is max_error (--max-error)")
         _refuse(settings, ("texts", "name"), "without a model")
     else:
-        targets = "min_cosine (--min-cosine), of a causal model max_kl (--max-kl)"
-        _refuse(settings, ("max_error",), f"with this model; its target is {targets}")
+        instead = "min_cosine (--min-cosine), of a causal model max_kl (--max-kl)"
+        _refuse(settings, ("max_error",), f"with this model; its target is {instead}")
     max_error = DEFAULT_MAX_ERROR if max_error is None else positive_number("max_error", max_error)
     for option, value, most in (("min_cosine", min_cosine, 1), ("max_kl", max_kl, _MOST_KL)):
         if value is not None and (not isinstance(value, (int, float)) or not 0 <= value <= most):
