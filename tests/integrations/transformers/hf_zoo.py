@@ -207,6 +207,7 @@ BY_MODEL: dict[str, dict[str, Any]] = {
     "funnel": {"block_sizes": [2, 1], "num_hidden_layers": ...},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
+    "hiera": {"embed_dim": 8, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 2, 4]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"num_experts_per_token": 2},
     "luke": {"entity_vocab_size": 10, "entity_emb_size": 8},
