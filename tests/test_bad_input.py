@@ -21,6 +21,10 @@ WRONG_CALLS = {
             lambda: built(num_heads=4)(Q.transpose(1, 2), K, K),
             r"q has 6 heads.*num_heads=4.*\[batch, tokens, heads, dim\], give x\.transpose\(1, 2\)",
         ),
+        (
+            lambda: built()(Q, Q[:, :3], Q[:, :3]),
+            r"4 heads and k has 3; the heads of k divide the heads of q",
+        ),
         (lambda: built()(Q, K, Q), r"v has 4 heads and k has 2; they are equal"),
         (lambda: built()(Q, K.to("meta"), K), r"k lies on meta and q on cpu; move one"),
         (
