@@ -1,5 +1,6 @@
 """Plan of an advice: the cheapest and most promising points first, others left out by prediction."""
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
@@ -166,12 +167,16 @@ def plan(
         pairs, left_out = inputs_of_lengths(maker, workload, lengths if maker.takes_length else [None])
         origin = pairs[0][0].about
     else:
+        from efficient_attn.integrations.transformers.loading import positions
+        from efficient_attn.measure.copies import FEWEST_TOKENS
         from efficient_attn.studies.swap.model import load, ranks_heads, texts_of_lengths
 
         opened = load(model, name, workload)
         decodes = backends is None and ranks_heads(opened)
-        named = long_texts() if decodes and texts is None else named_texts(texts)
-        lengths = _DECODER_SEQ_LENS if decodes and seq_lens is None else lengths
+        if decodes and seq_lens is None and (positions(opened) or math.inf) >= max(_DECODER_SEQ_LENS):
+            lengths = _DECODER_SEQ_LENS
+        long = decodes and texts is None and min(lengths) >= FEWEST_TOKENS
+        named = long_texts() if long else named_texts(texts)
         pairs, left_out = texts_of_lengths(opened, named, workload, lengths)
         hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
         origin = {**opened.about, "texts": hashes}
