@@ -60,7 +60,7 @@ def test_a_function_in_a_file_is_checked_in_a_table_that_tells_what_could_not_be
     assert run.returncode == 0, run.stdout + run.stderr
     assert "padding_contents_change_no_bit: could not check. It declares no key mask." in run.stdout
     assert "equals softmax attention " in run.stdout and "kept without promise" in run.stdout
-    assert run.stdout.splitlines()[-1].startswith("mine.py:attend: ") and "broken" not in run.stdout
+    assert run.stdout.splitlines()[-1].startswith(f"{path}:attend: ") and "broken" not in run.stdout
 
 
 @pytest.mark.parametrize(
