@@ -50,7 +50,7 @@ def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *
         record = yield _planned(choosing, f"{PLAN} {number + 1}", _by_layer(ranked[:count]))
         if record.status != "ok":
             return
-        fewest, most = (count, most) if not targets.missed(record) else (fewest, count)
+        fewest, most = (fewest, count) if targets.halved().missed(record) else (count, most)
     heads = _by_layer(ranked[:fewest])
     vars(choosing).pop("exact", None)
     yield _planned(held_out, PLAN, heads)

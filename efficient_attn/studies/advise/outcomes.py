@@ -44,6 +44,10 @@ class Targets(NamedTuple):
     loss: float
     recall: float
 
+    def halved(self) -> "Targets":
+        """Half of each allowance, for the texts that choose: on others a plan does less well."""
+        return Targets(self.kl / 2, self.loss / 2, (1 + self.recall) / 2)
+
     def missed(self, record: Record) -> list[str]:
         """Names of the targets that a record misses."""
         bounds = (
