@@ -1,7 +1,5 @@
 """The command of every study: help, JSON, dry run, folder, resume, refusals and exit codes."""
 
-import contextlib
-import io
 import json
 import shutil
 import signal
@@ -11,9 +9,10 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
+from command_line import command
+
 from efficient_attn.measure.records import read
 from efficient_attn.studies import engine, find, run_folder, studies
-from efficient_attn_cli.main import main
 
 # The quickest run of every study that has two points or more, without its selection of backends.
 # A study that is added gets a row here; all promises below hold for it.
@@ -36,15 +35,6 @@ def mean(q, k, v):
 def broken(q, k, v):
     raise RuntimeError("it broke here")
 """
-
-
-def command(*words: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the command."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
-        main(list(words))
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, out.getvalue(), err.getvalue()
 
 
 def flags(name: str) -> list[str]:

@@ -8,8 +8,8 @@ from reference import reference_attention
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
+from command_line import command
 from integrations.swapped_models import quality
-from quick_runs import command
 
 import efficient_attn as ea
 from efficient_attn.external import object_at

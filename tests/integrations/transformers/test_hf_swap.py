@@ -342,7 +342,7 @@ def test_the_command_names_texts_by_their_files_and_refuses_in_one_line(
     encoder, tmp_path, monkeypatch, undrawn
 ):
     pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
-    from quick_runs import command
+    from command_line import command
 
     monkeypatch.chdir(tmp_path)
     for number, text in enumerate(texts().values()):
