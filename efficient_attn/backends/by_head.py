@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnsupportedError
+from efficient_attn.errors import DtypeError, OptionError, ShapeError
 from efficient_attn.options import option
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
@@ -142,14 +142,12 @@ class ByHeadAttention(nn.Module):
         self._attend(q, k, k if v is None else v, fit)
 
     def redraw(self, seed: int) -> None:
-        """Draw the random features of all parts anew."""
+        """Draw the random features of the parts that have some anew."""
         from efficient_attn import backends
 
-        random: list[Any] = [part for part in self.parts if hasattr(part.core, "redraw")]
-        if not random:
-            raise UnsupportedError("Nothing in these backends is random; nothing to redraw.")
-        for part, part_seed in zip(random, backends.spawn_seeds(seed, len(random)), strict=True):
-            part.redraw(part_seed)
+        for part, part_seed in zip(self.parts, backends.spawn_seeds(seed, len(self.parts)), strict=True):
+            if hasattr(cast(Backend, part).core, "redraw"):
+                cast(Backend, part).redraw(part_seed)
 
 
 def _take(x: Tensor, heads: list[int], size: int) -> Tensor:

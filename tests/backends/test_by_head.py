@@ -61,7 +61,16 @@ def test_a_mixture_keeps_the_promises_of_its_parts(rest):
         capabilities=replace(ea.spec("by-head").capabilities, cross=False, approximates_softmax=False),
         builder=lambda problem, options: build(problem, ByHeadOptions(heads={"0": WINDOW}, rest=rest)),
     )
-    ea.check(spec)
+    # A head alone is head 0, whose backend is another one's.
+    apart = dict.fromkeys(
+        (
+            "every_head_is_its_single_call",
+            "sizes_of_models_are_single_calls",
+            "grouped_queries_are_repeated_heads",
+        ),
+        "heads have backends of their own",
+    )
+    ea.check(spec, expected_failures=apart)
 
 
 @pytest.mark.parametrize(
