@@ -40,7 +40,7 @@ def attention_steps(
     measurer: Measurer,
     limit_bytes: int | None,
 ) -> Steps:
-    """For each model errors at its length and one round of calls; then all rounds; errors at other lengths.
+    """Errors of all models, one round of their calls, then all rounds; errors at shorter lengths.
 
     The beginning of a causal sequence is a real sequence: its activations do not depend on later tokens.
 
@@ -48,11 +48,14 @@ def attention_steps(
         models: q, k, v of the layers of each shipped model.
     """
     calls: list[Point] = []
+    near = []
     for layers in models:
+        errors = yield from _errors(variants, layers, workload)
+        near.append(_near(variants, errors))
+    for layers, nearest in zip(models, near, strict=True):
         shared = {**vars(workload), **shape_of_subject(layers[0]), "inputs": "gaussian"}
         costs = Costs(shared=shared, measure=measurer, rounds=rounds, limit_bytes=limit_bytes)
-        errors = yield from _errors(variants, layers, workload)
-        calls += yield from _call_steps(_near(variants, errors), lengths, costs)
+        calls += yield from _call_steps(nearest, lengths, costs)
     yield calls
     for layers in models:
         for tokens in lengths if layers[0].causal else ():
