@@ -71,7 +71,7 @@ WRONG_CALLS = {
         ),
         (
             lambda: built("perfomer-trig"),
-            r"No backend is called 'perfomer-trig'\. Did you mean 'performer-trig'\? Known: exact,",
+            r"No backend is called 'perfomer-trig'\. Did you mean 'performer-trig'\? Known: by-head, exact,",
         ),
         (lambda: built("FAVOR+"), r"Here it is 'performer-positive'"),
         (

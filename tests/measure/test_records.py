@@ -242,7 +242,7 @@ def test_the_reader_accepts_exactly_what_the_schema_does(name, value):
 def test_stored_files_hold_records_of_all_kinds_and_are_valid():
     texts = (FIXTURE / "records.jsonl").read_text().splitlines()
     records = read(FIXTURE / "records.jsonl").records
-    of_advise = {"prediction", "bound", "heads", "retrieval"}
+    of_advise = {"prediction", "bound", "heads", "planted"}
     assert {record.case.kind for record in records} == set(KINDS) - of_advise
     assert {record.status for record in records} == set(STATUSES) and len(records) == len(texts)
     assert all(valid(strictly(text), {**records_schema(), "properties": {}}) for text in texts)

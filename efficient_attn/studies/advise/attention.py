@@ -50,8 +50,7 @@ def attention_steps(
     calls: list[Point] = []
     near = []
     for layers in models:
-        errors = yield from _errors(variants, layers, workload)
-        near.append(_near(variants, errors))
+        near.append(_near(variants, (yield from _errors(variants, layers, workload))))
     for layers, nearest in zip(models, near, strict=True):
         shared = {**vars(workload), **shape_of_subject(layers[0]), "inputs": "gaussian"}
         costs = Costs(shared=shared, measure=measurer, rounds=rounds, limit_bytes=limit_bytes)

@@ -51,7 +51,7 @@ LIMIT = "target"
 BOUND = "bound"
 
 # Kinds of the rank of key heads and of retrieval, and label of a plan of as many heads drawn by chance.
-HEADS, RETRIEVAL, RANDOM_HEADS = "heads", "retrieval", "random heads"
+HEADS, RETRIEVAL, RANDOM_HEADS = "heads", "planted", "random heads"
 
 # Label of the windows in place of the model's sliding layers: of the measurement, and in plans.
 LOSSLESS, SLIDING = "window in sliding layers", "sliding window"

@@ -29,8 +29,7 @@ Subject: TypeAlias = "TextSubject | CallSubject"
 
 def has_copies(subject: Subject) -> bool:
     """Whether recall is measured: in a decoder whose texts are long enough for copies at their end."""
-    tokens = subject.shared["tokens"]
-    return subject.loss == KL and copies_begin(tokens) < tokens
+    return subject.loss == KL and copies_begin(subject.shared["tokens"]) < subject.shared["tokens"]
 
 
 def candidates(

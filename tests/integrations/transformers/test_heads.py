@@ -119,7 +119,7 @@ def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(folde
     assert [record.streaming_heads for record in plans[:2]] == [2, 4] and plans[0].key_heads == 6
     final = plans[-1]
     assert final.case.label == "plan" and final.case.inputs.endswith("held out")
-    (found,) = [record for record in results.records if record.case.kind == "retrieval"]
+    (found,) = [record for record in results.records if record.case.kind == "planted"]
     assert found.numbers == 16 * 13 and found.status == "ok"
     assert f"with {final.streaming_heads} of 6 key heads streaming: loss" in results.sentences()[0]
 
