@@ -11,6 +11,10 @@ from efficient_attn.problem import LARGEST
 SEED = "seed"
 
 
+# A range of a foreign file must not fill the memory.
+_MOST_NUMBERED = (1 << 16) - 1
+
+
 def option(default: Any, help: str, *, added: bool = False) -> Any:
     """Field of an options class, with its default and one line of help for listings and command lines.
 
@@ -40,6 +44,22 @@ def one_of(name: str, value: object, choices: Iterable[str]) -> None:
     names = list(choices)
     if value not in names:
         raise UnknownNameError(f"choice of {name}", str(value), names)
+
+
+def numbers_in_ranges(text: Any, *, what: str) -> list[int]:
+    """Numbers of a text such as "0-5,8", ascending; `what` names the things numbered.
+
+    Raises:
+        OptionError: If the text has another form, or numbers above 65 535.
+    """
+    numbers: list[int] = []
+    for part in str(text).split(","):
+        first, _, last = part.strip().partition("-")
+        last = last or first
+        if not (first.isdecimal() and last.isdecimal()) or not int(first) <= int(last) <= _MOST_NUMBERED:
+            raise OptionError(f"{what} are named by numbers and ranges, such as '0-5,8', not {text!r}.")
+        numbers += range(int(first), int(last) + 1)
+    return sorted(numbers)
 
 
 def probability(name: str, value: object) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -9,11 +10,13 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DtypeError, OptionError, ShapeError
-from efficient_attn.options import option
+from efficient_attn.options import numbers_in_ranges, option
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
 
 NAME = "by-head"
+
+_numbers = partial(numbers_in_ranges, what="Key heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +43,6 @@ class ByHeadOptions:
         # A plan in a file holds the options as JSON.
         object.__setattr__(self, "heads", groups)
         object.__setattr__(self, "rest", _entry(self.rest))
-
-
-def _numbers(heads: Any) -> list[int]:
-    """Key heads of a name such as 3 or "0-2,5", in ascending order."""
-    numbers: list[int] = []
-    for part in str(heads).split(","):
-        first, _, last = part.strip().partition("-")
-        last = last or first
-        if not (first.isdecimal() and last.isdecimal()) or int(first) > int(last):
-            raise OptionError(f"Key heads are named by numbers and ranges, such as '0-2,5', not {heads!r}.")
-        numbers += range(int(first), int(last) + 1)
-    return sorted(numbers)
 
 
 def _text(numbers: list[int]) -> str:
@@ -170,7 +161,10 @@ def _take(x: Tensor, heads: list[int], size: int) -> Tensor:
 def build(problem: AttentionProblem, options: ByHeadOptions) -> ByHeadAttention:
     from efficient_attn import backends
 
-    entries, groups = parts_of(vars(options)), [_numbers(key) for key in options.heads]
+    entries, groups = (
+        parts_of(vars(options)),
+        [_numbers(key) for key in options.heads],
+    )
     if any(entry["backend"] == NAME for entry in entries):
         raise OptionError(f"heads: a part of {NAME!r} is another backend.")
     sizes = {**asdict(problem), "num_heads": None}

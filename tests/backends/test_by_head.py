@@ -82,7 +82,7 @@ def test_a_mixture_keeps_the_promises_of_its_parts(rest, monkeypatch):
     ("options", "error", "message"),
     [
         ({}, OptionError, "heads maps key heads to backends"),
-        ({"heads": {"a": "window"}}, OptionError, "such as '0-2,5', not 'a'"),
+        ({"heads": {"a": "window"}}, OptionError, "such as '0-5,8', not 'a'"),
         ({"heads": {"0,1": "window", "1": "exact"}}, OptionError, "a key head is named twice"),
         ({"heads": {"0": ("window", 3)}}, DtypeError, "A backend is a name, or a pair such as"),
         ({"heads": {"0": "by-head"}}, OptionError, "is another backend"),

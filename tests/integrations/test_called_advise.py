@@ -124,6 +124,10 @@ def test_a_model_without_lengths_is_verified_on_the_inputs_that_choose_and_says_
             {"backend": "by-head", "options": {"heads": {"0": ("linformer", {"rank": 10**9})}}},
             "is above 65536",
         ),
+        (
+            {"backend": "by-head", "options": {"heads": {"0-99999999999": "exact"}}},
+            "named by numbers and ranges",
+        ),
         ({"backend": "by-head", "options": {"heads": 3}}, "the options of 'by-head' are none: heads maps"),
         ({"backend": "by-head", "options": {"head": {}}}, "the options of 'by-head' are none: .*'head'"),
     ],

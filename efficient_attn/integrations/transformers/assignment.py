@@ -13,6 +13,7 @@ from efficient_attn.integrations.masks import Pattern
 from efficient_attn.integrations.plan_files import check_size, plan_of_backends
 from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.integrations.transformers.sites import AttentionSite
+from efficient_attn.options import numbers_in_ranges
 from efficient_attn.problem import AttentionProblem
 
 # Saved tensors of the backend of each attention module, by their names in the backend.
@@ -141,14 +142,8 @@ def _choices_by_layer(sites: list[AttentionSite], backends: Mapping[Any, Any]) -
 
 
 def _layer_numbers(key: Any, last: int) -> list[int]:
-    layers: list[int] = []
-    for part in str(key).split(","):
-        first, _, end = part.strip().partition("-")
-        end = end or first
-        if not (first.isdecimal() and end.isdecimal()) or int(first) > int(end):
-            raise OptionError(f"Layers are named by numbers and ranges, such as '0-5,8', not {key!r}.")
-        layers += range(int(first), int(end) + 1)
-    if not layers or max(layers) > last:
+    layers = numbers_in_ranges(key, what="Layers")
+    if max(layers) > last:
         raise OptionError(f"Layers are from 0 to {last} in this model, not {key!r}.")
     return layers
 

@@ -13,6 +13,7 @@ from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.record import replace as with_values
 from efficient_attn.measure.variants import OWN, PLAN, Variant
 from efficient_attn.measure.worker import answer
+from efficient_attn.studies.advise.model import timed_pass
 from efficient_attn.studies.advise.outcomes import Targets
 from efficient_attn.studies.advise.plan import HEADS, RANDOM_HEADS, RETRIEVAL
 from efficient_attn.studies.study import Point, Steps
@@ -59,7 +60,7 @@ def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *
         drawn = random.Random(choosing.shared["seed"]).sample(sorted(ranked), fewest)
         yield _planned(held_out, RANDOM_HEADS, _by_layer(drawn))
         variants = (Variant(backend=OWN, label=OWN, target=OWN), _variant(PLAN, heads, held_out))
-        yield [_timed(held_out, variant, rounds) for variant in variants]
+        yield [timed_pass(held_out, variant, rounds=rounds) for variant in variants]
         yield _retrieved(held_out, variants[1])
     vars(held_out).pop("exact", None)
 
@@ -149,16 +150,4 @@ def _retrieval(case: Case, variant: Variant, subject: TextSubject) -> Record:
         retrieval_exact=fmean(exact),
         retrieval_error=stdev(differences) / len(differences) ** 0.5,
         numbers=len(exact),
-    )
-
-
-def _timed(subject: TextSubject, variant: Variant, rounds: int) -> Point:
-    case = subject.case("time", variant)
-    return Point(
-        case=case,
-        measure=partial(measure.cost, case, variant, subject),
-        rounds=rounds,
-        label=f"{variant.label}, {case.tokens} tokens, time",
-        series=variant.label,
-        cost=float(case.tokens),
     )

@@ -118,16 +118,7 @@ def _length_steps(
         loss = getattr(record, quantity) if record.status == "ok" else None
         return math.inf if loss is None or math.isnan(loss) else float(loss)
 
-    def timed(subject: Subject, variant: Variant, kind: str = "time") -> Point:
-        case = subject.case(kind, variant)
-        return Point(
-            case=case,
-            measure=partial(measure.cost, case, variant, subject),
-            rounds=rounds,
-            label=f"{variant.label}, {case.tokens} tokens, {kind}",
-            series=variant.label,
-            cost=float(case.tokens) ** variant.time_growth,
-        )
+    timed = partial(timed_pass, rounds=rounds)
 
     free, skipped = _free(choosing), False
     if choosing.sliding and not windows:
@@ -192,6 +183,19 @@ def _length_steps(
     if plan:
         yield [timed(held_out, _OWN), timed(held_out, _plan_variant(PLAN, plan, working))]
     vars(held_out).pop("exact", None)
+
+
+def timed_pass(subject: Subject, variant: Variant, kind: str = "time", *, rounds: int) -> Point:
+    """The time of a forward pass of the model."""
+    case = subject.case(kind, variant)
+    return Point(
+        case=case,
+        measure=partial(measure.cost, case, variant, subject),
+        rounds=rounds,
+        label=f"{variant.label}, {case.tokens} tokens, {kind}",
+        series=variant.label,
+        cost=float(case.tokens) ** variant.time_growth,
+    )
 
 
 def _rounding(dtype: str) -> float:
