@@ -16,9 +16,8 @@ from made_records import case
 from stats.simulate_diff import Model, standard_error
 
 from efficient_attn.measure.record import Record
-from efficient_attn.stats.curves import Curve, curves
+from efficient_attn.stats.curves import Curve, curves, speed_ups
 from efficient_attn.stats.estimates import FEWEST_FOR_95
-from efficient_attn.studies.bench.crossover import crossovers, gains
 from efficient_attn.studies.recall.view import accuracy_of
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -96,8 +95,8 @@ def true_s(label: str, tokens: int) -> float:
 
 
 def time_coverage(noise: Noise, *, rounds: int, runs: int, seed: int = 0) -> dict[str, Coverage]:
-    """How often the intervals of medians, ratios, crossovers and powers hold the truth."""
-    held: dict[str, list[bool]] = {"median": [], "speed": [], "crossover": [], "power": []}
+    """How often the intervals of medians, ratios and crossovers hold the truth."""
+    held: dict[str, list[bool]] = {"median": [], "speed": [], "crossover": []}
     for number in range(runs):
         both = curves(run(np.random.default_rng([seed, number]), noise, rounds), "time_s")
         for name, (low, true, high) in _intervals(both).items():
@@ -108,18 +107,16 @@ def time_coverage(noise: Noise, *, rounds: int, runs: int, seed: int = 0) -> dic
 def _intervals(both: Sequence[Curve]) -> dict[str, tuple[float, float, float]]:
     """Lower end, truth and upper end of each interval that is printed."""
     # One length of one backend stands for all: medians of a run are independent of each other.
-    point, (gain,), (cross,), fit = both[0].points[2], gains(both), crossovers(both), both[1].growth
+    point, (row,) = both[0].points[2], speed_ups(both)
     intervals = {}
     if point.low is not None:
         intervals["median"] = point.low, true_s(both[0].label, point.tokens), point.high
-    if gain.ratio.low is not None:
-        true = true_s("exact", gain.tokens) / true_s("window", gain.tokens)
-        intervals["speed"] = gain.ratio.low, true, gain.ratio.high
-    if cross.low is not None or cross.high is not None:
-        intervals["crossover"] = cross.low or 0, CROSSOVER, cross.high or math.inf
-    if fit is not None and fit.clear:
-        # The part of `window` that grows is linear, all of it.
-        intervals["power"] = fit.low, 1, fit.high
+    if row.last.low is not None:
+        true = true_s("exact", row.case.tokens) / true_s("window", row.case.tokens)
+        intervals["speed"] = row.last.low, true, row.last.high
+    tokens, low, high = row.crossover
+    if tokens is not None and (low > LENGTHS[0] or high is not None):
+        intervals["crossover"] = low, CROSSOVER, high or math.inf
     return intervals
 
 
@@ -139,7 +136,7 @@ def recall_coverage(
 
 def table(runs: int) -> str:
     """The coverage of all intervals in Markdown."""
-    columns = ("median", "speed", "crossover", "power")
+    columns = ("median", "speed", "crossover")
     lines = [["noise", "rounds", *columns], ["---", "---:", *["---:"] * len(columns)]]
     for name, noise in (MODELS | RUN_SHIFTS).items():
         for rounds in (4, 10):
