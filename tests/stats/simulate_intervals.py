@@ -1,4 +1,4 @@
-"""Coverage of nominal 95 % intervals under noise that timings and trainings have, by simulation.
+"""Coverage of nominal 95 % intervals under noise that timings have, by simulation.
 
     cd tests && python -m stats.simulate_intervals 2000
 
@@ -17,8 +17,6 @@ from stats.simulate_diff import Model, standard_error
 
 from efficient_attn.measure.record import Record
 from efficient_attn.stats.curves import Curve, curves, speed_ups
-from efficient_attn.stats.estimates import FEWEST_FOR_95
-from efficient_attn.studies.recall.view import accuracy_of
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 CALLS = 9
@@ -120,20 +118,6 @@ def _intervals(both: Sequence[Curve]) -> dict[str, tuple[float, float, float]]:
     return intervals
 
 
-def recall_coverage(
-    *, seeds: int, runs: int, learning: float = 0.7, answers: int = 3200, seed: int = 0
-) -> Coverage:
-    """How often the interval of an accuracy holds the mean over all seeds, of which some learn nothing."""
-    true = learning * 0.93 + (1 - learning) / 16
-    inside = []
-    for number in range(runs if seeds >= FEWEST_FOR_95 else 0):
-        generator = np.random.default_rng([seed, number])
-        chances = np.where(generator.random(seeds) < learning, 0.93, 1 / 16)
-        accuracy = accuracy_of((generator.binomial(answers, chances) / answers).tolist())
-        inside.append(accuracy.low <= true <= accuracy.high)
-    return Coverage(sum(inside), len(inside))
-
-
 def table(runs: int) -> str:
     """The coverage of all intervals in Markdown."""
     columns = ("median", "speed", "crossover")
@@ -142,12 +126,7 @@ def table(runs: int) -> str:
         for rounds in (4, 10):
             coverage = time_coverage(noise, rounds=rounds, runs=runs)
             lines.append([name, str(rounds), *(str(coverage[column]) for column in columns)])
-    lines += [[], ["seeds of recall", "seeds that learn", "accuracy"], ["---:", "---:", "---:"]]
-    for seeds in (1, 3, 6, 10, 30):
-        for learning in (0.5, 0.7, 0.9):
-            coverage = recall_coverage(seeds=seeds, runs=runs, learning=learning)
-            lines.append([str(seeds), f"{learning:.0%}", str(coverage)])
-    return "\n".join(f"| {' | '.join(line)} |" if line else "" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":
