@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 
 _HOME = {
     "attention": "backends",
-    "calibrate": "calibration",
+    "calibrate": "backend",
     "build": "backends",
     "list_backends": "backends",
     "spec": "backends",
@@ -66,11 +66,11 @@ if TYPE_CHECKING:
     from efficient_attn import distributed as distributed
     from efficient_attn import testing as testing
     from efficient_attn.backend import Backend as Backend
+    from efficient_attn.backend import calibrate as calibrate
     from efficient_attn.backends import attention as attention
     from efficient_attn.backends import build as build
     from efficient_attn.backends import list_backends as list_backends
     from efficient_attn.backends import spec as spec
-    from efficient_attn.calibration import calibrate as calibrate
     from efficient_attn.integrations import intercept as intercept
     from efficient_attn.integrations.attach import attach as attach
     from efficient_attn.registry import BackendSpec as BackendSpec

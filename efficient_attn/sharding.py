@@ -2,37 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from efficient_attn.errors import UnsupportedError
 
-
-class Hook(Protocol):
-    """Calls of backends with the tokens of this rank.
-
-    Attributes:
-        layout: Segments of the sequence, `distributed.layout.Layout`.
-    """
-
-    @property
-    def layout(self) -> Any: ...
-
-    def forward(self, backend: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor: ...
-
-    def prefill(
-        self, backend: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Any]: ...
-
-
-# A variable of the process, not of a thread: autograd recomputes checkpoints in threads of its own.
-hook: Hook | None = None
+# `distributed.calls.Calls`; a variable of the process, not of a thread, since autograd recomputes checkpoints
+# in threads of its own.
+hook: Any = None
 
 
 @contextmanager
-def installed(value: Hook) -> Iterator[None]:
+def installed(value: Any) -> Iterator[None]:
     """Context in which tensors hold the tokens of this rank alone."""
     global hook
     before, hook = hook, value

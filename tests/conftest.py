@@ -144,20 +144,6 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("efficient_attn.studies.results.write_all", lambda runs, folder, look: [])
 
 
-@pytest.fixture(autouse=True)
-def tried_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of equal contents are imported on trial once: each trial starts a process, which loads torch."""
-    if request.path.name == "test_foreign_files.py":
-        return
-
-    def by_contents(target: str, rehearse: bool) -> tuple[str, bytes, bool]:
-        place, _, name = target.rpartition(":")
-        contents = Path(place).read_bytes() if place.endswith(".py") and Path(place).is_file() else b""
-        return (name if contents else target), contents, rehearse
-
-    monkeypatch.setattr("efficient_attn.measure.process._key", by_contents)
-
-
 @pytest.fixture
 def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another folder to run in, with `own.py:…` that end, block or flood their process."""

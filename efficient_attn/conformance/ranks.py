@@ -10,7 +10,7 @@ from efficient_attn.conformance.cases import Case, Inputs, joint
 from efficient_attn.conformance.compare import close, condition, largest, rounding
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
-from efficient_attn.conformance.table import check
+from efficient_attn.conformance.table import Check
 from efficient_attn.conformance.threads import on_threads
 from efficient_attn.distributed.calls import exchange_of
 from efficient_attn.distributed.exchange import all_tokens, total
@@ -39,7 +39,7 @@ def _whole(tokens: int) -> int:
     return -(-tokens // SEGMENTS) * SEGMENTS
 
 
-@check(
+@Check(
     f"A sequence over {RANKS} ranks has the outputs and gradients of one process, in every layout.",
     cases=tuple(
         case.but(causal=causal) for case in (ONE, ONE.but(masked=True), LONGER) for causal in (False, True)

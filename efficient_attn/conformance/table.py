@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
 from efficient_attn.conformance.cases import Case
@@ -33,12 +33,11 @@ class SilentlyWrong(Exception):
     """Raised by a check of an unpromised capability if the backend returns wrong results."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
-    """A promise and its check.
+    """A promise and its check, which decorates a generator of findings, one per comparison.
 
     Attributes:
-        name: Name of the function, which states the promise.
         promise: The promise as a sentence.
         cases: Inputs, the smallest first.
         drawn: Further inputs, drawn from a seed; no grouped heads for a backend without capabilities.
@@ -47,18 +46,29 @@ class Check:
         needs: Capabilities that the promise requires.
         unless: Capabilities that exempt a backend from the promise.
         beyond: Feature that a backend without declared capabilities may refuse with an error of its own.
+        body: The generator; its name states the promise.
     """
 
-    name: str
     promise: str
-    body: Body
-    cases: tuple[Case, ...]
-    drawn: Draw
-    long: Draw
-    capability: str | None
-    needs: tuple[str, ...]
-    unless: tuple[str, ...]
-    beyond: str | None
+    _: KW_ONLY
+    cases: Iterable[Case] = ()
+    drawn: Draw = lambda seed: ()
+    long: Draw = lambda seed: ()
+    capability: str | None = None
+    needs: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+    beyond: str | None = None
+    body: Body = lambda subject, case: ()
+
+    def __call__(self, body: Body) -> Body:
+        """Enter the check into the table."""
+        CHECKS[body.__name__] = replace(self, cases=tuple(self.cases), body=body)
+        return body
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.body.__name__
 
     @property
     def is_long(self) -> bool:
@@ -92,37 +102,6 @@ _WORDS = {
 }
 
 CHECKS: dict[str, Check] = {}
-
-
-def check(
-    promise: str,
-    *,
-    cases: Iterable[Case] = (),
-    drawn: Draw = lambda seed: (),
-    long: Draw = lambda seed: (),
-    capability: str | None = None,
-    needs: tuple[str, ...] = (),
-    unless: tuple[str, ...] = (),
-    beyond: str | None = None,
-) -> Callable[[Body], Body]:
-    """Register the decorated generator of findings, one per comparison, as the check of a promise."""
-
-    def enter(body: Body) -> Body:
-        CHECKS[body.__name__] = Check(
-            name=body.__name__,
-            promise=promise,
-            body=body,
-            cases=tuple(cases),
-            drawn=drawn,
-            long=long,
-            capability=capability,
-            needs=needs,
-            unless=unless,
-            beyond=beyond,
-        )
-        return body
-
-    return enter
 
 
 class _Outcome(NamedTuple):

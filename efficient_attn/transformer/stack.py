@@ -18,7 +18,7 @@ from efficient_attn.backends import resolve, seeded, spawn_seeds
 from efficient_attn.errors import OptionError
 from efficient_attn.problem import positive_count
 from efficient_attn.registry import BackendSpec
-from efficient_attn.sharding import Hook, at_positions, installed, whole_tokens
+from efficient_attn.sharding import at_positions, installed, whole_tokens
 from efficient_attn.transformer.block import BlockOptions, TransformerBlock, accept_names
 from efficient_attn.transformer.layer import (
     AttentionLayer,
@@ -314,7 +314,7 @@ def each_layer(
     return layers * (num_layers // len(pairs))
 
 
-def _run_inside(hook: Hook, block: nn.Module, *inputs: Any, **masks: Any) -> Tensor:
+def _run_inside(hook: Any, block: nn.Module, *inputs: Any, **masks: Any) -> Tensor:
     # The backward pass may be outside of the context that the forward pass was in.
     with installed(hook):
         return block(*inputs, **masks)

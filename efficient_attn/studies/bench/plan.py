@@ -137,7 +137,7 @@ def plan(
             raise OptionError("decode is of attention alone, eager and without gradients.")
         executions = [DECODED]
     # Calls are made where their time is limited, and their failures are records.
-    chosen = select(backends, options, rehearse=False, also=True)
+    chosen = select(backends, options, also=True)
     if not any(variant.backend == YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
     # The baseline comes first, then the cheapest candidates, in case the budget ends.
