@@ -1,6 +1,8 @@
 """Causal linear attention with exponential features on CUDA, by Triton kernels: launches and their memory."""
 
 import math
+import os
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +22,12 @@ from efficient_attn.ops.linear.state import CausalGradients, LinearState
 _SEGMENTS = 32
 # Powers are at most 1, a row's largest is 1, and those below 2^−126 are zeros: denominators keep their digits
 # down to here.
-_WEAK = 2.0**-80
+WEAK = 2.0**-80
 # Base-2 logarithm of the largest power of the backward pass. Its product with the other factor is at most 1.
-_LIMIT = 80.0
+LIMIT = 80.0
 _REPAIR_WARPS = 4
+# Names an assembler to Triton.
+ASSEMBLER = "TRITON_PTXAS_PATH"
 
 
 class States(NamedTuple):
@@ -44,6 +48,8 @@ class Call:
 
     def __init__(self, inputs: LinearInputs, tile: Tile, chunk: int) -> None:
         assert inputs.directions is not None
+        if inputs.q.device.type == "cuda":
+            use_newer_assembler()
         q, k, v = (_with_rows(x) for x in inputs[:3])
         self.inputs = inputs._replace(q=q, k=k, v=v)
         # Directions and, for a map with two features per direction, their opposites.
@@ -122,7 +128,7 @@ def forward(
     query_factor, factor, *_ = call.factors
     sums, ones, references = states.slots
     arguments = call.rows | call.positions | call.sizes | {"FEATURES": call.block(tile.features)}
-    arguments |= {"sums": sums, "ones": ones, "references": references, "flags": flags, "weak": _WEAK}
+    arguments |= {"sums": sums, "ones": ones, "references": references, "flags": flags, "weak": WEAK}
     arguments |= {"query_factor": query_factor, "factor": factor}
     arguments |= {
         "out": outputs.out,
@@ -166,7 +172,7 @@ def backward(
     )
     query_factor, factor, *_ = call.factors
     arguments = call.rows | _strides(g=g) | call.positions | call.sizes
-    arguments |= {"g": g, "offsets": offsets, "deltas": deltas, "limit": _LIMIT}
+    arguments |= {"g": g, "offsets": offsets, "deltas": deltas, "limit": LIMIT}
     arguments |= {"query_factor": query_factor, "factor": factor}
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
@@ -196,6 +202,20 @@ def backward(
         last = _last_state(call, states)
         grad_past = (last.log_scale + past.log_scale).exp().mT * last.sums
     return CausalGradients(grad_q, grad_k, grad_v, grad_past)
+
+
+@cache
+def use_newer_assembler() -> None:
+    """Have Triton take the newer of its two assemblers on Hopper, unless the environment names one.
+
+    ptxas 12.8.93, which Triton 3.6 takes there, reuses registers that wgmma has not read yet: wrong gradients
+    of queries and illegal accesses. Kernels of others that this process compiles later profit as well.
+    """
+    if ASSEMBLER in os.environ or torch.cuda.get_device_capability()[0] != 9:
+        return
+    usual, newer = triton.knobs.nvidia.ptxas, triton.knobs.nvidia.ptxas_blackwell
+    if float(usual.version) < float(newer.version):
+        os.environ[ASSEMBLER] = newer.path
 
 
 def _key_states(call: Call, past: LinearState | None) -> States:

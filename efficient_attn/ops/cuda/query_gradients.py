@@ -29,17 +29,12 @@ from efficient_attn.ops.cuda.states import (
 @triton.jit(do_not_specialize=["rows"])
 def delta_kernel(
     g,
-    out,
-    logarithms,
-    offsets,
-    deltas,
-    rows,
-    heads,
+    out, logarithms,
+    offsets, deltas,
+    rows, heads,
     g_strides,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
+    VALUE_DIM: tl.constexpr, VALUE_PADDED: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
     """−L_t in base 2, and −δ_t."""
     row, bh = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1).to(tl.int64)
     real, line = row < rows, bh * rows
@@ -53,45 +48,15 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "before", "first", "slots"])
 def query_kernel(
-    w,
-    bias,
-    q,
-    k,
-    v,
-    key_offsets,
-    g,
-    offsets,
-    deltas,
-    sums,
-    ones,
-    references,
-    grad_q,
-    flags,
-    query_factor,
-    factor,
-    root,
-    limit,
-    tokens,
-    before,
-    first,
-    slots,
-    features,
-    heads,
-    kv_heads,
-    w_h,
-    q_strides,
-    k_strides,
-    v_strides,
-    g_strides,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    FEATURES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OPERANDS: tl.constexpr,
-):
+    w, bias, q, k, v, key_offsets, g, offsets, deltas,
+    sums, ones, references,
+    grad_q, flags,
+    query_factor, factor, root, limit,
+    tokens, before, first, slots, features, heads, kv_heads,
+    w_h, q_strides, k_strides, v_strides, g_strides,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    FEATURES: tl.constexpr, TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr,
+):  # fmt: skip
     """Gradients of one chunk's queries of one head, and the flag of the chunk."""
     slot, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, h = bh // heads, bh % heads
@@ -133,45 +98,15 @@ def query_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "before", "first", "slots"])
 def query_repair_kernel(
-    w,
-    bias,
-    q,
-    k,
-    v,
-    key_offsets,
-    g,
-    offsets,
-    deltas,
-    sums,
-    ones,
-    references,
-    grad_q,
-    flags,
-    query_factor,
-    factor,
-    root,
-    limit,
-    tokens,
-    before,
-    first,
-    slots,
-    features,
-    heads,
-    kv_heads,
-    w_h,
-    q_strides,
-    k_strides,
-    v_strides,
-    g_strides,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    FEATURES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    OPERANDS: tl.constexpr,
-):
+    w, bias, q, k, v, key_offsets, g, offsets, deltas,
+    sums, ones, references,
+    grad_q, flags,
+    query_factor, factor, root, limit,
+    tokens, before, first, slots, features, heads, kv_heads,
+    w_h, q_strides, k_strides, v_strides, g_strides,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    FEATURES: tl.constexpr, TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr,
+):  # fmt: skip
     """Gradients of one flagged chunk's queries of one head, in blocks of 16."""
     slot, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if tl.load(flags + bh * tl.num_programs(0) + slot) == 0:

@@ -83,45 +83,15 @@ def load_sums(sums, at, f, DIM: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "before", "first", "per_segment", "slots"])
 def walk_kernel(
-    w,
-    bias,
-    x,
-    y,
-    mask,
-    offsets,
-    columns,
-    segment_sums,
-    segment_ones,
-    segment_references,
-    sums,
-    ones,
-    references,
-    factor,
-    half,
-    constant,
-    tokens,
-    before,
-    first,
-    per_segment,
-    slots,
-    features,
-    heads,
-    kv_heads,
-    w_h,
-    x_strides,
-    y_strides,
-    DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr,
-    FEATURES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HAS_MASK: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    WRITE: tl.constexpr,
-    OPERANDS: tl.constexpr,
-):
+    w, bias, x, y, mask, offsets, columns,
+    segment_sums, segment_ones, segment_references, sums, ones, references,
+    factor, half, constant,
+    tokens, before, first, per_segment, slots, features, heads, kv_heads,
+    w_h, x_strides, y_strides,
+    DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    FEATURES: tl.constexpr, TOKENS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    QUERIES: tl.constexpr, WRITE: tl.constexpr, OPERANDS: tl.constexpr,
+):  # fmt: skip
     """State of a segment by itself, or with WRITE, from the state before it, those at its chunks.
 
     Of keys, the first launch also writes the offsets −h |k|² and a constant, −inf for a hidden key.
@@ -197,16 +167,10 @@ def walk_kernel(
 
 @triton.jit(do_not_specialize=["segments"])
 def scan_kernel(
-    sums,
-    ones,
-    references,
-    segments,
-    features,
-    DIM: tl.constexpr,
-    PADDED: tl.constexpr,
-    FEATURES: tl.constexpr,
-    HAS_PAST: tl.constexpr,
-):
+    sums, ones, references,
+    segments, features,
+    DIM: tl.constexpr, PADDED: tl.constexpr, FEATURES: tl.constexpr, HAS_PAST: tl.constexpr,
+):  # fmt: skip
     """In place, the state after each segment, from the state of each segment by itself and that of slot 0."""
     f, bh = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES), tl.program_id(1).to(tl.int64)
     at = bh * (segments + 1) * features

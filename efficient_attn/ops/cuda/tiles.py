@@ -36,13 +36,13 @@ _HOPPER = Tile(128, 64, 8, 64, 64, 32, 4, 128, 4)
 _WIDE = Tile(128, 32, 8, 64, 32, 32, 4, 64, 4)
 # Consumer cards have 99 kB of shared memory, and kernels spill registers with larger tiles.
 _NARROW = Tile(64, 32, 4, 64, 32, 16, 8, 64, 4)
-_SMALL = Tile(32, 16, 4, 32, 16, 16, 4, 32, 4)
+SMALL = Tile(32, 16, 4, 32, 16, 16, 4, 32, 4)
 _FIRST = {(8, 0): _WIDE, (9, 0): _HOPPER, (10, 0): _WIDE}
 
 
 def tiles(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
     """Tiles for heads of this many entries at most, the first choice first."""
     if dtype == torch.float32 or head_dim > 64:
-        return _SMALL, _SMALL._replace(warps=8, grad_warps=8), _SMALL._replace(warps=2, grad_warps=2)
+        return SMALL, SMALL._replace(warps=8, grad_warps=8), SMALL._replace(warps=2, grad_warps=2)
     first = _FIRST.get(capability, _NARROW)
-    return first, *[tile for tile in (_NARROW, _SMALL, _WIDE) if tile != first][:2]
+    return first, *[tile for tile in (_NARROW, SMALL, _WIDE) if tile != first][:2]
