@@ -73,7 +73,7 @@ def _answer(request: dict[str, Any]) -> str:
         end_s = min(request["limit_s"] + _GRACE_S, _LONGEST_S)
         faulthandler.dump_traceback_later(end_s, exit=True, file=nowhere)
         try:
-            jobs = {"measure": _measure, "load": _load, "check": _check}
+            jobs = {"measure": _measure, "load": _load, "check": _check, "kernel": _kernel}
             return jobs[request["job"]](request)
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -115,6 +115,14 @@ def _check(request: Mapping[str, Any]) -> str:
         spec, on_fail="collect", seed=request["seed"], only=[name], long=request["long"]
     )
     return json.dumps(asdict(record))
+
+
+def _kernel(request: Mapping[str, Any]) -> str:
+    """Check one fused kernel with one tile."""
+    from efficient_attn.measure.kernel_check import check_kernel
+
+    arguments = {name: request[name] for name in ("kernel", "precision", "device", "tile")}
+    return json.dumps(check_kernel(**arguments))
 
 
 @cache

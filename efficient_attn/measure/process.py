@@ -46,10 +46,12 @@ class Process:
 
     Args:
         limit_bytes: Memory that the process may allocate beyond its start-up; None: unlimited.
+        variables: Environment variables beside those of this process.
     """
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(self, limit_bytes: int | None = None, *, variables: Mapping[str, str] | None = None) -> None:
         self._limit_bytes = limit_bytes
+        self._variables = dict(variables or {})
         self._child: subprocess.Popen[bytes] | None = None
         self._requests: Any = None
         self._answers: Any = None
@@ -85,7 +87,7 @@ class Process:
                 stdout=_STDERR,
                 pass_fds=descriptors,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": paths},
+                env={**os.environ, **self._variables, "PYTHONPATH": paths},
             )
         try:
             ready = self._answer(_START_LIMIT_S) == READY
