@@ -113,8 +113,8 @@ def check_kernel(
     with _products(precision), verdict.on_trial({name: tile}):
         for case in cases:
             with observed_kernels() as names:
-                findings = list(_findings(subject, case, precision, device, head_dim, features))
-            if subject.note not in names:
+                findings = list(_findings(subject, case, precision, device, head_dim, features, names))
+            if not findings:
                 continue
             served += 1
             for verb, share, text in findings:
@@ -161,9 +161,19 @@ class _Inputs(NamedTuple):
 
 
 def _findings(
-    subject: Subject, case: Case, precision: str, device: str, head_dim: int, features: int
+    subject: Subject,
+    case: Case,
+    precision: str,
+    device: str,
+    head_dim: int,
+    features: int,
+    names: set[str],
 ) -> Iterator[tuple[str, float, str]]:
-    """Verb, largest share of its bound, and a failure in words, or nothing."""
+    """Verb, largest share of its bound, and a failure or ""; nothing if other kernels serve the case.
+
+    Args:
+        names: Kernels that served calls so far.
+    """
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
     backend = subject.build(case, head_dim, features)
     module = (subject.module(backend) if subject.module else backend).to(device, dtype).eval()
@@ -178,6 +188,8 @@ def _findings(
         streamed = [_streamed(module, given)] if subject.streams else []
     except Exception as failure:  # A failing launch is a result of the check.
         yield "forward", float("inf"), described(failure)
+        return
+    if subject.note not in names:
         return
     exact, plain = _references(subject, backend, inputs, precision)
     names = ("output", "gradient of q", "gradient of k", "gradient of v")

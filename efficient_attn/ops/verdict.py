@@ -33,6 +33,8 @@ SOURCES = {
     "window-flex": ("softmax/flex.py", "window/flex.py"),
     "causal-linear": ("cuda",),
 }
+# Tiles of each kernel in the order of choice; of our kernels the numbers in their table.
+TILES = {"flex": ("",), "window-flex": ("",), "causal-linear": ("0", "1", "2")}
 PASSED, FAILED, SLOWER, REFUSED = OUTCOMES = ("passed", "failed", "slower", "refused")
 # ptxas before CUDA 13.3 may reuse registers of an operand before `wgmma` of Hopper has read them (triton
 # PR 11781): wrong sums in kernels that are right.
