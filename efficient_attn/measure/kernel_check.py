@@ -192,8 +192,8 @@ def _findings(
     if subject.note not in names:
         return
     exact, plain = _references(subject, backend, inputs, precision)
-    names = ("output", "gradient of q", "gradient of k", "gradient of v")
-    for number, name in enumerate(names):
+    labels = ("output", "gradient of q", "gradient of k", "gradient of v")
+    for number, name in enumerate(labels):
         verb = "backward" if number else "forward"
         scale = exact[number].norm()
         # With one visible key, gradients of q and k are zero and rounding is all that is left.
