@@ -34,7 +34,7 @@ LAYERS = (
 )
 # The rooms of `ops`: each may import itself and the rows above it, but no other room of its own row.
 ROOMS = (
-    {"dtypes", "grouped_queries", "naive", "operators", "paths"},
+    {"dtypes", "grouped_queries", "naive", "operators", "paths", "verdict"},
     {"softmax"},
     {"window", "clusters", "linear", "linformer"},
 )

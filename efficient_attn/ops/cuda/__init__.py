@@ -81,5 +81,8 @@ def causal_gradients(
 
 
 def _tile(inputs: LinearInputs) -> Tile:
+    """The tile with which the kernels passed their check on this machine."""
+    number = verdict.tile("causal-linear", inputs.q.device, inputs.q.dtype)
+    assert number is not None
     capability = torch.cuda.get_device_capability(inputs.q.device)
-    return tiles(capability, inputs.q.dtype, max(inputs.q.shape[-1], inputs.v.shape[-1]))[0]
+    return tiles(capability, inputs.q.dtype, max(inputs.q.shape[-1], inputs.v.shape[-1]))[int(number)]

@@ -1,8 +1,6 @@
 """Causal linear attention with exponential features on CUDA, by Triton kernels: launches and their memory."""
 
 import math
-import os
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +24,6 @@ WEAK = 2.0**-80
 # Base-2 logarithm of the largest power of the backward pass. Its product with the other factor is at most 1.
 LIMIT = 80.0
 _REPAIR_WARPS = 4
-# Names an assembler to Triton.
-ASSEMBLER = "TRITON_PTXAS_PATH"
 
 
 class States(NamedTuple):
@@ -48,8 +44,6 @@ class Call:
 
     def __init__(self, inputs: LinearInputs, tile: Tile, chunk: int) -> None:
         assert inputs.directions is not None
-        if inputs.q.device.type == "cuda":
-            use_newer_assembler()
         q, k, v = (_with_rows(x) for x in inputs[:3])
         self.inputs = inputs._replace(q=q, k=k, v=v)
         # Directions and, for a map with two features per direction, their opposites.
@@ -202,20 +196,6 @@ def backward(
         last = _last_state(call, states)
         grad_past = (last.log_scale + past.log_scale).exp().mT * last.sums
     return CausalGradients(grad_q, grad_k, grad_v, grad_past)
-
-
-@cache
-def use_newer_assembler() -> None:
-    """Have Triton take the newer of its two assemblers on Hopper, unless the environment names one.
-
-    ptxas 12.8.93, which Triton 3.6 takes there, reuses registers that wgmma has not read yet: wrong gradients
-    of queries and illegal accesses. Kernels of others that this process compiles later profit as well.
-    """
-    if ASSEMBLER in os.environ or torch.cuda.get_device_capability()[0] != 9:
-        return
-    usual, newer = triton.knobs.nvidia.ptxas, triton.knobs.nvidia.ptxas_blackwell
-    if float(usual.version) < float(newer.version):
-        os.environ[ASSEMBLER] = newer.path
 
 
 def _key_states(call: Call, past: LinearState | None) -> States:
