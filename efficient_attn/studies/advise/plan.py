@@ -153,7 +153,7 @@ def plan(
     from efficient_attn.integrations.called import is_called, maker_of
     from efficient_attn.studies.advise.model import model_steps
     from efficient_attn.studies.swap.analysis import KL
-    from efficient_attn.studies.swap.subject import Subject, candidates, has_copies
+    from efficient_attn.studies.swap.measure import Subject, candidates, has_copies
 
     pairs: Sequence[tuple[Subject, Subject]]
     decodes = False

@@ -38,7 +38,7 @@ from efficient_attn.measure.texts import digest
 from efficient_attn.measure.variants import MODEL, OWN, Variant
 from efficient_attn.options import SEED
 from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
-from efficient_attn.studies.swap.subject import HELD_OUT, WINDOW
+from efficient_attn.studies.swap.measure import HELD_OUT, WINDOW
 from efficient_attn.studies.workload import Workload
 
 # Length of the shipped texts, at which approximations begin to differ.
@@ -221,11 +221,10 @@ class TextSubject:
 
     def fitted(self, variant: Variant) -> Variant:
         """The variant with the window of sliding layers, unless one was set: they can have no other."""
-        sliding = any(site.kind == "sliding" for site in self.sites.swapped)
-        if not sliding or variant.label != variant.backend or "window" not in variant.options:
+        first = self.sites.swapped[0]
+        if first.kind != "sliding" or variant.label != WINDOW:
             return variant
-        window = {"window": self.sites.swapped[0].pattern.window}
-        return replace(variant, options={**variant.options, **window})
+        return replace(variant, options={**variant.options, "window": first.pattern.window})
 
 
 def texts_of_lengths(
@@ -264,10 +263,11 @@ def texts_of_lengths(
 
 
 def ranks_heads(opened: Opened) -> bool:
-    """Whether the model is a decoder with a language-model head and several key heads per layer."""
+    """Whether the model is a decoder with a head, and layers of several key heads that read all keys."""
     sites = sites_of(opened.model)
     first = sites.swapped[0]
-    return predicts_next(opened.model, sites) and (first.num_kv_heads or first.num_heads or 1) > 1
+    several = first.kind == "full" and (first.num_kv_heads or first.num_heads or 1) > 1
+    return several and predicts_next(opened.model, sites)
 
 
 def load(model: Any, name: str | None, workload: Workload) -> Opened:

@@ -9,11 +9,10 @@ from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.texts import Texts, named_texts, read_texts
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK, Variant, select
-from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.study import Option, Plan, Point, Steps
+from efficient_attn.studies.study import Option, Plan, Steps
 from efficient_attn.studies.workload import Workload, settle
 
 # The default selection begins with the most similar models of results/epyc-2-cores/swap-encoder.
@@ -103,7 +102,7 @@ def plan(
     chosen = tuple(sorted(chosen, key=promising)) if backends is None else chosen
 
     from efficient_attn.integrations.called import called_model, is_called, refuse_beside
-    from efficient_attn.studies.swap.subject import Subject, candidates
+    from efficient_attn.studies.swap.measure import Subject, candidates
 
     subjects: list[Subject]
     lengths = [None] if seq_lens is None else list(parse_sizes(seq_lens, name="seq_lens"))
@@ -189,39 +188,17 @@ def _steps(
     subject: Any, variants: Sequence[Variant], *, draws: int, rounds: int, layers: Sequence[int]
 ) -> Steps:
     """All layers replaced, then time and memory, then single layers; a failed backend is measured once."""
-    from efficient_attn.studies.swap import measure
+    from efficient_attn.studies.swap.measure import distance_point, pass_point
 
     model = Variant(backend=OWN, label=OWN, target=OWN)
-    texts = subject.num_texts or 1
-
-    def distance(variant: Variant, layer: int | None = None) -> Point:
-        case = subject.case("swap", variant, layer)
-        return Point(
-            case=case,
-            measure=partial(measure.distance, case, variant, subject, draws=draws),
-            label=f"{variant.label}, {'all layers' if layer is None else f'layer {layer}'}",
-            series=variant.label,
-            cost=float(texts * (draws if SEED in variant.options else 1)),
-        )
-
-    def cost(kind: str, variant: Variant) -> Point:
-        case = subject.case(kind, variant)
-        return Point(
-            case=case,
-            measure=partial(measure.cost, case, variant, subject),
-            rounds=rounds if kind == "time" else 0,
-            label=f"{variant.label}, {kind}",
-            series=variant.label,
-        )
-
     working = []
     for variant in (model, *variants):
-        if (yield distance(variant)).status == "ok":
+        if (yield distance_point(subject, variant, draws=draws)).status == "ok":
             working.append(variant)
-    yield [cost("time", variant) for variant in working]
+    yield [pass_point(subject, variant, rounds=rounds) for variant in working]
     for variant in working:
-        yield cost("memory", variant)
+        yield pass_point(subject, variant, "memory")
     for variant in working:
         if variant is not model:
             for layer in layers:
-                yield distance(variant, layer)
+                yield distance_point(subject, variant, layer, draws=draws)
