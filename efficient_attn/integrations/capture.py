@@ -26,7 +26,7 @@ from efficient_attn.integrations.masks import FULL, ShownKeys
 from efficient_attn.measure.inputs import CAUSAL, Activations, Captured
 from efficient_attn.measure.units import show_bytes
 from efficient_attn.problem import positive_count
-from efficient_attn.sharding import check_exact_alone
+from efficient_attn.sharding import check_alone
 
 FORMAT = "efficient-attn activations 1"
 DEFAULT_MAX_TOKENS = 512
@@ -209,7 +209,7 @@ class Capturing(SiteMode):
     def attend(self, call: Call) -> Tensor:
         """Copy the tensors and return torch's output."""
         site = self.next_site()
-        check_exact_alone(str(site), "ea.intercept.capture runs the attention of the model itself")
+        check_alone()
         if site not in self.sites and fnmatchcase(str(site), self._only):
             shown = None if call.refusal else call.shown_keys()
             if shown is None:

@@ -25,7 +25,6 @@ from efficient_attn.integrations.intercept.installed import (
     SiteBackends,
     forbid_nesting,
     install_backends,
-    refuse_alone,
 )
 from efficient_attn.integrations.plan_files import check_size, is_plan_file, read_plan
 
@@ -98,9 +97,6 @@ def replace(
         module = SiteBackends(name, backends, num_calls=num_calls, strict=strict)
         owner = replaced._owners[name] = model.get_submodule(name)
         replaced._restore.append(install_backends(owner, module))
-    for site, why in exact.items():
-        if why != OUTSIDE:
-            replaced._restore.append(refuse_alone(model, site.module, str(site), why))
     replaced._restore += forbid_nesting(model, list(replaced._owners.values()))
     return replaced
 
