@@ -24,8 +24,8 @@ from efficient_attn.contained import running
 from efficient_attn.errors import DataError, DtypeError, OptionError
 from efficient_attn.external import is_address, object_at
 
-# Seeds of the inputs: the first ones, and held-out ones.
-_FIRST, _SECOND = 0, 1
+# Seeds of the inputs: the choosing ones, and held-out ones.
+SEEDS = (0, 1)
 
 _FORM = "a pair (module, inputs) with a tuple or a dict of inputs"
 
@@ -109,14 +109,14 @@ class Maker:
             DataError: If the function fails.
             DtypeError: If it returns another form.
         """
-        module, inputs = self._pair(seq_len, _FIRST)
+        module, inputs = self._pair(seq_len, SEEDS[0])
         module = module.eval()
         return CalledModel(name=self.label, module=module, call=_bound(module, inputs), source=self.source)
 
-    def again(self, model: CalledModel, *, seq_len: int | None = None) -> CalledModel:
-        """The same module on inputs from other random numbers, with errors as in `model`."""
-        _, inputs = self._pair(seq_len, _SECOND)
-        return replace(model, call=_bound(model.module, inputs), seed=_SECOND)
+    def with_inputs(self, model: CalledModel, *, seq_len: int | None, seed: int) -> CalledModel:
+        """The same module on inputs from random numbers of a seed, with errors as in `model`."""
+        _, inputs = self._pair(seq_len, seed)
+        return replace(model, call=_bound(model.module, inputs), seed=seed)
 
     def _pair(self, seq_len: int | None, seed: int) -> tuple[nn.Module, Any]:
         with running(self.label), _seeded(seed):
@@ -145,7 +145,7 @@ def maker_of(model: Any, *, name: str | None = None) -> Maker:
     address = str(model)
     if not is_address(address):
         raise OptionError(f"model {address!r} names no function: write {address}:make_model.")
-    with _seeded(_FIRST):
+    with _seeded(SEEDS[0]):
         place, make = object_at(address, role="a model")
     label = name or f"{Path(place).name}:{address.rpartition(':')[2]}"
     if not callable(make):

@@ -126,21 +126,11 @@ def make_same():
     return two_layers(), (torch.linspace(-2, 2, 160).reshape(1, 10, 16).sin(),)
 
 
-class Scaled(Attention):
-    def __init__(self, seq_len):
+class Sized(Attention):
+    def __init__(self, size):
         super().__init__(False)
-        self.register_buffer("scale", torch.tensor(float(seq_len)))
-
-    def forward(self, x):
-        return super().forward(x) / self.scale
-
-
-def make_scaled(seq_len=12):
-    # The weights are drawn after the inputs, so that they would be others at another length.
-    x = 2 * torch.randn(1, min(seq_len, 16), 16)
-    return Scaled(seq_len), (x,)
+        self.size = size
 
 
 def make_sized(seq_len=12):
-    model = nn.Sequential(Attention(False), nn.Linear(16, seq_len))
-    return model, (torch.randn(1, seq_len, 16),)
+    return Sized(seq_len), (2 * torch.randn(1, min(seq_len, 16), 16),)

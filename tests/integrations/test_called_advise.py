@@ -122,15 +122,12 @@ def test_a_foreign_plan_is_refused_in_one_line(layer, message, folder):
     assert not any("efficient_attn" in name for name, _ in model.named_modules())
 
 
-def test_lengths_share_their_parameters_and_not_their_buffers_and_repeated_ones_are_noted():
-    pairs, notes = inputs_of_lengths(maker_of("models.py:make_scaled"), WORKLOAD, (12, 16, 24))
-    modules = [choosing.model for choosing, _ in pairs]
-    assert [float(module.scale) for module in modules] == [12.0, 16.0]
-    assert torch.equal(modules[0].projection.weight, modules[1].projection.weight)
-    assert all(held_out.model is choosing.model for choosing, held_out in pairs)
+def test_the_model_of_all_lengths_is_that_of_the_longest_and_repeated_ones_are_noted():
+    pairs, notes = inputs_of_lengths(maker_of("models.py:make_sized"), WORKLOAD, (12, 16, 24))
+    assert [choosing.shared["tokens"] for choosing, _ in pairs] == [12, 16]
+    assert len({subject.model for pair in pairs for subject in pair}) == 1
+    assert pairs[0][0].model.size == 24
     assert notes == ["Not measured at 24 tokens: the first attention has 16, as before."]
-    with pytest.raises(DataError, match="make the model for the longest length, and only the inputs by seq_"):
-        advise("models.py:make_sized", seq_lens=(12, 16))
 
 
 def test_a_resumed_advice_has_the_same_model(folder):

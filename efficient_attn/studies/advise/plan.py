@@ -164,7 +164,7 @@ def plan(
         maker = maker_of(model, name=name)
         if not maker.takes_length:
             _refuse(settings, ("seq_lens",), "with this model; its function has no parameter seq_len")
-        pairs, left_out = inputs_of_lengths(maker, workload, lengths if maker.takes_length else [None])
+        pairs, left_out = inputs_of_lengths(maker, workload, lengths if maker.takes_length else None)
         origin = pairs[0][0].about
     else:
         from efficient_attn.integrations.transformers.loading import positions

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, UnsupportedError
-from efficient_attn.integrations.called import CalledModel, Maker, output_vector
+from efficient_attn.integrations.called import SEEDS, CalledModel, Maker, output_vector
 from efficient_attn.integrations.capture import site_notes
 from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, Call, Site, seed_of
 from efficient_attn.integrations.intercept.installed import SiteBackends
@@ -213,55 +213,40 @@ class CallSubject:
 
 
 def inputs_of_lengths(
-    maker: Maker, workload: Workload, lengths: Sequence[int | None]
+    maker: Maker, workload: Workload, lengths: Sequence[int] | None
 ) -> tuple[list[tuple[CallSubject, CallSubject]], list[str]]:
     """Inputs that choose and inputs that verify, for each length; and notes on the other lengths.
 
-    Held-out inputs come from another seed of random numbers. All lengths share the parameters of the first.
+    Held-out inputs come from another seed of random numbers. The model of all lengths is that of the longest.
 
     Args:
         lengths: Lengths of inputs; None: the length that the function makes.
 
     Raises:
-        DataError: If the parameters differ from length to length, or outputs cannot be compared.
+        DataError: If the function or the model fails, or outputs cannot be compared.
         UnsupportedError: If no module calls attention that a backend can serve.
     """
     pairs: list[tuple[CallSubject, CallSubject]] = []
     notes: list[str] = []
-    for seq_len in lengths:
-        model = maker.model(seq_len=seq_len)
-        choosing = CallSubject.of(model, workload)
+    model = maker.model(seq_len=None if lengths is None else max(lengths))
+    for seq_len in (None,) if lengths is None else lengths:
+        first, second = (maker.with_inputs(model, seq_len=seq_len, seed=seed) for seed in SEEDS)
+        choosing = CallSubject.of(first, workload)
         tokens = choosing.shared["tokens"]
         if any(tokens == earlier.shared["tokens"] for earlier, _ in pairs):
             notes.append(f"Not measured at {seq_len} tokens: the first attention has {tokens}, as before.")
             continue
         with running(maker.label):
-            if pairs:
-                _share_parameters(pairs[0][0].called, model)
-            again = maker.again(model, seq_len=seq_len)
-            same = torch.equal(output_vector(model.seeded()), output_vector(again.seeded()))
+            same = torch.equal(output_vector(first.seeded()), output_vector(second.seeded()))
         inputs = f"{choosing.shared['inputs']}{SAME_AGAIN if same else HELD_OUT}"
         shared = {**choosing.shared, "inputs": inputs}
-        pairs.append((choosing, with_fields(choosing, called=again, shared=shared, example=model)))
+        pairs.append((choosing, with_fields(choosing, called=second, shared=shared, example=first)))
         if same:
             notes.append(
                 f"{maker.label} has the same output at {tokens} tokens whatever the random numbers are: its "
                 "plan is verified on the inputs that choose it."
             )
     return pairs, notes
-
-
-def _share_parameters(first: CalledModel, model: CalledModel) -> None:
-    """Give a model the parameters of the first."""
-    shared, parameters = (dict(called.module.named_parameters()) for called in (first, model))
-    shapes = [[(name, x.shape) for name, x in named.items()] for named in (shared, parameters)]
-    if shapes[0] != shapes[1]:
-        raise DataError(
-            f"{model.name} makes models whose parameters differ from length to length: make the model for "
-            "the longest length, and only the inputs by seq_len."
-        )
-    for name, parameter in parameters.items():
-        parameter.data = shared[name].data
 
 
 def _check(called: CalledModel, output: Tensor) -> None:
