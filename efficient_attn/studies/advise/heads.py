@@ -22,7 +22,7 @@ from efficient_attn.measure.worker import answer
 from efficient_attn.studies.advise.outcomes import Targets
 from efficient_attn.studies.advise.plan import HEADS, RANDOM_HEADS, RETRIEVAL
 from efficient_attn.studies.study import Point, Steps
-from efficient_attn.studies.swap.measure import WINDOW, Subject, pass_point, plan_point
+from efficient_attn.studies.swap.measure import OWN_ATTENTION, WINDOW, Subject, pass_point, plan_point
 from efficient_attn.studies.swap.model import TextSubject
 
 # What a streaming head keeps.
@@ -36,7 +36,7 @@ Heads = Mapping[int, Sequence[int]]
 
 def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *, rounds: int) -> Steps:
     """Rank the key heads, let as many stream as the targets allow, and verify on held-out texts."""
-    case = choosing.case(HEADS, Variant(backend=OWN, label=OWN, target=OWN))
+    case = choosing.case(HEADS, OWN_ATTENTION)
     record = yield Point(
         case=case,
         measure=partial(answer, case, partial(_scored, case, choosing)),
@@ -63,7 +63,7 @@ def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *
         # As many heads, drawn by chance: what the rank is worth.
         drawn = random.Random(choosing.shared["seed"]).sample(sorted(ranked), fewest)
         yield _planned(held_out, RANDOM_HEADS, _by_layer(drawn))
-        variants = (Variant(backend=OWN, label=OWN, target=OWN), _variant(PLAN, heads, held_out))
+        variants = (OWN_ATTENTION, _variant(PLAN, heads, held_out))
         yield [pass_point(held_out, variant, rounds=rounds) for variant in variants]
         yield _retrieved(held_out, variants[1])
     vars(held_out).pop("exact", None)

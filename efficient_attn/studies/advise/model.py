@@ -11,13 +11,14 @@ import torch
 
 from efficient_attn.measure import worker
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import DENSE, OWN, PLAN, UNIFORM_ATTENTION, YARDSTICK, Variant
+from efficient_attn.measure.variants import DENSE, PLAN, UNIFORM_ATTENTION, YARDSTICK, Variant
 from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.advise.attention import PROBE
 from efficient_attn.studies.advise.plan import BOUND, LOSSLESS, SLIDING
 from efficient_attn.studies.study import Point, Request, Steps
 from efficient_attn.studies.swap.measure import (
+    OWN_ATTENTION,
     WINDOW,
     Subject,
     distance_point,
@@ -41,7 +42,6 @@ _ROUNDING, _EPSILONS = 1e-8, 4
 
 # Sliding layers are windows of the width of the model, in every plan.
 _LOSSLESS = Variant(backend=WINDOW, label=LOSSLESS, target={})
-_OWN = Variant(backend=OWN, label=OWN, target=OWN)
 
 # Backends that stand in no plan.
 _BASELINES = (YARDSTICK, DENSE, UNIFORM_ATTENTION)
@@ -128,7 +128,7 @@ def _length_steps(
     free, skipped = _free(choosing), False
     if choosing.sliding and not windows:
         choosing, held_out = (replace(cast(Any, part), base={}) for part in (choosing, held_out))
-    references = [_OWN, _LOSSLESS] if windows else [_OWN]
+    references = [OWN_ATTENTION, _LOSSLESS] if windows else [OWN_ATTENTION]
     mean = next(variant for variant in variants if variant.backend == UNIFORM_ATTENTION)
     bounded = bool(free) and (yield distance_point(choosing, mean)).status == "ok"
     if bounded or windows:
@@ -186,7 +186,7 @@ def _length_steps(
     vars(choosing).pop("exact", None)
     yield _planned(held_out, PLAN, plan, working)
     if plan:
-        yield [timed(held_out, _OWN), timed(held_out, _plan_variant(PLAN, plan, working))]
+        yield [timed(held_out, OWN_ATTENTION), timed(held_out, _plan_variant(PLAN, plan, working))]
     vars(held_out).pop("exact", None)
 
 

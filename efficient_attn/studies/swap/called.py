@@ -19,13 +19,7 @@ from efficient_attn.integrations.capture import site_notes
 from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, Call, Site, seed_of
 from efficient_attn.integrations.intercept.installed import SiteBackends
 from efficient_attn.integrations.intercept.measured import MeasuredSite, measure
-from efficient_attn.integrations.intercept.replaced import (
-    OUTER,
-    UNEVEN,
-    inside,
-    replace,
-    uneven_modules,
-)
+from efficient_attn.integrations.intercept.replaced import replace, unsure_modules
 from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.measure.error import backends_in, cosine_distance, relative_error
 from efficient_attn.measure.record import SAME_INPUTS, Case
@@ -69,18 +63,15 @@ class CallSubject:
         with running(called.name), measure(called.module) as measured:
             output = output_vector(called.seeded())
         _check(called, output)
-        modules = {site.module for site in measured.sites}
-        uneven = uneven_modules({site: entry.calls for site, entry in measured.sites.items()})
+        unsure = unsure_modules({site: entry.calls for site, entry in measured.sites.items()})
         numbered = [entry for entry in measured.sites.values() if "all" not in entry.exact_because]
         chosen: dict[int, MeasuredSite] = {}
         left = {str(entry.site): entry.exact_because.get("all", "") for entry in measured.sites.values()}
         for number, entry in enumerate(numbered):
             if entry.shape[3] != entry.shape[4]:
                 left[str(entry.site)] = _CROSS
-            elif any(module != entry.site.module and inside(module, entry.site.module) for module in modules):
-                left[str(entry.site)] = OUTER
-            elif entry.site.module in uneven:
-                left[str(entry.site)] = UNEVEN
+            elif entry.site.module in unsure:
+                left[str(entry.site)] = unsure[entry.site.module]
             else:
                 chosen[number] = entry
                 del left[str(entry.site)]

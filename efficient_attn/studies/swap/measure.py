@@ -34,6 +34,9 @@ HELD_OUT, SAME_AGAIN = ", held out", ", again"
 # Backend of sliding layers that computes the same.
 WINDOW = "window"
 
+# The model with its own attention.
+OWN_ATTENTION = Variant(backend=OWN, label=OWN, target=OWN)
+
 # A preemption would go unnoticed with a single call per round.
 _FEWEST_CALLS = 2
 
