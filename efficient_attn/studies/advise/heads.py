@@ -22,7 +22,14 @@ from efficient_attn.measure.worker import answer
 from efficient_attn.studies.advise.outcomes import Targets
 from efficient_attn.studies.advise.plan import HEADS, RANDOM_HEADS, RETRIEVAL
 from efficient_attn.studies.study import Point, Steps
-from efficient_attn.studies.swap.measure import OWN_ATTENTION, WINDOW, Subject, pass_point, plan_point
+from efficient_attn.studies.swap.measure import (
+    OWN_ATTENTION,
+    WINDOW,
+    Subject,
+    case_of,
+    pass_point,
+    plan_point,
+)
 from efficient_attn.studies.swap.model import TextSubject
 
 # What a streaming head keeps.
@@ -36,7 +43,7 @@ Heads = Mapping[int, Sequence[int]]
 
 def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *, rounds: int) -> Steps:
     """Rank the key heads, let as many stream as the targets allow, and verify on held-out texts."""
-    case = choosing.case(HEADS, OWN_ATTENTION)
+    case = case_of(choosing, HEADS, OWN_ATTENTION)
     record = yield Point(
         case=case,
         measure=partial(answer, case, partial(_scored, case, choosing)),
@@ -117,7 +124,7 @@ def _planned(subject: TextSubject, label: str, heads: Heads) -> Point:
 
 
 def _retrieved(subject: TextSubject, variant: Variant) -> Point:
-    case = subject.case(RETRIEVAL, variant)
+    case = case_of(subject, RETRIEVAL, variant)
     return Point(
         case=case,
         measure=partial(answer, case, partial(_retrieval, case, variant, subject)),

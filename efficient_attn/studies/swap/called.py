@@ -22,11 +22,11 @@ from efficient_attn.integrations.intercept.measured import MeasuredSite, measure
 from efficient_attn.integrations.intercept.replaced import replace, unsure_modules
 from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.measure.error import backends_in, cosine_distance, relative_error
-from efficient_attn.measure.record import SAME_INPUTS, Case
-from efficient_attn.measure.variants import MODEL, OWN, Variant
+from efficient_attn.measure.record import SAME_INPUTS
+from efficient_attn.measure.variants import OWN, Variant
 from efficient_attn.options import SEED
 from efficient_attn.studies.swap.analysis import OUTPUT_COSINE
-from efficient_attn.studies.swap.measure import HELD_OUT, SAME_AGAIN
+from efficient_attn.studies.swap.measure import HELD_OUT, SAME_AGAIN, choices
 from efficient_attn.studies.workload import Workload
 
 # Rounding of sums in another order, relative.
@@ -159,7 +159,7 @@ class CallSubject:
             yield False
             return
         chosen = {}
-        for number, (backend, options) in self._choices(variant, layer).items():
+        for number, (backend, options) in choices(self, variant, layer).items():
             if SEED in options:
                 # The seed of a site does not depend on the other sites.
                 site_seed = seed_of(self.shared["seed"] + options[SEED] + draw, number)
@@ -167,13 +167,6 @@ class CallSubject:
             chosen[escape(self.sites[number])] = (backend, dict(options))
         with replace(self.model, chosen, example=(self.example or self.called).seeded, strict=True):
             yield any(hasattr(backend.core, "calibrate") for backend in backends_in(self.model))
-
-    def _choices(self, variant: Variant, layer: int | None) -> Mapping[int, tuple[Any, Mapping[str, Any]]]:
-        """The backend and the options of each layer; the target of a variant may be such a mapping."""
-        if isinstance(variant.target, Mapping):
-            return variant.target
-        layers = self.layers if layer is None else (layer,)
-        return dict.fromkeys(layers, (variant.target, variant.options))
 
     def build(self, variant: Variant) -> dict[str, Backend]:
         """The backends of all replaced call sites, by name."""
@@ -193,10 +186,6 @@ class CallSubject:
     def fitted(self, variant: Variant) -> Variant:
         """The variant itself."""
         return variant
-
-    def case(self, kind: str, variant: Variant, layer: int | None = None) -> Case:
-        """The case of a measurement, with the shape of the first call site."""
-        return variant.case(kind=kind, of=MODEL, layer=layer, **self.shared)
 
     def _output(self) -> Tensor:
         with _Unfused():

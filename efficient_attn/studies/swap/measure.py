@@ -17,7 +17,7 @@ from efficient_attn.measure.copies import copies_begin
 from efficient_attn.measure.error import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION, YARDSTICK, Variant, select
+from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK, Variant, select
 from efficient_attn.measure.worker import answer, memory_of, time_of
 from efficient_attn.options import SEED
 from efficient_attn.studies.study import Point
@@ -66,9 +66,28 @@ def candidates(
     return (*exact, mean, *others)
 
 
+def case_of(subject: Subject, kind: str, variant: Variant, layer: int | None = None) -> Case:
+    """The case of a measurement, with the shape of the first layer that gets a backend."""
+    return variant.case(kind=kind, of=MODEL, layer=layer, **subject.shared)
+
+
+def choices(
+    subject: Subject, variant: Variant, layer: int | None = None
+) -> Mapping[int, tuple[Any, Mapping[str, Any]]]:
+    """Backend and options of each layer; the target of a variant may be such a mapping.
+
+    Args:
+        layer: The only layer that is replaced; None: all.
+    """
+    if isinstance(variant.target, Mapping):
+        return variant.target
+    layers = subject.layers if layer is None else (layer,)
+    return dict.fromkeys(layers, (variant.target, variant.options))
+
+
 def distance_point(subject: Subject, variant: Variant, layer: int | None = None, *, draws: int = 1) -> Point:
     """Distance of the outputs with all layers replaced, or one of them."""
-    case = subject.case("swap", variant, layer)
+    case = case_of(subject, "swap", variant, layer)
     repeats = (subject.num_texts or 1) * (draws if SEED in variant.options else 1)
     return Point(
         case=case,
@@ -81,7 +100,7 @@ def distance_point(subject: Subject, variant: Variant, layer: int | None = None,
 
 def pass_point(subject: Subject, variant: Variant, kind: str = "time", *, rounds: int = 0) -> Point:
     """Time of forward passes, or the memory of one."""
-    case = subject.case(kind, variant)
+    case = case_of(subject, kind, variant)
     return Point(
         case=case,
         measure=partial(cost, case, variant, subject),
@@ -99,7 +118,7 @@ def plan_point(subject: Subject, variant: Variant, chosen: Mapping[Any, str], **
         chosen: {layer: label of its backend}.
         values: Further fields of the record.
     """
-    case = subject.case("swap", variant)
+    case = case_of(subject, "swap", variant)
     return Point(
         case=case,
         measure=partial(answer, case, partial(_plan_record, case, variant, subject, chosen, values)),
