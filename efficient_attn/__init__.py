@@ -41,7 +41,6 @@ _HOME = {
     "AttentionLayer": "transformer.layer",
     "BlockOptions": "transformer.block",
     "TransformerBlock": "transformer.block",
-    "DecoderBlock": "transformer.block",
     "Encoder": "transformer.stack",
     "Decoder": "transformer.stack",
     "Transformer": "transformer.stack",
@@ -80,7 +79,6 @@ if TYPE_CHECKING:
     from efficient_attn.signatures import register as register
     from efficient_attn.testing import check as check
     from efficient_attn.transformer.block import BlockOptions as BlockOptions
-    from efficient_attn.transformer.block import DecoderBlock as DecoderBlock
     from efficient_attn.transformer.block import TransformerBlock as TransformerBlock
     from efficient_attn.transformer.language_model import LanguageModel as LanguageModel
     from efficient_attn.transformer.language_model import generate as generate

@@ -1,7 +1,5 @@
 """What tables, plots and sentences make of errors size by size, and the papers that the methods name."""
 
-import math
-
 import pytest
 from made_records import case
 
@@ -77,24 +75,6 @@ def test_sizes_that_save_no_operations_are_not_counted_as_useful():
     yardstick = record(UNIFORM_ATTENTION, 0.5)
     assert ea.Results([yardstick, small, large]).sentences()[-1].endswith(": window from size 5.")
     assert ea.Results([yardstick, large]).sentences()[-1].endswith(": nothing measured here.")
-
-
-def reasons(norm):
-    name = "performer-positive(num_features=64)"
-    shown = [record(UNIFORM_ATTENTION, 0.5), record(name, 0.9, options={"num_features": 64, "seed": 0})]
-    sentences = ea.Results(shown, environment={"pair_norms": {"encoder(layer=0)": norm}}).sentences()
-    return [sentence for sentence in sentences if sentence.startswith("Random features")]
-
-
-def test_the_reason_for_the_errors_of_random_features_follows_from_the_measured_norms():
-    (reason,) = reasons(8.0)
-    scatter = ((math.exp(8.0) - 1) / 64) ** 0.5
-    assert reason.endswith(f"encoder, layer 0: |x+y|² 8, 64 features, {scatter:.2g}.")
-
-
-@pytest.mark.parametrize("norm", ["large", None, True, -1.0, 2000.0, 1e999, [1]])
-def test_a_strangers_norm_gives_no_reason(norm):
-    assert reasons(norm) == []
 
 
 def test_the_methods_name_the_papers_that_the_backends_declare():

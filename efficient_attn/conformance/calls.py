@@ -102,7 +102,7 @@ def tensors_are_read_anew(subject: Subject, case: Case) -> Iterator[Finding]:
         run(backend, shared)
     for gradients in (False, True) if subject.promises.gradients else (False,):
         asking = [x.requires_grad_(gradients) for x in shared[:3]]
-        for number in range(1, 5):
+        for number in (1, 2):
             contents = subject.inputs(case.but(pattern=number), variant=number)
             # One tensor after the other; writes by `data` leave the version of a tensor as it was.
             for name, x in zip(shared._fields, shared, strict=True):
@@ -142,7 +142,7 @@ def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Findin
             with torch.set_grad_enabled(asks):
                 _results(subject, backend, inputs.of(*(x.requires_grad_(asks).clone() for x in inputs[:3])))
         with torch.no_grad():
-            for tokens in range(case.tokens - less, 2, -2):
+            for tokens in range(case.tokens - less, 2, -4):
                 copies = inputs.part(slice(tokens))
                 run(backend, copies if tokens % 3 else copies._replace(key_mask=None))
         gc.collect()

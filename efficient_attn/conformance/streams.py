@@ -66,8 +66,8 @@ def parts_of_any_size_are_the_whole(subject: Subject, case: Case) -> Iterator[Fi
     tokens = case.tokens
     splits = [[split, tokens - split] for split in range(tokens + 1)] if tokens < 10 else []
     singles = [[1] * tokens] if tokens < 10 or case in causally(70) else []
-    for parts in (*splits, *singles, _parts(tokens, random.Random(f"{subject.seed} {case}"))):
-        yield from _streamed(subject, case, parts)
+    drawn = _parts(tokens, random.Random(f"{subject.seed} {case}"))
+    yield from _streamed(subject, case, *splits, *singles, drawn)
 
 
 def _parts(tokens: int, draws: random.Random) -> list[int]:
@@ -97,14 +97,22 @@ def long_states_are_whole(subject: Subject, case: Case) -> Iterator[Finding]:
         yield from _streamed(subject, case, [1] * case.tokens)
 
 
-def _streamed(subject: Subject, case: Case, parts: list[int]) -> Iterator[Finding]:
-    """Compare each chunk with the full pass, when returned and after the last call.
+def _streamed(subject: Subject, case: Case, *splits: list[int]) -> Iterator[Finding]:
+    """Compare each chunk of each split with the full pass, when returned and after the last call."""
+    inputs, backend = subject.inputs(case), subject.rescaled(case)
+    expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    for parts in splits:
+        yield from _in_parts(backend, inputs, parts, expected, bound)
+
+
+def _in_parts(
+    backend: Backend, inputs: Inputs, parts: list[int], expected: Tensor, bound: Tensor
+) -> Iterator[Finding]:
+    """Compare each chunk with the full pass.
 
     Buffers are reused, masks without masked keys are left out in turn, and after each part a second sequence
     of NaN continues from the state before it.
     """
-    inputs, backend = subject.inputs(case), subject.rescaled(case)
-    expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     buffers = inputs.each(lambda x: torch.zeros_like(x.narrow(-1 if x.ndim == 2 else 2, 0, max(parts))))
     state, start, outputs = None, 0, list[tuple[str, Tensor, Tensor]]()
     with torch.no_grad():

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.report.escape import plain, short
 from efficient_attn.report.figures import GRID, INK, MUTED, Axis, Chart, Plot, Series
+from efficient_attn.report.table import plain, short
 
 # Wide enough for two charts side by side, and narrow enough for a phone.
 WIDTH_INCHES = 6.0

@@ -16,10 +16,9 @@ from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.records import sync_names
 from efficient_attn.report.drawing import draw, to_bytes
-from efficient_attn.report.escape import plain, short, slug
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.methods import flat, how_measured
-from efficient_attn.report.table import Table, right_aligned, to_csv, to_markdown
+from efficient_attn.report.table import Table, plain, right_aligned, short, slug, to_csv, to_markdown
 
 REPORT, SUMMARY, MARKDOWN = "report.html", "summary.csv", "tables.md"
 KINDS = ("png", "svg", "pdf")

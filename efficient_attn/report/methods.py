@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import show_bytes
-from efficient_attn.report.escape import plain
+from efficient_attn.report.table import plain
 from efficient_attn.report.text import describe, setting
 from efficient_attn.stats.estimates import CORRELATION, RUN_SHIFT
 

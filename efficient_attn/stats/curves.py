@@ -1,26 +1,21 @@
-"""Curves of cost against tokens, one per variant, and the power of tokens with which they grow.
+"""Curves of cost against tokens, their growth, and speed-ups over exact attention with crossovers.
 
-A measured cost is y = a + b·nᵖ, with a fixed and a growing part. A straight line through logarithms mixes
-both and underestimates p wherever the fixed part matters, so all three numbers are fitted together: for a
-given p the best a ≥ 0 and b ≥ 0 solve a small linear problem, and p is searched for. Residuals are relative,
-so that all lengths have equal weight. The interval holds every p whose residuals are not significantly larger
-than the smallest (F test, 95 %). It requires four lengths, and is wide if the lengths do not span enough to
-separate a fixed part from slow growth. Three lengths always fit exactly: their power is unclear.
-
-Bytes have no noise, but they have kinks: a workspace grows with the sequence until it holds one block. The
-fit of exact costs therefore starts at the shortest length from which on one curve meets every point.
+The cost of attention, a block and an encoder has one part per token and one per pair of tokens. The lead over
+exact attention, as the difference of their times divided by the tokens, is therefore interpolated linearly
+between two lengths, and extrapolated by the line through the last two. The crossover is its last zero, and
+the ends of its interval are the zeros of the ends of the intervals of the leads.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import CEILING, YARDSTICK
-from efficient_attn.stats.estimates import call_time, on_device
-from efficient_attn.stats.significance import quantile
+from efficient_attn.stats.estimates import Typical, call_time, last_rise, on_device, time_ratio
 
 # Kind of record that holds each quantity.
 QUANTITIES = {
@@ -33,6 +28,9 @@ QUANTITIES = {
 # Names of times in tables, of device times too; the CPU has one time.
 TIME, DEVICE_TIME = "time", "device time"
 
+# Limit of extrapolation, as a multiple of the longest length.
+FURTHEST = 8
+
 # Fields that may differ between the cases of several runs, and then become part of the curve's name.
 _MAY_DIFFER = (
     *("of", "layers", "batch", "num_heads", "num_kv_heads", "head_dim", "causal", "backward"),
@@ -40,45 +38,6 @@ _MAY_DIFFER = (
 )
 
 Namer = Callable[[Case], str]
-
-# Grid of powers, finer than the resolution of any measurement.
-_POWERS = np.linspace(0.05, 4.0, 1581)
-
-# Number of fitted parameters.
-_FEWEST_LENGTHS = 3
-_FITTED = 3
-
-# Costs that change by less than this share over all lengths are constant.
-_FLAT = 0.01
-
-# Largest relative distance of exact costs from a curve that meets them.
-_MEETS = 0.005
-
-# Widest interval that separates linear from quadratic growth.
-_TELLING = 1.0
-
-# Residuals below this are rounding: a relative error of a millionth.
-_EXACT = 1e-12
-
-
-class Growth(NamedTuple):
-    """y = fixed + factor·tokens^power, an interval, and the largest relative distance."""
-
-    power: float
-    low: float | None
-    high: float | None
-    fixed: float
-    factor: float
-    worst: float
-
-    @property
-    def clear(self) -> bool:
-        """Whether the power has a narrow enough interval, or is zero."""
-        if self.low is None or self.high is None:
-            return self.power == 0
-        # The interval is truncated at the ends of the grid.
-        inside = self.low > _POWERS[0] and self.high < _POWERS[-1]
-        return bool(inside) and self.high - self.low <= _TELLING
 
 
 class Point(NamedTuple):
@@ -105,11 +64,18 @@ class Curve(NamedTuple):
         return tuple(point for point in self.points if point.value is not None)
 
     @property
-    def growth(self) -> Growth | None:
-        """Growth of the values with the number of tokens."""
-        tokens = [point.tokens for point in self.measured]
-        fit = growth if self.quantity == "time_s" else exact_growth
-        return fit(tokens, [float(point.value or 0) for point in self.measured])
+    def growth(self) -> Typical | None:
+        """Power of the tokens with which the cost grows from the third longest to the longest length."""
+        costs = [
+            (point.tokens, point.value, point.high or point.value) for point in self.measured if point.value
+        ]
+        if len(costs) < 2:
+            return None
+        (first, cost, high), (last, last_cost, last_high) = costs[-3:][0], costs[-1]
+        step = math.log(last / first)
+        power = math.log(last_cost / cost) / step
+        half = math.hypot(math.log(high / cost), math.log(last_high / last_cost)) / step
+        return Typical(power, power - half, power + half, len(costs))
 
     @property
     def setting(self) -> tuple[Any, ...]:
@@ -117,9 +83,45 @@ class Curve(NamedTuple):
         # The label names the execution.
         return tuple(getattr(self.points[0].record.case, field) for field in (*_MAY_DIFFER, "execution"))
 
-    def at(self, tokens: int) -> Point | None:
-        """The measured point at this length."""
-        return next((point for point in self.measured if point.tokens == tokens), None)
+
+class SpeedUp(NamedTuple):
+    """Speed-ups of a backend over exact attention in the same setting.
+
+    Attributes:
+        case: Case of the backend at the longest common length.
+        ratios: Speed-up at every common length, above 1 if the backend is faster.
+        leads: Seconds per token by which exact attention is slower, with an interval: [3 lengths].
+    """
+
+    label: str
+    case: Case
+    ratios: Mapping[int, Typical]
+    leads: np.ndarray
+
+    @property
+    def last(self) -> Typical:
+        """Speed-up at the longest common length."""
+        return self.ratios[self.case.tokens]
+
+    @property
+    def crossover(self) -> tuple[float | None, float | None, float | None]:
+        """Length above which the backend is faster, and the ends of its interval.
+
+        Each is the shortest length if the backend is faster everywhere, and None if it is slower at FURTHEST
+        times the longest length.
+        """
+        lengths, leads = np.array([*self.ratios], dtype=float), self.leads
+        if len(lengths) > 1:
+            further = lengths[-1] * np.geomspace(1, FURTHEST, 10)[1:]
+            share = (further - lengths[-2]) / (lengths[-1] - lengths[-2])
+            # The errors of both ends of the line are independent.
+            with np.errstate(all="ignore"):
+                value = (1 - share) * leads[0, -2] + share * leads[0, -1]
+                half = np.hypot((1 - share) * (leads[0] - leads[1])[-2], share * (leads[0] - leads[1])[-1])
+                leads = np.hstack([leads, [value, value - half, value + half]])
+            lengths = np.append(lengths, further)
+        value, low, high = (last_rise(lengths, row) for row in leads)
+        return value, high, low
 
 
 def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
@@ -137,6 +139,27 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
         Curve(label, group[0].case.backend, quantity, tuple(_point(record, quantity) for record in group))
         for label, group in sorted(groups.items(), key=_sort_key)
     )
+
+
+def speed_ups(all_curves: Sequence[Curve]) -> list[SpeedUp]:
+    """Speed-ups of all curves of times with the only curve of exact attention in their setting."""
+    settings = [(curve, curve.setting) for curve in all_curves]
+    compared = []
+    for curve, setting in settings:
+        exact = [match for match, same in settings if match.backend == YARDSTICK and same == setting]
+        if len(exact) != 1 or exact[0] is curve:
+            continue
+        baseline = {point.tokens: point for point in exact[0].measured}
+        pairs = [(point, baseline[point.tokens]) for point in curve.measured if point.tokens in baseline]
+        if not pairs:
+            continue
+        ratios = {point.tokens: time_ratio(point.record, exact.record) for point, exact in pairs}
+        edges = np.array([ratio[:3] for ratio in ratios.values()], dtype=float)
+        seconds = np.array([[(exact.value or 0.0) / exact.tokens] for _, exact in pairs])
+        with np.errstate(all="ignore"):
+            leads = (seconds * (1 - 1 / edges)).T
+        compared.append(SpeedUp(curve.label, pairs[-1][0].record.case, ratios, leads))
+    return compared
 
 
 def grouped(records: Iterable[Record], *fields: str) -> list[list[Record]]:
@@ -161,12 +184,6 @@ def by_clock(records: Sequence[Record]) -> dict[str, Sequence[Record]]:
     """Records by TIME, and copies with device times as times by DEVICE_TIME."""
     queued = [on_device(record) for record in records if record.device_times_s]
     return {TIME: records, DEVICE_TIME: queued} if queued else {TIME: records}
-
-
-def partner(curve: Curve, all_curves: Iterable[Curve], backend: str) -> Curve | None:
-    """The only curve of the backend in the same setting, if any."""
-    matches = [match for match in all_curves if match.backend == backend and match.setting == curve.setting]
-    return matches[0] if len(matches) == 1 else None
 
 
 def namer(cases: Sequence[Case]) -> Namer:
@@ -198,57 +215,3 @@ def _point(record: Record, quantity: str) -> Point:
     elif record.status == "ok" and record.times_s:
         value, low, high, _ = call_time(record)
     return Point(record.case.tokens, value, low, high, record)
-
-
-def growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | None:
-    """Fit positive costs at different lengths; None for fewer than three lengths."""
-    n, y = np.asarray(tokens, dtype=float), np.asarray(costs, dtype=float)
-    if len(np.unique(n)) < _FEWEST_LENGTHS or (y <= 0).any():
-        return None
-    if y.max() - y.min() <= _FLAT * y.max():
-        return Growth(0.0, None, None, float(y.mean()), 0.0, float(np.ptp(y) / y.max()))
-    # Lengths are scaled by the longest, so that nᵖ ≤ 1 for every p.
-    unit = n.max()
-    fixed, factor = _best_parts(n / unit, y)
-    fitted = fixed[:, None] + factor[:, None] * (n / unit) ** _POWERS[:, None]
-    residuals = ((fitted / y - 1) ** 2).sum(axis=1)
-    best = int(residuals.argmin())
-    low, high = _interval(residuals, freedom=len(n) - _FITTED)
-    power = float(_POWERS[best])
-    worst = float(np.abs(fitted[best] / y - 1).max())
-    return Growth(power, low, high, float(fixed[best]), float(factor[best] / unit**power), worst)
-
-
-def exact_growth(tokens: Sequence[float], costs: Sequence[float]) -> Growth | None:
-    """Fit costs without noise from the length where a curve meets all.
-
-    At least four lengths are kept; if no four of them lie on one curve, all are fitted.
-    """
-    for start in range(len(tokens) - _FITTED):
-        fit = growth(tokens[start:], costs[start:])
-        if fit is not None and fit.worst <= _MEETS:
-            return fit
-    return growth(tokens, costs)
-
-
-def _best_parts(n: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Parts a ≥ 0 and b ≥ 0 of least |a/y + b·nᵖ/y − 1|² for each power."""
-    u, w = 1 / y, n ** _POWERS[:, None] / y  # w [powers lengths]
-    uu, uw, ww, u1, w1 = u @ u, w @ u, (w * w).sum(axis=1), u.sum(), w.sum(axis=1)
-    determinant = uu * ww - uw**2
-    fixed, factor = (u1 * ww - w1 * uw) / determinant, (w1 * uu - u1 * uw) / determinant
-    # The constrained optimum is on the edge of the quadrant with the smaller residual.
-    edge_is_fixed = u1**2 / uu >= w1**2 / ww
-    outside = ~((fixed >= 0) & (factor >= 0))
-    fixed = np.where(outside, np.where(edge_is_fixed, u1 / uu, 0.0), fixed)
-    factor = np.where(outside, np.where(edge_is_fixed, 0.0, w1 / ww), factor)
-    return fixed, factor
-
-
-def _interval(residuals: np.ndarray, *, freedom: int) -> tuple[float | None, float | None]:
-    if freedom < 1:
-        return None, None
-    # F with one numerator degree of freedom is the square of Student's t.
-    bound = max(residuals.min(), _EXACT) * (1 + quantile(0.025, freedom) ** 2 / freedom)
-    inside = _POWERS[residuals <= bound]
-    return float(inside.min()), float(inside.max())

@@ -109,23 +109,6 @@ def call_time(record: Record) -> Typical:
     return _typical(rounds, SHIFT_HALF_WIDTH)._replace(samples=len(times_s))
 
 
-def percentiles(record: Record) -> dict[str, float]:
-    """Percentiles p20, p50 and p80 over all calls, each the nearest sample."""
-    times_s = sorted(record.times_s or ())
-    return {f"p{share}": times_s[round(share / 100 * (len(times_s) - 1))] for share in (20, 50, 80)}
-
-
-def tokens_per_s(record: Record) -> float | None:
-    """Tokens of the batch over the time of a call."""
-    return per_second(record.case.batch * record.case.tokens, record)
-
-
-def per_second(amount: float, record: Record) -> float | None:
-    """Amount over the time of a call; None for a time of zero."""
-    time_s = call_time(record).median
-    return amount / time_s if time_s > _SHORTEST_S else None
-
-
 def on_device(record: Record) -> Record:
     """Copy with `device_times_s` as `times_s`."""
     return replace(record, times_s=record.device_times_s, device_times_s=None)
@@ -136,11 +119,13 @@ def time_ratio(record: Record, baseline: Record) -> Typical:
 
     Effects on both times of a round cancel. A value above 1 means that `record` is faster.
     """
-    times, baseline_times = paired(record, baseline)
-    if not len(times):
+    times, baseline_times = round_times(record), round_times(baseline)
+    # Rounds are missing at the end only.
+    common = min(len(times), len(baseline_times))
+    if not common:
         # A file may hold times of zero.
         return Typical(call_time(baseline).median / (call_time(record).median or 1.0), None, None, 0)
-    return _typical(baseline_times / times, math.sqrt(2) * SHIFT_HALF_WIDTH)
+    return _typical(baseline_times[:common] / times[:common], math.sqrt(2) * SHIFT_HALF_WIDTH)
 
 
 def round_times(record: Record) -> Floats:
@@ -158,20 +143,6 @@ def round_times(record: Record) -> Floats:
     return np.array([median(times_s[start:end]) for start, end in pairwise(ends) if end > start])
 
 
-def paired(record: Record, baseline: Record) -> tuple[Floats, Floats]:
-    """Times of common rounds, as rounds are missing at the end only."""
-    first, second = round_times(record), round_times(baseline)
-    common = min(len(first), len(second))
-    return first[:common], second[:common]
-
-
-def half_width(samples: Floats) -> float | None:
-    """Half-width of the 95 % interval; None for fewer than four rounds."""
-    if len(samples) < FEWEST_ROUNDS:
-        return None
-    return float(samples.std(ddof=1)) * _standard_deviations(len(samples))
-
-
 @cache
 def _standard_deviations(rounds: int) -> float:
     """Half-width of the interval, in sample standard deviations of this many rounds."""
@@ -180,9 +151,22 @@ def _standard_deviations(rounds: int) -> float:
 
 
 def _typical(rounds: Floats, shift: float) -> Typical:
-    """Median with an interval symmetric in the logarithm, at least `shift` wide."""
-    centre, half = median(rounds.tolist()), half_width(np.log(rounds))
-    if half is None:
+    """Median with an interval symmetric in the logarithm, at least `shift` wide, from enough rounds."""
+    centre = median(rounds.tolist())
+    if len(rounds) < FEWEST_ROUNDS:
         return Typical(centre, None, None, len(rounds))
+    half = float(np.log(rounds).std(ddof=1)) * _standard_deviations(len(rounds))
     factor = math.exp(min(math.hypot(half, shift), _WIDEST))
     return Typical(centre, centre / factor, centre * factor, len(rounds))
+
+
+def last_rise(places: Floats, values: Floats) -> float | None:
+    """Place from which all values are positive, interpolated linearly; None if the last one is not."""
+    behind = np.flatnonzero(values <= 0)
+    if not len(behind):
+        return float(places[0])
+    start = int(behind[-1])
+    if start == len(values) - 1:
+        return None
+    here, there = values[start], values[start + 1]
+    return float(places[start] + (places[start + 1] - places[start]) * (here / (here - there)))

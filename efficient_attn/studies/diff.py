@@ -10,8 +10,7 @@ from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.measure.record import replace
 from efficient_attn.measure.units import show
-from efficient_attn.report.escape import markdown_line, short
-from efficient_attn.report.table import Table, to_html, to_markdown
+from efficient_attn.report.table import Table, markdown_line, short, to_html, to_markdown
 from efficient_attn.stats.diff import (
     CHANGED,
     IMPROVEMENT,

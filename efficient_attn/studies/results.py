@@ -9,11 +9,10 @@ from efficient_attn.measure.record import Case, Record, merge_rows
 from efficient_attn.measure.records import append
 from efficient_attn.measure.records import read as read_records
 from efficient_attn.report.drawing import draw
-from efficient_attn.report.escape import plain
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.files import Run, write_all, write_page
 from efficient_attn.report.methods import flat
-from efficient_attn.report.table import Table, to_html
+from efficient_attn.report.table import Table, plain, to_html
 from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies import studies
 from efficient_attn.studies.run_folder import (

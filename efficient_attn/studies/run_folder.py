@@ -15,9 +15,9 @@ from efficient_attn.measure.record import Case, Record, merge_rows
 from efficient_attn.measure.records import NO_LINK, append
 from efficient_attn.measure.records import read as read_records
 from efficient_attn.measure.variants import MODEL
-from efficient_attn.report.escape import short
 from efficient_attn.report.files import write
 from efficient_attn.report.methods import flat
+from efficient_attn.report.table import short
 from efficient_attn.studies import studies
 from efficient_attn.studies.study import CODE, STUDY, Point
 

@@ -13,9 +13,8 @@ from efficient_attn.contained import contained, described
 from efficient_attn.errors import OptionError, ShapeError
 from efficient_attn.measure.variants import YARDSTICK, Variant, select
 from efficient_attn.report.drawing import draw
-from efficient_attn.report.escape import short
 from efficient_attn.report.figures import Axis, Chart, Plot, in_rows
-from efficient_attn.report.table import Table, to_html
+from efficient_attn.report.table import Table, short, to_html
 from efficient_attn.report.text import describe, show_error
 
 # One backend of each kind: another estimate of the same kind would be the same picture twice.

@@ -13,7 +13,6 @@ from efficient_attn.distributed import context_parallel, shard
 from efficient_attn.distributed.calls import check_agreeing, check_segments, exchange_of, in_force
 from efficient_attn.distributed.layout import Layout
 from efficient_attn.errors import ShapeError, UnknownNameError, UnsupportedError
-from efficient_attn.integrations.pytorch import replace_attention
 
 RANKS = 3
 
@@ -43,7 +42,7 @@ def mesh(ndim=1):
 STATE = built(causal=True).extend(*zeros(8, 8, 8))[1]
 X = torch.zeros(1, 8, 16)
 LAYER = torch.nn.MultiheadAttention(16, 2)
-ea.attach(LAYER, "exact")
+ea.attach(LAYER, "exact", example=lambda: LAYER(*[torch.zeros(4, 1, 16)] * 3, need_weights=False))
 LINFORMER = built("linformer", max_tokens=20, rank=4)
 ONLY = r"only backend\(q, k, v\) and its extend"
 SEGMENTS = of_rank(1, kind="head-tail")
@@ -138,13 +137,14 @@ def test_torchs_layers_outside_of_a_replacement_are_refused(training):
     """In evaluation torch's encoder layer computes attention without the forward of its attention."""
     model, x = encoder().train(training), torch.randn(2, TOKENS, DIM)
     names, out = [*vars(model.layers[1])], model(x)
-    first = replace_attention(model, "exact", only="layers.0.*")
+    first = ea.attach(model, "exact", only="layers.0.*", example=lambda: model(x))
     torch.testing.assert_close(model(x), out)
     copied = pickle.loads(pickle.dumps(model))
     for layer in (model.layers[1], copied.layers[1]):
         with in_force(of_rank(0)), pytest.raises(UnsupportedError, match=r"layers.1.self_attn stays exact"):
             layer(x)
-    second = replace_attention(model, "window", window=5, only="layers.1.*")
+    first.undo()
+    second = ea.attach(model, "window", window=5, example=lambda: model(x))
     served = model(x)
 
     def alone(layout):
@@ -153,7 +153,6 @@ def test_torchs_layers_outside_of_a_replacement_are_refused(training):
 
     torch.testing.assert_close(on_threads(1, "contiguous", alone)[0], served)
     second.undo()
-    first.undo()
     assert [*vars(model.layers[1])] == names
     with in_force(of_rank(0)):
         assert torch.equal(model(x), out)

@@ -15,8 +15,8 @@ from report.pages import Page
 
 from efficient_attn.measure.quantities import FIELDS
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.report.escape import slug
 from efficient_attn.report.files import write
+from efficient_attn.report.table import slug, to_rich
 from efficient_attn.studies import results as redraw
 from efficient_attn.studies.results import read
 
@@ -156,8 +156,6 @@ def test_markdown_has_the_lines_and_cells_of_its_harmless_twin(outputs):
 
 def test_terminal_tables_print_names_as_they_are(tmp_path):
     from rich.console import Console
-
-    from efficient_attn.report.table import to_rich
 
     results = read(with_texts(tmp_path / "run", hostile))
     console = Console(file=io.StringIO(), width=400, force_terminal=True, color_system="truecolor")

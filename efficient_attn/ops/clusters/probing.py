@@ -35,6 +35,7 @@ from efficient_attn.ops.clusters.trees import (
     causal_stages,
     clusters_of,
     full_stages,
+    index_tensor,
     places,
     reach,
     summarise,
@@ -83,7 +84,8 @@ def steps(read: list[list[int]], first: int, rows: Tensor, none: int) -> Iterato
     if not tuned_for_cpu(rows):
         # Summaries are gathered for each block, so that all blocks of a step are one batched product.
         numbers = rows.shape[0] * rows.shape[1] * most * (rows.shape[3] + 3 * rows.shape[4])
-        table = torch.tensor([cells + [none] * (most - len(cells)) for cells in read], device=rows.device)
+        padded = tuple((*cells, *[none] * (most - len(cells))) for cells in read)
+        table = index_tensor(padded, rows.device)
         yield from (Step(len(part), part, None) for part in table.split(step_capacity(numbers)))
         return
     share = 1 << (max(_STEP // numbers, 1)).bit_length() - 1

@@ -11,7 +11,7 @@ from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, YARDSTIC
 from efficient_attn.report.figures import GRID, LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.text import setting, show_error, show_ratio
 from efficient_attn.stats.candidates import missing, operations_sentence
-from efficient_attn.stats.curves import DEVICE_TIME, TIME, Curve, by_clock, by_subject, curves
+from efficient_attn.stats.curves import DEVICE_TIME, TIME, Curve, by_clock, by_subject, curves, speed_ups
 from efficient_attn.stats.estimates import RUN_SHIFT
 from efficient_attn.studies.bench.comparison import (
     Comparison,
@@ -21,7 +21,6 @@ from efficient_attn.studies.bench.comparison import (
     error_limit,
     nearest,
 )
-from efficient_attn.studies.bench.crossover import gains
 from efficient_attn.studies.bench.tables import (
     crossover_cells,
     error_cell,
@@ -80,16 +79,16 @@ def _speeds(records: Sequence[Record]) -> list[str]:
 
 def pay_sentences(place: str, times: Sequence[Curve]) -> list[str]:
     """Speeds and crossovers, one sentence per setting."""
-    starts = crossover_cells(times)
+    compared = speed_ups(times)
+    starts = crossover_cells(compared)
     speeds: dict[str, list[str]] = {}
-    for gain in gains(times):
-        case = gain.records[0].case
+    for row in compared:
         # A file may hold times whose ratio no float can hold.
-        if case.backend == CEILING or not 0 < gain.ratio.median < math.inf:
+        if row.case.backend == CEILING or not 0 < row.last.median < math.inf:
             continue
-        start = f", faster from: {starts[gain.label]}" if gain.label in starts else ""
-        text = f"{gain.label} {show_ratio(gain.ratio)} at {gain.tokens} tokens{start}"
-        speeds.setdefault(setting(case), []).append(text)
+        start = f", faster from: {starts[row.label]}" if row.label in starts else ""
+        text = f"{row.label} {show_ratio(row.last)} at {row.case.tokens} tokens{start}"
+        speeds.setdefault(setting(row.case), []).append(text)
     return [
         f"Speed{place}, {YARDSTICK} = 1, on this machine ({where}): {'; '.join(texts)}."
         for where, texts in speeds.items()
