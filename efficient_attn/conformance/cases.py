@@ -204,9 +204,9 @@ LARGE = (*LONG_KEYS, LONG_QUERIES, MANY_HEADS, MANY_HEADS.but(kv_heads=1), WIDE_
 MANY_PAIRS = Case(tokens=2, batch=65_537)
 
 
-def longest(dtype: str = "float64") -> tuple[Case, ...]:
+def longest() -> tuple[Case, ...]:
     """As many queries as keys, beyond a tile of 1024, with and without causality and a mask."""
-    case = Case(tokens=1030, batch=1, kv_heads=1, value_dim=3, dtype=dtype)
+    case = Case(tokens=1030, batch=1, kv_heads=1, value_dim=3)
     return *both(case), *both(case.but(masked=True, pattern=2))
 
 

@@ -44,12 +44,7 @@ def outputs_have_the_shape_and_dtype_asked_for(subject: Subject, case: Case) -> 
     cases=(
         variant
         for case in (SMALL.but(batch=0), SMALL.but(tokens=0, keys=0), SMALL.but(tokens=0, keys=5))
-        for variant in (
-            case,
-            case.but(causal=True),
-            case.but(masked=True),
-            case.but(causal=True, masked=True),
-        )
+        for variant in (*both(case), *both(case.but(masked=True)))
     ),
 )
 def empty_inputs_give_empty_outputs(subject: Subject, case: Case) -> Iterator[Finding]:

@@ -110,9 +110,6 @@ def the_size_matters(subject: Subject, case: Case) -> Iterator[Finding]:
     if subject.spec.size_option is None:
         raise CannotCheck("The backend has no size option.")
     inputs = subject.inputs(case)
-    small, large = (
-        (run(subject.build(case, size=size, learned=None), inputs) for size in (1, 9))
-        if (subject.spec.size_option == "window")
-        else (run(subject.build(case, size=size, learned=None), inputs) for size in (2, 8))
-    )
+    sizes = (1, 9) if subject.spec.size_option == "window" else (2, 8)
+    small, large = (run(subject.build(case, size=size, learned=None), inputs) for size in sizes)
     yield Finding("Two sizes give the same", float(torch.equal(small, large)), 0.0)

@@ -298,11 +298,9 @@ def attention_flops(case: Case, target: Any) -> int | None:
 
 def known_flops(case: Case, target: Any) -> int | None:
     """`attention_flops`; None also where counting fails, which the measurement of the case records."""
-    try:
-        with contained():
-            return attention_flops(case, target)
-    except Exception:
-        return None
+    with suppress(Exception), contained():
+        return attention_flops(case, target)
+    return None
 
 
 def _decoding(module: Any, inputs: list[Tensor]) -> Call:

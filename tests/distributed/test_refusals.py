@@ -7,7 +7,7 @@ import torch
 from integrations.intercepted import DIM, TOKENS, written_model
 
 import efficient_attn as ea
-from efficient_attn.conformance.threads import on_threads
+from efficient_attn.conformance.ranks import on_threads
 from efficient_attn.distributed import context_parallel, shard
 from efficient_attn.distributed.calls import check_agreeing, check_segments, exchange_of, in_force
 from efficient_attn.distributed.layout import Layout
