@@ -10,8 +10,7 @@ from stats.simulate_intervals import MODELS, of_model, time_coverage
 
 import efficient_attn as ea
 from efficient_attn.measure.record import replace
-from efficient_attn.stats.curves import curves
-from efficient_attn.stats.estimates import call_time, middle, time_ratio
+from efficient_attn.stats.estimates import call_time, curves, middle, time_ratio
 
 SHIFT = stats.norm.ppf(0.975) * 0.03
 

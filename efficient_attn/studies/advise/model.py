@@ -72,7 +72,7 @@ def model_steps(
     shared = {key: value for key, value in first.shared.items() if key not in ("tokens", "inputs")}
     costs = Costs(shared={**shared, "inputs": "gaussian"}, measure=worker.measure, rounds=rounds)
     called = [variant for variant in variants if variant.backend != UNIFORM_ATTENTION]
-    probes = [costs.time(variant, tokens) for tokens in PROBE for variant in called]
+    probes = [costs.point(variant, tokens) for tokens in PROBE for variant in called]
     short = (yield probes) if _free(first) else []
     models = time_models(short, {variant.label: variant.target for variant in called})
     for choosing, held_out in pairs:

@@ -172,7 +172,7 @@ def swap_plot(records: Sequence[Record]) -> Plot:
         "training-free conversion; crosses: uniform attention (mean of the values); backends that "
         "differ by rounding are left out",
         tuple((chart,) for chart in charts),
-        (),
+        legend=False,
     )
 
 
