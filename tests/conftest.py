@@ -22,16 +22,6 @@ OF_A_KIND = {
 }
 FOR_EVERY_BACKEND = {"test_conformance.py", "test_reproducible.py", "test_stack.py"}
 
-# These files take longest: a worker that began one of them last would keep the others waiting.
-LONGEST = (
-    "test_conformance.py",
-    "test_isolated_runs.py",
-    "test_linear.py",
-    "test_hostile_records.py",
-    "test_isolate.py",
-    "test_fuzz_readers.py",
-)
-
 
 @pytest.fixture
 def short_decoder(monkeypatch: pytest.MonkeyPatch) -> int:
@@ -57,7 +47,6 @@ def short_decoder(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if item.path.name in FOR_EVERY_BACKEND and OF_A_KIND & set(map(str, params.values())):
