@@ -24,11 +24,12 @@ FILES = {
     "leaves": ("import sys\nsys.exit()", "leaves.py cannot be imported: SystemExit."),
     "interrupted": ("raise KeyboardInterrupt", "interrupted.py cannot be imported: KeyboardInterrupt."),
 }
+# `bench` makes its first call in the process that measures.
 COMMANDS = {
-    "bench": ("--seq-len", "16", "--num-heads", "2", "--head-dim", "8"),
-    "mse": ("--inputs", "gaussian", "--seq-len", "16"),
-    "show": (),
-    "recall": ("--steps", "1", "--seeds", "1"),
+    "bench --seq-len 16 --num-heads 2 --head-dim 8": ("exits.py:attend", FILES["exits"][1]),
+    "mse --inputs gaussian --seq-len 16": ("own.py:segfaults", "its import or a first call"),
+    "show": ("own.py:endless_building", "its import or a first call"),
+    "recall --steps 1 --seeds 1": ("own.py:segfaults", "its import or a first call"),
 }
 
 
@@ -60,10 +61,8 @@ def test_an_import_that_does_not_end_well_is_a_line_that_names_the_file(name, fi
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_is_ended_by_an_import_or_by_a_first_call_in_its_process(command, files, capfd):
-    words = [command, *COMMANDS[command], "--backend"]
-    ends_with_line(capfd, FILES["exits"][1], *words, "exits.py:attend")
-    for name in ("segfaults", "endless_building") if command != "bench" else ():
-        ends_with_line(capfd, "its import or a first call", *words, f"own.py:{name}")
+    backend, said = COMMANDS[command]
+    ends_with_line(capfd, said, *command.split(), "--backend", backend)
 
 
 def test_what_a_first_call_raises_is_left_to_the_study(files):

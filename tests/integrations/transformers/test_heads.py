@@ -106,9 +106,14 @@ def texts():
     return [" ".join(words[i] for i in row) for row in draws.tolist()]
 
 
-def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(folder, texts):
+@pytest.fixture(scope="module")
+def results(folder, texts):
+    """A plan with goals that every head keeps."""
     loose = {"max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
-    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=2, **loose)
+    return ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=1, **loose)
+
+
+def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(results):
     (rank,) = [record for record in results.records if record.case.kind == "heads"]
     assert {(layer, head) for layer, head, _ in json.loads(rank.head_scores)} == {
         (layer, head) for layer in range(3) for head in range(2)
@@ -124,9 +129,7 @@ def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(folde
     assert f"with {final.streaming_heads} of 6 key heads streaming: loss" in results.sentences()[0]
 
 
-def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(folder, texts, tmp_path):
-    loose = {"max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
-    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=1, **loose)
+def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(results, folder, texts, tmp_path):
     (plan,) = [r for r in results.records if (r.case.kind, r.case.label) == ("swap", "plan")]
     (tmp_path / "layers.json").write_text(plan.attached_layers)
     opened = open_model(folder, dtype="float32", device="cpu")
