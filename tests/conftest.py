@@ -1,4 +1,4 @@
-"""What every test stands on: checked shapes in `ops`, plots without a screen, one thread."""
+"""What every test stands on: checked shapes in tests of `ops`, plots without a screen, one thread."""
 
 import gc
 import os
@@ -131,6 +131,15 @@ def unisolated(monkeypatch: pytest.MonkeyPatch) -> None:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs leave no drawings, which take longer than everything else of a small one."""
     monkeypatch.setattr("efficient_attn.studies.results.write_all", lambda runs, folder, look: [])
+
+
+@pytest.fixture(autouse=True)
+def shapes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes are checked in tests of `ops` and where a test asks for it: that doubles the time of calls."""
+    import jaxtyping
+
+    if request.path.parent.name != "ops":
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture(autouse=True)
