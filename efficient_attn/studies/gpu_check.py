@@ -22,8 +22,7 @@ from efficient_attn.measure.variants import YARDSTICK, select
 from efficient_attn.report.files import write
 from efficient_attn.report.table import Table, markdown_line, to_markdown
 from efficient_attn.report.text import three_digits
-from efficient_attn.stats.curves import DEVICE_TIME, by_clock
-from efficient_attn.stats.estimates import call_time, on_device, time_ratio
+from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, on_device, time_ratio
 from efficient_attn.studies import studies
 from efficient_attn.studies.bench import view as bench
 from efficient_attn.studies.engine import Engine
@@ -324,7 +323,9 @@ def _measure(
                         shared["inputs"] = "gaussian"
                         costs = partial(Costs, shared=shared, rounds=_ROUNDS, l2=COLD)
                         points = [
-                            costs(measure=plain if variant is operators else by_kernels).time(variant, tokens)
+                            costs(measure=plain if variant is operators else by_kernels).point(
+                                variant, tokens
+                            )
                             for variant in (exact, window, linear, operators)
                         ]
                         # Durations of one setting say nothing on another.

@@ -84,11 +84,11 @@ def test_intervals_of_times_hold_what_a_further_run_would_measure():
 @pytest.mark.parametrize("noise", MODELS)
 def test_intervals_of_times_hold_under_every_noise(noise, rounds):
     """At least 90 % of nominal 95 %, as far as they are printed."""
-    coverage = time_coverage(MODELS[noise], rounds=rounds, runs=1000)
+    coverage = time_coverage(MODELS[noise], rounds=rounds, runs=500)
     for name in ("median", "speed", "crossover"):
         assert coverage[name].held >= fewest(0.9, coverage[name].printed), (name, str(coverage[name]))
-        # A hundred give a coverage of 95 % a standard error of 2 %; where noise is large, most stay unclear.
-        assert coverage[name].printed > 100
+        # Fifty give a coverage of 95 % a standard error of 3 %; where noise is large, most stay unclear.
+        assert coverage[name].printed > 50
 
 
 @pytest.mark.slow

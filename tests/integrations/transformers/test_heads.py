@@ -110,7 +110,7 @@ def texts():
 @pytest.fixture(scope="module")
 def advised(folder, texts):
     loose = {"max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
-    return ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=2, **loose)
+    return ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=1, **loose)
 
 
 def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(advised):
