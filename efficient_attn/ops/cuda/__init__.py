@@ -68,16 +68,19 @@ def causal_rows(
 ) -> tuple[Outputs, LinearState | None]:
     """Output of every query, and the state after all keys; `past` precedes all keys."""
     note_kernel("triton causal-linear")
-    return KERNELS["causal-linear"].forward(inputs, past, tile=_tile(inputs), with_state=with_state)
+    # Triton launches on the current device.
+    with torch.cuda.device(inputs.q.device):
+        return KERNELS["causal-linear"].forward(inputs, past, tile=_tile(inputs), with_state=with_state)
 
 
 def causal_gradients(
     inputs: LinearInputs, past: LinearState | None, grad_out: Tensor, outputs: Outputs, *, to_past: bool
 ) -> CausalGradients:
     """Gradients with respect to q, k, v and, if `to_past`, the state `past` of `causal_rows`."""
-    return KERNELS["causal-linear"].backward(
-        inputs, past, grad_out, outputs, tile=_tile(inputs), to_past=to_past
-    )
+    with torch.cuda.device(inputs.q.device):
+        return KERNELS["causal-linear"].backward(
+            inputs, past, grad_out, outputs, tile=_tile(inputs), to_past=to_past
+        )
 
 
 def _tile(inputs: LinearInputs) -> Tile:
