@@ -118,11 +118,14 @@ def _check(request: Mapping[str, Any]) -> str:
 
 
 def _kernel(request: Mapping[str, Any]) -> str:
-    """Check one fused kernel with one tile."""
+    """Check one fused kernel, by its name or at an address, with one tile."""
+    from efficient_attn.external import is_address, object_at
     from efficient_attn.measure.kernel_check import check_kernel
 
-    arguments = {name: request[name] for name in ("kernel", "precision", "device", "tile")}
-    return json.dumps(check_kernel(**arguments))
+    name = request["kernel"]
+    kernel = object_at(name, role="a kernel")[1] if is_address(name) else name
+    arguments = {name: request[name] for name in ("precision", "device", "tile")}
+    return json.dumps(check_kernel(kernel, **arguments))
 
 
 @cache

@@ -146,7 +146,7 @@ def source_hash(kernel: str) -> str:
     digest = hashlib.sha256()
     for name in SOURCES[kernel]:
         place = Path(__file__).parent / name
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        for file in [place] if place.is_file() else sorted(place.rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
