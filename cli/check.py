@@ -93,7 +93,7 @@ def check(
 
 def _put_counterexample(backend: str, seed: int, declared: dict[str, Any], records: list[Any]) -> None:
     """Print the smallest input that breaks a promise as lines of Python."""
-    from efficient_attn.conformance.counterexample import size, snippet
+    from efficient_attn.conformance.table import size, snippet
 
     broken = [record for record in records if record.failed and record.case is not None]
     if broken:

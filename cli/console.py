@@ -31,7 +31,7 @@ def say(text: str) -> None:
 
 def put(text: object, *, err: bool = False) -> None:
     """Print one line of results."""
-    from efficient_attn.report.escape import plain
+    from efficient_attn.report.table import plain
 
     typer.secho(plain(str(text)), err=err, color=colours())
 
@@ -66,7 +66,7 @@ def print_tables(tables: Sequence[Any]) -> None:
         typer.echo("\n".join(row.rstrip() for row in drawn.get().rstrip().splitlines()))
         for note in table.notes:
             tell(note, indent="  ")
-        put("")
+        typer.echo()
 
 
 def tell(text: object, *, indent: str = "", err: bool = False) -> None:
@@ -76,7 +76,7 @@ def tell(text: object, *, indent: str = "", err: bool = False) -> None:
 
 def _wrapped(text: object, *, indent: str = "", err: bool = False) -> str:
     """One line, or on a terminal lines that end between words."""
-    from efficient_attn.report.escape import plain
+    from efficient_attn.report.table import plain
 
     # Names and paths that are longer than a line stay whole, so that they can be copied.
     return textwrap.fill(

@@ -21,7 +21,7 @@ def list_command(
 ) -> None:
     """List the backends, or one with its formula, paper, options and promises."""
     from efficient_attn.backends import list_backends, resolve
-    from efficient_attn.plugins import complaints, plugins
+    from efficient_attn.external import complaints, plugins
 
     names = list_backends()
     if name is not None:

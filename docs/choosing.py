@@ -10,9 +10,8 @@ from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import sized
 from efficient_attn.report.text import describe, show_error, three_digits
 from efficient_attn.stats.candidates import operations_share
-from efficient_attn.stats.curves import curves
+from efficient_attn.stats.estimates import SpeedUp, curves, speed_ups
 from efficient_attn.studies.bench.comparison import Comparison, Contender, comparisons
-from efficient_attn.studies.bench.crossover import Gain, gains
 from efficient_attn.studies.bench.tables import crossover_cells
 from efficient_attn.studies.recall.view import Contest, Learned, contests, show_accuracy
 
@@ -174,18 +173,18 @@ class _Cost(NamedTuple):
 
 def _costs(records: Sequence[Record]) -> dict[str, _Cost]:
     """Costs by label, from the times of one run."""
-    times = curves(records, "time_s")
-    starts = crossover_cells(times)
-    return {gain.label: _Cost(starts[gain.label], _speed(gain)) for gain in gains(times)}
+    compared = speed_ups(curves(records, "time_s"))
+    starts = crossover_cells(compared)
+    return {row.label: _Cost(starts[row.label], _speed(row)) for row in compared}
 
 
-def _speed(gain: Gain) -> str:
+def _speed(row: SpeedUp) -> str:
     """`9.7 times faster at 4096`."""
-    faster, ratio = gain.ratio.side_of_one, gain.ratio.median
+    faster, ratio = row.last.side_of_one, row.last.median
     if not faster:
-        return f"unclear at {gain.tokens}"
+        return f"unclear at {row.case.tokens}"
     times = three_digits(ratio if faster > 0 else 1 / ratio)
-    return f"{times} times {'faster' if faster > 0 else 'slower'} at {gain.tokens}"
+    return f"{times} times {'faster' if faster > 0 else 'slower'} at {row.case.tokens}"
 
 
 def _machine(case: Case) -> str:
@@ -330,7 +329,7 @@ def _opened(compared: list[tuple[Comparison, ea.Results]]) -> str:
                     f"`{row.label}`",
                     _range([row.error.low, row.error.high] if row.layers > 1 else [row.error.median]),
                     _operations(row, one),
-                    _relative_speed(row, one) if row.time_s else "–",
+                    _relative_speed(row, one) if row.timed else "–",
                 ],
             )
             for row in one.candidates
@@ -352,8 +351,9 @@ def _relative_speed(row: Contender, one: Comparison) -> str:
 
 
 def _speed_up(row: Contender, one: Comparison) -> float:
-    assert row.time_s and one.exact and one.exact.time_s
-    return one.exact.time_s.median / row.time_s.median
+    time_s, exact_s = row.cost("time_s"), one.exact and one.exact.cost("time_s")
+    assert time_s and exact_s
+    return exact_s / time_s
 
 
 def _in_short(compared: list[tuple[Comparison, ea.Results]]) -> str:

@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 
 _HOME = {
     "attention": "backends",
-    "calibrate": "calibration",
+    "calibrate": "backend",
     "build": "backends",
     "list_backends": "backends",
     "spec": "backends",
@@ -42,7 +42,6 @@ _HOME = {
     "AttentionLayer": "transformer.layer",
     "BlockOptions": "transformer.block",
     "TransformerBlock": "transformer.block",
-    "DecoderBlock": "transformer.block",
     "Encoder": "transformer.stack",
     "Decoder": "transformer.stack",
     "Transformer": "transformer.stack",
@@ -68,11 +67,11 @@ if TYPE_CHECKING:
     from efficient_attn import distributed as distributed
     from efficient_attn import testing as testing
     from efficient_attn.backend import Backend as Backend
+    from efficient_attn.backend import calibrate as calibrate
     from efficient_attn.backends import attention as attention
     from efficient_attn.backends import build as build
     from efficient_attn.backends import list_backends as list_backends
     from efficient_attn.backends import spec as spec
-    from efficient_attn.calibration import calibrate as calibrate
     from efficient_attn.integrations import intercept as intercept
     from efficient_attn.integrations.attach import attach as attach
     from efficient_attn.registry import BackendSpec as BackendSpec
@@ -81,7 +80,6 @@ if TYPE_CHECKING:
     from efficient_attn.signatures import register as register
     from efficient_attn.testing import check as check
     from efficient_attn.transformer.block import BlockOptions as BlockOptions
-    from efficient_attn.transformer.block import DecoderBlock as DecoderBlock
     from efficient_attn.transformer.block import TransformerBlock as TransformerBlock
     from efficient_attn.transformer.language_model import LanguageModel as LanguageModel
     from efficient_attn.transformer.language_model import generate as generate

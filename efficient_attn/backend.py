@@ -1,5 +1,6 @@
 """A built backend: the module of an attention, wrapped in the checks that all backends share."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -372,3 +373,27 @@ def _check_sample(q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | Non
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x is not None and not (x if name == "q" else zero_masked(x, key_mask)).isfinite().all():
             raise DataError(f"{name} holds numbers that are not finite; calibrate on finite ones.")
+
+
+def calibrate(model: nn.Module, *inputs: Any, **named: Any) -> None:
+    """Calibrate every backend of a model on the q, k and v that reach it in model(*inputs, **named).
+
+    Each backend is calibrated before its first output, so later layers see the calibrated outputs of earlier
+    layers. Use representative inputs; nothing else in the model changes, and nothing is recalibrated later.
+    A model without such backends stays unchanged.
+    """
+    backends = [m for m in model.modules() if isinstance(m, Backend) and hasattr(m.core, "calibrate")]
+    if not backends:
+        return
+    with ExitStack() as stack, torch.no_grad():
+        for backend in backends:
+            stack.enter_context(backend.register_forward_pre_hook(_calibrate, with_kwargs=True))
+        model(*inputs, **named)
+
+
+def _calibrate(backend: nn.Module, tensors: tuple[Any, ...], named: dict[str, Any]) -> None:
+    assert isinstance(backend, Backend)
+    inputs = dict(zip("qkv", tensors, strict=False)) | named
+    if not {"q", "k", "v"} <= inputs.keys():
+        return  # The call that follows names the missing argument.
+    backend.calibrate(inputs["q"], inputs["k"], inputs["v"], key_mask=inputs.get("key_mask"))

@@ -4,92 +4,47 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-# Names in other libraries and here; edit distance cannot match these.
+# Names here, with names in other libraries that edit distance cannot match.
 _ELSEWHERE = {
-    "softmax": "exact",
-    "sdpa": "exact",
-    "scaled_dot_product_attention": "exact",
-    "flash": "exact",
-    "flash_attention": "exact",
-    "vanilla": "exact",
-    "full": "exact",
-    "math": "exact-dense",
-    "eager": "exact-dense",
-    "dense": "exact-dense",
-    "local": "window",
-    "local-attention": "window",
-    "natten": "window",
-    "sliding_window": "window",
-    "sliding-window": "window",
-    "window_size": "window",
-    "favor": "performer-positive",
-    "favor+": "performer-positive",
-    "performer": "performer-positive",
-    "positive": "performer-positive",
-    "favor++": "performer-oprf",
-    "oprf": "performer-oprf",
-    "gerf": "performer-oprf",
-    "favor#": "performer-full",
-    "derf": "performer-full",
-    "aderf": "performer-full",
-    "sderf": "performer-full",
-    "hyp+": "performer-hyperbolic",
-    "hyperbolic": "performer-hyperbolic",
-    "cosh": "performer-hyperbolic",
-    "relu": "linear-relu",
-    "performer-relu": "linear-relu",
-    "elu": "linear-elu",
-    "linear": "linear-elu",
-    "linear-transformer": "linear-elu",
-    "taylor": "linear-taylor-2",
-    "based": "linear-taylor-2",
-    "rff": "performer-trig",
-    "rfa": "performer-trig",
-    "trig": "performer-trig",
-    "fourier": "performer-trig",
-    "nb_features": "num_features",
-    "n_features": "num_features",
-    "num_random_features": "num_features",
-    "ortho": "projection",
-    "ortho_features": "projection",
-    "orthogonal": "projection",
-    "k_dim": "rank",
-    "dim_k": "rank",
-    "seq_len": "max_tokens",
-    "max_seq_len": "max_tokens",
-    "share_kv": "sharing",
-    "one_kv_head": "sharing",
-    "is_causal": "causal",
-    "attn_mask": "key_mask",
-    "mask": "key_mask",
-    "attention_mask": "key_mask",
-    "key_padding_mask": "key_mask",
-    "context_mask": "key_mask",
-    "dropout_p": "dropout",
-    "softmax_scale": "scale",
-    "sm_scale": "scale",
-    "scaling": "scale",
-    "dim_head": "head_dim",
-    "dim_heads": "head_dim",
-    "heads": "num_heads",
-    "n_heads": "num_heads",
-    "nhead": "num_heads",
-    "enable_gqa": "num_heads",
+    "exact": "softmax sdpa scaled_dot_product_attention flash flash_attention vanilla full",
+    "exact-dense": "math eager dense",
+    "window": "local local-attention natten sliding_window sliding-window window_size",
+    "performer-positive": "favor favor+ performer positive",
+    "performer-oprf": "favor++ oprf gerf",
+    "performer-full": "favor# derf aderf sderf",
+    "performer-hyperbolic": "hyp+ hyperbolic cosh",
+    "linear-relu": "relu performer-relu",
+    "linear-elu": "elu linear linear-transformer",
+    "linear-taylor-2": "taylor based",
+    "performer-trig": "rff rfa trig fourier",
+    "num_features": "nb_features n_features num_random_features",
+    "projection": "ortho ortho_features orthogonal",
+    "rank": "k_dim dim_k",
+    "max_tokens": "seq_len max_seq_len",
+    "sharing": "share_kv one_kv_head",
+    "causal": "is_causal",
+    "key_mask": "attn_mask mask attention_mask key_padding_mask context_mask",
+    "dropout": "dropout_p",
+    "scale": "softmax_scale sm_scale scaling",
+    "head_dim": "dim_head dim_heads",
+    "num_heads": "heads n_heads nhead enable_gqa",
 }
 
 # Remarks on names whose meaning differs from other libraries.
 _REMARKS = {
-    "attn_mask": "key_mask is bool [batch, k_tokens], True for a real token",
-    "mask": "key_mask is bool [batch, k_tokens], True for a real token",
-    "attention_mask": "key_mask is bool [batch, k_tokens], True for a real token",
-    "key_padding_mask": "key_mask is True for a real token, the opposite of torch's key_padding_mask",
-    "is_causal": "causality is fixed when the backend is built: build(..., causal=True)",
-    "causal": "causality is fixed when the backend is built: build(..., causal=True)",
-    "dropout_p": "it is fixed when 'exact' or 'exact-dense' is built",
-    "dropout": "it is fixed when 'exact' or 'exact-dense' is built; no other backend has it",
-    "scale": "the scale is fixed when the backend is built: build(..., scale=...)",
-    "enable_gqa": "grouped queries need no flag: give k and v fewer heads",
+    "key_mask is bool [batch, k_tokens], True for a real token": "attn_mask mask attention_mask",
+    "key_mask is True for a real token, the opposite of torch's key_padding_mask": "key_padding_mask",
+    "causality is fixed when the backend is built: build(..., causal=True)": "is_causal causal",
+    "it is fixed when 'exact' or 'exact-dense' is built": "dropout_p",
+    "it is fixed when 'exact' or 'exact-dense' is built; no other backend has it": "dropout",
+    "the scale is fixed when the backend is built: build(..., scale=...)": "scale",
+    "grouped queries need no flag: give k and v fewer heads": "enable_gqa",
 }
+
+
+def _by_word(table: dict[str, str]) -> dict[str, str]:
+    """{word: key} of a table that lists the words of each key."""
+    return {word: key for key, words in table.items() for word in words.split()}
 
 
 class AttentionError(Exception):
@@ -148,13 +103,13 @@ class UnknownNameError(AttentionError, ValueError):
     def __init__(self, kind: str, name: str, choices: Iterable[str]) -> None:
         names = sorted(choices)
         message = f"No {kind} is called {name!r}."
-        elsewhere = _ELSEWHERE.get(name.lower())
+        elsewhere = _by_word(_ELSEWHERE).get(name.lower())
         near = difflib.get_close_matches(name, names, n=1)
         if elsewhere in names:
             message += f" Here it is {elsewhere!r}."
         elif near:
             message += f" Did you mean {near[0]!r}?"
-        remark = _REMARKS.get(name.lower())
+        remark = _by_word(_REMARKS).get(name.lower())
         if remark is not None:
             message += f" ({remark[0].upper()}{remark[1:]}.)"
         super().__init__(f"{message} Known: {', '.join(names) or 'none'}.")

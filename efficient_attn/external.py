@@ -1,15 +1,16 @@
-"""External attention: a function, a module, or an object in a user's file."""
+"""External attention: a function, a module, an object in a user's file, or a plug-in of another package."""
 
 import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -23,6 +24,9 @@ from efficient_attn.registry import SPECS, BackendSpec, Capabilities, NoOptions
 BARE = Capabilities(causal=False, key_mask=False, nonnegative=False, averages=False, compile=False)
 
 _NOTHING = object()
+
+# Entry points by which other packages declare backends, imported on first use.
+GROUP = "efficient_attn.backends"
 
 # SHA-256 of the file behind each loaded address, by the backend's name in records.
 CODE: dict[str, str] = {}
@@ -158,3 +162,63 @@ def _file(path: Path) -> ModuleType:
     sys.modules[module.__name__] = module
     loader.exec_module(module)
     return module
+
+
+class Plugin(NamedTuple):
+    """A backend that another package declares.
+
+    Attributes:
+        module: Module whose import registers the backend.
+        distribution: Package that declares it; None if unknown.
+        version: Version of the package.
+    """
+
+    name: str
+    module: str
+    distribution: str | None
+    version: str | None
+
+    def __str__(self) -> str:
+        package = " ".join(filter(None, (self.distribution, self.version))) or "of no known package"
+        return f"plug-in {self.name!r} ({package})"
+
+
+@cache
+def plugins() -> dict[str, Plugin]:
+    """All plug-ins by backend name; none is imported."""
+    return {point.name: _plugin(point) for point in entry_points(group=GROUP)}
+
+
+def _plugin(point: EntryPoint) -> Plugin:
+    package = point.dist
+    of_package = (None, None) if package is None else (package.name, package.version)
+    return Plugin(point.name, point.value, *of_package)
+
+
+def load_plugin(name: str) -> None:
+    """Import a plug-in, which registers its backend.
+
+    Raises:
+        DataError: If the import fails or does not register the declared name.
+    """
+    plugin = plugins()[name]
+    with importing(f"The {plugin}"):
+        EntryPoint(name, plugin.module, GROUP).load()
+    if name not in SPECS:
+        raise DataError(f"The {plugin} did not register a backend of that name.")
+
+
+def complaints(ours: tuple[str, ...]) -> list[str]:
+    """Warnings about the names of plug-ins, one sentence each.
+
+    Args:
+        ours: Names of the built-in backends, which no plug-in may take.
+    """
+    said = []
+    for name, chosen in sorted(plugins().items()):
+        rivals = [str(_plugin(point)) for point in entry_points(group=GROUP, name=name)]
+        if name in ours:
+            said.append(f"The {chosen} is ignored: a built-in backend has that name.")
+        elif len(rivals) > 1:
+            said.append(f"Several packages declare one backend, and the last is used: {', '.join(rivals)}.")
+    return said

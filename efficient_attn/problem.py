@@ -35,7 +35,8 @@ class AttentionProblem:
                 positive_count(name, getattr(self, name))
         if not isinstance(self.causal, bool):
             raise DtypeError(f"causal is True or False, not {self.causal!r}.")
-        if self.scale is not None and not _is_finite_number(self.scale):
+        number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool)
+        if self.scale is not None and not (number and math.isfinite(self.scale)):
             raise OptionError(f"scale is a finite number, not {self.scale!r}.")
 
     @property
@@ -51,7 +52,3 @@ def positive_count(name: str, value: object) -> None:
     if not 1 <= value <= COUNT:
         bound = "at least 1" if value < 1 else f"at most {COUNT}"
         raise OptionError(f"{name} is {bound}, not {value}.")
-
-
-def _is_finite_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -8,7 +8,6 @@ Keys = Float[Tensor, "batch kv_heads k_tokens head_dim"]
 Values = Float[Tensor, "batch kv_heads k_tokens value_dim"]
 Output = Float[Tensor, "batch heads q_tokens value_dim"]
 Weights = Float[Tensor, "batch heads q_tokens k_tokens"]
-# Learned score bias of each head and distance.
 KeyMask = Bool[Tensor, "batch k_tokens"]
 
 # Queries or keys in formulas that treat both alike, with any leading axes.

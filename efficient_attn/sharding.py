@@ -2,37 +2,20 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from efficient_attn.errors import UnsupportedError
 
-
-class Hook(Protocol):
-    """Calls of backends with the tokens of this rank.
-
-    Attributes:
-        layout: Segments of the sequence, `distributed.layout.Layout`.
-    """
-
-    @property
-    def layout(self) -> Any: ...
-
-    def forward(self, backend: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor: ...
-
-    def prefill(
-        self, backend: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Any]: ...
-
-
-# A variable of the process, not of a thread: autograd recomputes checkpoints in threads of its own.
-hook: Hook | None = None
+# `distributed.calls.Calls`; a variable of the process, not of a thread, since autograd recomputes checkpoints
+# in threads of its own.
+hook: Any = None
 
 
 @contextmanager
-def installed(value: Hook) -> Iterator[None]:
+def installed(value: Any) -> Iterator[None]:
     """Context in which tensors hold the tokens of this rank alone."""
     global hook
     before, hook = hook, value
@@ -52,20 +35,6 @@ def check_alone() -> None:
         raise UnsupportedError(
             "Inside efficient_attn's context_parallel only backend(q, k, v) and its extend without a "
             "state read the tokens of other ranks; call everything else outside, on whole sequences."
-        )
-
-
-def check_exact_alone(name: str, reason: str) -> None:
-    """Refuse a call that stays exact, on the tokens of one rank.
-
-    Raises:
-        UnsupportedError: If `context_parallel` is active.
-    """
-    if hook is not None:
-        raise UnsupportedError(
-            f"{name} stays exact, which inside context_parallel would read the tokens of this process alone: "
-            f"{reason.rstrip('.')}. Serve it by a backend, such as 'exact', or call it outside, on whole "
-            "sequences."
         )
 
 

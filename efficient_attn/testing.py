@@ -10,15 +10,14 @@ import torch
 
 from efficient_attn.conformance import (  # noqa: F401  (imported to register their checks)
     calls,
-    causality,
     gradients,
     growth,
     inputs,
     joint,
-    lengths,
     masks,
     modules,
     numerics,
+    positions,
     precision,
     randomness,
     ranks,

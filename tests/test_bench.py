@@ -15,8 +15,7 @@ from efficient_attn.measure.records import line, parse
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.report.methods import how_measured
-from efficient_attn.stats.curves import by_clock, curves
-from efficient_attn.studies.bench.crossover import gains
+from efficient_attn.stats.estimates import by_clock, curves, speed_ups
 from efficient_attn.studies.bench.tables import tables
 from efficient_attn.studies.bench.view import plots, sentences
 
@@ -190,7 +189,7 @@ def test_compiled_calls_are_compared_with_exact_compiled():
         record("exact · compiled", 0.8, backend="exact", execution="compiled"),
         record("window · compiled", 0.2, backend="window", execution="compiled"),
     ]
-    found = {gain.label: gain.ratio.median for gain in gains(curves(made, "time_s"))}
+    found = {row.label: row.last.median for row in speed_ups(curves(made, "time_s"))}
     assert found == {"window": pytest.approx(2), "window · compiled": pytest.approx(4)}
     assert any("compared with exact compiled or replayed" in note for note in tables(made, {})[0].notes)
     assert [*by_clock(made)] == ["time"]

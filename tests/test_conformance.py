@@ -1,5 +1,7 @@
 """Every registered backend goes through the public suite, check by check; and the suite's own manners."""
 
+from dataclasses import replace
+
 import jaxtyping
 import pytest
 import torch
@@ -12,7 +14,10 @@ from efficient_attn.testing import BrokenPromiseError, check_names
 COMPILED = "compiled_it_is_the_same"
 # Runtime shape checks make torch.compile stumble, and draw from `random` to choose what they look at.
 WITHOUT_SHAPE_CHECKS = (COMPILED, "nothing_global_is_touched")
-# Checks that visit every path of `ops`. Shape checks double the time, and only repeat themselves in others.
+# One of each kind: the others share their algorithms.
+LONG = ("exact", "linformer", "performer-positive", "performer-trig", "window", "window-clusters")
+# Checks that visit every path of `ops`, of one of each kind. Shape checks double the time, and only repeat
+# themselves in others.
 WITH_SHAPE_CHECKS = (
     "gradients_hold_at_every_shape",
     "grouped_queries_are_repeated_heads",
@@ -21,6 +26,13 @@ WITH_SHAPE_CHECKS = (
 )
 # Each takes seconds for one backend; tests/faults.py has the faults that they are for.
 SLOW = ("a_hundred_calls_leave_no_trace", "what_is_frozen_changes_no_gradient")
+# Of calls that global tokens do not change, but for their numbers.
+OF_CALLS = (
+    "hundreds_of_calls_wear_nothing_out",
+    "no_call_leaves_bytes_behind",
+    "tensors_are_read_anew",
+    "threads_do_not_disturb_each_other",
+)
 # The quick check of causality is that of gradients.
 CAUSALITY = ("later_values_move_no_output", "queries_are_the_last_positions")
 RANKS = "parts_on_several_ranks_are_the_whole"
@@ -46,7 +58,11 @@ CHECKS = [
 
 
 @pytest.mark.parametrize(
-    "check", [pytest.param(name, id=name, marks=marks("window", name)) for name in check_names()]
+    "check",
+    [
+        pytest.param(name, id=name, marks=marks("window", name) + [pytest.mark.slow] * (name in OF_CALLS))
+        for name in check_names()
+    ],
 )
 def test_a_window_with_global_tokens_keeps_what_a_window_promises(
     check: str, monkeypatch: pytest.MonkeyPatch
@@ -84,20 +100,28 @@ def uniform(q, k, v):
 def test_a_registered_backend_keeps_what_it_promises(
     backend: str, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", check not in WITH_SHAPE_CHECKS)
+    with_shape_checks = backend in LONG and check in WITH_SHAPE_CHECKS
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", not with_shape_checks)
     ea.check(backend, only=[check])
 
 
-# One of each kind: the others share their algorithms.
-LONG = ("exact", "linformer", "performer-positive", "performer-trig", "window", "window-clusters")
-
-
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "check",
+    [
+        name
+        for name, check in TABLE.items()
+        if (check.is_long or check.long(0)) and name not in WITHOUT_SHAPE_CHECKS
+    ],
+)
 @pytest.mark.parametrize("backend", LONG)
-def test_a_registered_backend_keeps_what_it_promises_at_long_lengths(backend: str) -> None:
-    # The others have the inputs of the quick form alone.
-    longer = [name for name, check in TABLE.items() if check.is_long or check.long(0)]
-    ea.check(backend, only=[name for name in longer if name not in WITHOUT_SHAPE_CHECKS], long=True)
+def test_a_registered_backend_keeps_what_it_promises_at_long_lengths(
+    backend: str, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    # The shorter inputs are those of the quick form.
+    monkeypatch.setitem(TABLE, check, replace(TABLE[check], cases=(), drawn=lambda seed: ()))
+    ea.check(backend, only=[check], long=True)
 
 
 def test_a_name_a_spec_a_builder_and_a_built_backend_are_checked_alike() -> None:

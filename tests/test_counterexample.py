@@ -10,7 +10,7 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 
 import efficient_attn as ea
 from efficient_attn.conformance.cases import Case
-from efficient_attn.conformance.counterexample import size, snippet
+from efficient_attn.conformance.table import size, snippet
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.testing import adapt, replay
 from efficient_attn_cli.main import main

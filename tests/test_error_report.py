@@ -1,14 +1,12 @@
 """What tables, plots and sentences make of errors size by size, and the papers that the methods name."""
 
-import math
-
 import pytest
 from made_records import case
 
 import efficient_attn as ea
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Sized, Variant, sized, with_size
-from efficient_attn.report.methods import PAPERS, how_measured
+from efficient_attn.report.methods import CITATIONS, how_measured
 from efficient_attn.studies.mse.analysis import below_from, panels
 
 
@@ -79,27 +77,9 @@ def test_sizes_that_save_no_operations_are_not_counted_as_useful():
     assert ea.Results([yardstick, large]).sentences()[-1].endswith(": nothing measured here.")
 
 
-def reasons(norm):
-    name = "performer-positive(num_features=64)"
-    shown = [record(UNIFORM_ATTENTION, 0.5), record(name, 0.9, options={"num_features": 64, "seed": 0})]
-    sentences = ea.Results(shown, environment={"pair_norms": {"encoder(layer=0)": norm}}).sentences()
-    return [sentence for sentence in sentences if sentence.startswith("Random features")]
-
-
-def test_the_reason_for_the_errors_of_random_features_follows_from_the_measured_norms():
-    (reason,) = reasons(8.0)
-    scatter = ((math.exp(8.0) - 1) / 64) ** 0.5
-    assert reason.endswith(f"encoder, layer 0: |x+y|² 8, 64 features, {scatter:.2g}.")
-
-
-@pytest.mark.parametrize("norm", ["large", None, True, -1.0, 2000.0, 1e999, [1]])
-def test_a_strangers_norm_gives_no_reason(norm):
-    assert reasons(norm) == []
-
-
 def test_the_methods_name_the_papers_that_the_backends_declare():
     declared = {name: ea.spec(name).paper for name in ea.list_backends()}
-    stored = {name: paper.address for paper in PAPERS for name in paper.backends}
+    stored = {name: citation.rpartition(", ")[2] for name, citation in CITATIONS.items()}
     assert stored == {name: paper for name, paper in declared.items() if paper}
     records = [Record(case=case("time", name, 64), times_s=(1e-3,) * 4) for name in ("linformer", "window")]
     environment = {"packages": {"efficient-attn": "9.8.7"}, "processor": "Babbage 2"}

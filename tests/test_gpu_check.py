@@ -35,9 +35,9 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(verdict, "machine", lambda device: dict(description))
     monkeypatch.setattr(verdict, "newer_ptxas", lambda: None)
     monkeypatch.setattr(verdict, "_WARNED", set())
-    verdict._entry.cache_clear()
+    verdict.entry_of.cache_clear()
     yield description
-    verdict._entry.cache_clear()
+    verdict.entry_of.cache_clear()
 
 
 def kernels(outcome="passed"):
@@ -54,7 +54,7 @@ def kernels(outcome="passed"):
 
 
 def trusted(dtype=BFLOAT16, kernel="flex"):
-    verdict._entry.cache_clear()
+    verdict.entry_of.cache_clear()
     return verdict.trusted(kernel, CUDA, dtype)
 
 
@@ -74,6 +74,7 @@ def test_without_a_verdict_on_this_machine_operators_serve_with_a_warning(machin
         machine[name] = {"ptxas": "13.5.1", "capability": "10.0"}.get(name, "another")
     with pytest.warns(UserWarning, match="NVIDIA H100|another") as caught:
         assert not trusted() and not trusted(torch.float16) and not trusted(kernel="causal-linear")
+    assert not verdict.passed("flex", CUDA, BFLOAT16)
     # One warning for all kernels.
     assert len(caught) == 1 and "`efficient-attn gpu-check`" in str(caught[0].message)
 

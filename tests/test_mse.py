@@ -8,8 +8,7 @@ from reference import reference_attention
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.measure.inputs import Activations, Subject, gaussian
-from efficient_attn.measure.record import replace
+from efficient_attn.measure.inputs import gaussian
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.studies import find
 from efficient_attn.studies.mse.analysis import panels
@@ -111,14 +110,6 @@ def test_the_shorter_layer_of_the_decoder_is_measured_where_it_is_named(short_de
     }
 
 
-def test_the_pairs_of_a_causal_subject_are_those_that_attend():
-    q, k = torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2)
-    # Of 25 pairs 15 have a long key, of the 15 with no later key six.
-    k[..., 2:, 0] = 9.0
-    full = Subject("", Activations(q, k, k), 1.0)
-    assert (full.pair_norm, replace(full, causal=True).pair_norm) == (81.0, 0.0)
-
-
 def test_an_option_that_is_set_keeps_its_place_in_the_label_beside_the_size():
     results = ea.mse(
         ["performer-positive", "linformer"],
@@ -132,16 +123,6 @@ def test_an_option_that_is_set_keeps_its_place_in_the_label_beside_the_size():
         "performer-positive(projection=iid)",
         "linformer",
     ]
-
-
-def test_the_median_norm_of_pairs_is_kept_with_the_run_and_their_operations_with_the_records():
-    results = ea.mse(["window", "performer-positive"], **{**SMALL, "sizes": (5, 47)})
-    q, k, _ = (tensor.double() for tensor in gaussian(norm=0.5, tokens=24, head_dim=4))
-    pairs = (q[..., :, None, :] + k[..., None, :, :]).square().sum(-1) / 4**0.5
-    kept = results.environment["pair_norms"]
-    assert kept == {"gaussian(norm=0.5)": pytest.approx(float(pairs.median()), rel=1e-6)}
-    assert any(sentence.startswith("Random features") for sentence in results.sentences())
-    assert all(record.flops for record in measured_in(results))
 
 
 def test_a_figure_of_a_paper_is_a_setting_of_its_own_and_takes_no_other():

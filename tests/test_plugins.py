@@ -9,7 +9,7 @@ import pytest
 import efficient_attn as ea
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import UnknownNameError
-from efficient_attn.plugins import plugins
+from efficient_attn.external import plugins
 from efficient_attn.registry import SPECS
 
 GOOD = """

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.threads import on_threads
+from efficient_attn.conformance.ranks import on_threads
 from efficient_attn.distributed.calls import exchange_of
 from efficient_attn.distributed.layout import Layout, local_tokens
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnknownNameError, UnsupportedError
-from efficient_attn.external import is_address, load, spec_of
+from efficient_attn.external import is_address, load, load_plugin, plugins, spec_of
 from efficient_attn.options import resolved, whole_number
-from efficient_attn.plugins import load_plugin, plugins
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec
 

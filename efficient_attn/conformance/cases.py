@@ -119,17 +119,14 @@ def _transposed(x: Tensor) -> Tensor:
     return x.transpose(0, 1).contiguous().transpose(0, 1).transpose(1, -2).contiguous().transpose(1, -2)
 
 
-def _sliced(x: Tensor) -> Tensor:
-    """The same values, as every second entry of a larger tensor; the others are zero."""
-    return torch.stack([torch.zeros_like(x), x], dim=-1).flatten(-2)[..., 1::2]
-
-
-def _turned(x: Tensor) -> Tensor:
-    """The same values, laid out in memory as [batch, heads, dim, tokens]."""
-    return x.mT.contiguous().mT
-
-
-LAYOUTS = {"Transposed": _transposed, "Sliced": _sliced, "Turned": _turned}
+# The same values in other layouts of memory.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "Transposed": _transposed,
+    # Every second entry of a larger tensor; the others are zero.
+    "Sliced": lambda x: torch.stack([torch.zeros_like(x), x], dim=-1).flatten(-2)[..., 1::2],
+    # [batch, heads, dim, tokens]
+    "Turned": lambda x: x.mT.contiguous().mT,
+}
 
 # One token, no multiples of a block size, and more than a block of 64.
 LENGTHS = (1, 2, 3, 7, 16, 65)
@@ -207,9 +204,9 @@ LARGE = (*LONG_KEYS, LONG_QUERIES, MANY_HEADS, MANY_HEADS.but(kv_heads=1), WIDE_
 MANY_PAIRS = Case(tokens=2, batch=65_537)
 
 
-def longest(dtype: str = "float64") -> tuple[Case, ...]:
+def longest() -> tuple[Case, ...]:
     """As many queries as keys, beyond a tile of 1024, with and without causality and a mask."""
-    case = Case(tokens=1030, batch=1, kv_heads=1, value_dim=3, dtype=dtype)
+    case = Case(tokens=1030, batch=1, kv_heads=1, value_dim=3)
     return *both(case), *both(case.but(masked=True, pattern=2))
 
 

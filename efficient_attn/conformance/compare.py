@@ -1,4 +1,4 @@
-"""Comparison of two outputs, and bounds on the effect of rounding."""
+"""Exact outputs, comparison of two outputs, and bounds on the effect of rounding."""
 
 import torch
 from torch import Tensor
@@ -7,6 +7,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import Inputs
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import run
+from efficient_attn.ops.naive import softmax_attention
 
 # Difference that reordering the same operations may cause, relative to the largest value.
 ROUNDING = {"float64": 1e-12, "float32": 1e-4, "bfloat16": 1e-4, "float16": 1e-4}
@@ -14,6 +15,14 @@ ROUNDING = {"float64": 1e-12, "float32": 1e-4, "bfloat16": 1e-4, "float16": 1e-4
 LEAK = {"float64": 1e-10, "float32": 1e-4}
 LEAK_LONG = {"float64": 1e-10, "float32": 1e-3}
 LONG = 20.0
+
+
+def exact(inputs: Inputs, *, scale: float, causal: bool, window: int | None = None, first: int = 0) -> Tensor:
+    """Softmax attention by its definition, in the dtype of the inputs; options as of `naive`."""
+    q, k, v, mask = inputs
+    return softmax_attention(
+        q, k, v, scale=scale, causal=causal, key_mask=mask, window=window, global_tokens=first
+    )
 
 
 def largest(x: Tensor) -> float:

@@ -15,7 +15,7 @@ from efficient_attn.conformance.joint import DIRECTIONS, along
 from efficient_attn.conformance.precision import BETWEEN, DRAWS, noisy
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
-from efficient_attn.conformance.table import Refused, SilentlyWrong, check
+from efficient_attn.conformance.table import Check, Refused, SilentlyWrong
 
 # Short vectors keep signed features from cancelling; ill-conditioned rows have no good difference quotient.
 TINY = Case(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=2, value_dim=2, norm=0.5)
@@ -33,7 +33,7 @@ _KINDS = (
 KINDS = tuple(variant for case in _KINDS for variant in both(case))
 
 
-@check(
+@Check(
     "Gradients w.r.t. q, k and v match finite differences, and are the same at every call.",
     cases=KINDS,
     capability="gradients",
@@ -44,7 +44,7 @@ def gradients_are_those_of_finite_differences(subject: Subject, case: Case) -> I
     yield Finding("Finite differences", 0.0, 0.0)
 
 
-@check(
+@Check(
     "Second derivatives match finite differences, or raise an error if they are not promised.",
     cases=KINDS,
     drawn=lambda seed: tuple(case.but(norm=0.5) for case in joint(seed, 3)),
@@ -69,7 +69,7 @@ def second_derivatives_are_right_or_refused(subject: Subject, case: Case) -> Ite
     yield Finding("Finite differences", 0.0, 0.0)
 
 
-@check(
+@Check(
     "An input that is changed before the backward pass raises an error, or changes no gradient.",
     cases=(*both(Case(tokens=7, norm=0.5)), *both(Case(tokens=130, batch=1, norm=0.5, dtype="float32"))),
     needs=("gradients",),
@@ -91,7 +91,7 @@ def a_change_before_the_backward_pass_is_noticed(subject: Subject, case: Case) -
                 yield Finding(where, distance(x, y), eps * max(1.0, largest(y)))
 
 
-@check(
+@Check(
     "Gradients in half precision are close to float64 on the same inputs, for any size of the upstream one.",
     cases=(
         variant
@@ -143,7 +143,7 @@ def _jumps(backend: Backend, inputs: Inputs, expected: tuple[Tensor, ...]) -> li
     return [2 * max(column) for column in zip(*changes, strict=True)]
 
 
-@check(
+@Check(
     "Gradients of values sum thousands of queries in float32 or better.",
     cases=tuple(
         # A third has no short binary fraction, so that every addition rounds.
@@ -161,7 +161,7 @@ def gradients_of_values_do_not_stall(subject: Subject, case: Case) -> Iterator[F
     yield Finding("Gradient w.r.t. v", distance(got, expected), bound)
 
 
-@check(
+@Check(
     "No entry of a query or key is left out, at any head dimension.",
     cases=tuple(Case(tokens=4, batch=1, head_dim=size, norm=0.5) for size in (3, 71, 160, 256, 257)),
     needs=("gradients",),
@@ -174,7 +174,7 @@ def every_entry_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
         yield Finding(f"Entries of {name} without a gradient", left_out, 0.0)
 
 
-@check(
+@Check(
     "Gradients at long keys match finite differences in float64, and float64 in float32.",
     cases=tuple(
         variant

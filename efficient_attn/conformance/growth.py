@@ -10,7 +10,7 @@ import torch
 from efficient_attn.conformance.cases import Case, both
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
-from efficient_attn.conformance.table import CannotCheck, check
+from efficient_attn.conformance.table import CannotCheck, Check
 from efficient_attn.measure import memory
 
 # A multiple of every block, and long enough that scores of all pairs outweigh the scratch of a block.
@@ -25,7 +25,7 @@ DOUBLINGS = (1, 2, 4, 8)
 REPEATS = 5
 
 
-@check(
+@Check(
     "Memory grows no faster than declared, forward and in training: peak bytes at twice the tokens.",
     cases=both(LONG),
 )
@@ -39,7 +39,7 @@ def memory_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
         yield Finding(f"{where}, bytes at {2 * case.tokens} tokens over those at {case.tokens}", ratio, most)
 
 
-@check(
+@Check(
     "The growth of memory is not hidden by fixed costs, nor by length: bytes at each doubling of the tokens.",
     long=lambda seed: (*both(LONG), *both(BATCH), *both(BATCH.but(masked=True))),
 )
@@ -64,7 +64,7 @@ def growth_of_memory_is_not_hidden(subject: Subject, case: Case) -> Iterator[Fin
         yield Finding(f"{where}, bytes added by a doubling over the doubling before", least, most)
 
 
-@check(
+@Check(
     "Time grows no faster than declared, forward and in training.",
     long=lambda seed: both(LONG),
 )

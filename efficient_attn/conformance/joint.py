@@ -12,7 +12,7 @@ from efficient_attn.conformance.cases import LARGE, MANY_PAIRS, Case, Inputs, bo
 from efficient_attn.conformance.compare import close, distance, rounding
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
-from efficient_attn.conformance.table import check
+from efficient_attn.conformance.table import Check
 
 # Short vectors keep signed features from cancelling, which would spoil finite differences.
 GENTLE = 0.5
@@ -41,7 +41,7 @@ def _long(seed: int) -> tuple[Case, ...]:
     return (LONG, *joint(seed, 2100)[:2])
 
 
-@check(
+@Check(
     "A sequence of a batch has the same output as in a call of its own.",
     drawn=lambda seed: (
         *joint(seed, 3, 9, 70, 200),
@@ -59,7 +59,7 @@ def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[
         yield close(f"Sequence {b} alone", run(backend, alone), out[b : b + 1], bound[b : b + 1])
 
 
-@check(
+@Check(
     "A head has the same output as in a call of its own, with the keys and values of its group.",
     drawn=lambda seed: (
         *joint(seed, 3, 9, 70),
@@ -84,7 +84,7 @@ def every_head_is_its_single_call(subject: Subject, case: Case) -> Iterator[Find
         yield close(f"Head {head} alone", got, out[:, head], bound[:, head])
 
 
-@check(
+@Check(
     "A column of the values has the same output as in a call of its own, for any key and value dimensions.",
     drawn=lambda seed: (*joint(seed, 3, 9), *joint(seed, 9, dtype="float32"), WIDE, *LARGE),
 )
@@ -105,7 +105,7 @@ def _single_head(subject: Subject, case: Case, backend: Backend) -> Backend | No
     return single
 
 
-@check(
+@Check(
     "Gradients w.r.t. q, k, v and parameters match finite differences, for all settings and lengths.",
     cases=BEYOND,
     drawn=lambda seed: (
@@ -170,7 +170,7 @@ def _shift(parameters: list[torch.nn.Parameter], moves: list[Tensor], factor: fl
         parameter.add_(move, alpha=factor)
 
 
-@check(
+@Check(
     "Gradients do not depend on which of q, k, v and the parameters require them.",
     cases=(*BEYOND, *(case.but(dtype="float32") for case in BEYOND)),
     drawn=lambda seed: (*joint(seed, 6), *joint(seed, 6, dtype="float32")),

@@ -9,7 +9,7 @@ from efficient_attn.conformance.cases import LONG_KEYS, Case, Inputs, both, ever
 from efficient_attn.conformance.compare import close, largest, rounding, same_bits
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
-from efficient_attn.conformance.table import check
+from efficient_attn.conformance.table import Check
 
 MASK = ("key_mask",)
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -21,7 +21,7 @@ WIDE = (
 )
 
 
-@check(
+@Check(
     "The contents of masked keys and values change no bit, even if they are NaN or infinite.",
     cases=(case for dtype in DTYPES for case in everywhere(2, 7, 65, dtype=dtype) if case.masked),
     drawn=lambda seed: (
@@ -37,7 +37,7 @@ def padding_contents_change_no_bit(subject: Subject, case: Case) -> Iterator[Fin
         yield same_bits(f"Padding of {filling}", run(backend, padded_with(filling, inputs)), expected)
 
 
-@check(
+@Check(
     "The number of masked keys appended changes the output by no more than rounding.",
     cases=(case for case in everywhere(1, 7, 65) if not case.causal and not case.masked),
     needs=("key_mask", "cross"),
@@ -51,7 +51,7 @@ def amount_of_padding_does_not_matter(subject: Subject, case: Case) -> Iterator[
         yield close(f"{padding} masked keys of NaN appended", run(backend, padded), expected, bound)
 
 
-@check(
+@Check(
     "The number of masked tokens before or after a sequence changes its outputs by no more than rounding.",
     cases=(*(case for case in everywhere(1, 7, 65) if not case.masked), *both(Case(tokens=200, batch=1))),
     needs=MASK,
@@ -67,7 +67,7 @@ def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iter
         yield close(f"{before} masked tokens before and {after} after", out, expected, bound)
 
 
-@check(
+@Check(
     "Fully-masked rows give zero outputs and finite gradients, which are zero for their own inputs.",
     cases=(
         *(variant for dtype in DTYPES for n in (1, 3, 65) for variant in both(Case(tokens=n, dtype=dtype))),
@@ -95,7 +95,7 @@ def blind_queries_give_zeros(subject: Subject, case: Case) -> Iterator[Finding]:
                 yield Finding(f"Gradient w.r.t. {name}", 0.0 if gradient.isfinite().all() else math.nan, 0.0)
 
 
-@check(
+@Check(
     "Gradients with respect to masked keys and values are exactly zero.",
     cases=(case for case in everywhere(2, 7) if case.masked),
     needs=("key_mask", "gradients"),

@@ -23,7 +23,7 @@ from efficient_attn.conformance.compare import close, largest, rounding, same_bi
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.settings import results
 from efficient_attn.conformance.subject import Subject, learn, run
-from efficient_attn.conformance.table import check
+from efficient_attn.conformance.table import Check
 
 ONE = Case(tokens=7)
 DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -33,7 +33,7 @@ UNUSUAL = 987_654_321
 _FUNCTIONS = ("softmax", "matmul", "scaled_dot_product_attention", "dropout")
 
 
-@check(
+@Check(
     "Equal calls give equal bits, in training and in evaluation, and leave the module as it was.",
     cases=(*everywhere(1, 7), *LONG_KEYS, LONG_QUERIES, *both(ONE.but(tokens=300, batch=1))),
 )
@@ -55,7 +55,7 @@ def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[
     yield Finding("Calls change which parameters are trained", float(changed), 0.0)
 
 
-@check(
+@Check(
     "The output is determined by state_dict and dtype: an instance that loads it gives the same bits.",
     cases=(*both(ONE), *both(ONE.but(dtype="float32"))),
 )
@@ -75,7 +75,7 @@ def a_saved_state_brings_the_output_back(subject: Subject, case: Case) -> Iterat
     yield same_bits("In float64 after a call", wide, expected)
 
 
-@check("A deep copy gives the same bits and shares no tensor.", cases=both(ONE))
+@Check("A deep copy gives the same bits and shares no tensor.", cases=both(ONE))
 def a_copy_is_equal_and_apart(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     reference = run(backend, inputs)
@@ -87,7 +87,7 @@ def a_copy_is_equal_and_apart(subject: Subject, case: Case) -> Iterator[Finding]
     yield same_bits("Original after training of its copy", run(backend, inputs), reference)
 
 
-@check(
+@Check(
     "Output and gradients under torch.compile(fullgraph=True) equal the eager ones.",
     cases=(*both(ONE), ONE.but(keys=9, masked=True, causal=True, heads=4, value_dim=3)),
     capability="compile",
@@ -108,7 +108,7 @@ def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:
         torch._dynamo.reset()
 
 
-@check(
+@Check(
     "Calls are thread-safe: eight threads at once, and a call over two threads, give the sequential outputs.",
     cases=(*both(ONE), *both(ONE.but(masked=True)), *both(ONE.but(tokens=130, batch=1))),
 )
@@ -137,7 +137,7 @@ def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[
     yield close("On two threads", out, reference[0], bounds[0])
 
 
-@check("Uninitialised memory is never read, forward or backward.", cases=everywhere(3, 65))
+@Check("Uninitialised memory is never read, forward or backward.", cases=everywhere(3, 65))
 def nothing_uninitialised_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     expected = results(subject, backend, inputs)
@@ -162,7 +162,7 @@ def nothing_uninitialised_is_read(subject: Subject, case: Case) -> Iterator[Find
         yield close(name, x, y, float(bound) * max(1.0, largest(y)))
 
 
-@check(
+@Check(
     "Global state is unchanged, even if a call fails: generators, default dtype, threads, flags.",
     cases=(
         *(case for dtype in DTYPES for case in both(ONE.but(dtype=dtype))),

@@ -12,7 +12,7 @@ from efficient_attn.conformance.cases import LONG_KEYS, LONG_QUERIES, Case, Inpu
 from efficient_attn.conformance.compare import close, condition, largest, magnified
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
-from efficient_attn.conformance.table import check
+from efficient_attn.conformance.table import Check
 
 # Geometric mean of the epsilons of a dtype and the next lower one: far from the rounding of either.
 BETWEEN = {
@@ -37,7 +37,7 @@ def _cases(dtype: str) -> tuple[Case, ...]:
     return *(case for shape in cases for case in both(shape)), *large
 
 
-@check(
+@Check(
     "Computations in float32 use float32 throughout: errors stay below the midpoint between it and float16.",
     cases=_cases("float32"),
     beyond="low-precision dtypes",
@@ -65,7 +65,7 @@ def noisy(inputs: Inputs, share: float, seed: int) -> Inputs:
     return inputs.of(*(x * (1 + share * n) for x, n in zip(inputs[:3], noise, strict=True)))
 
 
-@check(
+@Check(
     "Computations in float64 use float64 throughout: changes of parts in 10⁸ have proportional effects.",
     cases=_cases("float64"),
 )
@@ -75,7 +75,7 @@ def float64_is_float64_throughout(subject: Subject, case: Case) -> Iterator[Find
     yield from _proportional("Small steps", partial(run, backend), inputs, bound)
 
 
-@check(
+@Check(
     "Gradients in float64 use float64 throughout: changes of parts in 10⁸ have proportional effects.",
     cases=(
         *(variant for case in SIZES[2:] for variant in both(case.but(norm=0.5))),

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from efficient_attn.conformance.cases import Case, both
-from efficient_attn.conformance.compare import same_bits
+from efficient_attn.conformance.compare import exact, same_bits
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.reference import exact
 from efficient_attn.conformance.subject import Subject, run
-from efficient_attn.conformance.table import CannotCheck, check
+from efficient_attn.conformance.table import CannotCheck, Check
 
 # A correct implementation exceeds this many standard errors less than once in 100 000 comparisons.
 STANDARD_ERRORS = 4.5
@@ -29,7 +28,7 @@ def _needs_redraw(subject: Subject, case: Case) -> None:
         raise CannotCheck("The backend has no random features.")
 
 
-@check(
+@Check(
     "The seed determines the random features: equal seeds give equal bits, different seeds do not.",
     cases=both(LITTLE.but(dtype="float32")),
 )
@@ -52,7 +51,7 @@ def a_seed_fixes_the_draw(subject: Subject, case: Case) -> Iterator[Finding]:
             yield same_bits("Extended after a redraw with seed 1", streamed, anew)
 
 
-@check(
+@Check(
     "The random features are isotropic: mirrored queries and keys give the same mean output.",
     cases=(DIAGONAL,),
     needs=("cross",),
@@ -79,7 +78,7 @@ def the_draw_has_no_preferred_direction(subject: Subject, case: Case) -> Iterato
     )
 
 
-@check(
+@Check(
     "The output converges to softmax attention with the number of features: its error falls as 1/√size.",
     cases=both(LITTLE.but(head_dim=8, value_dim=8, norm=0.7)),
     needs=("approximates_softmax",),
@@ -106,14 +105,11 @@ def _mean_square(subject: Subject, case: Case, size: int, expected: Tensor) -> f
 
 
 # More tokens than the window of a backend in which another size is varied.
-@check("The size option matters: another size gives another output.", cases=(Case(tokens=160),))
+@Check("The size option matters: another size gives another output.", cases=(Case(tokens=160),))
 def the_size_matters(subject: Subject, case: Case) -> Iterator[Finding]:
     if subject.spec.size_option is None:
         raise CannotCheck("The backend has no size option.")
     inputs = subject.inputs(case)
-    small, large = (
-        (run(subject.build(case, size=size, learned=None), inputs) for size in (1, 9))
-        if (subject.spec.size_option == "window")
-        else (run(subject.build(case, size=size, learned=None), inputs) for size in (2, 8))
-    )
+    sizes = (1, 9) if subject.spec.size_option == "window" else (2, 8)
+    small, large = (run(subject.build(case, size=size, learned=None), inputs) for size in sizes)
     yield Finding("Two sizes give the same", float(torch.equal(small, large)), 0.0)

@@ -14,7 +14,7 @@ from efficient_attn.conformance.cases import Case, both
 from efficient_attn.conformance.compare import same_bits
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
-from efficient_attn.conformance.table import check
+from efficient_attn.conformance.table import Check
 from efficient_attn.distributed.calls import in_force
 from efficient_attn.distributed.layout import Layout
 from efficient_attn.errors import (
@@ -31,7 +31,7 @@ ONE = Case(tokens=5)
 Wrong = tuple[str, str, type[AttentionError], Callable[[], Any]]
 
 
-@check("Unpromised capabilities are refused with a one-line error; no argument is ignored.", cases=(ONE,))
+@Check("Unpromised capabilities are refused with a one-line error; no argument is ignored.", cases=(ONE,))
 def what_is_not_promised_is_refused(subject: Subject, case: Case) -> Iterator[Finding]:
     for request, word, kind, call in _unpromised(subject, case):
         yield _refusal(request, word, kind, call)
@@ -74,7 +74,7 @@ def _alone(backend: Backend, q: Tensor) -> Tensor:
         return backend(q, q, q)
 
 
-@check("Invalid arguments are refused with a one-line error that names the argument.", cases=(ONE,))
+@Check("Invalid arguments are refused with a one-line error that names the argument.", cases=(ONE,))
 def wrong_input_is_refused_by_name(subject: Subject, case: Case) -> Iterator[Finding]:
     for request, word, kind, call in _wrong(subject, case):
         yield _refusal(request, word, kind, call)
@@ -107,7 +107,7 @@ def _wrong(subject: Subject, case: Case) -> Iterator[Wrong]:
             yield name, "key_mask", kind, partial(backend, q, k, v, key_mask=mask)
 
 
-@check(
+@Check(
     "Calibration is explicit: required before the first call, and changed by no other call.",
     cases=both(ONE.but(masked=True)),
 )

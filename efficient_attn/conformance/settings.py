@@ -18,7 +18,7 @@ from efficient_attn.conformance.compare import close, distance, largest, roundin
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.streams import decode
 from efficient_attn.conformance.subject import Subject, run, takes_scale
-from efficient_attn.conformance.table import CannotCheck, check
+from efficient_attn.conformance.table import CannotCheck, Check
 from efficient_attn.measure.memory import tensors_in
 
 Named = list[tuple[str, Tensor]]
@@ -60,7 +60,7 @@ def _same(where: str, actual: Named, expected: Named) -> Iterator[Finding]:
         yield same_bits(f"{name} {where}", x, y)
 
 
-@check("The default dtype affects neither construction nor calls.", cases=(*KINDS, *LARGER))
+@Check("The default dtype affects neither construction nor calls.", cases=(*KINDS, *LARGER))
 def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     usual = subject.build(case)
@@ -78,7 +78,7 @@ def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[
         yield from _same(f"with {dtype} as default", got, expected)
 
 
-@check(
+@Check(
     "Global random state affects no result, neither in training nor in evaluation.",
     cases=(*KINDS, ONE.but(tokens=200), *both(ONE.but(dtype="bfloat16")), *both(ONE.but(dtype="float16"))),
 )
@@ -93,7 +93,7 @@ def global_seeds_change_nothing(subject: Subject, case: Case) -> Iterator[Findin
     yield from _same("in evaluation", results(subject, backend.eval(), inputs), seeded[0])
 
 
-@check(
+@Check(
     "Inference mode and no_grad affect neither the output nor later calls.",
     cases=(*KINDS, *LARGER, *both(ONE.but(tokens=300, batch=1))),
     drawn=lambda seed: joint(seed, 9, 70),
@@ -114,7 +114,7 @@ def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
         yield from _same(f"after {mode.__name__}", results(subject, backend, inputs), expected)
 
 
-@check(
+@Check(
     "Without gradient mode, or without inputs that require gradients, outputs and states keep no graph.",
     cases=(
         *both(ONE),
@@ -158,7 +158,7 @@ def _graphs(where: str, subject: Subject, backend: Backend, inputs: Inputs) -> I
             yield Finding(f"Step {step} of extend requires a gradient {where}", float(traced), 0.0)
 
 
-@check(
+@Check(
     "Outputs, gradients and incremental decoding keep their dtype and accuracy under autocast.",
     cases=(*KINDS, *both(ONE.but(dtype="bfloat16"))),
 )
@@ -173,7 +173,7 @@ def autocast_changes_no_result(subject: Subject, case: Case) -> Iterator[Finding
             yield close(f"{name} under {dtype}", x, y, bound * max(1.0, largest(y)))
 
 
-@check("Calls emit no warning and print nothing.", cases=(*KINDS, *LARGER, *both(ONE.but(tokens=200))))
+@Check("Calls emit no warning and print nothing.", cases=(*KINDS, *LARGER, *both(ONE.but(tokens=200))))
 def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend, printed = subject.inputs(case), subject.build(case), io.StringIO()
     with (
@@ -188,7 +188,7 @@ def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
     yield Finding(f"Output {(said or [''])[0]!r:.100}", float(bool(said)), 0.0)
 
 
-@check(
+@Check(
     "A negative scale is equivalent to negated queries at the positive scale.",
     cases=(*KINDS, *both(ONE.but(tokens=200, batch=1)), *both(ONE.but(tokens=1, keys=5))),
     drawn=lambda seed: joint(seed, 9),
@@ -205,7 +205,7 @@ def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterat
     yield close("Scale −0.7", run(minus, inputs), run(plus, turned), bound)
 
 
-@check(
+@Check(
     "Gradients are proportional to the upstream gradient, in any layout; nothing is modified in place.",
     drawn=lambda seed: (*joint(seed, 9, 70), *joint(seed, 9, dtype="float32")),
     needs=("gradients",),
@@ -258,7 +258,7 @@ def _near(where: str, actual: list[Tensor], expected: list[Tensor], bound: float
         yield Finding(f"{where}: gradient w.r.t. {letter} is {x.dtype}", float(x.dtype != y.dtype), 0.0)
 
 
-@check("The leaves of the autograd graph are q, k, v and parameters of the module.", cases=both(ONE))
+@Check("The leaves of the autograd graph are q, k, v and parameters of the module.", cases=both(ONE))
 def gradients_reach_parameters_only(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     leaves = [x.requires_grad_() for x in inputs[:3]]

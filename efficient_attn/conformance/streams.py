@@ -14,7 +14,7 @@ from efficient_attn.conformance.compare import close, condition, distance, round
 from efficient_attn.conformance.masks import padded_with
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run
-from efficient_attn.conformance.table import check
+from efficient_attn.conformance.table import Check
 from efficient_attn.measure import memory
 
 # A little more than the largest of BORDERS.
@@ -35,7 +35,7 @@ def _drawn(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]
     return tuple(case.but(keys=None) for case in joint(seed, *lengths, dtype=dtype) if case.causal)
 
 
-@check(
+@Check(
     "Masked tokens stay masked in `extend`: a masked NaN token changes no later output.",
     cases=(case for case in causally(9) if case.masked),
     needs=("streaming", "key_mask"),
@@ -48,7 +48,7 @@ def extend_honours_its_mask(subject: Subject, case: Case) -> Iterator[Finding]:
         yield same_bits(f"In parts of {parts}", decode(backend, spoilt, parts)[0], expected)
 
 
-@check(
+@Check(
     "Decoding in parts of any size, even empty, from reused buffers gives the output of the full pass.",
     cases=(
         *(case for dtype in ("float64", "float32", "bfloat16") for case in causally(9, dtype=dtype)),
@@ -66,8 +66,8 @@ def parts_of_any_size_are_the_whole(subject: Subject, case: Case) -> Iterator[Fi
     tokens = case.tokens
     splits = [[split, tokens - split] for split in range(tokens + 1)] if tokens < 10 else []
     singles = [[1] * tokens] if tokens < 10 or case in causally(70) else []
-    for parts in (*splits, *singles, _parts(tokens, random.Random(f"{subject.seed} {case}"))):
-        yield from _streamed(subject, case, parts)
+    drawn = _parts(tokens, random.Random(f"{subject.seed} {case}"))
+    yield from _streamed(subject, case, *splits, *singles, drawn)
 
 
 def _parts(tokens: int, draws: random.Random) -> list[int]:
@@ -79,7 +79,7 @@ def _parts(tokens: int, draws: random.Random) -> list[int]:
     return parts
 
 
-@check(
+@Check(
     "Decoding one token at a time is exact on either side of every block border, however long the state.",
     cases=(DECODED, DECODED.but(masked=True, pattern=2), DECODED.but(dtype="float32")),
     long=lambda seed: (LONGEST,),
@@ -97,14 +97,22 @@ def long_states_are_whole(subject: Subject, case: Case) -> Iterator[Finding]:
         yield from _streamed(subject, case, [1] * case.tokens)
 
 
-def _streamed(subject: Subject, case: Case, parts: list[int]) -> Iterator[Finding]:
-    """Compare each chunk with the full pass, when returned and after the last call.
+def _streamed(subject: Subject, case: Case, *splits: list[int]) -> Iterator[Finding]:
+    """Compare each chunk of each split with the full pass, when returned and after the last call."""
+    inputs, backend = subject.inputs(case), subject.rescaled(case)
+    expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    for parts in splits:
+        yield from _in_parts(backend, inputs, parts, expected, bound)
+
+
+def _in_parts(
+    backend: Backend, inputs: Inputs, parts: list[int], expected: Tensor, bound: Tensor
+) -> Iterator[Finding]:
+    """Compare each chunk with the full pass.
 
     Buffers are reused, masks without masked keys are left out in turn, and after each part a second sequence
     of NaN continues from the state before it.
     """
-    inputs, backend = subject.inputs(case), subject.rescaled(case)
-    expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
     buffers = inputs.each(lambda x: torch.zeros_like(x.narrow(-1 if x.ndim == 2 else 2, 0, max(parts))))
     state, start, outputs = None, 0, list[tuple[str, Tensor, Tensor]]()
     with torch.no_grad():
@@ -132,7 +140,7 @@ def _streamed(subject: Subject, case: Case, parts: list[int]) -> Iterator[Findin
         yield same_bits(f"{where}, at the end", out, copied)
 
 
-@check(
+@Check(
     "A state of thousands of tokens loses none, and half precision does not stall its sums.",
     cases=(MANY, MANY.but(tokens=1400, dtype="bfloat16", norm=0.0)),
     long=lambda seed: (MANY.but(tokens=8300),),
@@ -159,7 +167,7 @@ def states_of_thousands_are_whole(subject: Subject, case: Case) -> Iterator[Find
     yield close("The last tokens", torch.cat(outputs, dim=2)[:, :, -steps:], expected, bound)
 
 
-@check(
+@Check(
     "A state can be shared: every continuation with the same tokens gives the same bits.",
     cases=causally(9),
     drawn=lambda seed: (
@@ -192,7 +200,7 @@ def any_number_of_sequences_go_on_from_a_state(subject: Subject, case: Case) -> 
         yield same_bits("The state's own tensors", x, old)
 
 
-@check(
+@Check(
     "Gradients flow through states: incremental decoding gives the gradients of the full pass.",
     drawn=lambda seed: (*_drawn(seed, 3, 9), *_drawn(seed, 70)[:2], *_drawn(seed, 260)[:2], CHAIN),
     needs=("streaming", "gradients"),
@@ -218,7 +226,7 @@ def gradients_pass_through_states(subject: Subject, case: Case) -> Iterator[Find
             yield Finding(f"Gradient w.r.t. {name} through two states", distance(got, expected), bound * size)
 
 
-@check(
+@Check(
     "Values without columns extend a state: the output has no columns either.",
     drawn=lambda seed: tuple(case.but(value_dim=0) for case in _drawn(seed, 3, 9)),
     needs=("streaming",),
@@ -232,7 +240,7 @@ def values_without_columns_are_streamed(subject: Subject, case: Case) -> Iterato
         yield Finding(f"Shape {list(out.shape)} instead of {list(shape)}", float(out.shape != shape), 0.0)
 
 
-@check(
+@Check(
     "A decoded state keeps no earlier states: it takes at most four times the bytes of a prefilled one.",
     cases=(CHAIN.but(tokens=200),),
     needs=("streaming",),

@@ -1,12 +1,11 @@
-"""The table of checks, and the execution of one check."""
+"""The table of checks, the execution of one check, and the smallest input that breaks a promise."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
+from typing import Any, NamedTuple
 
 from efficient_attn.conformance.cases import Case
-from efficient_attn.conformance.counterexample import Body, settings, smallest
 from efficient_attn.conformance.records import (
     BROKEN,
     KEPT,
@@ -19,6 +18,13 @@ from efficient_attn.conformance.records import (
 from efficient_attn.conformance.subject import Subject
 
 Draw = Callable[[int], tuple[Case, ...]]
+# The comparisons of a check on one input.
+Body = Callable[[Subject, Case], Iterable[Finding]]
+
+# Time limit of the search, far below that of a check.
+_SEARCH_S = 0.5
+# Sizes that are tried, in this order.
+_SIZES = (1, 2, 3, 4, 5, 7, 9, 16, 33, 65)
 
 
 class CannotCheck(Exception):
@@ -33,12 +39,11 @@ class SilentlyWrong(Exception):
     """Raised by a check of an unpromised capability if the backend returns wrong results."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
-    """A promise and its check.
+    """A promise and its check, which decorates a generator of findings, one per comparison.
 
     Attributes:
-        name: Name of the function, which states the promise.
         promise: The promise as a sentence.
         cases: Inputs, the smallest first.
         drawn: Further inputs, drawn from a seed; no grouped heads for a backend without capabilities.
@@ -47,18 +52,29 @@ class Check:
         needs: Capabilities that the promise requires.
         unless: Capabilities that exempt a backend from the promise.
         beyond: Feature that a backend without declared capabilities may refuse with an error of its own.
+        body: The generator; its name states the promise.
     """
 
-    name: str
     promise: str
-    body: Body
-    cases: tuple[Case, ...]
-    drawn: Draw
-    long: Draw
-    capability: str | None
-    needs: tuple[str, ...]
-    unless: tuple[str, ...]
-    beyond: str | None
+    _: KW_ONLY
+    cases: Iterable[Case] = ()
+    drawn: Draw = lambda seed: ()
+    long: Draw = lambda seed: ()
+    capability: str | None = None
+    needs: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+    beyond: str | None = None
+    body: Body = lambda subject, case: ()
+
+    def __call__(self, body: Body) -> Body:
+        """Enter the check into the table."""
+        CHECKS[body.__name__] = replace(self, cases=tuple(self.cases), body=body)
+        return body
+
+    @property
+    def name(self) -> str:
+        """Name of the function."""
+        return self.body.__name__
 
     @property
     def is_long(self) -> bool:
@@ -92,37 +108,6 @@ _WORDS = {
 }
 
 CHECKS: dict[str, Check] = {}
-
-
-def check(
-    promise: str,
-    *,
-    cases: Iterable[Case] = (),
-    drawn: Draw = lambda seed: (),
-    long: Draw = lambda seed: (),
-    capability: str | None = None,
-    needs: tuple[str, ...] = (),
-    unless: tuple[str, ...] = (),
-    beyond: str | None = None,
-) -> Callable[[Body], Body]:
-    """Register the decorated generator of findings, one per comparison, as the check of a promise."""
-
-    def enter(body: Body) -> Body:
-        CHECKS[body.__name__] = Check(
-            name=body.__name__,
-            promise=promise,
-            body=body,
-            cases=tuple(cases),
-            drawn=drawn,
-            long=long,
-            capability=capability,
-            needs=needs,
-            unless=unless,
-            beyond=beyond,
-        )
-        return body
-
-    return enter
 
 
 class _Outcome(NamedTuple):
@@ -208,3 +193,75 @@ def _findings(entry: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
         except Exception as error:  # any error on a supported input breaks the promise
             first = (str(error).strip().splitlines() or [""])[0]
             raise _Raised(f"It raised {type(error).__name__}: {first} On {case}.", case) from error
+
+
+def smallest(body: Body, subject: Subject, case: Case, finding: Finding) -> tuple[Case, Finding]:
+    """The case with its sizes and settings reduced one after the other while the promise stays broken."""
+    end = time.perf_counter() + _SEARCH_S
+    reduced = True
+    while reduced:
+        reduced = False
+        for smaller in _reductions(case):
+            if time.perf_counter() > end:
+                return case, finding
+            broken = subject.serves(smaller) and _broken(body, subject, smaller)
+            if broken:
+                case, finding, reduced = smaller, broken, True
+                break
+    return case, finding
+
+
+def _reductions(case: Case) -> Iterator[Case]:
+    """Cases with one thing less, the largest steps first."""
+    for size in _SIZES:
+        if size < case.tokens:
+            # Causal queries are the last positions of at least as many keys.
+            yield case.but(tokens=size)
+            yield case.but(tokens=size, keys=None)
+        if case.keys is not None and size < case.keys and (size >= case.tokens or not case.causal):
+            yield case.but(keys=size)
+        if size < case.heads:
+            yield case.but(heads=size, kv_heads=1)
+            yield case.but(heads=size, kv_heads=size)
+        for name in ("batch", "head_dim", "value_dim"):
+            if size < getattr(case, name):
+                yield case.but(**{name: size})
+    for name, plain in {"pattern": None, "masked": False, "causal": False, "norm": 1.0}.items():
+        if getattr(case, name) != plain:
+            yield case.but(**{name: plain})
+
+
+def _broken(body: Body, subject: Subject, case: Case) -> Finding | None:
+    """The first comparison that does not hold; None if all do, or an error ends them."""
+    try:
+        return next((finding for finding in body(subject, case) if not finding.holds), None)
+    except Exception:  # another fault than the one that is made smaller
+        return None
+
+
+def settings(case: Case) -> dict[str, Any]:
+    """Fields of a case that differ from the defaults."""
+    values = {field.name: getattr(case, field.name) for field in fields(case)}
+    defaults = {field.name: field.default for field in fields(case) if field.default is not MISSING}
+    return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+
+
+def size(record: CheckRecord) -> int:
+    """Number of entries of the inputs of a record's counterexample."""
+    case = Case(**(record.case or {"tokens": 0}))
+    of_queries = case.heads * case.tokens * case.head_dim
+    return case.batch * (of_queries + case.kv_heads * case.k_tokens * (case.head_dim + case.value_dim))
+
+
+def snippet(record: CheckRecord, backend: str, declared: Mapping[str, Any] | None, seed: int) -> str:
+    """Python that repeats the counterexample of a record and prints its inputs and comparisons."""
+    imported, tested = "replay", repr(backend)
+    if declared is not None:
+        imported = "adapt, replay"
+        tested = f"adapt({', '.join([tested, *(f'{name}={value!r}' for name, value in declared.items())])})"
+    seeded = f", seed={seed}" if seed else ""
+    return (
+        f"from efficient_attn.testing import {imported}\n\n"
+        f"inputs, findings = replay({tested}, {record.check!r}, {record.case!r}{seeded})\n"
+        'print(*inputs, *findings, sep="\\n")'
+    )

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from efficient_attn.conformance.cases import BORDERS, LONG_KEYS, LONG_QUERIES, Case, both, everywhere
-from efficient_attn.conformance.compare import close, condition, largest, rounding
+from efficient_attn.conformance.compare import close, condition, exact, largest, rounding
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.reference import exact
 from efficient_attn.conformance.subject import Subject, run
-from efficient_attn.conformance.table import CannotCheck, check
+from efficient_attn.conformance.table import CannotCheck, Check
 
 # Several perturbations of the parameters, so that no property holds by chance.
 LEARNED = (0, 1, 2)
@@ -22,7 +21,7 @@ SINGLE = tuple(variant for n in BORDERS for variant in both(Case(tokens=n, batch
 SEVERAL = (*everywhere(1, 2, 7, 16), *(c.but(norm=3.0) for c in everywhere(16)))
 
 
-@check("The implied weights are nonnegative.", cases=SEVERAL, capability="nonnegative")
+@Check("The implied weights are nonnegative.", cases=SEVERAL, capability="nonnegative")
 def weights_are_never_negative(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     for learned in LEARNED:
@@ -32,7 +31,7 @@ def weights_are_never_negative(subject: Subject, case: Case) -> Iterator[Finding
         yield Finding("Most negative weight", largest(weights.clamp(max=0.0)), 0.0)
 
 
-@check("The implied weights of a row sum to one.", cases=SEVERAL, capability="averages")
+@Check("The implied weights of a row sum to one.", cases=SEVERAL, capability="averages")
 def weights_of_a_row_sum_to_one(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     ones = inputs._replace(v=torch.ones_like(inputs.v))
@@ -45,7 +44,7 @@ def weights_of_a_row_sum_to_one(subject: Subject, case: Case) -> Iterator[Findin
         yield close("Row sums", out, expected, 1e-12 * condition(backend, arranged) * case.k_tokens)
 
 
-@check("The output is linear in the values.", cases=everywhere(1, 2, 7))
+@Check("The output is linear in the values.", cases=everywhere(1, 2, 7))
 def outputs_are_linear_in_the_values(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     second = subject.inputs(case, variant=1).v
@@ -55,7 +54,7 @@ def outputs_are_linear_in_the_values(subject: Subject, case: Case) -> Iterator[F
     yield close("Of 3·v − 2·v′", mixed, expected, bound)
 
 
-@check(
+@Check(
     "Permuted queries give permuted outputs.",
     cases=tuple(case for case in (*everywhere(2, 7), *SINGLE, LONG_QUERIES) if not case.causal),
     long=lambda seed: (LONG_QUERIES.but(tokens=32_777),),
@@ -68,7 +67,7 @@ def order_of_queries_is_order_of_outputs(subject: Subject, case: Case) -> Iterat
     yield close("Reversed queries", out, run(backend, inputs).flip(2), bound)
 
 
-@check(
+@Check(
     "Permuting keys, values and mask together does not change the output.",
     # Four keys of four entries are square, and may be turned.
     cases=(*everywhere(2, 4, 7), *SINGLE, *LONG_KEYS),
@@ -96,7 +95,7 @@ def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Find
         yield close(where, out, run(backend, arranged), rounding(backend, arranged, case.dtype))
 
 
-@check(
+@Check(
     "A window of r keys is softmax over the keys i−⌊r/2⌋ … i+⌊r/2⌋, or the last r, and any global tokens.",
     cases=everywhere(1, 3, 7, 65),
 )
@@ -105,15 +104,14 @@ def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[F
         raise CannotCheck("The size option is not a window.")
     inputs = subject.inputs(case)
     for window in (1, 3, 2 * case.tokens - 1):
-        reach = window - 1 if case.causal else window // 2
         backend = subject.build(case, size=window)
         first = getattr(backend.options, "global_tokens", 0)
-        expected = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal, reach=reach, first=first)
+        expected = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal, window=window, first=first)
         out = run(backend, inputs)
         yield close(f"window={window}", out, expected, 1e-12 * largest(inputs.v))
 
 
-@check(
+@Check(
     "Grouped queries share key and value heads: equal groups of neighbouring query heads.",
     cases=tuple(
         variant

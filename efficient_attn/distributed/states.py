@@ -90,16 +90,13 @@ def total_state(state: LinearState, layout: Layout) -> LinearState:
 
 def states_before(states: list[LinearState], layout: Layout) -> list[LinearState]:
     """For each local segment, the state of all keys before it, from the states of the local segments."""
-    near = gathered(torch.stack([_packed(state) for state in states]), layout)  # [ranks segments numbers]
+    rows = [torch.cat([x.sums.flatten(), x.log_scale.detach().flatten()]) for x in states]
+    near = gathered(torch.stack(rows), layout)  # [ranks segments numbers]
     before = [near[: layout.rank, 0]]
     if layout.kind == "head-tail":
         # Tails follow all heads, in the opposite order of ranks.
         before.append(torch.cat([near[:, 0], near[layout.rank + 1 :, 1]]))
     return [_merged(rows, states[0]) for rows in before]
-
-
-def _packed(state: LinearState) -> Tensor:
-    return torch.cat([state.sums.flatten(), state.log_scale.detach().flatten()])
 
 
 def _merged(rows: Tensor, like: LinearState) -> LinearState:

@@ -1,4 +1,4 @@
-"""Backends in a model: of transformers, of torch's layers, or of any code that calls torch's attention."""
+"""Backends in a model: of transformers, or of any code that calls torch's attention."""
 
 import sys
 from collections.abc import Callable
@@ -17,20 +17,17 @@ def attach(
     - A transformers model, or a module that holds one: `efficient_attn.integrations.transformers.attach`,
       with backends by layer or by kind (`full`, `sliding`, `cross`). Returns the model, which
       `save_pretrained` saves with its backends.
-    - Any other model with an example: `efficient_attn.intercept.replace`, at each call of
-      `F.scaled_dot_product_attention` in the example. `undo()` of the result restores the model.
-    - A model with `nn.MultiheadAttention` and no example: `replace_attention` of
-      `efficient_attn.integrations.pytorch`. `undo()` of the result restores the model.
+    - Any other model: `efficient_attn.intercept.replace`, at each call of `F.scaled_dot_product_attention` in
+      an example, also those of `nn.MultiheadAttention`. `undo()` of the result restores the model.
 
     Args:
-        backend: Any argument of `build`; with transformers or an example also a mapping from layers or call
-            sites to backends, or the file of a plan.
+        backend: Any argument of `build`, a mapping from layers or call sites to backends, or the file of a
+            plan.
         example: Runs the model on typical input: `lambda: model(x)`.
         arguments: Further arguments of the function above: `seed`, `max_tokens`, options of the backend, …
 
     Raises:
-        OptionError: If the model is of transformers and has an example, or has neither attention of
-            transformers or torch nor an example.
+        OptionError: If the model is of transformers and has an example, or is not and has none.
         UnsupportedError: If a backend does not support a layer.
     """
     # A model of transformers has imported it.
@@ -44,15 +41,11 @@ def attach(
                 "calls of F.scaled_dot_product_attention."
             )
         return attach_transformers(model, backend, **arguments)
-    if example is not None:
-        from efficient_attn.integrations.intercept import replace
-
-        return replace(model, backend, example=example, **arguments)
-    if not any(isinstance(module, nn.MultiheadAttention) for module in model.modules()):
+    if example is None:
         raise OptionError(
-            f"{type(model).__name__} is no transformers model and has no nn.MultiheadAttention: give "
-            "example=lambda: model(x), which shows its calls of F.scaled_dot_product_attention."
+            f"{type(model).__name__} is no transformers model: give example=lambda: model(x), which shows "
+            "its calls of F.scaled_dot_product_attention."
         )
-    from efficient_attn.integrations.pytorch import replace_attention
+    from efficient_attn.integrations.intercept import replace
 
-    return replace_attention(model, backend, **arguments)
+    return replace(model, backend, example=example, **arguments)

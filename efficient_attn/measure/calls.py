@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.backend import Backend
+from efficient_attn.backend import Backend, calibrate
 from efficient_attn.backends import build, resolve
-from efficient_attn.calibration import calibrate
 from efficient_attn.contained import contained
 from efficient_attn.errors import UnsupportedError
+from efficient_attn.external import CalledAttention
 from efficient_attn.measure import memory
 from efficient_attn.measure.error import (
     backends_in,
@@ -143,19 +143,13 @@ def _build(case: Case, spec: BackendSpec, scale: float | None) -> Any:
         return Encoder(case.model_dim, case.num_heads, spec, num_layers=layers, positions=None, **shared)
 
 
-class _Values(nn.Module):
-    """Identity attention, the values themselves: upper bound on the speed-up of a block."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return v
-
-
+# Upper bound on the speed-up of a block.
 _VALUES = BackendSpec(
     name=CEILING,
     summary="Identity attention: the values themselves.",
     options_type=NoOptions,
     capabilities=Capabilities(causal=True, streaming=False),
-    builder=lambda problem, options: _Values(),
+    builder=lambda problem, options: CalledAttention(lambda q, k, v: v),
     operations=lambda problem, options, tokens, value_dim: OperationCounts(()),
 )
 
@@ -304,11 +298,9 @@ def attention_flops(case: Case, target: Any) -> int | None:
 
 def known_flops(case: Case, target: Any) -> int | None:
     """`attention_flops`; None also where counting fails, which the measurement of the case records."""
-    try:
-        with contained():
-            return attention_flops(case, target)
-    except Exception:
-        return None
+    with suppress(Exception), contained():
+        return attention_flops(case, target)
+    return None
 
 
 def _decoding(module: Any, inputs: list[Tensor]) -> Call:

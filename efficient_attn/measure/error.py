@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError
-from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.shapes import Keys, Output, Queries, Values
 
 # Scores are computed in blocks of rows, so that a long sequence never builds the whole float64 matrix.
@@ -59,17 +58,16 @@ def exact_output(
         rows: Positions of the queries to compute, [rows]; None: all.
     """
     q, k, v = q.double(), k.double(), v.double()
-    if rows is not None:
-        visible = torch.arange(k.shape[-2], device=q.device) <= rows[:, None] + k.shape[-2] - q.shape[-2]
-        return F.scaled_dot_product_attention(
-            q[..., rows, :], k, v, attn_mask=visible if causal else None, scale=scale, enable_gqa=True
+    positions, ahead = torch.arange(k.shape[-2], device=q.device), k.shape[-2] - q.shape[-2]
+    rows = torch.arange(q.shape[-2], device=q.device) if rows is None else rows
+    parts = []
+    for part in rows.split(max(1, _ENTRIES_AT_ONCE // (q.shape[0] * q.shape[1] * len(positions)))):
+        visible = positions <= part[:, None] + ahead if causal else None
+        parts.append(
+            F.scaled_dot_product_attention(
+                q[..., part, :], k, v, attn_mask=visible, scale=scale, enable_gqa=True
+            )
         )
-    parts = [
-        softmax_attention(
-            q[..., rows, :], k[..., :end, :], v[..., :end, :], scale=scale, causal=causal, key_mask=None
-        )
-        for rows, end in blocks(q, k, causal=causal)
-    ]
     return torch.cat(parts, dim=-2)
 
 
@@ -99,15 +97,6 @@ def output_error(output: Output, exact: Output) -> OutputError:
 def unsafe_rows(denominators: Tensor) -> float:
     """Share of rows with a zero or negative denominator, whose output is not an average."""
     return float((denominators <= 0).double().mean())
-
-
-def blocks(q: Queries, k: Keys, *, causal: bool) -> Iterator[tuple[slice, int]]:
-    """Slices of the queries, with the number of keys visible to the last query of the slice."""
-    q_tokens, k_tokens = q.shape[-2], k.shape[-2]
-    step = max(1, _ENTRIES_AT_ONCE // (q.shape[0] * q.shape[1] * k_tokens))
-    for start in range(0, q_tokens, step):
-        end = min(start + step, q_tokens)
-        yield slice(start, end), k_tokens - q_tokens + end if causal else k_tokens
 
 
 def cosine_distance(x: Tensor, exact: Tensor) -> float:

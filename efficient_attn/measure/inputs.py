@@ -54,9 +54,6 @@ _INPUT_STREAM = 1
 
 WORDS = ("gaussian", *SHIPPED)
 
-# Rows per head for a median of pairs; more rows do not change its second digit.
-_MOST_ROWS = 256
-
 
 class Activations(NamedTuple):
     """Inputs of attention in one layer: softmax(scale · q·k) v."""
@@ -239,17 +236,6 @@ class Subject:
     def error_of(self, output: Tensor) -> measure.OutputError:
         """Error of an output [batch heads tokens value_dim] on the compared queries."""
         return measure.output_error(output if self.rows is None else output[..., self.rows, :], self.exact)
-
-    @property
-    def pair_norm(self) -> float:
-        """Median of |x + y|² over up to 256 queries x = √scale·q and visible keys y = √scale·k."""
-        step = max(self.tokens // _MOST_ROWS, 1)
-        q, k = (tensor[..., ::step, :].double() for tensor in self.activations[:2])
-        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-        squares = q.square().sum(-1)[..., :, None] + k.square().sum(-1)[..., None, :] + 2 * q @ k.mT
-        if self.causal:
-            squares = squares[..., torch.ones(squares.shape[-2:], dtype=torch.bool).tril()]
-        return float(self.scale * squares.median())
 
     @property
     def tokens(self) -> int:

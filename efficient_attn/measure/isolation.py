@@ -22,7 +22,7 @@ from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.measure import worker
 from efficient_attn.measure.environment import usable_cores
-from efficient_attn.measure.process import CrashError, Process, refusal_of
+from efficient_attn.measure.process import CrashError, Process
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.records import parse
 from efficient_attn.measure.units import show_seconds
@@ -123,6 +123,19 @@ class Measurer:
             self._spent_s[case.key] = spent_s + time.monotonic() - start
 
 
+def import_refusal(target: str, process: Process, *, limit_s: float) -> str | None:
+    """Error message if a process cannot find the backend; None if it can."""
+    place = target.rpartition(":")[0] or target
+    try:
+        refusal: str | None = json.loads(process.ask("load", {"target": target}, limit_s=limit_s))
+        return refusal
+    except TimeoutError:
+        message = f"its import took longer than {show_seconds(limit_s)}"
+    except CrashError as ending:
+        message = f"during its import {ending}"
+    raise DataError(f"{place} cannot be used: {message}.")
+
+
 def check_isolated(
     backend: str,
     *,
@@ -173,7 +186,7 @@ def check_isolated(
 
     with ExitStack() as stack:
         first = stack.enter_context(Process())
-        if (refusal := refusal_of(backend, first, rehearse=False, limit_s=timeout_s)) is not None:
+        if (refusal := import_refusal(backend, first, limit_s=timeout_s)) is not None:
             raise DataError(refusal)
         # Each check uses one thread.
         count = min(usable_cores(), _MOST_PROCESSES, len(chosen))

@@ -1,27 +1,37 @@
-"""A child process that answers requests until a backend crashes or blocks it.
+"""Both ends of a child process that answers requests until a backend crashes or blocks it.
 
 Spawned, not forked. Requests and answers are JSON over a private pipe.
-
-External files and packages are imported in it first: an import that hangs, crashes or ends its process then
-costs one error line and not the command. The Python function `build` imports directly.
 """
 
 import contextlib
+import faulthandler
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
 from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from efficient_attn.errors import DataError
-from efficient_attn.measure.units import show_seconds
+from efficient_attn.errors import AttentionError
+from efficient_attn.measure.record import Case
+from efficient_attn.measure.records import line
 
 # First message of a process that has loaded everything.
 READY = b"ready"
+
+# Address space that threads and libraries reserve without using it; excluded from the limit.
+_RESERVED_BYTES = 1 << 30
+
+# The parent kills late children; if it is gone and C code hangs, the child ends itself this much later.
+_GRACE_S, _LONGEST_S = 5.0, 1e6
 
 # Time limits to start Python and load torch, and for a killed process to end.
 _START_LIMIT_S, _END_LIMIT_S = 120.0, 2.0
@@ -29,12 +39,6 @@ _START_LIMIT_S, _END_LIMIT_S = 120.0, 2.0
 # Answers are a few kilobytes.
 _LONGEST_ANSWER = 1 << 22
 _STDERR = 2
-
-# Time limit of an import, and of a trial call.
-LIMIT_S = 60.0
-
-# Targets that passed, with the modification time of their file.
-_proved: set[tuple[str, int, bool]] = set()
 
 
 class CrashError(Exception):
@@ -76,8 +80,8 @@ class Process:
         self._answers, answers = Pipe(duplex=False)
         descriptors = requests.fileno(), answers.fileno()
         # multiprocessing.Process would run the user's main module again.
-        command = [sys.executable, "-P", "-m", "efficient_attn.measure.child", *map(str, descriptors)]
-        command += [] if self._limit_bytes is None else [str(self._limit_bytes)]
+        call = f"process.serve({descriptors[0]}, {descriptors[1]}, {self._limit_bytes})"
+        command = [sys.executable, "-P", "-c", f"from efficient_attn.measure import process; {call}"]
         # The child imports from the same places.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with requests, answers:
@@ -151,49 +155,102 @@ class Process:
         return f"the process ended with exit code {code}"
 
 
-def prove(targets: Sequence[str], *, rehearse: bool) -> None:
-    """Import external targets once in a child process."""
-    new = [target for target in targets if _key(target, rehearse) not in _proved and _is_foreign(target)]
-    # Child processes need process groups.
-    if not new or os.name != "posix":
+def serve(requests: int, answers: int, limit_bytes: int | None) -> None:
+    """Serve requests from a pipe, for ever; both pipes by their descriptors.
+
+    The child process runs this function. Its stdout, which belongs to the backends, is redirected to stderr.
+    It ends, with all its children, as soon as the parent is gone.
+    """
+    # Ctrl-C is ignored, so that a backend that sends itself SIGINT has no effect.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Started before torch is loaded, so that a parent that exits at once leaves no child behind.
+    received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    pipe = Connection(answers, readable=False)
+    source = Connection(requests, writable=False)
+    threading.Thread(target=_receive, args=(source, received), daemon=True).start()
+    # torch is loaded before the first request, since it takes longer than most measurements.
+    from efficient_attn.measure import calls  # noqa: F401  (part of the start-up, not of the first point)
+
+    if limit_bytes is not None:
+        _limit_memory(limit_bytes)
+    pipe.send_bytes(READY)
+    while True:
+        pipe.send_bytes(_answer(received.get()).encode())
+
+
+def _limit_memory(limit_bytes: int) -> None:
+    """Refuse allocations beyond the limit, if the system reports current usage, as `limits_memory` tells."""
+    try:
+        import resource
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (ImportError, OSError):
         return
-    with Process() as process:
-        for target in new:
-            refusal_of(target, process, rehearse=rehearse)
-            _proved.add(_key(target, rehearse))
+    most = pages * resource.getpagesize() + limit_bytes + _RESERVED_BYTES
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
 
 
-def refusal_of(target: str, process: Process, *, rehearse: bool, limit_s: float | None = None) -> str | None:
-    """Error message if a process cannot find the backend; None if it can."""
-    place, longest_s = target.rpartition(":")[0] or target, LIMIT_S if limit_s is None else limit_s
+def _answer(request: dict[str, Any]) -> str:
+    with open(os.devnull, "wb") as nowhere:
+        # faulthandler is the only timer in Python that needs no lock, which a hanging call may hold.
+        end_s = min(request["limit_s"] + _GRACE_S, _LONGEST_S)
+        faulthandler.dump_traceback_later(end_s, exit=True, file=nowhere)
+        try:
+            jobs = {"measure": _measure, "load": _load, "check": _check, "kernel": _kernel}
+            return jobs[request["job"]](request)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def _receive(pipe: Connection, received: "queue.SimpleQueue[dict[str, Any]]") -> None:
+    """Queue requests; runs in a thread of its own, which notices the end of the parent at any time."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            received.put(json.loads(pipe.recv_bytes()))
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _measure(request: Mapping[str, Any]) -> str:
+    from efficient_attn.measure.accuracy import measure_case
+
+    case = Case(**request["case"])
+    return line(measure_case(case, **{name: request[name] for name in ("target", "seconds", "inputs")}))
+
+
+def _load(request: Mapping[str, Any]) -> str:
+    """Error message if the backend does not exist, else None."""
     try:
-        answer = process.ask("load", {"target": target, "rehearse": rehearse}, limit_s=longest_s)
-    except TimeoutError:
-        message = f"its import{' or a first call' * rehearse} took longer than {show_seconds(longest_s)}"
-    except CrashError as ending:
-        message = f"during its import{' or a first call' * rehearse} {ending}"
-    else:
-        refusal: str | None = json.loads(answer)
-        return refusal
-    raise DataError(f"{place} cannot be used: {message}.")
+        _resolved(request["target"])
+    except AttentionError as error:
+        return json.dumps(str(error))
+    return json.dumps(None)
 
 
-def _key(target: str, rehearse: bool) -> tuple[str, int, bool]:
-    path = Path(target.rpartition(":")[0])
-    try:
-        changed = path.stat().st_mtime_ns
-    except (OSError, ValueError):
-        changed = 0
-    return target, changed, rehearse
+def _check(request: Mapping[str, Any]) -> str:
+    """Run one check of a backend; returns the fields of its record."""
+    from efficient_attn import testing
+
+    target, name, declared = request["target"], request["check"], request["declared"]
+    spec = _resolved(target) if declared is None else testing.adapt(target, **declared)
+    (record,) = testing.check(
+        spec, on_fail="collect", seed=request["seed"], only=[name], long=request["long"]
+    )
+    return json.dumps(asdict(record))
 
 
-def _is_foreign(target: str) -> bool:
-    """Whether resolving the target runs external code: of an existing file, a module, or a plug-in."""
-    from efficient_attn.backends import list_backends
-    from efficient_attn.external import is_address
-    from efficient_attn.plugins import plugins
+def _kernel(request: Mapping[str, Any]) -> str:
+    """Check one fused kernel, by its name or at an address, with one tile."""
+    from efficient_attn.external import is_address, object_at
+    from efficient_attn.measure.kernel_check import check_kernel
 
-    if not is_address(target):
-        return target not in list_backends() and target in plugins()
-    place = target.rpartition(":")[0]
-    return not place.endswith(".py") or Path(place).is_file()
+    name = request["kernel"]
+    kernel = object_at(name, role="a kernel")[1] if is_address(name) else name
+    return json.dumps(check_kernel(kernel, **{x: request[x] for x in ("precision", "device", "tile")}))
+
+
+@cache
+def _resolved(target: str) -> Any:
+    from efficient_attn.backends import resolve
+
+    return resolve(target)

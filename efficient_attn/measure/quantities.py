@@ -111,11 +111,6 @@ def cost(name: str, unit: str, meaning: str) -> Quantity:
     return Quantity(name, unit, meaning, type="whole number")
 
 
-def mean_error(name: str, unit: str, meaning: str) -> Quantity:
-    """Error of which records keep the mean over draws alone."""
-    return replace(error(name, unit, meaning), samples=None)
-
-
 def error(name: str, unit: str, meaning: str, *, rounding: int = 1) -> Quantity:
     """Error with one value per draw, kept in `NAME_draws`."""
     draws = f"{name}_draws"
@@ -229,7 +224,11 @@ register(
     error("output_relative_error", "relative", "Norm of the error of the output over that of the output."),
     error("kernel_mse", "squared", "Mean squared error of the estimated softmax kernel.", rounding=2),
     setting("kernel_value", "", "Entry of the softmax kernel that kernel_mse refers to.", type="number"),
-    mean_error("unsafe_rows", "share", "Share of rows with a zero or negative denominator, mean over draws."),
+    # Records keep the mean over draws alone.
+    replace(
+        error("unsafe_rows", "share", "Share of rows with a zero or negative denominator, mean over draws."),
+        samples=None,
+    ),
     setting("expected_output_mse", "squared", "Theoretical expectation of output_mse.", type="number"),
     setting("expected_kernel_mse", "squared", "Theoretical expectation of kernel_mse.", type="number"),
     condition(

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
-from efficient_attn.measure.process import prove
 from efficient_attn.measure.record import Case
 from efficient_attn.options import SEED, recorded, resolved
 
@@ -101,16 +100,14 @@ def select(
     backends: Sequence[Any] | None,
     settings: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
     *,
-    rehearse: bool = True,
     also: bool = False,
 ) -> tuple[Variant, ...]:
     """The variants of the named backends, one per combination of the set options.
 
     None selects all softmax-approximating backends, for which alone errors and speed-ups against exact
-    attention are meaningful. External files and packages are first imported in a child process.
+    attention are meaningful.
 
     Args:
-        rehearse: Whether to make a trial call there too, for studies that call backends in this process.
         also: Whether None selects the further variants of the backends too, unless options of theirs are set.
     """
     from efficient_attn.backends import list_backends, resolve, spec
@@ -125,7 +122,6 @@ def select(
     for backend in settings or {}:
         if backend not in dict(named):
             raise OptionError(f"--set {backend}.…: {backend!r} is not a selected backend ({chosen}).")
-    prove([target for _, target in named if isinstance(target, str)], rehearse=rehearse)
     variants: dict[str, Variant] = {}
     for name, target in named:
         choices = [(settings or {}).get(name, {})]
@@ -146,8 +142,7 @@ def ceiling() -> Variant:
 
 def has_address(target: Any) -> bool:
     """Whether another process can resolve the target: a built-in or plug-in name, or a path."""
-    from efficient_attn.external import is_address
-    from efficient_attn.plugins import plugins
+    from efficient_attn.external import is_address, plugins
 
     if not isinstance(target, str):
         return False

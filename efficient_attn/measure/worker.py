@@ -69,8 +69,10 @@ def answer(case: Case, measured: Callable[[], Record]) -> Record:
     except AttentionError as refusal:
         return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
     except Exception as failure:  # the backend may be external code: any exception is a result
-        status = "oom" if _is_out_of_memory(failure) else "error"
         reason = described(failure)
+        exhausted = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
+        worded = isinstance(failure, RuntimeError) and any(words in reason for words in _OUT_OF_MEMORY)
+        status = "oom" if exhausted or worded else "error"
     _give_memory_back(case.device)
     return Record(case=case, status=status, reason=reason)
 
@@ -135,12 +137,6 @@ def threads(count: int) -> Iterator[None]:
     finally:
         if before != count:
             torch.set_num_threads(before)
-
-
-def _is_out_of_memory(failure: Exception) -> bool:
-    if isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError":
-        return True
-    return isinstance(failure, RuntimeError) and any(words in described(failure) for words in _OUT_OF_MEMORY)
 
 
 def _give_memory_back(device: str) -> None:

@@ -33,7 +33,7 @@ def softmax_attention(
         global_tokens: Number of first real tokens that every query sees.
     """
     visible = visible_keys(q, k, causal=causal, key_mask=key_mask, window=window, global_tokens=global_tokens)
-    scores = scale * q @ for_query_heads(masked_to_zero(k, key_mask), q).mT
+    scores = scale * (q @ for_query_heads(masked_to_zero(k, key_mask), q).mT)
     scores = scores.masked_fill(~visible, -torch.inf)
     largest = scores.detach().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
     return weighted_mean((scores - largest).exp(), masked_to_zero(v, key_mask))

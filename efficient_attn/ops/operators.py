@@ -53,7 +53,7 @@ def transformable(
         backward: Takes a context and the output gradients; None: a backward pass raises an error.
         keep: Takes a context, the inputs and the output, and saves for `backward`.
     """
-    backward, keep = backward or _refuse_derivatives, keep or _keep_nothing
+    backward, keep = backward or _refuse_derivatives, keep or (lambda ctx, inputs, output: None)
     operator.register_autograd(backward, setup_context=keep)
     shared = [argument.name in _SHARED for argument in operator._opoverload._schema.arguments]
 
@@ -106,10 +106,6 @@ def _one_by_one(call: Callable, size: int, in_dims: tuple, args: tuple) -> tuple
         for number in range(size)
     ]
     return tuple(map(torch.stack, zip(*outputs, strict=True))), (0,) * len(outputs[0])
-
-
-def _keep_nothing(ctx: Any, inputs: tuple, output: Any) -> None:
-    """Empty context of an operator without a backward pass."""
 
 
 def _refuse_derivatives(ctx: Any, *gradients: Any) -> Any:

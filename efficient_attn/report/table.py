@@ -1,4 +1,4 @@
-"""Tables of text for terminals, Markdown, spreadsheets and web pages."""
+"""Tables of text for terminals, Markdown, spreadsheets and web pages, which escape external text."""
 
 import csv
 import html
@@ -7,15 +7,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from efficient_attn.report.escape import csv_cell, markdown_cell, markdown_line, plain
-
-# A wider cell is a sentence, which is wrapped to no less than this.
-_SENTENCE = 32
-
-# Characters between two cells of a terminal's table, one more than at its two edges together.
+# Characters between two cells of a terminal's table.
 _GAP = 3
 
 _NUMBER = re.compile(r"[-+]?\d")
+
+# Characters that start a formula in a spreadsheet.
+_FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠", "\t", "\r", "\0")
+# Control characters, line separators, bidirectional marks, non-characters, surrogates and invisible tags.
+_CONTROL = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff"
+    "\ud800-\udfff\U000e0000-\U000e007f]"
+)
+# Windows opens these names as devices, whatever follows the first dot.
+_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", flags=re.IGNORECASE)
+_LONGEST_SLUG = 80
 
 
 class Table(NamedTuple):
@@ -65,68 +71,36 @@ def to_html(table: Table) -> str:
 
 
 def to_rich(table: Table, width: int) -> Any:
-    """Table for a terminal, with columns that do not fit in blocks below."""
+    """Table for a terminal, with columns that do not fit in blocks below, which repeat the rows' names."""
     from rich import box
+    from rich.cells import cell_len
     from rich.console import Group
     from rich.table import Table as RichTable
     from rich.text import Text
 
     right = right_aligned(table)
-    cells = [
-        [plain(name), *(plain(row[number]) for row in table.rows)]
-        for number, name in enumerate(table.columns)
-    ]
-    drawn: list[Any] = [Text(plain(table.title), style="bold")]
-    for widths in _blocks(cells, width):
-        block = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
-        for number, size in widths.items():
-            block.add_column(
-                Text(cells[number][0]),
-                justify="right" if right[number] else "left",
-                overflow="fold",
-                width=size,
-            )
-        for row in range(1, len(table.rows) + 1):
-            block.add_row(*(Text(cells[number][row]) for number in widths))
-        drawn.append(block)
-    return Group(*drawn)
-
-
-def _blocks(cells: Sequence[Sequence[str]], width: int) -> list[dict[int, int]]:
-    """Widths of columns by number, in blocks that begin with the rows' names."""
-    from rich.cells import cell_len
-
-    def least(texts: Sequence[str]) -> int:
-        """Width at which only sentences are wrapped."""
-        heading, *values = texts
-        sentences = [text for text in values if cell_len(text) > _SENTENCE]
-        unbroken = [*" ".join([heading, *sentences]).split(), *(set(values) - set(sentences))]
-        return max(1, *map(cell_len, unbroken), _SENTENCE if sentences else 1)
-
-    natural = [max(1, *map(cell_len, texts)) for texts in cells]
-    # A word beyond these widths is folded.
-    further = [min(least(texts), width // 2) for texts in cells[1:]]
-    room = max(1, width - 2 * _GAP - max(further, default=0))
-    smallest = [min(max(least(cells[0]), min(natural[0], width // 2)), room), *further]
-    rows = list(zip(*(texts[1:] for texts in cells), strict=True))
+    cells = [[plain(cell) for cell in column] for column in zip(table.columns, *table.rows, strict=True)]
+    rows = [*zip(*(texts[1:] for texts in cells), strict=True)]
+    # The fewest columns that tell the rows apart name them, if they leave room for others.
     distinct = (count for count in range(1, len(cells)) if len({row[:count] for row in rows}) == len(rows))
-    names = list(range(next(distinct, 1)))
-    if sum(smallest[number] + _GAP for number in names) > width // 2:
-        names = [0]
-    blocks = [list(names)]
+    widths = [max(map(cell_len, texts)) + _GAP for texts in cells]
+    names = [*range(next(distinct, 1))]
+    names = names if sum(widths[number] for number in names) <= width // 2 else [0]
+    blocks = [[*names]]
     for number in range(len(names), len(cells)):
-        if sum(smallest[column] + _GAP for column in (*blocks[-1], number)) > width + 1:
-            blocks.append(list(names))
+        if blocks[-1] != names and sum(widths[column] for column in (*blocks[-1], number)) > width + 1:
+            blocks.append([*names])
         blocks[-1].append(number)
-    return [_widened({number: smallest[number] for number in block}, natural, width) for block in blocks]
-
-
-def _widened(widths: dict[int, int], natural: Sequence[int], width: int) -> dict[int, int]:
-    """Widths with the rest of the line, for narrow wrapped columns first."""
-    for _ in range(width + 1 - sum(size + _GAP for size in widths.values())):
-        if wrapped := [number for number, size in widths.items() if size < natural[number]]:
-            widths[min(wrapped, key=lambda number: widths[number])] += 1
-    return widths
+    drawn: list[Any] = [Text(plain(table.title), style="bold")]
+    for block in blocks:
+        part = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+        for number in block:
+            head = Text(cells[number][0])
+            part.add_column(head, justify="right" if right[number] else "left", overflow="fold")
+        for row in rows:
+            part.add_row(*(Text(row[number]) for number in block))
+        drawn.append(part)
+    return Group(*drawn)
 
 
 def right_aligned(table: Table) -> list[bool]:
@@ -135,3 +109,40 @@ def right_aligned(table: Table) -> list[bool]:
         number > 0 and any(_NUMBER.match(row[number]) for row in table.rows)
         for number in range(len(table.columns))
     ]
+
+
+def plain(text: str) -> str:
+    """Replace control characters and bidirectional marks, so that one line remains."""
+    return _CONTROL.sub(" ", text)
+
+
+def short(text: str, most: int = 80) -> str:
+    """Shorten a text to `most` characters: beginning, ellipsis, end."""
+    if len(text) <= most:
+        return text
+    tail = most // 3
+    return f"{text[: most - tail - 1]}…{text[-tail:]}"
+
+
+def csv_cell(value: object) -> object:
+    """Escape text that a spreadsheet would run, and write None as empty."""
+    if not isinstance(value, str):
+        return "" if value is None else value
+    text = plain(value)
+    return f"'{text}" if value.startswith(_FORMULA) or text.lstrip().startswith(_FORMULA) else text
+
+
+def markdown_cell(text: str) -> str:
+    """Escape characters of markup, mathematics and comments, and the ends of cells."""
+    return re.sub(r"([\\`*_|<>\[\]{}#$%&~!])", r"\\\1", plain(text))
+
+
+def markdown_line(text: str) -> str:
+    """Escape a paragraph that could start as a list, heading or rule."""
+    return re.sub(r"^\s*(\d*)([-+=.)])", r"\1\\\2", markdown_cell(text))
+
+
+def slug(text: str) -> str:
+    """Part of a file name in ASCII, never empty, hidden or a device."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text[:1000]).strip("-.")[:_LONGEST_SLUG].rstrip("-.")
+    return name if name and not _DEVICES.match(name) else f"run-{name}".rstrip("-")

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterable
 
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.stats.curves import Growth
 from efficient_attn.stats.estimates import Typical
 
 # Inputs of earlier runs, longer than any text the model has read.
@@ -54,14 +53,15 @@ def show_ratio(ratio: Typical) -> str:
     return text if telling else f"{text} ({three_digits(ratio.low)} to {three_digits(ratio.high)})"
 
 
-def show_growth(fit: Growth | None) -> str:
-    """`n^1.98 (1.95 to 2.01)`, `unclear`, or nothing without a fit."""
-    if fit is None:
+def show_growth(power: Typical | None) -> str:
+    """`n^1.98 (1.95 to 2.01)`, `unclear` for an interval wider than 1, or nothing."""
+    if power is None:
         return ""
-    if not fit.clear:
+    low, high = power.low or 0.0, power.high or 0.0
+    if high - low > 1:
         return "unclear"
-    low, high = (None if edge is None else f"{edge:.2f}" for edge in (fit.low, fit.high))
-    return f"n^{fit.power:.2f}" + ("" if low == high else f" ({low} to {high})")
+    text = f"n^{power.median:.2f}"
+    return text if low == high else f"{text} ({low:.2f} to {high:.2f})"
 
 
 def describe(inputs: str) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.stats.estimates import Typical, call_time
+from efficient_attn.stats.estimates import Typical, call_time, last_rise
 from efficient_attn.stats.significance import quantile
 
 Floats = NDArray[np.float64]
@@ -157,20 +157,9 @@ def crossover(speeds: Mapping[int, Typical | Predicted]) -> Predicted:
     """
     lengths = sorted(speeds)
     values, lows, highs = np.log(np.array([speeds[tokens][:3] for tokens in lengths], float)).T
-    return Predicted(*(_last_rise(np.array(lengths, float), logs) for logs in (values, highs, lows)))
+    rises = (last_rise(np.log(lengths), logs) for logs in (values, highs, lows))
+    return Predicted(*(None if rise is None else round(math.exp(rise), 6) for rise in rises))
 
 
 def _factor(scatter: float, calls: int) -> float:
     return math.exp(min(quantile(_OUTSIDE, max(calls - 1, 1)) * scatter, _WIDEST))
-
-
-def _last_rise(lengths: Floats, logs: Floats) -> float | None:
-    """Length above which all values are positive, interpolated, or None."""
-    behind = np.flatnonzero(logs <= 0)
-    if not len(behind):
-        return float(lengths[0])
-    start = int(behind[-1])
-    if start == len(logs) - 1:
-        return None
-    here, there = logs[start], logs[start + 1]
-    return float(lengths[start] * (lengths[start + 1] / lengths[start]) ** (-here / (there - here)))

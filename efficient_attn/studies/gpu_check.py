@@ -19,12 +19,10 @@ from efficient_attn.measure.record import Record
 from efficient_attn.measure.records import read as read_records
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import YARDSTICK, select
-from efficient_attn.report.escape import markdown_line
 from efficient_attn.report.files import write
-from efficient_attn.report.table import Table, to_markdown
+from efficient_attn.report.table import Table, markdown_line, to_markdown
 from efficient_attn.report.text import three_digits
-from efficient_attn.stats.curves import DEVICE_TIME, by_clock
-from efficient_attn.stats.estimates import call_time, on_device, time_ratio
+from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, on_device, time_ratio
 from efficient_attn.studies import studies
 from efficient_attn.studies.bench import view as bench
 from efficient_attn.studies.engine import Engine
@@ -331,7 +329,9 @@ def _measure(
                         shared["inputs"] = "gaussian"
                         costs = partial(Costs, shared=shared, rounds=_ROUNDS, l2=COLD)
                         points = [
-                            costs(measure=plain if variant is operators else by_kernels).time(variant, tokens)
+                            costs(measure=plain if variant is operators else by_kernels).point(
+                                variant, tokens
+                            )
                             for variant in (exact, window, linear, operators)
                         ]
                         # Durations of one setting say nothing on another.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Record
-from efficient_attn.report.escape import plain
+from efficient_attn.report.table import plain
 from efficient_attn.studies.study import Point
 
 # A longer call lengthens a round by two calls of the warm-up and at least one that is timed.

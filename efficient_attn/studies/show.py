@@ -13,9 +13,8 @@ from efficient_attn.contained import contained, described
 from efficient_attn.errors import OptionError, ShapeError
 from efficient_attn.measure.variants import YARDSTICK, Variant, select
 from efficient_attn.report.drawing import draw
-from efficient_attn.report.escape import short
 from efficient_attn.report.figures import Axis, Chart, Plot, in_rows
-from efficient_attn.report.table import Table, to_html
+from efficient_attn.report.table import Table, short, to_html
 from efficient_attn.report.text import describe, show_error
 
 # One backend of each kind: another estimate of the same kind would be the same picture twice.
@@ -49,7 +48,7 @@ class Shown:
     def plot(self) -> Any:
         """The figure: a chart for each backend, all in one scale of colours."""
         charts = [_chart(weights_map, self.words) for weights_map in self.maps]
-        return draw(Plot(self.title, _SCALE, in_rows(charts), ()))[0].figure
+        return draw(Plot(self.title, _SCALE, in_rows(charts)))[0].figure
 
     def table(self) -> Table:
         """The numbers below the titles of the charts."""

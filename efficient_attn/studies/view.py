@@ -13,7 +13,7 @@ from efficient_attn.measure.record import Record
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import failure_notes, show_ratio, show_spread, three_digits
-from efficient_attn.stats.estimates import call_time, on_device, percentiles, time_ratio, tokens_per_s
+from efficient_attn.stats.estimates import call_time, on_device, time_ratio
 
 Environment = Mapping[str, Any]
 Plots = dict[str, Plot]
@@ -47,9 +47,10 @@ def flat_row(record: Record) -> dict[str, Any]:
     if record.times_s:
         median, low, high, samples = call_time(record)
         row |= {"time_s": median, "time_low_s": low, "time_high_s": high, "samples": samples}
-        row |= {f"time_{name}_s": value for name, value in percentiles(record).items()}
-        if record.case.kind == "time":
-            row["tokens_per_s"] = tokens_per_s(record)
+        ordered = sorted(record.times_s)
+        row |= {f"time_p{share}_s": ordered[round(share / 100 * (samples - 1))] for share in (20, 50, 80)}
+        if record.case.kind == "time" and median:
+            row["tokens_per_s"] = record.case.batch * record.case.tokens / median
     if record.device_times_s:
         row["device_time_s"] = call_time(on_device(record)).median
     return row

@@ -82,20 +82,6 @@ _ERRORS: dict[str, Callable[..., Floats]] = {
 }
 
 
-def log_utility(norm: ArrayLike, angle: ArrayLike) -> Floats:
-    """log of MSE_trig / MSE_positive at equal directions, for |x| = |y| = norm and the angle between them.
-
-    Choromanski et al. (2021), figure 2; above 0 the positive features are the better ones. For equal
-    numbers of features add log 2.
-    """
-    square = np.asarray(norm, dtype=np.float64) ** 2
-    cosine = np.cos(angle)
-    # The halved angle keeps 1 ± cos exact where it vanishes.
-    differences = 4 * square * np.sin(np.asarray(angle) / 2) ** 2
-    sums = np.maximum(2 * square * (1 + cosine), 0.0)
-    return log_trigonometric_error(differences) - log_positive_error(sums)
-
-
 def log_coupled_error(
     square: ArrayLike,
     *,

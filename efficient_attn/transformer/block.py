@@ -51,8 +51,8 @@ _TORCH_DECODER = {
 }
 
 
-class DecoderBlockState(NamedTuple):
-    """Streaming state of a decoder block.
+class BlockState(NamedTuple):
+    """Streaming state of a block.
 
     Attributes:
         attention: State of the self-attention.
@@ -161,11 +161,15 @@ class GatedFeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Self-attention, then a feed-forward network: the block of an encoder or of a causal stack.
+    """Self-attention, cross-attention to a context if there is a backend for it, feed-forward network.
 
     Args:
         backend: Backend, as for `build`.
-        positions: "rotary" or None; a stack adds the other kinds to embeddings.
+        positions: "rotary" or None; a stack adds the other kinds to embeddings. Cross-attention has none,
+            since distances between two sequences are undefined.
+        cross_backend: Backend of the cross-attention, with capability `cross`. None: no cross-attention.
+        cross_options: Further arguments of the cross-attention layer, including options of its backend;
+            head_dim is the self-attention's by default.
         options: Fields of BlockOptions, and further arguments of AttentionLayer: num_kv_heads, head_dim,
             scale, bias, qk_norm, rotary_base, rotary_scaling, options of the backend.
     """
@@ -179,77 +183,17 @@ class TransformerBlock(nn.Module):
         positions: str | None = None,
         causal: bool = False,
         max_tokens: int | None = None,
+        cross_backend: Any = None,
+        cross_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         backend = resolve(backend)
         check_arguments(options, (TransformerBlock, BlockOptions, AttentionLayer), [backend])
         sublayers, options = BlockOptions.split(options)
-        self.attention = AttentionLayer(
-            model_dim,
-            num_heads,
-            backend,
-            causal=causal,
-            max_tokens=max_tokens,
-            positions=positions,
-            norm_eps=sublayers.norm_eps,
-            **options,
-        )
-        self.feed_forward = sublayers.build_feed_forward(model_dim)
-        self.attention_residual = Residual(model_dim, sublayers)
-        self.feed_forward_residual = Residual(model_dim, sublayers)
-        accept_names(self, _TORCH_ENCODER)
-
-    def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
-        y = self.attention(self.attention_residual.pre(x), key_mask=key_mask)
-        return self._feed(self.attention_residual.post(x, y))
-
-    def extend(
-        self, x: Tensor, state: LayerState | None = None, *, key_mask: Tensor | None = None
-    ) -> tuple[Tensor, LayerState]:
-        """Output of new tokens that follow `state`, and the new state."""
-        y, state = self.attention.extend(self.attention_residual.pre(x), state, key_mask=key_mask)
-        return self._feed(self.attention_residual.post(x, y)), state
-
-    def _feed(self, x: Tensor) -> Tensor:
-        return self.feed_forward_residual.post(x, self.feed_forward(self.feed_forward_residual.pre(x)))
-
-
-class DecoderBlock(nn.Module):
-    """Causal self-attention, cross-attention to a context, then a feed-forward network.
-
-    Args:
-        cross_backend: Backend of the cross-attention, with capability `cross`. None: no cross-attention.
-        cross_options: Further arguments of the cross-attention layer, including options of its backend;
-            head_dim is the self-attention's by default.
-
-    The other arguments are the same as of TransformerBlock. Rotary positions apply to self-attention only,
-    since distances between two sequences are undefined.
-    """
-
-    def __init__(
-        self,
-        model_dim: int,
-        num_heads: int,
-        backend: Any = "exact",
-        *,
-        positions: str | None = None,
-        causal: bool = True,
-        max_tokens: int | None = None,
-        cross_backend: Any = "exact",
-        cross_options: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        if causal is not True:
-            raise OptionError("A decoder block is causal; without that it is a TransformerBlock.")
-        backend = resolve(backend)
-        check_arguments(options, (DecoderBlock, BlockOptions, AttentionLayer), [backend])
-        sublayers, options = BlockOptions.split(options)
         shared: dict[str, Any] = {"max_tokens": max_tokens, "norm_eps": sublayers.norm_eps}
         self.attention = AttentionLayer(
-            model_dim, num_heads, backend, causal=True, positions=positions, **shared, **options
+            model_dim, num_heads, backend, causal=causal, positions=positions, **shared, **options
         )
         self.cross_attention: AttentionLayer | None = None
         if cross_backend is not None:
@@ -288,13 +232,13 @@ class DecoderBlock(nn.Module):
     def extend(
         self,
         x: Tensor,
-        state: DecoderBlockState | None = None,
+        state: BlockState | None = None,
         context: Tensor | None = None,
         *,
         key_mask: Tensor | None = None,
         context_mask: Tensor | None = None,
-    ) -> tuple[Tensor, DecoderBlockState]:
-        """Output of new tokens that follow `state`, and the new state.
+    ) -> tuple[Tensor, BlockState]:
+        """Output of new tokens that follow `state`, and the new state; only if causal.
 
         Args:
             context: Context to project and keep in the state; None: the context in the state.
@@ -309,21 +253,21 @@ class DecoderBlock(nn.Module):
         before = None if state is None else state.attention
         y, after = self.attention.extend(self.attention_residual.pre(x), before, key_mask=key_mask)
         y = self._read_and_feed(self.attention_residual.post(x, y), keys)
-        return y, DecoderBlockState(after, keys)
+        return y, BlockState(after, keys)
 
     def project_context(self, context: Tensor | None, context_mask: Tensor | None) -> ContextKeys | None:
         """Keys and values of the context, or None for a block without cross-attention."""
         if self.cross_attention is None:
             if context is not None or context_mask is not None:
                 raise UnsupportedError(
-                    "context was given to a decoder without cross-attention: build it with a cross_backend, "
+                    "context was given to a block without cross-attention: build it with a cross_backend, "
                     "such as 'exact'."
                 )
             return None
         if context is None:
             raise OptionError(
-                "This decoder has cross-attention and was given no context: give context, or build the "
-                "decoder with cross_backend=None."
+                "This block has cross-attention and was given no context: give context, or build it with "
+                "cross_backend=None."
             )
         check_mask("context_mask", context_mask, "context", context)
         return self.cross_attention.project_context(context, key_mask=context_mask)

@@ -18,8 +18,8 @@ from efficient_attn.backends import resolve, seeded, spawn_seeds
 from efficient_attn.errors import OptionError
 from efficient_attn.problem import positive_count
 from efficient_attn.registry import BackendSpec
-from efficient_attn.sharding import Hook, at_positions, installed, whole_tokens
-from efficient_attn.transformer.block import BlockOptions, DecoderBlock, TransformerBlock, accept_names
+from efficient_attn.sharding import at_positions, installed, whole_tokens
+from efficient_attn.transformer.block import BlockOptions, TransformerBlock, accept_names
 from efficient_attn.transformer.layer import (
     AttentionLayer,
     check_arguments,
@@ -63,6 +63,8 @@ class Encoder(nn.Module):
         final_norm: Whether a norm follows the last block; None: if norm is "pre".
         positions: "sinusoidal", "learned" (needs max_tokens), "rotary" or None.
         seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
+        cross_backend: Backend of the cross-attention, with capability `cross`. None: no cross-attention.
+        cross_options: Further arguments of the cross-attention layer, including options of its backend.
         checkpoint: Whether the activations of each block are computed again in the backward pass instead of
             being kept (Chen et al. 2016).
         device, dtype: Device and dtype of parameters and buffers, as of torch's layers.
@@ -83,6 +85,8 @@ class Encoder(nn.Module):
         causal: bool = False,
         max_tokens: int | None = None,
         seed: int = 0,
+        cross_backend: Any = None,
+        cross_options: Mapping[str, Any] | None = None,
         checkpoint: bool = False,
         device: Any = None,
         dtype: torch.dtype | None = None,
@@ -91,8 +95,12 @@ class Encoder(nn.Module):
         super().__init__()
         positive_count("num_layers", num_layers)
         self.checkpoint = checkpoint
-        layers = each_layer(Encoder, backend, options, num_layers)
+        layers = each_layer((type(self), Encoder), backend, options, num_layers)
         sublayers, _ = BlockOptions.split(options)
+        cross = None if cross_backend is None else resolve(cross_backend)
+        # Each layer has a seed for every attention in it.
+        step = 1 if cross is None else 2
+        seeds = spawn_seeds(seed, step * num_layers)
         self.embedding_input = EmbeddingInput(positions, model_dim, sublayers.dropout, max_tokens)
         accept_names(self, _NAMES)
         blocks = [
@@ -103,81 +111,20 @@ class Encoder(nn.Module):
                 positions="rotary" if positions == "rotary" else None,
                 causal=causal,
                 max_tokens=max_tokens,
-                **seeded(spec, layer_options, layer_seed),
-            )
-            for (spec, layer_options), layer_seed in zip(layers, spawn_seeds(seed, num_layers), strict=True)
-        ]
-        share_layers([block.attention for block in blocks])
-        self.blocks: Any = nn.ModuleList(blocks)
-        self.norm = build_final_norm(final_norm, sublayers, model_dim)
-        self.to(device=device, dtype=dtype)
-
-    def forward(self, x: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        """x [batch tokens model_dim] to the same shape; key_mask is bool [batch tokens]."""
-        return _run_blocks(self, x, key_mask=key_mask)
-
-    def extend(
-        self, x: Tensor, state: StackState | None = None, *, key_mask: Tensor | None = None
-    ) -> tuple[Tensor, StackState]:
-        """Output of new tokens that follow `state`, and the new state; only if causal."""
-        return _extend_blocks(self, x, state, key_mask=key_mask)
-
-
-class Decoder(nn.Module):
-    """Stack of DecoderBlocks; without cross_backend, a decoder-only stack.
-
-    Args:
-        cross_backend: Backend of the cross-attention, with capability `cross`. None: no cross-attention.
-        cross_options: Further arguments of the cross-attention layer, including options of its backend.
-
-    The other arguments are the same as of Encoder.
-    """
-
-    def __init__(
-        self,
-        model_dim: int = 512,
-        num_heads: int = 8,
-        backend: Any = "exact",
-        *,
-        num_layers: int = 6,
-        final_norm: bool | None = None,
-        positions: str | None = "sinusoidal",
-        max_tokens: int | None = None,
-        seed: int = 0,
-        cross_backend: Any = "exact",
-        cross_options: Mapping[str, Any] | None = None,
-        checkpoint: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        positive_count("num_layers", num_layers)
-        self.checkpoint = checkpoint
-        layers = each_layer(Decoder, backend, options, num_layers)
-        sublayers, _ = BlockOptions.split(options)
-        cross = None if cross_backend is None else resolve(cross_backend)
-        seeds = spawn_seeds(seed, 2 * num_layers)
-        self.embedding_input = EmbeddingInput(positions, model_dim, sublayers.dropout, max_tokens)
-        accept_names(self, _NAMES)
-        blocks = [
-            DecoderBlock(
-                model_dim,
-                num_heads,
-                spec,
-                positions="rotary" if positions == "rotary" else None,
-                max_tokens=max_tokens,
                 cross_backend=cross,
                 cross_options=None if cross is None else seeded(cross, cross_options or {}, cross_seed),
                 **seeded(spec, layer_options, layer_seed),
             )
             for (spec, layer_options), layer_seed, cross_seed in zip(
-                layers, seeds[::2], seeds[1::2], strict=True
+                layers, seeds[::step], seeds[step - 1 :: step], strict=True
             )
         ]
+        share_layers([block.attention for block in blocks])
         share_layers([block.cross_attention for block in blocks if block.cross_attention is not None])
         self.blocks: Any = nn.ModuleList(blocks)
-        self.norm = build_final_norm(final_norm, sublayers, model_dim)
+        # The residual stream of pre-norm blocks is not normalised.
+        final = sublayers.norm == "pre" if final_norm is None else final_norm
+        self.norm = sublayers.build_norm(model_dim) if final else nn.Identity()
         self.to(device=device, dtype=dtype)
 
     def forward(
@@ -191,11 +138,19 @@ class Decoder(nn.Module):
         """x [batch tokens model_dim] to the same shape; masks are bool, True for a real token.
 
         Args:
-            context: [batch context_tokens model_dim], an encoder's output.
+            context: [batch context_tokens model_dim], the output of another stack, for cross-attention.
             key_mask: Mask of x, [batch tokens].
             context_mask: Mask of the context, [batch context_tokens].
         """
-        return _run_blocks(self, x, context, key_mask=key_mask, context_mask=context_mask)
+        x = self.embedding_input(x)
+        masks: dict[str, Any] = {"key_mask": key_mask, "context_mask": context_mask}
+        for block in self.blocks:
+            if self.checkpoint and torch.is_grad_enabled():
+                run = block if sharding.hook is None else partial(_run_inside, sharding.hook, block)
+                x = checkpoint(run, x, context, use_reentrant=False, **masks)
+            else:
+                x = block(x, context, **masks)
+        return self.norm(x)
 
     def extend(
         self,
@@ -206,12 +161,34 @@ class Decoder(nn.Module):
         key_mask: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> tuple[Tensor, StackState]:
-        """Output of new tokens that follow `state`, and the new state.
+        """Output of new tokens that follow `state`, and the new state; only if causal.
 
         Args:
             context: Context to project and keep in the state; None: the context in the state.
         """
-        return _extend_blocks(self, x, state, context, key_mask=key_mask, context_mask=context_mask)
+        start, before = (0, (None,) * len(self.blocks)) if state is None else state
+        y, after = self.embedding_input(x, start), []
+        masks = {"key_mask": key_mask, "context_mask": context_mask}
+        for block, seen in zip(self.blocks, before, strict=True):
+            y, seen = block.extend(y, seen, context, **masks)
+            after.append(seen)
+        return self.norm(y), StackState(start + whole_tokens(x.shape[1]), tuple(after))
+
+
+class Decoder(Encoder):
+    """Causal Encoder whose blocks read a context; its other arguments are the same."""
+
+    def __init__(
+        self,
+        model_dim: int = 512,
+        num_heads: int = 8,
+        backend: Any = "exact",
+        *,
+        causal: bool = True,
+        cross_backend: Any = "exact",
+        **options: Any,
+    ) -> None:
+        super().__init__(model_dim, num_heads, backend, causal=causal, cross_backend=cross_backend, **options)
 
 
 class Transformer(nn.Module):
@@ -243,8 +220,8 @@ class Transformer(nn.Module):
         if cross_backend is None:
             raise OptionError("A transformer's decoder reads its encoder: give a cross_backend, as 'exact'.")
         backend = resolve_pairs(backend, options, Transformer, Encoder)
-        names = {*signature(Decoder).parameters, *signature(BlockOptions).parameters} - {"options"}
-        shared = {name: options.pop(name) for name in names & options.keys()}
+        names = {*signature(Encoder).parameters, *signature(BlockOptions).parameters}
+        shared = {name: options.pop(name) for name in (names - {"options", "causal"}) & options.keys()}
         seeds = spawn_seeds(seed, 2)
         if decoder_backend is None:
             decoder_backend, decoder_options = backend, {**options, **(decoder_options or {})}
@@ -257,7 +234,7 @@ class Transformer(nn.Module):
             seed=seeds[1],
             cross_backend=cross_backend,
             cross_options=cross_options,
-            **(decoder_options or {}),
+            **{**(decoder_options or {}), "causal": True},
         )
 
     def forward(
@@ -303,12 +280,6 @@ class Transformer(nn.Module):
         return self.encoder(source, key_mask=source_mask)
 
 
-def build_final_norm(final_norm: bool | None, options: BlockOptions, model_dim: int) -> nn.Module:
-    """Norm after the last block; None: of pre-norm ones, which leave the residual stream unnormalised."""
-    present = options.norm == "pre" if final_norm is None else final_norm
-    return options.build_norm(model_dim) if present else nn.Identity()
-
-
 def resolve_pairs(
     backend: Any, options: Mapping[str, Any], *modules: type[nn.Module]
 ) -> list[tuple[BackendSpec, Mapping[str, Any]]]:
@@ -325,7 +296,7 @@ def resolve_pairs(
 
 
 def each_layer(
-    stack: type[nn.Module], backend: Any, options: Mapping[str, Any], num_layers: int
+    stacks: tuple[type[nn.Module], ...], backend: Any, options: Mapping[str, Any], num_layers: int
 ) -> list[tuple[BackendSpec, dict[str, Any]]]:
     """Spec and options of each layer: of one backend, or of a list that the layers repeat.
 
@@ -333,7 +304,7 @@ def each_layer(
         OptionError: If the list does not divide the layers.
         UnknownNameError: If the stack has no such argument.
     """
-    pairs = resolve_pairs(backend, options, stack)
+    pairs = resolve_pairs(backend, options, *stacks)
     if not pairs or num_layers % len(pairs):
         raise OptionError(
             f"A list of backends is repeated over the layers: num_layers={num_layers} is no multiple of its "
@@ -343,31 +314,7 @@ def each_layer(
     return layers * (num_layers // len(pairs))
 
 
-def _run_blocks(stack: Any, x: Tensor, *inputs: Any, **masks: Any) -> Tensor:
-    """Output of a stack; with `checkpoint` activations are computed again in the backward pass."""
-    x = stack.embedding_input(x)
-    for block in stack.blocks:
-        if stack.checkpoint and torch.is_grad_enabled():
-            run = block if sharding.hook is None else partial(_run_inside, sharding.hook, block)
-            x = checkpoint(run, x, *inputs, use_reentrant=False, **masks)
-        else:
-            x = block(x, *inputs, **masks)
-    return stack.norm(x)
-
-
-def _run_inside(hook: Hook, block: nn.Module, *inputs: Any, **masks: Any) -> Tensor:
+def _run_inside(hook: Any, block: nn.Module, *inputs: Any, **masks: Any) -> Tensor:
     # The backward pass may be outside of the context that the forward pass was in.
     with installed(hook):
         return block(*inputs, **masks)
-
-
-def _extend_blocks(
-    stack: Any, x: Tensor, state: StackState | None, *inputs: Any, **masks: Any
-) -> tuple[Tensor, StackState]:
-    """Output of new tokens that follow `state`, and the new state."""
-    start, before = (0, (None,) * len(stack.blocks)) if state is None else state
-    y, after = stack.embedding_input(x, start), []
-    for block, seen in zip(stack.blocks, before, strict=True):
-        y, seen = block.extend(y, seen, *inputs, **masks)
-        after.append(seen)
-    return stack.norm(y), StackState(start + whole_tokens(x.shape[1]), tuple(after))

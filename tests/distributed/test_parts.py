@@ -8,7 +8,7 @@ import torch
 from threads import assert_ranks_are_the_whole, bytes_sent, drawn, join
 
 import efficient_attn as ea
-from efficient_attn.conformance.threads import on_threads
+from efficient_attn.conformance.ranks import on_threads
 from efficient_attn.distributed.calls import exchange_of, in_force
 from efficient_attn.distributed.exchange import all_tokens
 from efficient_attn.distributed.layout import KINDS, Layout, local_tokens

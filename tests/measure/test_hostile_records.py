@@ -15,8 +15,8 @@ from report.pages import Page
 
 from efficient_attn.measure.quantities import FIELDS
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.report.escape import slug
 from efficient_attn.report.files import write
+from efficient_attn.report.table import slug, to_rich
 from efficient_attn.studies import results as redraw
 from efficient_attn.studies.results import read
 
@@ -74,12 +74,10 @@ def with_texts(path, replacement):
         row["options"] = {text(key): value for key, value in row["options"].items()} | {"text": text("text")}
         rows.append(f"{json.dumps(row)}\n")
     environment = {name: text(name) for name in ("processor", "python", "system", "machine", "utc")}
-    environment |= {"packages": {text("torch"): text("2")}, "command": [text("word")]}
+    environment |= {"packages": {text("torch"): text("2")}, "command": [text("line") for _ in PAYLOADS]}
     path.mkdir(parents=True)
     (path / "records.jsonl").write_text("".join(rows), encoding="ascii")
     (path / "environment.json").write_text(json.dumps(environment), encoding="ascii")
-    command = "\n".join(text("line") for _ in PAYLOADS)
-    (path / "command.txt").write_text(command, encoding="utf-8", errors="replace")
     return path
 
 
@@ -156,8 +154,6 @@ def test_markdown_has_the_lines_and_cells_of_its_harmless_twin(outputs):
 
 def test_terminal_tables_print_names_as_they_are(tmp_path):
     from rich.console import Console
-
-    from efficient_attn.report.table import to_rich
 
     results = read(with_texts(tmp_path / "run", hostile))
     console = Console(file=io.StringIO(), width=400, force_terminal=True, color_system="truecolor")

@@ -89,17 +89,22 @@ CHANGES = {
 def test_a_changed_state_never_writes_to_the_state_that_it_was_made_of(name, change, masked):
     backend, tokens = built(name), inputs(10)
     mask = torch.arange(10)[None].expand(2, -1) % 5 != 1 if masked else None
-    _, state = extended(backend, tokens, [0, 3, 4, 5], mask=mask)
+    # The buffers of seven tokens have room for more.
+    _, state = extended(backend, tokens, [0, 3, 4, 5, 6, 7], mask=mask)
     changed = CHANGES[change](state)
-    expected, later = extended(backend, tokens, [5, 6], state, mask)
+    expected, later = extended(backend, tokens, [7, 8], state, mask)
     before = [x.clone() for x in later]
     batch = len(changed.k)
-    part = [x[:batch] for x in tokens]
-    extended(backend, part, [9, 10], changed, None if mask is None else mask[:batch])
+    part, of_part = [x[:batch] for x in tokens], None if mask is None else mask[:batch]
+    out, _ = extended(backend, part, [9, 10], changed, of_part)
     assert all(map(torch.equal, later, before))
+    # It reads its own tokens, wherever it lies; a cut state with global tokens is none.
+    if name != GLOBAL:
+        copied = type(changed)(*(x.clone() for x in changed))
+        assert (extended(backend, part, [9, 10], copied, of_part)[0] - out).abs().max() <= 1e-12
     if change in ("reordered", "pickled"):
         # A changed state may have a mask of its own, with which global keys are read in another order.
-        assert (extended(backend, tokens, [5, 6], changed, mask)[0] - expected).abs().max() <= 1e-12
+        assert (extended(backend, tokens, [7, 8], changed, mask)[0] - expected).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("masks", ["..m", ".m."])

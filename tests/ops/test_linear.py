@@ -58,10 +58,9 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(scaled_chunks, "_MULTIPLE", max(tokens // 2, 1))
         for constant in ("CHUNK", "BACKWARD_CHUNK"):
             monkeypatch.setattr(causal_exponential, constant, tokens)
-        # Four chunks in a segment of 2 times 4 heads, and a scan in groups of 2.
+        # Four chunks in a segment of 2 times 4 heads.
         for module, constant in ((scaled_chunks, "_CACHED"), (device_paths, "HELD")):
             monkeypatch.setattr(module, constant, 4 * tokens * 2 * 4 * num_features)
-        monkeypatch.setattr(scaled_chunks, "_RADIX", 2)
         monkeypatch.setattr(weak_chunks, "_BLOCK", 2)
 
     return set_chunks

@@ -20,6 +20,7 @@ import efficient_attn as ea
 from efficient_attn.ops.linear import causal_exponential, scaled_chunks, weak_chunks
 from efficient_attn.ops.linear import inputs as linear_inputs
 from efficient_attn.ops.linear import state as linear_state
+from efficient_attn.ops.linear.causal import causal_linear_attention
 from efficient_attn.ops.linear.scaled_chunks import running_states
 from efficient_attn.ops.linear.state import LinearState
 from efficient_attn.ops.paths import VARIABLE
@@ -60,9 +61,7 @@ def test_scales_far_from_zero_lose_no_digits(name, path, dtype, monkeypatch):
 
 @pytest.mark.parametrize("features", [1, 3])
 @pytest.mark.parametrize("number", [1, 2, 9])
-def test_running_states_are_sums_over_the_chunks_up_to_each(number, features, monkeypatch):
-    # Groups of groups of two.
-    monkeypatch.setattr(scaled_chunks, "_RADIX", 2)
+def test_running_states_are_sums_over_the_chunks_up_to_each(number, features):
     generator = torch.Generator().manual_seed(number)
     sums = torch.randn(2, number, 3, 4, generator=generator, dtype=torch.float64)
     scales = 5 * torch.randn(2, number, 1, features, generator=generator, dtype=torch.float64)
@@ -107,6 +106,17 @@ def test_tokens_after_a_state_have_the_rows_and_gradients_of_one_call(name, path
 
     assert_near([in_parts(*(x.detach() for x in inputs))], expected[:1], 1e-11)
     assert_near(output_and_gradients(in_parts, inputs), expected, 1e-10)
+
+
+def test_a_row_whose_features_are_small_where_those_of_its_key_are_large_reads_it(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+    # Row 0 reads key 0 with e⁻³⁰⁰, below the range of float32 at the largest features of the chunk.
+    q = torch.tensor([[-300.0, 0.0], [0.0, 0.0]])[None, None]
+    k = torch.tensor([[0.0, -400.0], [-400.0, 0.0]])[None, None]
+    v = torch.tensor([[1.0], [2.0]])[None, None]
+    inputs = linear_inputs.LinearInputs(q, k, v, None, None, None, "exponential", 1.0)
+    out = causal_linear_attention(inputs).out.flatten()
+    assert (out - torch.tensor([1.0, 1.5])).abs().max() <= 1e-6
 
 
 def rising(norm):

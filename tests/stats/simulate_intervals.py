@@ -1,4 +1,4 @@
-"""Coverage of nominal 95 % intervals under noise that timings and trainings have, by simulation.
+"""Coverage of nominal 95 % intervals under noise that timings have, by simulation.
 
     cd tests && python -m stats.simulate_intervals 2000
 
@@ -16,10 +16,7 @@ from made_records import case
 from stats.simulate_diff import Model, standard_error
 
 from efficient_attn.measure.record import Record
-from efficient_attn.stats.curves import Curve, curves
-from efficient_attn.stats.estimates import FEWEST_FOR_95
-from efficient_attn.studies.bench.crossover import crossovers, gains
-from efficient_attn.studies.recall.view import accuracy_of
+from efficient_attn.stats.estimates import Curve, curves, speed_ups
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 CALLS = 9
@@ -96,8 +93,8 @@ def true_s(label: str, tokens: int) -> float:
 
 
 def time_coverage(noise: Noise, *, rounds: int, runs: int, seed: int = 0) -> dict[str, Coverage]:
-    """How often the intervals of medians, ratios, crossovers and powers hold the truth."""
-    held: dict[str, list[bool]] = {"median": [], "speed": [], "crossover": [], "power": []}
+    """How often the intervals of medians, ratios and crossovers hold the truth."""
+    held: dict[str, list[bool]] = {"median": [], "speed": [], "crossover": []}
     for number in range(runs):
         both = curves(run(np.random.default_rng([seed, number]), noise, rounds), "time_s")
         for name, (low, true, high) in _intervals(both).items():
@@ -108,49 +105,28 @@ def time_coverage(noise: Noise, *, rounds: int, runs: int, seed: int = 0) -> dic
 def _intervals(both: Sequence[Curve]) -> dict[str, tuple[float, float, float]]:
     """Lower end, truth and upper end of each interval that is printed."""
     # One length of one backend stands for all: medians of a run are independent of each other.
-    point, (gain,), (cross,), fit = both[0].points[2], gains(both), crossovers(both), both[1].growth
+    point, (row,) = both[0].points[2], speed_ups(both)
     intervals = {}
     if point.low is not None:
         intervals["median"] = point.low, true_s(both[0].label, point.tokens), point.high
-    if gain.ratio.low is not None:
-        true = true_s("exact", gain.tokens) / true_s("window", gain.tokens)
-        intervals["speed"] = gain.ratio.low, true, gain.ratio.high
-    if cross.low is not None or cross.high is not None:
-        intervals["crossover"] = cross.low or 0, CROSSOVER, cross.high or math.inf
-    if fit is not None and fit.clear:
-        # The part of `window` that grows is linear, all of it.
-        intervals["power"] = fit.low, 1, fit.high
+    if row.last.low is not None:
+        true = true_s("exact", row.case.tokens) / true_s("window", row.case.tokens)
+        intervals["speed"] = row.last.low, true, row.last.high
+    tokens, low, high = row.crossover
+    if tokens is not None and (low > LENGTHS[0] or high is not None):
+        intervals["crossover"] = low, CROSSOVER, high or math.inf
     return intervals
-
-
-def recall_coverage(
-    *, seeds: int, runs: int, learning: float = 0.7, answers: int = 3200, seed: int = 0
-) -> Coverage:
-    """How often the interval of an accuracy holds the mean over all seeds, of which some learn nothing."""
-    true = learning * 0.93 + (1 - learning) / 16
-    inside = []
-    for number in range(runs if seeds >= FEWEST_FOR_95 else 0):
-        generator = np.random.default_rng([seed, number])
-        chances = np.where(generator.random(seeds) < learning, 0.93, 1 / 16)
-        accuracy = accuracy_of((generator.binomial(answers, chances) / answers).tolist())
-        inside.append(accuracy.low <= true <= accuracy.high)
-    return Coverage(sum(inside), len(inside))
 
 
 def table(runs: int) -> str:
     """The coverage of all intervals in Markdown."""
-    columns = ("median", "speed", "crossover", "power")
+    columns = ("median", "speed", "crossover")
     lines = [["noise", "rounds", *columns], ["---", "---:", *["---:"] * len(columns)]]
     for name, noise in (MODELS | RUN_SHIFTS).items():
         for rounds in (4, 10):
             coverage = time_coverage(noise, rounds=rounds, runs=runs)
             lines.append([name, str(rounds), *(str(coverage[column]) for column in columns)])
-    lines += [[], ["seeds of recall", "seeds that learn", "accuracy"], ["---:", "---:", "---:"]]
-    for seeds in (1, 3, 6, 10, 30):
-        for learning in (0.5, 0.7, 0.9):
-            coverage = recall_coverage(seeds=seeds, runs=runs, learning=learning)
-            lines.append([str(seeds), f"{learning:.0%}", str(coverage)])
-    return "\n".join(f"| {' | '.join(line)} |" if line else "" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from made_records import timed
 from scipy import stats
-from stats.simulate_intervals import MODELS, of_model, recall_coverage, time_coverage
+from stats.simulate_intervals import MODELS, of_model, time_coverage
 
 import efficient_attn as ea
 from efficient_attn.measure.record import replace
-from efficient_attn.stats.curves import curves
-from efficient_attn.stats.estimates import call_time, middle, time_ratio
+from efficient_attn.stats.estimates import call_time, curves, middle, time_ratio
 
 SHIFT = stats.norm.ppf(0.975) * 0.03
 
@@ -72,11 +71,6 @@ def test_the_ratio_of_two_times_is_taken_round_by_round():
     assert time_ratio(timed("window", 100, times_s[:3]), slow)[1:3] == (None, None)
 
 
-@pytest.mark.parametrize("learning", [0.3, 0.95])
-def test_intervals_of_seeds_that_learn_or_fail_hold_their_mean(learning):
-    assert recall_coverage(seeds=6, runs=400, learning=learning).held >= fewest(0.95, 400)
-
-
 def test_intervals_of_times_hold_what_a_further_run_would_measure():
     """Every case is shifted by 3 % in a run, which no number of rounds shows."""
     coverage = time_coverage(of_model(case_and_run=0.03), rounds=32, runs=300)
@@ -89,12 +83,12 @@ def test_intervals_of_times_hold_what_a_further_run_would_measure():
 @pytest.mark.parametrize("rounds", [4, 10])
 @pytest.mark.parametrize("noise", MODELS)
 def test_intervals_of_times_hold_under_every_noise(noise, rounds):
-    """At least 90 % of nominal 95 %; powers 93 %, as far as they are printed."""
-    coverage = time_coverage(MODELS[noise], rounds=rounds, runs=1000)
-    for name, share in {"median": 0.9, "speed": 0.9, "crossover": 0.9, "power": 0.93}.items():
-        assert coverage[name].held >= fewest(share, coverage[name].printed), (name, str(coverage[name]))
-        # A hundred give a coverage of 95 % a standard error of 2 %; where noise is large, most stay unclear.
-        assert coverage[name].printed > 100
+    """At least 90 % of nominal 95 %, as far as they are printed."""
+    coverage = time_coverage(MODELS[noise], rounds=rounds, runs=500)
+    for name in ("median", "speed", "crossover"):
+        assert coverage[name].held >= fewest(0.9, coverage[name].printed), (name, str(coverage[name]))
+        # Fifty give a coverage of 95 % a standard error of 3 %; where noise is large, most stay unclear.
+        assert coverage[name].printed > 50
 
 
 @pytest.mark.slow
@@ -104,6 +98,7 @@ def test_the_speed_of_a_backend_against_itself_is_one():
     lengths = [64, 96, 128, 192, 256, 384, 512, 768]
     results = ea.bench(["exact", again], seq_lens=lengths, rounds=6, threads=1)
     first, second = curves(results.records, "time_s")
-    ratios = [time_ratio(first.at(tokens).record, second.at(tokens).record) for tokens in lengths]
+    pairs = zip(first.points, second.points, strict=True)
+    ratios = [time_ratio(point.record, match.record) for point, match in pairs]
     assert all(ratio.low is not None for ratio in ratios)
     assert sum(not ratio.side_of_one for ratio in ratios) >= fewest(0.95, len(lengths))

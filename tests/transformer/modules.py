@@ -31,7 +31,7 @@ def build(kind: Any, name: Any = "exact", **arguments: Any) -> Any:
     module = kind(DIM, HEADS, name, **{**sizes, **options(str(name)), **arguments}).double()
     typical = (sequence(seed=9), sequence(CONTEXT, seed=8))
     if any(isinstance(part, ea.Backend) and part.needs_calibration for part in module.modules()):
-        ea.calibrate(module, *typical[: 2 if kind in (ea.DecoderBlock, ea.Decoder, ea.Transformer) else 1])
+        ea.calibrate(module, *typical[: 2 if kind in (ea.Decoder, ea.Transformer) else 1])
     return module
 
 

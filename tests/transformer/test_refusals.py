@@ -17,7 +17,7 @@ def layer(**arguments):
 
 
 def block(**arguments):
-    return ea.DecoderBlock(**{"model_dim": DIM, "num_heads": HEADS, "feed_forward_dim": WIDE, **arguments})
+    return ea.TransformerBlock(DIM, HEADS, **{"feed_forward_dim": WIDE, "causal": True, **arguments})
 
 
 def encoder(*backend, **arguments):
@@ -39,7 +39,6 @@ BUILT = [
     (layer, {"positions": "learned"}, UnknownNameError, "positions in a block.*Known: rotary"),
     (block, {"backend": "linformer"}, UnsupportedError, "'linformer' cannot be causal.*exact.*window"),
     (block, {"cross_backend": "window"}, UnsupportedError, "'window' cannot read another sequence"),
-    (block, {"causal": False}, OptionError, "decoder block is causal"),
     (block, {"norm": "middle"}, UnknownNameError, "choice of norm is called 'middle'.*post, pre"),
     (block, {"activation": "tanh"}, UnknownNameError, "choice of activation .*'tanh'.*gelu-tanh, relu"),
     (block, {"dropout": 1.0}, OptionError, "dropout is at least 0 and below 1"),
@@ -101,9 +100,9 @@ CALLED = [
     (lambda: build(ATTENTION, causal=True)(X, X), UnsupportedError, "causal layer .* takes no context"),
     (lambda: build(ATTENTION, positions="rotary")(X, X), UnsupportedError, "Rotary positions compare"),
     (lambda: build(ATTENTION).extend(X), UnsupportedError, "extend needs a causal backend"),
-    (lambda: build(ea.Decoder, cross_backend=None)(X, SHORT), UnsupportedError, "context was given to a dec"),
+    (lambda: build(ea.Decoder, cross_backend=None)(X, SHORT), UnsupportedError, "context was given to a bl"),
     (lambda: build(ea.Decoder)(X), OptionError, "has cross-attention and was given no.*cross_backend=None"),
-    (lambda: build(ea.DecoderBlock).extend(X), OptionError, "was given no context"),
+    (lambda: build(ea.Decoder).extend(X), OptionError, "was given no context"),
     (
         lambda: build(ea.Decoder)(X, SHORT, context_mask=LONG),
         ShapeError,

@@ -16,7 +16,6 @@ import efficient_attn as ea
 from efficient_attn.theory.kernel import (
     log_positive_error,
     log_trigonometric_error,
-    log_utility,
     standard_error,
 )
 
@@ -115,7 +114,10 @@ claims = [
 figure, ax = plt.subplots(figsize=(6, 4), layout="constrained")
 degrees = np.linspace(1, 179.5, 400)
 for norm in sorted({0.5, 1.0, 2.0} & set(norms)):
-    (line,) = ax.plot(degrees, np.exp(log_utility(norm, np.radians(degrees))), label=f"norm {norm:g}")
+    # |x − y|² and |x + y|²; the halved angle keeps the digits of small ones.
+    differences, sums = (4 * norm**2 * wave(np.radians(degrees) / 2) ** 2 for wave in (np.sin, np.cos))
+    ratio = np.exp(log_trigonometric_error(differences) - log_positive_error(sums))
+    (line,) = ax.plot(degrees, ratio, label=f"norm {norm:g}")
     spots = [(angle, r.median) for (n, angle), r in utilities.items() if n == norm]
     ax.plot(*zip(*spots, strict=True), "o", color=line.get_color())
 ax.axhline(1.0, color="black", linewidth=0.8)

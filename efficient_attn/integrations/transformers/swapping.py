@@ -79,7 +79,7 @@ def sites_of(model: Any) -> AttentionSites:
 
 
 def build_layers(
-    sites: AttentionSites, chosen: Mapping[int, Choice], *, max_tokens: int, seed: int
+    sites: AttentionSites, chosen: Mapping[int, tuple[Any, Mapping[str, Any]]], *, max_tokens: int, seed: int
 ) -> dict[str, Backend]:
     """Build the chosen backend of each layer of self-attention, and exact attention elsewhere.
 
@@ -157,7 +157,7 @@ def _no_cache(model: Any) -> dict[str, bool]:
 
 def calibrate_on(model: Any, backends: Sequence[Backend], ids: Tensor) -> bool:
     """Calibrate backends on a text, and return whether any needed it."""
-    from efficient_attn.calibration import calibrate
+    from efficient_attn.backend import calibrate
 
     if not any(backend.needs_calibration for backend in backends):
         return False

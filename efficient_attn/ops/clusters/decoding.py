@@ -23,9 +23,9 @@ from efficient_attn.ops.clusters.trees import (
     summarise,
 )
 from efficient_attn.ops.dtypes import upcast, upcast_dtype
-from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.paths import tuned_for_cpu
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
+from efficient_attn.ops.softmax.partial import eager
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 
@@ -178,7 +178,9 @@ def extend_clusters(
     new, tokens, mask = q.shape[2], cache.k.shape[2], mask_of(cache)
     if q.shape[0] * new == 0:
         return q.new_zeros(*q.shape[:3], v.shape[3]), ClusterCache(*cache, *runs)
-    if new > task.stages(tokens)[-1].layout.block or not (mask is None or _seen_by_host(mask)):
+    # Elsewhere the host would have to wait for the mask.
+    seen = mask is None or (tuned_for_cpu(mask) and eager(mask))
+    if new > task.stages(tokens)[-1].layout.block or not seen:
         out = probe_clusters(q, cache.k, cache.v, **task._asdict(), causal=True, key_mask=mask)
         return out, ClusterCache(*cache, *no_runs(k, v))
     groups = [(slice(None), 0)] if mask is None else alike(mask)
@@ -275,8 +277,3 @@ def _keys_at(x: Tensor, at: Tensor) -> Tensor:
     # The CPU copies whole rows only from two dimensions.
     heads = [y.index_select(0, rows) for y, rows in zip(x.flatten(0, 1), at.flatten(0, 1), strict=True)]
     return torch.stack(heads).unflatten(0, x.shape[:2])
-
-
-def _seen_by_host(mask: Tensor) -> bool:
-    """Whether the host reads a mask at no cost."""
-    return tuned_for_cpu(mask) and not torch.compiler.is_compiling() and not transformed(mask)

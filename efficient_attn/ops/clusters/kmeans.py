@@ -11,7 +11,6 @@ queries, whose entries count as uncorrelated: ½ Σ_d s_d Σ_dd.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -280,56 +279,36 @@ def window_clusters(
         positions: See `Alignment`.
         total: Sum over the ranks that hold the other queries; None: there are none.
     """
-    attend = partial(
-        _attend_heads,
-        scale=scale,
-        layout=layout,
-        clusters=clusters,
-        steps=steps,
-        key_mask=key_mask,
-        positions=positions,
-        total=total,
-    )
-    return by_heads(attend, q, k, v)
 
-
-def _attend_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    layout: Layout,
-    clusters: int,
-    steps: int | None,
-    key_mask: Tensor | None,
-    positions: Sequence[range] | None,
-    total: Callable[[Tensor], Tensor] | None,
-) -> Tensor:
-    inputs = alignment(upcast(q) * scale, k, v, key_mask, positions)
-    k, v, real = inputs.k, inputs.v, inputs.real
-    clusters = min(clusters, k.shape[2])
-    if steps is None:
-        chosen = segments(real, clusters)[:, None].expand(k.shape[:3])
-    else:
-        chosen = kmeans(k.detach(), real, clusters, steps)
-    # Summaries are made for the queries of one head, whatever other heads share its keys.
-    if q.shape[1] > k.shape[1]:
-        k, v, chosen = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, chosen))
-    queries = query_moments(inputs.q.unsqueeze(2), None if key_mask is None else inputs.real_queries(), total)
-    members = weighted_keys(k, v, inputs.counted(layout.first), chosen, queries, clusters)
-    outs = []
-    for rows, span in inputs.runs():
-        begin, end = span.start // layout.block, -(-span.stop // layout.block)
-        group = _group(members.top.numel() * (k.shape[3] + v.shape[3]), end - begin, k)
-        outside = beyond_slices(
-            members, block=layout.block, back=layout.back, group=group, begin=begin, end=end
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        inputs = alignment(upcast(q) * scale, k, v, key_mask, positions)
+        k, v, real = inputs.k, inputs.v, inputs.real
+        number = min(clusters, k.shape[2])
+        if steps is None:
+            chosen = segments(real, number)[:, None].expand(k.shape[:3])
+        else:
+            chosen = kmeans(k.detach(), real, number, steps)
+        # Summaries are made for the queries of one head, whatever other heads share its keys.
+        if q.shape[1] > k.shape[1]:
+            k, v, chosen = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, chosen))
+        queries = query_moments(
+            inputs.q.unsqueeze(2), None if key_mask is None else inputs.real_queries(), total
         )
-        summaries = (summarise_clusters(sums, members.top, queries, k.shape[3]) for sums in outside)
-        before = span.start - begin * layout.block
-        out = read_slices(after(rows, before), k, v, real, summaries, layout, group=group, begin=begin)
-        outs.append(without(out, before))
-    return inputs.restored(outs, causal=False).to(q.dtype)
+        members = weighted_keys(k, v, inputs.counted(layout.first), chosen, queries, number)
+        outs = []
+        for rows, span in inputs.runs():
+            begin, end = span.start // layout.block, -(-span.stop // layout.block)
+            group = _group(members.top.numel() * (k.shape[3] + v.shape[3]), end - begin, k)
+            outside = beyond_slices(
+                members, block=layout.block, back=layout.back, group=group, begin=begin, end=end
+            )
+            summaries = (summarise_clusters(sums, members.top, queries, k.shape[3]) for sums in outside)
+            before = span.start - begin * layout.block
+            out = read_slices(after(rows, before), k, v, real, summaries, layout, group=group, begin=begin)
+            outs.append(without(out, before))
+        return inputs.restored(outs, causal=False).to(q.dtype)
+
+    return by_heads(attend, q, k, v)
 
 
 def _group(numbers: int, blocks: int, k: Tensor) -> int:

@@ -35,6 +35,7 @@ from efficient_attn.ops.clusters.trees import (
     causal_stages,
     clusters_of,
     full_stages,
+    index_tensor,
     places,
     reach,
     summarise,
@@ -83,7 +84,8 @@ def steps(read: list[list[int]], first: int, rows: Tensor, none: int) -> Iterato
     if not tuned_for_cpu(rows):
         # Summaries are gathered for each block, so that all blocks of a step are one batched product.
         numbers = rows.shape[0] * rows.shape[1] * most * (rows.shape[3] + 3 * rows.shape[4])
-        table = torch.tensor([cells + [none] * (most - len(cells)) for cells in read], device=rows.device)
+        padded = tuple((*cells, *[none] * (most - len(cells))) for cells in read)
+        table = index_tensor(padded, rows.device)
         yield from (Step(len(part), part, None) for part in table.split(step_capacity(numbers)))
         return
     share = 1 << (max(_STEP // numbers, 1)).bit_length() - 1
@@ -190,53 +192,32 @@ def probe_clusters(
     """
     plan = partial(causal_stages if causal else full_stages, block=block, clusters=clusters, first=first)
     stages = plan(k.shape[2])
-    attend = partial(
-        _attend_heads,
-        scale=scale,
-        stages=stages,
-        clusters=clusters,
-        probes=probes if probes < clusters else k.shape[2],
-        causal=causal,
-        key_mask=key_mask,
-        positions=positions,
-    )
-    # Causal stages have queries of their own, and so smaller tensors.
-    return by_heads(attend, q, k, v, stages=len(stages) if causal else 1)
-
-
-def _attend_heads(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    stages: list[Stage],
-    clusters: int,
-    probes: int,
-    causal: bool,
-    key_mask: Tensor | None,
-    positions: Sequence[range] | None,
-) -> Tensor:
-    inputs = alignment(upcast(q) * scale, k, v, key_mask, positions)
-    counted = inputs.counted(stages[0].layout.first)
-    task = Task(inputs.k, inputs.v, inputs.real, counted, probes, causal)
-    # The number of real tokens decides, so that padding changes no cluster.
-    extent = (torch.arange(1, k.shape[2] + 1, device=k.device) * inputs.real).amax(dim=1)
-    extent = extent[:, None, None, None]
     if not (causal or key_mask is not None):
         stages = stages[-1:]
-    outs = []
-    for rows, span in inputs.runs():
-        overlapping = [x for x in stages if max(x.begin, span.start) < min(x.end, span.stop)]
-        parts = [_rows(task, rows, span, stage) for stage in overlapping]
-        if causal:
-            outs.append(torch.cat(parts, dim=2))
-            continue
-        output = parts.pop()
-        for stage, out in zip(overlapping[-2::-1], parts[::-1], strict=True):
-            output = torch.where(extent <= reach(stage, clusters), out, output)
-        outs.append(output)
-    return inputs.restored(outs, causal=causal).to(q.dtype)
+    most = probes if probes < clusters else k.shape[2]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        inputs = alignment(upcast(q) * scale, k, v, key_mask, positions)
+        counted = inputs.counted(stages[0].layout.first)
+        task = Task(inputs.k, inputs.v, inputs.real, counted, most, causal)
+        # The number of real tokens decides, so that padding changes no cluster.
+        extent = (torch.arange(1, k.shape[2] + 1, device=k.device) * inputs.real).amax(dim=1)
+        extent = extent[:, None, None, None]
+        outs = []
+        for rows, span in inputs.runs():
+            overlapping = [x for x in stages if max(x.begin, span.start) < min(x.end, span.stop)]
+            parts = [_rows(task, rows, span, stage) for stage in overlapping]
+            if causal:
+                outs.append(torch.cat(parts, dim=2))
+                continue
+            output = parts.pop()
+            for stage, out in zip(overlapping[-2::-1], parts[::-1], strict=True):
+                output = torch.where(extent <= reach(stage, clusters), out, output)
+            outs.append(output)
+        return inputs.restored(outs, causal=causal).to(q.dtype)
+
+    # Causal stages have queries of their own, and so smaller tensors.
+    return by_heads(attend, q, k, v, stages=len(stages) if causal else 1)
 
 
 def _rows(task: Task, q: Tensor, span: range, stage: Stage) -> Tensor:

@@ -11,6 +11,7 @@ directions of the run, each node halved along the one with the largest variance.
 are nested clusters. Without causality all runs share the principal directions of all keys, found once.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -155,10 +156,8 @@ def sort_runs(k: Tensor, counted: Tensor, runs: list[Run], leaf: int, *, shared:
         of_all = _coordinates(k, counted[:, None].expand(k.shape[:3]), last)
     for level in range(runs[0][0], -1, -1):
         size = leaf << level
-        first = [number * size for height, number in runs if height == level]
-        new = torch.tensor(first, dtype=torch.long, device=k.device)[:, None] + torch.arange(
-            size, device=k.device
-        )
+        first = tuple(number * size for height, number in runs if height == level)
+        new = index_tensor(first, k.device)[:, None] + torch.arange(size, device=k.device)
         inside = new.clamp_max(tokens - 1)
         at = torch.cat([at, new.flatten().expand(batch, heads, -1)], dim=2)
         if size == leaf:
@@ -178,6 +177,17 @@ def sort_runs(k: Tensor, counted: Tensor, runs: list[Run], leaf: int, *, shared:
             .flatten(2, 3)
         )
     return at
+
+
+@lru_cache(maxsize=256)
+def _on_gpu(indices: tuple, device: torch.device) -> Tensor:
+    return torch.tensor(indices, dtype=torch.long, device=device)
+
+
+def index_tensor(indices: tuple, device: torch.device) -> Tensor:
+    """Indices, or tuples of them, as a tensor, which a GPU copies once: it waits for a copy from Python."""
+    make = _on_gpu if device.type == "cuda" and not torch.compiler.is_compiling() else _on_gpu.__wrapped__
+    return make(indices, device)
 
 
 def _halved(x: Tensor, alive: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.features import MAPS, FeatureMap, Features
 from efficient_attn.ops.linear.state import LOWEST
@@ -92,9 +92,7 @@ class LinearInputs(NamedTuple):
 
     def real_rows(self, x: Tensor, part: slice) -> Tensor:
         """Keys or values of a chunk, zero where masked, [batch kv_heads part dim]."""
-        rows = upcast(x[..., part, :])
-        # A weight of zero is not enough: zero times NaN is NaN.
-        return rows if self.key_mask is None else rows.masked_fill(~self.key_mask[:, None, part, None], 0.0)
+        return zero_masked(upcast(x[..., part, :]), self.mask(part))
 
     def flat_keys_and_values(self, part: slice) -> tuple[Tensor, Tensor]:
         """Keys and values of a chunk, zero where masked, [batch·kv_heads part dim]."""

@@ -39,14 +39,14 @@ UNSEEN = -1e29
 # Half the logarithm of the largest sum of products of a query's and a key's weights: sums use the whole range
 # of floats, within which the supports of a query's and a key's features may differ.
 _LARGEST = {torch.float32: 40.0, torch.float64: 300.0}
-# Chunks that one product takes; more are scanned in groups of this number, then over the groups.
-_RADIX = 160
 # Tokens per chunk, within which scores are computed directly: on the CPU, and on other devices.
 CHUNK, _LARGE_CHUNK = 64, 128
 # Chunks have a multiple of this number of tokens, as products on a GPU prefer.
 _MULTIPLE = 16
 # Features of the queries of a segment that stay in a CPU's cache, and chunks of a segment there at most.
 _CACHED, _FEW = 2**17, 8
+# Chunks of a segment at most on other devices, since one product scans them with a factor for each pair.
+_MANY = 160
 _ALL = slice(None)
 
 
@@ -138,26 +138,6 @@ def running_states(states: LinearState, *, reverse: bool = False) -> LinearState
     if reverse:
         turned = running_states(LinearState(*(x.flip(1) for x in states)))
         return LinearState(*(x.flip(1) for x in turned))
-    chunks = states.sums.shape[1]
-    if chunks <= _RADIX:
-        return _running(states)
-    groups = -(-chunks // _RADIX)
-    missing = groups * _RADIX - chunks
-    padded = (
-        F.pad(x, (0, 0, 0, 0, 0, missing), value=value)
-        for x, value in zip(states, (0.0, -torch.inf), strict=True)
-    )
-    within = _running(LinearState(*(x.unflatten(1, (groups, _RADIX)).flatten(0, 1) for x in padded)))
-    within = LinearState(*(x.unflatten(0, (len(states.sums), groups)) for x in within))
-    totals = running_states(LinearState(*(x[:, :, -1] for x in within)))
-    before = (
-        F.pad(x[:, :-1], (0, 0, 0, 0, 1, 0), value=value).unsqueeze(2)
-        for x, value in zip(totals, (0.0, -torch.inf), strict=True)
-    )
-    return LinearState(*(x.flatten(1, 2)[:, :chunks] for x in _merged(within, LinearState(*before))))
-
-
-def _running(states: LinearState) -> LinearState:
     reference = states.log_scale.detach().cummax(dim=1).values
     # [flat_heads features|1 chunks …]: with one scale for all features their sums are one row.
     scales, upto = (x.squeeze(2).mT for x in (states.log_scale, reference))
@@ -167,18 +147,12 @@ def _running(states: LinearState) -> LinearState:
     return LinearState(sums.unflatten(3, rows.shape[3:]).transpose(1, 2).flatten(2, 3), reference)
 
 
-def _merged(left: LinearState, right: LinearState) -> LinearState:
-    reference = torch.maximum(left.log_scale, right.log_scale)
-    sums: list[Tensor] = [(x.log_scale - floor(reference)).exp().mT * x.sums for x in (left, right)]
-    return LinearState(sums[0] + sums[1], reference)
-
-
 def segments(inputs: LinearInputs, length: int | None = None) -> list[slice]:
     """Consecutive segments of the queries, or of a length, in whole chunks."""
     length = inputs.q.shape[-2] if length is None else length
-    if tuned_for_cpu(inputs.q):
-        return parts(length, max(min(held_tokens(inputs, _CACHED) // CHUNK, _FEW), 1) * CHUNK)
-    return parts(length, max(held_tokens(inputs) // _LARGE_CHUNK, 1) * _LARGE_CHUNK)
+    numbers, most = (_CACHED, _FEW) if tuned_for_cpu(inputs.q) else (None, _MANY)
+    size = _chunk(inputs)
+    return parts(length, max(min(held_tokens(inputs, numbers) // size, most), 1) * size)
 
 
 def _chunk(inputs: LinearInputs) -> int:

@@ -22,6 +22,7 @@ from torch import Tensor
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.grouped_queries import fold
 from efficient_attn.ops.linear.features import Features
+from efficient_attn.ops.paths import tuned_for_cpu
 
 # Smaller exponents become −inf: products of two such weights would be denormal numbers, which are six to
 # ten times slower and negligible.
@@ -29,6 +30,8 @@ LOWEST = {torch.float32: -42.0, torch.float64: -350.0}
 # A row of a causal chunk whose weights all lie this far below the chunk's largest key is computed again, with
 # a reference closer to its visible keys.
 TINY = {torch.float32: 1e-8, torch.float64: 1e-100}
+# Tokens of a sum on a GPU, and the number of features from which on tokens are summed so.
+_BLOCK, _MANY = 256, 1024
 
 
 class LinearState(NamedTuple):
@@ -82,7 +85,21 @@ def summarise(keys: Features, v: Tensor) -> LinearState:
     if keys.values is None:
         return LinearState(scale.mT @ with_ones(v), reference)
     # The common scale of a token multiplies its value, which is shorter than its features.
-    return LinearState(keys.values.mT @ (with_ones(v) * scale), reference)
+    return LinearState(_summed(keys.values, with_ones(v) * scale), reference)
+
+
+def _summed(features: Tensor, values: Tensor) -> Tensor:
+    """featuresᵀ values; a GPU adds float32 products one after the other, which loses digits.
+
+    The products of queries with many signed features cancel most of these sums. Blocks of tokens keep their
+    digits: linear-taylor-2 at 4096 tokens errs by 2e-6 in place of 2e-5 on an H100.
+    """
+    few = features.shape[-1] < _MANY
+    if few or tuned_for_cpu(features) or features.dtype is not torch.float32:
+        return features.mT @ values
+    padding = (0, 0, 0, -features.shape[-2] % _BLOCK)
+    left, right = (F.pad(x, padding).unflatten(-2, (-1, _BLOCK)) for x in (features, values))
+    return (left.mT @ right).sum(dim=-3)
 
 
 def merge(left: LinearState, right: LinearState) -> LinearState:

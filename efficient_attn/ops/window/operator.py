@@ -212,8 +212,9 @@ def _heads(
     """
     batch, kv_heads = k.shape[:2]
     grouped = q.shape[1] != kv_heads
-    if not grouped and key_mask is None and all(_even(x) for x in (q, k, v)):
-        yield _flattened, None
+    even = all(batch == 1 or x.stride(0) == x.shape[1] * x.stride(1) for x in (q, k, v))
+    if even and not grouped and key_mask is None:
+        yield lambda x: x.flatten(0, 1), None
         return
     for entry in range(batch):
         mask = None if key_mask is None else key_mask[entry]
@@ -221,16 +222,8 @@ def _heads(
             yield partial(_group, entry=entry, group=group, groups=kv_heads if grouped else 1), mask
 
 
-def _flattened(x: Tensor) -> Tensor:
-    return x.flatten(0, 1)
-
-
 def _group(x: Tensor, entry: int, group: int, groups: int) -> Tensor:
     return x[entry].chunk(groups)[group]
-
-
-def _even(x: Tensor) -> bool:
-    return x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
 
 
 def _steps(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from efficient_attn.measure.record import DECODED, Record
-from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, single_names, timed_layer
+from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, YARDSTICK, single_names, timed_layer
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import (
     CONCATENATED,
@@ -21,12 +21,18 @@ from efficient_attn.report.text import (
     show_spread,
     three_digits,
 )
-from efficient_attn.stats.curves import DEVICE_TIME, Curve, by_clock, by_subject, curves
 from efficient_attn.stats.estimates import (
+    DEVICE_TIME,
     FEWEST_ROUNDS,
+    FURTHEST,
     RUN_SHIFT,
+    Curve,
+    SpeedUp,
+    by_clock,
+    by_subject,
+    curves,
     on_device,
-    per_second,
+    speed_ups,
 )
 from efficient_attn.studies.bench.comparison import (
     GAUSSIAN,
@@ -36,7 +42,6 @@ from efficient_attn.studies.bench.comparison import (
     by_setting,
     comparisons,
 )
-from efficient_attn.studies.bench.crossover import FURTHEST, Crossover, crossovers, gains
 from efficient_attn.studies.view import NOT_MEASURED, Environment, cost_cells
 
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
@@ -50,6 +55,8 @@ _LOOKED = (
     f"faster from: tokens above which a call is faster than one of {YARDSTICK}, sought at the lengths of the "
     f"run and beyond as far as {FURTHEST} times the last."
 )
+
+_GROWTH = "grows as: power of the tokens from the third longest to the longest length."
 
 _ALIKE = "Compiled and replayed calls are compared with {} compiled or replayed."
 
@@ -68,31 +75,35 @@ Cells = Mapping[str, str]
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """Time, peak memory and error at all lengths, and all of them at the longest length with an error."""
     groups = by_setting(comparisons(records))
-    shown = _cost_tables(records) if many_lengths(records) or not groups else []
-    for group in groups:
-        if len(group) > 1:
-            shown += _error_tables(group, records)
-        shown.append(_comparison_table(group[-1]))
+    shown = []
+    subjects = by_subject(records) if many_lengths(records) or not groups else {}
+    for subject, group in subjects.items():
+        place = "" if subject == "attention" else f" of the {subject}"
+        for clock, timed in by_clock(group).items():
+            if times := curves(timed, "time_s"):
+                shown.append(_time_table(clock, place, times))
+        if peaks := curves(group, "peak_bytes"):
+            # Bytes at the longest length, of every curve that has any.
+            columns = {
+                name: {
+                    curve.label: three_digits(curve.measured[-1].value / _MEBIBYTE)
+                    for curve in curves(group, quantity)
+                    if curve.measured and curve.measured[-1].value
+                }
+                for name, quantity in (("weights", "parameter_bytes"), ("state", "state_bytes"))
+            }
+            title = f"Peak memory of a call{place}, MiB"
+            shown.append(_cost_table(title, peaks, _MEBIBYTE, columns, [_GROWTH]))
+    for setting_group in groups:
+        if len(setting_group) > 1:
+            shown += _error_tables(setting_group, records)
+        shown.append(_comparison_table(setting_group[-1]))
     return shown
 
 
 def many_lengths(records: Sequence[Record]) -> bool:
     """Whether the costs of a backend were measured at more than one length."""
     return any(len(curve.points) > 1 for kind in ("time_s", "peak_bytes") for curve in curves(records, kind))
-
-
-def _cost_tables(records: Sequence[Record]) -> list[Table]:
-    shown = []
-    for subject, group in by_subject(records).items():
-        place = "" if subject == "attention" else f" of the {subject}"
-        for clock, timed in by_clock(group).items():
-            shown += _time_tables(clock, place, curves(timed, "time_s"))
-        peaks = curves(group, "peak_bytes")
-        if peaks:
-            bytes_of = {"weights": "parameter_bytes", "state": "state_bytes"}
-            columns = {name: _largest(group, quantity) for name, quantity in bytes_of.items()}
-            shown.append(_cost_table(f"Peak memory of a call{place}, MiB", peaks, _MEBIBYTE, columns))
-    return shown
 
 
 def _error_tables(group: Sequence[Comparison], records: Sequence[Record]) -> list[Table]:
@@ -205,41 +216,56 @@ def _error_notes(comparison: Comparison) -> tuple[str, ...]:
     )
 
 
-def _time_tables(clock: str, place: str, times: Sequence[Curve]) -> list[Table]:
+def _time_table(clock: str, place: str, times: Sequence[Curve]) -> Table:
     """Times at all lengths with speeds, crossovers, and shares of measured rates at the longest length."""
-    if not times:
-        return []
-    starts, name = crossover_cells(times), clock.capitalize()
-    shares = _shares(times)
-    notes = (_INTERVALS, *([_LOOKED] if starts else []), *_meanings(clock, times), *_peaks(times, shares))
-    columns = {"speed, exact = 1": _speeds(times), "faster from": starts, **shares}
-    return [_cost_table(f"{name} per call{place}, ms", times, _MILLISECOND, columns, notes)]
+    compared = speed_ups(times)
+    speeds = {row.label: show_ratio(row.last) for row in compared}
+    baselines = {curve.label: "1" for curve in times if speeds and curve.backend == YARDSTICK}
+    starts = crossover_cells(compared)
+    columns: dict[str, Cells] = {"speed, exact = 1": {**baselines, **speeds}, "faster from": starts}
+    notes = [_INTERVALS, _GROWTH, *([_LOOKED] if starts else [])]
+    cases = [curve.points[0].record.case for curve in times]
+    if clock == DEVICE_TIME:
+        notes.append(QUEUED_NOTE.format(" or ".join(sorted({case.l2 for case in cases if case.l2}))))
+    executions = {case.execution for case in cases}
+    notes += [_ALIKE.format(YARDSTICK)] if executions - {None, DECODED} else []
+    notes += [_ONE_TOKEN] if DECODED in executions else []
+    ends = [(curve.label, curve.measured[-1]) for curve in times if curve.measured]
+    peaks = []
+    for head, (amount, rate, unit) in _SHARES.items():
+        columns[head] = {
+            label: three_digits(100 * moved / end.value / peak)
+            for label, end in ends
+            if end.value and (moved := getattr(end.record, amount)) and (peak := getattr(end.record, rate))
+        }
+        if columns[head]:
+            peak = max(getattr(end.record, rate) or 0.0 for _, end in ends)
+            peaks.append(f"{three_digits(peak / 1e9)} {unit}")
+    notes += [f"Peaks measured in this run: {', '.join(peaks)}. {_COUNTED}"] if peaks else []
+    return _cost_table(f"{clock.capitalize()} per call{place}, ms", times, _MILLISECOND, columns, notes)
 
 
-def crossover_cells(times: Sequence[Curve]) -> dict[str, str]:
+def crossover_cells(compared: Sequence[SpeedUp]) -> dict[str, str]:
     """{label: `910 (850 to 990)`, or the reason why there is no such number}."""
-    return {row.label: _show_crossover(row) for row in crossovers(times)}
-
-
-def _show_crossover(row: Crossover) -> str:
-    first, last = row.lengths[0], row.lengths[-1]
-    if row.tokens is None:
-        return f"all from {first}" if row.always else f"none up to {last}" if row.never else "unclear"
-    if row.low is None and row.high is None:
-        return "unclear"
-    low = f"below {first}" if row.low is None else str(_round(row.low))
-    interval = f"{low} or more" if row.high is None else f"{low} to {_round(row.high)}"
-    return f"{_round(row.tokens)} ({interval}{', extrapolated' if row.extrapolated else ''})"
-
-
-def _round(tokens: float) -> int:
-    """Tokens to two digits, the precision of timings."""
-    return int(float(f"{tokens:.2g}"))
-
-
-def _speeds(times: Sequence[Curve]) -> Cells:
-    ratios = {gain.label: show_ratio(gain.ratio) for gain in gains(times)}
-    return ratios and {**{curve.label: "1" for curve in times if curve.backend == YARDSTICK}, **ratios}
+    cells = {}
+    for row in compared:
+        first, last, (tokens, low, high) = min(row.ratios), max(row.ratios), row.crossover
+        sides = {ratio.side_of_one for ratio in row.ratios.values()}
+        open_below = low is None or low <= first
+        if first == last or row.case.backend == CEILING:
+            continue
+        if tokens is None or tokens <= first:
+            cell = f"none up to {last}" if sides == {-1} else "unclear"
+            cell = f"all from {first}" if sides == {1} else cell
+        elif any(ratio.low is None for ratio in row.ratios.values()) or (open_below and high is None):
+            cell = "unclear"
+        else:
+            # Two digits, the precision of timings.
+            shown, low, high = (end and int(float(f"{end:.2g}")) for end in (tokens, low, high))
+            edges = f"{f'below {first}' if open_below else low} {'or more' if high is None else f'to {high}'}"
+            cell = f"{shown} ({edges}{', extrapolated' if tokens > last else ''})"
+        cells[row.label] = cell
+    return cells
 
 
 def _cost_table(
@@ -247,70 +273,26 @@ def _cost_table(
     all_curves: Sequence[Curve],
     unit: float,
     columns: Mapping[str, Cells],
-    notes: tuple[str, ...] = (),
+    notes: Sequence[str] = (),
 ) -> Table:
     lengths = sorted({point.tokens for curve in all_curves for point in curve.points})
     columns = {name: cells for name, cells in columns.items() if cells}
-    rows = [
-        (
-            curve.label,
-            *(_cost(curve, tokens, unit) for tokens in lengths),
-            show_growth(curve.growth),
-            *(cells.get(curve.label, "") for cells in columns.values()),
-        )
-        for curve in all_curves
-    ]
-    failures = failure_notes([point.record for curve in all_curves for point in curve.points])
-    return Table(
-        title, ("backend", *map(str, lengths), "grows as", *columns), tuple(rows), (*notes, *failures)
-    )
-
-
-def _meanings(clock: str, times: Sequence[Curve]) -> list[str]:
-    """Notes on device times, and on the baseline of compiled or replayed calls."""
-    cases = [curve.points[0].record.case for curve in times]
-    caches = " or ".join(sorted({case.l2 for case in cases if case.l2}))
-    queued = [QUEUED_NOTE.format(caches)] if clock == DEVICE_TIME else []
-    executions = {case.execution for case in cases}
-    alike = [_ALIKE.format(YARDSTICK)] if executions - {None, DECODED} else []
-    return queued + alike + ([_ONE_TOKEN] if DECODED in executions else [])
-
-
-def _largest(records: Sequence[Record], quantity: str) -> Cells:
-    """Bytes at the longest length, in MiB, of every curve that has any."""
-    last = {curve: curve.measured[-1] for curve in curves(records, quantity) if curve.measured}
-    return {curve.label: _cost(curve, end.tokens, _MEBIBYTE) for curve, end in last.items() if end.value}
-
-
-def _cost(curve: Curve, tokens: int, unit: float) -> str:
-    """The value with its interval, or the status of a failure."""
-    point = next((point for point in curve.points if point.tokens == tokens), None)
-    if point is None or point.value is None:
-        return "" if point is None else point.record.status
-    return show_spread(point.value, point.low, point.high, unit=unit)
-
-
-def _shares(times: Sequence[Curve]) -> dict[str, Cells]:
-    """Achieved percentages of the measured rates, of every curve at its longest length."""
-    ends = {curve.label: curve.measured[-1].record for curve in times if curve.measured}
-    return {
-        head: {
-            label: three_digits(100 * rate / ceiling)
-            for label, record in ends.items()
-            if (ceiling := getattr(record, rate_field))
-            and (amount := getattr(record, amount_field))
-            and (rate := per_second(amount, record)) is not None
+    rows = []
+    for curve in all_curves:
+        costs = {
+            point.tokens: point.record.status
+            if point.value is None
+            else show_spread(point.value, point.low, point.high, unit=unit)
+            for point in curve.points
         }
-        for head, (amount_field, rate_field, _) in _SHARES.items()
-    }
-
-
-def _peaks(times: Sequence[Curve], shares: Mapping[str, Cells]) -> list[str]:
-    """Note on the measured rates behind the percentages."""
-    records = [curve.measured[-1].record for curve in times if curve.measured]
-    rates = [
-        f"{three_digits(max(getattr(record, field) or 0.0 for record in records) / 1e9)} {unit}"
-        for head, (_, field, unit) in _SHARES.items()
-        if shares[head]
-    ]
-    return [f"Peaks measured in this run: {', '.join(rates)}. {_COUNTED}"] if rates else []
+        rows.append(
+            (
+                curve.label,
+                *(costs.get(tokens, "") for tokens in lengths),
+                show_growth(curve.growth),
+                *(cells.get(curve.label, "") for cells in columns.values()),
+            )
+        )
+    failures = failure_notes([point.record for curve in all_curves for point in curve.points])
+    heads = ("backend", *map(str, lengths), "grows as", *columns)
+    return Table(title, heads, tuple(rows), (*notes, *failures))

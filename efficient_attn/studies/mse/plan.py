@@ -50,9 +50,6 @@ FIGURES: dict[str, dict[str, Any]] = {
 # Operations of the metric per token and entry of a head, in the unit of a backend's own count.
 _METRIC = 100
 
-# Key of a run's environment that holds {inputs: median of |x + y|²}.
-PAIR_NORMS = "pair_norms"
-
 
 def plan(
     backends: shared.Backends = None,
@@ -143,7 +140,6 @@ def plan(
         ),
         device=workload.device,
         notes=left_out,
-        about={PAIR_NORMS: {subject.name: subject.pair_norm for subject in chosen}},
     )
 
 

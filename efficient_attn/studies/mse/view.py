@@ -1,15 +1,13 @@
 """Errors as tables, in sentences and as plots, over the size of the approximation."""
 
-import math
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import UNIFORM_ATTENTION, is_layer, joint_name
+from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.table import Table
-from efficient_attn.report.text import CONCATENATED, CONCATENATED_NOTE, describe, failure_notes, show_error
+from efficient_attn.report.text import CONCATENATED, CONCATENATED_NOTE, failure_notes, show_error
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.studies.mse import kernel_view
 from efficient_attn.studies.mse.analysis import (
@@ -23,41 +21,38 @@ from efficient_attn.studies.mse.analysis import (
     panels,
     quantity_in,
 )
-from efficient_attn.studies.mse.plan import PAIR_NORMS
 from efficient_attn.studies.view import Environment, Plots
-
-# The exponential of a larger number is more than a float holds.
-_LARGEST_NORM = 700.0
-
-_POSITIVE = "performer-positive"
 
 # An error of this many times the baseline is off the scale: a hundred or a million, both are no attention.
 _WORST = 12.0
 # Errors below this share of the baseline are rounding.
 _ROUNDING = 1e-4
 
-# Errors of one input by label and size.
-_Errors = dict[tuple[str, int | None], float]
+# Column of the mean squared error.
+_MSE = "MSE, largest size"
+
 Styles = Mapping[str, Mapping[str, Any]]
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
-    """Errors by input and size, and all inputs side by side at the largest size; or kernel entries."""
+    """Errors by input and size, and the mean squared one at the largest size; or kernel entries."""
     if _of_kernel(records):
         return kernel_view.tables(records)
     quantity = quantity_in(records)
-    return [*(_table(panel, quantity) for panel in panels(records, quantity)), *_overview(records)]
+    squared = panels(records, "output_mse") if quantity == RELATIVE else ()
+    return [
+        _table(panel, quantity, next((match for match in squared if match.title == panel.title), None))
+        for panel in panels(records, quantity)
+    ]
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """The scatter of random features, and backends that are useful; or agreement with theory."""
+    """Backends that are useful; or agreement with theory."""
     if _of_kernel(records):
         return kernel_view.sentences(records)
     shown = panels(records, quantity_in(records))
-    real = [panel for panel in shown if panel.source != "gaussian"]
-    drawn = [panel for panel in shown if panel.source == "gaussian"]
-    texts = [_reason([*drawn, *real], environment), _useful(real or drawn)]
-    return [text for text in texts if text is not None]
+    useful = _useful([panel for panel in shown if panel.source != "gaussian"] or shown)
+    return [] if useful is None else [useful]
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
@@ -81,7 +76,7 @@ def show_point(point: ErrorPoint) -> str:
     return f"{shown} ±{spread:.0%}"
 
 
-def _table(panel: Panel, quantity: str) -> Table:
+def _table(panel: Panel, quantity: str, squared: Panel | None) -> Table:
     points = [point for curve in panel.curves for point in curve.points]
     measured = {point.size for point in points if point.size is not None}
     # An odd size that stands for the even size before it has no column of its own.
@@ -89,11 +84,14 @@ def _table(panel: Panel, quantity: str) -> Table:
     odd = {curve.label for curve in panel.curves for p in curve.points if (p.size or 0) - 1 in sizes}
     rows = []
     if panel.yardstick is not None:
-        rows.append((UNIFORM_ATTENTION, show_error(panel.yardstick), *[""] * len(sizes)))
+        mean = () if squared is None else (show_error(squared.yardstick or 0.0),)
+        rows.append((UNIFORM_ATTENTION, show_error(panel.yardstick), *[""] * len(sizes), *mean))
     for curve in panel.curves:
         fixed = next((show_point(point) for point in curve.points if point.size is None), "")
         cells = [show_point(point) if (point := curve.at(size)) else "" for size in sizes]
-        rows.append((curve.label, fixed, *cells))
+        match = squared and squared.curve(curve.label)
+        mean = () if squared is None else (show_error(match.points[-1].value) if match else "",)
+        rows.append((curve.label, fixed, *cells, *mean))
     meaning = interval(points)
     notes = (
         *([CONCATENATED_NOTE] if panel.source == CONCATENATED else []),
@@ -101,91 +99,8 @@ def _table(panel: Panel, quantity: str) -> Table:
         *([f"{', '.join(sorted(odd))}: sizes are odd, each one more than its column says."] if odd else []),
         *failure_notes(panel.failed),
     )
-    columns = ("backend", "no size", *map(str, sizes))
+    columns = ("backend", "no size", *map(str, sizes), *(() if squared is None else (_MSE,)))
     return Table(f"{NAMES[quantity]}: {panel.title}", columns, tuple(rows), notes)
-
-
-def _overview(records: Sequence[Record]) -> list[Table]:
-    """One row for each backend, a pair of columns for each input; layers of one model are one input."""
-    relative, squared = (_by_input(panels(records, quantity)) for quantity in NAMES)
-    if not any(map(any, relative.values())) or not any(map(any, squared.values())):
-        return []
-    lines = dict.fromkeys(line for layers in relative.values() for line in _largest(layers))
-    rows = tuple(
-        (
-            label,
-            "" if size is None else str(size),
-            *(_cell(group[key], (label, size)) for key in relative for group in (relative, squared)),
-        )
-        for label, size in lines
-    )
-    columns = ("backend", "size", *(head for name, *_ in relative for head in (describe(name), "MSE")))
-    several = [describe(name) for (name, *_), layers in relative.items() if len(layers) > 1]
-    notes = (
-        "relative: ‖out − exact‖ / ‖exact‖; MSE: mean squared error of the output's entries; medians over "
-        "draws.",
-        *([f"{', '.join(several)}: median (range) over the layers."] if several else []),
-    )
-    title = "Output error, relative and mean squared (MSE), at the largest size measured"
-    return [Table(title, columns, rows, notes)]
-
-
-def _by_input(shown: Sequence[Panel]) -> dict[tuple[Any, ...], list[_Errors]]:
-    """Errors by name and sizes of an input, the layers of one model together."""
-    groups: dict[tuple[Any, ...], list[Panel]] = {}
-    for panel in shown:
-        name = panel.inputs.rpartition("(")[0] if is_layer(panel.inputs) else panel.inputs
-        groups.setdefault((name, panel.tokens, panel.num_heads, panel.head_dim), []).append(panel)
-    return {
-        (joint_name([panel.inputs for panel in group]), *sizes): list(map(_errors, group))
-        for (_, *sizes), group in groups.items()
-    }
-
-
-def _errors(panel: Panel) -> _Errors:
-    baseline: _Errors = {} if panel.yardstick is None else {(UNIFORM_ATTENTION, None): panel.yardstick}
-    return baseline | {
-        (curve.label, point.size): point.value for curve in panel.curves for point in curve.points
-    }
-
-
-def _largest(layers: Sequence[_Errors]) -> list[tuple[str, int | None]]:
-    """Each label with the largest size that every layer has; curves are in rising order of size."""
-    return list(
-        {label: size for label, size in layers[0] if all((label, size) in layer for layer in layers)}.items()
-    )
-
-
-def _cell(layers: Sequence[_Errors], line: tuple[str, int | None]) -> str:
-    """`0.33 (0.32 to 0.52)`: the median and the range over layers; empty where one lacks the size."""
-    if not all(line in layer for layer in layers):
-        return ""
-    values = [layer[line] for layer in layers]
-    middle, low, high = (show_error(value) for value in (median(values), min(values), max(values)))
-    return middle if low == high else f"{middle} ({low} to {high})"
-
-
-def _reason(shown: Sequence[Panel], environment: Mapping[str, Any]) -> str | None:
-    """How far one weight scatters at the measured norms: √((exp(|x + y|²) − 1) / m) of its value."""
-    norms = environment.get(PAIR_NORMS)
-    norms = norms if isinstance(norms, dict) else {}
-    texts = []
-    for panel in shown:
-        curve = next((curve for curve in panel.curves if curve.backend == _POSITIVE), None)
-        norm = norms.get(panel.inputs)
-        size = None if curve is None else curve.points[-1].size
-        if isinstance(norm, float) and 0 <= norm < _LARGEST_NORM and size:
-            scatter = show_error(math.sqrt(math.expm1(norm) / size))
-            place = f"{describe(panel.inputs)}: |x+y|² {show_error(norm)}"
-            texts.append(f"{place}, {size} features, {scatter}")
-    if not texts:
-        return None
-    return (
-        "Random features: one weight estimated by m positive features has a relative standard error of "
-        "√((exp(|x+y|²) − 1) / m), with x, y = q, k / d^¼; above 1 its scatter hides the differences between "
-        "keys, and the output is no nearer than uniform attention. At the median |x+y|² over queries and "
-        f"keys: {'; '.join(texts)}."
-    )
 
 
 def _useful(shown: Sequence[Panel]) -> str | None:

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efficient_attn.backend import Backend
-from efficient_attn.calibration import calibrate
+from efficient_attn.backend import Backend, calibrate
 from efficient_attn.measure import calls
 from efficient_attn.measure.error import exact_output, output_error, outputs_checked
 from efficient_attn.measure.record import Case, Record, replace

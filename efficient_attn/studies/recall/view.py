@@ -6,19 +6,13 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, sized
 from efficient_attn.report.figures import MUTED, UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import failure_notes, heading, show_error, three_digits
-from efficient_attn.stats.curves import grouped
-from efficient_attn.stats.estimates import FEWEST_FOR_95, Middle, middle
+from efficient_attn.stats.estimates import grouped, middle
 from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots
-
-# On either side of an interval of 95 %.
-_OUTSIDE = 0.025
 
 # Standard errors from chance within which a control is at chance: one alarm in a thousand is false.
 _CONTROL_ERRORS = 3.29
@@ -26,26 +20,10 @@ _CONTROL_ERRORS = 3.29
 # Fields that are equal for all rows of a contest.
 _SHARED = ("inputs", "tokens", "causal", "batch", "num_heads", "head_dim", "dtype", "device", "threads")
 
-# Random weights whose quantiles are the edges of an interval.
-_WEIGHTINGS, _SEED = 20_000, 0
-
 # Accuracy from which a backend has learned the task.
 _LEARNED = 0.99
 
 _GREY_MARKS: tuple[Any, ...] = ((4, 1, 0), (4, 2, 0))
-
-
-class Accuracy(NamedTuple):
-    """A share of right answers, the mean over seeds.
-
-    Attributes:
-        low: Lower edge of the 95 % interval for the mean over all seeds, or the worst of fewer than six.
-        high: Its upper edge, or the best of them.
-    """
-
-    mean: float
-    low: float
-    high: float
 
 
 class Learned(NamedTuple):
@@ -53,18 +31,17 @@ class Learned(NamedTuple):
 
     Attributes:
         first: Record of the first seed that was trained.
-        accuracy: None if no training ended.
+        accuracies: Shares of right answers, one for each seed that was trained to the end.
         answers: Number of answers of all seeds.
-        step_s: Seconds of a training step.
+        step_s: Median seconds of a training step.
         untrained: Relative output error against exact attention before training, mean over seeds.
         failed: Trainings without an accuracy.
     """
 
     first: Record
-    accuracy: Accuracy | None
+    accuracies: tuple[float, ...]
     answers: int
-    seeds: int
-    step_s: Middle | None
+    step_s: float | None
     untrained: float | None
     failed: tuple[Record, ...]
 
@@ -77,6 +54,11 @@ class Learned(NamedTuple):
         return self.case.label
 
     @property
+    def accuracy(self) -> float | None:
+        """Mean over seeds."""
+        return fmean(self.accuracies) if self.accuracies else None
+
+    @property
     def chance(self) -> float:
         """Expected accuracy of a guess."""
         return self.first.chance or 0.0
@@ -87,7 +69,16 @@ class Learned(NamedTuple):
         if self.accuracy is None:
             return False
         error = math.sqrt(self.chance * (1 - self.chance) / self.answers)
-        return abs(self.accuracy.mean - self.chance) <= _CONTROL_ERRORS * error
+        return abs(self.accuracy - self.chance) <= _CONTROL_ERRORS * error
+
+    @property
+    def is_control(self) -> bool:
+        """Whether the backend cannot see the pairs: all keys alike, or a window within the gap."""
+        case, window = self.case, self.case.options.get("window")
+        gap = re.search(r"\bgap=(\d{1,9})\b", case.inputs)
+        if case.backend != "window" or gap is None or not isinstance(window, int):
+            return case.backend == UNIFORM_ATTENTION
+        return (window - 1 if case.causal else window // 2) <= int(gap[1])
 
 
 class Contest(NamedTuple):
@@ -99,7 +90,7 @@ class Contest(NamedTuple):
     @property
     def exact(self) -> Learned | None:
         """Exact attention."""
-        return next((row for row in self.rows if row.case.backend == YARDSTICK and row.accuracy), None)
+        return next((row for row in self.rows if row.case.backend == YARDSTICK and row.accuracies), None)
 
     @property
     def compared(self) -> tuple[Learned, ...]:
@@ -107,13 +98,13 @@ class Contest(NamedTuple):
         return tuple(
             row
             for row in self.rows
-            if row.accuracy and row.case.backend != YARDSTICK and row not in self.controls
+            if row.accuracies and row.case.backend != YARDSTICK and not row.is_control
         )
 
     @property
     def controls(self) -> tuple[Learned, ...]:
         """Rows of backends that cannot see the pairs."""
-        return tuple(r for r in self.rows if r.case.backend == UNIFORM_ATTENTION or is_blind(r.case))
+        return tuple(row for row in self.rows if row.is_control)
 
 
 def contests(records: Iterable[Record]) -> tuple[Contest, ...]:
@@ -123,49 +114,22 @@ def contests(records: Iterable[Record]) -> tuple[Contest, ...]:
     return tuple(Contest(rows[0].case, tuple(rows)) for rows in groups)
 
 
-def accuracy_of(shares: Sequence[float]) -> Accuracy:
-    """The mean over seeds, with an interval for the mean over all seeds, or the range of fewer than six.
-
-    A training may learn the task or fail, and three that learned do not exclude that one in two fails. So
-    the interval is Gaffke's (2005), for any distribution between 0 and 1: quantiles of the mean of all seeds
-    and one more, which got 0 or 1, under random weights that are uniform on the simplex. For seeds that all
-    got 0 or 1 it is that of Clopper and Pearson.
-    """
-    low, high = min(shares), max(shares)
-    if len(shares) >= FEWEST_FOR_95:
-        generator = np.random.default_rng(_SEED)
-        weights = generator.dirichlet(np.ones(len(shares) + 1), size=_WEIGHTINGS)
-        means = weights[:, 1:] @ np.asarray(shares)
-        low = float(np.quantile(means, _OUTSIDE))
-        high = float(np.quantile(means + weights[:, 0], 1 - _OUTSIDE))
-    return Accuracy(fmean(shares), low, high)
-
-
-def is_blind(case: Case) -> bool:
-    """Whether the backend is a window from which no query sees a pair: within the gap on either side."""
-    gap, window = re.search(r"\bgap=(\d{1,9})\b", case.inputs), case.options.get("window")
-    if case.backend != "window" or gap is None or not isinstance(window, int):
-        return False
-    return (window - 1 if case.causal else window // 2) <= int(gap[1])
-
-
 def _row(records: list[Record]) -> Learned:
     right = [r for r in records if r.status == "ok" and r.accuracy is not None and r.answers]
     times_s = [time_s for r in right for time_s in r.times_s or ()]
     errors = [r.output_relative_error for r in records if r.output_relative_error is not None]
     return Learned(
         first=(right or records)[0],
-        accuracy=accuracy_of([r.accuracy or 0.0 for r in right]) if right else None,
+        accuracies=tuple(r.accuracy or 0.0 for r in right),
         answers=sum(r.answers or 0 for r in right),
-        seeds=len(right),
-        step_s=middle(times_s) if times_s else None,
+        step_s=middle(times_s).median if times_s else None,
         untrained=fmean(errors) if errors else None,
         failed=tuple(r for r in records if r not in right),
     )
 
 
 def _place(row: Learned) -> tuple[float, bool, str]:
-    return -(row.accuracy.mean if row.accuracy else -1.0), row.case.backend != YARDSTICK, row.label
+    return -(-1.0 if row.accuracy is None else row.accuracy), row.case.backend != YARDSTICK, row.label
 
 
 def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:
@@ -184,14 +148,12 @@ def sentences(records: Sequence[Record], environment: Environment | None = None)
 
 
 def show_accuracy(row: Learned) -> str:
-    """`0.731 (0.702 to 0.760)`, `0.731, seeds 0.702 to 0.760`, or the reason why there is no accuracy."""
-    accuracy = row.accuracy
-    if accuracy is None:
+    """`0.731, seeds 0.702 to 0.760`, or the reason why there is no accuracy."""
+    if row.accuracy is None:
         return row.failed[0].status if row.failed else NOT_MEASURED
-    mean, edges = f"{accuracy.mean:.3f}", f"{accuracy.low:.3f} to {accuracy.high:.3f}"
-    if row.seeds >= FEWEST_FOR_95:
-        return f"{mean} ({edges})"
-    return mean if row.seeds == 1 else f"{mean}, seeds {edges}"
+    low, high = min(row.accuracies), max(row.accuracies)
+    seeds = f", seeds {low:.3f} to {high:.3f}" if len(row.accuracies) > 1 else ""
+    return f"{row.accuracy:.3f}{seeds}"
 
 
 def _table(contest: Contest) -> Table:
@@ -200,7 +162,7 @@ def _table(contest: Contest) -> Table:
             row.label,
             show_accuracy(row),
             NOT_MEASURED if row.untrained is None else show_error(row.untrained),
-            NOT_MEASURED if row.step_s is None else three_digits(row.step_s.median * 1e3),
+            NOT_MEASURED if row.step_s is None else three_digits(row.step_s * 1e3),
             NOT_MEASURED if row.first.floats_read is None else str(row.first.floats_read),
         )
         for row in contest.rows
@@ -210,12 +172,11 @@ def _table(contest: Contest) -> Table:
 
 
 def _notes(contest: Contest) -> list[str]:
-    seeds = [row.seeds for row in contest.rows if row.seeds]
+    seeds = max(len(row.accuracies) for row in contest.rows)
     controls = ", ".join(row.label for row in contest.controls)
     return [
-        f"accuracy: mean over seeds ({max(seeds, default=0)}), on sequences that no model was trained on. In "
-        "brackets the 95 % interval for the mean over all seeds, whatever their distribution; none for fewer "
-        f"than {FEWEST_FOR_95} (--seeds {FEWEST_FOR_95}). A guess is right in {contest.rows[0].chance:.3g}.",
+        f"accuracy: mean over seeds ({seeds}) and their range, on sequences that no model was trained on. A "
+        f"guess is right in {contest.rows[0].chance:.3g}.",
         "error untrained: ‖out − exact‖ / ‖exact‖ of the same block's q, k and v before the first step.",
         "numbers read: by a query, per head: keys and values, mixtures, or a state of features.",
         f"Controls, which cannot see the pairs: {controls or 'none'}.",
@@ -228,19 +189,19 @@ def _exact(contest: Contest) -> str:
         return (
             f"{heading(contest.case)}: exact attention was not trained, so nothing can be compared with it."
         )
-    accuracy, step_s = show_accuracy(contest.exact), contest.exact.step_s.median
+    accuracy, step_ms = show_accuracy(contest.exact), three_digits(contest.exact.step_s * 1e3)
     return (
         f"{heading(contest.case)}: after training exact attention is right in {accuracy} of its answers, at "
-        f"{three_digits(step_s * 1e3)} ms a step; a guess is in {contest.exact.chance:.3g}."
+        f"{step_ms} ms a step; a guess is in {contest.exact.chance:.3g}."
     )
 
 
 def _controls(contest: Contest) -> str:
     """Whether the controls are at chance."""
-    shown = [f"{row.label} {row.accuracy.mean:.3f}" for row in contest.controls if row.accuracy]
+    shown = [f"{row.label} {row.accuracy:.3f}" for row in contest.controls if row.accuracies]
     if not shown:
         return ""
-    above = [row.label for row in contest.controls if row.accuracy and not row.at_chance]
+    above = [row.label for row in contest.controls if row.accuracies and not row.at_chance]
     if above:
         return f"Trust none of it: {', '.join(above)} cannot see the pairs, and is not at chance."
     return f"At chance, as controls must be: {', '.join(shown)}."
@@ -248,7 +209,7 @@ def _controls(contest: Contest) -> str:
 
 def _nearest(contest: Contest) -> str:
     """Backends that learned the task, the fewest numbers read first; otherwise the most accurate one."""
-    rows = [row for row in contest.compared if row.accuracy and row.accuracy.mean >= _LEARNED]
+    rows = [row for row in contest.compared if (row.accuracy or 0.0) >= _LEARNED]
     if rows:
         rows.sort(key=lambda row: row.first.floats_read or 0)
         which = ", ".join(_read(row) for row in rows)
@@ -279,15 +240,14 @@ def recall_plot(records: Sequence[Record]) -> Plot:
     return Plot(
         "Accuracy of recall after training",
         f"{'' if several else heading(shown[0].case)}\n"
-        "points: mean over seeds with its 95 % interval, of fewer than six seeds with their range; dashed: "
-        "guessing",
+        "points: mean over seeds with their range; dashed: guessing",
         tuple((_chart(contest, heading(contest.case) if several else ""),) for contest in shown),
     )
 
 
 def _chart(contest: Contest, head: str) -> Chart:
     reads = Axis("state size per query and head, floats read", "log2", "{:.0f}".format)
-    guess = Series("", (), (contest.rows[0].chance,), UNIFORM_STYLE, entry="")
+    guess = Series("", (), (contest.rows[0].chance,), UNIFORM_STYLE)
     accuracy = Axis("accuracy after training", limits=(0, 1.04))
     return Chart(reads, accuracy, (guess, *_series(contest)), title=head, apart=True)
 
@@ -297,7 +257,7 @@ def _series(contest: Contest) -> list[Series]:
     controls = [row.label for row in contest.controls]
     groups: dict[str, list[Learned]] = {}
     for row in sorted(contest.rows, key=lambda row: sized(row.case).size or 0):
-        if row.accuracy is not None:
+        if row.accuracies:
             groups.setdefault(row.label if row.label in controls else sized(row.case).series, []).append(row)
     named = {name: rows[0].case.backend for name, rows in groups.items() if name not in controls}
     styles = line_styles(sorted(named.items()))
@@ -306,8 +266,8 @@ def _series(contest: Contest) -> list[Series]:
         styles[label] = {"color": MUTED, "marker": mark, "linestyle": "none", "markersize": 7}
     series = []
     for name, rows in groups.items():
-        points = [(place, row.accuracy) for row in rows if (place := row.first.floats_read) and row.accuracy]
-        places, accuracies = [place for place, _ in points], [accuracy for _, accuracy in points]
-        means, low, high = zip(*accuracies, strict=True) if points else ((), (), ())
-        series.append(Series(name, places, means, styles[name], low, high, bars=True))
+        points = [(place, row.accuracies) for row in rows if (place := row.first.floats_read)]
+        places, shares = [place for place, _ in points], [accuracies for _, accuracies in points]
+        edges = [*map(min, shares)], [*map(max, shares)]
+        series.append(Series(name, places, [*map(fmean, shares)], styles[name], *edges, bars=True))
     return series

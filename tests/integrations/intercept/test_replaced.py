@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -257,6 +258,59 @@ def test_wrong_requests_name_the_argument_and_change_nothing(backend, options, e
     with ea.intercept.replace(model, "window", example=run, only="layers.1") as replaced, refused:
         assert replaced.left == {"layers.0": "no pattern names it"}
         ea.intercept.replace(model, "window", example=run)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_torchs_layers_are_served_in_training_and_evaluation_and_restored(norm_first, counted):
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 48, 0.0, batch_first=True, norm_first=norm_first)
+    model, x, hooked = nn.TransformerEncoder(layer, 2).double(), torch.randn(2, TOKENS, DIM).double(), []
+    model.layers[0].self_attn.register_forward_hook(lambda *_: hooked.append(1))
+    nested, names = model.use_nested_tensor, list(model.state_dict())
+
+    def run():
+        return model(x, src_key_padding_mask=~REAL)
+
+    replaced = ea.attach(model, "performer-positive", num_features=8, example=run)
+    outputs = []
+    for training, context in ((True, nullcontext()), (False, nullcontext()), (False, torch.no_grad())):
+        model.train(training)
+        counted.clear()
+        with context:
+            outputs.append(run())
+        assert [name for name, _ in counted] == 2 * ["performer-positive"]
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0], rtol=0, atol=1e-12)
+    assert len(hooked) == 4
+    replaced.undo()
+    assert model.use_nested_tensor is nested and list(model.state_dict()) == names
+
+
+def test_backends_keep_their_state_where_a_state_dict_has_no_entry_of_them():
+    model, run = padded_encoder()
+    plain, state = copy.deepcopy(model), {name: x + 1 for name, x in model.state_dict().items()}
+    ea.attach(model, "linformer", rank=3, example=run)
+    before = {name: x.clone() for name, x in model.state_dict().items() if name not in state}
+    model.load_state_dict(state)
+    after = model.state_dict()
+    assert before and all(torch.equal(after[name], x) for name, x in (before | state).items())
+    assert plain.load_state_dict(state).missing_keys == []
+    del after[next(iter(before))]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(after)
+
+
+def test_models_of_transformers_and_modules_around_them_are_attached_by_layer(counted):
+    model, run = of_transformers("bert")()
+    for module in (model, nn.ModuleDict({"model": model})):
+        counted.clear()
+        assert ea.attach(module, {"0-1": "window"}) is module
+        run()
+        assert [name for name, _ in counted] == ["window", "window", "exact"]
+    with pytest.raises(OptionError, match="a transformers model is attached without one"):
+        ea.attach(model, "window", example=run)
+    with pytest.raises(OptionError, match=r"Linear is no transformers model: give example=lambda"):
+        ea.attach(nn.Linear(2, 2), "window")
 
 
 @pytest.mark.compile
