@@ -161,10 +161,6 @@ class _Inputs(NamedTuple):
         out = call(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, self.gradient.to(out))]
 
-    def to(self, target: Any) -> "_Inputs":
-        """The same inputs in another dtype or on another device."""
-        return self._replace(tensors=tuple(x.to(target) for x in self.tensors))  # type: ignore[arg-type]
-
 
 def _findings(
     subject: Subject,
@@ -186,14 +182,14 @@ def _findings(
     if subject.module is not None:
         module = subject.module(module)
     inputs = _draw(case, head_dim, dtype, device)
-    given = inputs._replace(tensors=_with_nan(inputs))
+    with_nan = inputs._replace(tensors=_with_nan(inputs))
     try:
         results = []
         for _ in range(2):
             poison(device)
-            results.append(given.results(lambda *x: module(*x, key_mask=given.mask)))
+            results.append(with_nan.results(lambda *x: module(*x, key_mask=with_nan.mask)))
         poison(device)
-        streamed = [_streamed(module, given)] if subject.streams else []
+        streamed = [_streamed(module, with_nan)] if subject.streams else []
     except Exception as failure:  # A failing launch is a result of the check.
         yield "forward", float("inf"), described(failure)
         return
@@ -272,7 +268,8 @@ def _references(
     subject: Subject, backend: Any, inputs: _Inputs, precision: str
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients in float64, and of the measure of errors."""
-    dtype, wide = inputs.tensors[0].dtype, inputs.to(torch.float64)
+    dtype = inputs.tensors[0].dtype
+    wide = inputs._replace(tensors=tuple(x.double() for x in inputs.tensors))  # type: ignore[arg-type]
 
     def formula(bits: int | None) -> list[Tensor]:
         return wide.results(lambda *x: _formula(backend, x, wide.mask, bits, precision, dtype))

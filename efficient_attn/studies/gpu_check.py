@@ -77,7 +77,7 @@ class GpuCheck(NamedTuple):
         return {entry["outcome"] for _, _, entry in _entries(self.verdict["kernels"])}
 
     def tables(self) -> list[Table]:
-        """Outcomes of the check, times, and predictions beside them."""
+        """Outcomes of the check, times and predictions."""
         rows = []
         for kernel, precision, entry in _entries(self.verdict["kernels"]):
             shares = [f"{verb} {share:.2f}" for verb, share in entry.get("worst", {}).items()]
