@@ -56,9 +56,9 @@ def options_of(capsys, *words):
     return (0 if code else len(flags)), len(lines)
 
 
-def test_eleven_commands_have_few_options_on_one_screen(capsys, monkeypatch):
+def test_twelve_commands_have_few_options_on_one_screen(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    assert len(COMMANDS) == len(app.registered_commands) == 11
+    assert len(COMMANDS) == len(app.registered_commands) == 12
     shown = {name: options_of(capsys, name, "--help") for name in COMMANDS}
     whole = {name: options_of(capsys, name, "--help-all")[0] or shown[name][0] for name in COMMANDS}
     assert {name: pair for name, pair in shown.items() if pair[0] > 16 or pair[1] > 40} == {}

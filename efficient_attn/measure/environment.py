@@ -148,14 +148,18 @@ def _torch() -> dict[str, Any]:
 
 
 def _kernels(device: str) -> str:
-    """Kernels that serve attention on the device, with their dtypes if these differ: `flex (bfloat16, …)`."""
+    """Kernels of full linear attention on the device, with dtypes if these differ: `flex (bfloat16)`."""
     import torch
 
-    from efficient_attn.ops.paths import kernels
+    from efficient_attn.ops import paths, verdict
 
     dtypes: dict[str, list[str]] = {}
     for name in ("bfloat16", "float16", "float32", "float64"):
-        dtypes.setdefault(kernels(torch.device(device), getattr(torch, name)), []).append(name)
+        place, dtype = torch.device(device), getattr(torch, name)
+        kernel = paths.kernels(place, dtype)
+        if kernel == "flex" and not verdict.passed(kernel, place, dtype):
+            kernel = "torch"
+        dtypes.setdefault(kernel, []).append(name)
     if len(dtypes) == 1:
         return next(iter(dtypes))
     return ", ".join(f"{kernel} ({', '.join(names)})" for kernel, names in dtypes.items())

@@ -52,7 +52,7 @@ class Measurer:
         isolate: `reuse` keeps the child while it is healthy, `none` measures here.
         timeout_s: Time limit per point: all rounds of a time together, or one memory, including construction.
         limit_bytes: Memory that the child may allocate beyond its start-up.
-        variables: Environment variables of the child beside those of this process.
+        variables: Environment variables that the child has in addition.
 
     Attributes:
         inputs: Files of q, k, v by the `inputs` of a case; cases of other inputs are Gaussian draws.

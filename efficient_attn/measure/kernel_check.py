@@ -63,7 +63,7 @@ class Subject:
         bits: Mantissa bits of operands by precision; None: the backend on the CPU is the measure.
         causal: Whether calls are causal; None: those with grouped heads are.
         streams: Whether the kernel serves `extend`.
-        module: Builder of the module in place of the backend's.
+        module: Function of the backend, whose result takes its place.
     """
 
     backend: str
@@ -103,17 +103,18 @@ def check_kernel(
     *,
     device: str,
     tile: str = "",
-    cases: Sequence[Case] = CASES,
+    cases: Sequence[Case] | None = None,
     head_dim: int = 64,
     features: int = 256,
 ) -> dict[str, Any]:
     """Counts of cases, of cases that the kernel served and that failed; worst shares of bounds; failures."""
     subject = SUBJECTS[kernel] if isinstance(kernel, str) else kernel
-    name = kernel if isinstance(kernel, str) else "stand-in"
+    # A subject of a test is no kernel that a verdict names.
+    name = kernel if isinstance(kernel, str) else subject.note
     worst: dict[str, float] = {}
     failures: list[str] = []
-    if subject.backend == "window" and cases is CASES:
-        cases = [case for case in cases if case.tokens in WINDOW_LENGTHS]
+    if cases is None:
+        cases = [case for case in CASES if subject.backend != "window" or case.tokens in WINDOW_LENGTHS]
     served = failed = 0
     with _products(precision), verdict.on_trial({name: tile}):
         for case in cases:
@@ -160,10 +161,6 @@ class _Inputs(NamedTuple):
         out = call(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, self.gradient.to(out))]
 
-    def to(self, target: Any) -> "_Inputs":
-        """The same inputs in another dtype or on another device."""
-        return self._replace(tensors=tuple(x.to(target) for x in self.tensors))  # type: ignore[arg-type]
-
 
 def _findings(
     subject: Subject,
@@ -181,16 +178,18 @@ def _findings(
     """
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
     backend = subject.build(case, precision, head_dim, features)
-    module = (subject.module(backend) if subject.module else backend).to(device, dtype).eval()
+    module = backend.to(device, dtype).eval()
+    if subject.module is not None:
+        module = subject.module(module)
     inputs = _draw(case, head_dim, dtype, device)
-    given = inputs._replace(tensors=_with_nan(inputs))
+    with_nan = inputs._replace(tensors=_with_nan(inputs))
     try:
         results = []
         for _ in range(2):
             poison(device)
-            results.append(given.results(lambda *x: module(*x, key_mask=given.mask)))
+            results.append(with_nan.results(lambda *x: module(*x, key_mask=with_nan.mask)))
         poison(device)
-        streamed = [_streamed(module, given)] if subject.streams else []
+        streamed = [_streamed(module, with_nan)] if subject.streams else []
     except Exception as failure:  # A failing launch is a result of the check.
         yield "forward", float("inf"), described(failure)
         return
@@ -220,6 +219,8 @@ def _draw(case: Case, head_dim: int, dtype: torch.dtype, device: str) -> _Inputs
     heads = (_HEADS, *[_KV_HEADS if case.grouped else _HEADS] * 2, _HEADS)
     q, k, v, gradient = (torch.randn(batch, h, case.tokens, head_dim, generator=generator) for h in heads)
     q, k = (x / x.norm(dim=-1, keepdim=True) * case.norm * head_dim**0.25 for x in (q, k))
+    # The weight of a key depends on its norm.
+    k = k * (0.7 + 0.3 * torch.rand(*k.shape[:3], 1, generator=generator))
     tensors = tuple(x.to(device, dtype) for x in (q, k, v))
     mask = None
     if case.masked:
@@ -267,7 +268,8 @@ def _references(
     subject: Subject, backend: Any, inputs: _Inputs, precision: str
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients in float64, and of the measure of errors."""
-    dtype, wide = inputs.tensors[0].dtype, inputs.to(torch.float64)
+    dtype = inputs.tensors[0].dtype
+    wide = inputs._replace(tensors=tuple(x.double() for x in inputs.tensors))  # type: ignore[arg-type]
 
     def formula(bits: int | None) -> list[Tensor]:
         return wide.results(lambda *x: _formula(backend, x, wide.mask, bits, precision, dtype))

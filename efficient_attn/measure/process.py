@@ -50,7 +50,7 @@ class Process:
 
     Args:
         limit_bytes: Memory that the process may allocate beyond its start-up; None: unlimited.
-        variables: Environment variables beside those of this process.
+        variables: Environment variables that are added to those of this process.
     """
 
     def __init__(self, limit_bytes: int | None = None, *, variables: Mapping[str, str] | None = None) -> None:
@@ -240,11 +240,13 @@ def _check(request: Mapping[str, Any]) -> str:
 
 
 def _kernel(request: Mapping[str, Any]) -> str:
-    """Check one fused kernel with one tile."""
+    """Check one fused kernel, by its name or at an address, with one tile."""
+    from efficient_attn.external import is_address, object_at
     from efficient_attn.measure.kernel_check import check_kernel
 
-    arguments = {name: request[name] for name in ("kernel", "precision", "device", "tile")}
-    return json.dumps(check_kernel(**arguments))
+    name = request["kernel"]
+    kernel = object_at(name, role="a kernel")[1] if is_address(name) else name
+    return json.dumps(check_kernel(kernel, **{x: request[x] for x in ("precision", "device", "tile")}))
 
 
 @cache

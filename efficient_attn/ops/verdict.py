@@ -60,10 +60,18 @@ def tile(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
         return _TRIAL.get(kernel)
     if paths.only_torch() or not paths.compiles(device):
         return None
-    entry = _entry(kernel, device, precision(dtype))
+    entry = entry_of(kernel, device, precision_name(kernel, dtype))
     if entry is None:
         _warn(device)
     return entry["tile"] if entry is not None and entry["outcome"] == PASSED else None
+
+
+def passed(kernel: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the verdict lets a kernel serve, without a warning if there is none."""
+    if not paths.compiles(device):
+        return False
+    entry = entry_of(kernel, device, precision_name(kernel, dtype))
+    return entry is not None and entry["outcome"] == PASSED
 
 
 @contextmanager
@@ -77,21 +85,21 @@ def on_trial(tiles: Mapping[str, str]) -> Iterator[None]:
         _TRIAL = before
 
 
-def precision(dtype: torch.dtype) -> str:
-    """Name of a dtype; "tf32" for float32 whose products may be rounded to TF32."""
-    if dtype is torch.float32 and paths.on_tensor_cores(dtype):
+def precision_name(kernel: str, dtype: torch.dtype) -> str:
+    """Name of a dtype; "tf32" for float32 of FlexAttention, which serves it with TF32 alone."""
+    if dtype is torch.float32 and kernel != "causal-linear":
         return "tf32"
     return str(dtype).removeprefix("torch.")
 
 
 @cache
-def _entry(kernel: str, device: torch.device, name: str) -> dict[str, Any] | None:
+def entry_of(kernel: str, device: torch.device, precision: str) -> dict[str, Any] | None:
     """What the verdict says on a kernel in a precision; None if it says nothing."""
     key = machine(device)
     stored = read(key).get(kernel, {})
     if stored.get("source") != source_hash(kernel) or refusal(key["capability"], key["ptxas"]):
         return None
-    entry: dict[str, Any] | None = stored.get("precisions", {}).get(name)
+    entry: dict[str, Any] | None = stored.get("precisions", {}).get(precision)
     return entry
 
 
@@ -116,7 +124,7 @@ def write(key: Mapping[str, str], kernels: Mapping[str, Any]) -> Path:
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps({"machine": dict(key), "kernels": kernels}, indent=2), encoding="utf-8")
     os.replace(part, path)
-    _entry.cache_clear()
+    entry_of.cache_clear()
     return path
 
 
@@ -146,7 +154,7 @@ def source_hash(kernel: str) -> str:
     digest = hashlib.sha256()
     for name in SOURCES[kernel]:
         place = Path(__file__).parent / name
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+        for file in [place] if place.is_file() else sorted(place.rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -77,7 +77,7 @@ class GpuCheck(NamedTuple):
         return {entry["outcome"] for _, _, entry in _entries(self.verdict["kernels"])}
 
     def tables(self) -> list[Table]:
-        """Outcomes of the check, times, and predictions beside them."""
+        """Outcomes of the check, times and predictions."""
         rows = []
         for kernel, precision, entry in _entries(self.verdict["kernels"]):
             shares = [f"{verb} {share:.2f}" for verb, share in entry.get("worst", {}).items()]
@@ -273,13 +273,19 @@ def judge(
     device: str,
     variables: Mapping[str, str],
     limit_s: float = CHECK_LIMIT_S,
+    tiles: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Outcome of a kernel with the first of its tiles that passes, each tried in a process of its own."""
+    """Outcome of a kernel with the first of its tiles that passes, each tried in a process of its own.
+
+    Args:
+        kernel: Name, or address of a `Subject`.
+        tiles: Tiles in the order of choice; none: those of the kernel.
+    """
     from efficient_attn.ops import verdict
 
     reasons: list[str] = []
     answer: dict[str, Any] = {}
-    for tile in verdict.TILES[kernel]:
+    for tile in tiles or verdict.TILES[kernel]:
         request = {"kernel": kernel, "precision": precision, "device": device, "tile": tile}
         try:
             with Process(variables=variables) as process:

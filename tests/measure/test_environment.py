@@ -20,7 +20,7 @@ from efficient_attn.measure.environment import (
     moment,
     usable_cores,
 )
-from efficient_attn.ops import paths
+from efficient_attn.ops import paths, verdict
 from efficient_attn.ops.paths import VARIABLE
 
 
@@ -70,7 +70,10 @@ def test_the_kernels_in_force_are_named_once_or_with_their_dtypes(monkeypatch):
     about = environment()
     assert about["kernels"] == "torch" and about["variables"][VARIABLE] == "torch"
     monkeypatch.setattr(paths, "kernels", lambda device, dtype: "torch" if dtype.itemsize == 8 else "flex")
-    assert environment()["kernels"] == "flex (bfloat16, float16, float32), torch (float64)"
+    assert environment()["kernels"] == "torch"
+    # Those that passed their check.
+    monkeypatch.setattr(verdict, "passed", lambda kernel, device, dtype: dtype.itemsize == 2)
+    assert environment()["kernels"] == "flex (bfloat16, float16), torch (float32, float64)"
 
 
 def test_paths_are_cut_to_what_lies_below_the_current_folder_or_to_their_end(tmp_path, monkeypatch):

@@ -1,0 +1,271 @@
+"""Verdicts on kernels and the check behind them, with a stand-in for the GPU and for its kernel."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import standin_kernel
+import torch
+
+import efficient_attn as ea
+from efficient_attn.errors import DataError, UnsupportedError
+from efficient_attn.measure import kernel_check
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.records import append
+from efficient_attn.ops import paths, verdict
+from efficient_attn.studies import gpu_check
+
+CUDA, BFLOAT16 = torch.device("cuda", 0), torch.bfloat16
+MACHINE = {
+    **{"gpu": "NVIDIA H100", "capability": "9.0", "driver": "580.1", "torch": "2.11.0", "triton": "3.6.0"},
+    "ptxas": "13.4.59",
+}
+SIZES = {"head_dim": 16, "features": 32}
+STAND_IN = f"{Path(standin_kernel.__file__)}:whatever"
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """The description of a machine with a GPU, which a test may change; its cache is empty."""
+    description = dict(MACHINE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(paths.VARIABLE, raising=False)
+    monkeypatch.setattr(paths, "compiles", lambda device: True)
+    monkeypatch.setattr(verdict, "machine", lambda device: dict(description))
+    monkeypatch.setattr(verdict, "newer_ptxas", lambda: None)
+    monkeypatch.setattr(verdict, "_WARNED", set())
+    verdict.entry_of.cache_clear()
+    yield description
+    verdict.entry_of.cache_clear()
+
+
+def kernels(outcome="passed"):
+    entry = {
+        "outcome": outcome,
+        "tile": "",
+        "reasons": [],
+        "cases": 96,
+        "served": 96,
+        "worst": {"forward": 0.5},
+    }
+    source = verdict.source_hash("flex")
+    return {"flex": {"source": source, "precisions": {"bfloat16": entry, "tf32": dict(entry)}}}
+
+
+def trusted(dtype=BFLOAT16, kernel="flex"):
+    verdict.entry_of.cache_clear()
+    return verdict.trusted(kernel, CUDA, dtype)
+
+
+@pytest.mark.parametrize("outcome", verdict.OUTCOMES)
+def test_a_kernel_serves_in_precisions_in_which_it_passed_and_nothing_is_said(machine, outcome):
+    verdict.write(machine, kernels(outcome))
+    assert trusted() == (outcome == "passed")
+
+
+@pytest.mark.parametrize("name", [None, *MACHINE, "source"])
+def test_without_a_verdict_on_this_machine_operators_serve_with_a_warning(machine, name, monkeypatch):
+    if name is not None:
+        verdict.write(machine, kernels())
+    if name == "source":
+        monkeypatch.setattr(verdict, "source_hash", lambda kernel: "another")
+    elif name is not None:
+        machine[name] = {"ptxas": "13.5.1", "capability": "10.0"}.get(name, "another")
+    with pytest.warns(UserWarning, match="NVIDIA H100|another") as caught:
+        assert not trusted() and not trusted(torch.float16) and not trusted(kernel="causal-linear")
+    assert not verdict.passed("flex", CUDA, BFLOAT16)
+    # One warning for all kernels.
+    assert len(caught) == 1 and "`efficient-attn gpu-check`" in str(caught[0].message)
+
+
+def test_the_environment_turns_kernels_off_without_a_word(machine, monkeypatch):
+    verdict.write(machine, kernels())
+    monkeypatch.setenv(paths.VARIABLE, "torch")
+    assert not trusted()
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"machine": {}, "kernels": {}}', '{"kernels": 1}'])
+def test_a_file_that_is_no_verdict_is_none(machine, content):
+    verdict.write(machine, kernels()).write_text(content)
+    with pytest.warns(UserWarning, match="gpu-check"):
+        assert not trusted()
+
+
+@pytest.mark.parametrize(
+    ("capability", "ptxas", "refused"),
+    [
+        ("9.0", "12.8.93", True),
+        ("9.0", "13.2.1", True),
+        ("9.0", "13.4.59", False),
+        ("9.0", "13.4.59, 13.0.88", True),
+        ("9.0", "unknown", True),
+        ("8.0", "12.8.93", False),
+        ("12.0", "12.8.93", False),
+    ],
+)
+def test_on_hopper_kernels_of_an_assembler_before_13_3_are_refused(machine, capability, ptxas, refused):
+    machine |= {"capability": capability, "ptxas": ptxas}
+    reason = verdict.refusal(capability, ptxas)
+    assert (reason is not None) == refused
+    if not refused:
+        return
+    # Not even a verdict that passed helps.
+    verdict.write(machine, kernels())
+    with pytest.warns(UserWarning, match="export TRITON_PTXAS_PATH="):
+        assert not trusted()
+    outcomes = gpu_check.check_kernels("cuda:0", machine, {}, refused=reason, say=print)
+    assert {entry["outcome"] for _, _, entry in gpu_check._entries(outcomes)} == {"refused"}
+    assert gpu_check.assembler(machine)[:2] == (machine, {})
+
+
+def test_children_take_a_newer_assembler_where_there_is_one(machine, monkeypatch):
+    monkeypatch.setattr(verdict, "newer_ptxas", lambda: "/opt/ptxas")
+    monkeypatch.setattr(verdict, "ptxas_version", lambda path: "13.4.59")
+    checked, variables, (note,) = gpu_check.assembler({**machine, "ptxas": "12.8.93"})
+    assert checked == machine and set(variables.values()) == {"/opt/ptxas"}
+    assert "export TRITON_PTXAS_PATH=/opt/ptxas" in note
+
+
+@pytest.mark.parametrize("precision", standin_kernel.PRECISIONS)
+def test_the_right_kernel_passes(precision):
+    subject = standin_kernel.subject()
+    result = kernel_check.check_kernel(subject, precision, device="cpu", cases=standin_kernel.CASES, **SIZES)
+    assert result["served"] == result["cases"] and not result["failed"] and not result["failures"]
+    assert max(result["worst"].values()) < 0.5 and set(result["worst"]) == {"forward", "backward", "extend"}
+
+
+@pytest.mark.parametrize("fault", standin_kernel.FAULTS)
+def test_every_planted_fault_is_rejected(fault, monkeypatch):
+    # The stand-in's scratch memory holds what the check left there.
+    monkeypatch.setattr(standin_kernel.Kernel, "scratch", 0.0)
+    monkeypatch.setattr(
+        kernel_check, "poison", lambda device: setattr(standin_kernel.Kernel, "scratch", float("nan"))
+    )
+    subject = standin_kernel.subject(fault)
+    result = kernel_check.check_kernel(subject, "float32", device="cpu", cases=standin_kernel.CASES, **SIZES)
+    assert result["failed"] and result["failures"]
+
+
+def test_a_kernel_that_serves_no_case_does_not_pass(monkeypatch):
+    monkeypatch.setattr(standin_kernel, "note_kernel", lambda name: None)
+    cases = standin_kernel.CASES[:2]
+    assert (
+        kernel_check.check_kernel(standin_kernel.subject(), "float32", device="cpu", cases=cases)["served"]
+        == 0
+    )
+
+
+def test_a_tile_that_dies_or_answers_nan_is_struck_and_the_next_is_taken():
+    entry = gpu_check.judge(
+        STAND_IN,
+        "bfloat16",
+        device="cpu",
+        variables={},
+        tiles=("dies", "answers NaN", "right", "never tried"),
+    )
+    assert (entry["outcome"], entry["tile"], entry["served"]) == (
+        "passed",
+        "right",
+        len(standin_kernel.CASES),
+    )
+    dead, *wrong = entry["reasons"]
+    assert dead.startswith("tile dies: the process crashed with signal 11")
+    assert wrong and all(text.startswith("tile answers NaN: ") and "not finite" in text for text in wrong)
+
+
+def test_a_tile_that_hangs_is_killed():
+    entry = gpu_check.judge(STAND_IN, "bfloat16", device="cpu", variables={}, tiles=("hangs",), limit_s=2.0)
+    assert entry == {"outcome": "failed", "tile": "hangs", "reasons": ["tile hangs: took longer than 2 s"]}
+
+
+def timed(label, tokens, time_s, *, causal=False):
+    case = Case(
+        kind="time",
+        backend=label.split(",")[0],
+        label=label,
+        num_heads=16,
+        head_dim=64,
+        tokens=tokens,
+        causal=causal,
+        dtype="bfloat16",
+        device="cuda:0",
+        threads=1,
+        l2="cold",
+    )
+    times = (time_s,) * 4
+    return Record(case=case, times_s=times, device_times_s=times, round_sizes=(1,) * 4)
+
+
+@pytest.mark.parametrize(("kernel_s", "outcome"), [(0.5, "passed"), (1.0, "passed"), (2.0, "slower")])
+def test_a_kernel_slower_than_operators_at_most_lengths_serves_no_call(kernel_s, outcome):
+    entries = kernels()
+    records = [timed("performer-positive, operators", tokens, 1.0) for tokens in (1024, 4096, 16384)]
+    # Short calls are slow, and causal ones are those of another kernel.
+    speeds = {1024: 3.0, 4096: kernel_s, 16384: kernel_s}
+    records += [timed("performer-positive", tokens, time_s) for tokens, time_s in speeds.items()]
+    records += [
+        timed(f"performer-positive{x}", 1024, s, causal=True) for x, s in (("", 9.0), (", operators", 1.0))
+    ]
+    gpu_check.strike_slower(entries, records[1:] if kernel_s == 1.0 else records)
+    assert entries["flex"]["precisions"]["bfloat16"]["outcome"] == outcome
+    # The timed calls say nothing on float32.
+    assert entries["flex"]["precisions"]["tf32"]["outcome"] == "passed"
+
+
+@pytest.fixture
+def folder(machine, tmp_path, monkeypatch):
+    """A folder as a GPU writes it."""
+    records = [timed(label, n, n * 1e-8) for n in (4096, 16384) for label in ("exact", "performer-positive")]
+    checked = kernels()
+    checked["flex"]["precisions"]["tf32"] |= {"outcome": "failed", "reasons": ["norm 5, 65 tokens: error 1"]}
+    content = {"utc": "", "machine": machine, "environment": {}, "kernels": checked, "notes": ["A note."]}
+    place = tmp_path / "shared"
+    place.mkdir()
+    (place / gpu_check.VERDICT).write_text(json.dumps(content))
+    for record in records:
+        append(place / "records.jsonl", record)
+    return place
+
+
+def test_a_folder_is_shown_anywhere_with_predictions_beside_the_times(folder, capsys):
+    main = pytest.importorskip("efficient_attn_cli.main").main
+    with pytest.raises(SystemExit) as ending:
+        main(["gpu-check", "--show", str(folder)])
+    shown = capsys.readouterr().out
+    assert ending.value.code == 1
+    for text in ("NVIDIA H100", "flex", "failed", "forward 0.50", "error 1", "A note.", "0.272", "exact = 1"):
+        assert text in shown
+    page = gpu_check.show_gpu_check(folder).page()
+    assert "driver: 580.1" in page and "| performer-positive | 16384 |" in page
+
+
+@pytest.mark.parametrize("content", ["{}", '{"kernels": [], "machine": {}}', "no JSON"])
+def test_a_folder_without_a_verdict_is_refused(folder, content):
+    (folder / gpu_check.VERDICT).write_text(content)
+    with pytest.raises(DataError, match=gpu_check.VERDICT):
+        gpu_check.show_gpu_check(folder)
+
+
+def test_a_check_leaves_a_verdict_in_the_cache_and_a_folder_without_names(machine, tmp_path, monkeypatch):
+    judged = {"outcome": "passed", "tile": "", "reasons": [], "cases": 96, "served": 96, "worst": {}}
+    monkeypatch.setattr(gpu_check, "judge", lambda *job, **options: dict(judged))
+    monkeypatch.setattr(gpu_check, "available_bytes", lambda device: 1 << 40)
+    outcome = ea.gpu_check(out=tmp_path / "out", device="cpu", measure=False)
+    assert outcome.outcomes == {"passed"} and trusted() and trusted(kernel="window-flex")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gpu-check.md", "verdict.json"]
+    assert gpu_check.show_gpu_check(tmp_path / "out").tables() == outcome.tables()
+    assert str(tmp_path) not in (tmp_path / "out" / "verdict.json").read_text()
+
+
+def test_a_machine_without_a_gpu_is_told_what_would_work(monkeypatch):
+    with pytest.raises(UnsupportedError, match="--show FOLDER"):
+        gpu_check.gpu_check(device="cpu")
+
+
+def test_kernels_on_trial_serve_alone_and_without_a_word(machine):
+    with warnings.catch_warnings(), verdict.on_trial({"flex": "0"}):
+        warnings.simplefilter("error")
+        assert verdict.tile("flex", CUDA, BFLOAT16) == "0" and not verdict.trusted(
+            "window-flex", CUDA, BFLOAT16
+        )
