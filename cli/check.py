@@ -1,6 +1,5 @@
 """`efficient-attn check`: kept and broken promises of a backend."""
 
-import json
 from collections import Counter
 from typing import Annotated, Any
 
@@ -13,7 +12,6 @@ from .options import JsonOption, SeedOption
 
 _TIMEOUT = "Time limit of one check; a check that takes longer is broken."
 _SIGNATURE = "Library whose signature the function has: plain, sdpa, flash-attn or fla."
-_CERTIFICATE = "File for the records, the declared promises and the environment as JSON."
 
 
 def check(
@@ -47,9 +45,6 @@ def check(
     ] = False,
     exact: Annotated[bool, typer.Option("--exact", help="The function promises softmax attention.")] = False,
     backward: Annotated[bool, typer.Option(help="The function promises gradients.")] = True,
-    certificate: Annotated[
-        str | None, typer.Option("--certificate", metavar="FILE", help=_CERTIFICATE)
-    ] = None,
 ) -> int:
     """Check every promise of a backend: kept, broken or not promised.
 
@@ -59,17 +54,11 @@ def check(
 
     Example: efficient-attn check my_file.py:my_attention --signature sdpa --causal --exact
     """
-    promised: dict[str, Any] = {
-        "signature": signature,
-        "layout": layout,
-        "causal": causal,
-        "key_mask": key_mask,
-        "cross": cross,
-        "grouped": grouped,
-        "exact": exact,
-    }
-    declared = {name: value for name, value in promised.items() if value}
+    declared: dict[str, Any] = {"signature": signature, "layout": layout, "causal": causal}
+    declared |= {"key_mask": key_mask, "cross": cross, "grouped": grouped, "exact": exact}
+    declared = {name: value for name, value in declared.items() if value}
     declared |= {} if backward else {"backward": False}
+    from efficient_attn.conformance.table import size, snippet
     from efficient_attn.measure.isolation import check_isolated
     from efficient_attn.measure.units import parse_seconds
 
@@ -78,47 +67,20 @@ def check(
     records = check_isolated(
         backend, seed=seed, only=chosen, timeout_s=timeout_s, long=long, declared=declared or None
     )
-    if certificate is not None:
-        _certify(certificate, backend, seed, declared, records)
     if as_json:
         console.put_json([record.as_dict() for record in records])
     else:
         console.print_tables([_table(backend, records)])
         counts = Counter(record.outcome for record in records)
         counted = ", ".join(f"{number} {outcome}" for outcome, number in counts.items())
-        _put_counterexample(backend, seed, declared, records)
+        broken = [record for record in records if record.failed and record.case is not None]
+        if broken:
+            console.put("The smallest input found that breaks a promise:\n")
+            for line in snippet(min(broken, key=size), backend, declared or None, seed).splitlines():
+                console.put(line)
+            console.put("")
         console.put(f"{backend}: {counted}.")
     return exits.REGRESSION if any(record.failed for record in records) else exits.DONE
-
-
-def _put_counterexample(backend: str, seed: int, declared: dict[str, Any], records: list[Any]) -> None:
-    """Print the smallest input that breaks a promise as lines of Python."""
-    from efficient_attn.conformance.table import size, snippet
-
-    broken = [record for record in records if record.failed and record.case is not None]
-    if broken:
-        console.put("The smallest input found that breaks a promise:\n")
-        for line in snippet(min(broken, key=size), backend, declared or None, seed).splitlines():
-            console.put(line)
-        console.put("")
-
-
-def _certify(path: str, backend: str, seed: int, declared: dict[str, Any], records: list[Any]) -> None:
-    from pathlib import Path
-
-    from efficient_attn.measure.environment import command_line, environment, hide_paths
-    from efficient_attn.report.files import write
-
-    document = {
-        "backend": hide_paths([backend])[0],
-        "seed": seed,
-        "declared": declared,
-        "outcomes": Counter(record.outcome for record in records),
-        "failed": any(record.failed for record in records),
-        "environment": environment(command=command_line()),
-        "records": [record.as_dict() for record in records],
-    }
-    write(Path(path), json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def _table(backend: str, records: list[Any]) -> Any:

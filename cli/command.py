@@ -15,7 +15,7 @@ from efficient_attn.errors import OptionError
 from efficient_attn.studies.study import Parameter, Study
 
 from . import console, exits
-from .options import JsonToOption, OutOption, as_json
+from .options import JsonToOption, OutOption
 
 _BUDGET = "Time for measuring: 90s, 2m or 1h; the rest is skipped."
 _RESUME = "Continue the run in --out; measured points are kept."
@@ -52,6 +52,13 @@ _OF_A_RUN: dict[str, tuple[Any, Any]] = {
 }
 
 _METAVARS: dict[Any, str] = {int: "N", int | None: "N", float: "X", float | None: "X"}
+
+
+def as_json(json_to: str | None) -> bool:
+    """Whether stdout is one JSON document."""
+    if json_to not in (None, "-"):
+        raise OptionError(f"--json takes - for stdout, not {json_to!r}; `--json - > FILE` makes it a file.")
+    return json_to is not None
 
 
 def command_of(study: Study) -> Callable[..., None]:

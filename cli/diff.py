@@ -6,7 +6,8 @@ import typer
 from typer.core import TyperCommand
 
 from . import console, exits
-from .options import JsonToOption, as_json
+from .command import as_json
+from .options import JsonToOption
 
 # Stands for the `--` between old and new runs, which the parser would swallow; no argument can hold it.
 _NEW_RUNS = "\0"

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from efficient_attn.errors import OptionError
 from efficient_attn.limits import WHOLE_NUMBER
 from efficient_attn.studies.options import RUNS_CODE
 
@@ -34,10 +33,3 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON documen
 JsonToOption = Annotated[
     str | None, typer.Option("--json", metavar="-", help="Print one JSON document to stdout.", hidden=True)
 ]
-
-
-def as_json(json_to: str | None) -> bool:
-    """Whether stdout is one JSON document."""
-    if json_to not in (None, "-"):
-        raise OptionError(f"--json takes - for stdout, not {json_to!r}; `--json - > FILE` makes it a file.")
-    return json_to is not None

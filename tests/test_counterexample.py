@@ -1,10 +1,8 @@
 """The smallest input that breaks a promise: found, kept in the record, and repeated by the lines printed."""
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
@@ -81,16 +79,11 @@ def test_the_lines_of_python_run_as_they_are(late, capsys):
 
 
 @pytest.mark.slow
-def test_the_command_prints_the_smallest_counterexample_and_writes_a_certificate(late, capfd):
-    only = ("--only", f"{CHECK},every_head_is_its_single_call", "--certificate", "promises.json")
+def test_the_command_prints_the_smallest_counterexample(late, capfd):
+    only = ("--only", f"{CHECK},every_head_is_its_single_call")
     with pytest.raises(SystemExit, match="1"):
         main(["check", late, "--signature", "plain", "--exact", *only])
     out = capfd.readouterr().out
     begin = out.index("from efficient_attn.testing")
     exec(out[begin : out.index("sep=", begin) + len('sep="\\n")')])
     assert "tensor(" in capfd.readouterr().out
-    certificate = json.loads(Path("promises.json").read_text(encoding="utf-8"))
-    assert certificate["backend"] == late
-    assert certificate["declared"] == {"signature": "plain", "exact": True}
-    assert certificate["failed"] and sum(certificate["outcomes"].values()) == len(certificate["records"]) == 2
-    assert certificate["environment"]["torch"]["version"] == torch.__version__

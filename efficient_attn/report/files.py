@@ -62,13 +62,8 @@ class Run(NamedTuple):
         return how_measured(self.records, self.environment)
 
 
-class _Figure(NamedTuple):
-    """Drawn plot of a run."""
-
-    label: str
-    name: str
-    plot: Plot
-    figure: Any
+# Label of a run, name of a file, its plot, and the plot drawn.
+_Figure = tuple[str, str, Plot, Any]
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -113,7 +108,7 @@ def write_all(
     """
     runs = _renamed(runs, look.get("labels") or {})
     figures = [
-        _Figure(run.label, name, plot, draw(plot, **look)[0].figure)
+        (run.label, name, plot, draw(plot, **look)[0].figure)
         for run in runs
         for name, plot in run.plots.items()
     ]
@@ -124,8 +119,8 @@ def write_all(
     for run in runs:
         texts = {SUMMARY: to_csv(run.rows), **run.files}
         paths += [write(path / f"{prefixes[run.label]}{name}", text) for name, text in texts.items()]
-    for drawn in figures:
-        paths += save(drawn.figure, path, f"{prefixes[drawn.label]}{drawn.name}")
+    for label, name, _, figure in figures:
+        paths += save(figure, path, f"{prefixes[label]}{name}")
     tables = [
         table._replace(title=f"{table.title}: {run.label}") if len(runs) > 1 else table
         for run in runs

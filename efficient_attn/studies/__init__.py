@@ -57,16 +57,11 @@ def refuse_several(name: str) -> None:
     Raises:
         UnsupportedError: In the first of several processes; the others exit with code 2.
     """
-    processes = _number("WORLD_SIZE", 1)
-    if processes == 1:
+    processes, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
+    if not processes.isdecimal() or int(processes) == 1:
         return
-    if _number("RANK", 0) > 0:
+    if rank.isdecimal() and int(rank) > 0:
         sys.exit(2)
     raise UnsupportedError(
         f"{name} runs in one process, and WORLD_SIZE is {processes}: start it without torchrun."
     )
-
-
-def _number(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdecimal() else default

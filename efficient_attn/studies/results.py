@@ -271,25 +271,11 @@ def _machine(environment: Mapping[str, Any]) -> str:
 
 def _common(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Entries on which all runs agree; conditions during the runs are joined."""
-    during = [
-        entry
-        for environment in environments
-        if isinstance(environment.get(DURING), list)
-        for entry in environment[DURING]
-    ]
-    return {**_equal(environments), **({DURING: during} if during else {})}
-
-
-def _equal(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    common: dict[str, Any] = {}
-    for name, value in values[0].items():
-        entries = [entry.get(name) for entry in values]
-        nested = [entry for entry in entries if isinstance(entry, Mapping)]
-        if len(nested) == len(entries):
-            common[name] = _equal(nested)
-        elif all(entry == value for entry in entries):
-            common[name] = value
-    return common
+    first, *others = environments
+    common = {name: value for name, value in first.items() if all(run.get(name) == value for run in others)}
+    lists = [run[DURING] for run in environments if isinstance(run.get(DURING), list)]
+    during = [entry for entries in lists for entry in entries]
+    return {**common, **({DURING: during} if during else {})}
 
 
 def report(

@@ -38,14 +38,6 @@ from efficient_attn.studies.bench.tables import (
 from efficient_attn.studies.bench.tables import tables as tables
 from efficient_attn.studies.view import Environment, Plots, cost_cells
 
-_TITLES = {
-    "time_s": "Time of one call",
-    "peak_bytes": "Peak memory of one call, excluding its inputs",
-}
-
-# Plots worth a file, by name.
-_FILES = {"time": "time_s", "memory": "peak_bytes"}
-
 # Space around the medians; wider intervals leave the picture, which would be flat lines otherwise.
 _MARGIN = 1.5
 
@@ -57,10 +49,16 @@ HIGHEST = 3.0
 MARKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 _POINT = {"linestyle": "none", "markersize": 8, "markeredgewidth": 1.5, "clip_on": False}
 
+# Costs that are drawn: by quantity, the name of the file, the title, and the axis.
 _COSTS = {
-    "time_s": ("time of one call", "log", show_seconds),
-    "peak_bytes": ("peak memory of one call, excluding its inputs", "log2", show_bytes),
+    "time_s": ("time", "Time of one call", Axis(scale="log", show=show_seconds)),
+    "peak_bytes": (
+        "memory",
+        "Peak memory of one call, excluding its inputs",
+        Axis(scale="log2", show=show_bytes),
+    ),
 }
+_TOKENS = Axis("sequence length, tokens", "log2", "{:.0f}".format)
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
@@ -149,7 +147,7 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
     pictures: Plots = {}
     if many_lengths(records) or not groups:
         pictures = {
-            name: cost_plot(records, quantity) for name, quantity in _FILES.items() if name in measured
+            name: cost_plot(records, quantity) for quantity, (name, *_) in _COSTS.items() if name in measured
         }
         if queued := by_clock(records).get(DEVICE_TIME):
             pictures["device-time"] = cost_plot(queued)._replace(title="Device time of one queued call")
@@ -164,12 +162,12 @@ def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
     """One cost of every backend against tokens: a chart for attention, curve for the block, …"""
     drawn = {subject: curves(group, y) for subject, group in by_subject(records).items()}
     styles = line_styles([(curve.label, curve.backend) for group in drawn.values() for curve in group])
-    costs = Axis(scale="log", show=show_seconds) if y == "time_s" else Axis(scale="log2", show=show_bytes)
+    _, title, costs = _COSTS[y]
     charts = []
     for subject, group in drawn.items():
         lengths = sorted({point.tokens for curve in group for point in curve.points})
         chart = Chart(
-            Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths),
+            _TOKENS._replace(ticks=lengths),
             costs._replace(limits=_limits(group)),
             tuple(_series(curve, styles[curve.label]) for curve in group),
             subject.capitalize() if len(drawn) > 1 or subject != "attention" else "",
@@ -180,7 +178,7 @@ def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
     conditions = setting(cases[0]) if cases else ""
     if cases and y == "time_s":
         conditions += f"; median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs"
-    return Plot(_TITLES[y], conditions, tuple((chart,) for chart in shown))
+    return Plot(title, conditions, tuple((chart,) for chart in shown))
 
 
 def _limits(group: Sequence[Curve]) -> tuple[float, float] | None:
@@ -250,7 +248,7 @@ def error_plot(groups: Sequence[Sequence[Comparison]]) -> Plot:
         marks |= {HIGHEST: "higher"} if HIGHEST in drawn else {}
         charts.append(
             Chart(
-                Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths),
+                _TOKENS._replace(ticks=lengths),
                 Axis("relative output error", "log", show_error, marks),
                 tuple(series),
                 inputs_words(group[-1]) if len(groups) > 1 else "",
@@ -261,7 +259,7 @@ def error_plot(groups: Sequence[Sequence[Comparison]]) -> Plot:
 
 
 def _chart(comparison: Comparison, cost: str, styles: dict[str, dict[str, Any]], max_error: float) -> Chart:
-    label, scale, show = _COSTS[cost]
+    _, title, axis = _COSTS[cost]
     drawn = [(x, row, row.error) for row in comparison.contenders if row.error and (x := row.cost(cost))]
     real = [error for *_, spread in drawn for error in spread[:3] if error > comparison.rounding]
     floor = min([*real, max_error]) / _BELOW
@@ -278,7 +276,7 @@ def _chart(comparison: Comparison, cost: str, styles: dict[str, dict[str, Any]],
     marks = {mark: f"{mark:g}" for mark in MARKS if floor * 1.3 < mark}
     marks |= {HIGHEST: "higher"} if any(error > HIGHEST for error in real) else {}
     return Chart(
-        Axis(label, scale, show),
+        axis._replace(label=f"{title[0].lower()}{title[1:]}"),
         Axis(
             "relative output error",
             "log",
