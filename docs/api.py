@@ -20,7 +20,7 @@ _INTERCEPT = "integrations.intercept"
 # The first fitting beginning of a module's name selects the heading.
 _HEADINGS = {
     "Backends": ("backend", "registry", "signatures", "problem"),
-    "In models": ("transformer", "integrations.attach", "integrations.pytorch", "integrations.intercept"),
+    "In models": ("transformer", "integrations.attach", "integrations.intercept"),
     "In Hugging Face models": (_HUGGING_FACE,),
     "Measuring": ("studies", "measure"),
     "On several processes": ("distributed",),

@@ -86,15 +86,8 @@ class LearnedPositions(nn.Module):
         return x + self.table[start:end]
 
 
-class NoPositions(nn.Module):
-    """x unchanged."""
-
-    def forward(self, x: Tensor, start: int) -> Tensor:
-        return x
-
-
-def build_positions(kind: str | None, model_dim: int, max_tokens: int | None) -> nn.Module:
-    """Module that adds positions of this kind to embeddings; NoPositions for None and rotary ones.
+def build_positions(kind: str | None, model_dim: int, max_tokens: int | None) -> nn.Module | None:
+    """Module that adds positions of this kind to embeddings; None for rotary ones and for none.
 
     Raises:
         UnknownNameError: If there are no such positions.
@@ -111,7 +104,7 @@ def build_positions(kind: str | None, model_dim: int, max_tokens: int | None) ->
             raise OptionError("positions='learned' is a table of the longest sequence: give max_tokens.")
         positive_count("max_tokens", max_tokens)
         return LearnedPositions(model_dim, max_tokens)
-    return NoPositions()
+    return None
 
 
 def check_even(name: str, dim: int, kind: str) -> None:

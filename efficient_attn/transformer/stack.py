@@ -51,7 +51,9 @@ class EmbeddingInput(nn.Module):
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
         check_sequence("x", x, self._model_dim)
-        return self.dropout(at_positions(self.positions, x, start))
+        if self.positions is not None:
+            x = at_positions(self.positions, x, start)
+        return self.dropout(x)
 
 
 class Encoder(nn.Module):

@@ -15,13 +15,15 @@ if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 14):
         "pip install 'transformers>=5.14' tokenizers."
     )
 
-from efficient_attn.integrations.transformers.attachment import attach, load, swapped
-from efficient_attn.integrations.transformers.caches import StateCache
-from efficient_attn.integrations.transformers.distillation import (
+from efficient_attn.integrations.transformers.attachment import (
     AttentionCall,
+    attach,
     distillation_loss,
     exact_calls,
+    load,
+    swapped,
 )
+from efficient_attn.integrations.transformers.caches import StateCache
 from efficient_attn.integrations.transformers.sites import ignored
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Backends attached to transformers models, detached, and loaded with a model.
+"""Backends attached to transformers models, detached, taught by exact attention, and loaded with a model.
 
 A saved configuration assigns backends to attention modules; their tensors are stored with the model's own. No
 saved code is run: backends are looked up by name, tensors read from safetensors.
@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ from efficient_attn.integrations.transformers.loading import (
 )
 from efficient_attn.integrations.transformers.masking import make_mask
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, ignored, unwrap
+from efficient_attn.ops.dtypes import upcast
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -319,3 +320,60 @@ def _saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
             for name in opened.keys():  # noqa: SIM118 (no mapping)
                 if f".{SUBMODULE}." in name:
                     yield name, opened.get_tensor(name)
+
+
+class AttentionCall(NamedTuple):
+    """One call of an attention layer, computed exactly.
+
+    Attributes:
+        backend: Backend attached to the layer, the student.
+        q: [batch heads q_tokens head_dim]; k and v accordingly.
+        key_mask: [batch k_tokens], true for real tokens; None: all are real.
+        out: Exact output, [batch heads q_tokens value_dim].
+    """
+
+    backend: Backend
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    out: Tensor
+
+
+def distillation_loss(call: AttentionCall) -> Tensor:
+    """‖backend − exact‖² / ‖exact‖² of a layer (Zhang et al. 2024, section 4.2).
+
+    The paper compares attention weights, which a backend need not have; this compares outputs.
+    """
+    out = upcast(call.out.detach())
+    student = call.backend(call.q.detach(), call.k.detach(), call.v.detach(), key_mask=call.key_mask)
+    return (upcast(student) - out).square().sum() / out.square().sum()
+
+
+@contextmanager
+def exact_calls(model: nn.Module) -> Iterator[list[AttentionCall]]:
+    """Collect the attention calls of a model that attends exactly.
+
+    Each call comes with the backend that `attach` gave its layer. The backends are back in place afterwards.
+
+    Raises:
+        UnsupportedError: If no backend is attached.
+    """
+    layers = [module for module in unwrap(model).modules() if hasattr(module, SUBMODULE)]
+    students = {layer: getattr(layer, SUBMODULE) for layer in layers}
+    if not students:
+        raise UnsupportedError("The model has no backends to teach; attach(model, …) adds them.")
+    calls: list[AttentionCall] = []
+    with swapped(model, "exact"):
+        # The teachers are dropped afterwards, and their hooks with them.
+        for layer, student in students.items():
+            getattr(layer, SUBMODULE).register_forward_hook(_collect(calls, student), with_kwargs=True)
+        yield calls
+
+
+def _collect(calls: list[AttentionCall], student: Backend) -> Callable[..., None]:
+    def hook(teacher: Any, tensors: tuple[Tensor, ...], options: dict[str, Any], out: Tensor) -> None:
+        q, k, v = tensors
+        calls.append(AttentionCall(student, q, k, v, options.get("key_mask"), out))
+
+    return hook
