@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from efficient_attn.errors import OptionError
-from efficient_attn.studies.study import Parameter, Study, by_option, joined
+from efficient_attn.studies.study import Parameter, Study
 
 from . import console, exits
 from .options import JsonToOption, OutOption, as_json
@@ -79,7 +79,13 @@ def command_of(study: Study) -> Callable[..., None]:
         if resume and out is None:
             raise OptionError("--resume needs --out, the folder of the run to go on with.")
         to_stdout = as_json(json_to)
-        options = by_option(study, values)
+        options = {
+            parameter.name: value
+            if parameter.option.parse is None or value is None
+            else parameter.option.parse(value, name=parameter.flag)
+            for parameter in study.parameters()
+            for value in [values[parameter.name]]
+        }
         budget_s = None if budget is None else parse_seconds(budget, name="--budget")
 
         if dry_run:
@@ -138,7 +144,11 @@ def _declared(parameter: Parameter) -> tuple[str, Any, Any]:
     kind: Any = parameter.type
     if option.parse is not None:
         kind = list[str] if option.several else str
-        kind, default = (kind | None, None) if default is None else (kind, joined(default))
+        if default is None:
+            kind = kind | None
+        elif not isinstance(default, str):
+            # The command line shows a sequence of numbers as `32,64,128`.
+            default = ",".join(map(str, default)) if isinstance(default, Sequence) else default
     switch = parameter.type in (bool, bool | None) and option.parse is None
     flag = (
         f"{parameter.flag}/--no-{parameter.flag.removeprefix('--')}"

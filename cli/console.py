@@ -66,7 +66,7 @@ def print_tables(tables: Sequence[Any]) -> None:
         typer.echo("\n".join(row.rstrip() for row in drawn.get().rstrip().splitlines()))
         for note in table.notes:
             tell(note, indent="  ")
-        put("")
+        typer.echo()
 
 
 def tell(text: object, *, indent: str = "", err: bool = False) -> None:

@@ -11,9 +11,6 @@ from .options import JsonToOption, as_json
 # Stands for the `--` between old and new runs, which the parser would swallow; no argument can hold it.
 _NEW_RUNS = "\0"
 
-# Entry of --fail-on without a share.
-_UNCLEAR = "unclear"
-
 
 class CommandClass(TyperCommand):
     """Keeps the place of `--` among the arguments."""
@@ -37,7 +34,7 @@ def diff(
             "--fail-on",
             metavar="NAME:LIMIT[,…]",
             help="Changes for the worse that exit with code 1, by quantity or kind: time:10%,accuracy:2%;"
-            " all regressions if omitted. `unclear` also counts changes that may be chance.",
+            " all regressions if omitted.",
         ),
     ] = None,
     markdown: Annotated[
@@ -56,8 +53,7 @@ def diff(
     to_stdout = as_json(json_to)
     if to_stdout and markdown:
         raise typer.BadParameter("--json and --markdown exclude each other.")
-    shares, unclear = _limits(fail_on)
-    comparison = compare(*_sides(runs), fail_on=shares, fail_on_unclear=unclear)
+    comparison = compare(*_sides(runs), fail_on=_limits(fail_on))
     if to_stdout:
         console.put_json(comparison.as_dict())
     elif markdown:
@@ -72,7 +68,7 @@ def diff(
     if not comparison.comparison.changes:
         console.say("Nothing to compare: no case is in both runs.")
         return exits.NOTHING_MEASURED
-    return exits.REGRESSION if comparison.failures else exits.DONE
+    return exits.REGRESSION if comparison.regressions else exits.DONE
 
 
 def _sides(runs: list[str]) -> tuple[list[str], list[str]]:
@@ -85,20 +81,15 @@ def _sides(runs: list[str]) -> tuple[list[str], list[str]]:
     return old, new
 
 
-def _limits(text: str | None) -> tuple[dict[str, float] | None, bool]:
-    """`time:10%,unclear` as ({"time": 0.1}, True); without names the shares are None."""
-    shares, unclear = {}, False
+def _limits(text: str | None) -> dict[str, float] | None:
+    """`time:10%` as {"time": 0.1}; None without names."""
+    shares = {}
     for part in [] if text is None else text.split(","):
         name, _, share = (piece.strip() for piece in part.partition(":"))
-        if part.strip() == _UNCLEAR:
-            unclear = True
-            continue
         try:
-            value = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
+            shares[name] = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
         except ValueError:
-            message = (
-                f"--fail-on {text}: write names with shares, such as time:10%,accuracy:2%, or {_UNCLEAR}."
-            )
-            raise typer.BadParameter(message) from None
-        shares[name] = value
-    return shares or None, unclear
+            raise typer.BadParameter(
+                f"--fail-on {text}: write names with shares, such as time:10%,accuracy:2%."
+            ) from None
+    return shares or None

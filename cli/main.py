@@ -66,6 +66,7 @@ COMMANDS = (
     "report",
     "swap",
     "check",
+    "gpu-check",
     "env",
 )
 
@@ -79,9 +80,10 @@ def _register(name: str) -> None:
         command = command_of(studies()[name])
         app.command(name, help=_help(command), context_settings={"allow_extra_args": True, **_WIDE})(command)
         return
-    module = import_module(f".{name}", __package__)
+    function = name.replace("-", "_")
+    module = import_module(f".{function}", __package__)
     parser = getattr(module, "CommandClass", None)
-    command = getattr(module, f"{name}_command", None) or getattr(module, name)
+    command = getattr(module, f"{function}_command", None) or getattr(module, function)
     app.command(name, cls=parser, help=_help(command), context_settings=_WIDE)(command)
 
 

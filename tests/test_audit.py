@@ -182,7 +182,7 @@ def test_dropout_in_training_is_refused():
 
 
 # Simulated audits of 72 rows, the least number in 12 or 9 heads that is 64 or more.
-CALLS, ROWS = 1000, 72
+CALLS, ROWS = 400, 72
 PROBES = {"clusters": 32, "probes": 4, "global_tokens": 4}
 
 

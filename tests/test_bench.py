@@ -15,7 +15,7 @@ from efficient_attn.measure.records import line, parse
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.report.methods import how_measured
-from efficient_attn.stats.curves import by_clock, curves, speed_ups
+from efficient_attn.stats.estimates import by_clock, curves, speed_ups
 from efficient_attn.studies.bench.tables import tables
 from efficient_attn.studies.bench.view import plots, sentences
 

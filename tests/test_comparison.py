@@ -150,7 +150,7 @@ def test_error_and_cost_of_different_lengths_are_never_joined():
     longer = Record(case=case("time", "window", 1024, **PLACE), times_s=(0.1,))
     found = comparisons([*EXACT, *WINDOW[:1], longer])
     (window,) = (one for one in found[0].contenders if one.label == "window")
-    assert len(found) == 1 and window.time_s is None
+    assert len(found) == 1 and window.timed is None
 
 
 def test_the_front_is_what_nothing_beats_in_both():
@@ -372,7 +372,7 @@ def test_backward_and_batch_are_those_of_times_and_memory_and_are_named():
         ("memory", True, 2, "ok"),
     }
     (one,) = comparisons(results.records)
-    assert all(row.error and row.time_s for row in one.contenders if row.backend != "uniform attention")
+    assert all(row.error and row.timed for row in one.contenders if row.backend != "uniform attention")
     assert "batch 2, forward and backward" in results.tables()[0].title
     forward = [replace(r, case=replace(r.case, backward=False)) for r in results.records]
     assert len(comparisons([*results.records, *forward])) == 2

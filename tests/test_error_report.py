@@ -6,7 +6,7 @@ from made_records import case
 import efficient_attn as ea
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Sized, Variant, sized, with_size
-from efficient_attn.report.methods import PAPERS, how_measured
+from efficient_attn.report.methods import CITATIONS, how_measured
 from efficient_attn.studies.mse.analysis import below_from, panels
 
 
@@ -79,7 +79,7 @@ def test_sizes_that_save_no_operations_are_not_counted_as_useful():
 
 def test_the_methods_name_the_papers_that_the_backends_declare():
     declared = {name: ea.spec(name).paper for name in ea.list_backends()}
-    stored = {name: paper.address for paper in PAPERS for name in paper.backends}
+    stored = {name: citation.rpartition(", ")[2] for name, citation in CITATIONS.items()}
     assert stored == {name: paper for name, paper in declared.items() if paper}
     records = [Record(case=case("time", name, 64), times_s=(1e-3,) * 4) for name in ("linformer", "window")]
     environment = {"packages": {"efficient-attn": "9.8.7"}, "processor": "Babbage 2"}

@@ -34,7 +34,7 @@ LAYERS = (
 )
 # The rooms of `ops`: each may import itself and the rows above it, but no other room of its own row.
 ROOMS = (
-    {"dtypes", "grouped_queries", "naive", "operators", "paths"},
+    {"dtypes", "grouped_queries", "naive", "operators", "paths", "verdict"},
     {"softmax"},
     {"window", "clusters", "linear", "linformer"},
 )
@@ -218,12 +218,13 @@ def test_every_public_name_exists_and_no_other() -> None:
     assert not hasattr(efficient_attn, "biuld")
 
 
-def test_functions_of_ops_check_their_shapes_under_the_tests() -> None:
+def test_functions_of_ops_check_their_shapes_under_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
-    from jaxtyping import TypeCheckError
+    from jaxtyping import TypeCheckError, config
 
     from efficient_attn.ops.softmax.definition import softmax_attention
 
     q, k = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)
+    monkeypatch.setattr(config, "jaxtyping_disable", False)
     with pytest.raises(TypeCheckError, match="head_dim"):
         softmax_attention(q, k, k, scale=1.0, key_mask=None)

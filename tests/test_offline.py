@@ -38,18 +38,19 @@ for words in json.loads(sys.argv[1]):
         codes.append(leaving.code)
 print("codes", json.dumps(codes), file=sys.stderr)
 """
-SMALL = ("--num-heads", "2", "--head-dim", "8", "--threads", "1", "--rounds", "2")
+SMALL = ("--num-heads", "2", "--head-dim", "8", "--threads", "1", "--rounds", "1")
+WINDOW = ("--backend", "window")
 COMMANDS = [
     ("list",),
     ("env",),
     ("check", "mine.py:attend", "--only", "order_of_keys_does_not_matter"),
     ("bench", "--seq-len", "16", *SMALL, "--backend", "exact,window,mine.py:attend", "--out", "bench"),
     ("diff", "bench", "bench"),
-    ("bench", "--seq-len", "16", *SMALL, "--backward", "--of", "attention,block,encoder"),
-    ("bench", "--inputs", "encoder", "--seq-len", "64", "--rounds", "2", "--backend", "exact,window"),
-    ("mse", "--inputs", "gaussian,encoder", "--seq-len", "64", "--size", "4", "--out", "mse"),
-    ("show",),
-    ("recall", "--steps", "1", "--seeds", "1", "--size", "8"),
+    ("bench", "--seq-len", "16", *SMALL, "--backward", "--of", "block,encoder", *WINDOW),
+    ("bench", "--inputs", "encoder", "--seq-len", "64", "--rounds", "1", *WINDOW),
+    ("mse", "--inputs", "gaussian,encoder", "--seq-len", "64", "--size", "4", *WINDOW, "--out", "mse"),
+    ("show", *WINDOW),
+    ("recall", "--steps", "1", "--seeds", "1", "--size", "8", *WINDOW),
     ("report", "bench", "mse", "--html", "both.html"),
 ]
 

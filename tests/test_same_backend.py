@@ -7,6 +7,7 @@ from made_records import compare
 
 from efficient_attn import bench
 from efficient_attn.measure.record import replace
+from efficient_attn.stats.estimates import time_ratio
 
 FILE = """
 import torch
@@ -37,7 +38,7 @@ def test_an_interval_of_the_ratio_to_itself_covers_one_and_that_to_twice_the_wor
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(FILE)
     names = ("own.py:once", "own.py:again", "own.py:twice")
-    results = bench(names, seq_lens=LENGTHS, num_heads=2, head_dim=16, threads=1, budget_s=120)
+    results = bench(names, seq_lens=LENGTHS, num_heads=2, head_dim=16, threads=1, error=False)
 
     def times(label):
         records = [r for r in results.records if (r.case.label, r.case.kind) == (label, "time")]
@@ -48,6 +49,9 @@ def test_an_interval_of_the_ratio_to_itself_covers_one_and_that_to_twice_the_wor
     assert len(same) == len(LENGTHS)
     assert sum(not change.low <= 1 <= change.high for change in same) <= MOST_MISSES
     assert not [change for change in same if change.verdict == "regression"]
+    ratios = list(map(time_ratio, once, again))
+    assert all(ratio.low is not None for ratio in ratios)
+    assert sum(ratio.side_of_one != 0 for ratio in ratios) <= MOST_MISSES
     more = compare(once, twice).changes
     # Of ten ratios the median is spared by what a busy machine does to a few of them.
     assert 1.5 < statistics.median(change.ratio for change in more) < 2.5

@@ -91,34 +91,47 @@ def sums(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def finished(home, *words):
-    """Exit code, stdout and stderr of the command line in a process that has the folder too."""
-    code = (
-        f"import efficient_attn.studies as s; s.__path__.append({str(home)!r}); "
-        "from efficient_attn_cli.main import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=120)
-    return done.returncode, done.stdout, done.stderr
+RUN = """
+import json, sys
+import efficient_attn.studies as studies
+
+studies.__path__.append(sys.argv[1])
+from efficient_attn_cli.main import main
+
+codes = []
+for words in json.loads(sys.argv[2]):
+    try:
+        main(words)
+    except SystemExit as ended:
+        codes.append(ended.code)
+print(json.dumps(codes), file=sys.stderr)
+"""
+
+
+def finished(home, *commands):
+    """Exit codes, stdout and stderr of commands in a process that has the folder too."""
+    words = [sys.executable, "-c", RUN, str(home), json.dumps([command.split() for command in commands])]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    err, _, codes = done.stderr.rstrip().rpartition("\n")
+    return json.loads(codes), done.stdout, err
 
 
 @pytest.mark.slow
 def test_a_file_is_a_command_with_help_records_table_plot_page_and_diff(sums):
-    code, out, _ = finished(sums, "sums", "--help")
-    assert code == 0 and "Sum the first whole numbers." in out and "--seq-len" in out and "--pause" in out
-    code, out, err = finished(sums, "sums", "--seq-len", "4:16:x2", "--out", "one")
-    assert code == 0 and "Sums" in out and "[3/3]" in err
+    codes, out, err = finished(sums, "sums --help", "sums --seq-len 4:16:x2 --out one")
+    assert codes == [0, 0] and "Sums" in out and "[3/3]" in err
+    assert "Sum the first whole numbers." in out and "--seq-len" in out and "--pause" in out
     folder = Path("one")
     assert [record.sum for record in ea.read(folder).records] == [6, 28, 120]
     assert json.loads((folder / "environment.json").read_text())["study"] == "sums"
     assert (folder / "sum.png").exists() and "Sums" in (folder / "report.html").read_text()
-    code, _, _ = finished(sums, "sums", "--seq-len", "4:16:x2", "--out", "two")
-    assert code == 0
     changed = (folder / "records.jsonl").read_text().replace('"sum": 28', '"sum": 26')
-    shutil.copytree("two", "three")
+    for copy in ("two", "three"):
+        shutil.copytree("one", copy)
     Path("three/records.jsonl").write_text(changed)
-    assert finished(sums, "diff", "one", "two", "--fail-on", "sum:5%")[0] == 0
-    code, out, _ = finished(sums, "diff", "one", "three", "--fail-on", "sum:5%")
-    assert code == 1 and "sum " in out
+    commands = (f"diff one {copy} --fail-on sum:5%" for copy in ("two", "three"))
+    codes, out, _ = finished(sums, *commands)
+    assert codes == [0, 1] and "sum " in out
 
 
 def test_the_python_function_and_the_command_measure_the_same(sums):

@@ -1,8 +1,8 @@
 """Models with inputs from a function in a file, and their outputs.
 
-The function returns a call without arguments that runs the model once, or a pair (module, inputs) whose
-inputs are a tuple of positional or a dict of keyword arguments. The model is set to evaluation mode. A
-function with the parameter `seq_len` makes inputs of that length.
+The function returns a pair (module, inputs) whose inputs are a tuple of positional or a dict of keyword
+arguments. The model is set to evaluation mode. A function with the parameter `seq_len` makes inputs of that
+length.
 """
 
 import inspect
@@ -19,16 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, DtypeError, OptionError
 from efficient_attn.external import is_address, object_at
 
-# Seeds of the inputs: the first ones, and held-out ones.
-_FIRST, _SECOND = 0, 1
+# Seeds of the inputs: the choosing ones, and held-out ones.
+SEEDS = (0, 1)
 
-_FORM = "a call without arguments, or a pair (module, inputs) with a tuple or a dict of inputs"
+_FORM = "a pair (module, inputs) with a tuple or a dict of inputs"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -58,16 +57,6 @@ class CalledModel:
             digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
-    @property
-    def is_call(self) -> bool:
-        """Whether a call is run, rather than the forward of a module."""
-        return isinstance(self.module, _Caller)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Names of a call's modules, the beginnings of its site names."""
-        return tuple(name for name, _ in self.module.named_children()) if self.is_call else ()
-
     def run(self) -> Any:
         """Output of one run without gradients."""
         with torch.no_grad():
@@ -79,24 +68,8 @@ class CalledModel:
             return self.run()
 
 
-class _Caller(nn.Module):
-    """A call as a module, with the modules that it runs as parts."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        super().__init__()
-        self._call = call
-        for module in _outermost_modules(call):
-            name = type(module).__name__
-            while hasattr(self, name):
-                name += "_"
-            self.add_module(name, module)
-
-    def forward(self) -> Any:
-        return self._call()
-
-
 def is_called(model: Any) -> bool:
-    """Whether a model is an address, a pair or a call."""
+    """Whether a model is an address, a pair, or a function that makes one."""
     if isinstance(model, (str, Path)):
         name = str(model)
         return (is_address(name) or name.endswith(".py")) and not Path(name).is_dir()
@@ -136,32 +109,22 @@ class Maker:
             DataError: If the function fails.
             DtypeError: If it returns another form.
         """
-        with running(self.label), _seeded(_FIRST):
-            result = self._call(seq_len)
-            if _is_pair(result):
-                module, call = result[0].eval(), _bound(*result)
-                return CalledModel(name=self.label, module=module, call=call, source=self.source)
-            if callable(result) and not isinstance(result, nn.Module):
-                caller = _Caller(result)
-                return CalledModel(name=self.label, module=caller, call=caller, source=self.source)
-        raise DtypeError(f"{self.label} returns {_FORM}, not {type(result).__name__}.")
+        module, inputs = self._pair(seq_len, SEEDS[0])
+        module = module.eval()
+        return CalledModel(name=self.label, module=module, call=_bound(module, inputs), source=self.source)
 
-    def again(self, model: CalledModel, *, seq_len: int | None = None) -> CalledModel:
-        """The same module on inputs from other random numbers.
+    def with_inputs(self, model: CalledModel, *, seq_len: int | None, seed: int) -> CalledModel:
+        """The same module on inputs from random numbers of a seed, with errors as in `model`."""
+        _, inputs = self._pair(seq_len, seed)
+        return replace(model, call=_bound(model.module, inputs), seed=seed)
 
-        Raises:
-            DataError: If the function fails, or returns another form than before.
-        """
-        if model.is_call:
-            return replace(model, seed=_SECOND)
-        with running(self.label), _seeded(_SECOND):
-            result = self._call(seq_len)
-        if not _is_pair(result):
-            raise DataError(f"{self.label} returns a pair (module, inputs) once and another form again.")
-        return replace(model, call=_bound(model.module, result[1]), seed=_SECOND)
-
-    def _call(self, seq_len: int | None) -> Any:
-        return self.make() if seq_len is None else self.make(seq_len=seq_len)
+    def _pair(self, seq_len: int | None, seed: int) -> tuple[nn.Module, Any]:
+        with running(self.label), _seeded(seed):
+            result = self.make() if seq_len is None else self.make(seq_len=seq_len)
+        is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)
+        if not is_pair or not isinstance(result[1], (tuple, Mapping)):
+            raise DtypeError(f"{self.label} returns {_FORM}, not {type(result).__name__}.")
+        return result
 
 
 def maker_of(model: Any, *, name: str | None = None) -> Maker:
@@ -177,12 +140,12 @@ def maker_of(model: Any, *, name: str | None = None) -> Maker:
         DtypeError: If the object is no function.
     """
     if not isinstance(model, (str, Path)):
-        maker = Maker(name or str(getattr(model, "__name__", "model")), model)
-        return maker if maker.takes_length else replace(maker, make=lambda: model)
+        make = model if callable(model) else lambda: model
+        return Maker(name or str(getattr(model, "__name__", "model")), make)
     address = str(model)
     if not is_address(address):
         raise OptionError(f"model {address!r} names no function: write {address}:make_model.")
-    with _seeded(_FIRST):
+    with _seeded(SEEDS[0]):
         place, make = object_at(address, role="a model")
     label = name or f"{Path(place).name}:{address.rpartition(':')[2]}"
     if not callable(make):
@@ -192,7 +155,7 @@ def maker_of(model: Any, *, name: str | None = None) -> Maker:
 
 
 def called_model(model: Any, *, name: str | None = None) -> CalledModel:
-    """Model of an address, pair or call, with errors as in `maker_of`."""
+    """Model of an address, pair or function, with errors as in `maker_of`."""
     return maker_of(model, name=name).model()
 
 
@@ -206,36 +169,8 @@ def refuse_beside(model: Any, **options: Any) -> None:
             )
 
 
-def _is_pair(result: Any) -> bool:
-    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)
-    return is_pair and isinstance(result[1], (tuple, Mapping))
-
-
 def _bound(module: nn.Module, inputs: Any) -> Callable[[], Any]:
     return partial(module, *inputs) if isinstance(inputs, tuple) else partial(module, **inputs)
-
-
-def _outermost_modules(call: Callable[[], Any]) -> list[nn.Module]:
-    """Outermost modules of a call, in evaluation mode from their first run."""
-    outermost: dict[nn.Module, None] = {}
-    inside: list[nn.Module] = []
-
-    def enter(module: nn.Module, args: Any) -> None:
-        if not inside and module not in outermost:
-            outermost[module.eval()] = None
-        inside.append(module)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        inside.pop()
-
-    hooks = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-    try:
-        with torch.no_grad():
-            call()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return list(outermost)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save as to_bytes
@@ -20,46 +20,29 @@ from torch import Tensor, nn
 
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, OptionError, UnknownNameError, UnsupportedError
-from efficient_attn.integrations.called import called_model, is_called, refuse_beside
+from efficient_attn.integrations.called import CalledModel
 from efficient_attn.integrations.intercept.calls import CALL_SDPA, PATTERN, Call, Site, SiteMode
 from efficient_attn.integrations.masks import FULL, ShownKeys
 from efficient_attn.measure.inputs import CAUSAL, Activations, Captured
 from efficient_attn.measure.units import show_bytes
 from efficient_attn.problem import positive_count
-from efficient_attn.sharding import check_exact_alone
+from efficient_attn.sharding import check_alone
+
+if TYPE_CHECKING:
+    from efficient_attn.integrations.transformers.loading import Opened
 
 FORMAT = "efficient-attn activations 1"
-DEFAULT_MAX_TOKENS = 512
 # Files of long texts and large models grow quickly.
 MOST_BYTES = 1 << 30
 _HALF_BYTES = 2
 
 
-def captured_model(
-    model: Any,
-    *,
-    text: str | None = None,
-    layers: Sequence[int] | None = None,
-    max_tokens: int | None = None,
-    name: str | None = None,
-) -> Captured:
-    """Capture a model with inputs, or a folder on a text.
-
-    Raises:
-        OptionError: If a folder has no text, or a text or length accompanies a model with its own inputs.
-        DataError: If no attention can be captured.
-    """
-    if is_called(model):
-        refuse_beside(model, text=text, max_tokens=max_tokens)
-        called = called_model(model, name=name)
-        with running(called.name), capture(called.module) as capturing:
-            called.seeded()
-        captured = capturing.captured(layers)
-        return replace(captured, about={**captured.about, "model": called.name})
-    if text is None:
-        raise OptionError(f"text (--text FILE) is needed with the folder {str(model)!r}.")
-    most = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
-    return capture_folder(model, text, layers=layers, max_tokens=most, name=name)
+def capture_called(called: CalledModel, layers: Sequence[int] | None = None) -> Captured:
+    """Capture a model with inputs at the numbers of its call sites; None: all of them."""
+    with running(called.name), capture(called.module) as capturing:
+        called.seeded()
+    captured = capturing.captured(layers)
+    return replace(captured, about={**captured.about, "model": called.name})
 
 
 def site_notes(sites: Mapping[int, str], left: Mapping[str, str]) -> list[str]:
@@ -97,36 +80,32 @@ def save_activations(captured: Captured, path: str | Path) -> None:
         raise DataError(f"Cannot write activations to {path}: {error.strerror}.") from None
 
 
-def capture_folder(
-    model_folder: str | Path,
+def capture_text(
+    opened: "Opened",
     text: str,
     *,
     layers: Sequence[int] | None = None,
-    max_tokens: int = DEFAULT_MAX_TOKENS,
-    name: str | None = None,
+    max_tokens: int = 512,
     most_bytes: int = MOST_BYTES,
 ) -> Captured:
-    """Capture a local encoder or decoder on a text.
+    """Capture an encoder or decoder of transformers on a text.
 
     The text is cut to the maximum sequence length of the model. The visible keys of each layer are stored
     with its activations, unless all keys are visible.
 
     Args:
         layers: Indices of the layers to keep; None keeps all.
-        name: Name of the model in the file; None takes the name of the folder.
         most_bytes: Upper limit on the file size; larger requests are refused before the model runs.
 
     Raises:
-        MissingPackageError: If transformers is not installed.
-        DataError: If the folder holds no readable model, or the text has no tokens.
+        DataError: If the text has no tokens.
         UnsupportedError: If no backend supports the model's attention.
     """
     from efficient_attn.integrations.transformers.attachment import installed
-    from efficient_attn.integrations.transformers.loading import open_model, positions, token_ids
+    from efficient_attn.integrations.transformers.loading import positions, token_ids
     from efficient_attn.integrations.transformers.swapping import build_layers, sites_of
 
     positive_count("max_tokens", max_tokens)
-    opened = open_model(model_folder, name=name)
     sites = sites_of(opened.model)
     chosen = _chosen_sites(sites.ordered, layers)
     ids = token_ids(opened, text, most=min(max_tokens, positions(opened) or max_tokens))
@@ -154,7 +133,9 @@ def capture_folder(
     scales = {backends[site.path].problem.factor for site in chosen}
     if len(scales) > 1:
         raise UnsupportedError("The layers of this model have different scales; choose a single layer.")
-    about = {key: opened.about[key] for key in ("model", "weights_sha256", "transformers")}
+    # A model from memory has no hash of its weights.
+    names = ("model", "weights_sha256", "transformers")
+    about = {name: opened.about[name] for name in names if name in opened.about}
     return Captured(
         layers={layer: stored[layer] for layer in sorted(stored)},
         tokens=tuple(opened.tokenizer.convert_ids_to_tokens(ids[0].tolist())),
@@ -209,7 +190,7 @@ class Capturing(SiteMode):
     def attend(self, call: Call) -> Tensor:
         """Copy the tensors and return torch's output."""
         site = self.next_site()
-        check_exact_alone(str(site), "ea.intercept.capture runs the attention of the model itself")
+        check_alone()
         if site not in self.sites and fnmatchcase(str(site), self._only):
             shown = None if call.refusal else call.shown_keys()
             if shown is None:

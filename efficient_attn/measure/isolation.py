@@ -52,13 +52,19 @@ class Measurer:
         isolate: `reuse` keeps the child while it is healthy, `none` measures here.
         timeout_s: Time limit per point: all rounds of a time together, or one memory, including construction.
         limit_bytes: Memory that the child may allocate beyond its start-up.
+        variables: Environment variables of the child beside those of this process.
 
     Attributes:
         inputs: Files of q, k, v by the `inputs` of a case; cases of other inputs are Gaussian draws.
     """
 
     def __init__(
-        self, isolate: str = DEFAULT_ISOLATION, *, timeout_s: float, limit_bytes: int | None = None
+        self,
+        isolate: str = DEFAULT_ISOLATION,
+        *,
+        timeout_s: float,
+        limit_bytes: int | None = None,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         if isolate not in ISOLATIONS:
             raise OptionError(f"isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
@@ -67,7 +73,7 @@ class Measurer:
         self.inputs: dict[str, str] = {}
         self._isolate = isolate
         self._timeout_s = timeout_s
-        self._process = Process(limit_bytes)
+        self._process = Process(limit_bytes, variables=variables)
         self._spent_s: dict[str, float] = {}
 
     def __enter__(self) -> Self:

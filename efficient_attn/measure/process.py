@@ -50,10 +50,12 @@ class Process:
 
     Args:
         limit_bytes: Memory that the process may allocate beyond its start-up; None: unlimited.
+        variables: Environment variables beside those of this process.
     """
 
-    def __init__(self, limit_bytes: int | None = None) -> None:
+    def __init__(self, limit_bytes: int | None = None, *, variables: Mapping[str, str] | None = None) -> None:
         self._limit_bytes = limit_bytes
+        self._variables = dict(variables or {})
         self._child: subprocess.Popen[bytes] | None = None
         self._requests: Any = None
         self._answers: Any = None
@@ -89,7 +91,7 @@ class Process:
                 stdout=_STDERR,
                 pass_fds=descriptors,
                 start_new_session=True,
-                env={**os.environ, "PYTHONPATH": paths},
+                env={**os.environ, **self._variables, "PYTHONPATH": paths},
             )
         try:
             ready = self._answer(_START_LIMIT_S) == READY
@@ -195,7 +197,7 @@ def _answer(request: dict[str, Any]) -> str:
         end_s = min(request["limit_s"] + _GRACE_S, _LONGEST_S)
         faulthandler.dump_traceback_later(end_s, exit=True, file=nowhere)
         try:
-            jobs = {"measure": _measure, "load": _load, "check": _check}
+            jobs = {"measure": _measure, "load": _load, "check": _check, "kernel": _kernel}
             return jobs[request["job"]](request)
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -235,6 +237,14 @@ def _check(request: Mapping[str, Any]) -> str:
         spec, on_fail="collect", seed=request["seed"], only=[name], long=request["long"]
     )
     return json.dumps(asdict(record))
+
+
+def _kernel(request: Mapping[str, Any]) -> str:
+    """Check one fused kernel with one tile."""
+    from efficient_attn.measure.kernel_check import check_kernel
+
+    arguments = {name: request[name] for name in ("kernel", "precision", "device", "tile")}
+    return json.dumps(check_kernel(**arguments))
 
 
 @cache

@@ -58,7 +58,7 @@ def kernels(device: torch.device, dtype: torch.dtype) -> str:
         return "torch"
     if device.type == "cpu":
         return "cpu"
-    return "flex" if dtype in _FLEX_DTYPES and _on_tensor_cores(dtype) and _compiles(device) else "torch"
+    return "flex" if dtype in _FLEX_DTYPES and on_tensor_cores(dtype) and compiles(device) else "torch"
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def only_torch() -> bool:
     return os.environ.get(VARIABLE) == "torch"
 
 
-def _on_tensor_cores(dtype: torch.dtype) -> bool:
+def on_tensor_cores(dtype: torch.dtype) -> bool:
     """Whether products run on tensor cores: of float32 only where torch allows TF32.
 
     Compiled for sm_90, FlexAttention's other float32 kernel moves two spilled registers for each product.
@@ -114,7 +114,7 @@ def _on_tensor_cores(dtype: torch.dtype) -> bool:
 
 
 @cache
-def _compiles(device: torch.device) -> bool:
+def compiles(device: torch.device) -> bool:
     """Whether Triton can compile for a device, of Ampere or later; its launchers need a C compiler."""
     if device.type != "cuda" or not torch.cuda.is_available() or find_spec("triton") is None:
         return False

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from textwrap import fill
 from typing import Any, NamedTuple
@@ -64,7 +64,7 @@ def draw(
     if style not in STYLES:
         raise UnknownNameError("style", style, STYLES)
     sizes = STYLES[style]
-    plot = plot.renamed(labels or {}).map_charts(Chart.drawable)
+    plot = plot.drawable(labels or {})
     if ax is not None:
         if len(plot.charts) != 1:
             raise OptionError(f"ax is for one chart, and this plot has {len(plot.charts)}: leave it out.")
@@ -167,7 +167,7 @@ def _write_texts(figure: Any, plot: Plot, sizes: Style) -> int:
         title = _wrapped(plot.title, width, sizes.title)
         conditions = "\n".join(_wrapped(line, width, sizes.small) for line in plot.conditions.splitlines())
         figure.suptitle(title, x=0.01, ha="left")
-    names = [plain(short(series.text, _LONGEST_NAME)) for series in plot.entries]
+    names = [plain(short(series.label, _LONGEST_NAME)) for series in plot.entries]
     handles = [Line2D([], [], **series.style) for series in plot.entries]
     longest = (max(map(len, names), default=0) * _LETTER + _HANDLE) * sizes.small * _POINT
     columns = min(max(int(width / longest), 1), max(len(names), 1))
@@ -225,7 +225,7 @@ def _draw_series(ax: Any, series: Series, style: Mapping[str, Any]) -> None:
 
 def _label_axis(axis: Any, spec: Axis, inches: float, sizes: Style, *, across: bool) -> None:
     """Write the label and as many ticks as fit."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
     axis.set_label_text(_wrapped(spec.label, inches, sizes.text))
     if isinstance(spec.ticks, Mapping):
@@ -234,17 +234,18 @@ def _label_axis(axis: Any, spec: Axis, inches: float, sizes: Style, *, across: b
     axis.set_major_formatter(FuncFormatter(lambda value, _: spec.show(value)))
     if spec.scale == "linear" and not spec.ticks:
         return
-    letter = _LETTER * sizes.small * _POINT
-
-    def room(ticks: Sequence[float]) -> int:
-        """Number of ticks with texts like these that fit."""
-        longest = max((len(spec.show(tick)) for tick in ticks), default=1) + 1.2
-        return max(int(inches / (longest * letter if across else 2.4 * letter)), 2)
-
     low, high = sorted(getattr(axis.axes, f"get_{axis.axis_name}lim")())
-    ticks = sorted(spec.ticks) or log_ticks(low, high, room, base=2 if spec.scale == "log2" else 10)
-    step = math.ceil(len(ticks) / room(ticks))
-    axis.set_major_locator(FixedLocator(ticks[::-step][::-1]))
+    ticks, base = sorted(spec.ticks), 2 if spec.scale == "log2" else 10
+    letter = _LETTER * sizes.small * _POINT
+    for steps in [(1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,)] if base == 10 else [(1,)]:
+        if not spec.ticks:
+            marks = LogLocator(base, steps, numticks=1000).tick_values(low, high)
+            ticks = [tick for tick in marks if low <= tick <= high] or [low, high]
+        longest = max((len(spec.show(tick)) for tick in ticks), default=1) + 1.2
+        room = max(int(inches / (longest * letter if across else 2.4 * letter)), 2)
+        if len(ticks) <= room:
+            break
+    axis.set_major_locator(FixedLocator(ticks[:: -math.ceil(len(ticks) / room)][::-1]))
     axis.set_minor_locator(NullLocator())
 
 
@@ -263,20 +264,6 @@ def _name_ticks(axis: Any, spec: Axis, inches: float, sizes: Style, *, across: b
         axis.axes.grid(axis="x")
         for label in axis.get_ticklabels():
             label.set_ha("left")
-
-
-def log_ticks(low: float, high: float, room: Callable[[Sequence[float]], int], *, base: int) -> list[float]:
-    """Round ticks of a logarithmic axis, as many as fit."""
-    first, last = math.floor(math.log(low, base)), math.ceil(math.log(high, base))
-    dense = [(1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3)] if base == 10 else []
-    choices = [*((steps, 1) for steps in dense), *(((1,), stride) for stride in range(1, last - first + 2))]
-    for steps, stride in choices:
-        powers = [power for power in range(first, last + 1) if power % stride == 0]
-        ticks = [step * float(base) ** power for power in powers for step in steps]
-        shown = [tick for tick in ticks if low <= tick <= high]
-        if len(shown) <= room(shown):
-            break
-    return shown or [low, high]
 
 
 def to_bytes(figure: Any, kind: str, *, salt: str, dots_per_inch: int = _DOTS_PER_INCH) -> bytes:

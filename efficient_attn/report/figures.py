@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 from efficient_attn.measure.variants import CEILING
 
 # Names of baselines in figures, where records have shorter ones.
-DISPLAY_NAMES = {
-    CEILING: "identity attention (upper bound)",
-}
+DISPLAY_NAMES = {CEILING: "identity attention (upper bound)"}
 
 INK, MUTED, GRID = "#222222", "#6b6b6b", "#e3e3e3"
 
@@ -42,11 +40,11 @@ class Series(NamedTuple):
     """A line, markers, or one value across the chart.
 
     Attributes:
+        label: Name in the legend, or nothing.
         x: Empty for a horizontal line at the only `y`; likewise `y` is empty for a vertical line.
         style: Keyword arguments of matplotlib's `plot`.
         low, high: Edges of an interval; None leaves a gap.
         bars: The interval is drawn as error bars, not as a band.
-        entry: Text in the legend; None is the label, an empty text leaves the series out.
     """
 
     label: str
@@ -56,12 +54,6 @@ class Series(NamedTuple):
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
     bars: bool = False
-    entry: str | None = None
-
-    @property
-    def text(self) -> str:
-        """Text in the legend, the label by default."""
-        return self.label if self.entry is None else self.entry
 
 
 class Axis(NamedTuple):
@@ -108,20 +100,21 @@ class Chart(NamedTuple):
 
     def drawable(self) -> "Chart":
         """Chart with the points that its axes can hold."""
-        series = map(self._drawable_series, self.series)
-        return self._replace(series=tuple(line for line in series if len(line.x) or len(line.y)))
-
-    def _drawable_series(self, series: Series) -> Series:
-        if not (len(series.x) and len(series.y)):
-            drawable = all(map(self.x.holds, series.x)) and all(map(self.y.holds, series.y))
-            return series if drawable else series._replace(x=(), y=())
-        places = [self.x.holds(x) and self.y.holds(y) for x, y in zip(series.x, series.y, strict=True)]
-        low, high = (
-            tuple(edge if self.y.holds(edge) else None for edge in compress(edges, places))
-            for edges in (series.low, series.high)
-        )
-        x, y = tuple(compress(series.x, places)), tuple(compress(series.y, places))
-        return series._replace(x=x, y=y, low=low, high=high)
+        drawn = []
+        for line in self.series:
+            if len(line.x) and len(line.y):
+                places = [self.x.holds(x) and self.y.holds(y) for x, y in zip(line.x, line.y, strict=True)]
+                low, high = (
+                    tuple(edge if self.y.holds(edge) else None for edge in compress(edges, places))
+                    for edges in (line.low, line.high)
+                )
+                x, y = tuple(compress(line.x, places)), tuple(compress(line.y, places))
+                line = line._replace(x=x, y=y, low=low, high=high)
+            elif not (all(map(self.x.holds, line.x)) and all(map(self.y.holds, line.y))):
+                continue
+            if len(line.x) or len(line.y):
+                drawn.append(line)
+        return self._replace(series=tuple(drawn))
 
 
 class Plot(NamedTuple):
@@ -129,13 +122,13 @@ class Plot(NamedTuple):
 
     Attributes:
         rows: None leaves a gap, so that the charts of a shorter row keep their width.
-        legend: Series of the legend; None: series of all charts.
+        legend: Whether there is one.
     """
 
     title: str
     conditions: str
     rows: tuple[tuple[Chart | None, ...], ...]
-    legend: tuple[Series, ...] | None = None
+    legend: bool = True
 
     @property
     def charts(self) -> tuple[Chart, ...]:
@@ -156,37 +149,26 @@ class Plot(NamedTuple):
 
     @property
     def entries(self) -> tuple[Series, ...]:
-        """Series of the legend, each text once."""
-        series = self.legend
-        if series is None:
-            series = tuple(line for chart in self.charts for line in chart.drawable().series)
-        return tuple({line.text: line for line in series if line.text}.values())
+        """Series of the legend, each label once."""
+        charts = self.charts if self.legend else ()
+        series = (line for chart in charts for line in chart.drawable().series)
+        return tuple({line.label: line for line in series if line.label}.values())
 
-    def map_charts(self, change: Callable[[Chart], Chart]) -> "Plot":
-        """Copy with every chart changed."""
-        rows = tuple(tuple(chart and change(chart) for chart in row) for row in self.rows)
-        return self._replace(rows=rows)
-
-    def renamed(self, labels: Mapping[str, str]) -> "Plot":
-        """Copy with {label: text} applied to series, ticks and legend."""
+    def drawable(self, labels: Mapping[str, str]) -> "Plot":
+        """Copy with {label: text} applied to series and ticks, and the points that the axes can hold."""
         texts = {**DISPLAY_NAMES, **labels}
 
-        def renamed_series(series: Series) -> Series:
-            text = texts.get(series.label, series.label)
-            entry = None if series.entry is None else series.entry.replace(series.label, text)
-            return series._replace(label=text, entry=entry)
+        def drawn(chart: Chart) -> Chart:
+            series = tuple(line._replace(label=texts.get(line.label, line.label)) for line in chart.series)
+            x, y = (
+                axis._replace(ticks={tick: texts.get(text, text) for tick, text in axis.ticks.items()})
+                if isinstance(axis.ticks, Mapping)
+                else axis
+                for axis in (chart.x, chart.y)
+            )
+            return chart._replace(x=x, y=y, series=series).drawable()
 
-        def renamed_axis(axis: Axis) -> Axis:
-            if not isinstance(axis.ticks, Mapping):
-                return axis
-            return axis._replace(ticks={tick: texts.get(text, text) for tick, text in axis.ticks.items()})
-
-        def renamed_chart(chart: Chart) -> Chart:
-            series = tuple(map(renamed_series, chart.series))
-            return chart._replace(x=renamed_axis(chart.x), y=renamed_axis(chart.y), series=series)
-
-        legend = None if self.legend is None else tuple(map(renamed_series, self.legend))
-        return self.map_charts(renamed_chart)._replace(legend=legend)
+        return self._replace(rows=tuple(tuple(chart and drawn(chart) for chart in row) for row in self.rows))
 
 
 def in_rows(charts: Sequence[Chart], columns: int = 2) -> tuple[tuple[Chart | None, ...], ...]:

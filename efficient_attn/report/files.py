@@ -102,30 +102,37 @@ def save(figure: Any, folder: Path, name: str) -> list[Path]:
     return [write(folder / f"{name}.{kind}", to_bytes(figure, kind, salt=name)) for kind in KINDS]
 
 
-def write_page(runs: Sequence[Run], path: Path, look: Mapping[str, Any]) -> Path:
-    """Write the page alone, with `look` as arguments of `draw`."""
-    runs = _renamed(runs, look.get("labels") or {})
-    return write(path, page(runs, _figures(runs, look)))
+def write_all(
+    runs: Sequence[Run], path: Path, look: Mapping[str, Any], *, page_only: bool = False
+) -> list[Path]:
+    """Write all files to a folder, of several runs with the run's label as prefix.
 
-
-def write_all(runs: Sequence[Run], folder: Path, look: Mapping[str, Any]) -> list[Path]:
-    """Write all files, of several runs with the run's label as prefix."""
+    Args:
+        path: The folder, or the file of the page with `page_only`.
+        look: Arguments of `draw`.
+    """
     runs = _renamed(runs, look.get("labels") or {})
-    figures = _figures(runs, look)
+    figures = [
+        _Figure(run.label, name, plot, draw(plot, **look)[0].figure)
+        for run in runs
+        for name, plot in run.plots.items()
+    ]
+    if page_only:
+        return [write(path, page(runs, figures))]
     prefixes = {run.label: f"{slug(run.label)}-" if len(runs) > 1 else "" for run in runs}
     paths = []
     for run in runs:
         texts = {SUMMARY: to_csv(run.rows), **run.files}
-        paths += [write(folder / f"{prefixes[run.label]}{name}", text) for name, text in texts.items()]
+        paths += [write(path / f"{prefixes[run.label]}{name}", text) for name, text in texts.items()]
     for drawn in figures:
-        paths += save(drawn.figure, folder, f"{prefixes[drawn.label]}{drawn.name}")
+        paths += save(drawn.figure, path, f"{prefixes[drawn.label]}{drawn.name}")
     tables = [
         table._replace(title=f"{table.title}: {run.label}") if len(runs) > 1 else table
         for run in runs
         for table in run.tables
     ]
-    paths.append(write(folder / MARKDOWN, "\n\n".join(map(to_markdown, tables)) + "\n"))
-    return [*paths, write(folder / REPORT, page(runs, figures))]
+    paths.append(write(path / MARKDOWN, "\n\n".join(map(to_markdown, tables)) + "\n"))
+    return [*paths, write(path / REPORT, page(runs, figures))]
 
 
 def page(runs: Sequence[Run], figures: Sequence[_Figure]) -> str:
@@ -174,14 +181,6 @@ def _renamed(runs: Sequence[Run], labels: Mapping[str, str]) -> list[Run]:
         if label not in names:
             raise UnknownNameError("line or row", label, list(names))
     return [run._replace(tables=[table.renamed(labels) for table in run.tables]) for run in runs]
-
-
-def _figures(runs: Sequence[Run], look: Mapping[str, Any]) -> list[_Figure]:
-    return [
-        _Figure(run.label, name, plot, draw(plot, **look)[0].figure)
-        for run in runs
-        for name, plot in run.plots.items()
-    ]
 
 
 def _printable(value: Any) -> Any:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import show_bytes
@@ -34,46 +34,20 @@ _METHODS = {
 }
 
 
-_FIELD = re.compile(r"^  (\w+) = \{(.*)\},\n", re.MULTILINE)
-
-
-class Paper(NamedTuple):
-    """Bibliography entry of a paper.
-
-    Attributes:
-        authors: `Surname, Given and Surname, Given`, as in BibTeX.
-        backends: Names of the backends that implement its method.
-    """
-
-    key: str
-    authors: str
-    year: int
-    address: str
-    backends: tuple[str, ...]
-
-    @property
-    def short(self) -> str:
-        """`Choromanski et al. 2021`."""
-        surnames = [author.partition(",")[0] for author in self.authors.split(" and ")]
-        names = surnames[0] + (" et al." if len(surnames) > 2 else "".join(f" and {n}" for n in surnames[1:]))
-        return f"{names} {self.year}"
-
-
-def _stored_papers() -> Iterator[Paper]:
-    """Papers of papers.bib, with the names of their backends."""
+def _citations() -> dict[str, str]:
+    """{backend: `Choromanski et al. 2021, address`} of the papers in papers.bib."""
+    cited: dict[str, str] = {}
     stored = files(__package__).joinpath("papers.bib").read_text("utf-8")
     for text in re.findall(r"^@.*?^\}$", stored, re.MULTILINE | re.DOTALL):
-        fields = dict(_FIELD.findall(text))
-        yield Paper(
-            key=re.split("[{,]", text)[1],
-            authors=fields["author"],
-            year=int(fields["year"]),
-            address=fields["url"],
-            backends=tuple(fields["backends"].split(", ")),
-        )
+        fields = dict(re.findall(r"^  (\w+) = \{(.*)\},\n", text, re.MULTILINE))
+        surnames = [author.partition(",")[0] for author in fields["author"].split(" and ")]
+        names = " and ".join(surnames) if len(surnames) < 3 else f"{surnames[0]} et al."
+        citation = f"{names} {fields['year']}, {fields['url']}"
+        cited |= dict.fromkeys(fields["backends"].split(", "), citation)
+    return cited
 
 
-PAPERS = tuple(_stored_papers())
+CITATIONS = _citations()
 
 
 def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> str:
@@ -86,8 +60,7 @@ def how_measured(records: Sequence[Record], environment: Mapping[str, Any]) -> s
     cases = [record.case for record in records]
     tokens = _listed(sorted(case.tokens for case in cases))
     cited = [
-        case.backend
-        + "".join(f" ({paper.short}, {paper.address})" for paper in PAPERS if case.backend in paper.backends)
+        f"{case.backend} ({CITATIONS[case.backend]})" if case.backend in CITATIONS else case.backend
         for case in cases
     ]
     parts = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from efficient_attn.measure.quantities import KINDS, QUANTITIES, Quantity
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.stats import significance
-from efficient_attn.stats.curves import Namer, namer
+from efficient_attn.stats.estimates import Namer, namer
 from efficient_attn.stats.scatter import (
     Noise,
     Run,

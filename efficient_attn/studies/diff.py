@@ -70,7 +70,6 @@ class Diff:
         old: Sequence[Results],
         new: Sequence[Results],
         fail_on: Mapping[str, float] | None,
-        fail_on_unclear: bool = False,
     ) -> None:
         self.thresholds = {
             **{quantity.name: quantity.threshold for quantity in QUANTITIES.values()},
@@ -78,11 +77,10 @@ class Diff:
         }
         self.failing = tuple(names() if fail_on is None else fail_on)
         self._limits = fail_on or {}
-        self._unclear_fails = fail_on_unclear
         before, after = ([run.records for run in side] for side in (old, new))
         self.comparison: Comparison = compare_runs(before, after, thresholds=fail_on)
         self._environments = [[run.environment for run in side if run.environment] for side in (old, new)]
-        self._kernels = _other_kernels(*map(_kernels, (old, new)))
+        self._kernels = _other_kernels(old, new)
         sides = {"Old run": old, "New run": new}
         self._notes = [
             f"{name}: {note}" for name, side in sides.items() for run in side for note in run.notes
@@ -97,20 +95,10 @@ class Diff:
     @property
     def regressions(self) -> tuple[Change, ...]:
         """Regressions that count as failures, and changes without a direction that were asked for."""
+        failing = {*self.failing}
         moved = [change for change in self.comparison.of(CHANGED) if change.quantity in self._limits]
-        return (*self._named(REGRESSION), *moved)
-
-    @property
-    def failures(self) -> tuple[Change, ...]:
-        """Regressions, and unclear changes where these count as failures too."""
-        return (*self.regressions, *(self._named(UNCLEAR) if self._unclear_fails else ()))
-
-    def _named(self, verdict: str) -> list[Change]:
-        return [
-            change
-            for change in self.comparison.of(verdict)
-            if {change.kind, change.quantity} & {*self.failing}
-        ]
+        worse = self.comparison.of(REGRESSION)
+        return (*(change for change in worse if {change.kind, change.quantity} & failing), *moved)
 
     @property
     def warnings(self) -> list[str]:
@@ -157,16 +145,12 @@ class Diff:
 
     def to_markdown(self) -> str:
         """A comment on a pull request: verdict, a table of changes, and the sentences."""
-        comparison, failures = self.comparison, self.failures
-        changed = [
-            change for verdict in (REGRESSION, IMPROVEMENT, CHANGED) for change in comparison.of(verdict)
-        ]
-        shown = list(dict.fromkeys([*failures, *changed]))
-        parts = [f"**{len(failures) or 'None'} of {len(comparison.changes)} comparisons failed.**"]
-        if shown:
-            rest = (f"And {len(shown) - _MOST_ROWS} more.",) if len(shown) > _MOST_ROWS else ()
-            rows = tuple(map(_row, shown[:_MOST_ROWS]))
-            parts.append(to_markdown(Table("Changes", _COLUMNS, rows, rest)))
+        failed, count = len(self.regressions) or "None", len(self.comparison.changes)
+        parts = [f"**{failed} of {count} comparisons failed.**"]
+        for table in self.tables():
+            rest = len(table.rows) - _MOST_ROWS
+            notes = (*table.notes[:_MOST_ROWS], *([f"And {rest} more."] if rest > 0 else []))
+            parts.append(to_markdown(table._replace(rows=table.rows[:_MOST_ROWS], notes=notes)))
         return "\n\n".join([*parts, *map(markdown_line, [*self.sentences(), *self.warnings])])
 
     def to_pandas(self) -> Any:
@@ -184,7 +168,6 @@ class Diff:
             "fail_on": list(self.failing),
             "warnings": self.warnings,
             "regressions": [asdict(change) for change in self.regressions],
-            "failures": [asdict(change) for change in self.failures],
             "sentences": self.sentences(),
         }
 
@@ -194,7 +177,6 @@ def diff(
     new: Run | Sequence[Run],
     *,
     fail_on: Mapping[str, float] | None = None,
-    fail_on_unclear: bool = False,
 ) -> Diff:
     """Compare two runs case by case, or the runs of two sides.
 
@@ -204,7 +186,6 @@ def diff(
         fail_on: By quantity or by kind of record, such as `time` or `accuracy`, the relative change that is a
             regression; only these count as failures then. Left out, all do: from 5 % on for numbers that
             scatter, any for bytes and counts.
-        fail_on_unclear: Count changes that may be chance as failures too.
 
     Raises:
         DataError: If a file cannot be read or holds something else.
@@ -215,7 +196,7 @@ def diff(
             raise UnknownNameError("quantity", name, names())
         if not 0 <= share <= 1e6:
             raise OptionError(f"fail_on: {name} is a share from 0 on, such as 10% or 0.1, not {share!r}.")
-    return Diff(_runs(old, "old"), _runs(new, "new"), fail_on, fail_on_unclear)
+    return Diff(_runs(old, "old"), _runs(new, "new"), fail_on)
 
 
 def _runs(side: Run | Sequence[Run], name: str) -> list[Results]:
@@ -228,20 +209,17 @@ def _runs(side: Run | Sequence[Run], name: str) -> list[Results]:
     return results
 
 
-def _kernels(side: Sequence[Results]) -> dict[str, set[str]]:
-    """Kernels of each case whose records name them."""
-    kernels: dict[str, set[str]] = {}
-    for record in (record for run in side for record in run.records if record.kernels):
-        kernels.setdefault(replace(record.case, label="").key, set()).add(record.kernels)
-    return kernels
-
-
-def _other_kernels(old: Mapping[str, set[str]], new: Mapping[str, set[str]]) -> list[str]:
+def _other_kernels(old: Sequence[Results], new: Sequence[Results]) -> list[str]:
     """A warning of cases that other kernels served."""
-    unlike = [key for key in old.keys() & new.keys() if old[key] != new[key]]
+    kernels: list[dict[str, set[str]]] = [{}, {}]
+    for cases, side in zip(kernels, (old, new), strict=True):
+        for record in (record for run in side for record in run.records if record.kernels):
+            cases.setdefault(replace(record.case, label="").key, set()).add(record.kernels)
+    before, after = kernels
+    unlike = [key for key in before.keys() & after.keys() if before[key] != after[key]]
     if not unlike:
         return []
-    then, now = (" or ".join(sorted(set().union(*(side[key] for key in unlike)))) for side in (old, new))
+    then, now = (" or ".join(sorted(set().union(*(side[key] for key in unlike)))) for side in kernels)
     return [f"OTHER KERNELS in {len(unlike)} cases: {short(then)} then, {short(now)} now."]
 
 

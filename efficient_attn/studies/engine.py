@@ -8,7 +8,7 @@ rest.
 
 import math
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from efficient_attn.contained import described
@@ -84,7 +84,14 @@ class Engine:
         self._plan, self._store, self._executor, self._report = plan, store, executor, report
         self._missing = foreseen(plan, store)
         self._done = 0
-        _check_executor(executor, self._missing.values())
+        if executor is not None and not callable(getattr(executor, "submit", None)):
+            raise OptionError(
+                f"executor needs a method submit, as of a ProcessPoolExecutor, unlike {executor!r}."
+            )
+        if executor is not None and any(point.rounds for point in self._missing.values()):
+            raise OptionError(
+                "executor: the rounds of this run are interleaved in one process; leave it out."
+            )
         self._budget_s = math.inf if budget_s is None else budget_s
         rounds = sum(point.rounds for point in self._missing.values())
         self._round_s = min(_ROUND_S, _SHARE_OF_BUDGET * self._budget_s / max(rounds, 1))
@@ -235,15 +242,3 @@ class Engine:
                     record=record,
                 )
             )
-
-
-def _check_executor(executor: Any, points: Iterable[Point]) -> None:
-    """Refuse an executor without `submit`, or for points that are timed."""
-    if executor is None:
-        return
-    if not callable(getattr(executor, "submit", None)):
-        raise OptionError(
-            f"executor needs a method submit, as of a ProcessPoolExecutor, unlike {executor!r}."
-        )
-    if any(point.rounds for point in points):
-        raise OptionError("executor: the rounds of this run are interleaved in one process; leave it out.")

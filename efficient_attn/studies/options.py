@@ -31,11 +31,6 @@ def parse_names(texts: Sequence[str] | None, *, name: str) -> list[str] | None:
     return names
 
 
-def parse_words(text: str, *, name: str) -> list[str]:
-    """The words of `a,b`."""
-    return text.split(",")
-
-
 def parse_text(text: str, *, name: str) -> str:
     """The text as it is, of an option that takes other objects in Python."""
     return text

@@ -10,18 +10,16 @@ from efficient_attn.measure.records import append
 from efficient_attn.measure.records import read as read_records
 from efficient_attn.report.drawing import draw
 from efficient_attn.report.figures import Plot
-from efficient_attn.report.files import Run, write_all, write_page
+from efficient_attn.report.files import Run, write_all
 from efficient_attn.report.methods import flat
 from efficient_attn.report.table import Table, plain, to_html
 from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies import studies
 from efficient_attn.studies.run_folder import (
-    COMMAND,
     ENVIRONMENT,
     RECORDS,
     open_folder,
     read_json,
-    read_text,
     run_folder,
     write_json,
 )
@@ -39,7 +37,6 @@ class Results:
         records: In the order in which they were measured.
         environment: Machine and software, where known.
         interrupted: The run was ended from the keyboard; what was measured until then is here.
-        notes: What should be known beside the numbers.
         runs: Name of the run of each record; empty: there is one run.
         conflict: Reason why the records of several runs cannot be drawn as one run.
     """
@@ -57,9 +54,14 @@ class Results:
         self.records = tuple(records)
         self.environment = dict(environment or {})
         self.interrupted = interrupted
-        self.notes = tuple(notes)
+        self._notes = tuple(notes)
         self.runs = tuple(runs)
         self.conflict = conflict
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What should be known beside the numbers, such as a noisy machine."""
+        return (*self._notes, *doubts(self.records, self.environment))
 
     def __len__(self) -> int:
         return len(self.records)
@@ -156,19 +158,18 @@ class Results:
         if self.environment:
             paths.append(write_json(folder / ENVIRONMENT, self.environment))
         try:
-            return paths + write_all([self.as_run(folder.resolve().name, folder)], folder, {})
+            return paths + write_all([self.as_run(folder.resolve().name)], folder, {})
         # Whatever goes wrong in drawing, the records are safe, and whoever measured them gets them back.
         except Exception as error:
-            self.notes += (
+            self._notes += (
                 f"Not all could be drawn ({type(error).__name__}: {plain(str(error))}). "
                 f"The records are safe; `efficient-attn report {folder}` draws them again.",
             )
             return paths
 
-    def as_run(self, label: str, home: Path) -> Run:
-        """Everything that a report shows of this run; its command from its folder."""
+    def as_run(self, label: str) -> Run:
+        """Everything that a report shows of this run."""
         command = self.environment.get("command")
-        words = " ".join(map(str, command)) if isinstance(command, list) else ""
         return Run(
             label=label,
             records=self.records,
@@ -179,7 +180,7 @@ class Results:
             files=self.files(),
             notes=self.notes,
             environment=self.environment,
-            command=read_text(home / COMMAND) or words,
+            command=" ".join(map(str, command)) if isinstance(command, list) else "",
         )
 
     def _rows(self, rows_of: Callable[[Record], list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -189,25 +190,18 @@ class Results:
         return [{"run": run, **row} for run, record in pairs for row in rows_of(record)]
 
     def _shown(self, name: str) -> list[Any]:
-        """Everything that the views show by the function of that name."""
+        """Everything that views show by the function of that name: of the named study, or by kinds."""
         self.check_drawable()
+        named = studies().get(str(self.environment.get(STUDY)))
+        parts: dict[Study | None, list[Record]] = {} if self.records else {named: []}
+        for record in self.records:
+            parts.setdefault(named or _smallest(record.case.kind), []).append(record)
         shown: list[Any] = []
-        for view, records in self._parts():
+        for study, records in parts.items():
+            view = view_of(None) if study is None else study.view
             part = getattr(view, name)(records, self.environment)
             shown += part.items() if isinstance(part, dict) else part
         return shown
-
-    def _parts(self) -> list[tuple[Any, list[Record]]]:
-        """Views with their records: of the named study, or by the kind of the records."""
-        named = studies().get(str(self.environment.get(STUDY)))
-        if named is not None:
-            return [(named.view, list(self.records))]
-        parts: dict[Study | None, list[Record]] = {}
-        for record in self.records:
-            parts.setdefault(_smallest(record.case.kind), []).append(record)
-        return [(view_of(None) if study is None else study.view, part) for study, part in parts.items()] or [
-            (view_of(None), [])
-        ]
 
 
 def _smallest(kind: str) -> Study | None:
@@ -237,7 +231,7 @@ def read(*paths: str | Path) -> Results:
     return Results(
         [record for run in runs.values() for record in run.records],
         environment=_common([run.environment for run in runs.values()]),
-        notes=dict.fromkeys(note for run in runs.values() for note in run.notes),
+        notes=dict.fromkeys(note for run in runs.values() for note in run._notes),
         runs=[name for name, run in runs.items() for _ in run.records],
         conflict=_conflict(runs),
     )
@@ -253,7 +247,7 @@ def read_one(path: str | Path) -> Results:
     records = merge_rows(reading.records).values()
     torn = [f"The last line of {file.name} was cut off and is left out."] if reading.torn else []
     environment = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
-    return Results(records, environment=environment, notes=[*torn, *doubts(records, environment)])
+    return Results(records, environment=environment, notes=torn)
 
 
 def _conflict(runs: Mapping[str, Results]) -> str | None:
@@ -326,21 +320,12 @@ def report(
     paths = list(map(Path, folders))
     # Perhaps only the records of a run are named.
     homes = [path.parent if path.name == RECORDS else path for path in paths]
-    runs = [
-        read_one(folder).as_run(label, home)
-        for folder, label, home in zip(folders, _labels(homes), homes, strict=True)
-    ]
+    if len({home.resolve() for home in homes}) < len(homes):
+        raise OptionError("The same folder is named twice.")
+    names = [home.resolve().name for home in homes]
+    labels_of_runs = names if len({*names}) == len(names) else [str(home) for home in homes]
+    runs = [read_one(folder).as_run(label) for folder, label in zip(folders, labels_of_runs, strict=True)]
     if html is not None:
-        return [write_page(runs, Path(html), look)]
+        return write_all(runs, Path(html), look, page_only=True)
     only = homes[0] if len(homes) == 1 else run_folder("report")
     return write_all(runs, open_folder(out or only, name="out"), look)
-
-
-def _labels(homes: Sequence[Path]) -> list[str]:
-    """The shortest end of each path that distinguishes it from the others."""
-    whole = [home.resolve().parts for home in homes]
-    if len(set(whole)) < len(whole):
-        raise OptionError("The same folder is named twice.")
-    lengths = range(1, max(map(len, whole), default=0) + 1)
-    ends = (["/".join(parts[-length:]) for parts in whole] for length in lengths)
-    return next((labels for labels in ends if len(set(labels)) == len(labels)), [])

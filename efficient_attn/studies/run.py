@@ -11,7 +11,7 @@ from typing import Any
 from efficient_attn import external
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.environment import between, environment, moment
-from efficient_attn.stats.noise_warnings import DURING, doubts
+from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies import refuse_several
 from efficient_attn.studies.engine import Engine, Progress, foreseen
 from efficient_attn.studies.progress import notebook_bar
@@ -23,7 +23,6 @@ from efficient_attn.studies.run_folder import (
     begin,
     only_writer,
     open_folder,
-    refuse_other_study,
 )
 from efficient_attn.studies.study import CODE, STUDY, Plan, Study
 
@@ -65,8 +64,6 @@ def run_plan(
         stored = Stored()
         if folder is not None:
             stack.enter_context(only_writer(folder))
-            if resume:
-                refuse_other_study(folder, machine)
             stored = begin(folder, cases, machine, resume=resume, fixed=plan.fixed)
         path = None if folder is None else folder / RECORDS
         store = Store(path, stored.rows, retry_over_budget=budget_s is not None)
@@ -84,7 +81,7 @@ def run_plan(
             complete = engine.run()
         machine = dict(stored.environment or machine)
         machine[DURING] = [*machine.get(DURING, []), between(start, moment())]
-        notes = [*engine.notes, *plan.notes, *stored.notes, *doubts(store.records, machine)]
+        notes = [*engine.notes, *plan.notes, *stored.notes]
         results = Results(
             store.records,
             environment=machine,

@@ -89,36 +89,12 @@ def differences(
     return "; ".join(texts)
 
 
-def read_text(path: Path) -> str:
-    """The text of a file that need not be there."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except FileNotFoundError:
-        return ""
-    except OSError as error:
-        raise DataError(f"Cannot read {path}: {error.strerror}.") from None
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a run."""
     try:
         return read_object(read_bytes(path, ENVIRONMENT_BYTES), str(path))
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None
-
-
-def refuse_other_study(folder: Path, machine: Mapping[str, Any]) -> None:
-    """Refuse to continue the run of another study.
-
-    Raises:
-        DataError: If the folder holds such a run.
-    """
-    file = folder / ENVIRONMENT
-    study = read_json(file).get(STUDY) if file.exists() else None
-    if study not in (None, machine[STUDY]):
-        raise DataError(
-            f"out: {folder} holds a run of {short(str(study))}, not {machine[STUDY]}; name a new folder."
-        )
 
 
 @contextmanager
@@ -182,9 +158,18 @@ def begin(
 def _stored(
     folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, fixed: Sequence[str]
 ) -> Stored:
-    """The rows in the folder, made ready for more: a last line that was cut off is removed."""
+    """The rows in the folder, made ready for more: a last line that was cut off is removed.
+
+    Raises:
+        DataError: If the folder holds the run of another study, or of another environment.
+    """
     path = folder / RECORDS
     environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
+    study = environment.get(STUDY)
+    if study not in (None, machine[STUDY]):
+        raise DataError(
+            f"out: {folder} holds a run of {short(str(study))}, not {machine[STUDY]}; name a new folder."
+        )
     for name in fixed if environment else ():
         if environment.get(name) != machine[name]:
             was, now = (short(str(run.get(name))) for run in (environment, machine))
@@ -192,72 +177,35 @@ def _stored(
     if not path.exists() or not path.stat().st_size:
         return Stored()
     studies()
-    rows = read_records(path).records
-    records = merge_rows(rows)
+    reading = read_records(path)
+    rows, records = reading.records, merge_rows(reading.records).values()
+    # Code without a result, of an added backend or a mended one, is that of now.
+    measured = {record.case.backend for record in records if record.status == "ok"}
+    code = environment.get(CODE)
+    code = {name: text for name, text in code.items() if name in measured} if isinstance(code, dict) else {}
+    edited = [name for name, text in machine[CODE].items() if name in measured and code.get(name) != text]
+    then, now = (json.loads(json.dumps(run.get(MODEL))) for run in (environment, machine))
+    both = isinstance(then, dict) and isinstance(now, dict)
+    models = [name for name in then if name in now and then[name] != now[name]] if both else []
+    threads = [sorted({case.threads for case in side}) for side in ([r.case for r in records], cases)]
+    were, are = (", ".join(map(str, numbers)) for numbers in threads)
     reasons = [
         differences([environment], [machine], _DECISIVE),
-        _other_model(environment, machine),
-        _edited_code(environment, machine, records.values()),
-        _other_threads(records.values(), cases),
+        f"another model or other inputs ({', '.join(models)})" if models else "",
+        f"the code of {', '.join(edited)} was edited" if edited else "",
+        "" if {*threads[0]} <= {*threads[1]} else f"threads were {were}, are {are}",
     ]
-    unlike = "; ".join(filter(None, reasons)) if records else ""
-    if unlike:
+    unlike = "; ".join(filter(None, reasons))
+    if records and unlike:
         raise DataError(f"out: {folder} was measured in another environment: {unlike}. Name a new folder.")
-    notes = [f"The last line of {RECORDS} was cut off; it was dropped."] if _cut_torn_line(path) else []
-    # Code without a result that is kept, of an added backend or a mended one, is that of now.
-    code = {name: text for name, text in _code(environment).items() if name in _successful(records.values())}
-    environment = {**environment, CODE: {**_code(machine), **code}} if environment else environment
+    if reading.torn:
+        try:
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        except OSError as error:
+            raise DataError(f"out: cannot write to {path}: {error.strerror}.") from None
+    notes = [f"The last line of {RECORDS} was cut off; it was dropped."] if reading.torn else []
+    environment = {**environment, CODE: {**machine[CODE], **code}} if environment else environment
     return Stored(rows, (rows and environment) or None, notes)
-
-
-def _code(environment: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Digest of the code of every backend from a file; none in a file of an earlier version."""
-    code = environment.get(CODE)
-    return code if isinstance(code, Mapping) else {}
-
-
-def _successful(records: Iterable[Record]) -> set[str]:
-    """Backends with a result; what failed is measured again."""
-    return {record.case.backend for record in records if record.status == "ok"}
-
-
-def _edited_code(
-    environment: Mapping[str, Any], machine: Mapping[str, Any], records: Iterable[Record]
-) -> str:
-    """Backends with results whose file has changed since, or was not recorded."""
-    then, measured = _code(environment), _successful(records)
-    names = [name for name, now in _code(machine).items() if name in measured and then.get(name) != now]
-    return f"the code of {', '.join(names)} was edited" if names else ""
-
-
-def _other_model(environment: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
-    """The parts of the origin of model and inputs that are other ones."""
-    then, now = (json.loads(json.dumps(run.get(MODEL))) for run in (environment, machine))
-    if not isinstance(then, dict) or not isinstance(now, dict):
-        return ""
-    unlike = [name for name in then if name in now and then[name] != now[name]]
-    return f"another model or other inputs ({', '.join(unlike)})" if unlike else ""
-
-
-def _other_threads(records: Iterable[Record], cases: Sequence[Case]) -> str:
-    then = {record.case.threads for record in records}
-    now = {case.threads for case in cases}
-    if then <= now:
-        return ""
-    return f"threads were {', '.join(map(str, sorted(then)))}, are {', '.join(map(str, sorted(now)))}"
-
-
-def _cut_torn_line(path: Path) -> bool:
-    """Remove an incomplete last line; return whether there was one."""
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole == len(data):
-        return False
-    try:
-        os.truncate(path, whole)
-    except OSError as error:
-        raise DataError(f"out: cannot write to {path}: {error.strerror}.") from None
-    return True
 
 
 # End of the reason of points that the budget skipped.

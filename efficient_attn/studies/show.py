@@ -48,7 +48,7 @@ class Shown:
     def plot(self) -> Any:
         """The figure: a chart for each backend, all in one scale of colours."""
         charts = [_chart(weights_map, self.words) for weights_map in self.maps]
-        return draw(Plot(self.title, _SCALE, in_rows(charts), ()))[0].figure
+        return draw(Plot(self.title, _SCALE, in_rows(charts)))[0].figure
 
     def table(self) -> Table:
         """The numbers below the titles of the charts."""

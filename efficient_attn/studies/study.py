@@ -180,22 +180,3 @@ class Study:
             declared = [option for option in metadata if isinstance(option, Option)]
             if declared:
                 yield Parameter(name=name, type=kind, default=parameter.default, option=declared[0])
-
-
-def by_option(study: Study, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the plan from the texts and values of the command line."""
-    arguments = {}
-    for parameter in study.parameters():
-        value = values[parameter.name]
-        parse = parameter.option.parse
-        arguments[parameter.name] = (
-            value if parse is None or value is None else parse(value, name=parameter.flag)
-        )
-    return arguments
-
-
-def joined(values: Any) -> Any:
-    """A default as text: `32,64,128` for a sequence of numbers."""
-    if isinstance(values, Sequence) and not isinstance(values, str):
-        return ",".join(map(str, values))
-    return values

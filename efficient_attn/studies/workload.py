@@ -44,43 +44,37 @@ class Workload:
         return self.num_heads * self.head_dim
 
 
-def workloads(workload: Workload, *, of: str | Sequence[str]) -> tuple[Workload, ...]:
-    """The settled workload for every subject of a measurement.
-
-    Args:
-        of: Some of SUBJECTS, as text joined by commas or one by one.
-
-    Raises:
-        OptionError: If they do not fit together.
-    """
-    subjects = dict.fromkeys(of.split(",") if isinstance(of, str) else of)
-    if workload.layers is not None and "encoder" not in subjects:
-        raise OptionError(f"layers belong to an encoder; of is {', '.join(subjects)!r}.")
-    return tuple(
-        settle(replace(workload, of=subject, layers=workload.layers if subject == "encoder" else None))
-        for subject in subjects
-    )
-
-
 def settle(workload: Workload) -> Workload:
     """The workload with device, dtype and threads chosen, checked against this machine.
 
     Raises:
         OptionError, UnsupportedError: If it makes no sense, or this machine cannot do it.
     """
+    # Help texts are shown without torch.
+    import torch
+
     if workload.of not in SUBJECTS:
         raise OptionError(f"of is {', '.join(SUBJECTS)}, not {workload.of!r}.")
     for name in ("batch", "num_heads", "head_dim"):
         positive_count(name, getattr(workload, name))
-    device = _device(workload.device)
-    dtype = _automatic_dtype(device) if workload.dtype == "auto" else workload.dtype
+    device, dtype, layers = _device(workload.device), workload.dtype, workload.layers
+    if dtype == "auto":
+        dtype = "float32"
+        if device.startswith("cuda"):
+            with torch.cuda.device(device):
+                # GPUs before Ampere emulate bfloat16, many times slower than float16.
+                fast = torch.cuda.is_bf16_supported(including_emulation=False)
+            dtype = "bfloat16" if fast else "float16"
     if dtype not in ITEM_BYTES:
         raise OptionError(f"dtype is auto, {', '.join(ITEM_BYTES)}, not {dtype!r}.")
-    layers = workload.layers
     if workload.of == "encoder":
         layers = _DEFAULT_LAYERS if layers is None else layers
         positive_count("layers", layers)
-    return replace(workload, device=device, dtype=dtype, threads=_threads(workload.threads), layers=layers)
+    threads = torch.get_num_threads() if workload.threads is None else workload.threads
+    positive_count("threads", threads)
+    if workload.threads is not None and threads > usable_cores():
+        raise OptionError(f"threads is at most the {usable_cores()} cores that can be used, not {threads}.")
+    return replace(workload, device=device, dtype=dtype, threads=threads, layers=layers)
 
 
 def _device(device: str) -> str:
@@ -96,28 +90,6 @@ def _device(device: str) -> str:
     if index and int(index) >= torch.cuda.device_count():
         raise OptionError(f"device cannot be {device!r}: there are {torch.cuda.device_count()} CUDA devices.")
     return device
-
-
-def _automatic_dtype(device: str) -> str:
-    """The half precision in which a GPU multiplies, or float32."""
-    import torch
-
-    if not device.startswith("cuda"):
-        return "float32"
-    with torch.cuda.device(device):
-        # GPUs before Ampere emulate bfloat16, many times slower than float16.
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
-
-
-def _threads(threads: int | None) -> int:
-    import torch
-
-    if threads is None:
-        return torch.get_num_threads()
-    positive_count("threads", threads)
-    if threads > usable_cores():
-        raise OptionError(f"threads is at most the {usable_cores()} cores that can be used, not {threads}.")
-    return threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,23 +110,9 @@ class Costs:
     limit_bytes: int | None = None
     l2: str | None = None
 
-    def __post_init__(self) -> None:
-        positive_count("rounds", self.rounds)
-
-    def time(self, variant: Variant, tokens: int) -> Point:
-        """The time of a call, in rounds."""
-        return replace(self._point(variant, tokens, "time", self.l2), rounds=self.rounds)
-
-    def memory(self, variant: Variant, tokens: int) -> Point:
-        """The peak memory of a call."""
-        return self._point(variant, tokens, "memory", None)
-
-    def error(self, variant: Variant, tokens: int) -> Point:
-        """The error of an output against exact attention."""
-        point = self._point(variant, tokens, "error", None)
-        return replace(point, label=f"{variant.label}, {tokens} tokens of {point.case.inputs}, error")
-
-    def _point(self, variant: Variant, tokens: int, kind: str, l2: str | None) -> Point:
+    def point(self, variant: Variant, tokens: int, kind: str = "time") -> Point:
+        """The time of a call in rounds, its peak memory, or the error of its output."""
+        l2 = self.l2 if kind == "time" else None
         case = variant.case(kind=kind, tokens=tokens, l2=l2, **self.shared)
         needed, limit, skip = predict_bytes(case, variant.memory_growth), self.limit_bytes, None
         if limit is not None and needed > limit:
@@ -163,6 +121,8 @@ class Costs:
         return Point(
             case=case,
             measure=partial(self.measure, case, target=variant.target),
+            rounds=self.rounds if kind == "time" else 0,
+            label=f"{variant.label}, {tokens} tokens of {case.inputs}, error" if kind == "error" else None,
             series=(case.label, case.of),
             cost=case.batch * float(tokens) ** variant.time_growth,
             skip=skip,

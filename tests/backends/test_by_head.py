@@ -3,7 +3,6 @@
 import re
 from dataclasses import replace
 
-import jaxtyping
 import pytest
 import torch
 from reference import random_qkv
@@ -56,9 +55,7 @@ def test_options_that_were_written_as_json_are_the_same_options():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rest", ["exact", "linear-elu"])
-def test_a_mixture_keeps_the_promises_of_its_parts(rest, monkeypatch):
-    # Checked shapes draw from the generator of Python, and cannot be compiled.
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+def test_a_mixture_keeps_the_promises_of_its_parts(rest):
     checks = [name for name in check_names() if name != "compiled_it_is_the_same"]
     spec = replace(
         ea.spec("by-head"),

@@ -1,11 +1,10 @@
 """Calls that several ranks cannot answer together are refused, by all of them alike."""
 
-import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
-from integrations.intercepted import DIM, TOKENS, encoder, written_model
+from integrations.intercepted import DIM, TOKENS, written_model
 
 import efficient_attn as ea
 from efficient_attn.conformance.ranks import on_threads
@@ -41,8 +40,6 @@ def mesh(ndim=1):
 
 STATE = built(causal=True).extend(*zeros(8, 8, 8))[1]
 X = torch.zeros(1, 8, 16)
-LAYER = torch.nn.MultiheadAttention(16, 2)
-ea.attach(LAYER, "exact", example=lambda: LAYER(*[torch.zeros(4, 1, 16)] * 3, need_weights=False))
 LINFORMER = built("linformer", max_tokens=20, rank=4)
 ONLY = r"only backend\(q, k, v\) and its extend"
 SEGMENTS = of_rank(1, kind="head-tail")
@@ -55,11 +52,6 @@ SEGMENTS = of_rank(1, kind="head-tail")
         (lambda: built(causal=True).extend(*zeros(8, 8, 8), STATE), UnsupportedError, ONLY),
         (lambda: built().attention_weights(*zeros(8, 8)), UnsupportedError, ONLY),
         (lambda: built("performer-oprf").calibrate(*zeros(8, 8)), UnsupportedError, ONLY),
-        (
-            lambda: LAYER(*[torch.zeros(4, 1, 16)] * 3, need_weights=True),
-            UnsupportedError,
-            "model stays exact",
-        ),
         (
             lambda: built("window-clusters", causal=True).extend(*zeros(8, 8, 8)),
             UnsupportedError,
@@ -104,58 +96,17 @@ def test_what_several_ranks_cannot_answer_is_refused(request_, error, message):
 
 
 @torch.no_grad()
-def test_calls_that_stay_exact_in_a_model_are_refused():
+def test_models_of_other_libraries_are_refused_replaced_measured_or_captured():
+    """Their positions and masks would be of the tokens of one process."""
     model, run = written_model()
-    layer, x, pairs = model.layers[0], torch.randn(1, TOKENS, DIM), torch.ones(TOKENS, TOKENS).bool()
-    with (
-        ea.intercept.replace(model, "exact", only="layers.0", example=run),
-        in_force(of_rank(0, ranks=1)),
-        pytest.raises(UnsupportedError, match=r"layers.1 stays exact, .* of this process alone: no pattern"),
+    for block in (
+        ea.intercept.replace(model, "exact", only="layers.1", example=run),
+        ea.intercept.measure(model),
+        ea.intercept.capture(model),
     ):
-        model.layers[1](x)
-    with ea.intercept.replace(model, "window", window=5, example=run):
-        out = layer(x, pairs)
-        with (
-            in_force(of_rank(0)),
-            pytest.raises(UnsupportedError, match=r"layers.0 stays exact.*: .*\. Serve it by a backend"),
-        ):
-            layer(x, pairs)
-        assert torch.equal(layer(x, pairs), out)
-    for block in (ea.intercept.measure(model), ea.intercept.capture(model)):
-        with (
-            in_force(of_rank(0)),
-            block,
-            pytest.raises(UnsupportedError, match=r"layers.0 stays exact, .*: ea.intercept"),
-        ):
+        with block, in_force(of_rank(0)), pytest.raises(UnsupportedError, match=ONLY):
             run()
     assert run().shape == (2, TOKENS, DIM)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("training", [False, True])
-def test_torchs_layers_outside_of_a_replacement_are_refused(training):
-    """In evaluation torch's encoder layer computes attention without the forward of its attention."""
-    model, x = encoder().train(training), torch.randn(2, TOKENS, DIM)
-    names, out = [*vars(model.layers[1])], model(x)
-    first = ea.attach(model, "exact", only="layers.0.*", example=lambda: model(x))
-    torch.testing.assert_close(model(x), out)
-    copied = pickle.loads(pickle.dumps(model))
-    for layer in (model.layers[1], copied.layers[1]):
-        with in_force(of_rank(0)), pytest.raises(UnsupportedError, match=r"layers.1.self_attn stays exact"):
-            layer(x)
-    first.undo()
-    second = ea.attach(model, "window", window=5, example=lambda: model(x))
-    served = model(x)
-
-    def alone(layout):
-        with torch.no_grad(), in_force(layout):
-            return model(x)
-
-    torch.testing.assert_close(on_threads(1, "contiguous", alone)[0], served)
-    second.undo()
-    assert [*vars(model.layers[1])] == names
-    with in_force(of_rank(0)):
-        assert torch.equal(model(x), out)
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,7 @@ def alike(value: Any, stored: Any) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("hasty", "undrawn", "unisolated")
 @pytest.mark.parametrize("title", COMMANDS)
 def test_a_seeded_command_gives_its_stored_outputs(title: str) -> None:
     outputs, stored = measurements(COMMANDS[title]), json.loads(STORED.read_text())[title]

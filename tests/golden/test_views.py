@@ -47,7 +47,7 @@ def _chart(chart: Chart) -> list[str]:
         for name, axis in (("x", chart.x), ("y", chart.y))
     ]
     lines = [
-        f"- {line.text}: {'; '.join(map(_numbers, (line.x, line.y, line.low, line.high)))}; "
+        f"- {line.label}: {'; '.join(map(_numbers, (line.x, line.y, line.low, line.high)))}; "
         f"{line.style.get('markerfacecolor', '')}"
         for line in chart.series
     ]

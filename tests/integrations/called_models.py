@@ -44,7 +44,20 @@ def make_pair():
     return Model(), {"x": 2 * torch.randn(1, 12, 16), "real": real}
 
 
-def make_call():
+class Run(nn.Module):
+    """A pipeline as a module: its forward calls a function."""
+
+    def __init__(self, call, **parts):
+        super().__init__()
+        self.call = call
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self):
+        return self.call()
+
+
+def make_pipeline():
     model, inputs = make_pair()
 
     def run():
@@ -54,7 +67,7 @@ def make_call():
         biased = F.scaled_dot_product_attention(q, q, q, torch.rand(12, 12))
         return {"pair": (biased, [model.causal(inner, None)]), "ids": torch.arange(3)}
 
-    return run
+    return Run(run, model=model), ()
 
 
 def attention(k_tokens=12):
@@ -62,28 +75,28 @@ def attention(k_tokens=12):
     return F.scaled_dot_product_attention(q, k, k)
 
 
-def make_plain():
+def make_call():
     return attention
 
 
 def make_cross():
-    return lambda: attention(5)
+    return Run(lambda: attention(5)), ()
 
 
 def make_number():
-    return lambda: attention().mean()
+    return Run(lambda: attention().mean()), ()
 
 
 def make_infinite():
-    return lambda: attention() / 0
+    return Run(lambda: attention() / 0), ()
 
 
 def make_text():
-    return lambda: str(attention())
+    return Run(lambda: str(attention())), ()
 
 
 def make_counted():
-    return lambda: attention() + next(counter)
+    return Run(lambda: attention() + next(counter)), ()
 
 
 def make_error():
@@ -113,26 +126,11 @@ def make_same():
     return two_layers(), (torch.linspace(-2, 2, 160).reshape(1, 10, 16).sin(),)
 
 
-def make_drawn(seq_len=12):
-    model = two_layers()
-    return lambda: model(2 * torch.randn(1, seq_len, 16))
-
-
-class Scaled(Attention):
-    def __init__(self, seq_len):
+class Sized(Attention):
+    def __init__(self, size):
         super().__init__(False)
-        self.register_buffer("scale", torch.tensor(float(seq_len)))
-
-    def forward(self, x):
-        return super().forward(x) / self.scale
-
-
-def make_scaled(seq_len=12):
-    # The weights are drawn after the inputs, so that they would be others at another length.
-    x = 2 * torch.randn(1, min(seq_len, 16), 16)
-    return Scaled(seq_len), (x,)
+        self.size = size
 
 
 def make_sized(seq_len=12):
-    model = nn.Sequential(Attention(False), nn.Linear(16, seq_len))
-    return model, (torch.randn(1, seq_len, 16),)
+    return Sized(seq_len), (2 * torch.randn(1, min(seq_len, 16), 16),)

@@ -30,7 +30,14 @@ FOLDER = "belongs to a Hugging Face folder"
     [
         ("", "model 'models.py' names no function: write models.py:make_model."),
         (":make_par", "Did you mean 'make_pair'?"),
-        (":number", "is a function that returns a call without arguments, or a pair (module, inputs)"),
+        (
+            ":number",
+            "is a function that returns a pair (module, inputs) with a tuple or a dict of inputs, not",
+        ),
+        (
+            ":make_call",
+            "make_call returns a pair (module, inputs) with a tuple or a dict of inputs, not func",
+        ),
         (":make_error", "models.py:make_error fails: ValueError: no weights here."),
         (":make_without_inputs", "make_without_inputs fails: TypeError: Model.forward() missing 2 required"),
         (":make_without_attention", "code with its own softmax must call F.scaled_dot_product_attention"),
@@ -67,8 +74,6 @@ def test_all_tensors_of_a_nested_output_are_compared_and_the_first_of_another_ob
 def test_a_model_is_in_evaluation_mode_and_the_same_every_time():
     first, second = (called_model("models.py:make_pair") for _ in range(2))
     assert not first.module.training and torch.equal(first.run(), second.run())
-    parts = list(called_model("models.py:make_call").module.children())
-    assert parts and not any(part.training for part in parts)
     assert first.run().grad_fn is None
 
 
@@ -157,14 +162,14 @@ def test_a_swapped_model_is_as_far_from_itself_as_the_definition_and_itself_agai
 
 
 def test_every_call_of_a_pipeline_gets_the_same_noise_and_other_masks_stay_exact():
-    results = ea.swap("models.py:make_call", BACKENDS, options=OPTIONS, rounds=1)
+    results = ea.swap("models.py:make_pipeline", BACKENDS, options=OPTIONS, rounds=1)
     measured = quality(results)
     assert measured[OWN, None].output_relative_error == 0.0
     assert measured["exact", None].output_relative_error < 1e-6
     assert measured["window(window=5)", None].output_distance > 1e-6
-    plan = find("swap").plan("models.py:make_call", BACKENDS)
+    plan = find("swap").plan("models.py:make_pipeline", BACKENDS)
     assert plan.notes == [
-        "Layers are call sites: 0 is Model.masked, 1 is Model.causal.",
+        "Layers are call sites: 0 is model.masked, 1 is model.causal.",
         "Left out: model: its mask is no key mask and not causal.",
     ]
     assert plan.about["model"] == json.loads(json.dumps(plan.about["model"]))

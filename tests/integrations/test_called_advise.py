@@ -10,10 +10,9 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 from integrations.hf_advice import TIMES_S
 
 import efficient_attn as ea
-from efficient_attn.errors import DataError, UnsupportedError
+from efficient_attn.errors import DataError
 from efficient_attn.external import object_at
 from efficient_attn.integrations.called import maker_of
-from efficient_attn.integrations.intercept.replaced import OUTSIDE
 from efficient_attn.measure.error import cosine_distance
 from efficient_attn.studies.swap.called import inputs_of_lengths
 from efficient_attn.studies.workload import Workload, settle
@@ -84,25 +83,6 @@ def test_the_plan_of_every_length_is_verified_on_other_inputs_and_reproduced_by_
     assert verified[20].output_distance == pytest.approx(expected, abs=1e-6) and expected > 1e-4
 
 
-@torch.no_grad()
-def test_the_plan_of_a_call_is_that_of_the_modules_that_it_runs(folder):
-    _, make = object_at("models.py:make_drawn")
-    results = advise(make, seq_lens=(12,), name="drawn")
-    assert {record.case.inputs for record in plans(results).values()} == {"drawn, held out"}
-    assert {record.case.layer for record in results.records} == {None, 0, 1}
-    assert "torch.nn.ModuleDict({'Sequential': …})" in results.sentences()[1]
-    (folder / PLAN).write_text(results.files()[PLAN])
-    # The parameters are those of the first seed, the inputs of the run those of the second.
-    model = made("make_drawn", 0).__closure__[0].cell_contents
-    x = 2 * torch.randn(1, 12, 16, generator=torch.Generator().manual_seed(1))
-    exact = model(x)
-    parts = torch.nn.ModuleDict({"Sequential": model})
-    with ea.intercept.replace(parts, PLAN, example=lambda: model(x)) as replaced:
-        assert len(replaced.served) == 2
-        expected = distance(model(x), exact)
-    assert plans(results)[12].output_distance == pytest.approx(expected, abs=1e-6) and expected > 1e-4
-
-
 def test_a_model_without_lengths_is_verified_on_the_inputs_that_choose_and_says_so():
     plan = ea.studies.find("advise").plan("models.py:make_same", ["window"])
     note = "has the same output at 10 tokens whatever the random numbers are"
@@ -142,20 +122,12 @@ def test_a_foreign_plan_is_refused_in_one_line(layer, message, folder):
     assert not any("efficient_attn" in name for name, _ in model.named_modules())
 
 
-def test_lengths_share_their_parameters_and_not_their_buffers_and_repeated_ones_are_noted():
-    pairs, notes = inputs_of_lengths(maker_of("models.py:make_scaled"), WORKLOAD, (12, 16, 24))
-    modules = [choosing.model for choosing, _ in pairs]
-    assert [float(module.scale) for module in modules] == [12.0, 16.0]
-    assert torch.equal(modules[0].projection.weight, modules[1].projection.weight)
-    assert all(held_out.model is choosing.model for choosing, held_out in pairs)
+def test_the_model_of_all_lengths_is_that_of_the_longest_and_repeated_ones_are_noted():
+    pairs, notes = inputs_of_lengths(maker_of("models.py:make_sized"), WORKLOAD, (12, 16, 24))
+    assert [choosing.shared["tokens"] for choosing, _ in pairs] == [12, 16]
+    assert len({subject.model for pair in pairs for subject in pair}) == 1
+    assert pairs[0][0].model.size == 24
     assert notes == ["Not measured at 24 tokens: the first attention has 16, as before."]
-    with pytest.raises(DataError, match="make the model for the longest length, and only the inputs by seq_"):
-        advise("models.py:make_sized", seq_lens=(12, 16))
-
-
-def test_a_call_of_attention_outside_of_modules_has_no_plan():
-    with pytest.raises(UnsupportedError, match=f"the attention of models.py:make_plain: {OUTSIDE}"):
-        advise("models.py:make_plain")
 
 
 def test_a_resumed_advice_has_the_same_model(folder):

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError
-from efficient_attn.integrations.capture import capture_folder, save_activations
+from efficient_attn.integrations.capture import capture_text, save_activations
+from efficient_attn.integrations.transformers.loading import open_model
 from efficient_attn.integrations.transformers.swapping import sites_of
 from efficient_attn.measure.inputs import Captured, read_activations
 from efficient_attn.studies import find
@@ -26,7 +27,7 @@ def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
     """q, k and v of decoders, grouped queries and sliding layers give the outputs that the model has."""
     (text, *_) = texts().values()
     model = MODELS[name]()
-    captured = capture_folder(saved(model, tmp_path), text)
+    captured = capture_text(open_model(saved(model, tmp_path)), text)
     save_activations(captured, tmp_path / "x.safetensors")
     stored = read_activations(tmp_path / "x.safetensors")
     causal = dict.fromkeys(range(3), "causal over all keys")
@@ -52,7 +53,7 @@ def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
 
 
 def test_swap_saves_the_layers_of_a_folder_in_half_precision(encoder, tmp_path):
-    captured = capture_folder(encoder, TEXT, layers=[2, 0])
+    captured = capture_text(open_model(encoder), TEXT, layers=[2, 0])
     assert captured.tokens == ("[CLS]", *TEXT.split(), "[SEP]")
     path = tmp_path / "tiny.safetensors"
     plan = find("swap").plan(encoder, ["window"], texts=[TEXT], save=path, layers=[2, 0])
@@ -66,10 +67,23 @@ def test_swap_saves_the_layers_of_a_folder_in_half_precision(encoder, tmp_path):
             assert torch.equal(half, tensor.half())
 
 
+def test_swap_saves_a_model_from_memory_as_one_from_its_folder(encoder, tmp_path):
+    model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
+    pair, files = (model, transformers.AutoTokenizer.from_pretrained(encoder)), []
+    for source in (encoder, pair):
+        files.append(tmp_path / f"{len(files)}.safetensors")
+        find("swap").plan(source, ["window"], texts=[TEXT], save=files[-1], seq_lens=7)
+    first, second = map(read_activations, files)
+    assert first.tokens == second.tokens and "weights_sha256" not in second.about
+    for layer, tensors in first.layers.items():
+        assert all(map(torch.equal, tensors, second.layers[layer]))
+
+
 def test_a_long_text_is_cut_to_the_tokens_asked_for_and_to_what_the_model_can_take(encoder):
-    assert len(capture_folder(encoder, TEXT, max_tokens=5).tokens) == 5
-    assert len(capture_folder(encoder, 20 * (TEXT + " "), max_tokens=500).tokens) == 64
-    assert len(capture_folder(encoder, TEXT, layers=[0, 1], max_tokens=9, most_bytes=BYTES).layers) == 2
+    opened = open_model(encoder)
+    assert len(capture_text(opened, TEXT, max_tokens=5).tokens) == 5
+    assert len(capture_text(opened, 20 * (TEXT + " "), max_tokens=500).tokens) == 64
+    assert len(capture_text(opened, TEXT, layers=[0, 1], max_tokens=9, most_bytes=BYTES).layers) == 2
 
 
 def write_layers(path, patterns, layers=1):
@@ -88,7 +102,7 @@ def test_of_a_file_with_both_the_bidirectional_layers_are_measured_unless_all_ar
 
 
 def capture(**settings):
-    return lambda folder: capture_folder(folder, TEXT, **settings)
+    return lambda folder: capture_text(open_model(folder), TEXT, **settings)
 
 
 def swap(**settings):

@@ -74,12 +74,10 @@ def with_texts(path, replacement):
         row["options"] = {text(key): value for key, value in row["options"].items()} | {"text": text("text")}
         rows.append(f"{json.dumps(row)}\n")
     environment = {name: text(name) for name in ("processor", "python", "system", "machine", "utc")}
-    environment |= {"packages": {text("torch"): text("2")}, "command": [text("word")]}
+    environment |= {"packages": {text("torch"): text("2")}, "command": [text("line") for _ in PAYLOADS]}
     path.mkdir(parents=True)
     (path / "records.jsonl").write_text("".join(rows), encoding="ascii")
     (path / "environment.json").write_text(json.dumps(environment), encoding="ascii")
-    command = "\n".join(text("line") for _ in PAYLOADS)
-    (path / "command.txt").write_text(command, encoding="utf-8", errors="replace")
     return path
 
 

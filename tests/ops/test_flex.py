@@ -12,7 +12,7 @@ from reference import assert_near, output_and_gradients, random_qkv
 from torch._dynamo.exc import TorchDynamoException
 
 import efficient_attn as ea
-from efficient_attn.ops import paths
+from efficient_attn.ops import paths, verdict
 from efficient_attn.ops.linear import softmax_identity
 from efficient_attn.ops.softmax import flex
 
@@ -209,6 +209,7 @@ def tensors(device="cpu", dtype=torch.float32, head_dim=16, value_dim=16, tokens
 
 def test_flex_serves_dimensions_and_sizes_that_its_kernels_take(monkeypatch):
     monkeypatch.setattr(paths, "kernels", lambda device, dtype: "flex" if dtype.itemsize < 8 else "torch")
+    monkeypatch.setattr(verdict, "trusted", lambda *kernel: True)
     for sizes in ({}, {"head_dim": 256, "value_dim": 24}, {"device": "meta", "tokens": 2**24}):
         assert flex.available(*tensors(**sizes)), sizes
     for sizes in (
@@ -229,14 +230,14 @@ def machine(monkeypatch):
     for name in (paths.VARIABLE, "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(paths, "_FLEX_DTYPES", set(paths._FLEX_DTYPES))
-    monkeypatch.setattr(paths, "_on_tensor_cores", lambda dtype: True)
-    paths._compiles.cache_clear()
+    monkeypatch.setattr(paths, "on_tensor_cores", lambda dtype: True)
+    paths.compiles.cache_clear()
     yield monkeypatch
-    paths._compiles.cache_clear()
+    paths.compiles.cache_clear()
 
 
 def on(device, dtype=torch.bfloat16):
-    paths._compiles.cache_clear()
+    paths.compiles.cache_clear()
     return paths.kernels(torch.device(device), dtype)
 
 
@@ -246,7 +247,7 @@ def test_kernels_are_named_for_each_device_and_dtype(machine):
     assert on("cpu") == on("cpu", torch.float64) == "cpu"
     x = torch.ones(1)
     assert paths.tuned_for_cpu(x) and not paths.tuned_for_cpu(x.to("meta"))
-    machine.setattr(paths, "_on_tensor_cores", lambda dtype: dtype is torch.bfloat16)
+    machine.setattr(paths, "on_tensor_cores", lambda dtype: dtype is torch.bfloat16)
     assert [on("cuda", x) for x in (torch.float32, torch.bfloat16)] == ["torch", "flex"]
     machine.setenv(paths.VARIABLE, "torch")
     assert on("cuda") == on("cpu") == "torch" and not paths.tuned_for_cpu(x)
@@ -272,16 +273,16 @@ def test_a_machine_that_cannot_compile_uses_operators(machine, place, name, valu
 
 def test_float32_is_served_with_tf32_alone(machine):
     machine.undo()
-    assert [paths._on_tensor_cores(x) for x in (torch.bfloat16, torch.float16)] == [True, True]
+    assert [paths.on_tensor_cores(x) for x in (torch.bfloat16, torch.float16)] == [True, True]
     for precision, allowed in (("high", True), ("medium", True), ("highest", False)):
         machine.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
         machine.setattr(torch.backends.cuda, "matmul", object())
-        assert paths._on_tensor_cores(torch.float32) == allowed
+        assert paths.on_tensor_cores(torch.float32) == allowed
     # Where PyTorch has a setting for each backend, it decides.
     for precision, allowed in (("tf32", True), ("ieee", False)):
         machine.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=precision))
         machine.setattr(torch, "get_float32_matmul_precision", lambda: pytest.fail("not asked"))
-        assert paths._on_tensor_cores(torch.float32) == allowed
+        assert paths.on_tensor_cores(torch.float32) == allowed
 
 
 def test_a_precision_of_the_cpu_alone_does_not_keep_other_devices_from_float32():
@@ -300,6 +301,7 @@ def served(machine):
     """FlexAttention serves the CPU until it is forgone."""
     machine.setattr(paths, "kernels", lambda _, dtype: "flex" if dtype in paths._FLEX_DTYPES else "cpu")
     machine.setattr(softmax_identity, "_multiprocessors", lambda device: 8)
+    machine.setattr(verdict, "trusted", lambda *kernel: True)
     flex._compiled.cache_clear()
     yield machine
     flex._compiled.cache_clear()

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import flex_attention
 
 import efficient_attn as ea
-from efficient_attn.ops import naive, paths
+from efficient_attn.ops import naive, paths, verdict
 from efficient_attn.ops.softmax import flex
 from efficient_attn.ops.window import attention, varlen
 from efficient_attn.ops.window import flex as window_flex
@@ -67,6 +67,7 @@ def uncompiled(monkeypatch):
 
     monkeypatch.setattr(window_flex, "_compiled", compiled)
     monkeypatch.setattr(paths, "kernels", lambda device, dtype: "flex")
+    monkeypatch.setattr(verdict, "trusted", lambda *kernel: True)
     monkeypatch.setattr(attention.cpu_flash, "_FORWARD", None)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     with uncompiled_by_itself():

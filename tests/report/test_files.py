@@ -20,8 +20,12 @@ FAILED = [
     Record(case=case("time", "exact-dense", tokens), status="skipped", reason="needs 3 GiB")
     for tokens in (1024, 2048)
 ]
-RECORDED = ("records.jsonl", "environment.json", "command.txt")
-MACHINE = {"processor": "Babbage 2", "utc": "2026-01-02T03:04Z"}
+RECORDED = ("records.jsonl", "environment.json")
+MACHINE = {
+    "processor": "Babbage 2",
+    "utc": "2026-01-02T03:04Z",
+    "command": ["efficient-attn", "bench", "--seq-len", "256"],
+}
 
 
 def page_of(*folders, tmp_path):

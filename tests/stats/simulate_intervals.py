@@ -16,7 +16,7 @@ from made_records import case
 from stats.simulate_diff import Model, standard_error
 
 from efficient_attn.measure.record import Record
-from efficient_attn.stats.curves import Curve, curves, speed_ups
+from efficient_attn.stats.estimates import Curve, curves, speed_ups
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 CALLS = 9

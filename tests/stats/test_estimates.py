@@ -10,8 +10,7 @@ from stats.simulate_intervals import MODELS, of_model, time_coverage
 
 import efficient_attn as ea
 from efficient_attn.measure.record import replace
-from efficient_attn.stats.curves import curves
-from efficient_attn.stats.estimates import call_time, middle, time_ratio
+from efficient_attn.stats.estimates import call_time, curves, middle, time_ratio
 
 SHIFT = stats.norm.ppf(0.975) * 0.03
 
@@ -85,11 +84,11 @@ def test_intervals_of_times_hold_what_a_further_run_would_measure():
 @pytest.mark.parametrize("noise", MODELS)
 def test_intervals_of_times_hold_under_every_noise(noise, rounds):
     """At least 90 % of nominal 95 %, as far as they are printed."""
-    coverage = time_coverage(MODELS[noise], rounds=rounds, runs=1000)
+    coverage = time_coverage(MODELS[noise], rounds=rounds, runs=500)
     for name in ("median", "speed", "crossover"):
         assert coverage[name].held >= fewest(0.9, coverage[name].printed), (name, str(coverage[name]))
-        # A hundred give a coverage of 95 % a standard error of 2 %; where noise is large, most stay unclear.
-        assert coverage[name].printed > 100
+        # Fifty give a coverage of 95 % a standard error of 3 %; where noise is large, most stay unclear.
+        assert coverage[name].printed > 50
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from efficient_attn.backend import Backend
 from efficient_attn.errors import AttentionError, UnsupportedError
 from efficient_attn.integrations.intercept.calls import PATTERN, AttentionMode, Call, Site
 from efficient_attn.integrations.masks import ShownKeys, read_compiled_mask
-from efficient_attn.sharding import check_exact_alone
+from efficient_attn.sharding import check_alone
 
 # The submodule that holds the backends of a module.
 ATTRIBUTE = "efficient_attn"
@@ -85,9 +85,8 @@ class SiteBackends(nn.ModuleDict):
         return ShownKeys(keys, causal)
 
     def _exact(self, number: str, call: Call, reason: str) -> Tensor:
-        site = Site(self.owner, int(number))
-        check_exact_alone(str(site), reason)
         if self.strict:
+            site = Site(self.owner, int(number))
             raise UnsupportedError(f"{site} cannot be served: {reason}.")
         if not torch.compiler.is_compiling():
             self.calls.setdefault(number, Counter())[reason] += 1
@@ -107,7 +106,6 @@ class _Serving(AttentionMode):
 
     def unreached(self, reason: str) -> None:
         self.number += 1
-        check_exact_alone(self._backends.owner or "model", reason)
         if self._backends.strict:
             raise UnsupportedError(f"{self._backends.owner or 'model'} cannot be served: {reason}.")
 
@@ -118,6 +116,8 @@ def _forward_served(module: nn.Module, before: Callable[..., Any] | None, *args:
     Raises:
         UnsupportedError: If the run skips a call of the example, which shifts the numbers of later calls.
     """
+    # Positions and masks of the model would be of the tokens of this process alone.
+    check_alone()
     backends: Any = getattr(module, ATTRIBUTE)
     serving = _Serving(backends)
     with serving:
@@ -189,44 +189,6 @@ def install_backends(owner: nn.Module, backends: SiteBackends) -> Callable[[], N
             owner.forward = before
 
     return restore
-
-
-def refuse_alone(model: nn.Module, name: str, site: str, reason: str) -> Callable[[], None]:
-    """Refuse `context_parallel` in a module, and return the removal.
-
-    Args:
-        site: Name of the call in messages.
-    """
-    module = model.get_submodule(name)
-    parent = model.get_submodule(name.rpartition(".")[0])
-    # In evaluation the layer of an encoder computes attention without the forward of its attention.
-    owner = parent if isinstance(parent, nn.TransformerEncoderLayer) else module
-    before = owner.__dict__.get("forward")
-    if getattr(before, "func", None) is _forward_whole:
-        return lambda: None
-    owner.forward = partial(_forward_whole, owner, before, module, site, reason)
-
-    def remove() -> None:
-        del owner.forward
-        if before is not None:
-            owner.forward = before
-
-    return remove
-
-
-def _forward_whole(
-    owner: nn.Module,
-    before: Callable[..., Any] | None,
-    module: nn.Module,
-    site: str,
-    reason: str,
-    *args: Any,
-    **options: Any,
-) -> Any:
-    """Run a forward around attention that stays exact."""
-    if not hasattr(module, ATTRIBUTE):
-        check_exact_alone(site, reason)
-    return type(owner).forward(owner, *args, **options) if before is None else before(*args, **options)
 
 
 def forbid_nesting(model: nn.Module, layers: Sequence[nn.Module]) -> list[Callable[[], None]]:

@@ -25,13 +25,12 @@ from efficient_attn.integrations.intercept.installed import (
     SiteBackends,
     forbid_nesting,
     install_backends,
-    refuse_alone,
 )
 from efficient_attn.integrations.plan_files import check_size, is_plan_file, read_plan
 
-OUTER = "a module inside this one calls attention too"
-UNEVEN = "the runs of its module differ in their number of calls"
-OUTSIDE = "it is called outside the forward of a module of the model"
+_OUTER = "a module inside this one calls attention too"
+_UNEVEN = "the runs of its module differ in their number of calls"
+_OUTSIDE = "it is called outside the forward of a module of the model"
 _UNNAMED = "no pattern names it"
 
 
@@ -98,9 +97,6 @@ def replace(
         module = SiteBackends(name, backends, num_calls=num_calls, strict=strict)
         owner = replaced._owners[name] = model.get_submodule(name)
         replaced._restore.append(install_backends(owner, module))
-    for site, why in exact.items():
-        if why != OUTSIDE:
-            replaced._restore.append(refuse_alone(model, site.module, str(site), why))
     replaced._restore += forbid_nesting(model, list(replaced._owners.values()))
     return replaced
 
@@ -158,7 +154,7 @@ class _SiteSearch(SiteMode):
         outside, site = self.outside, self.next_site()
         self._calls[site] += 1
         if site not in self.reasons:
-            self.reasons[site] = OUTSIDE if outside else self._build(site, call)
+            self.reasons[site] = _OUTSIDE if outside else self._build(site, call)
         return call.exact()
 
     def unreached(self, reason: str) -> None:
@@ -196,13 +192,8 @@ class _SiteSearch(SiteMode):
         return None
 
     def settle(self) -> None:
-        """Leave sites exact whose calls have no sure number.
-
-        The mode of a module around another one that calls attention would see the calls of both.
-        """
-        modules = {site.module for site in self.reasons}
-        outer = {name: OUTER for name in modules if any(inside(inner, name) for inner in modules - {name})}
-        exact = dict.fromkeys(uneven_modules(self._calls), UNEVEN) | outer
+        """Leave sites exact whose calls have no sure number."""
+        exact = unsure_modules(self._calls)
         for site, reason in self.reasons.items():
             self.reasons[site] = reason or exact.get(site.module)
             if site.module in exact:
@@ -222,12 +213,20 @@ class _SiteSearch(SiteMode):
             raise UnsupportedError(f"{site} cannot be served: {str(why).rstrip('.')}.")
 
 
-def uneven_modules(calls: Mapping[Site, int]) -> set[str]:
-    """Modules whose runs differ in their number of calls."""
+def unsure_modules(calls: Mapping[Site, int]) -> dict[str, str]:
+    """{module whose calls have no sure number: reason}.
+
+    The mode of a module around another one that calls attention would see the calls of both.
+
+    Args:
+        calls: Number of calls of each site in a run of the example.
+    """
     counts = Counter(module for module, _ in {(site.module, count) for site, count in calls.items()})
-    return {module for module, variants in counts.items() if variants > 1}
-
-
-def inside(module: str, outer: str) -> bool:
-    """Whether the module of a name lies within another."""
-    return not outer or module.startswith(f"{outer}.")
+    uneven = [module for module, variants in counts.items() if variants > 1]
+    # The model itself has an empty name.
+    outer = [
+        module
+        for module in counts
+        if any(inner != module and (not module or inner.startswith(f"{module}.")) for inner in counts)
+    ]
+    return dict.fromkeys(uneven, _UNEVEN) | dict.fromkeys(outer, _OUTER)

@@ -32,16 +32,15 @@ from efficient_attn.integrations.transformers.attend import (
     attend,
 )
 from efficient_attn.integrations.transformers.loading import (
-    check_config,
-    check_nothing_else,
     data_errors,
     model_class,
     read_config,
     read_model,
+    refuse_tensors,
+    weight_files,
 )
 from efficient_attn.integrations.transformers.masking import make_mask
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, ignored, unwrap
-from efficient_attn.limits import check_header
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -277,11 +276,7 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
     if not isinstance(folder, (str, Path)):
         raise DtypeError(f"folder is a path, not {folder!r}.")
     path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise DataError(f"{folder} holds no config.json; load reads a folder that save_pretrained wrote.")
-    check_config(path)
-    for file in path.glob("*.safetensors"):
-        check_header(file)
+    weight_files(path)
     config = read_config(path)
     plan, source = getattr(config, SUBMODULE, None), path / "config.json"
     if plan is None:
@@ -291,7 +286,8 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
         )
     layers = check_plan(plan, str(source))
     model, report = read_model(path, model_class(config, path), **arguments)
-    check_nothing_else(path, report, ours=f".{SUBMODULE}.")
+    rest = [name for name in report["unexpected_keys"] if f".{SUBMODULE}." not in name]
+    refuse_tensors(path, "has, beyond the model,", rest)
     _install_plan(model, layers, source)
     return model
 

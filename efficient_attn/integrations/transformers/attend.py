@@ -1,14 +1,11 @@
 """The attention function that transformers calls."""
 
-from dataclasses import asdict, fields
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
 from efficient_attn import sharding
 from efficient_attn.backend import Backend
-from efficient_attn.backends import build
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern
 from efficient_attn.integrations.transformers.masking import VisibleKeys, visible_in
@@ -67,9 +64,18 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     visible = _visible_keys(module, query, key, attention_mask, causal, getattr(backend, PATTERN))
     _check_built_for(backend, visible.pattern)
-    query = _scaled_queries(query, scaling, backend)
+    # Some models scale the queries themselves, although an attribute declares a scale, and pass 1.
+    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if factor != backend.problem.factor:
+        query = query * (factor / backend.problem.factor)
     if dropout:
-        backend = _with_dropout(backend, dropout, module)
+        values = module.config.to_dict() if hasattr(module, "config") else {}
+        names = [name for name in values if "drop" in name and name.startswith(("attention", "attn"))]
+        field = next((name for name in names if values[name] == dropout), "attention_dropout")
+        raise UnsupportedError(
+            f"This model drops {dropout:g} of its attention weights in training, and attached backends drop "
+            f"none: load it with from_pretrained(…, {field}=0.0)."
+        )
     return _run_backend(backend, query, key, value, visible), None
 
 
@@ -108,15 +114,6 @@ def _refuse_arguments(module: Any, arguments: dict[str, Any]) -> None:
         raise UnsupportedError(NO_WEIGHTS)
 
 
-def _scaled_queries(query: Tensor, scaling: float | None, backend: Backend) -> Tensor:
-    """Rescale the queries if the model passes another scale than its module declares.
-
-    Some models scale the queries themselves, although an attribute declares a scale, and pass a factor of 1.
-    """
-    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return query if factor == backend.problem.factor else query * (factor / backend.problem.factor)
-
-
 def _check_built_for(backend: Backend, pattern: Pattern) -> None:
     """Refuse another pattern than at the time of `attach`."""
     expected = getattr(backend, PATTERN)
@@ -145,30 +142,3 @@ def _run_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, vi
         )
     k, v = key[:, :, : visible.keys], value[:, :, : visible.keys]
     return backend(query, k, v, key_mask=visible.key_mask).transpose(1, 2).contiguous()
-
-
-def _with_dropout(backend: Backend, dropout: float, module: Any) -> Backend:
-    """The same backend with the attention dropout that the model requests in training."""
-    if not any(field.name == "dropout" for field in fields(backend.spec.options_type)):
-        field = _dropout_field(getattr(module, "config", None), dropout)
-        raise UnsupportedError(
-            f"Backend {backend.spec.name!r} has no attention weights to drop, and this model drops "
-            f"{dropout:g} of them in training: load it with from_pretrained(…, {field}=0.0)."
-        )
-    return _dropping(backend.spec.name, backend.problem, tuple(asdict(backend.options).items()), dropout)
-
-
-@lru_cache(maxsize=64)
-def _dropping(name: str, problem: Any, options: tuple[tuple[str, Any], ...], dropout: float) -> Backend:
-    return build(name, **asdict(problem), **{**dict(options), "dropout": dropout})
-
-
-def _dropout_field(config: Any, dropout: float) -> str:
-    """The configuration field of the attention dropout."""
-    values = config.to_dict() if config is not None else {}
-    fitting = [
-        name
-        for name, value in values.items()
-        if ("drop" in name and name.startswith(("attention", "attn"))) and value == dropout
-    ]
-    return fitting[0] if fitting else "attention_dropout"

@@ -52,7 +52,7 @@ def open_model(
         DataError: If the folder holds no such model, or reading it would run code.
     """
     path = Path(folder)
-    weights = _weights(path)
+    weights = weight_files(path)
     config = read_config(path)
     if config._attn_implementation == NAME:
         raise DataError(f"{folder} holds a model with attached backends; use a folder without backends.")
@@ -148,16 +148,9 @@ def read_model(path: Path, kind: Any, **arguments: Any) -> tuple[PreTrainedModel
     if pooler and pooler <= missing and "add_pooling_layer" in signature(type(model)).parameters:
         model.pooler = None
         missing -= pooler
-    _refuse_tensors(path, "lacks", missing)
-    _refuse_tensors(path, "has in another shape", [str(entry[0]) for entry in report["mismatched_keys"]])
+    refuse_tensors(path, "lacks", missing)
+    refuse_tensors(path, "has in another shape", [str(entry[0]) for entry in report["mismatched_keys"]])
     return model, report
-
-
-def check_nothing_else(path: Path, report: Mapping[str, Any], ours: str) -> None:
-    """Refuse extra tensors, except names with `ours`."""
-    _refuse_tensors(
-        path, "has, beyond the model,", [name for name in report["unexpected_keys"] if ours not in name]
-    )
 
 
 @contextmanager
@@ -189,13 +182,14 @@ def _quiet() -> Iterator[None]:
             transformers.logging.enable_progress_bar()
 
 
-def _refuse_tensors(path: Path, what: str, names: Any) -> None:
+def refuse_tensors(path: Path, what: str, names: Any) -> None:
+    """Refuse a folder that lacks tensors of the model, or has others."""
     if names:
         raise DataError(f"The safetensors of {path} belong to another model: it {what} {min(names)}.")
 
 
-def _weights(path: Path) -> list[Path]:
-    """Files of the weights. Refuses folders with unsafe only."""
+def weight_files(path: Path) -> list[Path]:
+    """Files of the weights; refuses pickles, and a configuration that requires classes from the folder."""
     if not path.is_dir():
         raise DataError(
             f"{path} is not a folder. Models are read from local folders; download a model of the Hub by "
@@ -203,7 +197,16 @@ def _weights(path: Path) -> list[Path]:
         )
     if not (path / "config.json").is_file():
         raise DataError(f"{path} holds no config.json; a model is a folder that save_pretrained wrote.")
-    check_config(path)
+    file = path / "config.json"
+    with data_errors(f"Cannot read {file}"):
+        config = json.loads(read_bytes(file, CONFIG_BYTES))
+    if not isinstance(config, dict):
+        raise DataError(f"{file} is not a JSON object.")
+    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
+        raise DataError(
+            f"{path} requires code of its own (auto_map in config.json), and no code of a model is run; only "
+            "models with a class in transformers are supported."
+        )
     weights = sorted(path.glob("model*.safetensors"))
     if weights:
         for file in weights:
@@ -216,18 +219,3 @@ def _weights(path: Path) -> list[Path]:
             "code, so only safetensors are read; save_pretrained writes them."
         )
     raise DataError(f"{path} holds no model.safetensors.")
-
-
-def check_config(path: Path) -> None:
-    """Refuse a configuration that requires classes from the folder."""
-    file = path / "config.json"
-    with data_errors(f"Cannot read {file}"):
-        config = json.loads(read_bytes(file, CONFIG_BYTES))
-    if not isinstance(config, dict):
-        raise DataError(f"{file} is not a JSON object.")
-    kind = config.get("model_type")
-    if config.get("auto_map") and kind not in CONFIG_MAPPING:
-        raise DataError(
-            f"{path} requires code of its own (auto_map in config.json), and no code of a model is run; only "
-            "models with a class in transformers are supported."
-        )

@@ -79,7 +79,7 @@ def sites_of(model: Any) -> AttentionSites:
 
 
 def build_layers(
-    sites: AttentionSites, chosen: Mapping[int, Choice], *, max_tokens: int, seed: int
+    sites: AttentionSites, chosen: Mapping[int, tuple[Any, Mapping[str, Any]]], *, max_tokens: int, seed: int
 ) -> dict[str, Backend]:
     """Build the chosen backend of each layer of self-attention, and exact attention elsewhere.
 

@@ -1,7 +1,8 @@
 """Causal linear attention, forward and backward, as registered operators.
 
-Exponential features on the CPU have an algorithm of their own; all others go segment by segment. Memory
-excluding inputs, outputs and gradients does not depend on the length.
+Exponential features on the CPU have an algorithm of their own, and on CUDA kernels that serve once they have
+passed their check there; all others go segment by segment. Memory excluding inputs, outputs and gradients
+does not depend on the length, but for the kernels, which store the state at every chunk.
 
 A decoding step is one token after a state, without a mask, in few operations. With positive features, m_f
 the mean value of the past keys and z_f the logarithm of their summed features, the state after a key with
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from efficient_attn.ops import cuda
 from efficient_attn.ops.dtypes import upcast, without_autocast
 from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear.causal_exponential import causal_exponential, causal_exponential_gradients
@@ -44,8 +46,10 @@ def causal_linear_attention(inputs: LinearInputs) -> Outputs:
 
 
 def causal_rows(inputs: LinearInputs, past: LinearState | None) -> Outputs:
-    """Output of every query after the keys of `past`, without autograd; queries are the last positions."""
-    outputs = new_outputs(inputs.q, inputs.v)
+    """Output of every query, without autograd; queries are the last positions, `past` precedes all keys."""
+    if cuda.serves(inputs):
+        return cuda.causal_rows(inputs, past)[0]
+    outputs, past = new_outputs(inputs.q, inputs.v), _before_queries(inputs, past)
     if inputs.map.exponential and tuned_for_cpu(inputs.q):
         causal_exponential(inputs, past, outputs)
         return outputs
@@ -61,6 +65,9 @@ def causal_row_gradients(
     inputs: LinearInputs, past: LinearState | None, grad_out: Tensor, outputs: Outputs, *, to_past: bool
 ) -> CausalGradients:
     """Gradients with respect to q, k, v and, if `to_past`, the state `past` of `causal_rows`."""
+    if cuda.serves(inputs):
+        return cuda.causal_gradients(inputs, past, grad_out, outputs, to_past=to_past)
+    past = _before_queries(inputs, past)
     if inputs.map.exponential and tuned_for_cpu(inputs.q):
         return causal_exponential_gradients(inputs, past, grad_out, *outputs[:2], to_past=to_past)
     before = _past(inputs, 0) if past is None else past
@@ -83,8 +90,13 @@ def extend_linear_attention(
 
 def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearState]:
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs[:3], *state))
+    plain = not trained and not transformed(*inputs[:3])
+    if plain and cuda.serves(inputs):
+        outputs, last = cuda.causal_rows(inputs, state, with_state=True)
+        assert last is not None
+        return outputs.out, last
     outputs = new_outputs(inputs.q, inputs.v)
-    if inputs.map.exponential and tuned_for_cpu(inputs.q) and not trained and not transformed(*inputs[:3]):
+    if plain and inputs.map.exponential and tuned_for_cpu(inputs.q):
         causal_exponential(inputs, state, outputs)
         return outputs.out, merge(state, whole_state(inputs)) if inputs.k.shape[-2] else state
     rows = [outputs.out[..., :0, :]]
@@ -93,6 +105,15 @@ def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearSta
         rows.append(outs.out)
     # The state is a view of the states of all chunks, which it would keep alive.
     return torch.cat(rows, dim=-2).to(inputs.q.dtype), LinearState(*(x.clone() for x in state))
+
+
+def _before_queries(inputs: LinearInputs, past: LinearState | None) -> LinearState | None:
+    """The state of `past` and of the keys before the first query; None: there are none."""
+    before = inputs.k.shape[-2] - inputs.q.shape[-2]
+    if before == 0:
+        return past
+    state = _past(inputs, before)
+    return state if past is None else merge(past, state)
 
 
 def _past(inputs: LinearInputs, before: int) -> LinearState:
@@ -110,10 +131,8 @@ def _past(inputs: LinearInputs, before: int) -> LinearState:
 )
 def _causal(*fields: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = LinearInputs(*fields)
-    before = inputs.k.shape[-2] - inputs.q.shape[-2]
     with without_autocast(inputs.q):
-        past = _past(inputs, before) if before else None
-        return (*causal_rows(inputs, past),)
+        return (*causal_rows(inputs, None),)
 
 
 @_causal.register_fake
@@ -133,10 +152,8 @@ def _causal_backward(
     grad_out: Tensor, out: Tensor, logarithm: Tensor, negative: Tensor, *fields: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs, outputs = LinearInputs(*fields), Outputs(out, logarithm, negative)
-    before = inputs.k.shape[-2] - inputs.q.shape[-2]
     with without_autocast(inputs.q):
-        past = _past(inputs, before) if before else None
-        return causal_row_gradients(inputs, past, grad_out, outputs, to_past=False)[:3]
+        return causal_row_gradients(inputs, None, grad_out, outputs, to_past=False)[:3]
 
 
 @_causal_backward.register_fake

@@ -5,7 +5,8 @@ writes all scores otherwise. It is therefore compiled here, and refuses to run i
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.ops import paths
+from efficient_attn.ops import paths, verdict
 
 # Rows of a block of the kernel, as far as the number of its programs is concerned.
 BLOCK_ROWS = 128
@@ -31,11 +32,17 @@ class NotCompiledError(RuntimeError):
     """Failure of `torch.compile`: callers use PyTorch's other operators."""
 
 
-def available(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels support these tensors, all of one dtype and not empty."""
-    return paths.kernels(q.device, q.dtype) == "flex" and all(
+def available(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "flex") -> bool:
+    """Whether the kernels support these tensors, all of one dtype and not empty, and passed their check.
+
+    Args:
+        kernel: Name in `verdict.SOURCES`.
+    """
+    supported = paths.kernels(q.device, q.dtype) == "flex" and all(
         x.dtype is q.dtype and x.shape[-1] in _DIMS and 0 < x.numel() < _NUMBERS for x in (q, k, v)
     )
+    # The verdict comes last: its absence is no news to callers whom the kernel would not serve.
+    return supported and verdict.trusted(kernel, q.device, q.dtype)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -136,13 +143,29 @@ def compiled(
         try:
             # Backward passes that keep their graph raise an error that names the second setting. A caller who
             # then changes it needs code that was compiled so, which never reuses a buffer of the graph.
-            with config.patch(recompile_limit=_VERSIONS), autograd.patch(donated_buffer=False):
+            with (
+                config.patch(recompile_limit=_VERSIONS),
+                autograd.patch(donated_buffer=False),
+                _warnings_are_no_errors(),
+            ):
                 return kernel(*inputs)
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             paths.forgo_flex(dtype)
             raise _not_compiled(dtype, str(error)) from error
 
     return call
+
+
+@contextmanager
+def _warnings_are_no_errors() -> Iterator[None]:
+    """Show warnings of the compiler that the caller would have raised: an error ends the compilation."""
+    # Without such a filter nothing changes, since a change of filters repeats warnings that came once.
+    if not any(action == "error" for action, *_ in warnings.filters):
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        yield
 
 
 def _not_compiled(dtype: torch.dtype, reason: str) -> NotCompiledError:

@@ -21,7 +21,8 @@ _BLOCK = 128
 def available(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernel serves these tensors, with as many queries as keys."""
     # An exported program may run without a compiler, and would then write all scores.
-    return not torch.compiler.is_exporting() and q.shape[2] == k.shape[2] and flex.available(q, k, v)
+    whole = not torch.compiler.is_exporting() and q.shape[2] == k.shape[2]
+    return whole and flex.available(q, k, v, kernel="window-flex")
 
 
 def attend(

@@ -107,14 +107,14 @@ def _call_steps(
 ) -> Generator[Request, Any, list[Point]]:
     """Yield a round of short calls, predictions, and long calls that may be faster; returns all calls."""
     short = sorted({*PROBE, *(length for length in lengths if length <= PROBE[-1])})
-    calls = [costs.time(variant, tokens) for tokens in short for variant in variants]
+    calls = [costs.point(variant, tokens) for tokens in short for variant in variants]
     records = yield [replace(call, rounds=1) for call in calls]
     models = time_models(records, {variant.label: variant.target for variant in variants})
     exact = models.pop(YARDSTICK, None)
     long: list[Point] = []
     for tokens in lengths:
         for variant in variants if tokens > PROBE[-1] else ():
-            call, slower = costs.time(variant, tokens), False
+            call, slower = costs.point(variant, tokens), False
             if exact is not None and variant.label in models:
                 # A resumed run decides by the stored prediction, whatever rounds came after it.
                 speed = models[variant.label].speed(exact, tokens=tokens)

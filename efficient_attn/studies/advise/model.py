@@ -10,16 +10,22 @@ from typing import Any, cast
 import torch
 
 from efficient_attn.measure import worker
-from efficient_attn.measure.record import Case, Record
-from efficient_attn.measure.record import replace as with_values
-from efficient_attn.measure.variants import DENSE, OWN, PLAN, UNIFORM_ATTENTION, YARDSTICK, Variant
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import DENSE, PLAN, UNIFORM_ATTENTION, YARDSTICK, Variant
 from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.advise.attention import PROBE
 from efficient_attn.studies.advise.plan import BOUND, LOSSLESS, SLIDING
 from efficient_attn.studies.study import Point, Request, Steps
-from efficient_attn.studies.swap import measure
-from efficient_attn.studies.swap.subject import WINDOW, Subject, has_copies
+from efficient_attn.studies.swap.measure import (
+    OWN_ATTENTION,
+    WINDOW,
+    Subject,
+    distance_point,
+    has_copies,
+    pass_point,
+    plan_point,
+)
 from efficient_attn.studies.workload import Costs
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
@@ -36,7 +42,6 @@ _ROUNDING, _EPSILONS = 1e-8, 4
 
 # Sliding layers are windows of the width of the model, in every plan.
 _LOSSLESS = Variant(backend=WINDOW, label=LOSSLESS, target={})
-_OWN = Variant(backend=OWN, label=OWN, target=OWN)
 
 # Backends that stand in no plan.
 _BASELINES = (YARDSTICK, DENSE, UNIFORM_ATTENTION)
@@ -67,7 +72,7 @@ def model_steps(
     shared = {key: value for key, value in first.shared.items() if key not in ("tokens", "inputs")}
     costs = Costs(shared={**shared, "inputs": "gaussian"}, measure=worker.measure, rounds=rounds)
     called = [variant for variant in variants if variant.backend != UNIFORM_ATTENTION]
-    probes = [costs.time(variant, tokens) for tokens in PROBE for variant in called]
+    probes = [costs.point(variant, tokens) for tokens in PROBE for variant in called]
     short = (yield probes) if _free(first) else []
     models = time_models(short, {variant.label: variant.target for variant in called})
     for choosing, held_out in pairs:
@@ -87,7 +92,7 @@ def _lossless_windows(subject: Subject, quantity: str) -> Generator[Request, Any
     """Sliding layers as windows of the width of the model; none where these change its outputs."""
     if not subject.sliding:
         return {}
-    loss = getattr((yield _distance(subject, _LOSSLESS)), quantity)
+    loss = getattr((yield distance_point(subject, _LOSSLESS)), quantity)
     changed = loss is not None and not loss <= _rounding(subject.shared["dtype"])
     return {} if changed else dict.fromkeys(subject.sliding, SLIDING)
 
@@ -118,14 +123,14 @@ def _length_steps(
         loss = getattr(record, quantity) if record.status == "ok" else None
         return math.inf if loss is None or math.isnan(loss) else float(loss)
 
-    timed = partial(timed_pass, rounds=rounds)
+    timed = partial(pass_point, rounds=rounds)
 
     free, skipped = _free(choosing), False
     if choosing.sliding and not windows:
         choosing, held_out = (replace(cast(Any, part), base={}) for part in (choosing, held_out))
-    references = [_OWN, _LOSSLESS] if windows else [_OWN]
+    references = [OWN_ATTENTION, _LOSSLESS] if windows else [OWN_ATTENTION]
     mean = next(variant for variant in variants if variant.backend == UNIFORM_ATTENTION)
-    bounded = bool(free) and (yield _distance(choosing, mean)).status == "ok"
+    bounded = bool(free) and (yield distance_point(choosing, mean)).status == "ok"
     if bounded or windows:
         points = [timed(choosing, variant, BOUND) for variant in (*references, *([mean] if bounded else []))]
         times = yield points
@@ -143,7 +148,7 @@ def _length_steps(
         hopeless = losses_of_all.get(variant.backend, 0.0) > _HOPELESS * limit
         if variant is mean or (hopeless and variant.label != variant.backend):
             continue
-        record = yield _distance(choosing, variant)
+        record = yield distance_point(choosing, variant)
         if record.status == "ok":
             working.append(variant)
             losses_of_all[variant.label] = loss_of(record)
@@ -157,7 +162,7 @@ def _length_steps(
         gains_s = _gains_s(reference, list(zip(working, times, strict=True)), len(free))
     for variant in working:
         for layer in free if variant.label in gains_s else ():
-            record = yield _distance(choosing, variant, layer)
+            record = yield distance_point(choosing, variant, layer)
             losses[layer][variant.label] = loss_of(record)
             skipped |= record.status == "skipped"
     gains_s = {label: gain_s for label, gain_s in gains_s.items() if gain_s > 0}
@@ -181,38 +186,13 @@ def _length_steps(
     vars(choosing).pop("exact", None)
     yield _planned(held_out, PLAN, plan, working)
     if plan:
-        yield [timed(held_out, _OWN), timed(held_out, _plan_variant(PLAN, plan, working))]
+        yield [timed(held_out, OWN_ATTENTION), timed(held_out, _plan_variant(PLAN, plan, working))]
     vars(held_out).pop("exact", None)
-
-
-def timed_pass(subject: Subject, variant: Variant, kind: str = "time", *, rounds: int) -> Point:
-    """The time of a forward pass of the model."""
-    case = subject.case(kind, variant)
-    return Point(
-        case=case,
-        measure=partial(measure.cost, case, variant, subject),
-        rounds=rounds,
-        label=f"{variant.label}, {case.tokens} tokens, {kind}",
-        series=variant.label,
-        cost=float(case.tokens) ** variant.time_growth,
-    )
 
 
 def _rounding(dtype: str) -> float:
     """Loss that the rounding of another kernel may have."""
     return max(_ROUNDING, (_EPSILONS * torch.finfo(getattr(torch, dtype)).eps) ** 2)
-
-
-def _distance(subject: Subject, variant: Variant, layer: int | None = None) -> Point:
-    case = subject.case("swap", variant, layer)
-    place = "all layers" if layer is None else f"layer {layer}"
-    return Point(
-        case=case,
-        measure=partial(measure.distance, case, variant, subject, draws=1),
-        label=f"{variant.label}, {case.tokens} tokens, {place}",
-        series=variant.label,
-        cost=float(case.tokens) ** variant.time_growth,
-    )
 
 
 def _gains_s(reference: Record, times: Sequence[tuple[Variant, Record]], num_layers: int) -> dict[str, float]:
@@ -281,21 +261,4 @@ def _plan_variant(label: str, layers: Mapping[int, str], variants: Sequence[Vari
 
 
 def _planned(subject: Subject, label: str, layers: Mapping[int, str], variants: Sequence[Variant]) -> Point:
-    """Loss of a plan; without layers the record is the decision for none."""
-    variant = _plan_variant(label, layers, variants)
-    case = subject.case("swap", variant)
-    return Point(
-        case=case,
-        measure=partial(worker.answer, case, partial(_plan_loss, case, variant, subject, layers)),
-        label=f"{label}, {case.tokens} tokens",
-        series=OWN,
-        cost=float(case.tokens),
-    )
-
-
-def _plan_loss(case: Case, variant: Variant, subject: Subject, layers: Mapping[int, str]) -> Record:
-    record = measure.distance(case, variant, subject, draws=1) if layers else Record(case=case)
-    if record.status != "ok":
-        return record
-    attached = json.dumps(subject.plan(variant))
-    return with_values(record, chosen_layers=json.dumps(layers), attached_layers=attached)
+    return plan_point(subject, _plan_variant(label, layers, variants), layers)

@@ -135,6 +135,8 @@ def _outcome_of_heads(tokens: int, records: Sequence[Record], targets: Targets) 
     plan = next((record for record in reversed(plans) if record.case.label == PLAN), None)
     if plan is None or not plan.streaming_heads:
         return None
+    if not _is_measured(plan):
+        return Outcome(tokens, None, "not measured to the end", plan)
     missed = targets.missed(plan)
     side, text = _verification(plan, records, None, misses=bool(missed))
     text += f" ({', '.join(missed)})" if missed else ""
@@ -144,18 +146,25 @@ def _outcome_of_heads(tokens: int, records: Sequence[Record], targets: Targets) 
         f"divergence {plan.next_token_kl:.2g}, recall of copies {_show_recall(plan)}"
     )
     chance = next((record for record in reversed(plans) if record.case.label == RANDOM_HEADS), None)
-    if chance is not None:
+    if chance is not None and _is_measured(chance):
         text += (
             f"; as many random heads: divergence {chance.next_token_kl:.2g}, recall {_show_recall(chance)}"
         )
     retrieval = next((record for record in records if record.case.kind == RETRIEVAL), None)
-    if retrieval is not None and retrieval.retrieval is not None:
+    shares = ("retrieval", "retrieval_exact", "retrieval_error")
+    if retrieval is not None and all(getattr(retrieval, name) is not None for name in shares):
         width = 100 * _UPPER * retrieval.retrieval_error
         text += (
             f"; of {retrieval.numbers} numbers planted in a text it finds {100 * retrieval.retrieval:.0f} %, "
             f"the model {100 * retrieval.retrieval_exact:.0f} % (difference ± {width:.1f} points)"
         )
     return Outcome(tokens, side, text, plan)
+
+
+def _is_measured(plan: Record) -> bool:
+    """Whether the loss of a plan of heads is a number; it is none if the outputs are not finite."""
+    names = (KL, "loss_difference", "loss_difference_error")
+    return all(getattr(plan, name) is not None for name in names)
 
 
 def _outcome(tokens: int, records: Sequence[Record], quantity: str, limit: float) -> Outcome:
@@ -235,14 +244,10 @@ def _in_python(outcome: Outcome, environment: Environment) -> str:
     """The lines of Python that use a plan: its file, or a mapping where a backend has no registered name."""
     origin = environment.get(MODEL)
     origin = origin if isinstance(origin, Mapping) else {}
-    parts = origin.get("parts")
     request = f'"{LAYERS}"' if attached_plan(outcome) else "{layer: (backend, options), …}"
     if origin.get("sites") is not None:
         replace = f"efficient_attn.intercept.replace(model, {request}, example=lambda: model(*inputs))"
         code = f"import efficient_attn; {replace}"
-        if isinstance(parts, list) and parts:
-            modules = ", ".join(f"{name!r}: …" for name in map(str, parts))
-            code += f", where model is torch.nn.ModuleDict({{{modules}}}) of the modules that the call runs"
     else:
         code = f"from efficient_attn.integrations.transformers import attach; attach(model, {request})"
         if outcome.plan is not None and outcome.plan.calibrated_on is not None:

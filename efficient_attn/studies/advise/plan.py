@@ -153,7 +153,7 @@ def plan(
     from efficient_attn.integrations.called import is_called, maker_of
     from efficient_attn.studies.advise.model import model_steps
     from efficient_attn.studies.swap.analysis import KL
-    from efficient_attn.studies.swap.subject import Subject, candidates, has_copies
+    from efficient_attn.studies.swap.measure import Subject, candidates, has_copies
 
     pairs: Sequence[tuple[Subject, Subject]]
     decodes = False
@@ -164,7 +164,7 @@ def plan(
         maker = maker_of(model, name=name)
         if not maker.takes_length:
             _refuse(settings, ("seq_lens",), "with this model; its function has no parameter seq_len")
-        pairs, left_out = inputs_of_lengths(maker, workload, lengths if maker.takes_length else [None])
+        pairs, left_out = inputs_of_lengths(maker, workload, lengths if maker.takes_length else None)
         origin = pairs[0][0].about
     else:
         from efficient_attn.integrations.transformers.loading import positions
@@ -182,40 +182,33 @@ def plan(
         origin = {**opened.about, "texts": hashes}
     first = pairs[0][0]
     about[MODEL] = origin
+    target: dict[str, Any] = {"quantity": first.loss}
     heads = None
-    if decodes and any(has_copies(choosing) for choosing, _ in pairs):
-        from efficient_attn.studies.advise.heads import head_steps
-        from efficient_attn.studies.advise.outcomes import Targets
-
-        _refuse(settings, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
-        target = _HEADS_MAX_KL if max_kl is None else max_kl
-        targets = Targets(
-            kl=target,
-            loss=_MAX_LOSS if max_loss is None else max_loss,
-            recall=_MIN_RECALL if min_recall is None else min_recall,
-        )
-        heads = partial(head_steps, targets=targets, rounds=rounds)
-        about[LIMIT] = {
-            "quantity": KL,
-            "limit": targets.kl,
-            "max_loss": targets.loss,
-            "min_recall": targets.recall,
-        }
-    elif first.loss == KL:
-        _refuse(settings, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
-        _refuse(settings, _OF_HEADS, "without a rank of key heads")
-        target = _MAX_KL if max_kl is None else max_kl
-    else:
+    if first.loss != KL:
         _refuse(settings, ("max_kl", *_OF_HEADS), "with this model; its target is min_cosine (--min-cosine)")
-        target = 1 - (_MIN_COSINE if min_cosine is None else min_cosine)
+        target["limit"] = 1 - (_MIN_COSINE if min_cosine is None else min_cosine)
+    else:
+        _refuse(settings, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
+        ranked = decodes and any(has_copies(choosing) for choosing, _ in pairs)
+        default = _HEADS_MAX_KL if ranked else _MAX_KL
+        target["limit"] = default if max_kl is None else max_kl
+        if ranked:
+            from efficient_attn.studies.advise.heads import head_steps
+            from efficient_attn.studies.advise.outcomes import Targets
+
+            target["max_loss"] = _MAX_LOSS if max_loss is None else max_loss
+            target["min_recall"] = _MIN_RECALL if min_recall is None else min_recall
+            targets = Targets(target["limit"], target["max_loss"], target["min_recall"])
+            heads = partial(head_steps, targets=targets, rounds=rounds)
+        else:
+            _refuse(settings, _OF_HEADS, "without a rank of key heads")
     fitted = candidates(variants, first, options)
+    steps = partial(model_steps, pairs, fitted, quantity=first.loss, limit=target["limit"], rounds=rounds)
     return Plan(
-        steps=partial(
-            model_steps, pairs, fitted, quantity=first.loss, limit=target, rounds=rounds, heads=heads
-        ),
+        steps=partial(steps, heads=heads),
         device=first.shared["device"],
         notes=[*first.notes, *left_out],
-        about={LIMIT: {"quantity": first.loss, "limit": target}, **about},
+        about={**about, LIMIT: target},
         fixed=(LIMIT, CANDIDATES),
         budget_s=_MODEL_BUDGET_S,
     )

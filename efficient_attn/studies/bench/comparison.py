@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, joint_name, single_names
-from efficient_attn.stats.curves import grouped
-from efficient_attn.stats.estimates import Middle, Typical, call_time, middle, time_ratio
+from efficient_attn.stats.estimates import Middle, call_time, grouped, middle, time_ratio
 from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR, MAX_ERROR
 
 # Relative errors below this, or below twice the error of exact attention in the same dtype, are rounding
@@ -48,16 +47,11 @@ class Contender(NamedTuple):
             return float("inf")
         return self.error.high if self.layers > 1 else self.error.median
 
-    @property
-    def time_s(self) -> Typical | None:
-        """Time of one call."""
-        return None if self.timed is None else call_time(self.timed)
-
     def cost(self, quantity: str) -> float | None:
         """The median time, or the peak memory."""
-        if quantity == "time_s":
-            return None if self.time_s is None else self.time_s.median
-        return self.peak_bytes
+        if quantity == "peak_bytes":
+            return self.peak_bytes
+        return None if self.timed is None else call_time(self.timed).median
 
 
 class Comparison(NamedTuple):
@@ -122,11 +116,6 @@ class Comparison(NamedTuple):
         return [row for row, speed in speeds if speed.side_of_one == side]
 
 
-def nearest(contenders: Iterable[Contender]) -> Contender | None:
-    """The contender with the smallest error."""
-    return min(contenders, key=lambda row: row.error.median if row.error else float("inf"), default=None)
-
-
 def error_limit(environment: Mapping[str, Any]) -> float:
     """The error limit of a run, from its environment."""
     limit = environment.get(MAX_ERROR)
@@ -147,12 +136,16 @@ def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:
         elif case.kind in ("time", "memory") and case.of == "attention" and case.execution is None:
             shape = tuple(getattr(case, name) for name in _SHAPE)
             costs.setdefault((key, case.inputs, shape, case.threads, case.backward), []).append(record)
-    pairs = [
-        (group, {name: errors[key][name] for name in names})
-        for (key, inputs, *_), group in costs.items()
-        if any(record.case.kind == "time" for record in group)
-        for names in _layer_groups(inputs, errors.get(key, {}))
-    ]
+    pairs = []
+    for (key, inputs, *_), group in costs.items():
+        measured = errors.get(key, {})
+        # Errors on the inputs of the costs, or beside Gaussian ones those of each model.
+        models: dict[str, list[str]] = {}
+        for name in measured if inputs == GAUSSIAN else single_names(inputs):
+            if name in measured:
+                models.setdefault(name.rpartition("(")[0] if inputs == GAUSSIAN else "", []).append(name)
+        if any(record.case.kind == "time" for record in group):
+            pairs += [(group, {name: measured[name] for name in names}) for names in models.values()]
     return tuple(
         sorted((_comparison(*pair) for pair in pairs), key=lambda comparison: comparison.case.tokens)
     )
@@ -171,17 +164,6 @@ def by_setting(all_comparisons: Iterable[Comparison]) -> list[list[Comparison]]:
     return list(groups.values())
 
 
-def _layer_groups(inputs: str, measured: Iterable[str]) -> list[list[str]]:
-    """The names of the errors that belong to costs on these inputs: of one model, or those of each model."""
-    if inputs != GAUSSIAN:
-        names = [name for name in single_names(inputs) if name in measured]
-        return [names] if names else []
-    models: dict[str, list[str]] = {}
-    for name in measured:
-        models.setdefault(name.rpartition("(")[0], []).append(name)
-    return list(models.values())
-
-
 def _comparison(costs: Sequence[Record], errors: Mapping[str, Sequence[Record]]) -> Comparison:
     case = next(record.case for record in costs if record.case.kind == "time")
     records = [*(record for group in errors.values() for record in group), *costs]
@@ -198,8 +180,8 @@ def _contender(group: Sequence[Record], layers: int) -> Contender:
     return Contender(
         label=group[0].case.label,
         backend=group[0].case.backend,
-        error=over_layers(errors, "output_relative_error", layers),
-        mse=over_layers(errors, "output_mse", layers),
+        error=_over_layers(errors, "output_relative_error", layers),
+        mse=_over_layers(errors, "output_mse", layers),
         layers=layers,
         timed=next((record for record in times if record.status == "ok" and record.times_s), None),
         peak_bytes=next((record.peak_bytes for record in group if record.peak_bytes is not None), None),
@@ -207,21 +189,20 @@ def _contender(group: Sequence[Record], layers: int) -> Contender:
     )
 
 
-def over_layers(errors: Sequence[Record], quantity: str, layers: int) -> Middle | None:
+def _over_layers(errors: Sequence[Record], quantity: str, layers: int) -> Middle | None:
     """Median over draws on a single layer, median and range over several; None if one has none."""
-    medians = [value for record in errors if (value := _over_draws(record, quantity)) is not None]
+    medians = []
+    for record in errors:
+        mean, draws = getattr(record, quantity), getattr(record, f"{quantity}_draws") or ()
+        # A draw that was not finite is null in the file.
+        if record.status == "ok" and mean is not None and None not in draws:
+            medians.append(middle(draws or [mean]))
     if len(medians) != layers:
         return None
     if layers == 1:
         return medians[0]
     values = [value.median for value in medians]
     return Middle(median(values), min(values), max(values), min(value.samples for value in medians))
-
-
-def _over_draws(record: Record, quantity: str) -> Middle | None:
-    """Median over draws; None if a draw was not finite, which is null in the file."""
-    mean, draws = getattr(record, quantity), getattr(record, f"{quantity}_draws") or ()
-    return None if record.status != "ok" or mean is None or None in draws else middle(draws or [mean])
 
 
 def _place(row: Contender) -> tuple[bool, float, float]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
@@ -17,7 +17,7 @@ from efficient_attn.measure.record import COMPILED, CUDA_GRAPH, DECODED
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, is_ours, joint_name, select
 from efficient_attn.options import positive_number, resolved
-from efficient_attn.problem import AttentionProblem
+from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import SPECS
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
@@ -27,8 +27,8 @@ from efficient_attn.studies.workload import (
     Costs,
     Workload,
     measurer_for,
+    settle,
     shape_of_subject,
-    workloads,
 )
 
 # Key of a run's environment that holds the error limit.
@@ -47,13 +47,6 @@ _INPUTS, _CAUSAL_INPUTS = "encoder", "decoder"
 _ERROR = {"of": "output", "batch": 1, "backward": False, "layers": None}
 
 
-class _Errors(NamedTuple):
-    """Errors on one layer, which has this many tokens."""
-
-    tokens: int
-    costs: Costs
-
-
 def plan(
     backends: shared.Backends = None,
     *,
@@ -63,7 +56,7 @@ def plan(
         Option(
             help="Attention alone, in a block, in 3 blocks; several: a,b.",
             metavar="|".join(SUBJECTS),
-            parse=shared.parse_words,
+            parse=shared.parse_text,
         ),
     ] = "attention",
     inputs: Annotated[
@@ -95,7 +88,7 @@ def plan(
         Option(
             help="eager, compiled by torch.compile, or replayed from a CUDA graph; several: a,b.",
             metavar="|".join(_EXECUTIONS),
-            parse=shared.parse_words,
+            parse=shared.parse_text,
             rare=True,
         ),
     ] = EAGER,
@@ -116,20 +109,24 @@ def plan(
     """
     positive_number("max_error", max_error)
     lengths = parse_sizes(seq_lens, name="seq_lens")
-    settled = workloads(
-        Workload(
-            batch=batch,
-            num_heads=_NUM_HEADS if num_heads is None else num_heads,
-            head_dim=_HEAD_DIM if head_dim is None else head_dim,
-            causal=causal or decode,
-            backward=backward,
-            dtype=dtype,
-            device=device,
-            threads=threads,
-            seed=seed,
-        ),
-        of=of,
-    )
+    positive_count("rounds", rounds)
+    settled = [
+        settle(
+            Workload(
+                of=subject,
+                batch=batch,
+                num_heads=_NUM_HEADS if num_heads is None else num_heads,
+                head_dim=_HEAD_DIM if head_dim is None else head_dim,
+                causal=causal or decode,
+                backward=backward,
+                dtype=dtype,
+                device=device,
+                threads=threads,
+                seed=seed,
+            )
+        )
+        for subject in dict.fromkeys(of.split(",") if isinstance(of, str) else of)
+    ]
     first = settled[0]
     executions = _executions(execution, first.device, l2)
     if decode:
@@ -174,9 +171,9 @@ def plan(
         )
         settings.append((costs, chosen if workload.of == "attention" else (ceiling(), *chosen)))
     errors = [
-        _Errors(
-            tokens=subject.tokens,
-            costs=costs_of(
+        (
+            subject.tokens,
+            costs_of(
                 shared={**vars(attention[0]), **shape_of_subject(subject), **_ERROR, "inputs": subject.name}
             ),
         )
@@ -199,36 +196,37 @@ def plan(
     )
 
 
-def _steps(groups: Sequence[tuple[Costs, Sequence[Variant], int]], errors: Sequence[_Errors]) -> Steps:
-    """One round of every call, its error and its memory, then further rounds of all calls."""
+def _steps(
+    groups: Sequence[tuple[Costs, Sequence[Variant], int]], errors: Sequence[tuple[int, Costs]]
+) -> Steps:
+    """One round of every call, its error and its memory, then further rounds of all calls.
+
+    A variant that failed is left out of further layers.
+
+    Args:
+        groups: Costs of variants at a length, from short to long.
+        errors: Length and errors of every layer, whose exact output is computed once.
+    """
+    from efficient_attn.measure.accuracy import MEAN
+
     calls: list[Point] = []
     for costs, variants, tokens in groups:
-        times = [costs.time(variant, tokens) for variant in variants]
+        times = [costs.point(variant, tokens) for variant in variants]
         records = yield [replace(point, rounds=1) for point in times]
         calls += [point for point, record in zip(times, records, strict=True) if record.status == "ok"]
         if costs.shared["of"] == "attention" and variants[0].execution is None:
-            timed = [
-                variant for variant, record in zip(variants, records, strict=True) if record.status == "ok"
-            ]
-            yield from _error_steps(
-                [layer.costs for layer in errors if tokens <= layer.tokens], timed, tokens
-            )
+            failed = {record.case.label for record in records if record.status != "ok"}
+            for layer in (layer for longest, layer in errors if tokens <= longest):
+                for variant in (MEAN, *variants):
+                    if variant.label in failed:
+                        continue
+                    record = yield layer.point(variant, tokens, "error")
+                    failed |= {variant.label} if record.status != "ok" else set()
         for variant in variants:
             # The memory of a graph is allocated when it is captured, none of it in a call.
             if variant.execution != CUDA_GRAPH:
-                yield costs.memory(variant, tokens)
+                yield costs.point(variant, tokens, "memory")
     yield calls
-
-
-def _error_steps(layers: Sequence[Costs], variants: Sequence[Variant], tokens: int) -> Steps:
-    """Errors layer by layer, whose exact output is computed once; after a failure the others are left out."""
-    from efficient_attn.measure.accuracy import MEAN
-
-    failed = set()
-    for costs in layers:
-        for variant in (MEAN, *variants):
-            if variant.label not in failed and (yield costs.error(variant, tokens)).status != "ok":
-                failed.add(variant.label)
 
 
 def _subjects(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> list[Any]:

@@ -21,17 +21,19 @@ from efficient_attn.report.text import (
     show_spread,
     three_digits,
 )
-from efficient_attn.stats.curves import (
+from efficient_attn.stats.estimates import (
     DEVICE_TIME,
+    FEWEST_ROUNDS,
     FURTHEST,
+    RUN_SHIFT,
     Curve,
     SpeedUp,
     by_clock,
     by_subject,
     curves,
+    on_device,
     speed_ups,
 )
-from efficient_attn.stats.estimates import FEWEST_ROUNDS, RUN_SHIFT, on_device
 from efficient_attn.studies.bench.comparison import (
     GAUSSIAN,
     ROUNDING,
@@ -73,22 +75,9 @@ Cells = Mapping[str, str]
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """Time, peak memory and error at all lengths, and all of them at the longest length with an error."""
     groups = by_setting(comparisons(records))
-    shown = _cost_tables(records) if many_lengths(records) or not groups else []
-    for group in groups:
-        if len(group) > 1:
-            shown += _error_tables(group, records)
-        shown.append(_comparison_table(group[-1]))
-    return shown
-
-
-def many_lengths(records: Sequence[Record]) -> bool:
-    """Whether the costs of a backend were measured at more than one length."""
-    return any(len(curve.points) > 1 for kind in ("time_s", "peak_bytes") for curve in curves(records, kind))
-
-
-def _cost_tables(records: Sequence[Record]) -> list[Table]:
     shown = []
-    for subject, group in by_subject(records).items():
+    subjects = by_subject(records) if many_lengths(records) or not groups else {}
+    for subject, group in subjects.items():
         place = "" if subject == "attention" else f" of the {subject}"
         for clock, timed in by_clock(group).items():
             if times := curves(timed, "time_s"):
@@ -103,10 +92,18 @@ def _cost_tables(records: Sequence[Record]) -> list[Table]:
                 }
                 for name, quantity in (("weights", "parameter_bytes"), ("state", "state_bytes"))
             }
-            shown.append(
-                _cost_table(f"Peak memory of a call{place}, MiB", peaks, _MEBIBYTE, columns, [_GROWTH])
-            )
+            title = f"Peak memory of a call{place}, MiB"
+            shown.append(_cost_table(title, peaks, _MEBIBYTE, columns, [_GROWTH]))
+    for setting_group in groups:
+        if len(setting_group) > 1:
+            shown += _error_tables(setting_group, records)
+        shown.append(_comparison_table(setting_group[-1]))
     return shown
+
+
+def many_lengths(records: Sequence[Record]) -> bool:
+    """Whether the costs of a backend were measured at more than one length."""
+    return any(len(curve.points) > 1 for kind in ("time_s", "peak_bytes") for curve in curves(records, kind))
 
 
 def _error_tables(group: Sequence[Comparison], records: Sequence[Record]) -> list[Table]:
@@ -250,25 +247,25 @@ def _time_table(clock: str, place: str, times: Sequence[Curve]) -> Table:
 
 def crossover_cells(compared: Sequence[SpeedUp]) -> dict[str, str]:
     """{label: `910 (850 to 990)`, or the reason why there is no such number}."""
-    return {
-        row.label: _show_crossover(row)
-        for row in compared
-        if len(row.ratios) > 1 and row.case.backend != CEILING
-    }
-
-
-def _show_crossover(row: SpeedUp) -> str:
-    first, last, (tokens, low, high) = min(row.ratios), max(row.ratios), row.crossover
-    if tokens is None or tokens <= first:
+    cells = {}
+    for row in compared:
+        first, last, (tokens, low, high) = min(row.ratios), max(row.ratios), row.crossover
         sides = {ratio.side_of_one for ratio in row.ratios.values()}
-        return f"all from {first}" if sides == {1} else f"none up to {last}" if sides == {-1} else "unclear"
-    open_below = low is None or low <= first
-    if any(ratio.low is None for ratio in row.ratios.values()) or (open_below and high is None):
-        return "unclear"
-    # Two digits, the precision of timings.
-    shown, low, high = (None if end is None else int(float(f"{end:.2g}")) for end in (tokens, low, high))
-    edges = f"{f'below {first}' if open_below else low} {'or more' if high is None else f'to {high}'}"
-    return f"{shown} ({edges}{', extrapolated' if tokens > last else ''})"
+        open_below = low is None or low <= first
+        if first == last or row.case.backend == CEILING:
+            continue
+        if tokens is None or tokens <= first:
+            cell = f"none up to {last}" if sides == {-1} else "unclear"
+            cell = f"all from {first}" if sides == {1} else cell
+        elif any(ratio.low is None for ratio in row.ratios.values()) or (open_below and high is None):
+            cell = "unclear"
+        else:
+            # Two digits, the precision of timings.
+            shown, low, high = (end and int(float(f"{end:.2g}")) for end in (tokens, low, high))
+            edges = f"{f'below {first}' if open_below else low} {'or more' if high is None else f'to {high}'}"
+            cell = f"{shown} ({edges}{', extrapolated' if tokens > last else ''})"
+        cells[row.label] = cell
+    return cells
 
 
 def _cost_table(

@@ -11,15 +11,22 @@ from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, YARDSTIC
 from efficient_attn.report.figures import GRID, LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.text import setting, show_error, show_ratio
 from efficient_attn.stats.candidates import missing, operations_sentence
-from efficient_attn.stats.curves import DEVICE_TIME, TIME, Curve, by_clock, by_subject, curves, speed_ups
-from efficient_attn.stats.estimates import RUN_SHIFT
+from efficient_attn.stats.estimates import (
+    DEVICE_TIME,
+    RUN_SHIFT,
+    TIME,
+    Curve,
+    by_clock,
+    by_subject,
+    curves,
+    speed_ups,
+)
 from efficient_attn.studies.bench.comparison import (
     Comparison,
     Contender,
     by_setting,
     comparisons,
     error_limit,
-    nearest,
 )
 from efficient_attn.studies.bench.tables import (
     crossover_cells,
@@ -60,24 +67,18 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     """The verdict at the longest length with errors, then speeds and lengths from which a backend pays."""
     groups = by_setting(comparisons(records))
     texts = []
-    for group in groups:
-        texts += [_verdict(group[-1], environment), operations_sentence(group[-1].records)]
-    if many_lengths(records) or not groups:
-        texts += _speeds(records)
-    return [text for text in texts if text is not None]
-
-
-def _speeds(records: Sequence[Record]) -> list[str]:
-    texts = []
-    for subject, group in by_subject(records).items():
+    for *_, longest in groups:
+        texts += [_verdict(longest, environment), operations_sentence(longest.records)]
+    subjects = by_subject(records) if many_lengths(records) or not groups else {}
+    for subject, group in subjects.items():
         place = "" if subject == "attention" else f" of the {subject}"
         for clock, timed in by_clock(group).items():
             where = place if clock == TIME else f"{place} by {clock}"
-            texts += pay_sentences(where, curves(timed, "time_s"))
-    return texts
+            texts += _pay_sentences(where, curves(timed, "time_s"))
+    return [text for text in texts if text is not None]
 
 
-def pay_sentences(place: str, times: Sequence[Curve]) -> list[str]:
+def _pay_sentences(place: str, times: Sequence[Curve]) -> list[str]:
     """Speeds and crossovers, one sentence per setting."""
     compared = speed_ups(times)
     starts = crossover_cells(compared)
@@ -112,7 +113,7 @@ def _verdict(comparison: Comparison, environment: Environment) -> str:
         text = f"it is open whether anything is {both}; not timed: {_names(untimed)}"
     elif not near:
         text = f"{nothing} but exact is within {share} of it{everywhere}, whatever the times"
-        text += f"; nearest: {_names([nearest(comparison.candidates)])}" if comparison.candidates else ""
+        text += f"; nearest: {_names(_nearest(comparison.candidates))}" if comparison.candidates else ""
     elif faster := comparison.faster(near):
         text = f"{both}: {_names(faster, exact)}"
     elif alike := comparison.faster(near, side=0):
@@ -121,16 +122,21 @@ def _verdict(comparison: Comparison, environment: Environment) -> str:
         text += "--rounds would settle it"
     else:
         answer = "" if left else ", so exact is the answer"
-        fast = _names([nearest(comparison.faster(comparison.candidates))], exact)
+        fast = _names(_nearest(comparison.faster(comparison.candidates)), exact)
         text = f"{nothing} is {both}{answer}; nearest of the faster backends: {fast}; "
         text += f"of the backends within {share}: {_names(near[:1], exact)}"
     return f"{place} {text}.{left}"
 
 
-def _names(rows: Iterable[Contender | None], exact: Contender | None = None) -> str:
+def _nearest(rows: Iterable[Contender]) -> list[Contender]:
+    """The contender with the smallest error."""
+    return sorted(rows, key=lambda row: row.error.median if row.error else math.inf)[:1]
+
+
+def _names(rows: Iterable[Contender], exact: Contender | None = None) -> str:
     """`window (error 0.3, 2.50x as fast)`; without exact attention the error alone."""
     texts = []
-    for row in filter(None, rows):
+    for row in rows:
         speed = f", {cost_cells(row.timed, exact.timed, None)[1]} as fast" if exact is not None else ""
         texts.append(f"{row.label} (error {error_cell(row)}{speed})")
     return ", ".join(texts) or "nothing"

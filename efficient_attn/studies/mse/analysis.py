@@ -7,8 +7,7 @@ from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.report.text import describe
 from efficient_attn.stats.candidates import operations_share
-from efficient_attn.stats.curves import grouped
-from efficient_attn.stats.estimates import FEWEST_FOR_95, middle
+from efficient_attn.stats.estimates import FEWEST_FOR_95, grouped, middle
 
 RELATIVE = "output_relative_error"
 NAMES = {RELATIVE: "Relative output error", "output_mse": "Mean squared output error"}

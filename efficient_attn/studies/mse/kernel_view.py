@@ -79,9 +79,8 @@ def plots(records: Sequence[Record]) -> Plots:
     styles = line_styles([(curve.label, curve.backend) for panel in panels for curve in panel.curves])
     draws = max((len(record.kernel_mse_draws or ()) for record in records), default=0)
     conditions = f"lines: theory; points: mean of {draws} draws, 95 % interval, where they suffice"
-    legend = tuple(Series(label, (), (), style) for label, style in styles.items())
     charts = in_rows([_chart(panel, styles) for panel in panels])
-    return {"kernel_mse": Plot(TITLE, conditions, charts, legend)}
+    return {"kernel_mse": Plot(TITLE, conditions, charts)}
 
 
 def _chart(panel: Panel, styles: dict[str, Any]) -> Chart:
@@ -100,7 +99,12 @@ def _series(label: str, line: Sequence[Entry], style: dict[str, Any]) -> list[Se
     measured = [(entry.size, entry.mean, WIDE * (entry.error or 0.0)) for entry in line if entry.mean]
     theory = {**style, "marker": "", "linewidth": 1.3}
     return [
-        Series("", [entry.size for entry in line], [entry.expected for entry in line], theory),
+        Series(
+            "" if measured else label,
+            [entry.size for entry in line],
+            [entry.expected for entry in line],
+            theory,
+        ),
         Series(
             label,
             [size for size, *_ in measured],

@@ -11,8 +11,7 @@ from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, sized
 from efficient_attn.report.figures import MUTED, UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import Table
 from efficient_attn.report.text import failure_notes, heading, show_error, three_digits
-from efficient_attn.stats.curves import grouped
-from efficient_attn.stats.estimates import middle
+from efficient_attn.stats.estimates import grouped, middle
 from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots
 
 # Standard errors from chance within which a control is at chance: one alarm in a thousand is false.
@@ -248,7 +247,7 @@ def recall_plot(records: Sequence[Record]) -> Plot:
 
 def _chart(contest: Contest, head: str) -> Chart:
     reads = Axis("state size per query and head, floats read", "log2", "{:.0f}".format)
-    guess = Series("", (), (contest.rows[0].chance,), UNIFORM_STYLE, entry="")
+    guess = Series("", (), (contest.rows[0].chance,), UNIFORM_STYLE)
     accuracy = Axis("accuracy after training", limits=(0, 1.04))
     return Chart(reads, accuracy, (guess, *_series(contest)), title=head, apart=True)
 

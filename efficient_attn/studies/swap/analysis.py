@@ -10,7 +10,7 @@ import numpy as np
 
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import MODEL, OWN, YARDSTICK
-from efficient_attn.stats.curves import grouped
+from efficient_attn.stats.estimates import grouped
 
 KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
 LOSS, RECALL = "loss_difference", "copy_recall"

@@ -14,26 +14,19 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, UnsupportedError
-from efficient_attn.integrations.called import CalledModel, Maker, output_vector
+from efficient_attn.integrations.called import SEEDS, CalledModel, Maker, output_vector
 from efficient_attn.integrations.capture import site_notes
 from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, Call, Site, seed_of
 from efficient_attn.integrations.intercept.installed import SiteBackends
 from efficient_attn.integrations.intercept.measured import MeasuredSite, measure
-from efficient_attn.integrations.intercept.replaced import (
-    OUTER,
-    OUTSIDE,
-    UNEVEN,
-    inside,
-    replace,
-    uneven_modules,
-)
+from efficient_attn.integrations.intercept.replaced import replace, unsure_modules
 from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.measure.error import backends_in, cosine_distance, relative_error
-from efficient_attn.measure.record import SAME_INPUTS, Case
-from efficient_attn.measure.variants import MODEL, OWN, Variant
+from efficient_attn.measure.record import SAME_INPUTS
+from efficient_attn.measure.variants import OWN, Variant
 from efficient_attn.options import SEED
 from efficient_attn.studies.swap.analysis import OUTPUT_COSINE
-from efficient_attn.studies.swap.subject import HELD_OUT, SAME_AGAIN
+from efficient_attn.studies.swap.measure import HELD_OUT, SAME_AGAIN, choices
 from efficient_attn.studies.workload import Workload
 
 # Rounding of sums in another order, relative.
@@ -70,18 +63,15 @@ class CallSubject:
         with running(called.name), measure(called.module) as measured:
             output = output_vector(called.seeded())
         _check(called, output)
-        modules = {site.module for site in measured.sites}
-        uneven = uneven_modules({site: entry.calls for site, entry in measured.sites.items()})
+        unsure = unsure_modules({site: entry.calls for site, entry in measured.sites.items()})
         numbered = [entry for entry in measured.sites.values() if "all" not in entry.exact_because]
         chosen: dict[int, MeasuredSite] = {}
         left = {str(entry.site): entry.exact_because.get("all", "") for entry in measured.sites.values()}
         for number, entry in enumerate(numbered):
             if entry.shape[3] != entry.shape[4]:
                 left[str(entry.site)] = _CROSS
-            elif any(module != entry.site.module and inside(module, entry.site.module) for module in modules):
-                left[str(entry.site)] = OUTER
-            elif entry.site.module in uneven:
-                left[str(entry.site)] = UNEVEN
+            elif entry.site.module in unsure:
+                left[str(entry.site)] = unsure[entry.site.module]
             else:
                 chosen[number] = entry
                 del left[str(entry.site)]
@@ -116,12 +106,11 @@ class CallSubject:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Names of the call sites, and of the modules that a call runs."""
+        """Names of the model and of its call sites."""
         sites = {str(number): site for number, site in self.sites.items()}
         return {
             "model": self.called.name,
             "digest": self.called.digest,
-            "parts": list(self.called.parts),
             "sites": sites,
             "left_out": self.left,
         }
@@ -170,7 +159,7 @@ class CallSubject:
             yield False
             return
         chosen = {}
-        for number, (backend, options) in self._choices(variant, layer).items():
+        for number, (backend, options) in choices(self, variant, layer).items():
             if SEED in options:
                 # The seed of a site does not depend on the other sites.
                 site_seed = seed_of(self.shared["seed"] + options[SEED] + draw, number)
@@ -178,13 +167,6 @@ class CallSubject:
             chosen[escape(self.sites[number])] = (backend, dict(options))
         with replace(self.model, chosen, example=(self.example or self.called).seeded, strict=True):
             yield any(hasattr(backend.core, "calibrate") for backend in backends_in(self.model))
-
-    def _choices(self, variant: Variant, layer: int | None) -> Mapping[int, tuple[Any, Mapping[str, Any]]]:
-        """The backend and the options of each layer; the target of a variant may be such a mapping."""
-        if isinstance(variant.target, Mapping):
-            return variant.target
-        layers = self.layers if layer is None else (layer,)
-        return dict.fromkeys(layers, (variant.target, variant.options))
 
     def build(self, variant: Variant) -> dict[str, Backend]:
         """The backends of all replaced call sites, by name."""
@@ -205,67 +187,46 @@ class CallSubject:
         """The variant itself."""
         return variant
 
-    def case(self, kind: str, variant: Variant, layer: int | None = None) -> Case:
-        """The case of a measurement, with the shape of the first call site."""
-        return variant.case(kind=kind, of=MODEL, layer=layer, **self.shared)
-
     def _output(self) -> Tensor:
         with _Unfused():
             return output_vector(self.called.seeded())
 
 
 def inputs_of_lengths(
-    maker: Maker, workload: Workload, lengths: Sequence[int | None]
+    maker: Maker, workload: Workload, lengths: Sequence[int] | None
 ) -> tuple[list[tuple[CallSubject, CallSubject]], list[str]]:
     """Inputs that choose and inputs that verify, for each length; and notes on the other lengths.
 
-    Held-out inputs come from another seed of random numbers. All lengths share the parameters of the first.
+    Held-out inputs come from another seed of random numbers. The model of all lengths is that of the longest.
 
     Args:
         lengths: Lengths of inputs; None: the length that the function makes.
 
     Raises:
-        DataError: If the parameters differ from length to length, or outputs cannot be compared.
+        DataError: If the function or the model fails, or outputs cannot be compared.
         UnsupportedError: If no module calls attention that a backend can serve.
     """
     pairs: list[tuple[CallSubject, CallSubject]] = []
     notes: list[str] = []
-    for seq_len in lengths:
-        model = maker.model(seq_len=seq_len)
-        choosing = CallSubject.of(model, workload)
-        if model.is_call and str(Site("", 0)) in choosing.sites.values():
-            raise UnsupportedError(f"No plan reaches the attention of {maker.label}: {OUTSIDE}.")
+    model = maker.model(seq_len=None if lengths is None else max(lengths))
+    for seq_len in (None,) if lengths is None else lengths:
+        first, second = (maker.with_inputs(model, seq_len=seq_len, seed=seed) for seed in SEEDS)
+        choosing = CallSubject.of(first, workload)
         tokens = choosing.shared["tokens"]
         if any(tokens == earlier.shared["tokens"] for earlier, _ in pairs):
             notes.append(f"Not measured at {seq_len} tokens: the first attention has {tokens}, as before.")
             continue
         with running(maker.label):
-            if pairs:
-                _share_parameters(pairs[0][0].called, model)
-            again = maker.again(model, seq_len=seq_len)
-            same = torch.equal(output_vector(model.seeded()), output_vector(again.seeded()))
+            same = torch.equal(output_vector(first.seeded()), output_vector(second.seeded()))
         inputs = f"{choosing.shared['inputs']}{SAME_AGAIN if same else HELD_OUT}"
         shared = {**choosing.shared, "inputs": inputs}
-        pairs.append((choosing, with_fields(choosing, called=again, shared=shared, example=model)))
+        pairs.append((choosing, with_fields(choosing, called=second, shared=shared, example=first)))
         if same:
             notes.append(
                 f"{maker.label} has the same output at {tokens} tokens whatever the random numbers are: its "
                 "plan is verified on the inputs that choose it."
             )
     return pairs, notes
-
-
-def _share_parameters(first: CalledModel, model: CalledModel) -> None:
-    """Give a model the parameters of the first."""
-    shared, parameters = (dict(called.module.named_parameters()) for called in (first, model))
-    shapes = [[(name, x.shape) for name, x in named.items()] for named in (shared, parameters)]
-    if shapes[0] != shapes[1]:
-        raise DataError(
-            f"{model.name} makes models whose parameters differ from length to length: make the model for "
-            "the longest length, and only the inputs by seq_len."
-        )
-    for name, parameter in parameters.items():
-        parameter.data = shared[name].data
 
 
 def _check(called: CalledModel, output: Tensor) -> None:

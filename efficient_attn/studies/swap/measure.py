@@ -1,20 +1,141 @@
-"""Outputs and costs of a model with replaced attention: one record per backend and layer."""
+"""Measurements of a model with replaced attention: points, and the records of one backend and layer.
 
+A subject is a model with its inputs, of either class. It names its layers, replaces the attention in all of
+them or in one, runs (`forward`, timed) and computes the distances of its outputs from its `exact` ones, which
+its own attention gave.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from efficient_attn.measure.calls import attention_flops
+from efficient_attn.contained import trial
+from efficient_attn.measure.calls import MEAN, attention_flops
+from efficient_attn.measure.copies import copies_begin
 from efficient_attn.measure.error import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.variants import OWN, Variant
+from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK, Variant, select
 from efficient_attn.measure.worker import answer, memory_of, time_of
 from efficient_attn.options import SEED
-from efficient_attn.studies.swap.subject import Subject
+from efficient_attn.studies.study import Point
+from efficient_attn.studies.swap.analysis import KL
+
+# The module of TextSubject needs transformers, which models from files do not.
+if TYPE_CHECKING:
+    from efficient_attn.studies.swap.called import CallSubject
+    from efficient_attn.studies.swap.model import TextSubject
+
+# End of the inputs that verify a plan: held-out inputs, or the choosing ones.
+HELD_OUT, SAME_AGAIN = ", held out", ", again"
+
+# Backend of sliding layers that computes the same.
+WINDOW = "window"
+
+# The model with its own attention.
+OWN_ATTENTION = Variant(backend=OWN, label=OWN, target=OWN)
 
 # A preemption would go unnoticed with a single call per round.
 _FEWEST_CALLS = 2
+
+Subject: TypeAlias = "TextSubject | CallSubject"
+
+
+def has_copies(subject: Subject) -> bool:
+    """Whether recall is measured: in a decoder whose texts are long enough for copies at their end."""
+    return subject.loss == KL and copies_begin(subject.shared["tokens"]) < subject.shared["tokens"]
+
+
+def candidates(
+    chosen: Sequence[Variant], subject: Subject, settings: Mapping[str, Any] | None
+) -> tuple[Variant, ...]:
+    """Exact attention, uniform attention, then the other variants, built once if set.
+
+    Raises:
+        OptionError: If a set value never works.
+    """
+    exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
+    others = [subject.fitted(variant) for variant in chosen if variant.backend != YARDSTICK]
+    for variant in others:
+        if variant.backend in (settings or {}):
+            with trial():
+                subject.build(variant)
+    mean = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=MEAN)
+    return (*exact, mean, *others)
+
+
+def case_of(subject: Subject, kind: str, variant: Variant, layer: int | None = None) -> Case:
+    """The case of a measurement, with the shape of the first layer that gets a backend."""
+    return variant.case(kind=kind, of=MODEL, layer=layer, **subject.shared)
+
+
+def choices(
+    subject: Subject, variant: Variant, layer: int | None = None
+) -> Mapping[int, tuple[Any, Mapping[str, Any]]]:
+    """Backend and options of each layer; the target of a variant may be such a mapping.
+
+    Args:
+        layer: The only layer that is replaced; None: all.
+    """
+    if isinstance(variant.target, Mapping):
+        return variant.target
+    layers = subject.layers if layer is None else (layer,)
+    return dict.fromkeys(layers, (variant.target, variant.options))
+
+
+def distance_point(subject: Subject, variant: Variant, layer: int | None = None, *, draws: int = 1) -> Point:
+    """Distance of the outputs with all layers replaced, or one of them."""
+    case = case_of(subject, "swap", variant, layer)
+    repeats = (subject.num_texts or 1) * (draws if SEED in variant.options else 1)
+    return Point(
+        case=case,
+        measure=partial(distance, case, variant, subject, draws=draws),
+        label=f"{variant.label}, {case.tokens} tokens, {'all layers' if layer is None else f'layer {layer}'}",
+        series=variant.label,
+        cost=repeats * float(case.tokens) ** variant.time_growth,
+    )
+
+
+def pass_point(subject: Subject, variant: Variant, kind: str = "time", *, rounds: int = 0) -> Point:
+    """Time of forward passes, or the memory of one."""
+    case = case_of(subject, kind, variant)
+    return Point(
+        case=case,
+        measure=partial(cost, case, variant, subject),
+        rounds=rounds,
+        label=f"{variant.label}, {case.tokens} tokens, {kind}",
+        series=variant.label,
+        cost=float(case.tokens) ** variant.time_growth,
+    )
+
+
+def plan_point(subject: Subject, variant: Variant, chosen: Mapping[Any, str], **values: Any) -> Point:
+    """Distance with a plan of layers; of an empty one the decision for none.
+
+    Args:
+        chosen: {layer: label of its backend}.
+        values: Further fields of the record.
+    """
+    case = case_of(subject, "swap", variant)
+    return Point(
+        case=case,
+        measure=partial(answer, case, partial(_plan_record, case, variant, subject, chosen, values)),
+        label=f"{variant.label}, {case.tokens} tokens",
+        series=OWN,
+        cost=float(case.tokens),
+    )
+
+
+def _plan_record(
+    case: Case, variant: Variant, subject: Subject, chosen: Mapping[Any, str], values: Mapping[str, Any]
+) -> Record:
+    record = distance(case, variant, subject, draws=1) if chosen else Record(case=case)
+    if record.status != "ok":
+        return record
+    attached = json.dumps(subject.plan(variant)) if chosen else None
+    return replace(record, chosen_layers=json.dumps(chosen), attached_layers=attached, **values)
 
 
 def distance(case: Case, variant: Variant, subject: Subject, *, draws: int) -> Record:

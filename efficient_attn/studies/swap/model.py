@@ -33,12 +33,10 @@ from efficient_attn.integrations.transformers.swapping import ModelOutputs as Ou
 from efficient_attn.measure import error as distances
 from efficient_attn.measure import planted_numbers
 from efficient_attn.measure.copies import copies_begin, copy_recall, with_copies
-from efficient_attn.measure.record import Case
 from efficient_attn.measure.texts import digest
-from efficient_attn.measure.variants import MODEL, OWN, Variant
-from efficient_attn.options import SEED
+from efficient_attn.measure.variants import OWN, Variant
 from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
-from efficient_attn.studies.swap.subject import HELD_OUT, WINDOW
+from efficient_attn.studies.swap.measure import HELD_OUT, WINDOW, choices
 from efficient_attn.studies.workload import Workload
 
 # Length of the shipped texts, at which approximations begin to differ.
@@ -152,9 +150,6 @@ class TextSubject:
             "the others are swapped."
         ]
 
-    def case(self, kind: str, variant: Variant, layer: int | None = None) -> Case:
-        return variant.case(kind=kind, of=MODEL, layer=layer, **self.shared)
-
     def forward(self) -> Any:
         """The timed call: one forward pass on the first text."""
         return forward(self.model, self.texts[0])
@@ -206,14 +201,10 @@ class TextSubject:
 
     def build(self, variant: Variant, draw: int = 0, layer: int | None = None) -> dict[str, Any]:
         """The backends of all attention modules."""
-        options, tokens = dict(variant.options), self.shared["tokens"]
         # All layers derive their own seeds from this seed.
-        seed = self.shared["seed"] + options.pop(SEED, 0) + draw
-        chosen = variant.target
-        if not isinstance(chosen, Mapping):
-            layers = self.layers if layer is None else (layer,)
-            chosen = dict.fromkeys(layers, Choice(variant.target, options))
-        return build_layers(self.sites, {**self.base, **chosen}, max_tokens=tokens, seed=seed)
+        seed, tokens = self.shared["seed"] + draw, self.shared["tokens"]
+        chosen = {**self.base, **choices(self, variant, layer)}
+        return build_layers(self.sites, chosen, max_tokens=tokens, seed=seed)
 
     def plan(self, variant: Variant) -> dict[str, Any] | None:
         """The plan that `attach` takes; None with a backend without a registered name."""
@@ -221,11 +212,10 @@ class TextSubject:
 
     def fitted(self, variant: Variant) -> Variant:
         """The variant with the window of sliding layers, unless one was set: they can have no other."""
-        sliding = any(site.kind == "sliding" for site in self.sites.swapped)
-        if not sliding or variant.label != variant.backend or "window" not in variant.options:
+        first = self.sites.swapped[0]
+        if first.kind != "sliding" or variant.label != WINDOW:
             return variant
-        window = {"window": self.sites.swapped[0].pattern.window}
-        return replace(variant, options={**variant.options, **window})
+        return replace(variant, options={**variant.options, "window": first.pattern.window})
 
 
 def texts_of_lengths(
@@ -264,10 +254,11 @@ def texts_of_lengths(
 
 
 def ranks_heads(opened: Opened) -> bool:
-    """Whether the model is a decoder with a language-model head and several key heads per layer."""
+    """Whether the model is a decoder with a head, and layers of several key heads that read all keys."""
     sites = sites_of(opened.model)
     first = sites.swapped[0]
-    return predicts_next(opened.model, sites) and (first.num_kv_heads or first.num_heads or 1) > 1
+    several = first.kind == "full" and (first.num_kv_heads or first.num_heads or 1) > 1
+    return several and predicts_next(opened.model, sites)
 
 
 def load(model: Any, name: str | None, workload: Workload) -> Opened:

@@ -8,16 +8,18 @@ from typing import Annotated, Any
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.texts import Texts, named_texts, read_texts
 from efficient_attn.measure.units import parse_sizes
-from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK, Variant, select
-from efficient_attn.options import SEED
+from efficient_attn.measure.variants import MODEL, UNIFORM_ATTENTION, YARDSTICK, Variant, select
 from efficient_attn.problem import positive_count
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.study import Option, Plan, Point, Steps
+from efficient_attn.studies.study import Option, Plan, Steps
 from efficient_attn.studies.workload import Workload, settle
 
 # The default selection begins with the most similar models of results/epyc-2-cores/swap-encoder.
 _MOST_SIMILAR = ("window-clusters", "window", "performer-full", "performer-oprf")
+
+# Most tokens of saved activations without --seq-len.
+_SAVED_TOKENS = 512
 
 
 def _is_layer(text: str, *, name: str) -> bool:
@@ -103,7 +105,7 @@ def plan(
     chosen = tuple(sorted(chosen, key=promising)) if backends is None else chosen
 
     from efficient_attn.integrations.called import called_model, is_called, refuse_beside
-    from efficient_attn.studies.swap.subject import Subject, candidates
+    from efficient_attn.studies.swap.measure import Subject, candidates
 
     subjects: list[Subject]
     lengths = [None] if seq_lens is None else list(parse_sizes(seq_lens, name="seq_lens"))
@@ -111,7 +113,8 @@ def plan(
         from efficient_attn.studies.swap.called import CallSubject
 
         refuse_beside(model, text=texts, seq_lens=seq_lens, dtype=dtype, device=device)
-        subjects = [CallSubject.of(called_model(model, name=name), workload)]
+        called = called_model(model, name=name)
+        subjects = [CallSubject.of(called, workload)]
     else:
         from efficient_attn.studies.swap.model import TextSubject, load
 
@@ -126,8 +129,14 @@ def plan(
     variants = [candidates(chosen, subject, options) for subject in subjects]
     notes = list(dict.fromkeys(note for subject in subjects for note in subject.notes))
     if save is not None:
-        text = None if is_called(model) else next(iter(named_texts(texts).values()))
-        notes += _save(Path(save), model, text=text, layers=layers, max_tokens=lengths[-1], name=name)
+        from efficient_attn.integrations.capture import capture_called, capture_text
+
+        if is_called(model):
+            captured = capture_called(called, layers)
+        else:
+            text, most = next(iter(named.values())), lengths[-1] or _SAVED_TOKENS
+            captured = capture_text(opened, text, layers=layers, max_tokens=most)
+        notes += _save(captured, save)
     return Plan(
         steps=partial(
             _all_steps,
@@ -154,19 +163,10 @@ def _check_new(path: Path) -> None:
         raise DataError(f"save: {path} exists already; name a new file.")
 
 
-def _save(
-    path: Path,
-    model: Any,
-    *,
-    text: str | None,
-    layers: Sequence[int] | None,
-    max_tokens: int | None,
-    name: str | None,
-) -> list[str]:
+def _save(captured: Any, path: str | Path) -> list[str]:
     """Write q, k and v of the layers; returns remarks on them."""
-    from efficient_attn.integrations.capture import captured_model, notes_of, save_activations
+    from efficient_attn.integrations.capture import notes_of, save_activations
 
-    captured = captured_model(model, text=text, layers=layers, max_tokens=max_tokens, name=name)
     save_activations(captured, path)
     tokens = max(layer.k.shape[-2] for layer in captured.layers.values())
     saved = f"Saved layers {', '.join(map(str, captured.layers))} on {tokens} tokens: {path}."
@@ -189,39 +189,16 @@ def _steps(
     subject: Any, variants: Sequence[Variant], *, draws: int, rounds: int, layers: Sequence[int]
 ) -> Steps:
     """All layers replaced, then time and memory, then single layers; a failed backend is measured once."""
-    from efficient_attn.studies.swap import measure
-
-    model = Variant(backend=OWN, label=OWN, target=OWN)
-    texts = subject.num_texts or 1
-
-    def distance(variant: Variant, layer: int | None = None) -> Point:
-        case = subject.case("swap", variant, layer)
-        return Point(
-            case=case,
-            measure=partial(measure.distance, case, variant, subject, draws=draws),
-            label=f"{variant.label}, {'all layers' if layer is None else f'layer {layer}'}",
-            series=variant.label,
-            cost=float(texts * (draws if SEED in variant.options else 1)),
-        )
-
-    def cost(kind: str, variant: Variant) -> Point:
-        case = subject.case(kind, variant)
-        return Point(
-            case=case,
-            measure=partial(measure.cost, case, variant, subject),
-            rounds=rounds if kind == "time" else 0,
-            label=f"{variant.label}, {kind}",
-            series=variant.label,
-        )
+    from efficient_attn.studies.swap.measure import OWN_ATTENTION, distance_point, pass_point
 
     working = []
-    for variant in (model, *variants):
-        if (yield distance(variant)).status == "ok":
+    for variant in (OWN_ATTENTION, *variants):
+        if (yield distance_point(subject, variant, draws=draws)).status == "ok":
             working.append(variant)
-    yield [cost("time", variant) for variant in working]
+    yield [pass_point(subject, variant, rounds=rounds) for variant in working]
     for variant in working:
-        yield cost("memory", variant)
+        yield pass_point(subject, variant, "memory")
     for variant in working:
-        if variant is not model:
+        if variant is not OWN_ATTENTION:
             for layer in layers:
-                yield distance(variant, layer)
+                yield distance_point(subject, variant, layer, draws=draws)

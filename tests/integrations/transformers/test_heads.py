@@ -7,12 +7,11 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import VOCABULARY, llama, saved
+from integrations.hf_models import VOCABULARY, llama, mistral, saved
 
 import efficient_attn as ea
 from efficient_attn.integrations.transformers import attach, swapped
 from efficient_attn.integrations.transformers.assignment import Choice
-from efficient_attn.integrations.transformers.head_scores import head_scores
 from efficient_attn.integrations.transformers.loading import open_model, token_ids
 from efficient_attn.integrations.transformers.swapping import sites_of
 from efficient_attn.measure.copies import (
@@ -25,6 +24,8 @@ from efficient_attn.measure.copies import (
     copy_recall,
     with_copies,
 )
+from efficient_attn.studies.advise.heads import head_scores
+from efficient_attn.studies.advise.plan import LOSSLESS
 
 TOKENS = FEWEST_TOKENS + 100
 WINDOW = ("window", {"window": 16, "global_tokens": 1})
@@ -106,28 +107,30 @@ def texts():
     return [" ".join(words[i] for i in row) for row in draws.tolist()]
 
 
-def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(folder, texts):
+@pytest.fixture(scope="module")
+def advised(folder, texts):
     loose = {"max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
-    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=2, **loose)
-    (rank,) = [record for record in results.records if record.case.kind == "heads"]
+    return ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=1, **loose)
+
+
+def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(advised):
+    (rank,) = [record for record in advised.records if record.case.kind == "heads"]
     assert {(layer, head) for layer, head, _ in json.loads(rank.head_scores)} == {
         (layer, head) for layer in range(3) for head in range(2)
     }
     plans = [
-        record for record in results.records if record.streaming_heads and record.case.label != "random heads"
+        record for record in advised.records if record.streaming_heads and record.case.label != "random heads"
     ]
     assert [record.streaming_heads for record in plans[:2]] == [2, 4] and plans[0].key_heads == 6
     final = plans[-1]
     assert final.case.label == "plan" and final.case.inputs.endswith("held out")
-    (found,) = [record for record in results.records if record.case.kind == "planted"]
+    (found,) = [record for record in advised.records if record.case.kind == "planted"]
     assert found.numbers == 16 * 13 and found.status == "ok"
-    assert f"with {final.streaming_heads} of 6 key heads streaming: loss" in results.sentences()[0]
+    assert f"with {final.streaming_heads} of 6 key heads streaming: loss" in advised.sentences()[0]
 
 
-def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(folder, texts, tmp_path):
-    loose = {"max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
-    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=1, **loose)
-    (plan,) = [r for r in results.records if (r.case.kind, r.case.label) == ("swap", "plan")]
+def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(folder, texts, advised, tmp_path):
+    (plan,) = [r for r in advised.records if (r.case.kind, r.case.label) == ("swap", "plan")]
     (tmp_path / "layers.json").write_text(plan.attached_layers)
     opened = open_model(folder, dtype="float32", device="cpu")
     ids = with_copies(token_ids(opened, texts[1], most=TOKENS), seed=0)
@@ -139,3 +142,17 @@ def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(folder, texts, 
     log_p, log_q = (x[:begin].log_softmax(dim=-1) for x in (exact, attached))
     kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).mean()
     assert plan.next_token_kl == pytest.approx(kl.item(), rel=1e-4) and kl > 1e-6
+
+
+def test_a_decoder_whose_layers_all_slide_has_no_heads_to_rank_and_gets_its_windows(texts, tmp_path):
+    folder = saved(mistral(max_position_embeddings=4096), tmp_path)
+    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=2, max_kl=1e-9)
+    assert results.records[0].case.label == LOSSLESS
+    assert "with sliding window in layers 0–2" in results.sentences()[0]
+
+
+def test_one_of_two_key_heads_is_tried(tmp_path, texts):
+    folder = saved(llama(max_position_embeddings=4096, num_hidden_layers=1), tmp_path)
+    loose = {"max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
+    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=2, **loose)
+    assert [record.streaming_heads for record in results.records if record.case.label == "plan 1"] == [1]

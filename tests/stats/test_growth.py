@@ -6,7 +6,7 @@ from made_records import case, timed
 
 from efficient_attn.measure.record import Record
 from efficient_attn.report.text import show_growth
-from efficient_attn.stats.curves import curves
+from efficient_attn.stats.estimates import curves
 
 
 def growth(costs, noise=0.0):

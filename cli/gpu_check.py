@@ -1,0 +1,66 @@
+"""`efficient-attn gpu-check`: fused kernels checked and timed on this machine's GPU."""
+
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from efficient_attn.errors import OptionError
+
+from . import console, exits
+from .options import OutOption
+
+
+def gpu_check_command(
+    out: OutOption = None,
+    device: Annotated[str, typer.Option("--device", help="auto, cuda or cuda:1.")] = "auto",
+    check_only: Annotated[
+        bool, typer.Option("--check-only", help="Check the kernels without timing any call.")
+    ] = False,
+    seq_len: Annotated[
+        str | None,
+        typer.Option("--seq-len", metavar="N[,N…]", help="Lengths of timed calls; 1024 to 262144."),
+    ] = None,
+    budget: Annotated[
+        str, typer.Option("--budget", metavar="TIME", help="Time for timing calls; the rest is skipped.")
+    ] = "10m",
+    show: Annotated[
+        Path | None,
+        typer.Option("--show", metavar="FOLDER", help="Show the results in a folder and run nothing."),
+    ] = None,
+) -> int:
+    """Check fused kernels on this GPU, time them, and write a folder to share.
+
+    Kernels serve calls on a machine after their check has passed there; until then PyTorch's operators do.
+    The check takes up to three minutes. The folder holds no name of a person or host.
+
+    Example: efficient-attn gpu-check --out results/gpu/h100
+    """
+    from efficient_attn.measure.units import parse_seconds, parse_sizes
+    from efficient_attn.studies import gpu_check
+
+    if show is not None:
+        if out is not None:
+            raise OptionError("--show runs nothing; leave --out out.")
+        outcome = gpu_check.show_gpu_check(show)
+    else:
+        lengths = gpu_check.LENGTHS if seq_len is None else parse_sizes(seq_len, name="--seq-len")
+        budget_s = parse_seconds(budget, name="--budget")
+        # Text of the compiler goes to stderr.
+        with redirect_stdout(sys.stderr):
+            outcome = gpu_check.gpu_check(
+                out=out,
+                device=device,
+                measure=not check_only,
+                lengths=lengths,
+                budget_s=budget_s,
+                say=console.say,
+            )
+    console.print_tables(outcome.tables())
+    for sentence in outcome.sentences():
+        console.tell(sentence)
+    if "failed" in outcome.outcomes:
+        return exits.REGRESSION
+    return exits.SOME_NOT_MEASURED if "refused" in outcome.outcomes else exits.DONE

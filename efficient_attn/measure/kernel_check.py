@@ -1,0 +1,400 @@
+"""Check of one fused kernel on one device against its formula in float64, run in a process of its own.
+
+Every case is computed twice on memory filled with NaN. Both results must have the same bits. The measure of
+errors is the materialised formula with operands of products in the kernel's precision, and in float32 the
+backend on the CPU: the output may err twice as much, gradients four times, the worst row ten times.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from efficient_attn.backends import build
+from efficient_attn.contained import described
+from efficient_attn.ops import naive, verdict
+from efficient_attn.ops.paths import observed_kernels
+
+# Mantissa bits of the operands of products, without the leading one; negative: tensor cores cut the rest off.
+_BITS = {"bfloat16": 7, "float16": 10, "tf32": -10}
+# Bounds on errors as multiples of the measure's. Gradients also err by the rounding of the stored output.
+_FACTOR, _FACTOR_OF_GRADIENTS, _FACTOR_OF_ROWS = 2.0, 4.0, 10.0
+_FLOAT32 = 1e-6
+_BATCH, _HEADS, _KV_HEADS, _LONGEST_BATCH = 2, 4, 2, 1024
+_WINDOW = 257
+# Failures that are told; their number is told too.
+_TOLD = 5
+
+
+class Case(NamedTuple):
+    """Inputs: norm of scaled queries and keys, length, key mask, two query heads for each key head."""
+
+    norm: float
+    tokens: int
+    masked: bool
+    grouped: bool
+
+    def __str__(self) -> str:
+        words = ["masked"] * self.masked + ["grouped"] * self.grouped
+        return ", ".join([f"norm {self.norm:g}", f"{self.tokens} tokens", *words])
+
+
+LENGTHS = (1, 63, 64, 65, 127, 129, 1000, 4097)
+# Each compiled window serves a few lengths alone.
+WINDOW_LENGTHS = (129, 1000, 4097)
+CASES = tuple(
+    Case(norm, tokens, masked, grouped)
+    for tokens, norm, masked, grouped in itertools.product(LENGTHS, (1, 5, 20), (False, True), (False, True))
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A fused kernel as the backend that it serves.
+
+    Attributes:
+        backend: Name of the backend.
+        note: Name by which the kernel reports that it served a call.
+        bits: Mantissa bits of operands by precision; None: the backend on the CPU is the measure.
+        causal: Whether calls are causal; None: those with grouped heads are.
+        streams: Whether the kernel serves `extend`.
+        module: Builder of the module in place of the backend's.
+    """
+
+    backend: str
+    note: str
+    bits: dict[str, int | None]
+    causal: bool | None = False
+    streams: bool = False
+    module: Callable[..., Any] | None = None
+
+    def build(self, case: Case, precision: str, head_dim: int, features: int) -> Any:
+        """The backend, with directions that are numbers of both half precisions if it is one."""
+        size = {"window": _WINDOW} if self.backend == "window" else {"num_features": features}
+        causal = case.grouped if self.causal is None else self.causal
+        backend = build(self.backend, head_dim=head_dim, num_heads=_HEADS, causal=causal, **size)
+        for x in backend.buffers() if precision.endswith("16") else ():
+            x.copy_(_rounded(x.double(), _BITS["bfloat16"]))
+        return backend
+
+
+SUBJECTS = {
+    "flex": Subject(backend="performer-positive", note="flex", bits={**_BITS}),
+    "window-flex": Subject(backend="window", note="flex", bits={**_BITS}, causal=None),
+    "causal-linear": Subject(
+        backend="performer-positive",
+        note="triton causal-linear",
+        # Features beyond the range of float16 are numbers of bfloat16.
+        bits={"bfloat16": 7, "float16": 7, "float32": None},
+        causal=True,
+        streams=True,
+    ),
+}
+
+
+def check_kernel(
+    kernel: str | Subject,
+    precision: str,
+    *,
+    device: str,
+    tile: str = "",
+    cases: Sequence[Case] = CASES,
+    head_dim: int = 64,
+    features: int = 256,
+) -> dict[str, Any]:
+    """Counts of cases, of cases that the kernel served and that failed; worst shares of bounds; failures."""
+    subject = SUBJECTS[kernel] if isinstance(kernel, str) else kernel
+    name = kernel if isinstance(kernel, str) else "stand-in"
+    worst: dict[str, float] = {}
+    failures: list[str] = []
+    if subject.backend == "window" and cases is CASES:
+        cases = [case for case in cases if case.tokens in WINDOW_LENGTHS]
+    served = failed = 0
+    with _products(precision), verdict.on_trial({name: tile}):
+        for case in cases:
+            with observed_kernels() as names:
+                findings = list(_findings(subject, case, precision, device, head_dim, features, names))
+            if not findings:
+                continue
+            served += 1
+            for verb, share, text in findings:
+                worst[verb] = max(worst.get(verb, 0.0), share)
+                failures += [f"{case}, {verb}: {text}"] if text else []
+            failed += any(text for *_, text in findings)
+    return {
+        "cases": len(cases),
+        "served": served,
+        "failed": failed,
+        # JSON has no infinity.
+        "worst": {verb: min(share, 1e9) for verb, share in worst.items()},
+        "failures": failures[:_TOLD],
+    }
+
+
+@contextmanager
+def _products(precision: str) -> Iterator[None]:
+    """Products of float32 in TF32, or as they are."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class _Inputs(NamedTuple):
+    """q, k, v and the gradient of the output [batch heads tokens head_dim], and the key mask."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]
+    gradient: Tensor
+    mask: Tensor | None
+
+    def results(self, call: Callable[..., Tensor]) -> list[Tensor]:
+        """Output, and gradients with respect to q, k and v."""
+        leaves = [x.clone().requires_grad_() for x in self.tensors]
+        out = call(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, self.gradient.to(out))]
+
+    def to(self, target: Any) -> "_Inputs":
+        """The same inputs in another dtype or on another device."""
+        return self._replace(tensors=tuple(x.to(target) for x in self.tensors))  # type: ignore[arg-type]
+
+
+def _findings(
+    subject: Subject,
+    case: Case,
+    precision: str,
+    device: str,
+    head_dim: int,
+    features: int,
+    names: set[str],
+) -> Iterator[tuple[str, float, str]]:
+    """Verb, largest share of its bound, and a failure or ""; nothing if other kernels serve the case.
+
+    Args:
+        names: Kernels that served calls so far.
+    """
+    dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
+    backend = subject.build(case, precision, head_dim, features)
+    module = (subject.module(backend) if subject.module else backend).to(device, dtype).eval()
+    inputs = _draw(case, head_dim, dtype, device)
+    given = inputs._replace(tensors=_with_nan(inputs))
+    try:
+        results = []
+        for _ in range(2):
+            poison(device)
+            results.append(given.results(lambda *x: module(*x, key_mask=given.mask)))
+        poison(device)
+        streamed = [_streamed(module, given)] if subject.streams else []
+    except Exception as failure:  # A failing launch is a result of the check.
+        yield "forward", float("inf"), described(failure)
+        return
+    if subject.note not in names:
+        return
+    exact, plain = _references(subject, backend, inputs, precision)
+    labels = ("output", "gradient of q", "gradient of k", "gradient of v")
+    for number, name in enumerate(labels):
+        verb = "backward" if number else "forward"
+        scale = exact[number].norm()
+        # With one visible key, gradients of q and k are zero and rounding is all that is left.
+        scale = torch.maximum(scale, exact[-1].norm()) if number else scale
+        bounds = _bounds(plain[number], exact[number], scale, precision, backward=bool(number))
+        share, text = _compared(results[0][number], exact[number], scale, bounds)
+        equal = torch.equal(*(result[number].nan_to_num(7e4) for result in results))
+        text = text or ("" if equal else "two calls differ in their bits")
+        yield verb, share, text and f"{name}: {text}"
+        for out in streamed if not number else []:
+            share, text = _compared(out, exact[0], scale, bounds)
+            yield "extend", share, text
+
+
+def _draw(case: Case, head_dim: int, dtype: torch.dtype, device: str) -> _Inputs:
+    """Inputs with rows of q and k of one norm after scaling; the mask hides beginnings and ends of chunks."""
+    generator = torch.Generator().manual_seed(case.tokens)
+    batch = _BATCH if case.tokens <= _LONGEST_BATCH else 1
+    heads = (_HEADS, *[_KV_HEADS if case.grouped else _HEADS] * 2, _HEADS)
+    q, k, v, gradient = (torch.randn(batch, h, case.tokens, head_dim, generator=generator) for h in heads)
+    q, k = (x / x.norm(dim=-1, keepdim=True) * case.norm * head_dim**0.25 for x in (q, k))
+    tensors = tuple(x.to(device, dtype) for x in (q, k, v))
+    mask = None
+    if case.masked:
+        mask = torch.rand(batch, case.tokens, generator=generator) < 0.7
+        mask[0, : min(70, case.tokens // 3)] = False
+        mask[:, 63::64] = False
+        mask[:, -1] = True
+        mask = mask.to(device)
+    return _Inputs(tensors, gradient.to(device, dtype), mask)  # type: ignore[arg-type]
+
+
+def _with_nan(inputs: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with NaN in masked tokens."""
+    q, k, v = inputs.tensors
+    if inputs.mask is None:
+        return q, k, v
+    hidden = ~inputs.mask[:, None, :, None]
+    return q, k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan)
+
+
+def poison(device: str) -> None:
+    """Fill free memory of the allocator with NaN, so that a kernel that reads before it writes is seen."""
+    if not device.startswith("cuda"):
+        return
+    # The allocator has a pool of small blocks and one of large ones.
+    blocks = [torch.empty(size, device=device) for size in (*[2**17] * 16, *[2**24] * 8)]
+    for block in blocks:
+        block.fill_(torch.nan)
+
+
+def _streamed(module: Any, inputs: _Inputs) -> Tensor:
+    """The output of two parts, the second after the state of the first."""
+    tokens = inputs.tensors[0].shape[2]
+    parts, state = [], None
+    with torch.no_grad():
+        for rows in filter(None, (range(tokens // 3), range(tokens // 3, tokens))):
+            part = slice(rows.start, rows.stop)
+            mask = None if inputs.mask is None else inputs.mask[:, part]
+            out, state = module.extend(*(x[..., part, :] for x in inputs.tensors), state, key_mask=mask)
+            parts.append(out)
+    return torch.cat(parts, dim=-2)
+
+
+def _references(
+    subject: Subject, backend: Any, inputs: _Inputs, precision: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Output and gradients in float64, and of the measure of errors."""
+    dtype, wide = inputs.tensors[0].dtype, inputs.to(torch.float64)
+
+    def formula(bits: int | None) -> list[Tensor]:
+        return wide.results(lambda *x: _formula(backend, x, wide.mask, bits, precision, dtype))
+
+    exact, bits = formula(None), subject.bits[precision]
+    if bits is not None:
+        return exact, [x.to(dtype).double() for x in formula(bits)]
+    on_cpu = inputs._replace(
+        tensors=tuple(x.cpu() for x in _with_nan(inputs)),  # type: ignore[arg-type]
+        mask=None if inputs.mask is None else inputs.mask.cpu(),
+    )
+    reference = backend.cpu().float()
+    plain = on_cpu.results(lambda *x: reference(*x, key_mask=on_cpu.mask))
+    return exact, [x.to(exact[0]) for x in plain]
+
+
+def _bounds(
+    plain: Tensor, exact: Tensor, scale: Tensor, precision: str, *, backward: bool
+) -> tuple[float, float]:
+    """Largest error of all rows together, and of one row."""
+    error, row = _errors(plain, exact, scale)
+    factor = _FACTOR_OF_GRADIENTS if backward else _FACTOR
+    if precision == "float32":
+        return factor * error + _FLOAT32, _FACTOR_OF_ROWS * (row + _FLOAT32)
+    # Few rows may by chance be rounded better than they deserve.
+    eps = torch.finfo(torch.float16 if precision == "tf32" else getattr(torch, precision)).eps
+    floor = eps * (2 if backward else 0.25) / exact.shape[2] ** 0.5
+    return factor * error + floor, _FACTOR_OF_ROWS * row + eps
+
+
+def _compared(actual: Tensor, exact: Tensor, scale: Tensor, bounds: tuple[float, float]) -> tuple[float, str]:
+    """Larger share of the two bounds, and the error in words if it is above 1."""
+    errors = _errors(actual.double(), exact, scale)
+    if not actual.isfinite().all():
+        return float("inf"), "not finite"
+    share = max(error / bound for error, bound in zip(errors, bounds, strict=True))
+    words = ("error", "worst row")
+    parts = [f"{word} {e:.1e}, at most {b:.1e}" for word, e, b in zip(words, errors, bounds, strict=True)]
+    return share, "" if share <= 1 else "; ".join(parts)
+
+
+def _errors(actual: Tensor, exact: Tensor, scale: Tensor) -> tuple[float, float]:
+    """Norm of the error over `scale`, and that of the worst row over the root mean square of rows."""
+    rows = (actual - exact).norm(dim=-1)
+    unit = scale.clamp_min(torch.finfo(torch.float64).tiny)
+    return float(rows.norm() / unit), float(rows.max() * rows.numel() ** 0.5 / unit)
+
+
+def _formula(
+    backend: Any,
+    tensors: tuple[Tensor, ...],
+    mask: Tensor | None,
+    bits: int | None,
+    precision: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The attention in float64, with operands of products rounded to `bits`."""
+    # Queries, keys and directions in half precision are numbers of that precision already.
+    outer = bits if precision == "tf32" else None
+    q, k, v = tensors
+    k, v = (naive.for_query_heads(naive.masked_to_zero(x, mask), q) for x in (k, v))
+    window, causal = getattr(backend.options, "window", None), backend.problem.causal
+    visible = naive.visible_keys(q, k, causal=causal, key_mask=mask, window=window)
+    factor = backend.problem.factor
+    mean = partial(_mean, bits=bits, dtype=dtype)
+    if window is not None:
+        scores = (factor * _product(q, k.mT, outer)).masked_fill(~visible, -torch.inf)
+        return mean((scores - _largest(scores)).exp(), v)
+    w = backend.core.features.projection.to(q)
+    w = w.expand(*q.shape[:2], *w.shape)
+    queries = factor**0.5 * _product(q, w.mT, outer)
+    keys = factor**0.5 * _product(k, w.mT, outer) - factor / 2 * k.square().sum(dim=-1, keepdim=True)
+    if mask is not None:
+        keys = keys.masked_fill(~mask[:, None, :, None], -torch.inf)
+    if not causal:
+        means = _product(keys.softmax(dim=-2).mT, v, bits)
+        scores = queries + keys.logsumexp(dim=-2, keepdim=True)
+        return mean((scores - _largest(scores)).exp(), means)
+    # In float64 no exponent of a norm up to 20 leaves the range.
+    largest = keys.detach().amax(dim=-2, keepdim=True)
+    queries = queries + largest
+    rows = (queries - _largest(queries)).exp()
+    return mean(_product(rows, (keys - largest).exp().mT, bits).masked_fill(~visible, 0.0), v)
+
+
+def _mean(weights: Tensor, values: Tensor, *, bits: int | None, dtype: torch.dtype) -> Tensor:
+    """Weighted mean of values; 0 for rows of zeros."""
+    sums = weights.sum(dim=-1, keepdim=True)
+    sums = sums.masked_fill(sums == 0, 1.0)
+    out = _product(weights / sums, values, bits)
+    if bits is None:
+        return out
+    # Kernels subtract the product of the output, as stored, and its gradient from the gradients of weights.
+    stored, logarithms = out.detach().to(dtype).double(), sums.log()
+    return out - (stored - out.detach()) * (logarithms - logarithms.detach())
+
+
+def _largest(scores: Tensor) -> Tensor:
+    """Largest score of each row, 0 where there is none."""
+    largest = scores.detach().amax(dim=-1, keepdim=True)
+    return largest.masked_fill(largest == -torch.inf, 0.0)
+
+
+class _Product(torch.autograd.Function):
+    """Matrix product of operands rounded to some mantissa bits, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, bits: int) -> Tensor:
+        x, y = _rounded(x, bits), _rounded(y, bits)
+        ctx.save_for_backward(x, y)
+        ctx.bits = bits
+        return x @ y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, y = ctx.saved_tensors
+        gradient = _rounded(gradient, ctx.bits)
+        return gradient @ y.mT, x.mT @ gradient, None
+
+
+def _product(x: Tensor, y: Tensor, bits: int | None) -> Tensor:
+    out: Tensor = x @ y if bits is None else _Product.apply(x, y, bits)
+    return out
+
+
+def _rounded(x: Tensor, bits: int) -> Tensor:
+    """float64 numbers rounded to so many mantissa bits, whatever their exponent; negative: cut off."""
+    dropped = 52 - abs(bits)
+    whole = x.contiguous().view(torch.int64) + ((1 << (dropped - 1)) if bits > 0 else 0)
+    return (whole & -(1 << dropped)).view(torch.float64)

@@ -1,0 +1,48 @@
+"""Tiles of the kernels: one per GPU, and two spare ones for a machine on which it fails its check."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """Sizes of the blocks that a program computes.
+
+    Attributes:
+        tokens: Tokens per chunk of the forward pass.
+        features: Features per block of a chunk.
+        warps: Warps of a program.
+        grad_tokens: Tokens per chunk of the backward pass.
+        query_features: Features per block of the gradients of queries.
+        key_features: Features per block of the gradients of keys and values.
+        grad_warps: Warps of a program of the backward pass.
+        walk_features: Features per block of the walks over the states.
+        walk_warps: Warps of a program of the walks.
+    """
+
+    tokens: int
+    features: int
+    warps: int
+    grad_tokens: int
+    query_features: int
+    key_features: int
+    grad_warps: int
+    walk_features: int
+    walk_warps: int
+
+
+# The fastest on an H200, of four measured.
+_HOPPER = Tile(128, 64, 8, 64, 64, 32, 4, 128, 4)
+_WIDE = Tile(128, 32, 8, 64, 32, 32, 4, 64, 4)
+# Consumer cards have 99 kB of shared memory, and kernels spill registers with larger tiles.
+_NARROW = Tile(64, 32, 4, 64, 32, 16, 8, 64, 4)
+SMALL = Tile(32, 16, 4, 32, 16, 16, 4, 32, 4)
+_FIRST = {(8, 0): _WIDE, (9, 0): _HOPPER, (10, 0): _WIDE}
+
+
+def tiles(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
+    """Tiles for heads of this many entries at most, the first choice first."""
+    if dtype == torch.float32 or head_dim > 64:
+        return SMALL, SMALL._replace(warps=8, grad_warps=8), SMALL._replace(warps=2, grad_warps=2)
+    first = _FIRST.get(capability, _NARROW)
+    return first, *[tile for tile in (_NARROW, SMALL, _WIDE) if tile != first][:2]

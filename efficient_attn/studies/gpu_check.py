@@ -1,0 +1,357 @@
+"""Check, time and share the fused kernels on the GPU of this machine."""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from efficient_attn.errors import DataError, UnsupportedError
+from efficient_attn.measure.clock import COLD
+from efficient_attn.measure.environment import available_bytes, environment, usable_cores
+from efficient_attn.measure.isolation import Measurer
+from efficient_attn.measure.process import CrashError, Process
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.records import read as read_records
+from efficient_attn.measure.units import show_seconds
+from efficient_attn.measure.variants import YARDSTICK, select
+from efficient_attn.report.files import write
+from efficient_attn.report.table import Table, markdown_line, to_markdown
+from efficient_attn.report.text import three_digits
+from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, on_device, time_ratio
+from efficient_attn.studies import studies
+from efficient_attn.studies.bench import view as bench
+from efficient_attn.studies.engine import Engine
+from efficient_attn.studies.run_folder import RECORDS, Store, open_folder, read_json, run_folder, write_json
+from efficient_attn.studies.study import Plan, Steps
+from efficient_attn.studies.workload import Costs, Workload, settle
+
+VERDICT, PAGE = "verdict.json", "gpu-check.md"
+LENGTHS = (1024, 4096, 16384, 65536, 262144)
+CHECK_LIMIT_S, MEASURE_BUDGET_S = 150.0, 600.0
+# Memory of one check, mostly weights in float64, and checks beside one another.
+_CHECK_BYTES, _MOST_CHECKS = 8 << 30, 6
+_HEADS, _HEAD_DIM, _ROUNDS = 16, 64, 4
+_LINEAR, _OPERATORS = "performer-positive", "performer-positive, operators"
+# Kernels that serve the measured calls, by causality, and the precisions for which half precision speaks.
+_TIMED = {False: "flex", True: "causal-linear"}
+_HALF = ("bfloat16", "float16")
+# Milliseconds of the model of docs/roofline.py for an H100 at _LENGTHS from 4096 on, by label, causal and
+# backward. A factor of two either way is a finding.
+_PREDICTED_LENGTHS = (4096, 16384, 65536, 262144)
+PREDICTED_MS = {
+    (YARDSTICK, False, False): (0.143, 2.22, 35.4, 566),
+    (YARDSTICK, True, False): (0.111, 1.70, 27.2, 434),
+    ("window", False, False): (0.0249, 0.0845, 0.323, 1.28),
+    (_LINEAR, False, False): (0.143, 0.272, 0.787, 2.85),
+    (_LINEAR, False, True): (1.19, 4.22, 16.4, 65.2),
+    (_LINEAR, True, False): (0.11, 0.35, 1.35, 5.2),
+    (_LINEAR, True, True): (0.36, 1.4, 5.5, 22),
+    (_OPERATORS, False, False): (0.741, 2.83, 11.5, 46.3),
+    (_OPERATORS, False, True): (1.78, 6.78, 27.2, 109),
+    (_OPERATORS, True, False): (2.23, 7.34, 29.2, 117),
+    (_OPERATORS, True, True): (7.12, 24.3, 96.7, 387),
+}
+
+Say = Callable[[str], None]
+
+
+class GpuCheck(NamedTuple):
+    """Outcome of `gpu_check`.
+
+    Attributes:
+        verdict: Machine, environment, outcome of each kernel by precision, and notes.
+        records: Times of calls.
+    """
+
+    verdict: Mapping[str, Any]
+    records: Sequence[Record]
+
+    @property
+    def outcomes(self) -> set[str]:
+        """Outcomes of all kernels in all precisions."""
+        return {entry["outcome"] for _, _, entry in _entries(self.verdict["kernels"])}
+
+    def tables(self) -> list[Table]:
+        """Outcomes of the check, times, and predictions beside them."""
+        rows = []
+        for kernel, precision, entry in _entries(self.verdict["kernels"]):
+            shares = [f"{verb} {share:.2f}" for verb, share in entry.get("worst", {}).items()]
+            served = f"{entry['served']} of {entry['cases']}" if "cases" in entry else ""
+            rows.append((kernel, precision, entry["outcome"], entry["tile"], served, ", ".join(shares)))
+        columns = ("kernel", "precision", "outcome", "tile", "cases served", "largest error / bound")
+        notes = [*self.verdict["notes"]]
+        for kernel, precision, entry in _entries(self.verdict["kernels"]):
+            notes += [f"{kernel}, {precision}: {text}" for text in entry.get("reasons", ())]
+        tables = [
+            Table(f"Fused kernels on {self.verdict['machine']['gpu']}", columns, tuple(rows), (*notes,))
+        ]
+        return [*tables, *bench.tables(self.records, {}), *self._predictions()] if self.records else tables
+
+    def sentences(self) -> list[str]:
+        """Speeds against exact attention, with crossovers."""
+        return bench.sentences(self.records, {}) if self.records else []
+
+    def _predictions(self) -> list[Table]:
+        if "H100" not in self.verdict["machine"]["gpu"]:
+            return []
+        rows = []
+        for record in by_clock(self.records).get(DEVICE_TIME, ()):
+            case = record.case
+            predicted = PREDICTED_MS.get((case.label, case.causal, case.backward))
+            if predicted is None or case.tokens not in _PREDICTED_LENGTHS:
+                continue
+            milliseconds = predicted[_PREDICTED_LENGTHS.index(case.tokens)]
+            measured = 1000 * call_time(record).median
+            name = ", ".join([case.label, *["causal"] * case.causal, *["with backward"] * case.backward])
+            texts = map(three_digits, (milliseconds, measured, measured / milliseconds))
+            rows.append((name, str(case.tokens), *texts))
+        columns = ("call", "tokens", "predicted", "measured", "measured / predicted")
+        note = (
+            "Predicted by a model of bytes, products and launches; a factor of two either way is a finding."
+        )
+        return (
+            [Table("Predicted and measured device time, ms", columns, tuple(rows), (note,))] if rows else []
+        )
+
+    def page(self) -> str:
+        """One page of Markdown."""
+        facts = [f"- {name}: {value}" for name, value in self.verdict["machine"].items()]
+        texts = ["# Fused kernels of efficient-attn on a GPU", "\n".join(map(markdown_line, facts))]
+        return (
+            "\n\n".join([*texts, *map(to_markdown, self.tables()), *map(markdown_line, self.sentences())])
+            + "\n"
+        )
+
+
+def _entries(kernels: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    for kernel, stored in kernels.items():
+        for precision, entry in stored["precisions"].items():
+            yield kernel, precision, entry
+
+
+def show_gpu_check(folder: str | Path) -> GpuCheck:
+    """Read the folder of a check, of this machine or another.
+
+    Raises:
+        DataError: If it holds none.
+    """
+    studies()
+    folder = Path(folder)
+    verdict = read_json(folder / VERDICT)
+    try:
+        records = read_records(folder / RECORDS).records if (folder / RECORDS).exists() else ()
+        outcome = GpuCheck(verdict, tuple(Store(rows=records).records))
+        outcome.page()
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{folder / VERDICT} is no verdict of gpu-check: {error}.") from None
+    return outcome
+
+
+def gpu_check(
+    *,
+    out: str | Path | None = None,
+    device: str = "auto",
+    measure: bool = True,
+    lengths: Sequence[int] = LENGTHS,
+    budget_s: float = MEASURE_BUDGET_S,
+    say: Say = lambda text: None,
+) -> GpuCheck:
+    """Check every fused kernel on the GPU, time those that pass, and write a folder to share.
+
+    The check takes at most three minutes, the measurement at most `budget_s`. The verdict is kept in the
+    user's cache folder: from then on kernels serve that passed and were not slower than PyTorch's operators.
+
+    Args:
+        out: New folder of the records, the page and the verdict; None: `runs/gpu-check-TIME`.
+        measure: Whether calls are timed.
+        lengths: Numbers of tokens of the timed calls.
+        say: Receives lines of progress.
+
+    Raises:
+        UnsupportedError: If there is no GPU for which Triton compiles.
+    """
+    import torch
+
+    from efficient_attn.ops import paths, verdict
+
+    workload = settle(Workload(device=device, num_heads=_HEADS, head_dim=_HEAD_DIM))
+    place = torch.device(workload.device)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    if not paths.compiles(place):
+        raise UnsupportedError(
+            "gpu-check needs an NVIDIA GPU of Ampere or later, Triton and a C compiler; not all are here. "
+            "--show FOLDER shows a check of another machine."
+        )
+    studies()
+    folder = open_folder(out or run_folder("gpu-check"), name="out", fresh=True)
+    machine, variables, notes = assembler(verdict.machine(place))
+    refused = verdict.refusal(machine["capability"], machine["ptxas"])
+    kernels = check_kernels(str(place), machine, variables, refused=refused, say=say)
+    content = {
+        "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": machine,
+        "environment": environment(device=str(place)),
+        "kernels": kernels,
+        "notes": notes,
+    }
+    verdict.write(machine, kernels)
+    records: tuple[Record, ...] = ()
+    if measure:
+        say(f"Timing calls of {min(lengths)} to {max(lengths)} tokens, within {show_seconds(budget_s)}.")
+        store = Store(folder / RECORDS)
+        _measure(workload, str(place), lengths, variables, store, budget_s, say)
+        records = store.records
+        strike_slower(kernels, records)
+        verdict.write(machine, kernels)
+    outcome = GpuCheck(content, records)
+    write_json(folder / VERDICT, content)
+    write(folder / PAGE, outcome.page())
+    return outcome
+
+
+def assembler(machine: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """The machine with the assembler that is checked, variables of the children that name it, and notes."""
+    from efficient_attn.ops import verdict
+
+    reason = verdict.refusal(machine["capability"], machine["ptxas"])
+    if reason is None:
+        return dict(machine), {}, []
+    path = verdict.newer_ptxas()
+    if path is None:
+        return (
+            dict(machine),
+            {},
+            [f"No kernel was checked: {reason}. Install one and {verdict.export_line()}"],
+        )
+    note = (
+        f"{reason}: ptxas {verdict.ptxas_version(path)} was used. Kernels serve after {verdict.export_line()}"
+    )
+    variables = dict.fromkeys(verdict.PTXAS_VARIABLES, path)
+    return {**machine, "ptxas": verdict.ptxas_version(path)}, variables, [note]
+
+
+def check_kernels(
+    device: str, machine: Mapping[str, str], variables: Mapping[str, str], *, refused: str | None, say: Say
+) -> dict[str, Any]:
+    """Outcome of each kernel by precision."""
+    from efficient_attn.measure.kernel_check import SUBJECTS
+    from efficient_attn.ops import verdict
+
+    kernels: dict[str, Any] = {}
+    jobs = []
+    for kernel, subject in SUBJECTS.items():
+        if kernel == "causal-linear" and find_spec("efficient_attn.ops.cuda") is None:
+            continue
+        kernels[kernel] = {"source": verdict.source_hash(kernel), "precisions": {}}
+        jobs += [(kernel, precision) for precision in subject.bits]
+    if refused is not None:
+        for kernel, precision in jobs:
+            entry = {"outcome": verdict.REFUSED, "tile": "", "reasons": [refused]}
+            kernels[kernel]["precisions"][precision] = entry
+        return kernels
+    memory = available_bytes(device) or 0
+    count = max(min(usable_cores(), _MOST_CHECKS, memory // _CHECK_BYTES), 1)
+    say(f"Checking {len(jobs)} kernels, {count} at a time.")
+    with ThreadPoolExecutor(count) as pool:
+        judged = pool.map(lambda job: judge(*job, device=device, variables=variables), jobs)
+        for (kernel, precision), entry in zip(jobs, judged, strict=True):
+            kernels[kernel]["precisions"][precision] = entry
+            say(f"{kernel}, {precision}: {entry['outcome']} {'; '.join(entry['reasons'])}".rstrip())
+    return kernels
+
+
+def judge(
+    kernel: str,
+    precision: str,
+    *,
+    device: str,
+    variables: Mapping[str, str],
+    limit_s: float = CHECK_LIMIT_S,
+) -> dict[str, Any]:
+    """Outcome of a kernel with the first of its tiles that passes, each tried in a process of its own."""
+    from efficient_attn.ops import verdict
+
+    reasons: list[str] = []
+    answer: dict[str, Any] = {}
+    for tile in verdict.TILES[kernel]:
+        request = {"kernel": kernel, "precision": precision, "device": device, "tile": tile}
+        try:
+            with Process(variables=variables) as process:
+                answer = json.loads(process.ask("kernel", request, limit_s=limit_s))
+        except TimeoutError:
+            answer = {"failures": [f"took longer than {show_seconds(limit_s)}"]}
+        except CrashError as ending:
+            answer = {"failures": [str(ending)]}
+        if answer.get("served") and not answer["failures"]:
+            break
+        failures = answer.pop("failures") or ["the kernel served no call"]
+        reasons += [f"tile {tile or 'of the compiler'}: {text}" for text in failures]
+        answer["outcome"] = verdict.FAILED
+    answer.pop("failures", None)
+    return {"outcome": verdict.PASSED, "tile": tile, "reasons": reasons, **answer}
+
+
+def _measure(
+    workload: Workload,
+    device: str,
+    lengths: Sequence[int],
+    variables: Mapping[str, str],
+    store: Store,
+    budget_s: float,
+    say: Say,
+) -> None:
+    """Times of calls by kernels and by operators, from short to long, in interleaved rounds."""
+    exact, window, linear = select([YARDSTICK, "window", _LINEAR])
+    operators = replace(linear, label=_OPERATORS)
+    by_operators = {"EFFICIENT_ATTN_KERNELS": "torch"}
+    with (
+        Measurer(timeout_s=budget_s, variables=variables) as by_kernels,
+        Measurer(timeout_s=budget_s, variables=by_operators) as plain,
+    ):
+
+        def steps() -> Steps:
+            for tokens in lengths:
+                for causal in (False, True):
+                    for backward in (False, True):
+                        shared = {**vars(workload), "causal": causal, "backward": backward, "device": device}
+                        shared["inputs"] = "gaussian"
+                        costs = partial(Costs, shared=shared, rounds=_ROUNDS, l2=COLD)
+                        points = [
+                            costs(measure=plain if variant is operators else by_kernels).point(
+                                variant, tokens
+                            )
+                            for variant in (exact, window, linear, operators)
+                        ]
+                        # Durations of one setting say nothing on another.
+                        yield [
+                            replace(point, series=(point.case.label, causal, backward)) for point in points
+                        ]
+
+        plan = Plan(steps=steps, device=device, timeout_s=budget_s)
+        Engine(plan, store, budget_s=budget_s, report=lambda step: say(str(step))).run()
+
+
+def strike_slower(kernels: Mapping[str, Any], records: Sequence[Record]) -> None:
+    """Mark kernels in half precision that lost to operators at more lengths than they won."""
+    from efficient_attn.ops.verdict import PASSED, SLOWER
+
+    timed = {(r.case.label, r.case.tokens, r.case.causal, r.case.backward): r for r in records}
+    for causal, kernel in _TIMED.items():
+        sides = [
+            time_ratio(on_device(record), on_device(operators)).side_of_one
+            for case, record in timed.items()
+            if case[0] == _LINEAR and case[2] == causal and record.device_times_s
+            if (operators := timed.get((_OPERATORS, *case[1:]))) and operators.device_times_s
+        ]
+        if kernel in kernels and sum(sides) < 0:
+            for precision in _HALF:
+                entry = kernels[kernel]["precisions"].get(precision, {"outcome": ""})
+                if entry["outcome"] == PASSED:
+                    entry["outcome"] = SLOWER
+                    entry["reasons"].append("PyTorch's operators were measured faster at most lengths")

@@ -1,0 +1,226 @@
+"""Errors and resources of the Triton kernels, in a process of its own: `interpret` or `compile 90`."""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from efficient_attn.ops.cuda import KERNELS
+from efficient_attn.ops.linear.causal import causal_row_gradients, causal_rows
+from efficient_attn.ops.linear.features import draw_directions
+from efficient_attn.ops.linear.inputs import LinearInputs
+
+KERNEL = KERNELS["causal-linear"]
+FLOAT32 = "float32"
+DEFAULTS = {
+    "dtype": FLOAT32, "norm": 1.0, "tokens": 70, "queries": None, "heads": 2, "kv_heads": 1, "dim": 32,
+    "features": 64, "masked": False, "kind": "positive", "weights": False, "repair": False,
+}  # fmt: skip
+# Cases for the interpreter, which takes up to a minute for each.
+CASES = {
+    "plain": {},
+    "masked keys, fewer queries": {"norm": 5.0, "tokens": 100, "queries": 60, "masked": True},
+    "large norms": {"norm": 20.0, "tokens": 100, "masked": True},
+    "rows out of range": {"norm": 60.0, "tokens": 40},
+    "all chunks repaired": {"norm": 5.0, "masked": True, "repair": True},
+    "hyperbolic features": {"kind": "hyperbolic", "weights": True, "heads": 1},
+    "half precision": {"dtype": "bfloat16", "norm": 5.0},
+    "half precision, large norms": {"dtype": "bfloat16", "norm": 20.0, "masked": True},
+}
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounding to half precision, of gradients as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.bfloat16().double()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.bfloat16().double()
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, inputs: LinearInputs, *, rounded: tuple[str, ...] = ()
+) -> Tensor:
+    """Output by all pairs in float64, optionally with "weights" and "exponents" of half precision."""
+    of_weights, of_exponents = (
+        _Rounded.apply if name in rounded else torch.Tensor.clone for name in ("weights", "exponents")
+    )
+    assert inputs.directions is not None
+    w = inputs.directions.double()
+    w = torch.cat([w, -w], dim=-2) if inputs.kind == "hyperbolic" else w
+    k, v = (x.repeat_interleave(inputs.group, dim=1) for x in (k, v))
+    queries, keys = (of_exponents(x @ w.mT * math.sqrt(inputs.scale)) for x in (q, k))
+    keys = keys - k.square().sum(dim=-1, keepdim=True) * inputs.scale / 2
+    if inputs.log_weights is not None:
+        keys = keys + inputs.log_weights.double().repeat_interleave(inputs.group, dim=0)
+    if inputs.key_mask is not None:
+        keys = keys.masked_fill(~inputs.key_mask[:, None, :, None], -torch.inf)
+    queries = queries - queries.detach().amax(dim=-1, keepdim=True)
+    largest = keys.detach().amax(dim=(-1, -2), keepdim=True).clamp_min(-1e30)
+    scores = queries.exp() @ (keys - largest).exp().mT
+    scores = scores.tril(k.shape[2] - q.shape[2])
+    total = scores.sum(dim=-1, keepdim=True)
+    return of_weights(torch.where(total > 0, scores / torch.where(total > 0, total, 1.0), 0.0)) @ v
+
+
+def case_inputs(case: dict[str, Any], device: str) -> tuple[LinearInputs, Tensor]:
+    """Inputs of a case, and an upstream gradient; norms are those of scaled queries and keys."""
+    case = DEFAULTS | case
+    generator = torch.Generator().manual_seed(3)
+    dtype, tokens, dim = getattr(torch, case["dtype"]), case["tokens"], case["dim"]
+    rows = case["queries"] or tokens
+    heads = (
+        (case["heads"], rows),
+        (case["kv_heads"], tokens),
+        (case["kv_heads"], tokens),
+        (case["heads"], rows),
+    )
+    q, k, v, g = (torch.randn(2, *shape, dim, generator=generator) for shape in heads)
+    q, k = (x / x.norm(dim=-1, keepdim=True) * case["norm"] * dim**0.25 for x in (q, k))
+    mask = None
+    if case["masked"]:
+        mask = torch.rand(2, tokens, generator=generator) > 0.3
+        mask[0, : min(70, tokens - 1)] = False
+        mask = mask.to(device)
+    directions = case["features"] // (2 if case["kind"] == "hyperbolic" else 1)
+    w = draw_directions("orthogonal", directions, dim, seed=0).to(dtype).to(device)
+    weights = torch.randn(case["kv_heads"], 1, case["features"], generator=generator).to(device)
+    q, k, v, g = (x.to(dtype).to(device) for x in (q, k, v, g))
+    weights = weights if case["weights"] else None
+    return LinearInputs(q, k, v, mask, w, weights, case["kind"], dim**-0.5), g
+
+
+def errors(case: dict[str, Any], device: str, tile: Any) -> dict[str, list[float]]:
+    """Relative errors of output and gradients of q, k, v, and those of the yardstick.
+
+    The yardstick is the CPU's algorithm in float32. In half precision it is the definition with rounded
+    weights for the output, and with rounded exponents as well for gradients.
+    """
+    inputs, g = case_inputs(case, device)
+    outputs, _ = KERNEL.forward(inputs, None, tile=tile)
+    computed = (outputs.out, *KERNEL.backward(inputs, None, g, outputs, tile=tile)[:3])
+    wide = [x.double().requires_grad_() for x in inputs[:3]]
+    expected = definition(*wide, inputs)
+    expected = (expected, *torch.autograd.grad(expected, wide, g.double()))
+    if inputs.q.dtype == torch.float32:
+        inputs, g = case_inputs(case, "cpu")
+        outputs = causal_rows(inputs, None)
+        grads = causal_row_gradients(inputs, None, g, outputs, to_past=False)[:3]
+        yardstick = tuple(x.to(device) for x in (outputs.out, *grads))
+    else:
+        out = definition(*wide, inputs, rounded=("weights", "exponents"))
+        grads = torch.autograd.grad(out, wide, g.double())
+        yardstick = (definition(*wide, inputs, rounded=("weights",)), *grads)
+    pairs = {"computed": computed, "yardstick": yardstick}
+    return {
+        name: [
+            ((x.double() - y).norm() / y.norm().clamp_min(1e-30)).item()
+            for x, y in zip(values, expected, strict=True)
+        ]
+        for name, values in pairs.items()
+    }
+
+
+def interpret() -> dict[str, Any]:
+    """Errors of all cases under Triton's interpreter."""
+    import interpreter_bf16
+
+    from efficient_attn.ops.cuda import causal
+    from efficient_attn.ops.cuda.tiles import SMALL
+
+    interpreter_bf16.install()
+    measured, bounds = {}, (causal.WEAK, causal.LIMIT)
+    for name, case in CASES.items():
+        causal.WEAK, causal.LIMIT = (math.inf, -math.inf) if case.get("repair") else bounds
+        measured[name] = errors(case, "cpu", SMALL)
+    return measured
+
+
+def compile_kernels(capability: int) -> dict[str, dict[str, int]]:
+    """Registers, stack and shared memory of every kernel with the first tile, without a GPU."""
+    import triton.language as tl
+
+    from efficient_attn.ops.cuda import key_gradients, query_gradients, rows, states
+
+    tile = KERNEL.tiles(divmod(capability, 10), torch.bfloat16, 64)[0]
+    walk = {"FEATURES": tile.walk_features, "bias": None, "mask": None}
+    forward = {"FEATURES": tile.features, "TOKENS": tile.tokens, "bias": None}
+    backward = {"TOKENS": tile.grad_tokens, "bias": None}
+    by_query, by_key = (backward | {"FEATURES": x} for x in (tile.query_features, tile.key_features))
+    keys = walk | {"TOKENS": tile.tokens, "QUERIES": False, "columns": None}
+    queries = walk | {"TOKENS": tile.grad_tokens, "QUERIES": True, "WRITE": True}
+    programs = {
+        "walk of segments": (states.walk_kernel, tile.walk_warps, 2, keys | {"WRITE": False}),
+        "walk of chunks": (states.walk_kernel, tile.walk_warps, 2, keys | {"WRITE": True}),
+        "walk of queries": (states.walk_kernel, tile.walk_warps, 2, queries),
+        "scan": (states.scan_kernel, 4, 2, {"FEATURES": 16, "HAS_PAST": False}),
+        "chunk": (rows.chunk_kernel, tile.warps, 2, forward),
+        "repair": (rows.repair_kernel, 4, 1, forward),
+        "gradients of queries": (query_gradients.query_kernel, tile.grad_warps, 2, by_query),
+        "repair of queries": (query_gradients.query_repair_kernel, 4, 1, by_query),
+        "gradients of keys": (key_gradients.key_kernel, tile.grad_warps, 2, by_key),
+        "repair of keys": (key_gradients.key_repair_kernel, 4, 1, by_key),
+    }
+    dims = {"DIM": 64, "VALUE_DIM": 64, "PADDED": 64, "VALUE_PADDED": 64}
+    dims |= {"HAS_MASK": False, "HAS_BIAS": False, "OPERANDS": tl.bfloat16}
+    return {
+        name: _resources(kernel, capability, {"num_warps": warps, "num_stages": stages}, dims | constants)
+        for name, (kernel, warps, stages, constants) in programs.items()
+    }
+
+
+def _resources(kernel: Any, capability: int, options: dict, constants: dict[str, Any]) -> dict[str, int]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    signature, divisible = {}, {}
+    for position, name in enumerate(names):
+        signature[name] = "constexpr" if name in constants else _type_of(name, kernel.__name__)
+        if name.endswith("_strides"):
+            divisible |= {(position, axis): [["tt.divisibility", 16]] for axis in range(3)}
+        elif signature[name][0] == "*" or name in ("features", "heads", "kv_heads"):
+            divisible[position,] = [["tt.divisibility", 16]]
+    places = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=divisible)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
+    return {"registers": int(registers), "stack": int(stack), "shared": compiled.metadata.shared}
+
+
+def _type_of(name: str, kernel: str) -> Any:
+    """Type of an argument in a signature, by its name."""
+    half = {"w", "x", "y", "q", "k", "v", "g", "out", "grad_q", "grad_k", "grad_v", "sums"}
+    if name.endswith("_strides"):
+        return ("i32",) * 3
+    if name in {"factor", "query_factor", "half", "constant", "weak", "limit", "root", "scale"}:
+        return "fp32"
+    if name in {"negative", "flags"}:
+        return {"negative": "*i8", "flags": "*i32"}[name]
+    if name in half and kernel != "scan_kernel":
+        return "*bf16"
+    floats = {"ones", "references", "logarithms", "offsets", "columns", "deltas", "key_offsets", "sums"}
+    return "*fp32" if name in floats or name.startswith("segment_") else "i32"
+
+
+if __name__ == "__main__":
+    print(json.dumps(interpret() if sys.argv[1] == "interpret" else compile_kernels(int(sys.argv[2]))))

@@ -1,0 +1,127 @@
+"""Triton kernels: errors under the interpreter and on a GPU, resources as compiled without one."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import cuda_kernels
+import pytest
+import torch
+
+import efficient_attn as ea
+from efficient_attn.ops.cuda import DTYPES, supports
+from efficient_attn.ops.paths import observed_kernels
+
+TRITON = find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not TRITON, reason="triton is not installed")
+SCRIPT = Path(cuda_kernels.__file__)
+# Bytes of shared memory of a block.
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+ON_GPU = [
+    {"dtype": dtype, "norm": norm, "tokens": tokens, "features": 256, "dim": dim, **rest}
+    for dtype, norm, tokens, dim, rest in (
+        ("bfloat16", 1.0, 65, 64, {}),
+        ("bfloat16", 5.0, 63, 64, {"masked": True}),
+        ("bfloat16", 20.0, 129, 64, {"heads": 4, "kv_heads": 2}),
+        ("bfloat16", 60.0, 1000, 64, {"masked": True}),
+        ("bfloat16", 5.0, 4097, 64, {}),
+        ("bfloat16", 5.0, 300, 128, {"queries": 100}),
+        ("float16", 20.0, 1000, 40, {"masked": True}),
+        ("float32", 5.0, 1000, 64, {"masked": True}),
+        ("float32", 60.0, 333, 64, {}),
+        ("float32", 1.0, 200, 128, {"kind": "hyperbolic", "weights": True, "heads": 1}),
+    )
+]
+
+
+def child(*arguments: str, **environment: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *arguments], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def check(measured: dict[str, list[float]], *, float32: bool) -> None:
+    least = 1e-6 if float32 else 0.0
+    for computed, yardstick, factor in zip(*measured.values(), (2, 4, 4, 4), strict=True):
+        assert computed <= factor * yardstick + least
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, Any]:
+    return child("interpret", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("name", cuda_kernels.CASES)
+def test_interpreted_kernels_are_as_accurate_as_the_algorithm_of_the_cpu(interpreted, name):
+    dtype = cuda_kernels.CASES[name].get("dtype", cuda_kernels.FLOAT32)
+    check(interpreted[name], float32=dtype == cuda_kernels.FLOAT32)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED)
+def test_compiled_kernels_fit_registers_and_shared_memory(capability):
+    for name, resources in child("compile", str(capability)).items():
+        # A spill of a few registers outside of the inner loop costs nothing that was measured on Hopper.
+        assert resources["stack"] <= 128, name
+        assert resources["registers"] <= 255, name
+        assert resources["shared"] <= SHARED[capability] * 1024, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_GPU, ids=str)
+def test_kernels_on_a_gpu_are_accurate_and_repeat_bit_for_bit(cuda, case):
+    dim = cuda_kernels.DEFAULTS["dim"] if "dim" not in case else case["dim"]
+    capability, dtype = torch.cuda.get_device_capability(), getattr(torch, case["dtype"])
+    tile = cuda_kernels.KERNEL.tiles(capability, dtype, dim)[0]
+    torch.full((2**26,), torch.nan, device=cuda)
+    measured = cuda_kernels.errors(case, cuda, tile)
+    check(measured, float32=case["dtype"] == "float32")
+    assert cuda_kernels.errors(case, cuda, tile)["computed"] == measured["computed"]
+
+
+@pytest.mark.gpu
+def test_the_output_of_one_token_is_its_value(cuda):
+    inputs, g = cuda_kernels.case_inputs({"tokens": 1, "dtype": "bfloat16"}, cuda)
+    tile = cuda_kernels.KERNEL.tiles(torch.cuda.get_device_capability(), torch.bfloat16, 64)[0]
+    outputs, _ = cuda_kernels.KERNEL.forward(inputs, None, tile=tile)
+    grads = cuda_kernels.KERNEL.backward(inputs, None, g, outputs, tile=tile)
+    torch.testing.assert_close(outputs.out, inputs.v.expand_as(outputs.out), rtol=1e-2, atol=0)
+    torch.testing.assert_close(grads.v, g.sum(dim=1, keepdim=True), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_trusted_kernels_serve_a_backend_and_its_pieces(cuda, dtype, monkeypatch):
+    monkeypatch.setenv("EFFICIENT_ATTN_UNPROVED_KERNELS", "1")
+    backend = ea.build("performer-positive", head_dim=64, num_features=256, causal=True).to(cuda, dtype)
+    q, k, v = torch.randn(3, 1, 2, 333, 64, device=cuda, dtype=dtype).unbind()
+    with observed_kernels() as names, torch.no_grad():
+        whole, state, pieces = backend(q, k, v), None, []
+        for part in (slice(0, 1), slice(1, 200), slice(200, 333)):
+            out, state = backend.extend(*(x[..., part, :] for x in (q, k, v)), state)
+            pieces.append(out)
+    assert names == {"triton causal-linear"}
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(torch.cat(pieces, dim=2), whole, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "change", [{"features": 24}, {"dim": 8}, {"dim": 144}, {"dtype": "float64"}], ids=str
+)
+def test_kernels_support_calls_within_their_limits_alone(change):
+    assert supports(cuda_kernels.case_inputs({}, "cpu")[0])
+    assert not supports(cuda_kernels.case_inputs(change, "cpu")[0])
+
+
+def test_the_package_imports_no_triton():
+    code = "import sys, efficient_attn.ops.cuda; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
