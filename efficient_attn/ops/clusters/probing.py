@@ -50,8 +50,6 @@ from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 _DEVIATIONS = 3.0
 # Numbers in the scores of a step on the CPU, so that its few tensors of scores stay in cache.
 _STEP = 1 << 17
-# Clusters of which the largest score is found first.
-_TOGETHER = 4
 # Rows of a block at a time: the scores of all rows of long blocks would grow with the square of the tokens.
 _ROWS = 128
 
@@ -120,7 +118,7 @@ def read_closed(rows: Tensor, summaries: Summaries, step: Step, probes: int) -> 
         mean = mean.unflatten(4, (blocks, -1)).masked_fill_(step.hidden, MASKED).flatten(4, 5)
     with torch.no_grad():
         bound = torch.add(mean, half.sqrt(), alpha=2**0.5 * _DEVIATIONS)
-        columns = _largest(bound, min(probes, bound.shape[3]))
+        columns = bound.topk(min(probes, bound.shape[3]), dim=3, sorted=False).indices
         closed = bound.gather(3, columns) < MASKED / 2
         chosen = step.read[..., None].expand(*bound.shape).gather(3, columns)
         chosen = chosen.masked_fill(closed, summaries.k.shape[2] - 1)
@@ -135,18 +133,6 @@ def read_closed(rows: Tensor, summaries: Summaries, step: Step, probes: int) -> 
     by_blocks = (x.unflatten(3, (-1, rows.shape[3])).flatten(2, 3) for x in (out, log_sum, chosen.mT))
     out, log_sum, chosen = by_blocks
     return out, log_sum, chosen
-
-
-def _largest(x: Tensor, count: int) -> Tensor:
-    """Columns of the largest entries along dimension 3, in any order."""
-    columns = x.shape[3]
-    groups = columns // _TOGETHER
-    if not tuned_for_cpu(x) or columns % _TOGETHER or groups <= count:
-        return x.topk(count, dim=3, sorted=False).indices
-    # The largest entries lie in the groups with the largest maxima.
-    best = x.unflatten(3, (_TOGETHER, groups)).amax(dim=3).topk(count, dim=3, sorted=False).indices
-    candidates = torch.cat([best + groups * i for i in range(_TOGETHER)], dim=3)
-    return candidates.gather(3, x.gather(3, candidates).topk(count, dim=3, sorted=False).indices)
 
 
 class Task(NamedTuple):
@@ -271,33 +257,19 @@ def _softmax(slices: Slices, size: int, *, causal: bool) -> tuple[Tensor, Tensor
     """
     (k, v), rows = slices.near(), slices.rows.unflatten(3, (-1, size))
     outs, log_sums = [], []
-    biases: dict[int, Tensor] = {}
     for begin in range(0, size, _ROWS):
         end = min(begin + _ROWS, size)
         q = rows[:, :, :, :, begin:end].flatten(3, 4)
-        late_k, late_v, bias, start = k, v, None, 0
+        near_k, near_v, bias = k, v, None
         if causal:
-            # Keys from `start` on have a bias, which parts share; all rows see the keys before.
-            start = 0 if size <= _ROWS else size + begin
-            if end - begin not in biases:
-                later = q.new_full((end - begin, end - begin), MASKED).triu(1).repeat(rows.shape[3], 1)
-                biases[end - begin] = F.pad(later, (size + begin - start, k.shape[3] - 2 * size))
-            bias = biases[end - begin]
-        if start:
-            late_k, late_v = (
-                torch.cat([x[:, :, :, start : size + end], x[:, :, :, 2 * size :]], dim=3) for x in (k, v)
+            # All rows see the keys before the first of them, and the global tokens behind the slice.
+            later = q.new_full((end - begin, end - begin), MASKED).triu(1).repeat(rows.shape[3], 1)
+            bias = F.pad(later, (size + begin, k.shape[3] - 2 * size))
+        if causal and end < size:
+            near_k, near_v = (
+                torch.cat([x[:, :, :, : size + end], x[:, :, :, 2 * size :]], dim=3) for x in (k, v)
             )
-        out, log_sum = _over(q, late_k, late_v, bias)
-        if start:
-            early, early_sum = _over(q, k[:, :, :, :start], v[:, :, :, :start], None)
-            late_sum, log_sum = log_sum, torch.logaddexp(log_sum, early_sum)
-            out = (late_sum - log_sum).exp() * out + (early_sum - log_sum).exp() * early
-        outs.append(out.unflatten(3, (rows.shape[3], -1)))
-        log_sums.append(log_sum.unflatten(3, (rows.shape[3], -1)))
+        out, log_sum = partial_softmax(q.flatten(0, 1), near_k.flatten(0, 1), near_v.flatten(0, 1), bias)
+        outs.append(out.view(*rows.shape[:4], end - begin, -1))
+        log_sums.append(log_sum.view(*rows.shape[:4], end - begin, 1))
     return torch.cat(outs, dim=4).flatten(3, 4), torch.cat(log_sums, dim=4).flatten(3, 4)
-
-
-def _over(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`partial_softmax` of blocks [batch kv_heads blocks …], with log-sum-exps [… 1]."""
-    out, log_sum = partial_softmax(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), bias)
-    return out.view(*q.shape[:4], -1), log_sum.view(*q.shape[:4], 1)

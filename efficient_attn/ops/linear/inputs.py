@@ -1,10 +1,7 @@
 """Inputs of linear attention, from which features are computed chunk by chunk, and the sizes of chunks."""
 
-import functools
 import math
-import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,10 +17,8 @@ from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 # Fewer tokens per chunk cost more calls than cache misses, and more save no call worth their memory.
 _LEAST, _MOST = 112, 512
-# Features per chunk over all heads, however large the cache: they and their gradients are memory of a call.
+# Features per chunk over all heads, which fill a cache of 1 MiB; their gradients take as much.
 _FEATURES = 2**18
-# Second-level cache of one core where the system does not state it.
-_CACHE_BYTES = 2**20
 
 
 # The fields of `LinearInputs`, as arguments of operators.
@@ -175,30 +170,16 @@ def parts(length: int, size: int) -> list[slice]:
 
 
 def chunks(inputs: LinearInputs, length: int, features: int = _FEATURES) -> list[slice]:
-    """Parts whose features, at most so many, fill a cache on the CPU, and what is held on other devices."""
+    """Parts with this number of features on the CPU, and with as many as are held on other devices."""
     if not tuned_for_cpu(inputs.q):
         return parts(length, held_tokens(inputs))
-    fills = held_tokens(inputs, min(cache_bytes() // 4, features))
-    return parts(length, min(max(fills, _LEAST), _MOST))
+    return parts(length, min(max(held_tokens(inputs, features), _LEAST), _MOST))
 
 
 def held_tokens(inputs: LinearInputs, numbers: int | None = None) -> int:
     """Tokens with this number of features over all heads, by default as many as are held; at least 1."""
     features = max(inputs.q.shape[0] * inputs.q.shape[1] * inputs.num_features, 1)
     return step_capacity(features) if numbers is None else max(numbers // features, 1)
-
-
-@functools.cache
-def cache_bytes(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Size of the second-level cache of a core as Linux states it, or a usual one."""
-    try:
-        sizes = [
-            file.with_name("size").read_text() for file in folder.glob("*/level") if file.read_text() == "2\n"
-        ]
-    except OSError:
-        return _CACHE_BYTES
-    match = re.fullmatch(r"(\d+)K\s*", sizes[0]) if sizes else None
-    return int(match[1]) * 1024 if match and int(match[1]) else _CACHE_BYTES
 
 
 class Outputs(NamedTuple):
