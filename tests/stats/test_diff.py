@@ -242,10 +242,7 @@ def test_numbers_that_differ_between_the_runs_of_a_side_are_tested_over_runs(old
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "runs"),
-    [
-        *((name, 1) for name in MODELS if name not in SHIFTS),
-        *((name, 3) for name in (*SHIFTS, "independent calls")),
-    ],
+    [(name, 3 if name in SHIFTS else 1) for name in MODELS],
 )
 def test_equal_code_keeps_the_level_under_every_noise_model(name, runs):
     """Shifts of whole runs, which a single run does not show, need several runs."""
