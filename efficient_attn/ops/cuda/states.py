@@ -9,8 +9,8 @@ each stored as sums relative to 2^reference, feature by feature. Features do not
 that a program walks over the tokens with a block of features. Sequences are cut into segments, whose states
 are computed at once, scanned, and walked again from the scanned states to write the state at every chunk.
 
-Positions are those of keys. The queries are the last positions, from position `before` on. State slots
-are those of the chunks from `first`, the chunk of the first query, on: the state before chunk c is slot
+Positions are of keys. The queries are the last positions, from position `before` on. State slots
+belong to the chunks from `first`, the chunk of the first query, on: the state before chunk c is slot
 c − first. States of queries are the states after a chunk, slot c − first + 1; slot 0 has all queries.
 """
 
@@ -92,7 +92,7 @@ def walk_kernel(
     FEATURES: tl.constexpr, TOKENS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr,
     QUERIES: tl.constexpr, WRITE: tl.constexpr, OPERANDS: tl.constexpr,
 ):  # fmt: skip
-    """State of a segment by itself, or with WRITE, from the state before it, those at its chunks.
+    """State of a segment by itself, or with WRITE, from the state before it, states at its chunks.
 
     Of keys, the first launch also writes the offsets −h |k|² and a constant, −inf for a hidden key.
     """
