@@ -26,9 +26,7 @@ _BITS = {"bfloat16": 7, "float16": 10, "tf32": -10}
 _FACTOR, _FACTOR_OF_GRADIENTS, _FACTOR_OF_ROWS = 2.0, 4.0, 10.0
 _FLOAT32 = 1e-6
 _BATCH, _HEADS, _KV_HEADS, _LONGEST_BATCH = 2, 4, 2, 1024
-_WINDOW = 257
-# Failures that are told; their number is told too.
-_TOLD = 5
+_WINDOW, _TOLD = 257, 5
 
 
 class Case(NamedTuple):
@@ -61,7 +59,7 @@ class Subject:
         backend: Name of the backend.
         note: Name by which the kernel reports that it served a call.
         bits: Mantissa bits of operands by precision; None: the backend on the CPU is the measure.
-        causal: Whether calls are causal; None: those with grouped heads are.
+        causal: Whether calls are causal; None: only with grouped heads.
         streams: Whether the kernel serves `extend`.
         module: Function of the backend, whose result takes its place.
     """
@@ -398,5 +396,5 @@ def _product(x: Tensor, y: Tensor, bits: int | None) -> Tensor:
 def _rounded(x: Tensor, bits: int) -> Tensor:
     """float64 numbers rounded to so many mantissa bits, whatever their exponent; negative: cut off."""
     dropped = 52 - abs(bits)
-    whole = x.contiguous().view(torch.int64) + ((1 << (dropped - 1)) if bits > 0 else 0)
-    return (whole & -(1 << dropped)).view(torch.float64)
+    half = 1 << (dropped - 1) if bits > 0 else 0
+    return ((x.contiguous().view(torch.int64) + half) & -(1 << dropped)).view(torch.float64)

@@ -50,7 +50,7 @@ class Process:
 
     Args:
         limit_bytes: Memory that the process may allocate beyond its start-up; None: unlimited.
-        variables: Environment variables that are added to those of this process.
+        variables: Environment variables that the process has in addition.
     """
 
     def __init__(self, limit_bytes: int | None = None, *, variables: Mapping[str, str] | None = None) -> None:

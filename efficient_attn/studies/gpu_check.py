@@ -161,7 +161,7 @@ def gpu_check(
     budget_s: float = MEASURE_BUDGET_S,
     say: Say = lambda text: None,
 ) -> GpuCheck:
-    """Check every fused kernel on the GPU, time what passes, and write a folder to share.
+    """Check every fused kernel on the GPU, time calls, and write a folder to share.
 
     The check takes at most three minutes, the measurement at most `budget_s`. The verdict is kept in the
     user's cache folder: from then on kernels serve that passed and were not slower than PyTorch's operators.

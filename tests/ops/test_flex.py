@@ -218,6 +218,8 @@ def test_flex_serves_dimensions_and_sizes_that_its_kernels_take(monkeypatch):
     ):
         assert not flex.available(*tensors(**sizes)), sizes
     assert not flex.available(*tensors()[:2], tensors(dtype=torch.bfloat16)[2])
+    monkeypatch.setattr(verdict, "trusted", lambda kernel, *_: kernel == "window-flex")
+    assert not flex.available(*tensors()) and flex.available(*tensors(), kernel="window-flex")
 
 
 @pytest.fixture
