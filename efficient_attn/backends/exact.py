@@ -2,17 +2,13 @@
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from efficient_attn.operation_counts import OperationCounts, softmax_matmuls, visible_pairs
-from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.definition import apply_weights, softmax_weights
-from efficient_attn.ops.softmax.fused import ROWS, fused_attention
+from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
-from efficient_attn.ops.softmax.partial import eager
-from efficient_attn.ops.window.attention import window_attention
 from efficient_attn.options import option, probability
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, register
@@ -63,14 +59,6 @@ class FusedAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, zeroed: bool = False
     ) -> Tensor:
-        dropout = self._dropout if self.training else 0.0
-        masked = self._causal and (key_mask is not None or q.shape[-2] != k.shape[-2])
-        trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        long = q.shape[-2] > ROWS and eager(q, k, v) and cpu_flash.available(q, k, v)
-        if masked and trained and long and not dropout:
-            # Autograd would keep masks of tokens² bytes; a window of all keys makes its masks again.
-            back = k.shape[-2]
-            return window_attention(q, k, v, scale=self._scale, back=back, ahead=0, key_mask=key_mask)
         return fused_attention(
             q,
             k,
@@ -78,7 +66,7 @@ class FusedAttention(nn.Module):
             scale=self._scale,
             causal=self._causal,
             key_mask=key_mask,
-            dropout=dropout,
+            dropout=self._dropout if self.training else 0.0,
             zeroed=zeroed,
         )
 

@@ -39,8 +39,10 @@ ON_GPU = [
 
 
 def child(*arguments: str, **environment: str) -> Any:
+    # Where the folder of a script is left off the path, its helpers have to be found too.
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent)} | environment
     done = subprocess.run(
-        [sys.executable, SCRIPT, *arguments], env=os.environ | environment, capture_output=True, text=True
+        [sys.executable, SCRIPT, *arguments], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)

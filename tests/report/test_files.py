@@ -90,9 +90,12 @@ def test_long_names_are_shortened(tmp_path):
 
 
 @pytest.mark.slow
-def test_several_runs_stand_side_by_side_with_their_names(tmp_path):
-    runs = [folder(tmp_path / name / "bench", costs(), {"processor": name}) for name in ("laptop", "server")]
-    paths = redraw.report(*runs, out=tmp_path / "both")
+def test_several_runs_stand_side_by_side_with_their_names(tmp_path, monkeypatch):
+    for name in ("laptop", "server"):
+        folder(tmp_path / name / "bench", costs(), {"processor": name})
+    monkeypatch.chdir(tmp_path)
+    # Folders of one name are told apart by their paths as typed.
+    paths = redraw.report("laptop/bench", "server/bench", out=tmp_path / "both")
     names = {path.name for path in paths}
     assert {"laptop-bench-time.png", "server-bench-summary.csv", "tables.md", "report.html"} <= names
     page = Page((tmp_path / "both" / "report.html").read_text(encoding="utf-8"))

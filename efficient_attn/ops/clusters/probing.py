@@ -257,19 +257,33 @@ def _softmax(slices: Slices, size: int, *, causal: bool) -> tuple[Tensor, Tensor
     """
     (k, v), rows = slices.near(), slices.rows.unflatten(3, (-1, size))
     outs, log_sums = [], []
+    biases: dict[int, Tensor] = {}
     for begin in range(0, size, _ROWS):
         end = min(begin + _ROWS, size)
         q = rows[:, :, :, :, begin:end].flatten(3, 4)
-        near_k, near_v, bias = k, v, None
+        late_k, late_v, bias, start = k, v, None, 0
         if causal:
-            # All rows see the keys before the first of them, and the global tokens behind the slice.
-            later = q.new_full((end - begin, end - begin), MASKED).triu(1).repeat(rows.shape[3], 1)
-            bias = F.pad(later, (size + begin, k.shape[3] - 2 * size))
-        if causal and end < size:
-            near_k, near_v = (
-                torch.cat([x[:, :, :, : size + end], x[:, :, :, 2 * size :]], dim=3) for x in (k, v)
+            # Keys from `start` on have a bias, which parts share; all rows see the keys before.
+            start = 0 if size <= _ROWS else size + begin
+            if end - begin not in biases:
+                later = q.new_full((end - begin, end - begin), MASKED).triu(1).repeat(rows.shape[3], 1)
+                biases[end - begin] = F.pad(later, (size + begin - start, k.shape[3] - 2 * size))
+            bias = biases[end - begin]
+        if start:
+            late_k, late_v = (
+                torch.cat([x[:, :, :, start : size + end], x[:, :, :, 2 * size :]], dim=3) for x in (k, v)
             )
-        out, log_sum = partial_softmax(q.flatten(0, 1), near_k.flatten(0, 1), near_v.flatten(0, 1), bias)
-        outs.append(out.view(*rows.shape[:4], end - begin, -1))
-        log_sums.append(log_sum.view(*rows.shape[:4], end - begin, 1))
+        out, log_sum = _over(q, late_k, late_v, bias)
+        if start:
+            early, early_sum = _over(q, k[:, :, :, :start], v[:, :, :, :start], None)
+            late_sum, log_sum = log_sum, torch.logaddexp(log_sum, early_sum)
+            out = (late_sum - log_sum).exp() * out + (early_sum - log_sum).exp() * early
+        outs.append(out.unflatten(3, (rows.shape[3], -1)))
+        log_sums.append(log_sum.unflatten(3, (rows.shape[3], -1)))
     return torch.cat(outs, dim=4).flatten(3, 4), torch.cat(log_sums, dim=4).flatten(3, 4)
+
+
+def _over(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`partial_softmax` of blocks [batch kv_heads blocks …], with log-sum-exps [… 1]."""
+    out, log_sum = partial_softmax(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), bias)
+    return out.view(*q.shape[:4], -1), log_sum.view(*q.shape[:4], 1)
