@@ -38,7 +38,7 @@ def test_a_call_is_the_backend_on_q_k_v_the_blocks_one_after_the_other_or_the_va
     block, (x,) = prepared.module, prepared.inputs
     _, _, v = torch.nn.functional.linear(x, block.attention.in_proj_weight).chunk(3, dim=-1)
     y = block.attention_residual.post(x, block.attention.out_proj(v))
-    torch.testing.assert_close(prepared.call(), block._feed(y))
+    torch.testing.assert_close(prepared.call(), block._read_and_feed(y, None))
 
 
 @pytest.mark.parametrize(("of", "blocks"), [("block", 1), ("encoder", 3)])
