@@ -166,7 +166,7 @@ def _stored(
     path = folder / RECORDS
     environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
     study = environment.get(STUDY)
-    if study not in (None, machine.get(STUDY)):
+    if study not in (None, machine[STUDY]):
         raise DataError(
             f"out: {folder} holds a run of {short(str(study))}, not {machine[STUDY]}; name a new folder."
         )

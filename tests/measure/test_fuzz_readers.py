@@ -21,6 +21,8 @@ FIXTURE = Path(__file__).parent.parent / "fixtures" / "run"
 RECORDS = (FIXTURE / "records.jsonl").read_bytes()
 ENVIRONMENT = (FIXTURE / "environment.json").read_bytes()
 ROWS = [json.loads(text) for text in RECORDS.splitlines()]
+# The environment of a run that continues another.
+MACHINE = {"command": [], "study": "bench", "code": {}}
 
 # More by hand: EFFICIENT_ATTN_FUZZ=10000 pytest tests/measure/test_fuzz_readers.py
 fuzz = settings(
@@ -82,7 +84,7 @@ def _compare(folder):
 
 
 def _resume(folder):
-    assert all(line(row) for row in begin(folder, [], {"command": []}, resume=True).rows)
+    assert all(line(row) for row in begin(folder, [], MACHINE, resume=True).rows)
 
 
 @fuzz
@@ -123,6 +125,6 @@ def test_any_environment_is_refused_or_made_use_of(folder, value):
 )
 def test_an_environment_that_is_too_large_or_no_strict_json_is_refused(folder, content, message):
     use(folder, RECORDS, content)
-    for act in (ea.read, partial(begin, cases=[], machine={"command": []}, resume=True)):
+    for act in (ea.read, partial(begin, cases=[], machine=MACHINE, resume=True)):
         with pytest.raises(DataError, match=f"environment.json {message}"):
             act(folder)

@@ -19,7 +19,12 @@ from efficient_attn.studies import run_folder as files
 from efficient_attn.studies.run_folder import begin, only_writer, open_folder
 
 RECORD = Record(case=case("time", "b", 1), times_s=(0.5,))
-MACHINE = {"command": ["efficient-attn", "bench"], "torch": {"version": "2"}}
+MACHINE = {
+    "command": ["efficient-attn", "bench"],
+    "study": "bench",
+    "code": {},
+    "torch": {"version": "2"},
+}
 FAILURES = (errno.ENOSPC, errno.EACCES)
 OPEN = open
 posix = pytest.mark.skipif(os.name != "posix", reason="folders cannot be waited for")
