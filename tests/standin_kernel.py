@@ -5,6 +5,7 @@ import signal
 from functools import partial
 
 import torch
+from twins import with_gradient
 
 from efficient_attn.measure import kernel_check
 from efficient_attn.measure.kernel_check import Case, Subject
@@ -23,20 +24,8 @@ CASES = (
 PRECISIONS = {"bfloat16": 7, "float16": 10, "float32": None}
 
 
-class Tap(torch.autograd.Function):
-    """The identity, whose gradient is changed."""
-
-    @staticmethod
-    def forward(ctx, x, change):
-        ctx.change = change
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.change(gradient.clone()), None
-
-
 def zero(gradient, *at):
+    gradient = gradient.clone()
     gradient[at] = 0
     return gradient
 
@@ -69,7 +58,7 @@ class Kernel:
             if fault == "mask of the first sequence for all":
                 hidden = hidden[:1].expand_as(hidden)
             if fault == "gradient of masked values":
-                v = Tap.apply(v, lambda g: g + hidden)
+                v = with_gradient(v, lambda g: g + hidden)
             k, v = (x.nan_to_num().masked_fill(~mask[:, None, :, None], 0.0) for x in (k, v))
             if fault == "mask dropped at the end of a chunk":
                 hidden = hidden.clone()
@@ -79,7 +68,7 @@ class Kernel:
         heads = heads % k.shape[1] if fault == "heads of a group swapped" else heads // group
         k, v = k[:, heads], v[:, heads]
         if fault == "gradient of one head of a group":
-            k = Tap.apply(k, lambda g: zero(g, slice(None), slice(1, None, group)) if group > 1 else g)
+            k = with_gradient(k, lambda g: zero(g, slice(None), slice(1, None, group)) if group > 1 else g)
         w, scale = self.backend.core.features.projection.double(), self.backend.problem.factor
         if fault == "features of the last block dropped":
             w = w[: -len(w) // 4]
@@ -115,11 +104,11 @@ class Kernel:
     def taps(self, q, k, tokens):
         last = slice(tokens // CHUNK * CHUNK, None)
         if self.fault == "gradient of the tail of keys lost":
-            k = Tap.apply(k, lambda g: zero(g, ..., last, slice(None)))
+            k = with_gradient(k, lambda g: zero(g, ..., last, slice(None)))
         if self.fault == "gradient of the tail of queries lost":
-            q = Tap.apply(q, lambda g: zero(g, ..., last, slice(None)))
+            q = with_gradient(q, lambda g: zero(g, ..., last, slice(None)))
         if self.fault == "gradient of queries without its scale":
-            q = Tap.apply(q, lambda g: g * 2)
+            q = with_gradient(q, lambda g: g * 2)
         return q, k
 
     def start(self, keys, v):

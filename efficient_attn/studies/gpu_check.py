@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,8 +245,6 @@ def check_kernels(
     kernels: dict[str, Any] = {}
     jobs = []
     for kernel, subject in SUBJECTS.items():
-        if kernel == "causal-linear" and find_spec("efficient_attn.ops.cuda") is None:
-            continue
         kernels[kernel] = {"source": verdict.source_hash(kernel), "precisions": {}}
         jobs += [(kernel, precision) for precision in subject.bits]
     if refused is not None:
