@@ -130,18 +130,17 @@ def merge(
         log_sum[:, :, rows].masked_fill_(empty, -torch.inf)
     group = q.shape[1] // first.k.shape[1]
     for entry in range(q.shape[0]):
-        for head in range(q.shape[1]):
-            keys, values = (upcast(x[entry, head // group]) for x in (first.k, first.v))
-            scores = torch.mm(keys, upcast(q[entry, head, rows]).mT).mul_(scale)
-            if hidden is not None:
-                scores.masked_fill_(hidden[entry], -torch.inf)
-            near = log_sum[entry, head, rows]
-            both = torch.logaddexp(near, scores.logsumexp(dim=0))
-            # A row without any real key: exp(−inf) = 0, where −inf less −inf would be NaN.
-            both.masked_fill_(both == -torch.inf, 0.0)
-            outs = out[entry, head, rows].mul_((near - both).exp_().unsqueeze(-1))
-            outs.addmm_(scores.sub_(both).exp_().mT, values)
-            near.copy_(both)
+        keys, values = (upcast(x[entry]).repeat_interleave(group, dim=0) for x in (first.k, first.v))
+        scores = torch.bmm(keys * scale, upcast(q[entry, :, rows]).mT)
+        if hidden is not None:
+            scores.masked_fill_(hidden[entry], -torch.inf)
+        near = log_sum[entry, :, rows]
+        both = torch.logaddexp(near, scores.logsumexp(dim=1))
+        # A row without any real key: exp(−inf) = 0, where −inf less −inf would be NaN.
+        both.masked_fill_(both == -torch.inf, 0.0)
+        outs = out[entry, :, rows].mul_((near - both).exp_().unsqueeze(-1))
+        outs.baddbmm_(scores.sub_(both.unsqueeze(1)).exp_().mT, values)
+        near.copy_(both)
 
 
 def _rows(q: Tensor, first: GlobalKeys) -> tuple[slice, Tensor | None]:
