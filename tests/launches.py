@@ -20,12 +20,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._library.custom_ops import OPDEFS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import efficient_attn as ea
 from efficient_attn.ops import paths
+from efficient_attn.ops.operators import FUNCTIONS
 
 # Whether bounds hold for backward passes: formulas of derivatives of earlier versions take more operators.
 COUNTED = torch.__version__ >= (2, 13)
@@ -81,7 +81,7 @@ class Entering(TorchDispatchMode):
         namespace, name = func.name().split(".")[0].split("::")
         if namespace == "efficient_attn":
             with self.entered():
-                return OPDEFS[f"{namespace}::{name}"]._init_fn(*args, **kwargs)
+                return FUNCTIONS[name](*args, **kwargs)
         if namespace == "aten" and func._can_decompose():
             with self:
                 return func.decompose(*args, **kwargs)

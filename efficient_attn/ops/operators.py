@@ -4,7 +4,9 @@
 Batch entries are independent, so a mapped axis is folded into the batch.
 """
 
+import sys
 from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -15,6 +17,36 @@ from efficient_attn.errors import ShapeError, UnsupportedError
 
 # Arguments without a batch axis: parameters of the model.
 _SHARED = {"directions", "log_weights"}
+
+# Functions of the operators, by name.
+FUNCTIONS: dict[str, Callable[..., Any]] = {}
+
+
+def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
+    """Register a function without side effects as `torch.ops.efficient_attn.<name>`, for every device.
+
+    `torch.library.custom_op` imports the compiler at the first call in a process, which takes seconds.
+    """
+
+    def register(function: Callable[..., Any]) -> Any:
+        @wraps(function)
+        def uncompiled(*args: Any) -> Any:
+            # A process that has not imported the compiler compiles nothing.
+            return (_disabled(function) if "torch._dynamo" in sys.modules else function)(*args)
+
+        FUNCTIONS[name] = function
+        path = f"efficient_attn::{name}"
+        torch.library.define(path, schema, tags=torch.Tag.pt2_compliant_tag)
+        torch.library.impl(path, "default", uncompiled)
+        return getattr(torch.ops.efficient_attn, name).default
+
+    return register
+
+
+@cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which the compiler leaves alone."""
+    return torch.compiler.disable(function)
 
 
 def check_one_device(**inputs: Any) -> None:
@@ -44,18 +76,18 @@ def transformed(*args: Any) -> bool:
 
 
 def transformable(
-    operator: Any, backward: Callable | None = None, keep: Callable | None = None
+    registered: Any, backward: Callable | None = None, keep: Callable | None = None
 ) -> Callable[..., Any]:
     """The operator, registered with its gradient for autograd and for the transforms of torch.func.
 
     Args:
-        operator: Result of `torch.library.custom_op`, without keyword arguments.
+        registered: An operator, without keyword arguments.
         backward: Takes a context and the output gradients; None: a backward pass raises an error.
         keep: Takes a context, the inputs and the output, and saves for `backward`.
     """
     backward, keep = backward or _refuse_derivatives, keep or (lambda ctx, inputs, output: None)
-    operator.register_autograd(backward, setup_context=keep)
-    shared = [argument.name in _SHARED for argument in operator._opoverload._schema.arguments]
+    torch.library.register_autograd(registered, backward, setup_context=keep)
+    shared = [argument.name in _SHARED for argument in registered._schema.arguments]
 
     def over_batches(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
         if any(dim is not None for dim, without_batch in zip(in_dims, shared, strict=True) if without_batch):
@@ -63,21 +95,21 @@ def transformable(
         return _folded(carrier.apply, info.batch_size, in_dims, args, shared)
 
     members = {
-        "forward": lambda *args: operator(*args),
+        "forward": lambda *args: registered(*args),
         "setup_context": keep,
         "backward": backward,
         "jvp": _refuse_tangents,
         "vmap": over_batches,
     }
     carrier: Any = type(
-        operator._name,
+        registered.name(),
         (torch.autograd.Function,),
         {name: staticmethod(member) for name, member in members.items()},
     )
 
     def call(*args: Any) -> Any:
         if not transformed(*args):
-            return operator(*args)
+            return registered(*args)
         return carrier.apply(*args) if torch._C._are_functorch_transforms_active() else _refuse_tangents()
 
     return call

@@ -1,5 +1,8 @@
 """Every registered operator passes all of torch's own checks of a registration."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from reference import random_qkv
@@ -65,3 +68,16 @@ def test_torch_finds_nothing_wrong_with_a_registration(name, masked, utility):
             outputs = forward(*args)
             upstream = torch.ones_like(outputs[0])
             assert opcheck(backward, (upstream, *outputs, *args), test_utils=utility) == {utility: "SUCCESS"}
+
+
+def test_calls_import_no_compiler():
+    code = """
+import sys, torch, efficient_attn as ea
+x = torch.randn(1, 2, 9, 4, requires_grad=True)
+for causal in (True, False):
+    for name in ("window", "performer-positive"):
+        ea.build(name, head_dim=4, causal=causal)(x, x, x).sum().backward()
+print("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

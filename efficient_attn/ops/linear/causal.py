@@ -34,7 +34,7 @@ from efficient_attn.ops.linear.state import (
     merge,
     with_ones,
 )
-from efficient_attn.ops.operators import check_one_device, transformable, transformed
+from efficient_attn.ops.operators import check_one_device, operator, transformable, transformed
 from efficient_attn.ops.paths import tuned_for_cpu
 
 _ALL = slice(None)
@@ -126,27 +126,23 @@ def _past(inputs: LinearInputs, before: int) -> LinearState:
     return whole_state(inputs._replace(k=inputs.k[..., first, :], v=inputs.v[..., first, :], key_mask=mask))
 
 
-@torch.library.custom_op(
-    "efficient_attn::causal_linear", mutates_args=(), schema=f"({FIELDS}) -> (Tensor, Tensor, Tensor)"
-)
+@operator("causal_linear", f"({FIELDS}) -> (Tensor, Tensor, Tensor)")
 def _causal(*fields: Any) -> tuple[Tensor, Tensor, Tensor]:
     inputs = LinearInputs(*fields)
     with without_autocast(inputs.q):
         return (*causal_rows(inputs, None),)
 
 
-@_causal.register_fake
+@torch.library.register_fake(_causal)
 def _(*fields: Any) -> tuple[Tensor, ...]:
     inputs = LinearInputs(*fields)
     check_one_device(**inputs._asdict())
     return (*new_outputs(inputs.q, inputs.v),)
 
 
-@torch.library.custom_op(
-    "efficient_attn::causal_linear_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor out, Tensor logarithm, Tensor negative, {FIELDS}) "
-    "-> (Tensor, Tensor, Tensor)",
+@operator(
+    "causal_linear_backward",
+    f"(Tensor grad_out, Tensor out, Tensor logarithm, Tensor negative, {FIELDS}) -> (Tensor, Tensor, Tensor)",
 )
 def _causal_backward(
     grad_out: Tensor, out: Tensor, logarithm: Tensor, negative: Tensor, *fields: Any
@@ -156,7 +152,7 @@ def _causal_backward(
         return causal_row_gradients(inputs, None, grad_out, outputs, to_past=False)[:3]
 
 
-@_causal_backward.register_fake
+@torch.library.register_fake(_causal_backward)
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in arguments[4:7])
 

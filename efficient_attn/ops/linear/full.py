@@ -31,7 +31,7 @@ from efficient_attn.ops.linear.state import (
     with_ones,
 )
 from efficient_attn.ops.linear.trigonometric import trigonometric_attention, trigonometric_gradients
-from efficient_attn.ops.operators import check_one_device, transformable
+from efficient_attn.ops.operators import check_one_device, operator, transformable
 from efficient_attn.ops.paths import tuned_for_cpu
 from efficient_attn.ops.softmax.flex import NotCompiledError
 
@@ -53,11 +53,7 @@ def whole_state(inputs: LinearInputs) -> LinearState:
     return state
 
 
-@torch.library.custom_op(
-    "efficient_attn::full_linear",
-    mutates_args=(),
-    schema=f"({FIELDS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@operator("full_linear", f"({FIELDS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 def _full(*fields: Any) -> tuple[Tensor, ...]:
     inputs = LinearInputs(*fields)
     with without_autocast(inputs.q):
@@ -88,7 +84,7 @@ def _read(inputs: LinearInputs, part: slice, state: LinearState) -> Outputs:
     return Outputs(divide(sums, seen), log_sum(sums, reference, seen), sums[..., -1:] < 0)
 
 
-@_full.register_fake
+@torch.library.register_fake(_full)
 def _(*fields: Any) -> tuple[Tensor, ...]:
     inputs = LinearInputs(*fields)
     check_one_device(**inputs._asdict())
@@ -101,10 +97,9 @@ def _(*fields: Any) -> tuple[Tensor, ...]:
     )
 
 
-@torch.library.custom_op(
-    "efficient_attn::full_linear_backward",
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor out, Tensor logarithm, Tensor negative, Tensor sums, Tensor reference, "
+@operator(
+    "full_linear_backward",
+    "(Tensor grad_out, Tensor out, Tensor logarithm, Tensor negative, Tensor sums, Tensor reference, "
     f"{FIELDS}) -> (Tensor, Tensor, Tensor)",
 )
 def _full_backward(
@@ -157,7 +152,7 @@ def key_gradients(inputs: LinearInputs, reference: Tensor, query_sums: Tensor) -
     return grad_k, grad_v
 
 
-@_full_backward.register_fake
+@torch.library.register_fake(_full_backward)
 def _(*arguments: Any) -> tuple[Tensor, ...]:
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in arguments[6:9])
 

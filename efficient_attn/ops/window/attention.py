@@ -162,4 +162,4 @@ def _differentiable(grad_out: Tensor, inputs: WindowInputs) -> list[Tensor | Non
     return [next(grads) if x.requires_grad else None for x in tensors]
 
 
-fused_window.register_autograd(_backward, setup_context=_keep)
+torch.library.register_autograd(fused_window, _backward, setup_context=_keep)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, without_autocast
-from efficient_attn.ops.operators import check_one_device
+from efficient_attn.ops.operators import check_one_device, operator
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.window.global_keys import GlobalKeys, add_gradients, merge
 
@@ -112,7 +112,7 @@ _SCHEMA = (
 )
 
 
-@torch.library.custom_op("efficient_attn::window", mutates_args=(), schema=f"({_SCHEMA}) -> (Tensor, Tensor)")
+@operator("window", f"({_SCHEMA}) -> (Tensor, Tensor)")
 def fused_window(*fields: Any) -> tuple[Tensor, Tensor]:
     """The output [batch heads q_tokens dim] and each row's log-sum-exp [batch heads q_tokens].
 
@@ -139,7 +139,7 @@ def fused_window(*fields: Any) -> tuple[Tensor, Tensor]:
     return out.to(q.dtype), log_sum
 
 
-@fused_window.register_fake
+@torch.library.register_fake(fused_window)
 def _(*fields: Any) -> tuple[Tensor, Tensor]:
     inputs = WindowInputs(*fields)
     check_one_device(**inputs._asdict())
@@ -147,11 +147,9 @@ def _(*fields: Any) -> tuple[Tensor, Tensor]:
     return inputs.q.new_empty(*inputs.q.shape[:-1], inputs.v.shape[-1]), log_sum
 
 
-@torch.library.custom_op(
-    "efficient_attn::window_backward",
-    mutates_args=(),
-    schema=f"(Tensor grad_out, Tensor out, Tensor log_sum, {_SCHEMA}) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+@operator(
+    "window_backward",
+    f"(Tensor grad_out, Tensor out, Tensor log_sum, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def fused_window_backward(grad_out: Tensor, out: Tensor, log_sum: Tensor, *fields: Any) -> tuple[Tensor, ...]:
     """Gradients with respect to q, k, v, first_k and first_v, the last two empty without keys of their own.
@@ -194,7 +192,7 @@ def fused_window_backward(grad_out: Tensor, out: Tensor, log_sum: Tensor, *field
     return *grads, by_first[0].to(k.dtype), by_first[1].to(v.dtype)
 
 
-@fused_window_backward.register_fake
+@torch.library.register_fake(fused_window_backward)
 def _(grad_out: Tensor, out: Tensor, log_sum: Tensor, *fields: Any) -> tuple[Tensor, ...]:
     inputs = WindowInputs(*fields)
     empty = inputs.first is None or inputs.at is not None
