@@ -23,6 +23,9 @@ from efficient_attn.studies.study import Plan, Point, Request, Steps
 # Seconds of timed calls in a round; the rounds of a run take at most this share of its budget.
 _ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
 
+# Largest share of a budget that is left for the files.
+_SHARE_OF_SAVING = 0.15
+
 # Backends that the note on an interruption names before it counts the others.
 _NAMED = 6
 
@@ -64,6 +67,7 @@ class Engine:
 
     Args:
         budget_s: Seconds from `start_s`, by default now; points that would not fit are skipped.
+        saving_s: Seconds of the budget that the files of the run need in the end.
         executor: Object with `submit` that measures points without rounds; None: this process.
         report: Receives the progress after every finished point.
 
@@ -78,6 +82,7 @@ class Engine:
         *,
         budget_s: float | None = None,
         start_s: float | None = None,
+        saving_s: float = 0.0,
         executor: Any = None,
         report: Callable[[Progress], None] | None = None,
     ) -> None:
@@ -93,6 +98,7 @@ class Engine:
                 "executor: the rounds of this run are interleaved in one process; leave it out."
             )
         self._budget_s = math.inf if budget_s is None else budget_s
+        self._saving_s = min(saving_s, _SHARE_OF_SAVING * self._budget_s)
         rounds = sum(point.rounds for point in self._missing.values())
         self._round_s = min(_ROUND_S, _SHARE_OF_BUDGET * self._budget_s / max(rounds, 1))
         self._durations = Durations(self._round_s)
@@ -178,7 +184,11 @@ class Engine:
 
     def _skip(self, point: Point) -> bool:
         """Whether the point is skipped: by its study, after a timeout of its series, or by the budget."""
-        reason, needed_s, left_s = point.skip, self._durations.next_s(point), max(self._left_s(), 0.0)
+        reason, needed_s, left_s = (
+            point.skip,
+            self._durations.remaining_s([(point, 1)]),
+            max(self._left_s(), 0.0),
+        )
         if reason is None and point.series in self._timed_out:
             tokens = self._timed_out[point.series]
             reason = f"took too long at {tokens} tokens already (raise it with --timeout)"
@@ -197,13 +207,14 @@ class Engine:
         labels = measured | {point.case.label for point in self._missing.values() if not point.skip}
         if len(measured) < min(len(labels), 2):
             needed_s = time.monotonic() - self._start + self._durations.remaining_s([(point, 1)])
+            needed_s += self._saving_s
             raise _TooShortError(
                 f"The budget of {show_seconds(self._budget_s)} is too short: a baseline and one candidate "
                 f"need at least {show_seconds(needed_s)} (--budget)."
             )
 
     def _left_s(self) -> float:
-        return self._start + self._budget_s - time.monotonic()
+        return self._start + self._budget_s - self._saving_s - time.monotonic()
 
     def _emit(self, point: Point, record: Record) -> None:
         with uninterrupted():
@@ -217,11 +228,11 @@ class Engine:
         """Take the point off the list and show the progress."""
         record, key = self._store.get(point.case), point.case.key
         assert record is not None, "it was measured"
-        if record.status != "ok":
+        if record.status != "ok" and not over_budget(record):
             # The study may leave out points that depend on this one.
             self._missing = foreseen(self._plan, self._store)
             self._done += 1
-        elif key in self._missing and self._store.answers(self._missing[key]):
+        elif key in self._missing and (record.status != "ok" or self._store.answers(self._missing[key])):
             # A study may ask for more rounds of the same point later.
             del self._missing[key]
             self._done += 1

@@ -26,6 +26,9 @@ from efficient_attn.studies.run_folder import (
 )
 from efficient_attn.studies.study import CODE, STUDY, Plan, Study
 
+# Seconds that tables, plots and the page take after the last point.
+_SAVING_S = 4.0
+
 
 def run_plan(
     study: Study,
@@ -73,6 +76,7 @@ def run_plan(
             store,
             budget_s=plan.budget_s if budget_s is None else budget_s,
             start_s=start_s,
+            saving_s=0.0 if folder is None else _SAVING_S,
             executor=executor,
             report=progress,
         )
