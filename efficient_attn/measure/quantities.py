@@ -10,7 +10,9 @@ from typing import Literal, NamedTuple
 
 Better = Literal["less", "more"]
 Scatter = Literal["rounds", "draws", "seeds"]
-Type = Literal["number", "whole number", "numbers", "whole numbers", "text"]
+Type = Literal[
+    "number", "signed number", "whole number", "numbers", "signed numbers", "whole numbers", "text"
+]
 
 # Relative change of a scattering number that matters unless --fail-on names another.
 MATTERS = 0.05
@@ -67,7 +69,8 @@ class Quantity:
         if self.samples not in (None, self.field):
             repetition = f"{self.scatter}".removesuffix("s")
             meaning = f"Values of {self.field}, one per {repetition}."
-            yield Field(f"{self.samples}", "numbers", self.unit, meaning)
+            samples: Type = "signed numbers" if self.type == "signed number" else "numbers"
+            yield Field(f"{self.samples}", samples, self.unit, meaning)
 
 
 # Declared so far: compared quantities and conditions by name, fields and kinds of records.

@@ -27,6 +27,7 @@ NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
 _REASON = "Reason of a missing value, or names of values that are not finite."
 _NUMBER = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+_SIGNED = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _FIELD = re.compile(r"`\$\.(\w+)")
 # Scalars of NumPy are floats to Python, but not to msgspec.
 _encode = msgspec.json.Encoder(enc_hook=float).encode
@@ -211,9 +212,11 @@ def _type(field: Field) -> Any:
     whole = Annotated[int, Meta(ge=0, le=limits.WHOLE_NUMBER)]
     types: dict[str, Any] = {
         "number": _NUMBER,
+        "signed number": _SIGNED,
         "whole number": whole,
         # Null stands for a value that was not finite.
         "numbers": tuple[_NUMBER | None, ...],
+        "signed numbers": tuple[_SIGNED | None, ...],
         "whole numbers": tuple[whole, ...],
         "text": str,
     }

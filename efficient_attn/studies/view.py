@@ -69,9 +69,7 @@ def sample_rows(record: Record) -> list[dict[str, Any]]:
 
 
 def _without_lists(record: Record) -> dict[str, Any]:
-    lists = {"options"} | {
-        name for name, field in FIELDS.items() if field.type in ("numbers", "whole numbers")
-    }
+    lists = {"options"} | {name for name, field in FIELDS.items() if field.type.endswith("numbers")}
     row = {name: value for name, value in record.row().items() if name not in lists}
     return row | {f"option_{name}": value for name, value in record.case.options.items()}
 

@@ -179,6 +179,7 @@ def test_the_schema_names_every_field_of_a_record_and_no_other():
 def test_every_kind_of_record_is_valid_and_strict_whatever_was_measured(kind, status):
     nan = float("nan")
     values = {"whole number": 1, "whole numbers": (1, 2), "number": nan, "numbers": (1.0, float("inf"))}
+    values |= {"signed number": -0.5, "signed numbers": (-0.5, nan)}
     measured = {name: values.get(field.type) for name, field in FIELDS.items()}
     about = replace(CASE, kind=kind, options={"a": 1, "b": "c", "d": None, "e": nan})
     for fields in ({"reason": "because"}, measured):
@@ -186,6 +187,14 @@ def test_every_kind_of_record_is_valid_and_strict_whatever_was_measured(kind, st
         row = strictly(line(record))
         assert Draft202012Validator(records_schema()).is_valid(row)
         assert (row["reason"] or "").startswith("because" if record.reason else "not a finite number: ")
+
+
+def test_a_loss_below_that_of_exact_attention_is_read_again():
+    record = Record(case=CASE, loss_difference=-0.5, loss_difference_draws=(-0.5, 0.25))
+    assert parse(line(record).encode(), "It") == record
+    refused = re.escape("next_token_kl cannot be '-0.5'")
+    with pytest.raises(DataError, match=refused):
+        parse(line(Record(case=CASE, next_token_kl=-0.5)).encode(), "It")
 
 
 VALUES = st.one_of(

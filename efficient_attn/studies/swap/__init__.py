@@ -28,7 +28,10 @@ STUDY = Study(
         error("next_token_kl", "nats", "Divergence of exact from computed next-token distributions."),
         error("next_token_disagreement", "share", "Share of positions with another most likely next token."),
         error("perplexity", "", "Perplexity of the texts.", rounding=0),
-        error("loss_difference", "nats", "Loss of the texts less that of exact attention."),
+        replace(
+            error("loss_difference", "nats", "Loss of the texts less that of exact attention.", rounding=0),
+            type="signed number",
+        ),
         error("loss_difference_error", "nats", "Standard error of loss_difference, by blocks of 64 tokens."),
         *(
             replace(error(name, "share", meaning, rounding=0), better="more")
