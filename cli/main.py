@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from efficient_attn.errors import AttentionError, naming_missing
 from efficient_attn.studies import refuse_several, studies
@@ -25,7 +26,36 @@ from .command import command_of
 # Errors of the command line itself; Typer exports only a subclass.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
+# Help texts use this many columns of a terminal.
+_WIDE = {"max_content_width": 100}
+
+# The order of the help text. A command is a study, or a function `name` or `name_command` in the module of
+# that name in this folder; studies that are not listed follow.
+GROUPS = {
+    "Measure": ("bench", "mse", "recall", "show"),
+    "Models": ("advise", "swap"),
+    "Your attention": ("check", "gpu-check"),
+    "Results": ("report", "diff", "list", "env"),
+}
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
+
+
+class _Grouped(TyperGroup):
+    """The commands in groups, each with the first sentence of its help."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        further = tuple(name for name in self.commands if name not in COMMANDS)
+        width = formatter.width - max(map(len, self.commands)) - 6
+        for title, names in {**GROUPS, "Further studies": further}.items():
+            rows = [(name, self.commands[name].get_short_help_str(width)) for name in names]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+
+
 app = typer.Typer(
+    cls=_Grouped,
+    context_settings=_WIDE,
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=True,
@@ -51,28 +81,6 @@ def _options_of_all(
     ] = False,
 ) -> None:
     refuse_several(str(context.invoked_subcommand))
-
-
-# The order of the help text. A command is a study, or a function `name` or `name_command` in the module of
-# that name in this folder; studies that are not listed follow.
-COMMANDS = (
-    "list",
-    "advise",
-    "show",
-    "bench",
-    "mse",
-    "recall",
-    "diff",
-    "report",
-    "swap",
-    "check",
-    "gpu-check",
-    "env",
-)
-
-
-# Help texts use this many columns of a terminal.
-_WIDE = {"max_content_width": 100}
 
 
 def _register(name: str) -> None:

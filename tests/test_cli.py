@@ -18,7 +18,7 @@ from efficient_attn.measure.record import replace
 from efficient_attn.studies.results import Results
 from efficient_attn_cli import exits
 from efficient_attn_cli.command import exit_code
-from efficient_attn_cli.main import COMMANDS, app, main
+from efficient_attn_cli.main import COMMANDS, GROUPS, app, main
 
 CODE = "from efficient_attn_cli.main import main; main()"
 
@@ -63,6 +63,15 @@ def test_twelve_commands_have_few_options_on_one_screen(capsys, monkeypatch):
     whole = {name: options_of(capsys, name, "--help-all")[0] or shown[name][0] for name in COMMANDS}
     assert {name: pair for name, pair in shown.items() if pair[0] > 16 or pair[1] > 40} == {}
     assert sum(whole.values()) <= 150 and whole["bench"] <= 24, whole
+
+
+def test_the_help_text_has_every_command_in_its_group(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert command("--help") == 0
+    text = capsys.readouterr().out
+    groups = {part.split(":\n")[0]: re.findall(r"^  (\S+)  ", part, re.M) for part in text.split("\n\n")[3:]}
+    assert {name: tuple(rows) for name, rows in groups.items()} == GROUPS
+    assert not re.search(r"\w\.\.\.$", text, re.M)
 
 
 def test_commands_that_messages_name_exist_with_their_flags():

@@ -88,7 +88,7 @@ def plan(
     threads: shared.Threads = None,
     seed: shared.Seed = 0,
 ) -> Plan:
-    """Measure the error of backends against exact softmax attention in float64, size by size.
+    """Measure errors against exact attention in float64, size by size.
 
     Layers that are causal in their model are measured causally. An entry of the kernel is exp(x·y) for
     x = q/d^¼ and y = k/d^¼ of a given norm and angle; its error is compared with theory.
