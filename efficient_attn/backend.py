@@ -135,6 +135,38 @@ class Backend(nn.Module):
         with without_autocast(q):
             return self.core.denominators(q, k, key_mask)
 
+    @torch.no_grad()
+    def keys_read(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, rows: Any = None) -> Tensor:
+        """Keys that each query reads one by one, bool [batch heads rows k_tokens].
+
+        Such a key has the weight exp(scale · q·k) of exact attention, up to the common denominator of the
+        row. Masked keys, later keys, and keys within the summary of a cluster are not read.
+
+        Args:
+            rows: Index of q's tokens (a slice, a list or a tensor); None: all.
+
+        Raises:
+            UnsupportedError: If the backend reads no keys one by one.
+        """
+        exact = self.spec.capabilities.exact
+        if not (exact or hasattr(self.core, "keys_read")):
+            raise UnsupportedError(
+                f"Backend {self.spec.name!r} reads no keys one by one; 'window' and 'window-clusters' do."
+            )
+        self._check(q, k, k, key_mask)
+        queries, keys = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
+        queries = queries if rows is None else queries[rows]
+        visible = keys.new_ones(q.shape[0], 1, 1, len(keys), dtype=torch.bool)
+        if key_mask is not None:
+            visible = key_mask[:, None, None]
+        if self.problem.causal:
+            visible = visible & (keys <= queries[:, None] + len(keys) - q.shape[2])
+        visible = visible.expand(*q.shape[:2], len(queries), len(keys))
+        if exact or not visible.numel():
+            return visible
+        with without_autocast(q):
+            return self.core.keys_read(q, k, key_mask, queries) & visible
+
     def kernel_ratios(self, q: Tensor, k: Tensor) -> Tensor:
         """φ(q_i)·φ(k_i) over the softmax kernel for query i and key i, [batch heads tokens].
 

@@ -153,6 +153,27 @@ def test_error_and_cost_of_different_lengths_are_never_joined():
     assert len(found) == 1 and window.timed is None
 
 
+def test_shares_of_keys_and_weights_are_shown_if_fewer_than_all_keys_are_read():
+    def shared(label, *layers):
+        shares = zip(layered(label, (0.1, 0.1, 0.1)), layers, strict=True)
+        return [replace(row, density=d, covered_mass=mass) for row, (d, mass) in shares]
+
+    exact = [*shared("exact", *[(1.0, 1.0)] * 3), *layered("exact", (0.0,) * 3, 0.01)[3:]]
+    records = [*exact, *layered("performer-trig", (0.1,) * 3, 0.01)]
+    (table,) = tables(records, {})
+    assert "keys read, %" not in table.columns
+    records += [*shared("window", (0.1, 0.5), (0.1, 0.6), (0.25, 0.91))]
+    (table,) = tables(records, {})
+    at = table.columns.index("keys read, %")
+    assert table.columns[at + 1] == "weight read, %"
+    assert {row[0]: row[at : at + 2] for row in table.rows} == {
+        "exact": ("100", "100"),
+        "performer-trig": ("", ""),
+        "window": ("15.0", "67.0"),
+    }
+    assert any(note.startswith("keys read: ") for note in table.notes)
+
+
 def test_the_front_is_what_nothing_beats_in_both():
     heavy = measured("heavy", 0.2, 0.006, 1 << 22)
     beaten = measured("beaten", 0.31, 0.0041, 2049)

@@ -8,10 +8,13 @@ from reference import reference_attention
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError, UnknownNameError
+from efficient_attn.measure import accuracy
+from efficient_attn.measure.accuracy import sampled_queries
 from efficient_attn.measure.inputs import gaussian
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.studies import find
 from efficient_attn.studies.mse.analysis import panels
+from efficient_attn.studies.mse.view import tables
 
 SMALL = {
     "inputs": "gaussian",
@@ -76,6 +79,28 @@ def test_rows_without_a_positive_denominator_are_counted_for_signed_features_alo
     results = ea.mse(["performer-trig", "performer-positive", "window"], **{**SMALL, "norms": (3.0,)})
     assert all(0 < r.unsafe_rows <= 1 for r in records_of(results, "performer-trig"))
     assert all(r.unsafe_rows is None for r in results.records if r.case.backend != "performer-trig")
+
+
+@pytest.mark.parametrize("limit", [24, 8])
+def test_density_and_covered_mass_are_those_of_the_window_or_of_sampled_queries(monkeypatch, limit):
+    monkeypatch.setattr(accuracy, "MOST_COMPARED", limit)
+    monkeypatch.setattr(accuracy, "SAMPLED_QUERIES", limit)
+    results = ea.mse(["exact", "window", "performer-positive"], **{**SMALL, "sizes": (5,)})
+    (near,) = records_of(results, "window")
+    rows = range(24) if limit == 24 else sampled_queries(24, 0)
+    q, k, _ = gaussian(norm=0.5, tokens=24, head_dim=4)
+    weights = ((q.double() @ k.double().mT) / 2).softmax(dim=-1)[0, 0]
+    read = [(i, j) for i in map(int, rows) for j in range(24) if abs(i - j) <= 2]
+    assert near.density == len(read) / len(rows) / 24
+    assert near.covered_mass == pytest.approx(float(sum(weights[pair] for pair in read)) / len(rows))
+    (whole,) = records_of(results, "exact")
+    assert (whole.density, whole.covered_mass) == (1, pytest.approx(1))
+    (summary,) = records_of(results, "performer-positive")
+    assert summary.status == "ok" and summary.density is summary.covered_mass is None
+    _, shares = tables(results.records, {})
+    assert shares.columns == ("backend", "no size", "5")
+    assert [row[0] for row in shares.rows] == ["exact", "window"]
+    assert shares.rows[0][1] == "100 (100)" and shares.rows[1][2].endswith(f"({100 * near.density:.1f})")
 
 
 def test_by_default_the_layers_of_full_length_are_measured_and_the_decoder_causally(short_decoder):

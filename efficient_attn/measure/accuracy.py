@@ -16,7 +16,13 @@ from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import worker
 from efficient_attn.measure.calls import attention_flops
-from efficient_attn.measure.error import mean_of_values, outputs_checked, random_positions, unsafe_rows
+from efficient_attn.measure.error import (
+    mean_of_values,
+    outputs_checked,
+    random_positions,
+    read_shares,
+    unsafe_rows,
+)
 from efficient_attn.measure.inputs import Subject, read_given
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant, possible, with_size
@@ -59,9 +65,26 @@ def measure_error(
             unsafe_rows=unsafe,
             num_directions=directions_of(backends[0]),
             flops=attention_flops(case, backends[0].spec),
+            **_read_shares(backends, subject),
         )
 
     return measure_draws(variant, subject, "output", draws, measured, threads=threads)
+
+
+def _read_shares(backends: Sequence[Any], subject: Subject) -> dict[str, float]:
+    """Density and covered mass, mean over draws; none if a backend reads no keys one by one."""
+    (q, k, _), rows = subject.activations, subject.rows
+    if rows is None and q.shape[2] > MOST_COMPARED:
+        rows = sampled_queries(q.shape[2], subject.seed).to(q.device)
+    shares_of = functools.partial(read_shares, scale=subject.scale, causal=subject.causal, rows=rows)
+    try:
+        shares = [shares_of(backend.keys_read(q, k, rows=rows), q, k) for backend in backends]
+    except UnsupportedError:
+        return {}
+    return {
+        "density": fmean(share.density for share in shares),
+        "covered_mass": fmean(share.mass for share in shares),
+    }
 
 
 def measure_mean(

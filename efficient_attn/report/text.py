@@ -17,6 +17,11 @@ QUEUED_NOTE = (
     "device, launches included."
 )
 
+READ_NOTE = (
+    "keys read: share of the visible keys that queries read one by one. weight read: softmax weight of exact "
+    "attention on these keys."
+)
+
 # Inputs whose names do not say what they are.
 _INPUTS = {CONCATENATED: "concatenated documents", "decoder": "causal decoder"}
 # An interval wider than this share of the median to either side is shown.
@@ -26,6 +31,11 @@ _NOISY = 0.1
 def show_error(value: float) -> str:
     """Two significant digits, with an exponent for rounding and huge values."""
     return f"{value:.0f}" if 10 <= value < 100_000 else f"{value:.2g}"
+
+
+def show_percent(share: float | None) -> str:
+    """Percent with three significant digits; nothing for None."""
+    return "" if share is None else three_digits(100 * share)
 
 
 def three_digits(value: float) -> str:

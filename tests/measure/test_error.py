@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from efficient_attn.measure import error as measure
-from efficient_attn.measure.error import exact_output, mean_of_values, output_error, unsafe_rows
+from efficient_attn.measure.error import (
+    exact_output,
+    mean_of_values,
+    output_error,
+    read_shares,
+    unsafe_rows,
+)
 
 SCALE = 0.5
 ROUNDING = {"rtol": 1e-14, "atol": 1e-14}
@@ -58,3 +64,21 @@ def test_relative_error_mean_squared_error_and_unsafe_rows_are_what_they_say():
     assert error.relative == pytest.approx((1 / 29) ** 0.5)
     assert error.mse == pytest.approx(1 / 4)
     assert unsafe_rows(torch.tensor([[1.0, 0.0, -2.0, 3.0]])) == 0.5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("entries", [1, 1 << 20])
+@pytest.mark.parametrize("rows", [None, [0, 3, 4]])
+def test_density_and_covered_mass_are_shares_of_pairs_and_of_exact_weights(
+    monkeypatch, causal, entries, rows
+):
+    monkeypatch.setattr(measure, "_ENTRIES_AT_ONCE", entries)
+    q, k, _ = random_qkv()
+    # Outputs of unit vectors as values are the weights.
+    weights = attend_slowly(q, k, torch.eye(7, dtype=torch.float64).expand(1, 2, 7, 7), causal=causal)
+    weights = weights[:, :, rows or range(5)]
+    read = (torch.arange(weights.numel()).view_as(weights) % 3 == 0) & (weights > 0)
+    index = None if rows is None else torch.tensor(rows)
+    shares = read_shares(read, q.float(), k.float(), scale=SCALE, causal=causal, rows=index)
+    assert shares.density == int(read.sum()) / int((weights > 0).sum())
+    assert shares.mass == pytest.approx(float((weights * read).sum()) / (weights.shape[1] * weights.shape[2]))

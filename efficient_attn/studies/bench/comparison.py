@@ -1,7 +1,7 @@
 """Error, time and memory of backends at one length, from records: Pareto front and verdict."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Case, Record, replace
@@ -27,6 +27,7 @@ class Contender(NamedTuple):
         error: Relative output error, median over draws; for several layers their median and range.
         mse: Mean squared error of the output, in the same way.
         layers: Number of layers in the error.
+        density, covered_mass: Shares of keys read and of their softmax weight, mean over layers.
         timed: The record of its times.
         failed: Records of failures.
     """
@@ -36,6 +37,8 @@ class Contender(NamedTuple):
     error: Middle | None
     mse: Middle | None
     layers: int
+    density: float | None
+    covered_mass: float | None
     timed: Record | None
     peak_bytes: int | None
     failed: tuple[Record, ...]
@@ -183,6 +186,8 @@ def _contender(group: Sequence[Record], layers: int) -> Contender:
         error=_over_layers(errors, "output_relative_error", layers),
         mse=_over_layers(errors, "output_mse", layers),
         layers=layers,
+        density=_mean_share(errors, "density", layers),
+        covered_mass=_mean_share(errors, "covered_mass", layers),
         timed=next((record for record in times if record.status == "ok" and record.times_s), None),
         peak_bytes=next((record.peak_bytes for record in group if record.peak_bytes is not None), None),
         failed=tuple(record for record in group if record.status != "ok"),
@@ -203,6 +208,12 @@ def _over_layers(errors: Sequence[Record], quantity: str, layers: int) -> Middle
         return medians[0]
     values = [value.median for value in medians]
     return Middle(median(values), min(values), max(values), min(value.samples for value in medians))
+
+
+def _mean_share(errors: Sequence[Record], quantity: str, layers: int) -> float | None:
+    """Mean over layers; None if a layer has none."""
+    shares = [share for record in errors if (share := getattr(record, quantity)) is not None]
+    return fmean(shares) if shares and len(shares) == layers else None
 
 
 def _place(row: Contender) -> tuple[bool, float, float]:

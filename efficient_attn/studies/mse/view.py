@@ -7,7 +7,14 @@ from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.table import Table
-from efficient_attn.report.text import CONCATENATED, CONCATENATED_NOTE, failure_notes, show_error
+from efficient_attn.report.text import (
+    CONCATENATED,
+    CONCATENATED_NOTE,
+    READ_NOTE,
+    failure_notes,
+    show_error,
+    show_percent,
+)
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.studies.mse import kernel_view
 from efficient_attn.studies.mse.analysis import (
@@ -40,10 +47,11 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
         return kernel_view.tables(records)
     quantity = quantity_in(records)
     squared = panels(records, "output_mse") if quantity == RELATIVE else ()
-    return [
-        _table(panel, quantity, next((match for match in squared if match.title == panel.title), None))
-        for panel in panels(records, quantity)
-    ]
+    shown = []
+    for panel in panels(records, quantity):
+        match = next((match for match in squared if match.title == panel.title), None)
+        shown += [_table(panel, quantity, match), *_share_tables(panel)]
+    return shown
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
@@ -101,6 +109,24 @@ def _table(panel: Panel, quantity: str, squared: Panel | None) -> Table:
     )
     columns = ("backend", "no size", *map(str, sizes), *(() if squared is None else (_MSE,)))
     return Table(f"{NAMES[quantity]}: {panel.title}", columns, tuple(rows), notes)
+
+
+def _share_tables(panel: Panel) -> list[Table]:
+    """Covered mass with the density, if a backend reads fewer than all keys."""
+    points = {curve.label: curve.points for curve in panel.curves if curve.points[0].record.density}
+    if all((point.record.density or 1) == 1 for curve in points.values() for point in curve):
+        return []
+    cells = {
+        label: {
+            point.size: f"{show_percent(point.record.covered_mass)} ({show_percent(point.record.density)})"
+            for point in curve
+        }
+        for label, curve in points.items()
+    }
+    sizes = sorted({size for row in cells.values() for size in row if size is not None})
+    rows = tuple((label, *(row.get(size, "") for size in (None, *sizes))) for label, row in cells.items())
+    title = f"Weight read, % (keys read, %): {panel.title}"
+    return [Table(title, ("backend", "no size", *map(str, sizes)), rows, (READ_NOTE,))]
 
 
 def _useful(shown: Sequence[Panel]) -> str | None:
