@@ -97,10 +97,12 @@ def read_shares(
         scores = q[..., part, :] @ k.mT * scale
         if visible is not None:
             scores.masked_fill_(~visible, -torch.inf)
-        pairs += int((scores > -torch.inf).sum())
-        mass += float((scores.softmax(dim=-1) * read[:, :, start : start + len(part)]).sum())
+        hidden = ~read[:, :, start : start + len(part)]
+        mass += float(scores.softmax(dim=-1).masked_fill_(hidden, 0.0).sum())
+        pairs += len(part) * k.shape[2] if visible is None else int(visible.count_nonzero())
         start += len(part)
-    return ReadShares(density=int(read.sum()) / pairs, mass=mass / read[..., 0].numel())
+    heads = q.shape[0] * q.shape[1]
+    return ReadShares(density=int(read.count_nonzero()) / (heads * pairs), mass=mass / (heads * start))
 
 
 def mean_of_values(q: Queries, v: Values, *, causal: bool = False, key_mask: Tensor | None = None) -> Output:
