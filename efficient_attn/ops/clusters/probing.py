@@ -32,6 +32,7 @@ from efficient_attn.ops.clusters.slices import (
     without,
 )
 from efficient_attn.ops.clusters.trees import (
+    Clusters,
     Stage,
     Summaries,
     causal_stages,
@@ -218,17 +219,14 @@ def _rows(task: Task, q: Tensor, span: range, stage: Stage) -> Tensor:
 
 def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     """Outputs of the queries of a stage, [batch heads tokens value_dim]."""
-    (_, _, tokens, head_dim), value_dim = task.k.shape, task.v.shape[3]
+    head_dim, value_dim = task.k.shape[3], task.v.shape[3]
     layout, size = stage.layout, stage.layout.block
     slices = near_slices(q, task.k, task.v, task.real, layout, past=task.causal, begin=stage.begin // size)
-    runs, read = places(stage.runs(tokens, task.causal), -(-tokens // size))
-    if not runs:
+    rows, far = slices.rows, _far(task, stage, slices.rows)
+    if far is None:
         out, _ = _softmax(slices, size, causal=task.causal)
         return in_order(out[..., :value_dim], q, layout)
-    clusters = clusters_of(task.k, task.v, task.counted, runs, size, shared=not task.causal)
-    rows, summaries = slices.rows, summarise(clusters, slices.rows.shape[4])
-    none = clusters.k.shape[2]
-    plan = list(steps(read, stage.begin // size, rows, none))
+    clusters, summaries, plan = far
     outputs = [
         (
             *_softmax(part, size, causal=task.causal),
@@ -238,7 +236,7 @@ def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     ]
     *parts, choices = zip(*outputs, strict=True)
     near, near_sum, closed, closed_sum = (torch.cat(x, dim=2) for x in parts)
-    chosen = _joined(choices, none)
+    chosen = _joined(choices, clusters.k.shape[2])
     opened, opened_sum = (
         x.unflatten(2, rows.shape[2:4])
         for x in open_clusters(rows[..., :head_dim].flatten(2, 3), chosen.flatten(2, 3), clusters)
@@ -248,6 +246,21 @@ def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     weights = [(x - top).exp() for x in (near_sum, closed_sum, opened_sum)]
     merged = sum(weight * out for weight, out in zip(weights, outs, strict=True)) / sum(weights)
     return in_order(merged, q, layout)
+
+
+def _far(task: Task, stage: Stage, rows: Tensor) -> tuple[Clusters, Summaries, list[Step]] | None:
+    """Clusters of far keys, their summaries, and the steps over all blocks of a stage; None: all are near.
+
+    Args:
+        rows: Queries of the stage, [batch kv_heads blocks rows width].
+    """
+    tokens, size = task.k.shape[2], stage.layout.block
+    runs, read = places(stage.runs(tokens, task.causal), -(-tokens // size))
+    if not runs:
+        return None
+    clusters = clusters_of(task.k, task.v, task.counted, runs, size, shared=not task.causal)
+    summaries = summarise(clusters, rows.shape[4])
+    return clusters, summaries, list(steps(read, stage.begin // size, rows, clusters.k.shape[2]))
 
 
 def _joined(choices: Sequence[Tensor], none: int) -> Tensor:
@@ -348,16 +361,14 @@ def _opened(task: Task, q: Tensor, stage: Stage, at: Tensor) -> Tensor:
     """
     layout, size, (_, kv_heads, tokens, _) = stage.layout, stage.layout.block, task.k.shape
     q = q[:, :, stage.begin : stage.end]
-    runs, read = places(stage.runs(tokens, task.causal), -(-tokens // size))
-    if not runs:
-        return torch.zeros(1, dtype=torch.bool, device=q.device)
     slices = near_slices(q, task.k, task.v, task.real, layout, past=task.causal, begin=stage.begin // size)
-    clusters = clusters_of(task.k, task.v, task.counted, runs, size, shared=not task.causal)
-    summaries, none = summarise(clusters, slices.rows.shape[4]), clusters.k.shape[2]
-    plan = list(steps(read, stage.begin // size, slices.rows, none))
+    far = _far(task, stage, slices.rows)
+    if far is None:
+        return torch.zeros(1, dtype=torch.bool, device=q.device)
+    clusters, summaries, plan = far
     parts = zip(slices.split([step.blocks for step in plan]), plan, strict=True)
     choices = [read_closed(part.rows, summaries, step, task.probes)[2] for part, step in parts]
-    chosen = in_order(_joined(choices, none), q, layout)
+    chosen = in_order(_joined(choices, clusters.k.shape[2]), q, layout)
     index = (at - stage.begin).clamp(0, q.shape[2] - 1)[:, None, :, None]
     chosen = chosen.gather(2, index.expand(*chosen.shape[:2], -1, chosen.shape[3]))
     members = F.pad(clusters.v[..., 0] * clusters.counted, (0, 0, 0, 1)).long()
