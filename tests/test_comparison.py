@@ -172,6 +172,9 @@ def test_shares_of_keys_and_weights_are_shown_if_fewer_than_all_keys_are_read():
         "window": ("15.0", "67.0"),
     }
     assert any(note.startswith("keys read: ") for note in table.notes)
+    # A layer without a window.
+    (table,) = tables(records[:-1], {})
+    assert "keys read, %" not in table.columns
 
 
 def test_the_front_is_what_nothing_beats_in_both():
