@@ -154,18 +154,16 @@ class Backend(nn.Module):
                 f"Backend {self.spec.name!r} reads no keys one by one; 'window' and 'window-clusters' do."
             )
         self._check(q, k, k, key_mask)
-        queries, keys = (torch.arange(x.shape[2], device=x.device) for x in (q, k))
-        queries = queries if rows is None else queries[rows]
-        visible = keys.new_ones(q.shape[0], 1, 1, len(keys), dtype=torch.bool)
+        index = torch.arange(q.shape[2], device=q.device)
+        index, keys = index if rows is None else index[rows], torch.arange(k.shape[2], device=k.device)
+        visible = keys <= index[:, None] + len(keys) - (q.shape[2] if self.problem.causal else 0)
         if key_mask is not None:
-            visible = key_mask[:, None, None]
-        if self.problem.causal:
-            visible = visible & (keys <= queries[:, None] + len(keys) - q.shape[2])
-        visible = visible.expand(*q.shape[:2], len(queries), len(keys))
+            visible = visible & key_mask[:, None, None]
+        visible = visible.expand(*q.shape[:2], len(index), len(keys))
         if exact or not visible.numel():
             return visible
         with without_autocast(q):
-            return self.core.keys_read(q, k, key_mask, queries) & visible
+            return self.core.keys_read(q, k, key_mask, index) & visible
 
     def kernel_ratios(self, q: Tensor, k: Tensor) -> Tensor:
         """φ(q_i)·φ(k_i) over the softmax kernel for query i and key i, [batch heads tokens].

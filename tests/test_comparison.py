@@ -20,6 +20,7 @@ from efficient_attn.measure.inputs import Activations, Subject, sample, write_gi
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import OWN
 from efficient_attn.ops.softmax.definition import softmax_attention
+from efficient_attn.report.text import READ_NOTE
 from efficient_attn.stats.candidates import CANDIDATES, exact_operations
 from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies import find
@@ -154,27 +155,21 @@ def test_error_and_cost_of_different_lengths_are_never_joined():
 
 
 def test_shares_of_keys_and_weights_are_shown_if_fewer_than_all_keys_are_read():
-    def shared(label, *layers):
-        shares = zip(layered(label, (0.1, 0.1, 0.1)), layers, strict=True)
-        return [replace(row, density=d, covered_mass=mass) for row, (d, mass) in shares]
+    def shared(label, *shares):
+        rows = zip(layered(label, (0.1, 0.1, 0.1)), shares, strict=True)
+        return [replace(row, density=density, covered_mass=mass) for row, (density, mass) in rows]
 
-    exact = [*shared("exact", *[(1.0, 1.0)] * 3), *layered("exact", (0.0,) * 3, 0.01)[3:]]
-    records = [*exact, *layered("performer-trig", (0.1,) * 3, 0.01)]
-    (table,) = tables(records, {})
-    assert "keys read, %" not in table.columns
-    records += [*shared("window", (0.1, 0.5), (0.1, 0.6), (0.25, 0.91))]
-    (table,) = tables(records, {})
+    whole, unread = layered("exact", (0.0,) * 3, 0.01)[3:], layered("performer-trig", (0.1,) * 3, 0.01)
+    records = [*shared("exact", *[(1.0, 1.0)] * 3), *whole, *unread]
+    window = shared("window", (0.1, 0.5), (0.1, 0.6), (0.25, 0.91))
+    # Without a window, and without one on a layer.
+    for fewer in (records, [*records, *window[:2]]):
+        assert "keys read, %" not in tables(fewer, {})[0].columns
+    (table,) = tables([*records, *window], {})
     at = table.columns.index("keys read, %")
-    assert table.columns[at + 1] == "weight read, %"
-    assert {row[0]: row[at : at + 2] for row in table.rows} == {
-        "exact": ("100", "100"),
-        "performer-trig": ("", ""),
-        "window": ("15.0", "67.0"),
-    }
-    assert any(note.startswith("keys read: ") for note in table.notes)
-    # A layer without a window.
-    (table,) = tables(records[:-1], {})
-    assert "keys read, %" not in table.columns
+    assert table.columns[at + 1] == "weight read, %" and READ_NOTE in table.notes
+    cells = {row[0]: row[at : at + 2] for row in table.rows}
+    assert cells == {"exact": ("100", "100"), "performer-trig": ("", ""), "window": ("15", "67")}
 
 
 def test_the_front_is_what_nothing_beats_in_both():

@@ -9,7 +9,7 @@ from reference import reference_attention
 import efficient_attn as ea
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.measure import accuracy
-from efficient_attn.measure.accuracy import sampled_queries
+from efficient_attn.measure.error import read_shares
 from efficient_attn.measure.inputs import gaussian
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.studies import find
@@ -81,26 +81,23 @@ def test_rows_without_a_positive_denominator_are_counted_for_signed_features_alo
     assert all(r.unsafe_rows is None for r in results.records if r.case.backend != "performer-trig")
 
 
-@pytest.mark.parametrize("limit", [24, 8])
-def test_density_and_covered_mass_are_those_of_the_window_or_of_sampled_queries(monkeypatch, limit):
-    monkeypatch.setattr(accuracy, "MOST_COMPARED", limit)
-    monkeypatch.setattr(accuracy, "SAMPLED_QUERIES", limit)
+def test_density_and_covered_mass_are_those_of_the_sampled_queries(monkeypatch):
+    monkeypatch.setattr(accuracy, "MOST_COMPARED", 8)
+    monkeypatch.setattr(accuracy, "SAMPLED_QUERIES", 8)
     results = ea.mse(["exact", "window", "performer-positive"], **{**SMALL, "sizes": (5,)})
-    (near,) = records_of(results, "window")
-    rows = range(24) if limit == 24 else sampled_queries(24, 0)
+    (whole,), (near,), (summary,) = (
+        records_of(results, name) for name in ("exact", "window", "performer-positive")
+    )
+    rows = accuracy.sampled_queries(24, 0)
     q, k, _ = gaussian(norm=0.5, tokens=24, head_dim=4)
-    weights = ((q.double() @ k.double().mT) / 2).softmax(dim=-1)[0, 0]
-    read = [(i, j) for i in map(int, rows) for j in range(24) if abs(i - j) <= 2]
-    assert near.density == len(read) / len(rows) / 24
-    assert near.covered_mass == pytest.approx(float(sum(weights[pair] for pair in read)) / len(rows))
-    (whole,) = records_of(results, "exact")
-    assert whole.density == whole.covered_mass == 1
-    (summary,) = records_of(results, "performer-positive")
+    shares = read_shares(ea.build("window", head_dim=4, window=5), q, k, rows)
+    assert (near.density, near.covered_mass) == shares and 0.1 < near.density < 0.25
+    assert (whole.density, whole.covered_mass) == (1, pytest.approx(1))
     assert summary.status == "ok" and summary.density is summary.covered_mass is None
-    _, shares = tables(results.records, {})
-    assert shares.columns == ("backend", "no size", "5")
-    assert [row[0] for row in shares.rows] == ["exact", "window"]
-    assert shares.rows[0][1] == "100 (100)" and shares.rows[1][2].endswith(f"({100 * near.density:.1f})")
+    _, table = tables(results.records, {})
+    assert table.columns == ("backend", "no size", "5")
+    percent = f"{100 * near.covered_mass:.3g} ({100 * near.density:.3g})"
+    assert table.rows == (("exact", "100 (100)", ""), ("window", "", percent))
 
 
 def test_by_default_the_layers_of_full_length_are_measured_and_the_decoder_causally(short_decoder):

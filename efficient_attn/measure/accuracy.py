@@ -60,33 +60,22 @@ def measure_error(
         # A backend without denominators has no unsafe rows.
         with suppress(UnsupportedError):
             unsafe = fmean(unsafe_rows(backend.denominators(q, k)) for backend in backends)
+        rows, density, mass = subject.rows, None, None
+        if rows is None and len(q[0, 0]) > MOST_COMPARED:
+            rows = sampled_queries(len(q[0, 0]), subject.seed).to(q.device)
+        # Most backends read no keys one by one; for the others draws make no difference.
+        with suppress(UnsupportedError):
+            density, mass = read_shares(backends[0], q, k, rows)
         return replace(
             errors,
             unsafe_rows=unsafe,
             num_directions=directions_of(backends[0]),
             flops=attention_flops(case, backends[0].spec),
-            **_read_shares(backends, subject),
+            density=density,
+            covered_mass=mass,
         )
 
     return measure_draws(variant, subject, "output", draws, measured, threads=threads)
-
-
-def _read_shares(backends: Sequence[Any], subject: Subject) -> dict[str, float]:
-    """Density and covered mass, mean over draws; none if a backend reads no keys one by one."""
-    if backends[0].spec.capabilities.exact:
-        return {"density": 1.0, "covered_mass": 1.0}
-    (q, k, _), rows = subject.activations, subject.rows
-    if rows is None and q.shape[2] > MOST_COMPARED:
-        rows = sampled_queries(q.shape[2], subject.seed).to(q.device)
-    shares_of = functools.partial(read_shares, scale=subject.scale, causal=subject.causal, rows=rows)
-    try:
-        shares = [shares_of(backend.keys_read(q, k, rows=rows), q, k) for backend in backends]
-    except UnsupportedError:
-        return {}
-    return {
-        "density": fmean(share.density for share in shares),
-        "covered_mass": fmean(share.mass for share in shares),
-    }
 
 
 def measure_mean(

@@ -49,13 +49,6 @@ class OutputError(NamedTuple):
     mse: float
 
 
-class ReadShares(NamedTuple):
-    """Share of the visible keys that are read, and of their softmax weight, mean over queries and heads."""
-
-    density: float
-    mass: float
-
-
 def exact_output(
     q: Queries, k: Keys, v: Values, *, scale: float, causal: bool = False, rows: Tensor | None = None
 ) -> Output:
@@ -65,44 +58,41 @@ def exact_output(
         rows: Positions of the queries to compute, [rows]; None: all.
     """
     q, k, v = q.double(), k.double(), v.double()
-    parts = [
-        F.scaled_dot_product_attention(q[..., part, :], k, v, attn_mask=visible, scale=scale, enable_gqa=True)
-        for part, visible in _blocks(q, k, rows, causal=causal)
-    ]
+    positions, ahead = torch.arange(k.shape[-2], device=q.device), k.shape[-2] - q.shape[-2]
+    rows = torch.arange(q.shape[-2], device=q.device) if rows is None else rows
+    parts = []
+    for part in rows.split(max(1, _ENTRIES_AT_ONCE // (q.shape[0] * q.shape[1] * len(positions)))):
+        visible = positions <= part[:, None] + ahead if causal else None
+        parts.append(
+            F.scaled_dot_product_attention(
+                q[..., part, :], k, v, attn_mask=visible, scale=scale, enable_gqa=True
+            )
+        )
     return torch.cat(parts, dim=-2)
 
 
-def _blocks(
-    q: Tensor, k: Tensor, rows: Tensor | None, *, causal: bool
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Positions of a few queries at a time, and their visible keys, bool [rows k_tokens]; None: all."""
-    keys, ahead = torch.arange(k.shape[-2], device=q.device), k.shape[-2] - q.shape[-2]
-    rows = torch.arange(q.shape[-2], device=q.device) if rows is None else rows
-    for part in rows.split(max(1, _ENTRIES_AT_ONCE // (q.shape[0] * q.shape[1] * len(keys)))):
-        yield part, keys <= part[:, None] + ahead if causal else None
-
-
-def read_shares(
-    read: Tensor, q: Queries, k: Keys, *, scale: float, causal: bool = False, rows: Tensor | None = None
-) -> ReadShares:
-    """Density and covered mass of the keys that are read, in float64.
+@torch.no_grad()
+def read_shares(backend: Backend, q: Queries, k: Keys, rows: Tensor | None = None) -> tuple[float, float]:
+    """Share of visible keys that a backend reads, and of their exact softmax weight in float64.
 
     Args:
-        read: Keys that each query reads, bool [batch heads rows k_tokens], from `Backend.keys_read`.
         rows: Positions of the queries, [rows]; None: all.
+
+    Raises:
+        UnsupportedError: If the backend reads no keys one by one.
     """
-    q, k = q.double(), k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    pairs, mass, start = 0, 0.0, 0
-    for part, visible in _blocks(q, k, rows, causal=causal):
-        scores = q[..., part, :] @ k.mT * scale
-        if visible is not None:
-            scores.masked_fill_(~visible, -torch.inf)
-        hidden = ~read[:, :, start : start + len(part)]
-        mass += float(scores.softmax(dim=-1).masked_fill_(hidden, 0.0).sum())
-        pairs += len(part) * k.shape[2] if visible is None else int(visible.count_nonzero())
-        start += len(part)
-    heads = q.shape[0] * q.shape[1]
-    return ReadShares(density=int(read.count_nonzero()) / (heads * pairs), mass=mass / (heads * start))
+    problem, (tokens, queries) = backend.problem, (k.shape[2], q.shape[2])
+    rows = torch.arange(queries, device=q.device) if rows is None else rows
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    counts, mass = [0, 0], 0.0
+    for part in rows.split(max(1, _ENTRIES_AT_ONCE // (q.shape[0] * q.shape[1] * tokens))):
+        read, scores = backend.keys_read(q, k, rows=part), q[..., part, :].double() @ keys.mT * problem.factor
+        if problem.causal:
+            last = part[:, None] + tokens - queries
+            scores.masked_fill_(torch.arange(tokens, device=q.device) > last, -torch.inf)
+        mass += float(scores.softmax(dim=-1).masked_fill_(~read, 0.0).sum())
+        counts = [counts[0] + int(read.count_nonzero()), counts[1] + int(scores.isfinite().count_nonzero())]
+    return counts[0] / counts[1], mass / (q.shape[0] * q.shape[1] * len(rows))
 
 
 def mean_of_values(q: Queries, v: Values, *, causal: bool = False, key_mask: Tensor | None = None) -> Output:

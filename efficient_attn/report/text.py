@@ -33,11 +33,6 @@ def show_error(value: float) -> str:
     return f"{value:.0f}" if 10 <= value < 100_000 else f"{value:.2g}"
 
 
-def show_percent(share: float | None) -> str:
-    """Percent with three significant digits; nothing for None."""
-    return "" if share is None else three_digits(100 * share)
-
-
 def three_digits(value: float) -> str:
     """Three significant digits without an exponent."""
     if value >= 100:

@@ -333,35 +333,32 @@ def keys_read(
     stages = (causal_stages if causal else full_stages)(tokens, block=block, clusters=clusters, first=first)
     most = probes if probes < clusters else tokens
     at = aligned(rows + missing, tokens, key_mask)
-    # Every query has its position, as in a call with a mask.
+    # Every query has its position, as in a call with a mask; values are the numbers of their keys from 1 on.
     queries = F.pad(upcast(q) * scale, (0, 0, missing, 0))
-    # Values are the numbers of their keys from 1 on; 0 is no key.
-    numbers = torch.arange(1, tokens + 1, device=k.device, dtype=queries.dtype)
+    numbers = torch.arange(1, tokens + 1, device=k.device, dtype=queries.dtype)[:, None]
 
     def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         inputs = alignment(q, k, v, key_mask, None)
         task = Task(inputs.k, inputs.v, inputs.real, inputs.counted(first), most, causal)
         extent = (torch.arange(1, tokens + 1, device=k.device) * inputs.real).amax(dim=1, keepdim=True)
-        pattern = torch.zeros(*q.shape[:2], len(rows), tokens, dtype=torch.bool, device=k.device)
+        pattern = torch.zeros((), dtype=torch.bool, device=k.device)
         # A later stage serves longer sequences, or if causal later queries.
         for stage in stages[::-1]:
             near = near_keys(stage.layout, at, tokens, key_mask)[:, None]
             here = at < stage.end if causal else extent <= reach(stage, clusters)
             pattern = torch.where(here[:, None, :, None], near | _opened(task, inputs.q, stage, at), pattern)
-        return pattern
+        return pattern.expand(*q.shape[:2], -1, -1)
 
-    return by_heads(read, queries, k, numbers[:, None].expand(*k.shape[:3], 1))
+    return by_heads(read, queries, k, numbers.expand(*k.shape[:3], 1))
 
 
 def _opened(task: Task, q: Tensor, stage: Stage, at: Tensor) -> Tensor:
-    """Keys of the clusters that the queries `at` positions of a stage open, bool [batch heads rows tokens].
-
-    Args:
-        at: [batch rows], or [1 rows] for all entries.
-    """
-    layout, size, (_, kv_heads, tokens, _) = stage.layout, stage.layout.block, task.k.shape
+    """Keys of clusters that queries `at` positions [batch rows] open, bool [batch heads rows tokens]."""
+    layout, (_, kv_heads, tokens, _) = stage.layout, task.k.shape
     q = q[:, :, stage.begin : stage.end]
-    slices = near_slices(q, task.k, task.v, task.real, layout, past=task.causal, begin=stage.begin // size)
+    slices = near_slices(
+        q, task.k, task.v, task.real, layout, past=task.causal, begin=stage.begin // layout.block
+    )
     far = _far(task, stage, slices.rows)
     if far is None:
         return torch.zeros(1, dtype=torch.bool, device=q.device)
@@ -373,7 +370,7 @@ def _opened(task: Task, q: Tensor, stage: Stage, at: Tensor) -> Tensor:
     chosen = chosen.gather(2, index.expand(*chosen.shape[:2], -1, chosen.shape[3]))
     members = F.pad(clusters.v[..., 0] * clusters.counted, (0, 0, 0, 1)).long()
     members = members.repeat_interleave(q.shape[1] // kv_heads, dim=1)
-    members = members.gather(2, chosen.flatten(2)[..., None].expand(-1, -1, -1, size))
+    members = members.gather(2, chosen.flatten(2)[..., None].expand(-1, -1, -1, layout.block))
     members = members.unflatten(2, chosen.shape[2:]).flatten(3)
     pattern = torch.zeros(*members.shape[:3], tokens + 1, dtype=torch.bool, device=q.device)
     return pattern.scatter_(3, members, True)[..., 1:]

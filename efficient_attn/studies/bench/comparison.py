@@ -27,7 +27,7 @@ class Contender(NamedTuple):
         error: Relative output error, median over draws; for several layers their median and range.
         mse: Mean squared error of the output, in the same way.
         layers: Number of layers in the error.
-        density, covered_mass: Shares of keys read and of their softmax weight, mean over layers.
+        shares: Shares of keys read and of their softmax weight, mean over layers.
         timed: The record of its times.
         failed: Records of failures.
     """
@@ -37,8 +37,7 @@ class Contender(NamedTuple):
     error: Middle | None
     mse: Middle | None
     layers: int
-    density: float | None
-    covered_mass: float | None
+    shares: tuple[float, ...] | None
     timed: Record | None
     peak_bytes: int | None
     failed: tuple[Record, ...]
@@ -180,14 +179,14 @@ def _comparison(costs: Sequence[Record], errors: Mapping[str, Sequence[Record]])
 def _contender(group: Sequence[Record], layers: int) -> Contender:
     errors = [record for record in group if record.case.kind == "error"]
     times = [record for record in group if record.case.kind == "time"]
+    shares = [(record.density, record.covered_mass) for record in errors if record.density is not None]
     return Contender(
         label=group[0].case.label,
         backend=group[0].case.backend,
         error=_over_layers(errors, "output_relative_error", layers),
         mse=_over_layers(errors, "output_mse", layers),
         layers=layers,
-        density=_mean_share(errors, "density", layers),
-        covered_mass=_mean_share(errors, "covered_mass", layers),
+        shares=tuple(map(fmean, zip(*shares, strict=True))) if len(shares) == layers else None,
         timed=next((record for record in times if record.status == "ok" and record.times_s), None),
         peak_bytes=next((record.peak_bytes for record in group if record.peak_bytes is not None), None),
         failed=tuple(record for record in group if record.status != "ok"),
@@ -208,12 +207,6 @@ def _over_layers(errors: Sequence[Record], quantity: str, layers: int) -> Middle
         return medians[0]
     values = [value.median for value in medians]
     return Middle(median(values), min(values), max(values), min(value.samples for value in medians))
-
-
-def _mean_share(errors: Sequence[Record], quantity: str, layers: int) -> float | None:
-    """Mean over layers; None if a layer has none."""
-    shares = [share for record in errors if (share := getattr(record, quantity)) is not None]
-    return fmean(shares) if shares and len(shares) == layers else None
 
 
 def _place(row: Contender) -> tuple[bool, float, float]:

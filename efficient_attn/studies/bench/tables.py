@@ -18,7 +18,6 @@ from efficient_attn.report.text import (
     setting,
     show_error,
     show_growth,
-    show_percent,
     show_ratio,
     show_spread,
     three_digits,
@@ -133,14 +132,14 @@ def _error_tables(group: Sequence[Comparison], records: Sequence[Record]) -> lis
 def _comparison_table(comparison: Comparison) -> Table:
     exact, case = comparison.exact, comparison.case
     on_gpu = any(row.timed and row.timed.device_times_s for row in comparison.contenders)
-    sparse = any((row.density or 1) < 1 for row in comparison.contenders)
+    sparse = any(row.shares and row.shares[0] < 1 for row in comparison.contenders)
     fronts = {"time": comparison.front("time_s"), "memory": comparison.front("peak_bytes")}
     rows = []
     for row in comparison.contenders:
         time, speed, peak = cost_cells(row.timed, exact and exact.timed, row.peak_bytes)
         front = ", ".join(name for name, front in fronts.items() if row in front)
         queued = _queued_cells(row, exact) if on_gpu else ()
-        shares = map(show_percent, (row.density, row.covered_mass)) if sparse else ()
+        shares = [f"{100 * share:.3g}" for share in row.shares or ()] or ["", ""] if sparse else ()
         rows.append((row.label, time, speed, *queued, error_cell(row), _mse_cell(row), *shares, peak, front))
     device = ("device time, ms", "device speed, exact = 1") if on_gpu else ()
     columns = (

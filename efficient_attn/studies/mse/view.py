@@ -7,14 +7,7 @@ from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.table import Table
-from efficient_attn.report.text import (
-    CONCATENATED,
-    CONCATENATED_NOTE,
-    READ_NOTE,
-    failure_notes,
-    show_error,
-    show_percent,
-)
+from efficient_attn.report.text import CONCATENATED, CONCATENATED_NOTE, READ_NOTE, failure_notes, show_error
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.studies.mse import kernel_view
 from efficient_attn.studies.mse.analysis import (
@@ -112,21 +105,20 @@ def _table(panel: Panel, quantity: str, squared: Panel | None) -> Table:
 
 
 def _share_tables(panel: Panel) -> list[Table]:
-    """Covered mass with the density, if a backend reads fewer than all keys."""
-    points = {curve.label: curve.points for curve in panel.curves if curve.points[0].record.density}
-    if all((point.record.density or 1) == 1 for curve in points.values() for point in curve):
+    """Softmax weight and keys read at every size; no table where all keys are read."""
+    points = [(curve.label, point) for curve in panel.curves for point in curve.points]
+    points = [(label, point) for label, point in points if point.record.density is not None]
+    if all(point.record.density == 1 for _, point in points):
         return []
+    sizes = sorted({point.size or 0 for _, point in points})
     cells = {
-        label: {
-            point.size: f"{show_percent(point.record.covered_mass)} ({show_percent(point.record.density)})"
-            for point in curve
-        }
-        for label, curve in points.items()
+        (label, point.size or 0): f"{100 * point.record.covered_mass:.3g} ({100 * point.record.density:.3g})"
+        for label, point in points
     }
-    sizes = sorted({size for row in cells.values() for size in row if size is not None})
-    rows = tuple((label, *(row.get(size, "") for size in (None, *sizes))) for label, row in cells.items())
-    title = f"Weight read, % (keys read, %): {panel.title}"
-    return [Table(title, ("backend", "no size", *map(str, sizes)), rows, (READ_NOTE,))]
+    labels = dict.fromkeys(label for label, _ in points)
+    rows = tuple((label, *(cells.get((label, size), "") for size in sizes)) for label in labels)
+    columns = ("backend", *(str(size or "no size") for size in sizes))
+    return [Table(f"Weight read, % (keys read, %): {panel.title}", columns, rows, (READ_NOTE,))]
 
 
 def _useful(shown: Sequence[Panel]) -> str | None:
