@@ -79,9 +79,7 @@ def show_point(point: ErrorPoint) -> str:
 
 def _table(panel: Panel, quantity: str, squared: Panel | None) -> Table:
     points = [point for curve in panel.curves for point in curve.points]
-    measured = {point.size for point in points if point.size is not None}
-    # An odd size that stands for the even size before it has no column of its own.
-    sizes = sorted(size for size in measured if size - 1 not in measured)
+    sizes = _columns(points)
     odd = {curve.label for curve in panel.curves for p in curve.points if (p.size or 0) - 1 in sizes}
     rows = []
     if panel.yardstick is not None:
@@ -106,19 +104,29 @@ def _table(panel: Panel, quantity: str, squared: Panel | None) -> Table:
 
 def _share_tables(panel: Panel) -> list[Table]:
     """Softmax weight and keys read at every size; no table where all keys are read."""
-    points = [(curve.label, point) for curve in panel.curves for point in curve.points]
-    points = [(label, point) for label, point in points if point.record.density is not None]
-    if all(point.record.density == 1 for _, point in points):
+    points = [point for curve in panel.curves for point in curve.points]
+    if all(point.record.density in (None, 1) for point in points):
         return []
-    sizes = sorted({point.size or 0 for _, point in points})
-    cells = {
-        (label, point.size or 0): f"{100 * point.record.covered_mass:.3g} ({100 * point.record.density:.3g})"
-        for label, point in points
-    }
-    labels = dict.fromkeys(label for label, _ in points)
-    rows = tuple((label, *(cells.get((label, size), "") for size in sizes)) for label in labels)
-    columns = ("backend", *(str(size or "no size") for size in sizes))
-    return [Table(f"Weight read, % (keys read, %): {panel.title}", columns, rows, (READ_NOTE,))]
+    sizes = _columns(points)
+    rows = []
+    for curve in panel.curves:
+        fixed = next((point for point in curve.points if point.size is None), None)
+        records = [point and point.record for point in (fixed, *map(curve.at, sizes))]
+        cells = [
+            f"{100 * record.covered_mass:.3g} ({100 * record.density:.3g})"
+            if record and record.density
+            else ""
+            for record in records
+        ]
+        rows += [(curve.label, *cells)] if any(cells) else []
+    columns = ("backend", "no size", *map(str, sizes))
+    return [Table(f"Weight read, % (keys read, %): {panel.title}", columns, tuple(rows), (READ_NOTE,))]
+
+
+def _columns(points: Sequence[ErrorPoint]) -> list[int]:
+    """Sizes, without an odd one that stands for the even size before it."""
+    measured = {point.size for point in points if point.size is not None}
+    return sorted(size for size in measured if size - 1 not in measured)
 
 
 def _useful(shown: Sequence[Panel]) -> str | None:
