@@ -135,6 +135,36 @@ class Backend(nn.Module):
         with without_autocast(q):
             return self.core.denominators(q, k, key_mask)
 
+    @torch.no_grad()
+    def keys_read(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, rows: Any = None) -> Tensor:
+        """Keys that each query reads one by one, bool [batch heads rows k_tokens].
+
+        Such a key has the weight exp(scale · q·k) of exact attention, up to the common denominator of the
+        row. Masked keys, later keys, and keys within the summary of a cluster are not read.
+
+        Args:
+            rows: Index of q's tokens (a slice, a list or a tensor); None: all.
+
+        Raises:
+            UnsupportedError: If the backend reads no keys one by one.
+        """
+        exact = self.spec.capabilities.exact
+        if not (exact or hasattr(self.core, "keys_read")):
+            raise UnsupportedError(
+                f"Backend {self.spec.name!r} reads no keys one by one; 'window' and 'window-clusters' do."
+            )
+        self._check(q, k, k, key_mask)
+        index = torch.arange(q.shape[2], device=q.device)
+        index, keys = index if rows is None else index[rows], torch.arange(k.shape[2], device=k.device)
+        visible = keys <= index[:, None] + len(keys) - (q.shape[2] if self.problem.causal else 0)
+        if key_mask is not None:
+            visible = visible & key_mask[:, None, None]
+        visible = visible.expand(*q.shape[:2], len(index), len(keys))
+        if exact or not visible.numel():
+            return visible
+        with without_autocast(q):
+            return self.core.keys_read(q, k, key_mask, index) & visible
+
     def kernel_ratios(self, q: Tensor, k: Tensor) -> Tensor:
         """φ(q_i)·φ(k_i) over the softmax kernel for query i and key i, [batch heads tokens].
 

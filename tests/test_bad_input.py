@@ -103,6 +103,10 @@ WRONG_CALLS = {
         ),
         (lambda: built("performer-positive").denominators(Q, K), r"features are positive"),
         (
+            lambda: built("by-head", heads={"0": "performer-positive"}).keys_read(Q, K),
+            r"'performer-positive' reads no keys one by one; 'window' and 'window-clusters' do",
+        ),
+        (
             lambda: ea.attention(Q, K, K, "performer-positive"),
             r"keeps parameters or a random draw: build it once with ea\.build",
         ),

@@ -43,6 +43,7 @@ def test_a_backend_on_meta_refuses_every_call_and_names_the_tensor(name):
         "extend": (Q, K, V),
         "attention_weights": (Q, K),
         "denominators": (Q, K),
+        "keys_read": (Q, K),
         "kernel_ratios": (Q, K),
         "kernel_rows": (Q, K),
         "calibrate": (Q, K),

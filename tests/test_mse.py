@@ -8,10 +8,13 @@ from reference import reference_attention
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError, UnknownNameError
+from efficient_attn.measure import accuracy
+from efficient_attn.measure.error import read_shares
 from efficient_attn.measure.inputs import gaussian
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.studies import find
 from efficient_attn.studies.mse.analysis import panels
+from efficient_attn.studies.mse.view import tables
 
 SMALL = {
     "inputs": "gaussian",
@@ -76,6 +79,25 @@ def test_rows_without_a_positive_denominator_are_counted_for_signed_features_alo
     results = ea.mse(["performer-trig", "performer-positive", "window"], **{**SMALL, "norms": (3.0,)})
     assert all(0 < r.unsafe_rows <= 1 for r in records_of(results, "performer-trig"))
     assert all(r.unsafe_rows is None for r in results.records if r.case.backend != "performer-trig")
+
+
+def test_density_and_covered_mass_are_those_of_the_sampled_queries(monkeypatch):
+    monkeypatch.setattr(accuracy, "MOST_COMPARED", 8)
+    monkeypatch.setattr(accuracy, "SAMPLED_QUERIES", 8)
+    results = ea.mse(["exact", "window", "performer-positive"], **{**SMALL, "sizes": (5,)})
+    (whole,), (near,), (summary,) = (
+        records_of(results, name) for name in ("exact", "window", "performer-positive")
+    )
+    rows = accuracy.sampled_queries(24, 0)
+    q, k, _ = gaussian(norm=0.5, tokens=24, head_dim=4)
+    shares = read_shares(ea.build("window", head_dim=4, window=5), q, k, rows)
+    assert (near.density, near.covered_mass) == shares and 0.1 < near.density < 0.25
+    assert (whole.density, whole.covered_mass) == (1, pytest.approx(1))
+    assert summary.status == "ok" and summary.density is summary.covered_mass is None
+    _, table = tables(results.records, {})
+    assert table.columns == ("backend", "no size", "5")
+    percent = f"{100 * near.covered_mass:.3g} ({100 * near.density:.3g})"
+    assert table.rows == (("exact", "100 (100)", ""), ("window", "", percent))
 
 
 def test_by_default_the_layers_of_full_length_are_measured_and_the_decoder_causally(short_decoder):

@@ -100,6 +100,11 @@ class ByHeadAttention(nn.Module):
 
         return self._attend(q, k, v, step), tuple(states)
 
+    def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
+        """Keys that the part of each head reads one by one, bool [batch heads rows k_tokens]."""
+        options = {"key_mask": key_mask, "rows": rows}
+        return self._attend(q, k, k, lambda number, part, q, k, v: part.keys_read(q, k, **options))
+
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, call: Callable[..., Tensor]) -> Tensor:
         """Call the parts on the heads of their groups, and put the outputs in the order of q's heads."""
         kv_heads = k.shape[1]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError
@@ -67,6 +68,14 @@ class WindowAttention(nn.Module):
         if first is not None:
             keys = first.seen_by(q.shape[2], k.shape[2], back=back, ahead=ahead, causal=self._causal)
         return window_attention(q, k, v, scale=scale, back=back, ahead=ahead, key_mask=key_mask, first=keys)
+
+    def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
+        """Keys of the windows and global tokens, bool [batch 1 rows k_tokens]; later keys count too."""
+        keys = torch.arange(k.shape[2], device=k.device)
+        offset = keys - (rows[:, None] + k.shape[2] - q.shape[2])
+        real = keys.new_ones(k.shape[0], len(keys), dtype=torch.bool) if key_mask is None else key_mask
+        first = real & (real.cumsum(dim=1) <= self._count)
+        return ((offset >= -self._back) & (offset <= self._ahead) | first[:, None])[:, None]
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, key_mask: Tensor | None

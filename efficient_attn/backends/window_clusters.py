@@ -10,8 +10,9 @@ from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.clusters.decoding import ClusterCache, extend_clusters
 from efficient_attn.ops.clusters.kmeans import window_clusters
-from efficient_attn.ops.clusters.probing import probe_clusters
+from efficient_attn.ops.clusters.probing import keys_read, probe_clusters
 from efficient_attn.ops.clusters.slices import Layout as NearKeys
+from efficient_attn.ops.clusters.slices import aligned, near_keys
 from efficient_attn.ops.clusters.trees import causal_stages, full_stages, places, sorting_products
 from efficient_attn.options import one_of, option, whole_number
 from efficient_attn.problem import AttentionProblem, positive_count
@@ -115,6 +116,11 @@ class WindowClusters(nn.Module):
     ) -> Tensor:
         return window_clusters(q, k, v, key_mask=key_mask, positions=positions, total=total, **self._sizes)
 
+    def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
+        """Keys of the slices, and global tokens, bool [batch 1 rows k_tokens]."""
+        tokens = k.shape[2]
+        return near_keys(self._sizes["layout"], aligned(rows, tokens, key_mask), tokens, key_mask)[:, None]
+
 
 class Probing(nn.Module):
     """Attention to near keys, to the keys of a few far clusters, and to the other clusters."""
@@ -135,6 +141,10 @@ class Probing(nn.Module):
         return probe_clusters(
             q, k, v, causal=self._causal, key_mask=key_mask, positions=positions, **self._sizes
         )
+
+    def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
+        """Keys of the slices and opened clusters, and global tokens; later keys count too."""
+        return keys_read(q, k, key_mask, rows, causal=self._causal, **self._sizes)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: ClusterCache | None, key_mask: Tensor | None

@@ -16,7 +16,13 @@ from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import worker
 from efficient_attn.measure.calls import attention_flops
-from efficient_attn.measure.error import mean_of_values, outputs_checked, random_positions, unsafe_rows
+from efficient_attn.measure.error import (
+    mean_of_values,
+    outputs_checked,
+    random_positions,
+    read_shares,
+    unsafe_rows,
+)
 from efficient_attn.measure.inputs import Subject, read_given
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant, possible, with_size
@@ -54,11 +60,19 @@ def measure_error(
         # A backend without denominators has no unsafe rows.
         with suppress(UnsupportedError):
             unsafe = fmean(unsafe_rows(backend.denominators(q, k)) for backend in backends)
+        rows, density, mass = subject.rows, None, None
+        if rows is None and len(q[0, 0]) > MOST_COMPARED:
+            rows = sampled_queries(len(q[0, 0]), subject.seed).to(q.device)
+        # Most backends read no keys one by one; for the others draws make no difference.
+        with suppress(UnsupportedError):
+            density, mass = read_shares(backends[0], q, k, rows)
         return replace(
             errors,
             unsafe_rows=unsafe,
             num_directions=directions_of(backends[0]),
             flops=attention_flops(case, backends[0].spec),
+            density=density,
+            covered_mass=mass,
         )
 
     return measure_draws(variant, subject, "output", draws, measured, threads=threads)

@@ -71,6 +71,30 @@ def exact_output(
     return torch.cat(parts, dim=-2)
 
 
+@torch.no_grad()
+def read_shares(backend: Backend, q: Queries, k: Keys, rows: Tensor | None = None) -> tuple[float, float]:
+    """Share of visible keys that a backend reads, and of their exact softmax weight in float64.
+
+    Args:
+        rows: Positions of the queries, [rows]; None: all.
+
+    Raises:
+        UnsupportedError: If the backend reads no keys one by one.
+    """
+    problem, (tokens, queries) = backend.problem, (k.shape[2], q.shape[2])
+    rows = torch.arange(queries, device=q.device) if rows is None else rows
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    counts, mass = [0, 0], 0.0
+    for part in rows.split(max(1, _ENTRIES_AT_ONCE // (q.shape[0] * q.shape[1] * tokens))):
+        read, scores = backend.keys_read(q, k, rows=part), q[..., part, :].double() @ keys.mT * problem.factor
+        if problem.causal:
+            last = part[:, None] + tokens - queries
+            scores.masked_fill_(torch.arange(tokens, device=q.device) > last, -torch.inf)
+        mass += float(scores.softmax(dim=-1).masked_fill_(~read, 0.0).sum())
+        counts = [counts[0] + int(read.count_nonzero()), counts[1] + int(scores.isfinite().count_nonzero())]
+    return counts[0] / counts[1], mass / (q.shape[0] * q.shape[1] * len(rows))
+
+
 def mean_of_values(q: Queries, v: Values, *, causal: bool = False, key_mask: Tensor | None = None) -> Output:
     """Uniform attention: the mean of the visible values for every query."""
     # Sums of many values exceed the range of half precision.

@@ -232,6 +232,14 @@ register(
         error("unsafe_rows", "share", "Share of rows with a zero or negative denominator, mean over draws."),
         samples=None,
     ),
+    setting("density", "share", "Share of the visible keys that queries read one by one.", type="number"),
+    Quantity(
+        name="covered_mass",
+        unit="share",
+        meaning="Share of the exact softmax weight on keys read one by one, mean over queries and heads.",
+        better="more",
+        threshold=MATTERS,
+    ),
     setting("expected_output_mse", "squared", "Theoretical expectation of output_mse.", type="number"),
     setting("expected_kernel_mse", "squared", "Theoretical expectation of kernel_mse.", type="number"),
     condition(

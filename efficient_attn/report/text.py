@@ -17,6 +17,11 @@ QUEUED_NOTE = (
     "device, launches included."
 )
 
+READ_NOTE = (
+    "keys read: share of the visible keys that queries read one by one. weight read: softmax weight of exact "
+    "attention on these keys."
+)
+
 # Inputs whose names do not say what they are.
 _INPUTS = {CONCATENATED: "concatenated documents", "decoder": "causal decoder"}
 # An interval wider than this share of the median to either side is shown.

@@ -3,8 +3,15 @@
 import pytest
 import torch
 
+import efficient_attn as ea
 from efficient_attn.measure import error as measure
-from efficient_attn.measure.error import exact_output, mean_of_values, output_error, unsafe_rows
+from efficient_attn.measure.error import (
+    exact_output,
+    mean_of_values,
+    output_error,
+    read_shares,
+    unsafe_rows,
+)
 
 SCALE = 0.5
 ROUNDING = {"rtol": 1e-14, "atol": 1e-14}
@@ -58,3 +65,22 @@ def test_relative_error_mean_squared_error_and_unsafe_rows_are_what_they_say():
     assert error.relative == pytest.approx((1 / 29) ** 0.5)
     assert error.mse == pytest.approx(1 / 4)
     assert unsafe_rows(torch.tensor([[1.0, 0.0, -2.0, 3.0]])) == 0.5
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("entries", "rows"), [(1, None), (1 << 20, None), (30, [0, 3, 4])])
+def test_density_and_covered_mass_are_shares_of_pairs_and_of_exact_weights(
+    monkeypatch, causal, entries, rows
+):
+    monkeypatch.setattr(measure, "_ENTRIES_AT_ONCE", entries)
+    q, k, _ = random_qkv()
+    q = q if causal else torch.cat([q, q[:, :, :2]], dim=2)
+    # Outputs of unit vectors as values are the weights.
+    unit = torch.eye(7, dtype=torch.float64).expand(1, 2, 7, 7)
+    weights = attend_slowly(q, k, unit, causal=causal)[:, :, rows or slice(None)]
+    distance = torch.arange(7) - torch.arange(7 - q.shape[2], 7)[rows or slice(None), None]
+    near = weights * (distance.abs() <= 1)
+    backend = ea.build("window", head_dim=4, window=2 if causal else 3, causal=causal, scale=SCALE)
+    density, mass = read_shares(backend, q, k, None if rows is None else torch.tensor(rows))
+    assert density == int((near > 0).sum()) / int((weights > 0).sum())
+    assert mass == pytest.approx(float(near.sum(dim=-1).mean()))

@@ -23,13 +23,16 @@ from efficient_attn.ops.clusters.slices import (
     MASKED,
     Slices,
     after,
+    aligned,
     alignment,
     by_heads,
     in_order,
+    near_keys,
     near_slices,
     without,
 )
 from efficient_attn.ops.clusters.trees import (
+    Clusters,
     Stage,
     Summaries,
     causal_stages,
@@ -216,17 +219,14 @@ def _rows(task: Task, q: Tensor, span: range, stage: Stage) -> Tensor:
 
 def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     """Outputs of the queries of a stage, [batch heads tokens value_dim]."""
-    (_, _, tokens, head_dim), value_dim = task.k.shape, task.v.shape[3]
+    head_dim, value_dim = task.k.shape[3], task.v.shape[3]
     layout, size = stage.layout, stage.layout.block
     slices = near_slices(q, task.k, task.v, task.real, layout, past=task.causal, begin=stage.begin // size)
-    runs, read = places(stage.runs(tokens, task.causal), -(-tokens // size))
-    if not runs:
+    rows, far = slices.rows, _far(task, stage, slices.rows)
+    if far is None:
         out, _ = _softmax(slices, size, causal=task.causal)
         return in_order(out[..., :value_dim], q, layout)
-    clusters = clusters_of(task.k, task.v, task.counted, runs, size, shared=not task.causal)
-    rows, summaries = slices.rows, summarise(clusters, slices.rows.shape[4])
-    none = clusters.k.shape[2]
-    plan = list(steps(read, stage.begin // size, rows, none))
+    clusters, summaries, plan = far
     outputs = [
         (
             *_softmax(part, size, causal=task.causal),
@@ -236,8 +236,7 @@ def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     ]
     *parts, choices = zip(*outputs, strict=True)
     near, near_sum, closed, closed_sum = (torch.cat(x, dim=2) for x in parts)
-    most = max(x.shape[4] for x in choices)
-    chosen = torch.cat([F.pad(x, (0, most - x.shape[4]), value=none) for x in choices], dim=2)
+    chosen = _joined(choices, clusters.k.shape[2])
     opened, opened_sum = (
         x.unflatten(2, rows.shape[2:4])
         for x in open_clusters(rows[..., :head_dim].flatten(2, 3), chosen.flatten(2, 3), clusters)
@@ -247,6 +246,27 @@ def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     weights = [(x - top).exp() for x in (near_sum, closed_sum, opened_sum)]
     merged = sum(weight * out for weight, out in zip(weights, outs, strict=True)) / sum(weights)
     return in_order(merged, q, layout)
+
+
+def _far(task: Task, stage: Stage, rows: Tensor) -> tuple[Clusters, Summaries, list[Step]] | None:
+    """Clusters of far keys, their summaries, and the steps over all blocks of a stage; None: all are near.
+
+    Args:
+        rows: Queries of the stage, [batch kv_heads blocks rows width].
+    """
+    tokens, size = task.k.shape[2], stage.layout.block
+    runs, read = places(stage.runs(tokens, task.causal), -(-tokens // size))
+    if not runs:
+        return None
+    clusters = clusters_of(task.k, task.v, task.counted, runs, size, shared=not task.causal)
+    summaries = summarise(clusters, rows.shape[4])
+    return clusters, summaries, list(steps(read, stage.begin // size, rows, clusters.k.shape[2]))
+
+
+def _joined(choices: Sequence[Tensor], none: int) -> Tensor:
+    """Clusters that the queries of all steps open, [batch kv_heads blocks rows probes]."""
+    most = max(x.shape[4] for x in choices)
+    return torch.cat([F.pad(x, (0, most - x.shape[4]), value=none) for x in choices], dim=2)
 
 
 def _softmax(slices: Slices, size: int, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -287,3 +307,70 @@ def _over(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor,
     """`partial_softmax` of blocks [batch kv_heads blocks …], with log-sum-exps [… 1]."""
     out, log_sum = partial_softmax(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), bias)
     return out.view(*q.shape[:4], -1), log_sum.view(*q.shape[:4], 1)
+
+
+@torch.no_grad()
+def keys_read(
+    q: Queries,
+    k: Keys,
+    key_mask: KeyMask | None,
+    rows: Tensor,
+    *,
+    scale: float,
+    block: int,
+    first: int,
+    clusters: int,
+    probes: int,
+    causal: bool,
+) -> Tensor:
+    """Near and global keys, and keys of opened clusters, bool [batch heads rows k_tokens]; later keys too.
+
+    Args:
+        rows: Index of the queries, [rows].
+        block, first, clusters, probes: See `probe_clusters`.
+    """
+    tokens, missing = k.shape[2], k.shape[2] - q.shape[2]
+    stages = (causal_stages if causal else full_stages)(tokens, block=block, clusters=clusters, first=first)
+    most = probes if probes < clusters else tokens
+    at = aligned(rows + missing, tokens, key_mask)
+    # Every query has its position, as in a call with a mask; values are the numbers of their keys from 1 on.
+    queries = F.pad(upcast(q) * scale, (0, 0, missing, 0))
+    numbers = torch.arange(1, tokens + 1, device=k.device, dtype=queries.dtype)[:, None]
+
+    def read(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        inputs = alignment(q, k, v, key_mask, None)
+        task = Task(inputs.k, inputs.v, inputs.real, inputs.counted(first), most, causal)
+        extent = (torch.arange(1, tokens + 1, device=k.device) * inputs.real).amax(dim=1, keepdim=True)
+        pattern = torch.zeros((), dtype=torch.bool, device=k.device)
+        # A later stage serves longer sequences, or if causal later queries.
+        for stage in stages[::-1]:
+            near = near_keys(stage.layout, at, tokens, key_mask)[:, None]
+            here = at < stage.end if causal else extent <= reach(stage, clusters)
+            pattern = torch.where(here[:, None, :, None], near | _opened(task, inputs.q, stage, at), pattern)
+        return pattern.expand(*q.shape[:2], -1, -1)
+
+    return by_heads(read, queries, k, numbers.expand(*k.shape[:3], 1))
+
+
+def _opened(task: Task, q: Tensor, stage: Stage, at: Tensor) -> Tensor:
+    """Keys of clusters that queries `at` positions [batch rows] open, bool [batch heads rows tokens]."""
+    layout, (_, kv_heads, tokens, _) = stage.layout, task.k.shape
+    q = q[:, :, stage.begin : stage.end]
+    slices = near_slices(
+        q, task.k, task.v, task.real, layout, past=task.causal, begin=stage.begin // layout.block
+    )
+    far = _far(task, stage, slices.rows)
+    if far is None:
+        return torch.zeros(1, dtype=torch.bool, device=q.device)
+    clusters, summaries, plan = far
+    parts = zip(slices.split([step.blocks for step in plan]), plan, strict=True)
+    choices = [read_closed(part.rows, summaries, step, task.probes)[2] for part, step in parts]
+    chosen = in_order(_joined(choices, clusters.k.shape[2]), q, layout)
+    index = (at - stage.begin).clamp(0, q.shape[2] - 1)[:, None, :, None]
+    chosen = chosen.gather(2, index.expand(*chosen.shape[:2], -1, chosen.shape[3]))
+    members = F.pad(clusters.v[..., 0] * clusters.counted, (0, 0, 0, 1)).long()
+    members = members.repeat_interleave(q.shape[1] // kv_heads, dim=1)
+    members = members.gather(2, chosen.flatten(2)[..., None].expand(-1, -1, -1, layout.block))
+    members = members.unflatten(2, chosen.shape[2:]).flatten(3)
+    pattern = torch.zeros(*members.shape[:3], tokens + 1, dtype=torch.bool, device=q.device)
+    return pattern.scatter_(3, members, True)[..., 1:]

@@ -205,6 +205,19 @@ def near_slices(
     return Slices(rows.flatten(3, 4), (near_k, few_k), (near_v, few_v))
 
 
+def aligned(at: Tensor, tokens: int, key_mask: Tensor | None) -> Tensor:
+    """Positions of tokens in an `Alignment`, [batch tokens], or [1 tokens] without a mask."""
+    shift = 0 if key_mask is None else key_mask.long().argmax(dim=1, keepdim=True)
+    return (at[None] - shift) % tokens
+
+
+def near_keys(layout: Layout, at: Tensor, tokens: int, key_mask: Tensor | None) -> Tensor:
+    """Keys in the slices of aligned queries `at` positions, and global tokens, bool [batch rows tokens]."""
+    keys = aligned(torch.arange(tokens, device=at.device), tokens, key_mask)[:, None]
+    offset = keys - (at // layout.block * layout.block)[..., None]
+    return (offset >= -layout.back) & (offset < layout.block + layout.ahead) | (keys < layout.first)
+
+
 def in_order(out: Tensor, q: Tensor, layout: Layout) -> Tensor:
     """Outputs of the rows of all blocks, [batch kv_heads blocks rows dim], in the order of q."""
     heads = q.shape[1] // out.shape[1]

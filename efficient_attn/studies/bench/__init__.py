@@ -19,6 +19,8 @@ STUDY = Study(
             "state_bytes",
             "output_relative_error",
             "output_mse",
+            "density",
+            "covered_mass",
         )
     ),
     budget="90s",

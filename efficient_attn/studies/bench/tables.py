@@ -9,6 +9,7 @@ from efficient_attn.report.text import (
     CONCATENATED,
     CONCATENATED_NOTE,
     QUEUED_NOTE,
+    READ_NOTE,
     calibration_note,
     describe,
     failure_notes,
@@ -131,13 +132,15 @@ def _error_tables(group: Sequence[Comparison], records: Sequence[Record]) -> lis
 def _comparison_table(comparison: Comparison) -> Table:
     exact, case = comparison.exact, comparison.case
     on_gpu = any(row.timed and row.timed.device_times_s for row in comparison.contenders)
+    sparse = any(row.shares and row.shares[0] < 1 for row in comparison.contenders)
     fronts = {"time": comparison.front("time_s"), "memory": comparison.front("peak_bytes")}
     rows = []
     for row in comparison.contenders:
         time, speed, peak = cost_cells(row.timed, exact and exact.timed, row.peak_bytes)
         front = ", ".join(name for name, front in fronts.items() if row in front)
         queued = _queued_cells(row, exact) if on_gpu else ()
-        rows.append((row.label, time, speed, *queued, error_cell(row), _mse_cell(row), peak, front))
+        shares = [f"{100 * share:.3g}" for share in row.shares or ()] or ["", ""] if sparse else ()
+        rows.append((row.label, time, speed, *queued, error_cell(row), _mse_cell(row), *shares, peak, front))
     device = ("device time, ms", "device speed, exact = 1") if on_gpu else ()
     columns = (
         "backend",
@@ -146,6 +149,7 @@ def _comparison_table(comparison: Comparison) -> Table:
         *device,
         "error",
         "MSE",
+        *(("keys read, %", "weight read, %") if sparse else ()),
         "peak memory, MiB",
         "front",
     )
@@ -155,6 +159,7 @@ def _comparison_table(comparison: Comparison) -> Table:
     timed = f" Times and memory: on {timed_layer(case.inputs)}." if several else ""
     notes = (
         *_error_notes(comparison),
+        *([READ_NOTE] if sparse else []),
         f"{front}{timed}",
         *([QUEUED_NOTE.format(case.l2)] if case.l2 else []),
         *([CONCATENATED_NOTE] if comparison.inputs.startswith(CONCATENATED) else []),

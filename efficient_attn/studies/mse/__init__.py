@@ -14,6 +14,8 @@ STUDY = Study(
         for name in (
             "output_relative_error",
             "output_mse",
+            "density",
+            "covered_mass",
             "unsafe_rows",
             "kernel_mse",
             "expected_kernel_mse",

@@ -7,7 +7,7 @@ from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.table import Table
-from efficient_attn.report.text import CONCATENATED, CONCATENATED_NOTE, failure_notes, show_error
+from efficient_attn.report.text import CONCATENATED, CONCATENATED_NOTE, READ_NOTE, failure_notes, show_error
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.studies.mse import kernel_view
 from efficient_attn.studies.mse.analysis import (
@@ -40,10 +40,11 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
         return kernel_view.tables(records)
     quantity = quantity_in(records)
     squared = panels(records, "output_mse") if quantity == RELATIVE else ()
-    return [
-        _table(panel, quantity, next((match for match in squared if match.title == panel.title), None))
-        for panel in panels(records, quantity)
-    ]
+    shown = []
+    for panel in panels(records, quantity):
+        match = next((match for match in squared if match.title == panel.title), None)
+        shown += [_table(panel, quantity, match), *_share_tables(panel)]
+    return shown
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
@@ -78,9 +79,7 @@ def show_point(point: ErrorPoint) -> str:
 
 def _table(panel: Panel, quantity: str, squared: Panel | None) -> Table:
     points = [point for curve in panel.curves for point in curve.points]
-    measured = {point.size for point in points if point.size is not None}
-    # An odd size that stands for the even size before it has no column of its own.
-    sizes = sorted(size for size in measured if size - 1 not in measured)
+    sizes = _columns(points)
     odd = {curve.label for curve in panel.curves for p in curve.points if (p.size or 0) - 1 in sizes}
     rows = []
     if panel.yardstick is not None:
@@ -101,6 +100,33 @@ def _table(panel: Panel, quantity: str, squared: Panel | None) -> Table:
     )
     columns = ("backend", "no size", *map(str, sizes), *(() if squared is None else (_MSE,)))
     return Table(f"{NAMES[quantity]}: {panel.title}", columns, tuple(rows), notes)
+
+
+def _share_tables(panel: Panel) -> list[Table]:
+    """Softmax weight and keys read at every size; no table where all keys are read."""
+    points = [point for curve in panel.curves for point in curve.points]
+    if all(point.record.density in (None, 1) for point in points):
+        return []
+    sizes = _columns(points)
+    rows = []
+    for curve in panel.curves:
+        fixed = next((point for point in curve.points if point.size is None), None)
+        records = [point and point.record for point in (fixed, *map(curve.at, sizes))]
+        cells = [
+            f"{100 * record.covered_mass:.3g} ({100 * record.density:.3g})"
+            if record and record.density
+            else ""
+            for record in records
+        ]
+        rows += [(curve.label, *cells)] if any(cells) else []
+    columns = ("backend", "no size", *map(str, sizes))
+    return [Table(f"Weight read, % (keys read, %): {panel.title}", columns, tuple(rows), (READ_NOTE,))]
+
+
+def _columns(points: Sequence[ErrorPoint]) -> list[int]:
+    """Sizes, without an odd one that stands for the even size before it."""
+    measured = {point.size for point in points if point.size is not None}
+    return sorted(size for size in measured if size - 1 not in measured)
 
 
 def _useful(shown: Sequence[Panel]) -> str | None:
