@@ -102,10 +102,7 @@ WRONG_CALLS = {
             r"'exact' has no random features; 'performer-trig' has denomina",
         ),
         (lambda: built("performer-positive").denominators(Q, K), r"features are positive"),
-        (
-            lambda: built("by-head", heads={"0": "performer-positive"}).keys_read(Q, K),
-            r"'performer-positive' reads no keys one by one; 'window' and 'window-clusters' do",
-        ),
+        (lambda: built("performer-positive").keys_read(Q, K), r"reads no keys one by one; 'window' and"),
         (
             lambda: ea.attention(Q, K, K, "performer-positive"),
             r"keeps parameters or a random draw: build it once with ea\.build",

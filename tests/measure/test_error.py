@@ -76,10 +76,9 @@ def test_density_and_covered_mass_are_shares_of_pairs_and_of_exact_weights(
     q, k, _ = random_qkv()
     q = q if causal else torch.cat([q, q[:, :, :2]], dim=2)
     # Outputs of unit vectors as values are the weights.
-    unit = torch.eye(7, dtype=torch.float64).expand(1, 2, 7, 7)
-    weights = attend_slowly(q, k, unit, causal=causal)[:, :, rows or slice(None)]
-    distance = torch.arange(7) - torch.arange(7 - q.shape[2], 7)[rows or slice(None), None]
-    near = weights * (distance.abs() <= 1)
+    weights = attend_slowly(q, k, torch.eye(7, dtype=torch.float64).expand(1, 2, 7, 7), causal=causal)
+    distance = torch.arange(7) - torch.arange(7 - q.shape[2], 7)[:, None]
+    weights, near = (x[:, :, rows or slice(None)] for x in (weights, weights * (distance.abs() <= 1)))
     backend = ea.build("window", head_dim=4, window=2 if causal else 3, causal=causal, scale=SCALE)
     density, mass = read_shares(backend, q, k, None if rows is None else torch.tensor(rows))
     assert density == int((near > 0).sum()) / int((weights > 0).sum())

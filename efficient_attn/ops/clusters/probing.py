@@ -222,21 +222,11 @@ def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     head_dim, value_dim = task.k.shape[3], task.v.shape[3]
     layout, size = stage.layout, stage.layout.block
     slices = near_slices(q, task.k, task.v, task.real, layout, past=task.causal, begin=stage.begin // size)
-    rows, far = slices.rows, _far(task, stage, slices.rows)
-    if far is None:
+    rows, parts = slices.rows, _parts(task, slices, stage)
+    if parts is None:
         out, _ = _softmax(slices, size, causal=task.causal)
         return in_order(out[..., :value_dim], q, layout)
-    clusters, summaries, plan = far
-    outputs = [
-        (
-            *_softmax(part, size, causal=task.causal),
-            *read_closed(part.rows, summaries, step, task.probes),
-        )
-        for part, step in zip(slices.split([step.blocks for step in plan]), plan, strict=True)
-    ]
-    *parts, choices = zip(*outputs, strict=True)
-    near, near_sum, closed, closed_sum = (torch.cat(x, dim=2) for x in parts)
-    chosen = _joined(choices, clusters.k.shape[2])
+    clusters, (near, near_sum, closed, closed_sum, chosen) = parts
     opened, opened_sum = (
         x.unflatten(2, rows.shape[2:4])
         for x in open_clusters(rows[..., :head_dim].flatten(2, 3), chosen.flatten(2, 3), clusters)
@@ -248,25 +238,29 @@ def _read(task: Task, q: Tensor, stage: Stage) -> Tensor:
     return in_order(merged, q, layout)
 
 
-def _far(task: Task, stage: Stage, rows: Tensor) -> tuple[Clusters, Summaries, list[Step]] | None:
-    """Clusters of far keys, their summaries, and the steps over all blocks of a stage; None: all are near.
+def _parts(task: Task, slices: Slices, stage: Stage) -> tuple[Clusters, list[Tensor]] | None:
+    """Clusters of a stage, outputs and log-sum-exps of near keys and of closed clusters, and opened clusters.
 
-    Args:
-        rows: Queries of the stage, [batch kv_heads blocks rows width].
+    None: all keys are near.
     """
     tokens, size = task.k.shape[2], stage.layout.block
     runs, read = places(stage.runs(tokens, task.causal), -(-tokens // size))
     if not runs:
         return None
     clusters = clusters_of(task.k, task.v, task.counted, runs, size, shared=not task.causal)
-    summaries = summarise(clusters, rows.shape[4])
-    return clusters, summaries, list(steps(read, stage.begin // size, rows, clusters.k.shape[2]))
-
-
-def _joined(choices: Sequence[Tensor], none: int) -> Tensor:
-    """Clusters that the queries of all steps open, [batch kv_heads blocks rows probes]."""
+    summaries, none = summarise(clusters, slices.rows.shape[4]), clusters.k.shape[2]
+    plan = list(steps(read, stage.begin // size, slices.rows, none))
+    outputs = [
+        (
+            *_softmax(part, size, causal=task.causal),
+            *read_closed(part.rows, summaries, step, task.probes),
+        )
+        for part, step in zip(slices.split([step.blocks for step in plan]), plan, strict=True)
+    ]
+    *parts, choices = zip(*outputs, strict=True)
     most = max(x.shape[4] for x in choices)
-    return torch.cat([F.pad(x, (0, most - x.shape[4]), value=none) for x in choices], dim=2)
+    chosen = torch.cat([F.pad(x, (0, most - x.shape[4]), value=none) for x in choices], dim=2)
+    return clusters, [*(torch.cat(x, dim=2) for x in parts), chosen]
 
 
 def _softmax(slices: Slices, size: int, *, causal: bool) -> tuple[Tensor, Tensor]:
@@ -354,23 +348,19 @@ def keys_read(
 
 def _opened(task: Task, q: Tensor, stage: Stage, at: Tensor) -> Tensor:
     """Keys of clusters that queries `at` positions [batch rows] open, bool [batch heads rows tokens]."""
-    layout, (_, kv_heads, tokens, _) = stage.layout, task.k.shape
+    layout, size, (_, kv_heads, tokens, _) = stage.layout, stage.layout.block, task.k.shape
     q = q[:, :, stage.begin : stage.end]
-    slices = near_slices(
-        q, task.k, task.v, task.real, layout, past=task.causal, begin=stage.begin // layout.block
-    )
-    far = _far(task, stage, slices.rows)
-    if far is None:
+    slices = near_slices(q, task.k, task.v, task.real, layout, past=task.causal, begin=stage.begin // size)
+    parts = _parts(task, slices, stage)
+    if parts is None:
         return torch.zeros(1, dtype=torch.bool, device=q.device)
-    clusters, summaries, plan = far
-    parts = zip(slices.split([step.blocks for step in plan]), plan, strict=True)
-    choices = [read_closed(part.rows, summaries, step, task.probes)[2] for part, step in parts]
-    chosen = in_order(_joined(choices, clusters.k.shape[2]), q, layout)
+    clusters, (*_, chosen) = parts
+    chosen = in_order(chosen, q, layout)
     index = (at - stage.begin).clamp(0, q.shape[2] - 1)[:, None, :, None]
     chosen = chosen.gather(2, index.expand(*chosen.shape[:2], -1, chosen.shape[3]))
     members = F.pad(clusters.v[..., 0] * clusters.counted, (0, 0, 0, 1)).long()
     members = members.repeat_interleave(q.shape[1] // kv_heads, dim=1)
-    members = members.gather(2, chosen.flatten(2)[..., None].expand(-1, -1, -1, layout.block))
+    members = members.gather(2, chosen.flatten(2)[..., None].expand(-1, -1, -1, size))
     members = members.unflatten(2, chosen.shape[2:]).flatten(3)
     pattern = torch.zeros(*members.shape[:3], tokens + 1, dtype=torch.bool, device=q.device)
     return pattern.scatter_(3, members, True)[..., 1:]
