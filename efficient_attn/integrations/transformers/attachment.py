@@ -150,8 +150,9 @@ def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mappin
         # A saved model loaded without its backends would silently compute something else.
         setattr(model.config, _FUNCTION, NAME)
         hooks: list[tuple[nn.Module, Callable[..., None]]] = [(model, _refuse_call)]
-        needing = (site for site in sites if needs_state(backends[site.path], site.pattern))
-        hooks += [(site.module, replace_cache_layer) for site in needing]
+        for site in sites:
+            if needs_state(backends[site.path], site.pattern):
+                hooks.append((site.module, replace_cache_layer))
         for module, hook in hooks:
             if not hasattr(module, _HOOK):
                 setattr(module, _HOOK, module.register_forward_pre_hook(hook, with_kwargs=True))

@@ -259,7 +259,8 @@ def test_sliding_layers_with_global_tokens_continue_texts_as_without_a_cache(mak
     attach(model, **({"backend": backend} if isinstance(backend, dict) else {"sliding": backend}))
     expected = generated(model, new=4 * WINDOW, use_cache=False)
     for cache in CACHES.values():
-        assert_same(generated(model, new=4 * WINDOW, **cache(model)), expected, bound=1e-12)
+        # `generate` returns logits in float32.
+        assert_same(generated(model, new=4 * WINDOW, **cache(model)), expected, bound=1e-6)
 
 
 def test_global_tokens_reach_a_model_of_sliding_and_full_layers_beams_and_gradients():
