@@ -32,7 +32,9 @@ from efficient_attn.integrations.transformers.caches import StateLayer
 
 NEW = 6
 
+LINEAR = ("performer-positive", {"num_features": 16})
 STREAMING = ("window", {"global_tokens": 2})
+SECOND_HEAD = ("by-head", {"heads": {"1": STREAMING}})
 # Options of a backend by name.
 OPTIONS = {
     "window": {"window": WINDOW},
@@ -91,20 +93,20 @@ def test_text_is_the_same_without_a_cache_with_the_caches_of_transformers_and_wi
     assert_same(generated(model, cache_implementation="static", disable_compile=True), expected)
 
 
-@pytest.mark.parametrize("make", [llama, gemma3, mistral])
-def test_the_state_of_linear_attention_and_of_windows_does_not_grow(make):
-    model = make()
-    if make is mistral:
-        attach(model, sliding="window")
-    else:
-        attach(model, full=("performer-positive", {"num_features": 16}))
-    cache, sizes = StateCache(model), set()
+@pytest.mark.parametrize(
+    ("make", "backend"),
+    [(llama, LINEAR), (gemma3, LINEAR), (mistral, "window"), (mistral, SECOND_HEAD)],
+)
+def test_the_state_of_linear_attention_and_of_windows_does_not_grow(make, backend):
+    model, sizes = attach(make(), **{"sliding" if make is mistral else "full": backend}), []
+    cache = DynamicCache(config=model.config) if backend is SECOND_HEAD else StateCache(model)
     with torch.no_grad():
-        for _ in range(4):
-            model(torch.randint(4, VOCABULARY, (1, 8)), past_key_values=cache)
-            sizes.add(sum(x.nbytes for layer in cache.layers for x in layer.state))
-    assert cache.get_seq_length() == 32 and len(sizes) == 1
-    if make is mistral:
+        for tokens in [6] * 4 + [1] * 40:
+            model(torch.randint(4, VOCABULARY, (1, tokens)), past_key_values=cache)
+            state = [x.untyped_storage().nbytes() for layer in cache.layers for x in tree_leaves(layer.state)]
+            sizes.append(sum(state))
+    assert cache.get_seq_length() == 64 and max(sizes[24:]) <= max(sizes[:24])
+    if backend == "window":
         # A window keeps one key less than it reads.
         assert {layer.state.k.shape[2] for layer in cache.layers} == {WINDOW - 1}
 
@@ -200,7 +202,6 @@ def qwen2():
     return tiny("Qwen2ForCausalLM", {**GROUPED, **fields})
 
 
-SECOND_HEAD = ("by-head", {"heads": {"1": STREAMING}})
 FIRST_HEAD = ("by-head", {"heads": {"0": STREAMING}, "rest": "window"})
 
 
@@ -277,19 +278,6 @@ def test_global_tokens_reach_a_model_of_sliding_and_full_layers_beams_and_gradie
         model(**inputs(), use_cache=use_cache).logits.square().sum().backward()
         gradients.append(model.model.embed_tokens.weight.grad.clone())
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
-
-
-def test_the_cache_of_a_sliding_layer_with_global_tokens_does_not_grow():
-    model, cache = attach(gemma3(), sliding=SECOND_HEAD), None
-    sizes = []
-    with torch.no_grad():
-        for _ in range(60):
-            out = model(torch.randint(4, VOCABULARY, (1, 1)), past_key_values=cache)
-            cache = out.past_key_values
-            states = [tree_leaves(layer.state) for layer in cache.layers[:2]]
-            sizes.append(sum(x.untyped_storage().nbytes() for state in states for x in state))
-    assert cache.layers[2].keys.shape[2] == 60
-    assert max(sizes[40:]) == max(sizes[20:40]) and cache.get_seq_length() == 60
 
 
 def test_the_caches_of_a_model_are_its_own_again_without_global_tokens():
