@@ -70,9 +70,8 @@ class StateLayer(CacheLayerMixin):
 
     def extend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         """Output of the new tokens, the last ones of `key_mask`. Updates the state."""
-        if key_mask is not None and (earlier := key_mask.shape[1] - k.shape[2]):
-            key_mask = key_mask[:, earlier:]
-            key_mask = None if bool(key_mask.all()) else key_mask
+        if key_mask is not None:
+            key_mask = key_mask[:, key_mask.shape[1] - k.shape[2] :]
         if not self.unread:
             raise UnsupportedError(
                 "Several layers of this model read the same keys, of which a state has only the new ones; "
