@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve, seeded, spawn_seeds
+from efficient_attn.backends.by_head import NAME as BY_HEAD
+from efficient_attn.backends.by_head import parts_of
 from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
-from efficient_attn.integrations.masks import Pattern
 from efficient_attn.integrations.plan_files import check_size, plan_of_backends
 from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.integrations.transformers.sites import AttentionSite
@@ -83,9 +84,8 @@ def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, s
         )
     if options.get("sharing") == "layers":
         raise UnsupportedError("sharing='layers' is for ea.Encoder; in a transformers model: 'key-value'.")
-    name, window_options = _serving(chosen.name, site.pattern)
-    if window_options:
-        _check_window(site, options, window_options["window"])
+    if site.pattern.window is not None:
+        name, window_options = _within_window(site, chosen.name, options)
         chosen, options = resolve(name), dict(window_options)
     if seed is not None:
         options = seeded(chosen, options, seed)
@@ -100,33 +100,27 @@ def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, s
     )
 
 
-def _serving(name: str, pattern: Pattern) -> tuple[str, dict[str, int]]:
-    """The backend and its options for a pattern, given the requested name.
+def _within_window(site: AttentionSite, name: str, options: Mapping[str, Any]) -> Choice:
+    """The backend that serves a request in a sliding-window layer, whose width is fixed by the model.
 
-    For a sliding-window layer, exact attention is a window of the model's width.
+    Exact attention is a window of this width there.
     """
-    if pattern.window is None:
-        return name, {}
-    if name in ("exact", "window"):
-        return "window", {"window": pattern.window}
-    raise UnsupportedError(
-        f"Backend {name!r} does not support {pattern}; 'window' and 'exact' do: attach(model, "
-        f"full={name!r}) leaves such layers exact."
-    )
-
-
-def _check_window(site: AttentionSite, options: Mapping[str, Any], width: int) -> None:
-    """Refuse options of a sliding-window layer, whose window is fixed by the model."""
+    width = site.pattern.window
+    if name == BY_HEAD:
+        entries = [(resolve(part["backend"]).name, part["options"]) for part in parts_of(options)]
+        rest, *parts = (_within_window(site, *entry) for entry in entries)
+        return Choice(name, {"heads": dict(zip(options["heads"], parts, strict=True)), "rest": rest})
+    if name not in ("exact", "window"):
+        raise UnsupportedError(
+            f"Backend {name!r} does not support {site.pattern}; 'window' and 'exact' do: attach(model, "
+            f"full={name!r}) leaves such layers exact."
+        )
     if options.get("window", width) != width:
         raise OptionError(
             f"window={options['window']}: {site.path} slides over {width} keys, a width fixed by the model; "
             f"full=('window', {{'window': {options['window']}}}) sets the other layers."
         )
-    if count := options.get("global_tokens"):
-        raise OptionError(
-            f"global_tokens={count}: {site.path} slides over {width} keys, and its cache drops the first "
-            f"tokens; full=('window', {{'global_tokens': {count}}}) sets the other layers."
-        )
+    return Choice("window", {"window": width} if name == "exact" else {**options, "window": width})
 
 
 def _choices_by_layer(sites: list[AttentionSite], backends: Mapping[Any, Any]) -> dict[int, Choice]:

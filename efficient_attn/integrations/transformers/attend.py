@@ -135,7 +135,8 @@ def _run_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, vi
     if layer is not None:
         return layer.extend(backend, query, key, value, visible.key_mask).transpose(1, 2).contiguous()
     earlier = visible.keys - query.shape[2]
-    if visible.first_key and (visible.pattern.back is None or earlier < visible.pattern.back):
+    dropped = visible.first_key and (visible.pattern.back is None or earlier < visible.pattern.back)
+    if dropped or key.shape[2] < visible.keys:
         raise UnsupportedError(
             "This model copies or changes the keys of its cache, so that no state can be kept; "
             "use transformers' own cache."
