@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
+from integrations.hf_advice import TIMES_S
+from integrations.hf_advice import timed as of_times
 from integrations.hf_models import VOCABULARY, llama, mistral, saved
 
 import efficient_attn as ea
@@ -24,11 +26,13 @@ from efficient_attn.measure.copies import (
     copy_recall,
     with_copies,
 )
+from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.studies.advise.heads import head_scores
 from efficient_attn.studies.advise.plan import LOSSLESS
 
 TOKENS = FEWEST_TOKENS + 100
 WINDOW = ("window", {"window": 16, "global_tokens": 1})
+LOOSE = {"seq_lens": (TOKENS,), "max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
 
 
 def text(seed=0, tokens=TOKENS):
@@ -109,8 +113,9 @@ def texts():
 
 @pytest.fixture(scope="module")
 def advised(folder, texts):
-    loose = {"max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
-    return ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=1, **loose)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("efficient_attn.studies.swap.measure.cost", of_times)
+        return ea.advise(folder, texts=texts, **LOOSE)
 
 
 def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(advised):
@@ -151,8 +156,21 @@ def test_a_decoder_whose_layers_all_slide_has_no_heads_to_rank_and_gets_its_wind
     assert "with sliding window in layers 0–2" in results.sentences()[0]
 
 
-def test_one_of_two_key_heads_is_tried(tmp_path, texts):
+def test_no_head_is_ranked_unless_uniform_attention_makes_the_model_clearly_faster(
+    folder, texts, advised, given_times, monkeypatch
+):
+    assert [record.case.kind for record in advised.records[:4]] == ["swap", "bound", "bound", "heads"]
+    monkeypatch.setitem(TIMES_S, UNIFORM_ATTENTION, 0.999)
+    results = ea.advise(folder, texts=texts, **LOOSE)
+    assert [record.case.label for record in results.records if record.case.kind == "swap"] == [
+        UNIFORM_ATTENTION
+    ]
+    assert {record.case.kind for record in results.records} == {"swap", "bound"}
+    (sentence,) = results.sentences()
+    assert "no attention is clearly faster; attention takes 0% of the time, so at most 1.00x" in sentence
+
+
+def test_one_of_two_key_heads_is_tried(tmp_path, texts, given_times):
     folder = saved(llama(max_position_embeddings=4096, num_hidden_layers=1), tmp_path)
-    loose = {"max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
-    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=2, **loose)
+    results = ea.advise(folder, texts=texts, **LOOSE)
     assert [record.streaming_heads for record in results.records if record.case.label == "plan 1"] == [1]
