@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.backend import Backend
@@ -17,7 +18,11 @@ from efficient_attn.backends import spawn_seeds
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites
+from efficient_attn.ops.dtypes import upcast
 from efficient_attn.options import SEED
+
+# Rows of logits, each as wide as the vocabulary, that a backward pass holds at once.
+_ROWS = 128
 
 
 class ModelOutputs(NamedTuple):
@@ -124,18 +129,35 @@ def run(model: Any, ids: Tensor, *, predicts: bool) -> ModelOutputs:
 
 
 def _head(model: Any, states: Any, ids: Tensor, rows: slice) -> Tensor:
-    """Logits of a slice of positions from the last hidden states, by all that the model does with them."""
+    """Logits of a slice of positions from the last hidden states, by all that the model does with them.
+
+    They have gradients where the hidden states require them.
+    """
     base = model.base_model
     part = replace(states, last_hidden_state=states.last_hidden_state[:, rows])
     former = vars(base).get("forward")
     base.forward = lambda *args, **named: part
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(part.last_hidden_state.requires_grad):
             return model(input_ids=ids[:, rows], **_no_cache(model)).logits[0]
     finally:
         del base.forward
         if former is not None:
             base.forward = former
+
+
+def backpropagate_loss(model: Any, ids: Tensor) -> None:
+    """Backpropagate the summed loss of the next tokens of a text, with logits in blocks of positions.
+
+    The sum, since the gradients of a mean over many tokens underflow in half precision.
+    """
+    body = model.base_model(input_ids=ids, **_no_cache(model))
+    states = replace(body, last_hidden_state=body.last_hidden_state.detach().requires_grad_())
+    for start in range(0, ids.shape[1] - 1, _ROWS):
+        rows = slice(start, min(start + _ROWS, ids.shape[1] - 1))
+        logits = upcast(_head(model, states, ids, rows))
+        F.cross_entropy(logits, ids[0, rows.start + 1 : rows.stop + 1], reduction="sum").backward()
+    body.last_hidden_state.backward(states.last_hidden_state.grad)
 
 
 def predicts_next(model: Any, sites: AttentionSites) -> bool:

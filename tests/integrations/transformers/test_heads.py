@@ -26,8 +26,9 @@ from efficient_attn.measure.copies import (
     copy_recall,
     with_copies,
 )
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
-from efficient_attn.studies.advise.heads import head_scores
+from efficient_attn.studies.advise.heads import head_scores, second_order_scores
 from efficient_attn.studies.advise.plan import LOSSLESS
 
 TOKENS = FEWEST_TOKENS + 100
@@ -98,6 +99,37 @@ def test_the_score_of_a_head_is_its_share_of_the_change_in_the_output_of_its_lay
     assert ratios[0] - 1e-9 <= scores[0][0] / scores[0][1] <= ratios[1] + 1e-9
 
 
+def test_the_second_order_score_sums_squares_of_gradient_times_change_of_a_key_head():
+    model = llama().double()
+    # Several blocks of logits.
+    sites, texts = sites_of(model), [text(seed, 300) for seed in (0, 1)]
+    scores = second_order_scores(model, sites, texts, Choice(*WINDOW))
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
+    expected = torch.zeros(3, 2, dtype=torch.float64)
+    outputs = {}
+    for layer, block in enumerate(model.model.layers):
+        block.self_attn.o_proj.register_forward_pre_hook(lambda m, args, layer=layer: keep(layer, args[0]))
+
+    def keep(layer, out):
+        outputs.setdefault(layer, []).append(out)
+        out.retain_grad()
+
+    for ids in texts:
+        outputs.clear()
+        logits = model(ids).logits[0, :-1]
+        torch.nn.functional.cross_entropy(logits, ids[0, 1:]).backward()
+        for layer in range(3):
+            # Inputs of a layer are exact where no earlier one has changed.
+            with swapped(model, {layer: WINDOW}):
+                model(ids)
+            exact, changed = outputs[layer][0], outputs[layer][-1]
+            products = exact.grad * (changed - exact).detach()
+            expected[layer] += products.view(300, 2, -1).sum(dim=2).square().sum(dim=0)
+    actual = torch.tensor([scores[layer] for layer in range(3)], dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=1e-8, atol=0.0)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return saved(llama(max_position_embeddings=4096), tmp_path_factory.mktemp("decoder"))
@@ -120,6 +152,7 @@ def advised(folder, texts):
 
 def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(advised):
     (rank,) = [record for record in advised.records if record.case.kind == "heads"]
+    assert rank.ranked_by == "change of outputs"
     assert {(layer, head) for layer, head, _ in json.loads(rank.head_scores)} == {
         (layer, head) for layer in range(3) for head in range(2)
     }
@@ -131,7 +164,75 @@ def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(advis
     assert final.case.label == "plan" and final.case.inputs.endswith("held out")
     (found,) = [record for record in advised.records if record.case.kind == "planted"]
     assert found.numbers == 16 * 13 and found.status == "ok"
-    assert f"with {final.streaming_heads} of 6 key heads streaming: loss" in advised.sentences()[0]
+    count = f"with {final.streaming_heads} of 6 key heads streaming"
+    assert f"{count} (ranked by the change of outputs): loss" in advised.sentences()[0]
+
+
+ORDER = [(layer, head) for layer in range(3) for head in range(2)]
+
+
+@pytest.fixture
+def planned(monkeypatch, given_times):
+    """Scores that rank heads in ORDER by the change and backwards to second order; heads that may stream."""
+    names = ("head_scores", "second_order_scores")
+    for name, ranked in zip(names, (ORDER, ORDER[::-1]), strict=True):
+        scores = {layer: [float(ranked.index((layer, head))) for head in range(2)] for layer in range(3)}
+        monkeypatch.setattr(
+            f"efficient_attn.studies.advise.heads.{name}", lambda *arguments, scores=scores: scores
+        )
+    monkeypatch.setattr(
+        "efficient_attn.studies.swap.model.TextSubject.right_answers", lambda subject: [True, False]
+    )
+    streamable = set()
+
+    def distance(case, *arguments, **named):
+        layers = json.loads(case.options.get("layers", "{}"))
+        heads = {(int(layer), head) for layer, numbers in layers.items() for head in numbers}
+        lost = {"next_token_kl": float(not heads <= streamable), "loss_difference": 0.0}
+        recall = {"copy_recall": 0.9, "copy_recall_exact": 0.9, "copy_recall_error": 0.0}
+        return Record(case=case, loss_difference_error=0.0, **lost, **recall)
+
+    monkeypatch.setattr("efficient_attn.studies.swap.measure.distance", distance)
+    return streamable
+
+
+@pytest.mark.parametrize(
+    ("streamable", "score", "tried"),
+    [
+        (ORDER[:3], "change of outputs", [2, 4, 3]),
+        # A third of the heads misses the target: the other rank, and bisection from its beginning.
+        (ORDER[1:], "second-order score", [2, 2, 4, 5]),
+        (ORDER[-1:], "second-order score", [2, 2, 1]),
+    ],
+)
+def test_heads_are_ranked_to_second_order_where_a_third_of_them_misses_the_target(
+    folder, texts, planned, streamable, score, tried
+):
+    planned |= {*streamable}
+    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,))
+    ranks = [record.ranked_by for record in results.records if record.case.kind == "heads"]
+    assert ranks == ["change of outputs", "second-order score"][: len(ranks)] and ranks[-1] == score
+    plans = [record for record in results.records if record.case.label.startswith("plan ")]
+    assert [plan.streaming_heads for plan in plans] == tried
+    assert [plan.ranked_by for plan in plans][1:] == [score] * (len(tried) - 1)
+    assert len({plan.case.label for plan in plans}) == len(tried)
+    (final,) = [r for r in results.records if (r.case.kind, r.case.label) == ("swap", "plan")]
+    chosen = json.loads(final.case.options["layers"])
+    assert sorted((int(layer), head) for layer, numbers in chosen.items() for head in numbers) == streamable
+    count = f"{len(streamable)} of 6 key heads streaming (ranked by the {score}): loss"
+    assert f"2.00x as fast, with {count}" in results.sentences()[0]
+
+
+def test_a_rank_that_fails_leaves_the_plan_to_the_other_rank(folder, texts, planned, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no gradient")
+
+    monkeypatch.setattr("efficient_attn.studies.advise.heads.second_order_scores", broken)
+    planned |= {ORDER[0]}
+    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,))
+    ranks = [record.status for record in results.records if record.case.kind == "heads"]
+    assert ranks == ["ok", "error"]
+    assert "1 of 6 key heads streaming (ranked by the change of outputs)" in results.sentences()[0]
 
 
 def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(folder, texts, advised, tmp_path):
