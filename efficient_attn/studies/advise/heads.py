@@ -41,8 +41,8 @@ from efficient_attn.studies.swap.measure import (
 )
 from efficient_attn.studies.swap.model import TextSubject
 
-# What a streaming head keeps.
-STREAMING = Choice(WINDOW, {"window": 512, "global_tokens": 4})
+# What a streaming head may keep, the least first: more is tried where fewer than a third of the heads stream.
+STREAMING = tuple(Choice(WINDOW, {"window": window, "global_tokens": 4}) for window in (512, 1024))
 
 # Scores by which key heads are ranked, in the words of the verdict: at first, and where that rank fails.
 CHANGE, SECOND_ORDER = "change of outputs", "second-order score"
@@ -59,10 +59,12 @@ class HeadPlan(NamedTuple):
 
     Attributes:
         heads: Layer and number of each of them.
+        choice: The window that they read.
         score: Score by which they were ranked.
     """
 
     heads: Sequence[tuple[int, int]]
+    choice: Choice
     score: str
 
     @property
@@ -71,17 +73,28 @@ class HeadPlan(NamedTuple):
         layers = sorted({layer for layer, _ in self.heads})
         return {layer: sorted(head for place, head in self.heads if place == layer) for layer in layers}
 
+    def saving(self, tokens: int) -> float:
+        """Number of streaming heads, times the share of the keys of a sequence that they do not read."""
+        return len(self.heads) * max(1 - sum(self.choice.options.values()) / tokens, 0.0) ** 2
+
 
 def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *, rounds: int) -> Steps:
     """Rank the key heads, let as many stream as the targets allow, and verify on held-out texts."""
-    plan = yield from _counted(choosing, targets)
-    if plan is None:
+    heads = [(layer, head) for layer in choosing.layers for head in range(_kv_heads(choosing))]
+    labels = (f"{PLAN} {number}" for number in itertools.count(1))
+    plans: list[HeadPlan] = []
+    for choice in STREAMING:
+        plan = yield from _counted(choosing, targets, choice, labels)
+        plans += [] if plan is None else [plan]
+        if plan is None or 3 * len(plan.heads) >= len(heads):
+            break
+    if not plans:
         return
+    plan = max(plans, key=lambda plan: plan.saving(choosing.shared["tokens"]))
     vars(choosing).pop("exact", None)
     yield _planned(held_out, PLAN, plan)
     if plan.heads:
         # As many heads, drawn by chance: what the rank is worth.
-        heads = [(layer, head) for layer in held_out.layers for head in range(_kv_heads(held_out))]
         drawn = random.Random(choosing.shared["seed"]).sample(heads, len(plan.heads))
         yield _planned(held_out, RANDOM_HEADS, plan._replace(heads=drawn))
         variants = (OWN_ATTENTION, _variant(PLAN, plan, held_out))
@@ -90,38 +103,40 @@ def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *
     vars(held_out).pop("exact", None)
 
 
-def _counted(subject: TextSubject, targets: Targets) -> Generator[Request, Any, HeadPlan | None]:
+def _counted(
+    subject: TextSubject, targets: Targets, choice: Choice, labels: Iterator[str]
+) -> Generator[Request, Any, HeadPlan | None]:
     """Rank the heads and bisect the number that may stream; None if that was not measured to the end.
 
     Where a third of them misses a target, a second-order score ranks them anew.
     """
-    record = yield _rank_point(subject, CHANGE)
+    record = yield _rank_point(subject, choice, CHANGE)
     if record.status != "ok":
         return None
-    ranked, score, labels = _ranked(record, subject), CHANGE, (f"{PLAN} {n}" for n in itertools.count(1))
+    ranked, score = _ranked(record, subject), CHANGE
     fewest, most = 0, len(ranked)
     for number in range(_TRIALS):
         count = max(len(ranked) // 3, 1) if number == 0 else (fewest + most) // 2
         if count in (fewest, most):
             break
-        record = yield _planned(subject, next(labels), HeadPlan(ranked[:count], score))
+        record = yield _planned(subject, next(labels), HeadPlan(ranked[:count], choice, score))
         if number == 0 and record.status == "ok" and targets.halved().missed(record):
-            rank = yield _rank_point(subject, SECOND_ORDER)
+            rank = yield _rank_point(subject, choice, SECOND_ORDER)
             if rank.status == "ok":
                 ranked, score = _ranked(rank, subject), SECOND_ORDER
-                record = yield _planned(subject, next(labels), HeadPlan(ranked[:count], score))
+                record = yield _planned(subject, next(labels), HeadPlan(ranked[:count], choice, score))
         if record.status != "ok":
             return None
         fewest, most = (fewest, count) if targets.halved().missed(record) else (count, most)
-    return HeadPlan(ranked[:fewest], score)
+    return HeadPlan(ranked[:fewest], choice, score)
 
 
-def _rank_point(subject: TextSubject, score: str) -> Point:
-    case = case_of(subject, HEADS, replace(OWN_ATTENTION, options={"score": score}))
+def _rank_point(subject: TextSubject, choice: Choice, score: str) -> Point:
+    case = case_of(subject, HEADS, replace(OWN_ATTENTION, options={"score": score, **choice.options}))
     return Point(
         case=case,
-        measure=partial(answer, case, partial(_scored, case, subject)),
-        label=f"{score} of the key heads, {case.tokens} tokens",
+        measure=partial(answer, case, partial(_scored, case, subject, choice)),
+        label=f"{score} of the key heads, window {choice.options['window']}, {case.tokens} tokens",
         series=OWN,
         cost=(_PASSES if score == SECOND_ORDER else 1.0) * case.tokens,
     )
@@ -140,26 +155,27 @@ def _kv_heads(subject: Subject) -> int:
     return int(subject.shared["num_kv_heads"] or subject.shared["num_heads"])
 
 
-def _scored(case: Case, subject: TextSubject) -> Record:
+def _scored(case: Case, subject: TextSubject, choice: Choice) -> Record:
     score = second_order_scores if case.options["score"] == SECOND_ORDER else head_scores
-    scores = score(subject.model, subject.sites, subject.texts, STREAMING)
+    scores = score(subject.model, subject.sites, subject.texts, choice)
     rows = [(layer, head, value) for layer, row in scores.items() for head, value in enumerate(row)]
     return Record(case=case, head_scores=json.dumps(rows), ranked_by=case.options["score"])
 
 
 def _variant(label: str, plan: HeadPlan, subject: Subject) -> Variant:
-    """The plan as one variant; its option tells plans apart."""
+    """The plan as one variant; its options tell plans apart."""
     target = {}
     for layer, numbers in plan.by_layer.items():
-        part = {"heads": {",".join(map(str, numbers)): tuple(STREAMING)}}
-        target[layer] = STREAMING if len(numbers) == _kv_heads(subject) else Choice(BY_HEAD, part)
-    return Variant(backend=PLAN, label=label, target=target, options={"layers": json.dumps(plan.by_layer)})
+        part = {"heads": {",".join(map(str, numbers)): tuple(plan.choice)}}
+        target[layer] = plan.choice if len(numbers) == _kv_heads(subject) else Choice(BY_HEAD, part)
+    options = {"layers": json.dumps(plan.by_layer), "window": plan.choice.options["window"]}
+    return Variant(backend=PLAN, label=label, target=target, options=options)
 
 
 def _planned(subject: TextSubject, label: str, plan: HeadPlan) -> Point:
     """Loss and recall of a plan; without heads the record is the decision for none."""
     streaming = {
-        str(layer): f"{STREAMING.backend} in key heads {', '.join(map(str, numbers))}"
+        str(layer): f"{plan.choice.backend} in key heads {', '.join(map(str, numbers))}"
         for layer, numbers in plan.by_layer.items()
     }
     return plan_point(

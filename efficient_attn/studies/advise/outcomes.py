@@ -140,7 +140,8 @@ def _outcome_of_heads(tokens: int, records: Sequence[Record], targets: Targets) 
     missed = targets.missed(plan)
     side, text = _verification(plan, records, None, misses=bool(missed))
     text += f" ({', '.join(missed)})" if missed else ""
-    ranked = f" (ranked by the {plan.ranked_by})" if plan.ranked_by else ""
+    window = plan.case.options.get("window")
+    ranked = f" (window {window}, ranked by the {plan.ranked_by})" if plan.ranked_by else ""
     text += (
         f", with {plan.streaming_heads} of {plan.key_heads} key heads streaming{ranked}: "
         f"loss {plan.loss_difference:+.4f} ± {_UPPER * plan.loss_difference_error:.4f} nats, "

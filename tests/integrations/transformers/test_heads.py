@@ -165,7 +165,7 @@ def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(advis
     (found,) = [record for record in advised.records if record.case.kind == "planted"]
     assert found.numbers == 16 * 13 and found.status == "ok"
     count = f"with {final.streaming_heads} of 6 key heads streaming"
-    assert f"{count} (ranked by the change of outputs): loss" in advised.sentences()[0]
+    assert f"{count} (window 512, ranked by the change of outputs): loss" in advised.sentences()[0]
 
 
 ORDER = [(layer, head) for layer in range(3) for head in range(2)]
@@ -183,43 +183,46 @@ def planned(monkeypatch, given_times):
     monkeypatch.setattr(
         "efficient_attn.studies.swap.model.TextSubject.right_answers", lambda subject: [True, False]
     )
-    streamable = set()
+    streamable = {}
 
     def distance(case, *arguments, **named):
         layers = json.loads(case.options.get("layers", "{}"))
         heads = {(int(layer), head) for layer, numbers in layers.items() for head in numbers}
-        lost = {"next_token_kl": float(not heads <= streamable), "loss_difference": 0.0}
+        lost = {"next_token_kl": float(not heads <= {*streamable.get(case.options.get("window"), ())})}
         recall = {"copy_recall": 0.9, "copy_recall_exact": 0.9, "copy_recall_error": 0.0}
-        return Record(case=case, loss_difference_error=0.0, **lost, **recall)
+        return Record(case=case, loss_difference=0.0, loss_difference_error=0.0, **lost, **recall)
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.distance", distance)
     return streamable
 
 
 @pytest.mark.parametrize(
-    ("streamable", "score", "tried"),
+    ("streamable", "window", "score", "tried"),
     [
-        (ORDER[:3], "change of outputs", [2, 4, 3]),
+        ({512: ORDER[:3]}, 512, "change of outputs", [2, 4, 3]),
         # A third of the heads misses the target: the other rank, and bisection from its beginning.
-        (ORDER[1:], "second-order score", [2, 2, 4, 5]),
-        (ORDER[-1:], "second-order score", [2, 2, 1]),
+        ({512: ORDER[1:]}, 512, "second-order score", [2, 2, 4, 5]),
+        # Less than a third streams: a longer window, of which two heads save more than one.
+        ({512: ORDER[-1:], 1024: ORDER[:2]}, 1024, "change of outputs", [2, 2, 1, 2, 4, 3]),
+        ({512: ORDER[-1:], 1024: ORDER[-1:]}, 512, "second-order score", [2, 2, 1, 2, 2, 1]),
     ],
 )
-def test_heads_are_ranked_to_second_order_where_a_third_of_them_misses_the_target(
-    folder, texts, planned, streamable, score, tried
+def test_a_third_of_the_heads_that_misses_the_target_is_ranked_anew_and_then_keeps_more_keys(
+    folder, texts, planned, streamable, window, score, tried
 ):
-    planned |= {*streamable}
+    planned |= streamable
     results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,))
-    ranks = [record.ranked_by for record in results.records if record.case.kind == "heads"]
-    assert ranks == ["change of outputs", "second-order score"][: len(ranks)] and ranks[-1] == score
     plans = [record for record in results.records if record.case.label.startswith("plan ")]
     assert [plan.streaming_heads for plan in plans] == tried
-    assert [plan.ranked_by for plan in plans][1:] == [score] * (len(tried) - 1)
     assert len({plan.case.label for plan in plans}) == len(tried)
+    ranks = [(r.ranked_by, r.case.options["window"]) for r in results.records if r.case.kind == "heads"]
+    assert {*ranks} == {(plan.ranked_by, plan.case.options["window"]) for plan in plans}
+    assert len(ranks) == len({*ranks}) and (score, window) in ranks
     (final,) = [r for r in results.records if (r.case.kind, r.case.label) == ("swap", "plan")]
     chosen = json.loads(final.case.options["layers"])
-    assert sorted((int(layer), head) for layer, numbers in chosen.items() for head in numbers) == streamable
-    count = f"{len(streamable)} of 6 key heads streaming (ranked by the {score}): loss"
+    heads = sorted((int(layer), head) for layer, numbers in chosen.items() for head in numbers)
+    assert heads == streamable[window] and f'"window": {window}' in final.attached_layers
+    count = f"{len(heads)} of 6 key heads streaming (window {window}, ranked by the {score}): loss"
     assert f"2.00x as fast, with {count}" in results.sentences()[0]
 
 
@@ -228,11 +231,13 @@ def test_a_rank_that_fails_leaves_the_plan_to_the_other_rank(folder, texts, plan
         raise RuntimeError("no gradient")
 
     monkeypatch.setattr("efficient_attn.studies.advise.heads.second_order_scores", broken)
-    planned |= {ORDER[0]}
+    planned[512] = ORDER[:1]
     results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,))
     ranks = [record.status for record in results.records if record.case.kind == "heads"]
-    assert ranks == ["ok", "error"]
-    assert "1 of 6 key heads streaming (ranked by the change of outputs)" in results.sentences()[0]
+    assert ranks == ["ok", "error"] * 2
+    assert (
+        "1 of 6 key heads streaming (window 512, ranked by the change of outputs)" in results.sentences()[0]
+    )
 
 
 def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(folder, texts, advised, tmp_path):
