@@ -5,7 +5,8 @@ and cross-attention stays exact.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -135,15 +136,22 @@ def _head(model: Any, states: Any, ids: Tensor, rows: slice) -> Tensor:
     """
     base = model.base_model
     part = replace(states, last_hidden_state=states.last_hidden_state[:, rows])
-    former = vars(base).get("forward")
-    base.forward = lambda *args, **named: part
+    gradients = torch.set_grad_enabled(part.last_hidden_state.requires_grad)
+    with replaced_forward(base, lambda *args, **named: part), gradients:
+        return model(input_ids=ids[:, rows], **_no_cache(model)).logits[0]
+
+
+@contextmanager
+def replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """A module with another function in place of its forward, which accelerate may have replaced before."""
+    former = vars(module).get("forward")
+    module.forward = forward
     try:
-        with torch.set_grad_enabled(part.last_hidden_state.requires_grad):
-            return model(input_ids=ids[:, rows], **_no_cache(model)).logits[0]
+        yield
     finally:
-        del base.forward
+        del module.forward
         if former is not None:
-            base.forward = former
+            module.forward = former
 
 
 def backpropagate_loss(model: Any, ids: Tensor) -> None:

@@ -4,7 +4,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import fmean, stdev
@@ -23,6 +23,7 @@ from efficient_attn.integrations.transformers.swapping import (
     backpropagate_loss,
     build_layers,
     forward,
+    replaced_forward,
 )
 from efficient_attn.measure.copies import copies_begin
 from efficient_attn.measure.record import Case, Record
@@ -85,8 +86,10 @@ def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *
     plans: list[HeadPlan] = []
     for choice in STREAMING:
         plan = yield from _counted(choosing, targets, choice, labels)
-        plans += [] if plan is None else [plan]
-        if plan is None or 3 * len(plan.heads) >= len(heads):
+        if plan is None:
+            break
+        plans.append(plan)
+        if 3 * len(plan.heads) >= len(heads):
             break
     if not plans:
         return
@@ -233,7 +236,7 @@ def head_scores(
         added = _changes(difference, out, kv_heads, _projection(site.module, out))
         changes[site.layer] = changes.get(site.layer, torch.zeros_like(added)) + added
 
-    with _compared(model, sites, texts[0].shape[1], streaming, add):
+    with _compared(model, sites, texts, streaming, add):
         for ids in texts:
             forward(model, ids)
     table = torch.stack([changes[layer] for layer in sites.layers])
@@ -265,10 +268,7 @@ def second_order_scores(
 
         out.register_hook(see)
 
-    with (
-        _compared(model, sites, texts[0].shape[1], streaming, add, gradients=True),
-        _recomputed(model, sites),
-    ):
+    with _compared(model, sites, texts, streaming, add, gradients=True), _recomputed(model, sites):
         for ids in texts:
             backpropagate_loss(model, ids)
     return {layer: scores[layer].tolist() for layer in sites.layers}
@@ -276,13 +276,7 @@ def second_order_scores(
 
 @contextmanager
 def _compared(
-    model: Any,
-    sites: AttentionSites,
-    tokens: int,
-    streaming: Choice,
-    see: Callable[..., None],
-    *,
-    gradients: bool = False,
+    model: Any, sites: AttentionSites, texts: Any, streaming: Choice, see: Any, *, gradients: bool = False
 ) -> Iterator[None]:
     """The model with exact attention, each call of which is compared with one of a window.
 
@@ -290,52 +284,43 @@ def _compared(
         see: Receives the site, the number of key heads, the difference of the outputs and the exact output.
         gradients: Calls with gradients are compared, not the first pass of a block that is recomputed.
     """
-    windows = build_layers(sites, dict.fromkeys(sites.layers, streaming), max_tokens=tokens, seed=0)
-    exact = build_layers(sites, dict.fromkeys(sites.layers, EXACT), max_tokens=tokens, seed=0)
+    windows, exact = (
+        build_layers(sites, dict.fromkeys(sites.layers, choice), max_tokens=texts[0].shape[1], seed=0)
+        for choice in (streaming, EXACT)
+    )
 
-    def watch(site: AttentionSite) -> Any:
-        def hook(_: nn.Module, args: Any, named: Any, out: Tensor) -> None:
-            if out.requires_grad == gradients:
-                with torch.no_grad():
-                    difference = windows[site.path](*args, **named) - out
-                see(site, args[1].shape[1], difference, out)
-
-        return exact[site.path].register_forward_hook(hook, with_kwargs=True)
+    def compare(site: AttentionSite, _: nn.Module, args: Any, named: Any, out: Tensor) -> None:
+        if out.requires_grad == gradients:
+            with torch.no_grad():
+                difference = windows[site.path](*args, **named) - out
+            see(site, args[1].shape[1], difference, out)
 
     with installed(model, sites.ordered, exact):
         for site in sites.swapped:
             windows[site.path].to(next(site.module.parameters()).device)
-            watch(site)
+            exact[site.path].register_forward_hook(partial(compare, site), with_kwargs=True)
         yield
 
 
 @contextmanager
 def _recomputed(model: Any, sites: AttentionSites) -> Iterator[None]:
     """The model with gradients of activations alone, of which a backward pass holds one block at a time."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    blocks = [model.get_submodule(path) for path in {site.path.rpartition(".")[0] for site in sites.ordered}]
-    former = [vars(block).get("forward") for block in blocks]
 
     def recomputed(forward: Callable[..., Any], hidden: Tensor, *args: Any, **named: Any) -> Any:
         call = partial(forward, **named)
         return checkpoint(call, hidden, *args, use_reentrant=True, preserve_rng_state=False)
 
-    embeddings = model.get_input_embeddings()
-    hook = embeddings.register_forward_hook(lambda module, args, out: out.requires_grad_())
-    try:
-        for parameter in trained:
+    with ExitStack() as stack:
+        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+            stack.callback(parameter.requires_grad_)
             parameter.requires_grad_(False)
-        for block in blocks:
-            block.forward = partial(recomputed, block.forward)
+        for path in {site.path.rpartition(".")[0] for site in sites.ordered}:
+            block = model.get_submodule(path)
+            stack.enter_context(replaced_forward(block, partial(recomputed, block.forward)))
+        embeddings = model.get_input_embeddings()
+        hook = embeddings.register_forward_hook(lambda module, args, out: out.requires_grad_())
+        stack.callback(hook.remove)
         yield
-    finally:
-        hook.remove()
-        for parameter in trained:
-            parameter.requires_grad_()
-        for block, function in zip(blocks, former, strict=True):
-            del block.forward
-            if function is not None:
-                block.forward = function
 
 
 def _changes(difference: Tensor, out: Tensor, kv_heads: int, projection: Tensor | None) -> Tensor:

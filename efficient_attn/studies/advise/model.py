@@ -114,8 +114,9 @@ def _bound_excludes(
         return False
     times = yield [pass_point(subject, variant, BOUND, rounds=rounds) for variant in timed]
     reference, bound = times[len(references) - 1], times[-1]
-    timed_both = bounded and reference.times_s and bound.times_s
-    return bool(timed_both) and time_ratio(bound, reference).side_of_one < 1
+    if not (bounded and reference.times_s and bound.times_s):
+        return False
+    return time_ratio(bound, reference).side_of_one < 1
 
 
 def _rank(speeds: Mapping[str, Predicted], variant: Variant) -> float:
