@@ -106,6 +106,19 @@ def build_layers(
 
 def run(model: Any, ids: Tensor, *, predicts: bool) -> ModelOutputs:
     """Hidden states and next-token logits of a text, ids [1 tokens]."""
+    with torch.no_grad():
+        output, body = _called(model, ids, shortened=predicts)
+    hidden = output.hidden_states[-1][0]
+    if not predicts:
+        return ModelOutputs(hidden, None)
+    if body is None:
+        return ModelOutputs(hidden, output.logits[0].__getitem__)
+    states = replace(body, hidden_states=None)
+    return ModelOutputs(hidden, lambda rows: _head(model, states, ids, rows))
+
+
+def _called(model: Any, ids: Tensor, *, shortened: bool) -> tuple[Any, Any]:
+    """Outputs of a model, and of its body if logits are computed from its last token alone."""
     body, base = [], model.base_model
 
     def shorten(module: Any, args: Any, output: Any) -> Any:
@@ -113,20 +126,13 @@ def run(model: Any, ids: Tensor, *, predicts: bool) -> ModelOutputs:
         body.append(output)
         return replace(output, last_hidden_state=output.last_hidden_state[:, -1:])
 
-    hook = base.register_forward_hook(shorten) if predicts and base is not model else None
+    hook = base.register_forward_hook(shorten) if shortened and base is not model else None
     try:
-        with torch.no_grad():
-            output = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
+        output = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
     finally:
         if hook is not None:
             hook.remove()
-    hidden = output.hidden_states[-1][0]
-    if not predicts:
-        return ModelOutputs(hidden, None)
-    if not body:
-        return ModelOutputs(hidden, output.logits[0].__getitem__)
-    states = replace(body[0], hidden_states=None)
-    return ModelOutputs(hidden, lambda rows: _head(model, states, ids, rows))
+    return output, body[0] if body else None
 
 
 def _head(model: Any, states: Any, ids: Tensor, rows: slice) -> Tensor:
@@ -136,8 +142,8 @@ def _head(model: Any, states: Any, ids: Tensor, rows: slice) -> Tensor:
     """
     base = model.base_model
     part = replace(states, last_hidden_state=states.last_hidden_state[:, rows])
-    gradients = torch.set_grad_enabled(part.last_hidden_state.requires_grad)
-    with replaced_forward(base, lambda *args, **named: part), gradients:
+    gradients = part.last_hidden_state.requires_grad
+    with replaced_forward(base, lambda *args, **named: part), torch.set_grad_enabled(gradients):
         return model(input_ids=ids[:, rows], **_no_cache(model)).logits[0]
 
 
@@ -159,7 +165,10 @@ def backpropagate_loss(model: Any, ids: Tensor) -> None:
 
     The sum, since the gradients of a mean over many tokens underflow in half precision.
     """
-    body = model.base_model(input_ids=ids, **_no_cache(model))
+    output, body = _called(model, ids, shortened=True)
+    if body is None:
+        F.cross_entropy(upcast(output.logits[0, :-1]), ids[0, 1:], reduction="sum").backward()
+        return
     states = replace(body, last_hidden_state=body.last_hidden_state.detach().requires_grad_())
     for start in range(0, ids.shape[1] - 1, _ROWS):
         rows = slice(start, min(start + _ROWS, ids.shape[1] - 1))

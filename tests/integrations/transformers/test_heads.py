@@ -9,7 +9,7 @@ pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is
 
 from integrations.hf_advice import TIMES_S
 from integrations.hf_advice import timed as of_times
-from integrations.hf_models import VOCABULARY, llama, mistral, saved
+from integrations.hf_models import VOCABULARY, llama, mistral, opt, saved
 
 import efficient_attn as ea
 from efficient_attn.integrations.transformers import attach, swapped
@@ -99,17 +99,22 @@ def test_the_score_of_a_head_is_its_share_of_the_change_in_the_output_of_its_lay
     assert ratios[0] - 1e-9 <= scores[0][0] / scores[0][1] <= ratios[1] + 1e-9
 
 
-def test_the_second_order_score_sums_squares_of_gradient_times_change_of_a_key_head():
-    model = llama().double()
+# Logits of OPT are computed at once for all tokens.
+@pytest.mark.parametrize(("make", "projection", "kv_heads"), [(llama, "o_proj", 2), (opt, "out_proj", 4)])
+def test_the_second_order_score_sums_squares_of_gradient_times_change_of_a_key_head(
+    make, projection, kv_heads
+):
+    model = make(max_position_embeddings=512).double()
     # Several blocks of logits.
     sites, texts = sites_of(model), [text(seed, 300) for seed in (0, 1)]
     scores = second_order_scores(model, sites, texts, Choice(*WINDOW))
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
-    assert not any("forward" in vars(layer) for layer in model.model.layers)
-    expected = torch.zeros(3, 2, dtype=torch.float64)
+    assert not any("forward" in vars(module) for module in model.modules())
+    expected = torch.zeros(3, kv_heads, dtype=torch.float64)
     outputs = {}
-    for layer, block in enumerate(model.model.layers):
-        block.self_attn.o_proj.register_forward_pre_hook(lambda m, args, layer=layer: keep(layer, args[0]))
+    for site in sites.swapped:
+        linear = getattr(site.module, projection)
+        linear.register_forward_pre_hook(lambda m, args, layer=site.layer: keep(layer, args[0]))
 
     def keep(layer, out):
         outputs.setdefault(layer, []).append(out)
@@ -125,7 +130,7 @@ def test_the_second_order_score_sums_squares_of_gradient_times_change_of_a_key_h
                 model(ids)
             exact, changed = outputs[layer][0], outputs[layer][-1]
             products = exact.grad * (changed - exact).detach()
-            expected[layer] += products.view(300, 2, -1).sum(dim=2).square().sum(dim=0)
+            expected[layer] += products.view(300, kv_heads, -1).sum(dim=2).square().sum(dim=0)
     actual = torch.tensor([scores[layer] for layer in range(3)], dtype=torch.float64)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0.0)
 
