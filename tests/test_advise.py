@@ -216,12 +216,14 @@ def test_a_plan_of_heads_without_a_finite_loss_or_recall_is_no_verdict(loss):
     drawn = Record(case=case("swap", "random heads", 512, **HELD_OUT), **heads)
     target = {"quantity": "next_token_kl", "limit": 0.01, "max_loss": 0.01, "min_recall": 0.98}
     records = [plan, drawn, Record(case=case("planted", "plan", 512, **HELD_OUT), retrieval=0.5)]
+    records += bound(512, [time_s / 3 for time_s in EXACT])
     (sentence,) = Results(records, environment={"study": "advise", "target": target}).sentences()
     assert "At 512 tokens not measured to the end." in sentence
     finite = {"next_token_kl": 1e-3, "loss_difference": 0.0, "loss_difference_error": 0.0}
     records[0] = replace(plan, **finite)
     (sentence,) = Results(records, environment={"study": "advise", "target": target}).sentences()
     assert "misses the target" in sentence and "random heads:" not in sentence
+    assert sentence.endswith("; attention takes 67% of the time, so at most 3.00x.")
 
 
 def test_the_choice_of_layers_gains_most_within_the_limit():

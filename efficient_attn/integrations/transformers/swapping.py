@@ -5,11 +5,13 @@ and cross-attention stays exact.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.backend import Backend
@@ -17,7 +19,11 @@ from efficient_attn.backends import spawn_seeds
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites
+from efficient_attn.ops.dtypes import upcast
 from efficient_attn.options import SEED
+
+# Rows of logits, each as wide as the vocabulary, that a backward pass holds at once.
+_ROWS = 128
 
 
 class ModelOutputs(NamedTuple):
@@ -100,6 +106,19 @@ def build_layers(
 
 def run(model: Any, ids: Tensor, *, predicts: bool) -> ModelOutputs:
     """Hidden states and next-token logits of a text, ids [1 tokens]."""
+    with torch.no_grad():
+        output, body = _called(model, ids, shortened=predicts)
+    hidden = output.hidden_states[-1][0]
+    if not predicts:
+        return ModelOutputs(hidden, None)
+    if body is None:
+        return ModelOutputs(hidden, output.logits[0].__getitem__)
+    states = replace(body, hidden_states=None)
+    return ModelOutputs(hidden, lambda rows: _head(model, states, ids, rows))
+
+
+def _called(model: Any, ids: Tensor, *, shortened: bool) -> tuple[Any, Any]:
+    """Outputs of a model, and of its body if logits are computed from its last token alone."""
     body, base = [], model.base_model
 
     def shorten(module: Any, args: Any, output: Any) -> Any:
@@ -107,35 +126,55 @@ def run(model: Any, ids: Tensor, *, predicts: bool) -> ModelOutputs:
         body.append(output)
         return replace(output, last_hidden_state=output.last_hidden_state[:, -1:])
 
-    hook = base.register_forward_hook(shorten) if predicts and base is not model else None
+    hook = base.register_forward_hook(shorten) if shortened and base is not model else None
     try:
-        with torch.no_grad():
-            output = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
+        output = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
     finally:
         if hook is not None:
             hook.remove()
-    hidden = output.hidden_states[-1][0]
-    if not predicts:
-        return ModelOutputs(hidden, None)
-    if not body:
-        return ModelOutputs(hidden, output.logits[0].__getitem__)
-    states = replace(body[0], hidden_states=None)
-    return ModelOutputs(hidden, lambda rows: _head(model, states, ids, rows))
+    return output, body[0] if body else None
 
 
 def _head(model: Any, states: Any, ids: Tensor, rows: slice) -> Tensor:
-    """Logits of a slice of positions from the last hidden states, by all that the model does with them."""
+    """Logits of a slice of positions from the last hidden states, by all that the model does with them.
+
+    They have gradients where the hidden states require them.
+    """
     base = model.base_model
     part = replace(states, last_hidden_state=states.last_hidden_state[:, rows])
-    former = vars(base).get("forward")
-    base.forward = lambda *args, **named: part
+    gradients = part.last_hidden_state.requires_grad
+    with replaced_forward(base, lambda *args, **named: part), torch.set_grad_enabled(gradients):
+        return model(input_ids=ids[:, rows], **_no_cache(model)).logits[0]
+
+
+@contextmanager
+def replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """A module with another function in place of its forward, which accelerate may have replaced before."""
+    former = vars(module).get("forward")
+    module.forward = forward
     try:
-        with torch.no_grad():
-            return model(input_ids=ids[:, rows], **_no_cache(model)).logits[0]
+        yield
     finally:
-        del base.forward
+        del module.forward
         if former is not None:
-            base.forward = former
+            module.forward = former
+
+
+def backpropagate_loss(model: Any, ids: Tensor) -> None:
+    """Backpropagate the summed loss of the next tokens of a text, with logits in blocks of positions.
+
+    The sum, since the gradients of a mean over many tokens underflow in half precision.
+    """
+    output, body = _called(model, ids, shortened=True)
+    if body is None:
+        F.cross_entropy(upcast(output.logits[0, :-1]), ids[0, 1:], reduction="sum").backward()
+        return
+    states = replace(body, last_hidden_state=body.last_hidden_state.detach().requires_grad_())
+    for start in range(0, ids.shape[1] - 1, _ROWS):
+        rows = slice(start, min(start + _ROWS, ids.shape[1] - 1))
+        logits = upcast(_head(model, states, ids, rows))
+        F.cross_entropy(logits, ids[0, rows.start + 1 : rows.stop + 1], reduction="sum").backward()
+    body.last_hidden_state.backward(states.last_hidden_state.grad)
 
 
 def predicts_next(model: Any, sites: AttentionSites) -> bool:

@@ -31,6 +31,7 @@ STUDY = Study(
         _text("chosen_layers", "", "Backend of each replaced layer, JSON."),
         _text("attached_layers", "", "Backends of all attention modules, JSON."),
         _text("head_scores", "", "Layer, key head and score of every key head, JSON."),
+        _text("ranked_by", "", "Score by which key heads were ranked."),
         replace(_number("retrieval", "share", "Share of planted numbers that are found."), better="more"),
         _number("retrieval_exact", "share", "retrieval of the model with its own attention."),
         _number("retrieval_error", "share", "Standard error of the difference of both, by numbers."),

@@ -59,11 +59,12 @@ def model_steps(
     """Windows in sliding layers, short calls of attention alone, then all points of each length.
 
     Args:
-        heads: Steps of a decoder whose key heads can be ranked, in place of all these.
+        heads: Steps of a decoder whose key heads can be ranked, after the bound and in place of all others.
     """
     if heads is not None:
         for choosing, held_out in filter(lambda pair: has_copies(pair[0]), pairs):
-            yield from heads(choosing, held_out)
+            if not (yield from _bound_excludes(choosing, [OWN_ATTENTION], variants, rounds)):
+                yield from heads(choosing, held_out)
         pairs = [pair for pair in pairs if not has_copies(pair[0])]
     if not pairs:
         return
@@ -102,6 +103,22 @@ def _free(subject: Subject) -> list[int]:
     return [layer for layer in subject.layers if layer not in subject.sliding]
 
 
+def _bound_excludes(
+    subject: Subject, references: Sequence[Variant], variants: Sequence[Variant], rounds: int
+) -> Generator[Request, Any, bool]:
+    """Time the references and uniform attention; True if no attention would make the model clearly faster."""
+    mean = next(variant for variant in variants if variant.backend == UNIFORM_ATTENTION)
+    bounded = bool(_free(subject)) and (yield distance_point(subject, mean)).status == "ok"
+    timed = [*references, mean] if bounded else [*references]
+    if len(timed) == 1:
+        return False
+    times = yield [pass_point(subject, variant, BOUND, rounds=rounds) for variant in timed]
+    reference, bound = times[len(references) - 1], times[-1]
+    if not (bounded and reference.times_s and bound.times_s):
+        return False
+    return time_ratio(bound, reference).side_of_one < 1
+
+
 def _rank(speeds: Mapping[str, Predicted], variant: Variant) -> float:
     """Place in the order of measurement: baselines, then the fastest by prediction."""
     speed = speeds.get(variant.label)
@@ -129,15 +146,8 @@ def _length_steps(
     if choosing.sliding and not windows:
         choosing, held_out = (replace(cast(Any, part), base={}) for part in (choosing, held_out))
     references = [OWN_ATTENTION, _LOSSLESS] if windows else [OWN_ATTENTION]
-    mean = next(variant for variant in variants if variant.backend == UNIFORM_ATTENTION)
-    bounded = bool(free) and (yield distance_point(choosing, mean)).status == "ok"
-    if bounded or windows:
-        points = [timed(choosing, variant, BOUND) for variant in (*references, *([mean] if bounded else []))]
-        times = yield points
-        reference, bound = times[len(references) - 1], times[-1]
-        if bounded and reference.times_s and bound.times_s and time_ratio(bound, reference).side_of_one < 1:
-            # No attention, however cheap, would make the model clearly faster.
-            free = []
+    if (yield from _bound_excludes(choosing, references, variants, rounds)):
+        free = []
     if windows:
         # The plan of a run that ends early.
         yield _planned(held_out, PLAN, windows, [])
@@ -146,7 +156,7 @@ def _length_steps(
     working: list[Variant] = []
     for variant in variants if free else ():
         hopeless = losses_of_all.get(variant.backend, 0.0) > _HOPELESS * limit
-        if variant is mean or (hopeless and variant.label != variant.backend):
+        if variant.backend == UNIFORM_ATTENTION or (hopeless and variant.label != variant.backend):
             continue
         record = yield distance_point(choosing, variant)
         if record.status == "ok":

@@ -140,8 +140,10 @@ def _outcome_of_heads(tokens: int, records: Sequence[Record], targets: Targets) 
     missed = targets.missed(plan)
     side, text = _verification(plan, records, None, misses=bool(missed))
     text += f" ({', '.join(missed)})" if missed else ""
+    window = plan.case.options.get("window")
+    ranked = f" (window {window}, ranked by the {plan.ranked_by})" if plan.ranked_by else ""
     text += (
-        f", with {plan.streaming_heads} of {plan.key_heads} key heads streaming: "
+        f", with {plan.streaming_heads} of {plan.key_heads} key heads streaming{ranked}: "
         f"loss {plan.loss_difference:+.4f} ± {_UPPER * plan.loss_difference_error:.4f} nats, "
         f"divergence {plan.next_token_kl:.2g}, recall of copies {_show_recall(plan)}"
     )
@@ -158,7 +160,22 @@ def _outcome_of_heads(tokens: int, records: Sequence[Record], targets: Targets) 
             f"; of {retrieval.numbers} numbers planted in a text it finds {100 * retrieval.retrieval:.0f} %, "
             f"the model {100 * retrieval.retrieval_exact:.0f} % (difference ± {width:.1f} points)"
         )
-    return Outcome(tokens, side, text, plan)
+    return Outcome(tokens, side, text if side == 1 else text + _bound_text(_bounds(records)), plan)
+
+
+def _bounds(records: Sequence[Record]) -> dict[str, Typical]:
+    """{label: speed} of the times that bound all gains, over the model's own attention."""
+    bounds = {record.case.label: record for record in records if record.case.kind == BOUND and record.times_s}
+    return {label: time_ratio(record, bounds[OWN]) for label, record in bounds.items() if OWN in bounds}
+
+
+def _bound_text(speeds: Mapping[str, Typical]) -> str:
+    """Share of attention in the time of the model, and the largest possible gain; empty if not measured."""
+    bound = speeds.get(UNIFORM_ATTENTION)
+    if bound is None:
+        return ""
+    share = max(1 - 1 / (bound.median or 1.0), 0.0)
+    return f"; attention takes {share:.0%} of the time, so at most {show_ratio(bound)}"
 
 
 def _is_measured(plan: Record) -> bool:
@@ -173,8 +190,7 @@ def _outcome(tokens: int, records: Sequence[Record], quantity: str, limit: float
     plan = next((record for record in reversed(swaps) if record.case.label == PLAN), None)
     layers = None if plan is None else parsed_layers(plan.chosen_layers)
     loss = None if plan is None else getattr(plan, quantity)
-    bounds = {record.case.label: record for record in records if record.case.kind == BOUND and record.times_s}
-    speeds = {label: time_ratio(record, bounds[OWN]) for label, record in bounds.items() if OWN in bounds}
+    speeds = _bounds(records)
     bound = speeds.get(UNIFORM_ATTENTION)
     side: int | None = None
     text = "not measured to the end"
@@ -188,9 +204,7 @@ def _outcome(tokens: int, records: Sequence[Record], quantity: str, limit: float
         side, text = min(bound.side_of_one, 0), "no attention is clearly faster"
     if LOSSLESS in speeds:
         text += f"; with windows in its sliding layers alone {show_ratio(speeds[LOSSLESS])}"
-    if bound is not None and side != 1:
-        share = max(1 - 1 / (bound.median or 1.0), 0.0)
-        text += f"; attention takes {share:.0%} of the time, so at most {show_ratio(bound)}"
+    text += "" if side == 1 else _bound_text(speeds)
     losses = [
         (value, record.case.label)
         for record in swaps

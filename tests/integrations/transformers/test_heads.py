@@ -7,7 +7,9 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import VOCABULARY, llama, mistral, saved
+from integrations.hf_advice import TIMES_S
+from integrations.hf_advice import timed as of_times
+from integrations.hf_models import VOCABULARY, llama, mistral, opt, saved
 
 import efficient_attn as ea
 from efficient_attn.integrations.transformers import attach, swapped
@@ -24,11 +26,14 @@ from efficient_attn.measure.copies import (
     copy_recall,
     with_copies,
 )
-from efficient_attn.studies.advise.heads import head_scores
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.variants import UNIFORM_ATTENTION
+from efficient_attn.studies.advise.heads import head_scores, second_order_scores
 from efficient_attn.studies.advise.plan import LOSSLESS
 
 TOKENS = FEWEST_TOKENS + 100
 WINDOW = ("window", {"window": 16, "global_tokens": 1})
+LOOSE = {"seq_lens": (TOKENS,), "max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
 
 
 def text(seed=0, tokens=TOKENS):
@@ -94,6 +99,42 @@ def test_the_score_of_a_head_is_its_share_of_the_change_in_the_output_of_its_lay
     assert ratios[0] - 1e-9 <= scores[0][0] / scores[0][1] <= ratios[1] + 1e-9
 
 
+# Logits of OPT are computed at once for all tokens.
+@pytest.mark.parametrize(("make", "projection", "kv_heads"), [(llama, "o_proj", 2), (opt, "out_proj", 4)])
+def test_the_second_order_score_sums_squares_of_gradient_times_change_of_a_key_head(
+    make, projection, kv_heads
+):
+    model = make(max_position_embeddings=512).double()
+    # Several blocks of logits.
+    sites, texts = sites_of(model), [text(seed, 300) for seed in (0, 1)]
+    scores = second_order_scores(model, sites, texts, Choice(*WINDOW))
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert not any("forward" in vars(module) for module in model.modules())
+    expected = torch.zeros(3, kv_heads, dtype=torch.float64)
+    outputs = {}
+    for site in sites.swapped:
+        linear = getattr(site.module, projection)
+        linear.register_forward_pre_hook(lambda m, args, layer=site.layer: keep(layer, args[0]))
+
+    def keep(layer, out):
+        outputs.setdefault(layer, []).append(out)
+        out.retain_grad()
+
+    for ids in texts:
+        outputs.clear()
+        logits = model(ids).logits[0, :-1]
+        torch.nn.functional.cross_entropy(logits, ids[0, 1:]).backward()
+        for layer in range(3):
+            # Inputs of a layer are exact where no earlier one has changed.
+            with swapped(model, {layer: WINDOW}):
+                model(ids)
+            exact, changed = outputs[layer][0], outputs[layer][-1]
+            products = exact.grad * (changed - exact).detach()
+            expected[layer] += products.view(300, kv_heads, -1).sum(dim=2).square().sum(dim=0)
+    actual = torch.tensor([scores[layer] for layer in range(3)], dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0.0)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return saved(llama(max_position_embeddings=4096), tmp_path_factory.mktemp("decoder"))
@@ -109,12 +150,14 @@ def texts():
 
 @pytest.fixture(scope="module")
 def advised(folder, texts):
-    loose = {"max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
-    return ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=1, **loose)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("efficient_attn.studies.swap.measure.cost", of_times)
+        return ea.advise(folder, texts=texts, **LOOSE)
 
 
 def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(advised):
     (rank,) = [record for record in advised.records if record.case.kind == "heads"]
+    assert rank.ranked_by == "change of outputs"
     assert {(layer, head) for layer, head, _ in json.loads(rank.head_scores)} == {
         (layer, head) for layer in range(3) for head in range(2)
     }
@@ -126,7 +169,80 @@ def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(advis
     assert final.case.label == "plan" and final.case.inputs.endswith("held out")
     (found,) = [record for record in advised.records if record.case.kind == "planted"]
     assert found.numbers == 16 * 13 and found.status == "ok"
-    assert f"with {final.streaming_heads} of 6 key heads streaming: loss" in advised.sentences()[0]
+    count = f"with {final.streaming_heads} of 6 key heads streaming"
+    assert f"{count} (window 512, ranked by the change of outputs): loss" in advised.sentences()[0]
+
+
+ORDER = [(layer, head) for layer in range(3) for head in range(2)]
+
+
+@pytest.fixture
+def planned(monkeypatch, given_times):
+    """Scores that rank heads in ORDER by the change and backwards to second order; heads that may stream."""
+    names = ("head_scores", "second_order_scores")
+    for name, ranked in zip(names, (ORDER, ORDER[::-1]), strict=True):
+        scores = {layer: [float(ranked.index((layer, head))) for head in range(2)] for layer in range(3)}
+        monkeypatch.setattr(
+            f"efficient_attn.studies.advise.heads.{name}", lambda *arguments, scores=scores: scores
+        )
+    monkeypatch.setattr(
+        "efficient_attn.studies.swap.model.TextSubject.right_answers", lambda subject: [True, False]
+    )
+    streamable = {}
+
+    def distance(case, *arguments, **named):
+        layers = json.loads(case.options.get("layers", "{}"))
+        heads = {(int(layer), head) for layer, numbers in layers.items() for head in numbers}
+        lost = {"next_token_kl": float(not heads <= {*streamable.get(case.options.get("window"), ())})}
+        recall = {"copy_recall": 0.9, "copy_recall_exact": 0.9, "copy_recall_error": 0.0}
+        return Record(case=case, loss_difference=0.0, loss_difference_error=0.0, **lost, **recall)
+
+    monkeypatch.setattr("efficient_attn.studies.swap.measure.distance", distance)
+    return streamable
+
+
+@pytest.mark.parametrize(
+    ("streamable", "window", "score", "tried"),
+    [
+        ({512: ORDER[:3]}, 512, "change of outputs", [2, 4, 3]),
+        # A third of the heads misses the target: the other rank, and bisection from its beginning.
+        ({512: ORDER[1:]}, 512, "second-order score", [2, 2, 4, 5]),
+        # Less than a third streams: a longer window, of which two heads save more than one.
+        ({512: ORDER[-1:], 1024: ORDER[:2]}, 1024, "change of outputs", [2, 2, 1, 2, 4, 3]),
+        ({512: ORDER[-1:], 1024: ORDER[-1:]}, 512, "second-order score", [2, 2, 1, 2, 2, 1]),
+    ],
+)
+def test_a_third_of_the_heads_that_misses_the_target_is_ranked_anew_and_then_keeps_more_keys(
+    folder, texts, planned, streamable, window, score, tried
+):
+    planned |= streamable
+    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,))
+    plans = [record for record in results.records if record.case.label.startswith("plan ")]
+    assert [plan.streaming_heads for plan in plans] == tried
+    assert len({plan.case.label for plan in plans}) == len(tried)
+    ranks = [(r.ranked_by, r.case.options["window"]) for r in results.records if r.case.kind == "heads"]
+    assert {*ranks} == {(plan.ranked_by, plan.case.options["window"]) for plan in plans}
+    assert len(ranks) == len({*ranks}) and (score, window) in ranks
+    (final,) = [r for r in results.records if (r.case.kind, r.case.label) == ("swap", "plan")]
+    chosen = json.loads(final.case.options["layers"])
+    heads = sorted((int(layer), head) for layer, numbers in chosen.items() for head in numbers)
+    assert heads == streamable[window] and f'"window": {window}' in final.attached_layers
+    count = f"{len(heads)} of 6 key heads streaming (window {window}, ranked by the {score}): loss"
+    assert f"2.00x as fast, with {count}" in results.sentences()[0]
+
+
+def test_a_rank_that_fails_leaves_the_plan_to_the_other_rank(folder, texts, planned, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no gradient")
+
+    monkeypatch.setattr("efficient_attn.studies.advise.heads.second_order_scores", broken)
+    planned[512] = ORDER[:1]
+    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,))
+    ranks = [record.status for record in results.records if record.case.kind == "heads"]
+    assert ranks == ["ok", "error"] * 2
+    assert (
+        "1 of 6 key heads streaming (window 512, ranked by the change of outputs)" in results.sentences()[0]
+    )
 
 
 def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(folder, texts, advised, tmp_path):
@@ -151,8 +267,21 @@ def test_a_decoder_whose_layers_all_slide_has_no_heads_to_rank_and_gets_its_wind
     assert "with sliding window in layers 0–2" in results.sentences()[0]
 
 
-def test_one_of_two_key_heads_is_tried(tmp_path, texts):
+def test_no_head_is_ranked_unless_uniform_attention_makes_the_model_clearly_faster(
+    folder, texts, advised, given_times, monkeypatch
+):
+    assert [record.case.kind for record in advised.records[:4]] == ["swap", "bound", "bound", "heads"]
+    monkeypatch.setitem(TIMES_S, UNIFORM_ATTENTION, 0.999)
+    results = ea.advise(folder, texts=texts, **LOOSE)
+    assert [record.case.label for record in results.records if record.case.kind == "swap"] == [
+        UNIFORM_ATTENTION
+    ]
+    assert {record.case.kind for record in results.records} == {"swap", "bound"}
+    (sentence,) = results.sentences()
+    assert "no attention is clearly faster; attention takes 0% of the time, so at most 1.00x" in sentence
+
+
+def test_one_of_two_key_heads_is_tried(tmp_path, texts, given_times):
     folder = saved(llama(max_position_embeddings=4096, num_hidden_layers=1), tmp_path)
-    loose = {"max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
-    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=2, **loose)
+    results = ea.advise(folder, texts=texts, **LOOSE)
     assert [record.streaming_heads for record in results.records if record.case.label == "plan 1"] == [1]
