@@ -172,9 +172,7 @@ def test_states_are_refused_where_they_cannot_be_kept_shortened_or_offloaded():
             act()
 
 
-@pytest.mark.parametrize(
-    ("make", "backend"), [(llama, "exact"), (mistral, "exact"), (mistral, STREAMING)], ids=str
-)
+@pytest.mark.parametrize(("make", "backend"), [(llama, "exact"), (mistral, "exact"), (mistral, STREAMING)])
 def test_a_state_that_does_not_reach_the_attention_is_noticed(make, backend, monkeypatch):
     model = attach(make(), {"0-2": backend})
     cache = StateCache(model) if backend == "exact" else DynamicCache(config=model.config)
