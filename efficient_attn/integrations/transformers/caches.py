@@ -156,12 +156,14 @@ def replace_cache_layer(module: Any, args: tuple[Any, ...], named: dict[str, Any
     backend: Any = getattr(module, SUBMODULE, None)
     cache: Any = next((x for x in (*args, *named.values()) if isinstance(x, Cache)), None)
     attached = backend is not None and module.config._attn_implementation == NAME
-    if cache is None or not attached or not needs_state(backend, getattr(backend, PATTERN)):
+    if cache is None or not attached:
         return
     layers, number = getattr(cache, "self_attention_cache", cache).layers, module.layer_idx
     layer: Any = layers[number] if number < len(layers) else None
     # Layers that do not slide keep all keys.
     if isinstance(layer, StateLayer) or not getattr(layer, "is_sliding", False):
+        return
+    if not needs_state(backend, getattr(backend, PATTERN)):
         return
     replaceable = type(layer) in (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
     if not replaceable or layer.get_seq_length():
