@@ -5,6 +5,7 @@ and exceptions are records too.
 """
 
 import gc
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -85,21 +86,31 @@ def kernels_of(case: Case, names: Iterable[str]) -> str:
 
 
 def time_of(
-    case: Case, call: Call, *, seconds: float, first: Call | None = None, least: int = _FEWEST_CALLS
+    case: Case,
+    call: Call,
+    *,
+    seconds: float,
+    first: Call | None = None,
+    least: int = _FEWEST_CALLS,
+    once_s: float = math.inf,
 ) -> Record:
     """Timed calls for about `seconds`, after a warm-up; with an L2 state also as many device times.
 
     Args:
         first: The same call with checks of its result; None: no checks.
+        once_s: A call on the CPU that takes as many seconds is made once, and is its own warm-up.
     """
     time_call = clock.clock(case.device, case.threads)
-    clock.warm_up(call, time_call, limit_s=seconds, first=first)
+    waited_before_s = environment.waited_s()
+    last_s = clock.warm_up(call, time_call, limit_s=seconds, first=first)
     queued = QueuedCalls(call, case.device, l2=case.l2 or COLD) if case.device.startswith("cuda") else None
     if queued is not None:
         queued.warm_up()
     most = _MOST_CALLS if queued is None else _MOST_CALLS_ON_CUDA
-    waited_before_s = environment.waited_s()
-    times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=most)
+    times_s: tuple[float, ...] = (last_s,)
+    if queued is not None or last_s < once_s:
+        waited_before_s = environment.waited_s()
+        times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=most)
     waited_s = environment.waited_s()
     return Record(
         case=case,

@@ -62,6 +62,17 @@ def test_a_record_on_one_thread_excludes_the_wait(schedstat):
     assert min(record.times_s) < 0.01
 
 
+@pytest.mark.parametrize(("once_s", "expected"), [(0.01, 1), (1.0, 3)])
+def test_a_long_call_is_its_own_warm_up(once_s, expected):
+    calls = []
+
+    def call():
+        calls.append(time.sleep(0.02))
+
+    record = worker.time_of(case("time", "f", 4, threads=2), call, seconds=0.0, least=2, once_s=once_s)
+    assert len(calls) == expected and len(record.times_s) == record.round_sizes[0] == min(expected, 2)
+
+
 def test_a_time_is_at_least_the_cpu_time_of_the_thread(schedstat):
     def call():
         spin(0.02)
