@@ -8,36 +8,24 @@ rest.
 
 import math
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from efficient_attn.contained import described
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.record import Record
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.records import uninterrupted
 from efficient_attn.measure.units import show_seconds
+from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.studies.progress import Durations, Progress
 from efficient_attn.studies.run_folder import OVER_BUDGET, Store, over_budget
-from efficient_attn.studies.study import Plan, Point, Request, Steps
+from efficient_attn.studies.study import Plan, Point, Request, drive
 
 # Seconds of timed calls in a round; the rounds of a run take at most this share of its budget.
 _ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
 
-# Largest share of a budget that is left for the files.
-_SHARE_OF_SAVING = 0.15
-
 # Backends that the note on an interruption names before it counts the others.
 _NAMED = 6
-
-
-def drive(steps: Steps, answer: Callable[[Request], Any]) -> None:
-    """Answer everything that a study yields."""
-    try:
-        request = next(steps)
-        while True:
-            request = steps.send(answer(request))
-    except StopIteration:
-        pass
 
 
 def foreseen(plan: Plan, store: Store) -> dict[str, Point]:
@@ -56,6 +44,11 @@ def foreseen(plan: Plan, store: Store) -> dict[str, Point]:
 
     drive(plan.steps(), answer)
     return missing
+
+
+def _labels(cases: Iterable[Case]) -> set[str]:
+    """Names of baselines and candidates; uniform attention is neither."""
+    return {case.label for case in cases if case.backend != UNIFORM_ATTENTION}
 
 
 class _TooShortError(Exception):
@@ -97,8 +90,7 @@ class Engine:
             raise OptionError(
                 "executor: the rounds of this run are interleaved in one process; leave it out."
             )
-        self._budget_s = math.inf if budget_s is None else budget_s
-        self._saving_s = min(saving_s, _SHARE_OF_SAVING * self._budget_s)
+        self._budget_s, self._saving_s = math.inf if budget_s is None else budget_s, saving_s
         rounds = sum(point.rounds for point in self._missing.values())
         self._round_s = min(_ROUND_S, _SHARE_OF_BUDGET * self._budget_s / max(rounds, 1))
         self._durations = Durations(self._round_s)
@@ -203,11 +195,10 @@ class Engine:
 
     def _refuse_too_short(self, point: Point) -> None:
         """End the run if its budget is too short for the baseline and one candidate."""
-        measured = {record.case.label for record in self._store.records if record.status == "ok"}
-        labels = measured | {point.case.label for point in self._missing.values() if not point.skip}
-        if len(measured) < min(len(labels), 2):
-            needed_s = time.monotonic() - self._start + self._durations.remaining_s([(point, 1)])
-            needed_s += self._saving_s
+        measured = _labels(record.case for record in self._store.records if record.status == "ok")
+        left = _labels(point.case for point in self._missing.values() if not point.skip)
+        if len(measured) < min(len(measured | left), 2):
+            needed_s = self._budget_s - self._left_s() + self._durations.remaining_s([(point, 1)])
             raise _TooShortError(
                 f"The budget of {show_seconds(self._budget_s)} is too short: a baseline and one candidate "
                 f"need at least {show_seconds(needed_s)} (--budget)."

@@ -1,6 +1,7 @@
 """Run a plan: folder, lock, environment, resume, interrupt, noise warnings and files of every study."""
 
 import inspect
+import math
 import textwrap
 import typing
 from collections.abc import Callable, Sequence
@@ -26,8 +27,8 @@ from efficient_attn.studies.run_folder import (
 )
 from efficient_attn.studies.study import CODE, STUDY, Plan, Study
 
-# Seconds that tables, plots and the page take after the last point.
-_SAVING_S = 4.0
+# Seconds that tables, plots and the page take after the last point, at most this share of a budget.
+_SAVING_S, _SHARE_OF_SAVING = 4.0, 0.15
 
 
 def run_plan(
@@ -71,12 +72,13 @@ def run_plan(
         path = None if folder is None else folder / RECORDS
         store = Store(path, stored.rows, retry_over_budget=budget_s is not None)
         start = moment()
+        budget_s = plan.budget_s if budget_s is None else budget_s
         engine = Engine(
             plan,
             store,
-            budget_s=plan.budget_s if budget_s is None else budget_s,
+            budget_s=budget_s,
             start_s=start_s,
-            saving_s=0.0 if folder is None else _SAVING_S,
+            saving_s=0.0 if folder is None else min(_SAVING_S, _SHARE_OF_SAVING * (budget_s or math.inf)),
             executor=executor,
             report=progress,
         )

@@ -76,6 +76,16 @@ class Plan:
     budget_s: float | None = None
 
 
+def drive(steps: Steps, answer: Callable[[Request], Any]) -> None:
+    """Answer everything that a study yields."""
+    try:
+        request = next(steps)
+        while True:
+            request = steps.send(answer(request))
+    except StopIteration:
+        pass
+
+
 def in_lists(lists: Iterable[list[Point]]) -> Steps:
     """The steps of a study whose points do not depend on records."""
     for points in lists:  # noqa: UP028  (records are sent to a generator, not to an iterator of lists)
