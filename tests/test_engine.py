@@ -14,7 +14,7 @@ import efficient_attn as ea
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.records import read
-from efficient_attn.measure.variants import Variant
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
 from efficient_attn.studies.engine import Engine, foreseen
 from efficient_attn.studies.progress import Durations
 from efficient_attn.studies.run_folder import OVER_BUDGET, Store
@@ -176,6 +176,22 @@ def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least
     ]
     engine = Engine(Plan(steps=partial(in_lists, lists)), Store(), budget_s=41)
     assert engine.run() and engine.notes == []
+
+
+def test_a_first_round_that_is_predicted_beyond_the_limit_of_its_point_is_tried(clock):
+    clock.call_s = lambda case: 10.0
+    planned = entries("a", lengths=(16, 64), kinds=("time",), measure=clock.measure)
+    _, (short, long), _ = run_all(planned, timeout_s=50)
+    assert short.times_s and long.times_s
+
+
+def test_uniform_attention_is_no_candidate(clock):
+    clock.call_s = lambda case: 20.0
+    lists = entries("a", UNIFORM_ATTENTION, "b", lengths=(16,), kinds=("memory",), measure=clock.measure)
+    engine = Engine(Plan(steps=partial(in_lists, lists)), Store(), budget_s=45, saving_s=1)
+    assert engine.run() and engine.notes == [
+        "The budget of 45 s is too short: a baseline and one candidate need at least 1.02 min (--budget)."
+    ]
 
 
 def test_a_resumed_run_tries_what_the_budget_skipped_if_it_has_another_budget():

@@ -176,11 +176,8 @@ class Engine:
 
     def _skip(self, point: Point) -> bool:
         """Whether the point is skipped: by its study, after a timeout of its series, or by the budget."""
-        reason, needed_s, left_s = (
-            point.skip,
-            self._durations.remaining_s([(point, 1)]),
-            max(self._left_s(), 0.0),
-        )
+        needed_s, left_s = self._durations.remaining_s([(point, 1)]), max(self._left_s(), 0.0)
+        reason = point.skip
         if reason is None and point.series in self._timed_out:
             tokens = self._timed_out[point.series]
             reason = f"took too long at {tokens} tokens already (raise it with --timeout)"
