@@ -33,6 +33,10 @@ BENCHED_LATER, LATER, LATER_LABEL = "bench-window-clusters", "window-clusters", 
 # Opened clusters relative to exact attention, bidirectional and causal.
 BENCHED_OPENED, OPENED_LABEL = ("bench-probes", "bench-probes-causal"), "window-clusters(probes=8)"
 TRAINED = "recall-default"
+# Plans of key heads that were verified, and their rows.
+PLANNED = ("advise-smollm2-4096", "advise-smollm2-8192")
+_HEADS = {"plan": "{} key heads stream", "random heads": "{} by chance"}
+_VERIFIED = ("tokens", "plan", "loss, nats, ± 95 %", "divergence, nats", "recall of copies")
 TOLERATED = (0.01, 0.05, 0.1, 0.3, 0.5)
 
 _HEAD = """\
@@ -40,42 +44,32 @@ _HEAD = """\
 
 <!-- Written by docs/choosing.py from the records in results/; edit that file, or measure again. -->
 
-Keep `exact` unless a row of the first table describes you. All numbers but for
-[first keys](#decoders-first-keys-and-recall) are read from the runs in `results/epyc-2-cores/`, on two cores
+Four questions, each with its measured answer and its caution. All numbers but for
+[first keys](#a-trained-decoder-by-its-text) are read from the runs in `results/epyc-2-cores/`, on two cores
 of a server: ratios carry over better than milliseconds. [Measure yours](#your-machine-and-activations) in a
 minute.
 
-## In short
 """
 
-_ERROR = """\
-## Tolerated error
+_ENCODER = """\
+## A trained encoder
 
-For a model trained with exact attention and used without further training: ‖out − exact‖ / ‖exact‖ on one
-real text of an encoder (all-MiniLM-L6-v2, bidirectional, 512 tokens) and of a decoder (SmolLM2-135M, causal,
-one layer of 30, [easy for windows with first keys](#decoders-first-keys-and-recall)), with default options.
-Each cell is the fastest backend within the error on every layer that is faster than `exact`, the fused
-kernel, beyond the interval, or `exact`.
+‖out − exact‖ / ‖exact‖ on one real text (all-MiniLM-L6-v2, 512 tokens), with default options. Each cell is
+the fastest backend within the error on every layer that is faster than `exact`, the fused kernel, beyond the
+interval, or `exact`.
 
 ![Relative output error against time and memory on a text of 512 tokens and one of 4096](images/compare.png)
 """
 
 _OPENED = """\
 [`window-clusters` with `probes`](backends.md#window-clusters) (experimental, off by default) reads the keys
-of a few far clusters one by one. Error, operations and speed relative to `exact`, in runs of its own; the
-text of 8192 tokens is not shipped:
-"""
-
-_DRAWN = """\
-![Relative output error against time and memory at 2048, 4096 and 8192 tokens of a decoder](images/opened.png)
-
-Errors beyond 8192 tokens are unknown.
+of a few far clusters one by one. Error, operations and speed relative to `exact`, in runs of its own:
 """
 
 # Hand-written: no run in results/ holds these numbers. Errors are those of efficient_attn/data/PROVENANCE.md;
 # loss, divergence and recall are of all 30 layers of SmolLM2-135M-Instruct at 4096 tokens.
-_DECODERS = """\
-## Decoders, first keys and recall
+_DECODER = """\
+## A trained decoder, by its text
 
 A trained decoder puts much weight on its first keys (attention sinks,
 [Xiao et al. 2023](https://arxiv.org/abs/2309.17453)). A window that drops them is far off; a window that
@@ -101,26 +95,43 @@ Two cautions:
 | window 512 | +0.66 | 0.67 | 0.67 | 0.40 |
 | window 512, 4 first keys | +0.063 | 0.080 | 0.90 | 0.45 |
 
-The same window with 4 first keys repeats 3 of 18 six-number passkeys in 2000 tokens, `exact` 16. For
-retrieval, long chats and copied text stay with `exact`.
+The same window with 4 first keys repeats 3 of 18 six-number passkeys in 2000 tokens, `exact` 16.
+
+Within an error, on layer 19, and opened clusters (the text of 8192 tokens is not shipped):
 """
 
-_LENGTH = """\
-## Length
-
-Crossover lengths and speed against `exact` ({machine}), with default options. `linear-…` do not approximate
-softmax.
+_DRAWN = """\
+![Relative output error against time and memory at 2048, 4096 and 8192 tokens of a decoder](images/opened.png)
 """
 
-_MEMORY = """\
-Memory is no reason to leave `exact`: the fused kernel never materialises the scores, whose memory is
-quadratic in `exact-dense`, the baseline of papers.
+_RECALL = """\
+## A trained decoder that recalls
+
+Some key heads read nearly nothing beyond a window of 512 and 4 first keys. `advise MODEL` ranks the key
+heads, lets as many stream as loss, divergence and recall of copied passages allow, and verifies the plan on a
+text that chose nothing, beside as many heads drawn by chance. SmolLM2-135M, all 30 layers, float32:
 """
 
-_TRAINING = """\
-## Promises and untrained errors
+_RECALLED = """\
+Loss alone is no evidence: heads by chance lose little of it and much of the recall.
+"""
 
-Smallest and largest error of the runs above; *uniform attention* gives every query the mean of the values.
+_SCRATCH = """\
+## Training from scratch
+
+One block per backend, trained from equal weights on equal sequences on
+[associative recall](transformer.md#performance-after-training): each backend's best size, means over three
+seeds with their range.
+
+![Accuracy after training, against the state size](images/recall.png)
+"""
+
+_SHARP = """\
+The task needs sharp attention, one key of all: a low accuracy is no evidence about tasks with many relevant
+keys.
+
+Errors before any training, smallest and largest of the runs above; *uniform attention* gives every query the
+mean of the values:
 """
 
 _AFTER = """\
@@ -131,19 +142,11 @@ _AFTER = """\
 - Backends with calibration were calibrated on the measured inputs, their best case.
 """
 
-_LEARNED = """\
-## Performance after training
+_LENGTH = """\
+## Length
 
-One block per backend, trained from equal weights on equal sequences on
-[associative recall](transformer.md#performance-after-training): each backend's best size, means over three
-seeds with their range.
-
-![Accuracy after training, against the state size](images/recall.png)
-"""
-
-_LEARNED_HERE = """\
-The task needs sharp attention, one key of all: a low accuracy is no evidence about tasks with many relevant
-keys.
+Crossover lengths and speed against `exact` ({machine}), with default options. `linear-…` do not approximate
+softmax. Memory is no reason to leave `exact`: the fused kernel never materialises the scores.
 """
 
 _OWN = """\
@@ -193,24 +196,36 @@ def _machine(case: Case) -> str:
 
 def page() -> str:
     """The whole page."""
-    found, opened = _found(COMPARED), _found(OPENED)
-    compared = [one for one, _ in found]
+    compared, opened = _comparisons(COMPARED), _comparisons(OPENED)
     bench, learned = ea.read(RESULTS / BENCHED), ea.read(RESULTS / TRAINED)
     (trained,) = contests(learned.records)
     costs = _costs(bench.records)
     again = _costs(ea.read(RESULTS / BENCHED_LATER).records)[LATER_LABEL]
     costs = {name: again if name == LATER else cost for name, cost in costs.items()}
     near = [_costs(ea.read(RESULTS / name).records)[OPENED_LABEL] for name in BENCHED_OPENED]
+    full, causal = ([row for row in compared if row.case.causal == kind] for kind in (False, True))
+    full_opened, causal_opened = (
+        [row for row in opened if row.case.causal == kind] for kind in (False, True)
+    )
+    verified = [row for name in PLANNED for row in _verified(name)]
     parts = [
-        _HEAD,
-        _short_answer(costs, near, compared),
-        _ERROR,
-        _by_error(found, opened),
-        _in_short([*found, *opened]),
+        _HEAD + _short_answer(costs, near, compared, verified),
+        _ENCODER,
+        _by_error([*full, *full_opened]),
         _OPENED,
-        _opened(opened),
+        _opened(full_opened),
+        _DECODER,
+        _by_error([*causal, *causal_opened]),
+        _opened(causal_opened),
         _DRAWN,
-        _DECODERS,
+        _RECALL,
+        table([*_VERIFIED], verified),
+        _RECALLED,
+        _SCRATCH,
+        _by_accuracy(trained),
+        _SHARP,
+        _by_promise(compared),
+        _AFTER,
         _LENGTH.format(machine=_machine(bench.records[0].case)),
         table(
             ["backend", "faster from, tokens (95 % interval)", "speed"],
@@ -220,70 +235,79 @@ def page() -> str:
                 [f"`{OPENED_LABEL}`, causal", *near[1]],
             ],
         ),
-        _MEMORY,
-        _TRAINING,
-        _by_promise(compared),
-        _AFTER,
-        _LEARNED,
-        _by_accuracy(trained),
-        _LEARNED_HERE,
         _OWN,
     ]
     return "\n".join(parts)
 
 
-def _found(names: Sequence[str]) -> list[tuple[Comparison, ea.Results]]:
+def _comparisons(names: Sequence[str]) -> list[Comparison]:
     """The comparisons of some runs: the encoder first, each model by length."""
-    runs = [ea.read(RESULTS / name) for name in names]
-    return sorted(
-        ((one, run) for run in runs for one in comparisons(run.records)),
-        key=lambda pair: (pair[0].case.causal, pair[0].case.tokens),
-    )
+    rows = [row for name in names for row in comparisons(ea.read(RESULTS / name).records)]
+    return sorted(rows, key=lambda row: (row.case.causal, row.case.tokens))
 
 
-def _short_answer(costs: dict[str, _Cost], near: list[_Cost], compared: list[Comparison]) -> str:
+def _verified(name: str) -> list[list[str]]:
+    """Rows of a verified plan of key heads: the plan, and as many heads drawn by chance."""
+    rows = []
+    for record in ea.read(RESULTS / name).records:
+        if not record.streaming_heads or record.case.label not in _HEADS:
+            continue
+        recall, exact = record.copy_recall, record.copy_recall_exact
+        rows.append(
+            [
+                str(record.case.tokens),
+                _HEADS[record.case.label].format(f"{record.streaming_heads} of {record.key_heads}"),
+                f"{record.loss_difference:+.4f} ± {1.96 * record.loss_difference_error:.4f}".replace(
+                    "-", "−"
+                ),
+                show_error(record.next_token_kl),
+                f"{100 * recall / exact:.1f} % of {exact:.2f}",
+            ]
+        )
+    # The trials of the choosing text bear other labels.
+    return rows
+
+
+def _short_answer(
+    costs: dict[str, _Cost], near: list[_Cost], compared: list[Comparison], verified: list[list[str]]
+) -> str:
     """Recommendations; crossovers and errors are those of the tables below.
 
     Args:
         near: Costs of opened clusters, bidirectional and causal.
     """
     start = {name: _faster(cost.crossover) for name, cost in costs.items()}
-    full, causal = (_errors([one for one in compared if one.case.causal == kind]) for kind in (False, True))
+    full, plan = _errors([row for row in compared if not row.case.causal]), verified[0]
     rows = [
-        ["a trained model, outputs kept", "`exact`: the fused kernel needs no memory for the scores"],
         [
-            "a trained model with sliding layers",
-            f"[`window`](backends.md#window) there: equal outputs, {start['window']} "
-            "([Hugging Face](hugging-face.md#faster-and-still-exact-sliding-layers))",
+            "[a trained encoder](#a-trained-encoder)",
+            f"`exact`; long inputs: `{OPENED_LABEL}`, error up to {show_error(max(full[OPENED_LABEL]))}, "
+            f"{_faster(near[0].crossover)}",
+            f"`window-clusters` alone, {start['window-clusters']}, errs by {_range(full['window-clusters'])}",
         ],
         [
-            "a trained model, long inputs, outputs kept within a few percent",
-            f"[`{OPENED_LABEL}`](backends.md#window-clusters), experimental, bidirectional: error up to "
-            f"{show_error(max(full[OPENED_LABEL]))}; {_faster(near[0].crossover)}. Causal: error up to "
-            f"{show_error(max(causal[OPENED_LABEL]))}; {_faster(near[1].crossover)}",
+            "[a trained decoder, judged by its text](#a-trained-decoder-by-its-text)",
+            "`window(global_tokens=4)`: constant memory, loss near `exact`",
+            "recall beyond the window is lost",
         ],
         [
-            "a trained model, long inputs, some error tolerated",
-            "[`window-clusters`](backends.md#window-clusters), bidirectional: error "
-            f"{_range(full['window-clusters'])}; {start['window-clusters']}. "
-            "Causal only with opened clusters",
+            "[a trained decoder that recalls](#a-trained-decoder-that-recalls)",
+            f"`advise`: at {plan[0]} tokens {plan[1]}, loss {plan[2]} nats, recall {plan[4]}",
+            "each model has other heads",
         ],
         [
-            "training, and decoding in constant memory",
-            "`performer-positive`, `linear-…` or `window` ([streaming](quickstart.md#streaming))",
+            "[a decoder with sliding layers](hugging-face.md#faster-and-still-exact-sliding-layers)",
+            f"`window` there: equal outputs, {start['window']}",
+            "the other layers stay exact",
         ],
         [
-            "training an encoder of fixed maximum length",
-            f"`linformer` too, {start['linformer']}; never causal",
+            "[training from scratch](#training-from-scratch)",
+            "`performer-positive`, `linear-…` or `window`, which decode in constant memory; an encoder of "
+            f"fixed length `linformer` too, {start['linformer']}",
+            "sharp recall stays with `exact`",
         ],
-        [
-            "a trained decoder, constant memory, what lies beyond the window may be forgotten",
-            "[`window(global_tokens=4)`](#decoders-first-keys-and-recall): loss on ordinary text near "
-            "`exact`, recall lost",
-        ],
-        ["undecided", "`bench --inputs FILE` on [your activations](#your-machine-and-activations)"],
     ]
-    return table(["situation", "backend"], rows)
+    return table(["you have", "answer", "caution"], rows)
 
 
 def _faster(crossover: str) -> str:
@@ -291,126 +315,113 @@ def _faster(crossover: str) -> str:
     return f"faster from {crossover} tokens" if crossover[0].isdigit() else f"crossover: {crossover}"
 
 
-def _by_error(
-    compared: list[tuple[Comparison, ea.Results]], opened: list[tuple[Comparison, ea.Results]]
-) -> str:
-    """One row for each input and length, also of the runs with opened clusters."""
-    every = sorted([*compared, *opened], key=lambda pair: (pair[0].case.causal, pair[0].case.tokens))
-    inputs = list(dict.fromkeys(_inputs(one) for one, _ in every))
+def _by_error(compared: list[Comparison]) -> str:
+    """One row for each input and length."""
+    rows = sorted(compared, key=lambda row: row.case.tokens)
+    inputs = list(dict.fromkeys(map(_inputs, rows)))
     head = ["inputs", "tokens", *(f"within {100 * error:g} %" for error in TOLERATED)]
-    rows = [
+    cells = [
         [
-            describe(of),
+            describe(inputs_name),
             str(tokens),
             *(
-                _best([pair for pair in every if _inputs(pair[0]) == (of, tokens)], error)
+                _best([row for row in rows if _inputs(row) == (inputs_name, tokens)], error)
                 for error in TOLERATED
             ),
         ]
-        for of, tokens in inputs
+        for inputs_name, tokens in inputs
     ]
-    return table(head, rows)
+    return table(head, cells)
 
 
-def _inputs(one: Comparison) -> tuple[str, int]:
-    return one.case.inputs, one.case.tokens
+def _inputs(comparison: Comparison) -> tuple[str, int]:
+    return comparison.case.inputs, comparison.case.tokens
 
 
-def _opened(compared: list[tuple[Comparison, ea.Results]]) -> str:
+def _opened(compared: list[Comparison]) -> str:
     """Error, operations and speed of each size, the most accurate first for each input and length."""
     rows = []
-    for one, _ in compared:
+    for comparison in compared:
         rows += [
             (
-                (one.case.causal, one.case.tokens, row.worst),
+                (comparison.case.causal, comparison.case.tokens, row.worst),
                 [
-                    describe(one.case.inputs),
-                    str(one.case.tokens),
+                    describe(comparison.case.inputs),
+                    str(comparison.case.tokens),
                     f"`{row.label}`",
                     _range([row.error.low, row.error.high] if row.layers > 1 else [row.error.median]),
-                    _operations(row, one),
-                    _relative_speed(row, one) if row.timed else "–",
+                    _operations(row, comparison),
+                    _relative_speed(row, comparison) if row.timed else "–",
                 ],
             )
-            for row in one.candidates
+            for row in comparison.candidates
             if row.error
         ]
     head = ["inputs", "tokens", "backend", "error", "operations", "speed"]
     return table(head, [cells for _, cells in sorted(rows)])
 
 
-def _operations(row: Contender, one: Comparison) -> str:
+def _operations(row: Contender, comparison: Comparison) -> str:
     """Share of the operations of exact attention, the mean over layers."""
-    errors = [found for found in one.records if found.case.kind == "error" and found.case.label == row.label]
+    errors = [x for x in comparison.records if x.case.kind == "error" and x.case.label == row.label]
     shares = [share for share in map(operations_share, errors) if share is not None]
     return f"{fmean(shares):.2f}" if shares else "–"
 
 
-def _relative_speed(row: Contender, one: Comparison) -> str:
-    return f"{three_digits(_speed_up(row, one))}x"
+def _relative_speed(row: Contender, comparison: Comparison) -> str:
+    return f"{three_digits(_speed_up(row, comparison))}x"
 
 
-def _speed_up(row: Contender, one: Comparison) -> float:
-    time_s, exact_s = row.cost("time_s"), one.exact and one.exact.cost("time_s")
+def _speed_up(row: Contender, comparison: Comparison) -> float:
+    time_s, exact_s = row.cost("time_s"), comparison.exact and comparison.exact.cost("time_s")
     assert time_s and exact_s
     return exact_s / time_s
 
 
-def _in_short(compared: list[tuple[Comparison, ea.Results]]) -> str:
-    """For which errors exact attention is the answer at every length, if for any."""
-    runs = [one for one, _ in compared]
-    never = [error for error in TOLERATED if not any(one.faster(one.near(error)) for one in runs)]
-    if not never or not runs:
-        return ""
-    lengths = ", ".join(map(str, sorted({one.case.tokens for one in runs})))
-    return (
-        f"In short: within {100 * max(never):g} % of exact attention nothing was surely faster than `exact` "
-        f"at any length measured on real activations ({lengths} tokens).\n"
-    )
-
-
-def _best(pairs: list[tuple[Comparison, ea.Results]], error: float) -> str:
+def _best(compared: list[Comparison], error: float) -> str:
     """The fastest that is near enough relative to exact attention in its own run, or exact attention."""
-    fast = [(row, one) for one, _ in pairs for row in one.faster(one.near(error))[:1]]
+    fast = [
+        (row, comparison) for comparison in compared for row in comparison.faster(comparison.near(error))[:1]
+    ]
     if not fast:
         return "`exact`"
-    row, one = max(fast, key=lambda pair: _speed_up(*pair))
-    return f"`{row.label}` (error {show_error(row.worst)}, {_relative_speed(row, one)})"
+    row, comparison = max(fast, key=lambda pair: _speed_up(*pair))
+    return f"`{row.label}` (error {show_error(row.worst)}, {_relative_speed(row, comparison)})"
 
 
 def _by_promise(compared: list[Comparison]) -> str:
     """Backends by the smallest error that they begin with."""
-    found = _errors(compared)
+    errors_of = _errors(compared)
     rows = [
-        [f"`{name}`" if known else name, *_promises(name, known), _range(errors)]
-        for name, errors in sorted(found.items(), key=lambda item: max(item[1]))
-        if (known := name in ea.list_backends()) or name == "uniform attention"
+        [f"`{name}`" if registered else name, *_promises(name, registered), _range(errors)]
+        for name, errors in sorted(errors_of.items(), key=lambda item: max(item[1]))
+        if (registered := name in ea.list_backends()) or name == "uniform attention"
     ]
     return table(["backend", "causal", "streaming", "needs calibration", "error untrained"], rows)
 
 
 def _errors(compared: list[Comparison]) -> dict[str, list[float]]:
     """Errors of each backend and baseline, at all lengths."""
-    found: dict[str, list[float]] = {}
-    for row in (row for one in compared for row in one.contenders):
+    by_label: dict[str, list[float]] = {}
+    for row in (row for comparison in compared for row in comparison.contenders):
         if row.error is None:
             continue
         edges = (row.error.median,) if row.layers == 1 else (row.error.low, row.error.high)
-        found.setdefault(row.label, []).extend(edges)
-    return found
+        by_label.setdefault(row.label, []).extend(edges)
+    return by_label
 
 
-def _by_accuracy(one: Contest) -> str:
+def _by_accuracy(contest: Contest) -> str:
     """The best size of each backend, the most accurate first; controls by themselves."""
     best: dict[str, Learned] = {}
-    for row in one.rows:
-        best.setdefault(row.label if row in one.controls else sized(row.case).series, row)
+    for row in contest.rows:
+        best.setdefault(row.label if row in contest.controls else sized(row.case).series, row)
     head = ["backend", "accuracy after training", "untrained error", "floats read per query"]
     rows = [
         [
-            f"{row.label} (control)" if row in one.controls else f"`{row.label}`",
+            f"{row.label} (control)" if row in contest.controls else f"`{row.label}`",
             show_accuracy(row),
-            "rounding" if row is one.exact else show_error(row.untrained or 0.0),
+            "rounding" if row is contest.exact else show_error(row.untrained or 0.0),
             str(row.first.floats_read),
         ]
         for row in best.values()
@@ -419,12 +430,12 @@ def _by_accuracy(one: Contest) -> str:
     return table(head, rows)
 
 
-def _promises(name: str, known: bool) -> list[str]:
-    if not known:
+def _promises(name: str, registered: bool) -> list[str]:
+    if not registered:
         return ["–"] * 3
     promised = ea.spec(name).capabilities
-    kept = (promised.causal, promised.streaming, promised.needs_calibration)
-    return ["yes" if one else "–" for one in kept]
+    promises = (promised.causal, promised.streaming, promised.needs_calibration)
+    return ["yes" if promise else "–" for promise in promises]
 
 
 def _range(errors: list[float]) -> str:
