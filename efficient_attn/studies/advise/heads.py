@@ -26,6 +26,7 @@ from efficient_attn.integrations.transformers.swapping import (
     replaced_forward,
 )
 from efficient_attn.measure.copies import copies_begin
+from efficient_attn.measure.planted_numbers import PROMPTS
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import OWN, PLAN, Variant
 from efficient_attn.measure.worker import answer
@@ -198,7 +199,8 @@ def _retrieved(subject: TextSubject, variant: Variant) -> Point:
         measure=partial(answer, case, partial(_retrieval, case, variant, subject)),
         label=f"{variant.label}, {case.tokens} tokens, numbers in a text",
         series=RETRIEVAL,
-        cost=float(case.tokens),
+        # One pass of the plan and one of the model for each prompt.
+        cost=2.0 * PROMPTS * case.tokens,
     )
 
 
