@@ -24,6 +24,7 @@ SOURCES = IMAGES / "sources.json"
 RECORDS: dict[str, str | tuple[str, ...]] = {
     "advise": "advise",
     "compare": "compare",
+    "heads": "advise-smollm2-4096",
     "mse": "mse-default",
     "opened": (
         "compare-probes-decoder-2048",

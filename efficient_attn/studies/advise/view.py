@@ -2,12 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import DENSE, MODEL, UNIFORM_ATTENTION, YARDSTICK
+from efficient_attn.measure.variants import DENSE, MODEL, PLAN, UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.report.figures import (
     UNIFORM_STYLE,
     Axis,
@@ -38,11 +38,14 @@ from efficient_attn.studies.advise.outcomes import (
     outcomes_of,
     skipped_note,
 )
-from efficient_attn.studies.advise.plan import LIMIT
+from efficient_attn.studies.advise.plan import LIMIT, RANDOM_HEADS
 from efficient_attn.studies.bench.comparison import error_limit
 from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
 from efficient_attn.studies.swap.view import tables as swap_tables
 from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots
+
+# Verified plans in the legend.
+_VERIFIED = {PLAN: "the plan, other texts", RANDOM_HEADS: "random heads, other texts"}
 
 _NOTES = (
     "error: ‖out − exact‖ / ‖exact‖ against exact attention in float64, median over layers and in brackets "
@@ -71,7 +74,12 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """Times against tokens: of attention alone, and of the model; errors if there is no model."""
+    """Times against tokens: of attention alone, and of the model; errors if there is no model.
+
+    Of a plan of key heads, its divergence and recall in place of the times of one length.
+    """
+    if streaming := [record for record in records if record.streaming_heads and record.copy_recall_exact]:
+        return {"advise": _heads_plot(streaming)}
     times = [record for record in records if record.case.kind == "time" and record.status == "ok"]
     if not times:
         return {}
@@ -262,6 +270,40 @@ def _attention_plot(records: Sequence[Record], max_error: float) -> Plot:
         rows.append((time._replace(notes=(plot.conditions.partition(";")[0],)), errors))
     conditions = f"median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs"
     return Plot("Time and error of attention alone", conditions, tuple(rows))
+
+
+def _heads_plot(records: Sequence[Record]) -> Plot:
+    """Divergence and recall against the number of streaming heads, at the longest length."""
+    tokens = max(record.case.tokens for record in records)
+    here = [record for record in records if record.case.tokens == tokens]
+    groups: dict[str, list[Record]] = {}
+    for record in sorted(here, key=lambda record: record.streaming_heads):
+        trial = record.case.label not in (PLAN, RANDOM_HEADS)
+        label = (
+            f"by {record.ranked_by or 'rank'}, texts that choose" if trial else _VERIFIED[record.case.label]
+        )
+        groups.setdefault(label, []).append(record)
+    styles = line_styles([(label, label) for label in groups])
+
+    def chart(axis: Axis, value: Callable[[Record], float]) -> Chart:
+        series = [
+            Series(
+                label,
+                tuple(record.streaming_heads for record in group),
+                tuple(map(value, group)),
+                styles[label] if len(group) > 1 else {**styles[label], "linestyle": "none"},
+            )
+            for label, group in groups.items()
+        ]
+        return Chart(Axis(f"streaming key heads, of {here[0].key_heads}"), axis, tuple(series))
+
+    divergence = chart(Axis("divergence, nats", "log", show_error), lambda record: record.next_token_kl)
+    recall = chart(
+        Axis("recall, % of exact"),
+        lambda record: 100 * record.copy_recall / record.copy_recall_exact,
+    )
+    title = f"Key heads that stream, {tokens} tokens"
+    return Plot(title, setting(here[0].case), ((divergence, recall),))
 
 
 def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, Chart]:
