@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -255,11 +255,18 @@ def check_kernels(
     memory = available_bytes(device) or 0
     count = max(min(usable_cores(), _MOST_CHECKS, memory // _CHECK_BYTES), 1)
     say(f"Checking {len(jobs)} kernels, {count} at a time.")
+    # Compilers of many processes would start a pool of a process per core each.
+    threads = str(max(usable_cores() // count, 1))
+    variables = {**variables, "OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    start = time.monotonic()
     with ThreadPoolExecutor(count) as pool:
-        judged = pool.map(lambda job: judge(*job, device=device, variables=variables), jobs)
-        for (kernel, precision), entry in zip(jobs, judged, strict=True):
+        futures = {pool.submit(judge, *job, device=device, variables=variables): job for job in jobs}
+        for future in as_completed(futures):
+            (kernel, precision), entry = futures[future], future.result()
             kernels[kernel]["precisions"][precision] = entry
-            say(f"{kernel}, {precision}: {entry['outcome']} {'; '.join(entry['reasons'])}".rstrip())
+            seconds = show_seconds(time.monotonic() - start)
+            reasons = "; ".join(entry["reasons"])
+            say(f"After {seconds}: {kernel}, {precision}: {entry['outcome']} {reasons}".rstrip())
     return kernels
 
 

@@ -224,31 +224,34 @@ def _states(call: Call, arguments: dict[str, Any], steps: int, past: LinearState
     segments, flat_heads = triton.cdiv(steps, per_segment), call.batch * call.kv_heads
     features, value_dim = call.features, call.value_dim
     slots = call.chunks - call.first + int(arguments["QUERIES"])
-    states = States(
-        *(
-            (
-                call.new(flat_heads, number, features, value_dim, dtype=dtype),
-                call.new(flat_heads, number, features),
-                call.new(flat_heads, number, features),
-            )
-            for number, dtype in ((segments + 1, torch.float32), (slots, call.dtype))
+    alone, *stored = (
+        (
+            call.new(flat_heads, number, features, value_dim, dtype=dtype),
+            call.new(flat_heads, number, features),
+            call.new(flat_heads, number, features),
         )
+        for number, dtype in (*[(segments + 1, torch.float32)] * 2, (slots, call.dtype))
     )
+    states = States(*stored)
     if past is not None:
         sums, references = past.sums.flatten(0, 1), past.log_scale.flatten(0, 2)
         first = (sums[..., :-1], sums[..., -1], references * LOG2_E)
-        for whole, values in zip(states.segments, first, strict=True):
+        for whole, values in zip(alone, first, strict=True):
             whole[:, 0] = values
     positions = call.positions | {"slots": slots, "per_segment": per_segment}
     arguments = call.sizes | positions | arguments
     names = ("sums", "ones", "references")
-    for prefix, stored in (("segment_", states.segments), ("", states.slots)):
-        arguments |= {prefix + name: x for name, x in zip(names, stored, strict=True)}
+    arguments |= dict(zip(names, states.slots, strict=True))
+    each, scanned = (
+        {f"segment_{name}": x for name, x in zip(names, tensors, strict=True)}
+        for tensors in (alone, states.segments)
+    )
     arguments["FEATURES"] = call.block(call.tile.walk_features)
     options = {"num_warps": call.tile.walk_warps, "num_stages": 2}
     grid = (features // arguments["FEATURES"], segments, flat_heads)
-    walk_kernel[grid](w=call.directions, **arguments, WRITE=False, **options)
+    walk_kernel[grid](w=call.directions, **arguments, **each, WRITE=False, **options)
     scan_kernel[(features // 16, flat_heads)](
+        *alone,
         *states.segments,
         segments,
         features,
@@ -258,7 +261,7 @@ def _states(call: Call, arguments: dict[str, Any], steps: int, past: LinearState
         HAS_PAST=past is not None,
         num_warps=4,
     )
-    walk_kernel[grid](w=call.directions, **arguments, WRITE=True, **options)
+    walk_kernel[grid](w=call.directions, **arguments, **scanned, WRITE=True, **options)
     return states
 
 

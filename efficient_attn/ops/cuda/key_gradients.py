@@ -44,7 +44,7 @@ def key_kernel(
     offset = load_offsets(key_offsets, bkv, t, tokens)
     real, real_rows = offset != float("-inf"), (t >= before) & (t < tokens)
     keys = load_tokens(k, k_strides, b, kv, t, real, DIM, PADDED)
-    values = load_tokens(v, v_strides, b, kv, t, real, VALUE_DIM, VALUE_PADDED).to(OPERANDS)
+    values = load_tokens(v, v_strides, b, kv, t, real, VALUE_DIM, VALUE_PADDED)
     at = (bkv * slots + tl.maximum(chunk - first + 1, 0)) * features
     longer, largest = tl.zeros([TOKENS], tl.float32), tl.full([TOKENS], float("-inf"), tl.float32)
     by_key, by_value = tl.zeros([TOKENS, PADDED], tl.float32), tl.zeros([TOKENS, VALUE_PADDED], tl.float32)
@@ -53,11 +53,11 @@ def key_kernel(
         line = (b * heads + h) * (tokens - before)
         queries = load_tokens(q, q_strides, b, h, t - before, real_rows, DIM, PADDED)
         upstream = load_tokens(g, g_strides, b, h, t - before, real_rows, VALUE_DIM, VALUE_PADDED)
-        upstream = upstream.to(OPERANDS)
         row_offset = tl.load(offsets + line + t - before, mask=real_rows, other=float("-inf"))
         delta = tl.load(deltas + line + t - before, mask=real_rows, other=0.0)
         # [keys rows]
         visible = (column[:, None] <= column[None, :]) & real[:, None]
+        # As in `query_kernel`, inputs keep their own precision here.
         pairs = tl.where(visible, dot(values, tl.trans(upstream)) + delta[None, :], 0.0).to(OPERANDS)
         scores = tl.zeros([TOKENS, TOKENS], tl.float32)
         for start in range(0, features, FEATURES):
@@ -71,7 +71,8 @@ def key_kernel(
             reference = finite(latest)
             fade, powers = tl.exp2(later - reference), tl.exp2(exponents - reference[None, :]).to(OPERANDS)
             state = (load_sums(sums, at, f, VALUE_DIM, VALUE_PADDED) * fade[:, None]).to(OPERANDS)
-            slopes = dot(values, tl.trans(state)) + (later_ones * fade)[None, :] + dot(pairs, powers)
+            slopes = dot(values.to(OPERANDS), tl.trans(state)) + dot(pairs, powers)
+            slopes += (later_ones * fade)[None, :]
             exponents = dot(keys, tl.trans(rays)) * factor + (offset[:, None] + reference[None, :])
             exponents = with_weights(exponents, bias, kv, f, features, HAS_BIAS)
             largest = tl.maximum(
@@ -85,7 +86,7 @@ def key_kernel(
             by_value += dot(key_powers, state)
             scores += dot(key_powers, tl.trans(powers))
         scores = tl.where(column[:, None] <= column[None, :], scores, 0.0)
-        by_value += dot(scores.to(OPERANDS), upstream)
+        by_value += dot(scores.to(OPERANDS), upstream.to(OPERANDS))
     tl.store(flags + bkv * tl.num_programs(0) + chunk, tl.max(tl.where(largest > limit, 1, 0), 0))
     by_key = by_key * root - keys.to(tl.float32) * (longer * scale)[:, None]
     line, in_range = bkv * tokens, t < tokens
@@ -120,20 +121,18 @@ def key_repair_kernel(
         offset = load_offsets(key_offsets, bkv, j, tokens)
         real, real_block = offset != float("-inf"), (j >= before) & (j < tokens)
         keys = load_tokens(k, k_strides, b, kv, j, real, DIM, PADDED)
-        values = load_tokens(v, v_strides, b, kv, j, real, VALUE_DIM, VALUE_PADDED).to(OPERANDS)
+        values = load_tokens(v, v_strides, b, kv, j, real, VALUE_DIM, VALUE_PADDED)
         longer = tl.zeros([16], tl.float32)
         by_key, by_value = tl.zeros([16, PADDED], tl.float32), tl.zeros([16, VALUE_PADDED], tl.float32)
         for member in range(0, group):
             h = kv * group + member
             line = (b * heads + h) * (tokens - before)
             queries = load_tokens(q, q_strides, b, h, t - before, real_rows, DIM, PADDED)
-            upstream = load_tokens(g, g_strides, b, h, t - before, real_rows, VALUE_DIM, VALUE_PADDED).to(
-                OPERANDS
-            )
+            upstream = load_tokens(g, g_strides, b, h, t - before, real_rows, VALUE_DIM, VALUE_PADDED)
             row_offset = tl.load(offsets + line + t - before, mask=real_rows, other=float("-inf"))
             delta = tl.load(deltas + line + t - before, mask=real_rows, other=0.0)
             block_queries = load_tokens(q, q_strides, b, h, row, real_block, DIM, PADDED)
-            block_g = load_tokens(g, g_strides, b, h, row, real_block, VALUE_DIM, VALUE_PADDED).to(OPERANDS)
+            block_g = load_tokens(g, g_strides, b, h, row, real_block, VALUE_DIM, VALUE_PADDED)
             block_offset = tl.load(offsets + line + row, mask=real_block, other=float("-inf"))
             block_delta = tl.load(deltas + line + row, mask=real_block, other=0.0)
             pairs = (dot(values, tl.trans(upstream)) + delta[None, :]).to(OPERANDS)
@@ -150,7 +149,8 @@ def key_repair_kernel(
                 fade = tl.exp2(later - finite(latest))
                 powers = tl.exp2(exponents - finite(latest)[None, :]).to(OPERANDS)
                 state = (load_sums(sums, at, f, VALUE_DIM, VALUE_PADDED) * fade[:, None]).to(OPERANDS)
-                slopes = dot(values, tl.trans(state)) + (later_ones * fade)[None, :] + dot(pairs, powers)
+                slopes = dot(values.to(OPERANDS), tl.trans(state)) + dot(pairs, powers)
+                slopes += (later_ones * fade)[None, :]
                 key_exponents = dot(keys, tl.trans(rays)) * factor + offset[:, None]
                 key_exponents = with_weights(key_exponents, bias, kv, f, features, HAS_BIAS)
                 key_powers = tl.exp2(tl.minimum(key_exponents + latest[None, :], 1.0))
@@ -167,7 +167,8 @@ def key_repair_kernel(
                     block_scores += tl.where((number == i)[None, :], tl.sum(pair, 1)[:, None], 0.0)
                 longer += tl.sum(slopes, 1)
                 by_key += dot(slopes.to(OPERANDS), rays.to(OPERANDS))
-            by_value += dot(scores.to(OPERANDS), upstream) + dot(block_scores.to(OPERANDS), block_g)
+            by_value += dot(scores.to(OPERANDS), upstream.to(OPERANDS))
+            by_value += dot(block_scores.to(OPERANDS), block_g.to(OPERANDS))
         by_key = by_key * root - keys.to(tl.float32) * (longer * scale)[:, None]
         line, in_range = bkv * tokens, j < tokens
         store_rows(grad_k + line * DIM, j, in_range, by_key, DIM, PADDED)

@@ -66,15 +66,16 @@ def query_kernel(
     offset = load_offsets(key_offsets, b * kv_heads + kv, t, tokens)
     real, real_rows = offset != float("-inf"), (t >= before) & (t < tokens)
     keys = load_tokens(k, k_strides, b, kv, t, real, DIM, PADDED)
-    values = load_tokens(v, v_strides, b, kv, t, real, VALUE_DIM, VALUE_PADDED).to(OPERANDS)
+    values = load_tokens(v, v_strides, b, kv, t, real, VALUE_DIM, VALUE_PADDED)
     queries = load_tokens(q, q_strides, b, h, t - before, real_rows, DIM, PADDED)
     upstream = load_tokens(g, g_strides, b, h, t - before, real_rows, VALUE_DIM, VALUE_PADDED)
-    upstream = upstream.to(OPERANDS)
     line = bh * (tokens - before)
     row_offset = tl.load(offsets + line + t - before, mask=real_rows, other=float("-inf"))
     delta = tl.load(deltas + line + t - before, mask=real_rows, other=0.0)
     visible = (column[:, None] >= column[None, :]) & real[None, :]
+    # Inputs keep their own precision here: in float16 rounding them would double the error.
     pairs = tl.where(visible, dot(upstream, tl.trans(values)) + delta[:, None], 0.0).to(OPERANDS)
+    upstream = upstream.to(OPERANDS)
     at = ((b * kv_heads + kv) * slots + slot) * features
     grad, largest = tl.zeros([TOKENS, PADDED], tl.float32), tl.full([TOKENS], float("-inf"), tl.float32)
     for start in range(0, features, FEATURES):
@@ -118,7 +119,7 @@ def query_repair_kernel(
     offset = load_offsets(key_offsets, b * kv_heads + kv, t, tokens)
     real = offset != float("-inf")
     keys = load_tokens(k, k_strides, b, kv, t, real, DIM, PADDED)
-    values = load_tokens(v, v_strides, b, kv, t, real, VALUE_DIM, VALUE_PADDED).to(OPERANDS)
+    values = load_tokens(v, v_strides, b, kv, t, real, VALUE_DIM, VALUE_PADDED)
     at, line = ((b * kv_heads + kv) * slots + slot) * features, bh * (tokens - before)
     for block in range(0, TOKENS, 16):
         i = (first + slot) * TOKENS + block + number
@@ -126,13 +127,14 @@ def query_repair_kernel(
         block_offset = load_offsets(key_offsets, b * kv_heads + kv, i, tokens)
         real_i, real_rows = block_offset != float("-inf"), (i >= before) & (i < tokens)
         queries = load_tokens(q, q_strides, b, h, row, real_rows, DIM, PADDED)
-        upstream = load_tokens(g, g_strides, b, h, row, real_rows, VALUE_DIM, VALUE_PADDED).to(OPERANDS)
+        upstream = load_tokens(g, g_strides, b, h, row, real_rows, VALUE_DIM, VALUE_PADDED)
         row_offset = tl.load(offsets + line + row, mask=real_rows, other=float("-inf"))
         delta = tl.load(deltas + line + row, mask=real_rows, other=0.0)
         block_keys = load_tokens(k, k_strides, b, kv, i, real_i, DIM, PADDED)
-        block_values = load_tokens(v, v_strides, b, kv, i, real_i, VALUE_DIM, VALUE_PADDED).to(OPERANDS)
+        block_values = load_tokens(v, v_strides, b, kv, i, real_i, VALUE_DIM, VALUE_PADDED)
         pairs = (dot(upstream, tl.trans(values)) + delta[:, None]).to(OPERANDS)
         block_pairs = dot(upstream, tl.trans(block_values)) + delta[:, None]
+        upstream = upstream.to(OPERANDS)
         grad = tl.zeros([16, PADDED], tl.float32)
         for start in range(0, features, FEATURES):
             f = start + tl.arange(0, FEATURES)

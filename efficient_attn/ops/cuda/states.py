@@ -168,10 +168,14 @@ def walk_kernel(
 @triton.jit(do_not_specialize=["segments"])
 def scan_kernel(
     sums, ones, references,
+    to_sums, to_ones, to_references,
     segments, features,
     DIM: tl.constexpr, PADDED: tl.constexpr, FEATURES: tl.constexpr, HAS_PAST: tl.constexpr,
 ):  # fmt: skip
-    """In place, the state after each segment, from the state of each segment by itself and that of slot 0."""
+    """The state after each segment, from the state of each segment by itself and that of slot 0.
+
+    All warps read ones and references, and one writes them: in place, a late warp would read the result.
+    """
     f, bh = tl.program_id(0) * FEATURES + tl.arange(0, FEATURES), tl.program_id(1).to(tl.int64)
     at = bh * (segments + 1) * features
     reference = tl.full([FEATURES], float("-inf"), tl.float32)
@@ -179,10 +183,9 @@ def scan_kernel(
     if HAS_PAST:
         acc = load_sums(sums, at, f, DIM, PADDED)
         total, reference = tl.load(ones + at + f), tl.load(references + at + f)
-    else:
-        store_rows(sums + at * DIM, f, f >= 0, acc, DIM, PADDED)
-        tl.store(ones + at + f, total)
-        tl.store(references + at + f, reference)
+    store_rows(to_sums + at * DIM, f, f >= 0, acc, DIM, PADDED)
+    tl.store(to_ones + at + f, total)
+    tl.store(to_references + at + f, reference)
     for _ in range(0, segments):
         at += features
         next_acc = load_sums(sums, at, f, DIM, PADDED)
@@ -191,6 +194,6 @@ def scan_kernel(
         fade, factor = tl.exp2(reference - finite(new)), tl.exp2(next_reference - finite(new))
         acc = acc * fade[:, None] + next_acc * factor[:, None]
         total, reference = total * fade + next_total * factor, new
-        store_rows(sums + at * DIM, f, f >= 0, acc, DIM, PADDED)
-        tl.store(ones + at + f, total)
-        tl.store(references + at + f, reference)
+        store_rows(to_sums + at * DIM, f, f >= 0, acc, DIM, PADDED)
+        tl.store(to_ones + at + f, total)
+        tl.store(to_references + at + f, reference)
