@@ -22,7 +22,7 @@ LAYERS = (
     {"shapes", "errors", "contained", "limits", "problem", "options"} | {"operation_counts", "sharding"},
     {"ops"},
     {"registry"},
-    {"backend", "distributed"} | {"external", "signatures"},
+    {"backend", "checks", "distributed"} | {"external", "signatures"},
     {"backends"},
     {"transformer"},
     {"conformance", "testing", "theory", "measure", "data"},
