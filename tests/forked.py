@@ -35,7 +35,7 @@ def output_of(*command: object, **options: object) -> str:
         [sys.executable, *map(str, command)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=1200,
         env={**os.environ, "PYTHONPATH": path},
         **options,
     )

@@ -38,7 +38,7 @@ def test_an_interval_of_the_ratio_to_itself_covers_one_and_that_to_twice_the_wor
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(FILE)
     names = ("own.py:once", "own.py:again", "own.py:twice")
-    results = bench(names, seq_lens=LENGTHS, num_heads=2, head_dim=16, threads=1, error=False)
+    results = bench(names, seq_lens=LENGTHS, num_heads=2, head_dim=16, threads=1, error=False, budget_s=3600)
 
     def times(label):
         records = [r for r in results.records if (r.case.label, r.case.kind) == (label, "time")]

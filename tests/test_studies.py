@@ -111,7 +111,7 @@ print(json.dumps(codes), file=sys.stderr)
 def finished(home, *commands):
     """Exit codes, stdout and stderr of commands in a process that has the folder too."""
     words = [sys.executable, "-c", RUN, str(home), json.dumps([command.split() for command in commands])]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=True)
     err, _, codes = done.stderr.rstrip().rpartition("\n")
     return json.loads(codes), done.stdout, err
 

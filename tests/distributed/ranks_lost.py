@@ -65,7 +65,7 @@ def lose(end: str) -> None:
     began = time.monotonic()
     others = [rank for rank in range(RANKS) if rank != LOST or end == "shape"]
     for rank in others:
-        processes[rank].join(30)
+        processes[rank].join(60)
     seconds = time.monotonic() - began
     processes[LOST].kill()
     codes = [processes[rank].exitcode for rank in others]

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from isolated_points import ENOUGH_S, TIMEOUT_S, gone, soon
+from isolated_points import ENOUGH_S, GONE_S, TIMEOUT_S, gone, soon
 from looped import points, run
 
 from efficient_attn import bench
@@ -27,18 +27,17 @@ pytestmark = [
     pytest.mark.usefixtures("misbehaving"),
 ]
 
-# What a killed process needs to be gone.
-GONE_S = 2
-# How long a command may take at all, on a busy machine too.
-PATIENCE_S = 120
-
 
 @pytest.mark.slow
 def test_a_sweep_of_broken_backends_is_complete_and_longer_lengths_of_an_endless_one_are_skipped():
     names = ("exits", "endless", "values")
     variants = [Variant(backend=name, label=name, target=f"own.py:{name}") for name in names]
-    with Measurer(timeout_s=TIMEOUT_S) as isolated:
-        complete, records = run(points(variants, (16, 32), isolated, kinds=("time",)))
+    with Measurer(timeout_s=ENOUGH_S) as patient, Measurer(timeout_s=TIMEOUT_S) as brief:
+
+        def measure(case, **settings):
+            return (brief if case.label == "endless" else patient)(case, **settings)
+
+        complete, records = run(points(variants, (16, 32), measure, kinds=("time",)))
     statuses = {label: [r.status for r in records if r.case.label == label] for label in names}
     assert complete and statuses == {
         "exits": ["crash", "crash"],
@@ -60,12 +59,12 @@ def test_after_a_time_out_the_memory_of_the_same_call_is_not_tried():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "gone_s"),
-    # Of a process that hangs in C the time limit, the grace of five seconds, and as many for a busy machine.
-    [("endless", GONE_S), ("hangs_in_c", 1 + 5 + 5)],
+    # Of a process that hangs in C the time limit and the grace, five seconds each.
+    [("endless", GONE_S), ("hangs_in_c", 5 + 5 + GONE_S)],
 )
 def test_no_process_outlives_a_parent_that_is_killed(name, gone_s):
     options = {"seq_lens": 16, "num_heads": 2, "head_dim": 8, "threads": 1}
-    options |= {"timeout_s": 1} if name == "hangs_in_c" else {}
+    options |= {"timeout_s": 5} if name == "hangs_in_c" else {}
     script = f"import efficient_attn as ea; ea.bench(['own.py:{name}'], **{options})"
     parent = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)
     assert soon(lambda: Path("pids.complete").exists(), within_s=ENOUGH_S)
@@ -97,12 +96,12 @@ def process():
     """A run of the command `bench` that has written its first record."""
     pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
     lengths = ",".join(map(str, range(16, 46)))
-    words = f"bench --backend own.py:values --seq-len {lengths} --budget 20s --out out --no-error".split()
+    words = f"bench --backend own.py:values --seq-len {lengths} --budget 1h --out out --no-error".split()
     words += ["--num-heads", "2", "--head-dim", "8", "--threads", "1"]
     code = "from efficient_attn_cli.main import main; main()"
     command = [sys.executable, "-c", code, *words]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert soon(lambda: Path("out/records.jsonl").exists(), within_s=PATIENCE_S)
+    assert soon(lambda: Path("out/records.jsonl").exists(), within_s=ENOUGH_S)
     return running
 
 
@@ -118,7 +117,7 @@ def test_an_ended_run_keeps_every_row_it_told_of_and_leaves_no_process(seed, num
     helpers = children(process)
     process.send_signal(getattr(signal, number))
     assert soon(lambda: all(map(gone, helpers)), within_s=GONE_S)
-    out, err = process.communicate(timeout=PATIENCE_S)
+    out, err = process.communicate(timeout=ENOUGH_S)
     assert process.returncode == code and out.splitlines()[-1] == "out" and "Traceback" not in err
     reading = read("out/records.jsonl")
     cases = [record.case for record in reading.records]
@@ -132,10 +131,11 @@ def test_an_ended_run_keeps_every_row_it_told_of_and_leaves_no_process(seed, num
 def test_a_second_interruption_ends_at_once(process):
     process.send_signal(signal.SIGINT)
     # Until the first one has been noticed, which ends the process that measures.
-    assert soon(lambda: not children(process), within_s=PATIENCE_S)
+    assert soon(lambda: not children(process), within_s=ENOUGH_S)
     process.send_signal(signal.SIGINT)
-    assert soon(lambda: process.poll() is not None, within_s=GONE_S) and process.wait() == 130
-    process.communicate()
+    out, _ = process.communicate(timeout=ENOUGH_S)
+    # A run that saves its files names their folder.
+    assert process.returncode == 130 and out == ""
     assert read("out/records.jsonl").records
 
 

@@ -6,8 +6,10 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import efficient_attn as ea
+from efficient_attn.ops.softmax.kv_cache import append
 
 STREAMING = [name for name in ea.list_backends() if ea.spec(name).capabilities.streaming]
 HEADS, HEAD_DIM = 2, 8
@@ -72,6 +74,34 @@ def test_a_step_copies_no_past_token_while_there_is_room(name):
     # Room for 2 tokens at first, and for twice as many whenever it is full.
     assert moves == [2, 4, 8, 16, 32, 64]
     assert torch.equal(state.k, tokens[1]) and torch.equal(state.v, tokens[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("exact", {}), ("by-head", {"heads": {"1": ("window", {"window": 513})}})]
+)
+def test_a_long_cache_takes_at_most_15_percent_more_memory_than_its_tokens(name, options):
+    backend, tokens = ea.build(name, head_dim=HEAD_DIM, causal=True, **options), inputs(4196)
+    state = None
+    for start, stop in pairwise([0, *range(4096, 4197)]):
+        _, state = backend.extend(*(x[:, :, start:stop] for x in tokens), state)
+        parts = [x for x in tree_leaves(state) if x.is_floating_point()]
+        assert sum(x.untyped_storage().nbytes() for x in parts) <= 1.15 * sum(x.nbytes for x in parts)
+
+
+def test_a_step_on_a_long_cache_copies_eight_past_tokens_on_average():
+    x, copied = torch.arange(4096.0)[:, None], 0
+    for token in range(4096, 8192):
+        before, x = x, append(x, torch.full((1, 1), float(token)))
+        copied += len(before) * (x.data_ptr() != before.data_ptr())
+    assert torch.equal(x[:, 0], torch.arange(8192.0))
+    # Of 4096 steps, the first and another five copy everything.
+    assert copied <= 8.5 * 4096
+
+
+def test_a_row_of_a_buffer_that_is_repeated_is_copied():
+    new = torch.zeros(2, 1, 1)
+    first = append(torch.arange(8.0).reshape(2, 4, 1), new)[:1].expand(2, 5, 1)
+    assert torch.equal(append(first, new), torch.cat([first, new], dim=1))
 
 
 # One token or one sequence less, or the same tokens elsewhere in memory.

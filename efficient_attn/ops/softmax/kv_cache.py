@@ -18,10 +18,15 @@ from efficient_attn.ops.operators import transformed
 _RECORD = "_efficient_attn_filled"
 # Largest ratio of a buffer to the tokens that a window keeps of it.
 _SPARE = 2
+# A full buffer of n tokens is copied to one with room for n / 8 more: 9/8 of the memory, and 8 copied tokens
+# per step, which reads n. Short buffers get room for 64 tokens, or for as many again as they hold.
+_SHARE, _ROOM = 8, 64
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the past tokens, views of buffers of at most twice their tokens.
+    """Keys and values of the past tokens, views of buffers with spare capacity.
+
+    A buffer of n tokens has capacity for at most max(n / 8, 64) more, and for at most n more.
 
     Attributes:
         k: [batch kv_heads tokens head_dim], zero where masked.
@@ -102,7 +107,8 @@ def append(x: Tensor, new: Tensor) -> Tensor:
         # A backward pass may have saved the past tokens; `data` has a version counter of its own.
         buffer = x.data
     else:
-        buffer = x.new_empty(*batch, max(tokens + added, 2 * tokens), dim)
+        room = min(tokens, max(tokens // _SHARE, _ROOM))
+        buffer = x.new_empty(*batch, tokens + max(added, room), dim)
         buffer.narrow(-2, 0, tokens).copy_(x)
         record = _Filled(tuple(buffer.shape), buffer.stride(), tokens)
     # The buffer may be any view of its storage.
