@@ -41,7 +41,7 @@ _TIMED = {False: "flex", True: "causal-linear"}
 _HALF = ("bfloat16", "float16")
 # Milliseconds of the model of docs/roofline.py for an H100 at _LENGTHS from 4096 on, by label, causal and
 # backward. A factor of two either way is a finding.
-_PREDICTED_LENGTHS = (4096, 16384, 65536, 262144)
+PREDICTED_LENGTHS = (4096, 16384, 65536, 262144)
 PREDICTED_MS = {
     (YARDSTICK, False, False): (0.143, 2.22, 35.4, 566),
     (YARDSTICK, True, False): (0.111, 1.70, 27.2, 434),
@@ -102,9 +102,9 @@ class GpuCheck(NamedTuple):
         for record in by_clock(self.records).get(DEVICE_TIME, ()):
             case = record.case
             predicted = PREDICTED_MS.get((case.label, case.causal, case.backward))
-            if predicted is None or case.tokens not in _PREDICTED_LENGTHS:
+            if predicted is None or case.tokens not in PREDICTED_LENGTHS:
                 continue
-            milliseconds = predicted[_PREDICTED_LENGTHS.index(case.tokens)]
+            milliseconds = predicted[PREDICTED_LENGTHS.index(case.tokens)]
             measured = 1000 * call_time(record).median
             name = ", ".join([case.label, *["causal"] * case.causal, *["with backward"] * case.backward])
             texts = map(three_digits, (milliseconds, measured, measured / milliseconds))
