@@ -34,7 +34,7 @@ BENCHED_LATER, LATER, LATER_LABEL = "bench-window-clusters", "window-clusters", 
 BENCHED_OPENED, OPENED_LABEL = ("bench-probes", "bench-probes-causal"), "window-clusters(probes=8)"
 TRAINED = "recall-default"
 # Plans of key heads that were verified, and their rows.
-PLANNED = ("advise-smollm2-4096", "advise-smollm2-8192")
+PLANNED = ("advise-smollm2-4096", "../h100-80gb/advise-smollm2-8192")
 _HEADS = {"plan": "{} key heads stream", "random heads": "{} by chance"}
 _VERIFIED = (
     "tokens",
@@ -113,8 +113,8 @@ _RECALL = """\
 
 Some key heads read nearly nothing beyond a window of 512 and 4 first keys. `advise MODEL` ranks the key
 heads, lets as many stream as loss, divergence and recall of copied passages allow, and verifies the plan on a
-text that chose nothing, beside as many heads drawn by chance. SmolLM2-135M, all 30 layers, float32; 208
-numbers planted in a text are asked for:
+text that chose nothing, beside as many heads drawn by chance. SmolLM2-135M, all 30 layers, float32 (linear
+layers at 8192 tokens: bfloat16); 208 numbers planted in a text are asked for:
 """
 
 _RECALLED = """\
