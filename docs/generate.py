@@ -15,7 +15,8 @@ _HEAD = """\
 <!-- Written by docs/generate.py from the table of backends; edit the backend or docs/formulas instead. -->
 
 A backend is built by name, `ea.build("window", head_dim=64, window=129)`; on the command line an option is
-set with `--set window.window=129`. Promises of the table are tested; requests beyond them are refused.
+set with `--set window.window=129`. Promises are tested; requests beyond them are refused. Time and memory
+grow with the tokens or with their square.
 
 q is [batch, heads, q_tokens, head_dim], k and v are [batch, kv_heads, k_tokens, …]; $s$ is the factor on q·k.
 """
@@ -28,13 +29,13 @@ _PROMISES = {
     "cross": "cross attention",
     "exact": "exact",
     "nonnegative": "weights ≥ 0",
-    "averages": "weights sum to 1",
+    "averages": "sum to 1",
     "compile": "compiles",
-    "second_derivatives": "second derivatives",
+    "second_derivatives": "2nd derivatives",
     "sharded": "context parallel",
-    "needs_max_tokens": "needs max_tokens",
+    "needs_max_tokens": "needs `max_tokens`",
     "needs_calibration": "needs calibration",
-    "approximates_softmax": "approximates softmax",
+    "approximates_softmax": "near softmax",
 }
 
 
@@ -46,14 +47,21 @@ def page() -> str:
 
 
 def promises(specs: list[BackendSpec]) -> list[str]:
-    """One row per promise, one column per backend."""
+    """Promises that all backends share, then one row per backend and one column per other promise."""
+    kept = {promise: [getattr(one.capabilities, promise) for one in specs] for promise in _PROMISES}
+    shared = [_PROMISES[promise] for promise, values in kept.items() if all(values)]
+    columns = [promise for promise, values in kept.items() if not all(values)]
     rows = [
-        [heading, *("yes" if getattr(one.capabilities, promise) else "–" for one in specs)]
-        for promise, heading in _PROMISES.items()
+        [
+            f"[`{one.name}`](#{one.name})",
+            *("yes" if getattr(one.capabilities, promise) else "–" for promise in columns),
+            _growth(one.capabilities.time_growth),
+            _growth(one.capabilities.memory_growth),
+        ]
+        for one in specs
     ]
-    rows.append(["time grows with", *(_growth(one.capabilities.time_growth) for one in specs)])
-    rows.append(["memory grows with", *(_growth(one.capabilities.memory_growth) for one in specs)])
-    return table(["", *(f"[`{one.name}`](#{one.name})" for one in specs)], rows)
+    head = ["backend", *(_PROMISES[promise] for promise in columns), "time", "memory"]
+    return [f"Promises of all backends: {', '.join(shared)}.", "", *table(head, rows)]
 
 
 def dtypes(specs: list[BackendSpec]) -> list[str]:

@@ -36,7 +36,7 @@ RECORDS: dict[str, str | tuple[str, ...]] = {
     "swap": "swap-encoder",
 }
 # Picture: function of lessons.py, which computes from fixed seeds and the shipped activations.
-LESSONS = {"lesson-scale": "draw_scale", "lesson-lengths": "draw_lengths", "lesson-real": "draw_real"}
+LESSONS = {"lesson-lengths": "draw_lengths", "lesson-real": "draw_real"}
 # Computed from the shipped activations alone, by the command of the first page.
 SHOWN = "show"
 

@@ -1,7 +1,7 @@
 """Figures of docs/errors.md from fixed seeds; docs/images.py saves them."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,47 +13,13 @@ from efficient_attn.measure.error import exact_output, mean_of_values, output_er
 from efficient_attn.measure.inputs import gaussian
 from efficient_attn.report.figures import GRID, INK, MUTED, line_styles
 
-DIMS, TOKENS, DRAWS = (4, 16, 64, 256, 1024), 512, 8
+TOKENS = 512
 LAYERS, SIZES, FEATURE_DRAWS = (0, 1, 5), (16, 64, 256, 1024), 8
 NORMS = (0.5, 1.0)
 _QUANTILES = np.linspace(0.001, 0.999, 400)
 # Inches; letters keep their size, so that a phone shows them legibly.
 _WIDTH = 6.0
 _SHADES = {0: "#d98c00", 1: "#0072b2", 5: "#7b4fb5"}
-
-
-class Scores(NamedTuple):
-    """What the softmax of Gaussian scores is like; each with its mean over draws and standard error.
-
-    Attributes:
-        variance: Of a score.
-        entropy: Of a row of weights, in nats.
-        gradient: Of a row, ‖∂p/∂scores‖ in the Frobenius norm, the median over rows.
-    """
-
-    variance: tuple[float, float]
-    entropy: tuple[float, float]
-    gradient: tuple[float, float]
-
-
-def scores(dim: int, *, scaled: bool, draws: int = DRAWS) -> Scores:
-    """Scores of q, k ~ N(0, I) in so many dimensions, divided by √dim or as they are."""
-    found = []
-    for seed in range(draws):
-        q, k, _ = gaussian(norm=1.0, tokens=TOKENS, head_dim=dim, seed=seed, dtype=torch.float64)
-        product = (q @ k.mT)[0, 0] * (dim**-0.5 if scaled else 1.0)
-        p = product.softmax(dim=-1)
-        entropy = -(p * p.clamp_min(1e-300).log()).sum(dim=-1).mean()
-        found.append((product.var(), entropy, sensitivity(p).median()))
-    means = torch.tensor(found).mean(dim=0).tolist()
-    errors = (torch.tensor(found).std(dim=0) / math.sqrt(draws)).tolist()
-    return Scores(*zip(means, errors, strict=True))
-
-
-def sensitivity(p: Tensor) -> Tensor:
-    """‖diag(p) − p pᵀ‖ of every row: how far the weights move when scores do."""
-    squares, cubes = p.square().sum(dim=-1), p.pow(3).sum(dim=-1)
-    return (squares - 2 * cubes + squares**2).clamp_min(0.0).sqrt()
 
 
 def lengths(q: Tensor, k: Tensor) -> Tensor:
@@ -80,39 +46,6 @@ def mean_error(layer: int) -> float:
     """The relative output error of giving every query the mean of the values."""
     q, k, v = ea.sample(layer=layer)
     return output_error(mean_of_values(q, v), exact_output(q, k, v, scale=q.shape[-1] ** -0.5)).relative
-
-
-def draw_scale() -> Figure:
-    """Variance, entropy and gradient of softmax against the dimension, divided by √d and not."""
-    figure = Figure(figsize=(_WIDTH, 7.8), layout="constrained")
-    axes = figure.subplots(3, 1)
-    titles = (
-        "Variance of a score",
-        "Attention entropy, nats",
-        "Gradient of softmax with respect to its scores",
-    )
-    for scaled, colour, label in ((False, "#d55e00", "q·k"), (True, "#0072b2", "q·k / √d")):
-        rows = [scores(dim, scaled=scaled) for dim in DIMS]
-        for ax, quantity in zip(axes, Scores._fields, strict=True):
-            values, errors = zip(*(getattr(row, quantity) for row in rows), strict=True)
-            bars = [2 * error for error in errors]
-            ax.errorbar(DIMS, values, yerr=bars, color=colour, marker="o", capsize=3, label=label)
-            print(
-                label,
-                quantity,
-                [f"{value:.3g} ± {error:.2g}" for value, error in zip(values, errors, strict=True)],
-            )
-    for ax, title in zip(axes, titles, strict=True):
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(DIMS, [str(dim) for dim in DIMS])
-        dress(ax, title, "dimension d of queries and keys")
-    axes[0].set_yscale("log")
-    axes[2].set_yscale("log")
-    axes[1].axhline(math.log(TOKENS), color=MUTED, linestyle=(0, (4, 3)), linewidth=1)
-    axes[1].annotate(f"log {TOKENS}: uniform", (4, math.log(TOKENS) + 0.12), fontsize=9, color=MUTED)
-    axes[1].set_ylim(0, 7)
-    axes[0].legend(frameon=False, fontsize=10)
-    return figure
 
 
 def draw_lengths() -> Figure:
