@@ -16,7 +16,7 @@ _HEAD = """\
 
 A backend is built by name, `ea.build("window", head_dim=64, window=129)`; on the command line an option is
 set with `--set window.window=129`. Promises are tested; requests beyond them are refused. Time and memory
-grow with the tokens or with their square.
+grow with the number of tokens n or its square. *Stream*: tokens in parts; *cross*: two sequences.
 
 q is [batch, heads, q_tokens, head_dim], k and v are [batch, kv_heads, k_tokens, …]; $s$ is the factor on q·k.
 """
@@ -24,19 +24,21 @@ q is [batch, heads, q_tokens, head_dim], k and v are [batch, kv_heads, k_tokens,
 # What each promise means in a heading of the table.
 _PROMISES = {
     "causal": "causal",
-    "streaming": "streaming",
-    "key_mask": "key mask",
-    "cross": "cross attention",
+    "streaming": "stream",
+    "key_mask": "key masks",
+    "cross": "cross",
     "exact": "exact",
     "nonnegative": "weights ≥ 0",
     "averages": "sum to 1",
-    "compile": "compiles",
-    "second_derivatives": "2nd derivatives",
-    "sharded": "context parallel",
+    "compile": "torch.compile",
+    "second_derivatives": "second derivatives",
+    "sharded": "sequences over several processes",
     "needs_max_tokens": "needs `max_tokens`",
     "needs_calibration": "needs calibration",
     "approximates_softmax": "near softmax",
 }
+# Promises of at most so many backends are sentences, no columns.
+_RARE = 3
 
 
 def page() -> str:
@@ -47,21 +49,30 @@ def page() -> str:
 
 
 def promises(specs: list[BackendSpec]) -> list[str]:
-    """Promises that all backends share, then one row per backend and one column per other promise."""
-    kept = {promise: [getattr(one.capabilities, promise) for one in specs] for promise in _PROMISES}
-    shared = [_PROMISES[promise] for promise, values in kept.items() if all(values)]
-    columns = [promise for promise, values in kept.items() if not all(values)]
+    """Promises of all and of few backends, then one row per backend with the others."""
+    holders = {promise: [one for one in specs if getattr(one.capabilities, promise)] for promise in _PROMISES}
+    shared = [_PROMISES[promise] for promise, kept in holders.items() if len(kept) == len(specs)]
+    lines = [f"- All backends: {', '.join(shared)}."]
+    for promise, kept in holders.items():
+        if len(kept) <= _RARE:
+            lines.append(
+                f"- {_PROMISES[promise].capitalize()}: {', '.join(f'`{one.name}`' for one in kept)}."
+            )
+    # Promises that the same backends keep share a column.
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for promise, kept in holders.items():
+        if _RARE < len(kept) < len(specs):
+            columns.setdefault(tuple(one.name for one in kept), []).append(_PROMISES[promise])
     rows = [
         [
             f"[`{one.name}`](#{one.name})",
-            *("yes" if getattr(one.capabilities, promise) else "–" for promise in columns),
+            *("yes" if one.name in names else "–" for names in columns),
             _growth(one.capabilities.time_growth),
             _growth(one.capabilities.memory_growth),
         ]
         for one in specs
     ]
-    head = ["backend", *(_PROMISES[promise] for promise in columns), "time", "memory"]
-    return [f"Promises of all backends: {', '.join(shared)}.", "", *table(head, rows)]
+    return [*lines, "", *table(["backend", *map(", ".join, columns.values()), "time", "memory"], rows)]
 
 
 def dtypes(specs: list[BackendSpec]) -> list[str]:
@@ -102,7 +113,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _growth(power: int) -> str:
-    return "tokens" if power == 1 else "tokens²"
+    return "n" if power == 1 else "n²"
 
 
 def _default(field: Field) -> str:
