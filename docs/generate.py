@@ -29,7 +29,7 @@ _PROMISES = {
     "cross": "cross",
     "exact": "exact",
     "nonnegative": "weights ≥ 0",
-    "averages": "sum to 1",
+    "averages": "weights sum to 1",
     "compile": "torch.compile",
     "second_derivatives": "second derivatives",
     "sharded": "sequences over several processes",
