@@ -15,7 +15,8 @@ _HEAD = """\
 <!-- Written by docs/generate.py from the table of backends; edit the backend or docs/formulas instead. -->
 
 A backend is built by name, `ea.build("window", head_dim=64, window=129)`; on the command line an option is
-set with `--set window.window=129`. Promises of the table are tested; requests beyond them are refused.
+set with `--set window.window=129`. Promises are tested; requests beyond them are refused. Time and memory
+grow with the number of tokens n or its square. *Stream*: tokens in parts; *cross*: two sequences.
 
 q is [batch, heads, q_tokens, head_dim], k and v are [batch, kv_heads, k_tokens, …]; $s$ is the factor on q·k.
 """
@@ -23,19 +24,21 @@ q is [batch, heads, q_tokens, head_dim], k and v are [batch, kv_heads, k_tokens,
 # What each promise means in a heading of the table.
 _PROMISES = {
     "causal": "causal",
-    "streaming": "streaming",
-    "key_mask": "key mask",
-    "cross": "cross attention",
+    "streaming": "stream",
+    "key_mask": "key masks",
+    "cross": "cross",
     "exact": "exact",
     "nonnegative": "weights ≥ 0",
     "averages": "weights sum to 1",
-    "compile": "compiles",
+    "compile": "torch.compile",
     "second_derivatives": "second derivatives",
-    "sharded": "context parallel",
-    "needs_max_tokens": "needs max_tokens",
+    "sharded": "sequences over several processes",
+    "needs_max_tokens": "needs `max_tokens`",
     "needs_calibration": "needs calibration",
-    "approximates_softmax": "approximates softmax",
+    "approximates_softmax": "near softmax",
 }
+# Promises of at most so many backends are sentences, no columns.
+_RARE = 3
 
 
 def page() -> str:
@@ -46,14 +49,30 @@ def page() -> str:
 
 
 def promises(specs: list[BackendSpec]) -> list[str]:
-    """One row per promise, one column per backend."""
+    """Promises of all and of few backends, then one row per backend with the others."""
+    holders = {promise: [one for one in specs if getattr(one.capabilities, promise)] for promise in _PROMISES}
+    shared = [_PROMISES[promise] for promise, kept in holders.items() if len(kept) == len(specs)]
+    lines = [f"- All backends: {', '.join(shared)}."]
+    for promise, kept in holders.items():
+        if len(kept) <= _RARE:
+            lines.append(
+                f"- {_PROMISES[promise].capitalize()}: {', '.join(f'`{one.name}`' for one in kept)}."
+            )
+    # Promises that the same backends keep share a column.
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for promise, kept in holders.items():
+        if _RARE < len(kept) < len(specs):
+            columns.setdefault(tuple(one.name for one in kept), []).append(_PROMISES[promise])
     rows = [
-        [heading, *("yes" if getattr(one.capabilities, promise) else "–" for one in specs)]
-        for promise, heading in _PROMISES.items()
+        [
+            f"[`{one.name}`](#{one.name})",
+            *("yes" if one.name in names else "–" for names in columns),
+            _growth(one.capabilities.time_growth),
+            _growth(one.capabilities.memory_growth),
+        ]
+        for one in specs
     ]
-    rows.append(["time grows with", *(_growth(one.capabilities.time_growth) for one in specs)])
-    rows.append(["memory grows with", *(_growth(one.capabilities.memory_growth) for one in specs)])
-    return table(["", *(f"[`{one.name}`](#{one.name})" for one in specs)], rows)
+    return [*lines, "", *table(["backend", *map(", ".join, columns.values()), "time", "memory"], rows)]
 
 
 def dtypes(specs: list[BackendSpec]) -> list[str]:
@@ -94,7 +113,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def _growth(power: int) -> str:
-    return "tokens" if power == 1 else "tokens²"
+    return "n" if power == 1 else "n²"
 
 
 def _default(field: Field) -> str:

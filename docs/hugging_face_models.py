@@ -1,11 +1,11 @@
-"""Writes docs/hugging-face-models.md from hf_zoo.tsv of the tests; to be run after hf_zoo.py beside it."""
+"""Writes results/hugging-face-models/table.md from hf_zoo.tsv; to be run after hf_zoo.py of the tests."""
 
 import csv
 from collections import Counter
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-PAGE = FOLDER / "hugging-face-models.md"
+PAGE = FOLDER.parent / "results" / "hugging-face-models" / "table.md"
 TABLE = FOLDER.parent / "tests" / "integrations" / "transformers" / "hf_zoo.tsv"
 
 _VERDICTS = ("right", "refused in words", "silently wrong", "error without words", "not built tiny")

@@ -1,4 +1,4 @@
-"""Draws every picture of docs/images from its records or its fixed seeds.
+"""Draws every picture of docs/images from its records or the shipped activations.
 
 `python docs/images.py` draws all of them, `python docs/images.py NAME…` the named ones.
 docs/images/sources.json keeps two digests of each picture, by which tests find a stale one: of its source,
@@ -35,15 +35,13 @@ RECORDS: dict[str, str | tuple[str, ...]] = {
     "speed": "bench-others",
     "swap": "swap-encoder",
 }
-# Picture: function of lessons.py, which computes from fixed seeds and the shipped activations.
-LESSONS = {"lesson-scale": "draw_scale", "lesson-lengths": "draw_lengths", "lesson-real": "draw_real"}
 # Computed from the shipped activations alone, by the command of the first page.
 SHOWN = "show"
 
 
 def names() -> list[str]:
     """All pictures."""
-    return sorted([*RECORDS, *LESSONS, SHOWN])
+    return sorted([*RECORDS, SHOWN])
 
 
 def runs(name: str) -> list[Path]:
@@ -102,11 +100,11 @@ def figure(name: str) -> Any:
     from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR
     from efficient_attn.studies.bench.view import comparison_plot
 
-    if name in LESSONS:
-        return runpy.run_path(str(HERE / "lessons.py"))[LESSONS[name]]()
     if name == SHOWN:
         return ea.show().plot()
     results = ea.read(*runs(name))
+    if name == "advise":
+        return runpy.run_path(str(HERE / "readme.py"))["draw"](results)
     # Options that all variants share.
     long = {one.case.label for one in results.records if ", clusters=64" in one.case.label}
     labels = {label: label.replace(", clusters=64", "") for label in long}

@@ -53,31 +53,13 @@ def test_a_picture_has_the_texts_and_points_that_are_drawn_now(name: str) -> Non
     assert drawn(name)["content"] == content, f"run: python docs/images.py {name}"
 
 
-@pytest.fixture(scope="module")
-def lessons() -> dict[str, Any]:
-    """The script that computes what the page on errors shows."""
-    return runpy.run_path(str(DOCS / "lessons.py"))
-
-
-def test_lessons_follow_the_definitions_of_gradients_and_lengths(lessons: dict[str, Any]) -> None:
-    row = torch.randn(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    jacobian = torch.autograd.functional.jacobian(lambda scores: scores.softmax(dim=-1), row)
-    torch.testing.assert_close(lessons["sensitivity"](row.softmax(dim=-1)), jacobian.norm())
-    q, k = torch.randn(2, 1, 1, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    sums = (q[..., :, None, :] + k[..., None, :, :]) / 16**0.25
-    torch.testing.assert_close(lessons["lengths"](q, k), sums.square().sum(dim=-1))
-
-
-@pytest.mark.slow
-def test_the_numbers_on_the_page_on_errors_are_those_that_are_drawn(lessons: dict[str, Any]) -> None:
+def test_the_numbers_on_the_page_on_errors_are_those_of_the_records() -> None:
     page = " ".join((DOCS / "errors.md").read_text(encoding="utf-8").split())
-    means = [f"{lessons['mean_error'](layer):.2f}" for layer in lessons["LAYERS"]]
-    assert f"that of uniform attention {means[0]}, {means[1]} and {means[2]}." in page
-    errors = [f"{lessons['errors_on'](layer, 'performer-positive', 256)[0]:.2f}" for layer in (0, 1, 5)]
-    assert f"the relative error is {errors[0]}, {errors[1]} and {errors[2]}," in page
-    divided, undivided = (lessons["scores"](64, scaled=scaled) for scaled in (True, False))
-    assert f"{divided.entropy[0]:.2f} nats" in page and f"{undivided.entropy[0]:.2f} at d = 64" in page
-    assert f"({undivided.gradient[0]:.2f} against {divided.gradient[0]:.2f})" in page
+    records = ea.read(ROOT / "results/epyc-2-cores/mse-default").records
+    encoder = [record for record in records if record.case.inputs.startswith("encoder")]
+    for label in ("performer-positive(num_features=256)", "uniform attention"):
+        errors = [record.output_relative_error for record in encoder if record.case.label == label]
+        assert "{:.2f}, {:.2f} and {:.2f}".format(*errors) in page
 
 
 @pytest.fixture(scope="module")

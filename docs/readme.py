@@ -1,0 +1,66 @@
+"""Writes the result and the output on the README from the run of its first command; `draw` is its picture."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import efficient_attn as ea
+
+ROOT = Path(__file__).parent.parent
+PAGE, RUN = ROOT / "README.md", ROOT / "results" / "epyc-2-cores" / "advise"
+# Lines of the picture.
+NAMES = ("exact", "window", "window-clusters", "performer-full")
+_TITLE = "Time of a call: below exact from 1500 tokens, less accurate"
+# Rows of the output, below its head.
+_ROWS = (*NAMES, "linformer", "uniform attention")
+_WIDTH = 110
+
+
+def page(text: str) -> str:
+    """The README with its result and its output as the run has them."""
+    table = ea.read(RUN).tables()[0]
+    text = re.sub(r"^\*\*Result.*?(?=\n\n)", lambda _: result(table), text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"(?<=```text\n).*?(?=```)", lambda _: output(table), text, count=1, flags=re.DOTALL)
+
+
+def result(table: Any) -> str:
+    """Speed, crossover and worst error of clusters, the most accurate of the faster backends."""
+    cells = next(row for row in table.rows if row[0] == "window-clusters")
+    numbers = [[float(number) for number in re.findall(r"[\d.]+", cell)] for cell in cells]
+    error, speed, start = numbers[1][1], numbers[2][0], numbers[3][0]
+    return (
+        "**Result.** On two CPU cores `window-clusters` is faster than exact attention "
+        f"from {start:.0f} tokens on,\n{speed:.0f} times at 8192, with an error of {100 * error:.0f} % "
+        "on the worst layer of a real encoder (512 tokens)."
+    )
+
+
+def output(table: Any) -> str:
+    """The head and some rows of the table that the command prints for the encoder."""
+    from rich.console import Console
+
+    from efficient_attn.report.table import to_rich
+
+    console = Console(width=_WIDTH, color_system=None)
+    with console.capture() as drawn:
+        console.print(to_rich(table._replace(rows=[row for row in table.rows if row[0] in _ROWS]), _WIDTH))
+    lines = [line.rstrip() for line in drawn.get().splitlines() if line.strip()]
+    return "\n".join(lines[1:]) + "\n"
+
+
+def draw(results: ea.Results) -> Any:
+    """Times on the encoder's shape, with errors of the worst layer in the legend."""
+    from efficient_attn.report.drawing import draw
+
+    records = [record for record in results.records if not record.case.causal]
+    shown = [record for record in records if record.case.kind == "time" and record.case.label in NAMES]
+    (plot,) = ea.Results(shown).plots().values()
+    labels = {}
+    for name in NAMES[1:]:
+        errors = [record for record in records if record.case.kind == "error" and record.case.label == name]
+        labels[name] = f"{name}: error {max(record.output_relative_error for record in errors):.2g}"
+    return draw(plot._replace(title=_TITLE), labels=labels)[0].figure
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
