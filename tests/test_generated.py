@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import efficient_attn as ea
 from efficient_attn.testing import check_names
 
 ROOT = Path(__file__).parent.parent
