@@ -67,6 +67,52 @@ def test_interpreted_kernels_are_as_accurate_as_the_algorithm_of_the_cpu(interpr
     check(interpreted[name], float32=dtype == cuda_kernels.FLOAT32)
 
 
+class Launches:
+    """In place of a kernel: counts its launches, and bytes of the tensors that each reads or writes."""
+
+    def __init__(self, name: str, seen: list[tuple[str, int]]) -> None:
+        self.name, self.seen = name, seen
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any, **named: Any) -> None:
+            slots = {} if named.get("WRITE", True) else {"sums": None, "ones": None, "references": None}
+            tensors = [x for x in (*args, *(named | slots).values()) if isinstance(x, torch.Tensor)]
+            self.seen.append((self.name, sum(x.nbytes for x in tensors)))
+
+        return launch
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [16_384, 65_536])
+def test_launches_do_not_grow_with_the_length_and_bytes_stay_within_their_bound(tokens, monkeypatch):
+    from efficient_attn.ops.cuda import causal
+
+    seen: list[tuple[str, int]] = []
+    for name in [name for name in vars(causal) if name.endswith("_kernel")]:
+        monkeypatch.setattr(causal, name, Launches(name, seen))
+    case = {"tokens": tokens, "heads": 8, "kv_heads": 8, "dim": 64, "features": 256, "dtype": "bfloat16"}
+    # A tensor without data shows any question of the host.
+    inputs, g = cuda_kernels.case_inputs({**case, "tokens": 1}, "cpu")
+    q, k, v, g = (x.new_empty(2, 8, tokens, 64, device="meta") for x in (*inputs[:3], g))
+    assert inputs.directions is not None
+    inputs = inputs._replace(q=q, k=k, v=v, directions=inputs.directions.to("meta"))
+    tile = cuda_kernels.KERNEL.tiles((9, 0), torch.bfloat16, 64)[0]
+    outputs, _ = causal.forward(inputs, None, tile=tile)
+    assert [name for name, _ in seen] == [
+        f"{name}_kernel" for name in ("walk", "scan", "walk", "chunk", "repair")
+    ]
+    # Keys and values in three launches, queries and output in one; states of chunks written and read; states
+    # of segments written, scanned and read. The repair reads flags alone where no chunk is flagged.
+    state = 256 * 64 * 2
+    chunks, segments = 2 * 8 * tokens // tile.tokens * state, 2 * 8 * 33 * state * 2
+    moved = sum(moved for name, moved in seen if name != "repair_kernel")
+    assert moved == pytest.approx(8 * q.nbytes + 2 * chunks + 4 * segments, rel=0.05)
+    seen.clear()
+    causal.backward(inputs, None, g, outputs, tile=tile)
+    assert len(seen) == 11
+
+
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED)
