@@ -14,9 +14,6 @@ from typing import Any
 
 import typer
 
-# A file or a pipe has no width; tables are printed in full.
-_WIDTH_OF_A_FILE = 240
-
 
 def colours() -> bool | None:
     """False if colours are switched off; None lets the stream decide."""
@@ -60,12 +57,14 @@ def print_tables(tables: Sequence[Any]) -> None:
     from efficient_attn.report.table import to_rich
 
     console = _console()
+    told: set[str] = set()
     for table in tables:
         with console.capture() as drawn:
             console.print(to_rich(table, console.width))
         typer.echo("\n".join(row.rstrip() for row in drawn.get().rstrip().splitlines()))
-        for note in table.notes:
+        for note in dict.fromkeys(note for note in table.notes if note not in told):
             tell(note, indent="  ")
+        told |= {*table.notes}
         typer.echo()
 
 
@@ -93,9 +92,12 @@ def _wrapped(text: object, *, indent: str = "", err: bool = False) -> str:
 def _console(*, err: bool = False) -> Any:
     from rich.console import Console
 
+    from efficient_attn.report.table import WIDEST
+
     stream = sys.stderr if err else sys.stdout
-    width = None if stream.isatty() else _WIDTH_OF_A_FILE
-    return Console(width=width, stderr=err, color_system=None if colours() is False else "auto")
+    console = Console(stderr=err, color_system=None if colours() is False else "auto")
+    console.width = min(console.width, WIDEST) if stream.isatty() else WIDEST
+    return console
 
 
 def show_step(step: Any) -> None:
