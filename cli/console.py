@@ -8,7 +8,8 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -103,3 +104,26 @@ def _console(*, err: bool = False) -> Any:
 def show_step(step: Any) -> None:
     """Print a line of progress to stderr for every finished point, with the predicted time left."""
     say(str(step))
+
+
+@contextmanager
+def live_bar(points: int) -> Iterator[Callable[[Any], None]]:
+    """Progress as one bar on a terminal, as lines elsewhere."""
+    if not sys.stderr.isatty() or colours() is False:
+        yield show_step
+        return
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from efficient_attn.report.table import plain
+
+    # A thread that redraws the bar would disturb measurements.
+    text = TextColumn("{task.completed}/{task.total} · {task.fields[text]}", markup=False)
+    with Progress(BarColumn(20), text, console=_console(err=True), auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("", total=points, text="starting")
+
+        def show(step: Any) -> None:
+            spent = "" if step.spent is None else f"{100 * step.spent:.0f} % of the budget · "
+            words = plain(f"{spent}{step.left} · {step.current}")
+            bar.update(task, total=step.total, completed=step.done, text=words, refresh=True)
+
+        yield show

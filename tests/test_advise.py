@@ -179,7 +179,7 @@ def test_faster_not_faster_and_undecided_are_three_outcomes_of_a_length(times, b
         FASTER: "2.0 ± 0.7 times faster, cosine",
         SLOWER: "2.0 ± 0.7 times slower, cosine",
         OPEN: "undecided, ",
-        (): "no plan; attention takes 67% of the time, so at most 3.0×; nearest: window in all layers",
+        (): "no plan; attention takes 67 % of the time, so at most 3.0×; nearest: window in all layers",
         FASTER[:2]: "undecided: 2.10 times faster",
     }
     for tokens, plan in parts:
@@ -224,7 +224,7 @@ def test_a_plan_of_heads_without_a_finite_loss_or_recall_is_no_verdict(loss):
     records[0] = replace(plan, **finite)
     (sentence,) = Results(records, environment={"study": "advise", "target": target}).sentences()
     assert "misses the target" in sentence and "random heads:" not in sentence
-    assert sentence.endswith("; attention takes 67% of the time, so at most 3.0×.")
+    assert sentence.endswith("; attention takes 67 % of the time, so at most 3.0×.")
 
 
 def test_the_choice_of_layers_gains_most_within_the_limit():

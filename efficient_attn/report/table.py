@@ -159,7 +159,7 @@ def to_rich(table: Table, width: int) -> Any:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    right, layout = right_aligned(table), layout_of(table, width)
+    layout = layout_of(table, width)
     drawn: list[Any] = [
         Text(plain(table.title), style="bold"),
         *map(Text, dropped_words(table, layout.dropped)),
@@ -167,12 +167,9 @@ def to_rich(table: Table, width: int) -> Any:
     for block in layout.blocks:
         part = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for number in block:
-            part.add_column(
-                Text(layout.heads[number]),
-                justify="right" if right[number] else "left",
-                overflow="fold",
-                width=layout.widths[0] - _GAP if number == 0 else None,
-            )
+            # Rich would strip the spaces that leave room for marks.
+            head = Text(layout.heads[number], justify="right" if layout.right[number] else "left")
+            part.add_column(head, overflow="fold", width=layout.widths[number] - _GAP)
         for line, row in enumerate(layout.rows):
             styles = [
                 "dim" if (line, number) in table.worse else "bold" if (line, number) in table.best else ""
@@ -191,6 +188,7 @@ class Layout(NamedTuple):
     """
 
     heads: list[str]
+    right: list[bool]
     rows: list[tuple[str, ...]]
     widths: list[int]
     dropped: list[int]
@@ -202,8 +200,8 @@ def layout_of(table: Table, width: int) -> Layout:
     from rich.cells import cell_len
 
     width = min(width, WIDEST)
-    heads = [plain(name).replace(", ", "\n", 1) for name in table.columns]
-    columns = _texts(table)
+    heads, right = [plain(name).replace(", ", "\n", 1) for name in table.columns], right_aligned(table)
+    columns = _texts(table, right)
     widths = [
         max(map(cell_len, (*head.split("\n"), *cells))) + _GAP
         for head, cells in zip(heads, columns, strict=True)
@@ -214,15 +212,18 @@ def layout_of(table: Table, width: int) -> Layout:
     alike = constants(table)
     dropped = [number for number, value in alike.items() if value == NOT_MEASURED or sum(widths) > width + 1]
     dropped = dropped if len(dropped) + 1 < len(heads) else []
+    for number, cells in enumerate(columns):
+        spaces = [" " * (right[number] * (widths[number] - _GAP - cell_len(cell))) for cell in cells]
+        columns[number] = [space + cell for space, cell in zip(spaces, cells, strict=True)]
     rows = [*zip(*columns, strict=True)]
     order = [number for number in range(len(heads)) if number not in dropped]
-    return Layout(heads, rows, widths, dropped, _blocks(order, rows, widths, width))
+    return Layout(heads, right, rows, widths, dropped, _blocks(order, rows, widths, width))
 
 
-def _texts(table: Table) -> list[list[str]]:
+def _texts(table: Table, right: Sequence[bool]) -> list[list[str]]:
     """Values by column, with marks that leave digits below digits."""
     columns = []
-    for column, aligned in enumerate(right_aligned(table)):
+    for column, aligned in enumerate(right):
         cells = [brief(row[column]) for row in table.rows]
         cells = [cell + BEST * ((number, column) in table.best) for number, cell in enumerate(cells)]
         marks = [len(cell) - len(cell.rstrip(UNDECIDED + BEST)) for cell in cells]

@@ -60,6 +60,17 @@ def is_wide(value: float, low: float | None, high: float | None) -> bool:
     return low is not None and high is not None and (high > _WIDE * value or _WIDE * low < value)
 
 
+def edges(
+    points: Iterable[tuple[float | None, float | None, float | None]],
+) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
+    """Edges of the band around (value, low, high), with gaps where an interval is too wide to draw."""
+    pairs = [
+        (None, None) if value is not None and is_wide(value, low, high) else (low, high)
+        for value, low, high in points
+    ]
+    return tuple(low for low, _ in pairs), tuple(high for _, high in pairs)
+
+
 def interval_words(value: float, low: float | None, high: float | None) -> str:
     """`5.5 to 12`, or that the interval is wider than a factor of 3."""
     if low is None or high is None:
@@ -167,7 +178,11 @@ def heading(case: Case) -> str:
 def failure_notes(records: Iterable[Record]) -> tuple[str, ...]:
     """Lines on failed measurements, each backend and reason once."""
     failed = [record for record in records if record.status != "ok"]
-    return tuple(dict.fromkeys(f"{r.case.label}: {r.status}: {r.reason}" for r in failed))
+    unaffordable = [r for r in failed if r.status == "skipped" and "--budget" in (r.reason or "")]
+    notes = dict.fromkeys(f"{r.case.label}: {r.status}: {r.reason}" for r in failed if r not in unaffordable)
+    count = len(unaffordable)
+    more = f"{count} point{'s' * (count > 1)} skipped (budget). Continue: --resume with a larger --budget."
+    return (*notes, more) if count else (*notes,)
 
 
 def calibration_note(records: Iterable[Record]) -> tuple[str, ...]:

@@ -52,9 +52,9 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
     sentences = []
     if noisy:
         widest = f"up to ±{100 * max(widths):.0f} %" if max(widths) < 1 else "some wider than ×2"
-        sentences.append(
-            f"{noisy} of {len(timed)} timings are noisy (95 % intervals {widest}). {remedy(environment)}"
-        )
+        text = f"{noisy} of {len(timed)} timings are noisy (95 % intervals {widest})."
+        # A load has a sentence of its own.
+        sentences.append(f"{text} {_ROUNDS}" if remedy(environment) == _ROUNDS else text)
     for share, limit, text in _SIGNS:
         above = [(record, value) for record in timed if (value := share(record)) > limit]
         if above:

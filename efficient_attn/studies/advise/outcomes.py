@@ -176,7 +176,7 @@ def _bound_text(speeds: Mapping[str, Typical]) -> str:
     if bound is None:
         return ""
     share = max(1 - 1 / (bound.median or 1.0), 0.0)
-    return f"; attention takes {share:.0%} of the time, so at most {rounded(*bound[:3])}×"
+    return f"; attention takes {100 * share:.0f} % of the time, so at most {rounded(*bound[:3])}×"
 
 
 def _is_measured(plan: Record) -> bool:

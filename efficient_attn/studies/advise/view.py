@@ -282,7 +282,7 @@ def _attention_plot(records: Sequence[Record], max_error: float) -> Plot:
         time, errors = plot.rows[0]
         assert time is not None
         rows.append((time._replace(notes=(plot.conditions.partition(";")[0],)), errors))
-    conditions = f"median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs"
+    conditions = f"median with its 95 % interval, with a shift of {100 * RUN_SHIFT:.0f} % between runs"
     return Plot("Time and error of attention alone", conditions, tuple(rows))
 
 

@@ -52,7 +52,7 @@ SPEED = "speed, exact 1×"
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 
 _INTERVALS = (
-    f"Interval: 95 % over rounds (at least {FEWEST_ROUNDS}, --rounds) and a shift of {RUN_SHIFT:.0%} "
+    f"Interval: 95 % over rounds (at least {FEWEST_ROUNDS}, --rounds) and a shift of {100 * RUN_SHIFT:.0f} % "
     "(standard deviation) between runs."
 )
 _CROSSOVER = (
@@ -223,8 +223,8 @@ def _error_notes(comparison: Comparison) -> tuple[str, ...]:
     compared = {record.compared_queries for record in comparison.records} - {None}
     queries = f" at {max(compared)} random queries per head" if compared else ""
     return (
-        f"error: ‖out − exact‖ / ‖exact‖, exact softmax attention in float64{queries}. Median of {draws} "
-        f"draws. Interval: {spread}.",
+        f"error: ‖out − exact‖ / ‖exact‖, exact softmax attention in float64{queries}."
+        f"{f' Median of {draws} draws.' if draws > 1 else ''} Interval: {spread}.",
         f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than {UNIFORM_ATTENTION}.",
     )
 

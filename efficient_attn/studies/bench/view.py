@@ -10,7 +10,7 @@ from efficient_attn.measure.units import show_bytes, show_seconds
 from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, single_names
 from efficient_attn.report.figures import GRID, LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import full
-from efficient_attn.report.text import compared, inverse, rounded, setting, show_error
+from efficient_attn.report.text import compared, edges, inverse, rounded, setting, show_error
 from efficient_attn.stats.candidates import missing, operations_sentence
 from efficient_attn.stats.estimates import (
     DEVICE_TIME,
@@ -70,19 +70,19 @@ _TOKENS = Axis("sequence length, tokens", "log2", "{:.0f}".format)
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     """The conclusion at the longest length with errors, then speeds by length."""
     groups = by_setting(comparisons(records))
-    texts = []
-    for *_, longest in groups:
-        texts += [_verdict(longest, environment), operations_sentence(longest.records)]
+    longest = [group[-1] for group in reversed(groups)]
+    texts = [_verdict(comparison, environment) for comparison in longest]
+    texts += filter(None, (operations_sentence(comparison.records) for comparison in longest))
     subjects = by_subject(records) if many_lengths(records) or not groups else {}
     for subject, group in subjects.items():
         place = "" if subject == "attention" else f" of the {subject}"
         for clock, timed in by_clock(group).items():
             where = place if clock == TIME else f"{place} by {clock}"
-            texts += _speed_sentences(where, curves(timed, "time_s"), environment)
-    return [text for text in texts if text is not None]
+            texts += _speed_sentences(where, curves(timed, "time_s"), "" if longest else remedy(environment))
+    return texts
 
 
-def _speed_sentences(place: str, times: Sequence[Curve], environment: Environment) -> list[str]:
+def _speed_sentences(place: str, times: Sequence[Curve], settled: str) -> list[str]:
     """Backends that are faster, slower and undecided, one sentence per setting and length."""
     sides: dict[tuple[int, str], dict[int, list[SpeedUp]]] = {}
     for row in speed_ups(times):
@@ -100,8 +100,8 @@ def _speed_sentences(place: str, times: Sequence[Curve], environment: Environmen
                 f"{row.label} {rounded(*ratio[:3])}×" for row, ratio in zip(ordered, ratios, strict=True)
             )
             parts += [f"{words}: {', '.join(names)}"] if ordered else []
-        settled = f" {remedy(environment)}" if 0 in rows else ""
-        sentences.append(f"Speed{place} at {tokens} tokens ({where}): {'; '.join(parts)}.{settled}")
+        sentence = f"Speed{place} at {tokens} tokens ({where}): {'; '.join(parts)}."
+        sentences.append(f"{sentence} {settled}" if settled and 0 in rows else sentence)
     return sentences
 
 
@@ -194,7 +194,7 @@ def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
     cases = [point.record.case for group in drawn.values() for curve in group for point in curve.measured]
     conditions = setting(cases[0]) if cases else ""
     if cases and y == "time_s":
-        conditions += f"; median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs"
+        conditions += f"; median with its 95 % interval, with a shift of {100 * RUN_SHIFT:.0f} % between runs"
     return Plot(title, conditions, tuple((chart,) for chart in shown))
 
 
@@ -206,10 +206,8 @@ def _limits(group: Sequence[Curve]) -> tuple[float, float] | None:
 
 
 def _series(curve: Curve, style: dict[str, object]) -> Series:
-    columns = (
-        tuple(getattr(point, name) for point in curve.measured) for name in ("tokens", "value", "low", "high")
-    )
-    x, y, low, high = columns
+    x, y = (tuple(getattr(point, name) for point in curve.measured) for name in ("tokens", "value"))
+    low, high = edges(point[1:4] for point in curve.measured)
     return Series(curve.label, x, y, style, low, high)
 
 

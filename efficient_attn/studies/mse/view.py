@@ -11,6 +11,7 @@ from efficient_attn.report.text import (
     CONCATENATED,
     CONCATENATED_NOTE,
     READ_NOTE,
+    edges,
     failure_notes,
     is_wide,
     mark_notes,
@@ -208,7 +209,8 @@ def _series(curve: ErrorCurve, style: Mapping[str, Any]) -> Series:
     points = [point for point in curve.points if point.size is not None]
     if not points:
         return Series(curve.label, (), (curve.points[0].value,), {**style, "marker": ""})
-    x, y, low, high = (tuple(getattr(p, name) for p in points) for name in ("size", "value", "low", "high"))
+    x, y = (tuple(getattr(point, name) for point in points) for name in ("size", "value"))
+    low, high = edges(point[1:4] for point in points)
     return Series(curve.label, x, y, {**style, "markersize": 4, "linewidth": 1.5}, low, high)
 
 
