@@ -202,7 +202,7 @@ def _outcome(tokens: int, records: Sequence[Record], quantity: str, limit: float
     elif layers == {}:
         side, text = -1, "no plan"
     elif plan is None and bound is not None and bound.low is not None and bound.low <= 1:
-        side, text = min(bound.side_of_one, 0), "no attention is clearly faster"
+        side, text = min(bound.side_of_one, 0), "even uniform attention is not clearly faster"
     if LOSSLESS in speeds:
         text += f"; with windows in its sliding layers alone {compared(speeds[LOSSLESS])}"
     text += "" if side == 1 else _bound_text(speeds)
