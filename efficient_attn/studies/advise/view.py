@@ -30,6 +30,7 @@ from efficient_attn.report.text import (
 )
 from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.estimates import RUN_SHIFT, Typical, time_ratio
+from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.studies.advise.outcomes import (
     LAYERS,
@@ -246,6 +247,8 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
         text += "no error was measured."
     elif near:
         text += f"within {100 * limit:g} % of exact on every layer: {', '.join(map(_in_words, near))}."
+        if not all(speed.side_of_one for row in near for speed in list(row.speeds.values())[-1:]):
+            text += f" {remedy(environment)}"
     else:
         text += f"no backend is within {100 * limit:g} % of exact on every layer"
         text += "" if len(far) == len(candidates) and not left else " so far"

@@ -100,7 +100,7 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
             shown.append(_cost_table(title, peaks, _MEBIBYTE, columns, [_GROWTH]))
     for setting_group in groups:
         if len(setting_group) > 1:
-            shown += _error_tables(setting_group, records)
+            shown.append(_error_table(setting_group, records))
         shown.append(_comparison_table(setting_group[-1]))
     return shown
 
@@ -110,8 +110,8 @@ def many_lengths(records: Sequence[Record]) -> bool:
     return any(len(curve.points) > 1 for kind in ("time_s", "peak_bytes") for curve in curves(records, kind))
 
 
-def _error_tables(group: Sequence[Comparison], records: Sequence[Record]) -> list[Table]:
-    """Relative and mean squared error at every length that the inputs have."""
+def _error_table(group: Sequence[Comparison], records: Sequence[Record]) -> Table:
+    """Relative error at every length that the inputs have."""
     lengths, last = [row.case.tokens for row in group], group[-1]
     beyond = max(record.case.tokens for record in records) > lengths[-1]
     model = last.inputs.partition("(")[0]
@@ -121,15 +121,9 @@ def _error_tables(group: Sequence[Comparison], records: Sequence[Record]) -> lis
         notes = (*notes, text)
     labels = dict.fromkeys(row.label for comparison in reversed(group) for row in comparison.contenders)
     place = f"{describe(last.inputs)}, {setting(last.errors)}"
-    return [
-        Table(
-            f"{title} of the output: {place}",
-            ("backend", *map(str, lengths)),
-            tuple((label, *(show(comparison.row(label)) for comparison in group)) for label in labels),
-            notes if show is error_cell else (),
-        ).compared(errors=tuple(map(str, lengths)))
-        for title, show in (("Relative error", error_cell), ("Mean squared error (MSE)", _mse_cell))
-    ]
+    rows = tuple((label, *(error_cell(comparison.row(label)) for comparison in group)) for label in labels)
+    heads = ("backend", *map(str, lengths))
+    return Table(f"Relative error of the output: {place}", heads, rows, notes).compared(errors=heads[1:])
 
 
 def _comparison_table(comparison: Comparison) -> Table:
@@ -143,7 +137,19 @@ def _comparison_table(comparison: Comparison) -> Table:
         front = ", ".join(name for name, front in fronts.items() if row in front)
         queued = _queued_cells(row, exact) if on_gpu else ()
         shares = [f"{100 * share:.3g}" for share in row.shares or ()] or ["", ""] if sparse else ()
-        rows.append((row.label, time, speed, *queued, error_cell(row), _mse_cell(row), *shares, peak, front))
+        rows.append(
+            (
+                row.label,
+                time,
+                speed,
+                *queued,
+                error_cell(row),
+                NOT_MEASURED if row.mse is None else show_error(row.mse.median),
+                *shares,
+                peak,
+                front,
+            )
+        )
     device = ("device time, ms", "device speed, exact 1×") if on_gpu else ()
     columns = (
         "backend",
@@ -210,10 +216,6 @@ def error_cell(row: Contender | None) -> str:
         return next((record.status for record in failed if record.case.kind == "error"), NOT_MEASURED)
     middle, low, high = map(show_error, row.error[:3])
     return middle if low == high or row.worst < ROUNDING else f"{middle}\t{low} to {high}"
-
-
-def _mse_cell(row: Contender | None) -> str:
-    return NOT_MEASURED if row is None or row.mse is None else show_error(row.mse.median)
 
 
 def _error_notes(comparison: Comparison) -> tuple[str, ...]:

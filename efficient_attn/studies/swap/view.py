@@ -18,6 +18,7 @@ from efficient_attn.report.text import (
 )
 from efficient_attn.stats.candidates import missing, operations_sentence, operations_share
 from efficient_attn.stats.estimates import time_ratio
+from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.swap.analysis import (
     DISAGREEMENT,
     EVERY_TOKEN,
@@ -165,18 +166,15 @@ def _nearest(swap: Swap, environment: Environment) -> str:
     plainest = next((mean for mean, row in swap.changed if row.backend == UNIFORM_ATTENTION), float("inf"))
     worse = [row.label for mean, row in near if mean >= plainest]
     no_better = f" No better than uniform attention: {', '.join(worse)}." if worse else ""
+    speed, settled = "", ""
+    if row.timed is not None and swap.reference is not None:
+        ratio = time_ratio(row.timed, swap.reference)
+        speed, settled = f", {compared(ratio)}", "" if ratio.side_of_one else f" {remedy(environment)}"
     return (
         f"{swap.case.inputs} at {swap.case.tokens} tokens is changed least by {row.label}"
         f"{' among the candidates measured so far' if left else ''}: "
-        f"{quantity_words(swap.quantity, value)}{_speed(swap, row)}.{no_better}{left}"
+        f"{quantity_words(swap.quantity, value)}{speed}.{settled}{no_better}{left}"
     )
-
-
-def _speed(swap: Swap, row: SwapRow) -> str:
-    """The speed-up of the model."""
-    if row.timed is None or swap.reference is None:
-        return ""
-    return f", {compared(time_ratio(row.timed, swap.reference))}"
 
 
 def swap_plot(records: Sequence[Record]) -> Plot:
