@@ -181,8 +181,8 @@ def failure_notes(records: Iterable[Record]) -> tuple[str, ...]:
     unaffordable = [r for r in failed if r.status == "skipped" and "--budget" in (r.reason or "")]
     notes = dict.fromkeys(f"{r.case.label}: {r.status}: {r.reason}" for r in failed if r not in unaffordable)
     count = len(unaffordable)
-    more = f"{count} point{'s' * (count > 1)} skipped (budget). Continue: --resume with a larger --budget."
-    return (*notes, more) if count else (*notes,)
+    skipped = f"{count} point{'s' * (count > 1)} skipped (budget). Continue: --resume with a larger --budget."
+    return (*notes, skipped) if count else (*notes,)
 
 
 def calibration_note(records: Iterable[Record]) -> tuple[str, ...]:
