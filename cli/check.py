@@ -90,7 +90,7 @@ def _table(backend: str, records: list[Any]) -> Any:
     for record in records:
         error = "" if record.error is None else f"{record.error:.1e} / {record.bound:.1e}"
         rows.append((record.check.replace("_", " "), record.outcome, error))
-        if record.outcome == "could not check" and not record.failed:
+        if record.outcome == "skipped, undeclared" and not record.failed:
             unclear.append(f"{record.check}: {record.outcome}. {record.detail}")
     notes = (*(record.sentence() for record in records if record.failed), *unclear)
     return Table(f"Promises of {backend}", ("promise", "outcome", "error / bound"), tuple(rows), notes)

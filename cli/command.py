@@ -4,8 +4,9 @@ import inspect
 import json
 import sys
 import time
+import webbrowser
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -20,6 +21,8 @@ from .options import JsonToOption, OutOption
 _BUDGET = "Time for measuring: 90s, 2m or 1h; the rest is skipped."
 _RESUME = "Continue the run in --out; measured points are kept."
 _DRY_RUN = "List the points of the run without measuring any."
+_VERBOSE = "Print a line for every measured point in place of the bar."
+_OPEN = "Open report.html in the browser at the end."
 _QUIET = "Print the folder of the results alone: no progress, tables or notes."
 _ALL = "Show all options and exit."
 
@@ -44,6 +47,8 @@ _OF_A_RUN: dict[str, tuple[Any, Any]] = {
     "resume": (Annotated[bool, typer.Option("--resume", help=_RESUME)], False),
     "dry_run": (Annotated[bool, typer.Option("--dry-run", help=_DRY_RUN, hidden=True)], False),
     "json_to": (JsonToOption, None),
+    "verbose": (Annotated[bool, typer.Option("--verbose", "-v", help=_VERBOSE, hidden=True)], False),
+    "open_page": (Annotated[bool, typer.Option("--open", help=_OPEN, hidden=True)], False),
     "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help=_QUIET, hidden=True)], False),
     "help_all": (
         Annotated[bool, typer.Option("--help-all", help=_ALL, is_eager=True, callback=_show_all)],
@@ -71,6 +76,8 @@ def command_of(study: Study) -> Callable[..., None]:
         resume: bool,
         dry_run: bool,
         json_to: str | None,
+        verbose: bool,
+        open_page: bool,
         quiet: bool,
         help_all: bool,
         **values: Any,
@@ -81,7 +88,7 @@ def command_of(study: Study) -> Callable[..., None]:
         if context.args:
             # `--seq-len 256 512` would otherwise end in a message that names nothing.
             raise OptionError(
-                f"Values are joined by commas, as in --backend a,b; {context.args[0]!r} stands alone."
+                f"Unexpected argument {context.args[0]!r}. Use commas, as in --seq-len 256,512."
             )
         if resume and out is None:
             raise OptionError("--resume needs --out, the folder of the run to go on with.")
@@ -100,6 +107,7 @@ def command_of(study: Study) -> Callable[..., None]:
             return
 
         from efficient_attn.measure.environment import command_line
+        from efficient_attn.report.files import REPORT
         from efficient_attn.studies.engine import foreseen
         from efficient_attn.studies.run import run_plan
         from efficient_attn.studies.run_folder import Store, open_folder, run_folder
@@ -108,11 +116,12 @@ def command_of(study: Study) -> Callable[..., None]:
         plan = study.plan(**options)
         folder = open_folder(out or run_folder(study.name), name="--out", fresh=not resume)
         limit_s = plan.budget_s if budget_s is None else budget_s
+        points = len(foreseen(plan, Store()))
         if not quiet and limit_s is not None:
-            points = len(foreseen(plan, Store()))
             console.say(f"{points} points; measuring ends within {show_seconds(limit_s)} (--budget).")
         # Text that a backend prints goes to stderr: stdout holds the results alone.
-        with redirect_stdout(sys.stderr):
+        lines = nullcontext(None if quiet else console.show_step)
+        with lines if quiet or verbose else console.live_bar(points) as progress, redirect_stdout(sys.stderr):
             results = run_plan(
                 study,
                 plan,
@@ -121,8 +130,10 @@ def command_of(study: Study) -> Callable[..., None]:
                 budget_s=budget_s,
                 start_s=start_s,
                 command=command_line(),
-                progress=None if quiet else console.show_step,
+                progress=progress,
             )
+        if open_page:
+            webbrowser.open((folder / REPORT).resolve().as_uri())
         finish(results, options.get("backends"), folder=folder, as_json=to_stdout, quiet=quiet)
 
     signature: list[tuple[str, Any, Any]] = [
@@ -186,21 +197,25 @@ def _points(plan: Any) -> Any:
 def finish(
     results: Any, named: Sequence[str] | None, *, folder: Path, as_json: bool, quiet: bool = False
 ) -> NoReturn:
-    """Print the results, then the folder of their files, and exit with the code of the outcome.
+    """Print the results, last the conclusion and the path of the page, and exit with the code of the outcome.
 
     Args:
         named: Requested backends; None for the default selection.
     """
+    from efficient_attn.report.files import REPORT
+
     if as_json:
         console.put_json(document(results))
     elif not quiet:
         console.print_tables(results.tables())
-        for sentence in results.sentences():
-            console.tell(sentence)
+        conclusion, *further = results.sentences() or [""]
         for note in results.notes:
             console.tell(note, err=True)
+        for sentence in filter(None, (*further, conclusion)):
+            console.tell(sentence)
+    page = folder / REPORT
     # With JSON, stdout holds the document alone.
-    console.put(folder, err=as_json)
+    console.put(folder if quiet or as_json or not page.exists() else page, err=as_json)
     raise typer.Exit(exit_code(results, named))
 
 

@@ -8,14 +8,12 @@ import os
 import sys
 import textwrap
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 import typer
-
-# A file or a pipe has no width; tables are printed in full.
-_WIDTH_OF_A_FILE = 240
 
 
 def colours() -> bool | None:
@@ -60,12 +58,14 @@ def print_tables(tables: Sequence[Any]) -> None:
     from efficient_attn.report.table import to_rich
 
     console = _console()
+    told: set[str] = set()
     for table in tables:
         with console.capture() as drawn:
             console.print(to_rich(table, console.width))
         typer.echo("\n".join(row.rstrip() for row in drawn.get().rstrip().splitlines()))
-        for note in table.notes:
+        for note in dict.fromkeys(note for note in table.notes if note not in told):
             tell(note, indent="  ")
+        told |= {*table.notes}
         typer.echo()
 
 
@@ -93,11 +93,37 @@ def _wrapped(text: object, *, indent: str = "", err: bool = False) -> str:
 def _console(*, err: bool = False) -> Any:
     from rich.console import Console
 
+    from efficient_attn.report.table import WIDEST
+
     stream = sys.stderr if err else sys.stdout
-    width = None if stream.isatty() else _WIDTH_OF_A_FILE
-    return Console(width=width, stderr=err, color_system=None if colours() is False else "auto")
+    console = Console(stderr=err, color_system=None if colours() is False else "auto")
+    console.width = min(console.width, WIDEST) if stream.isatty() else WIDEST
+    return console
 
 
 def show_step(step: Any) -> None:
     """Print a line of progress to stderr for every finished point, with the predicted time left."""
     say(str(step))
+
+
+@contextmanager
+def live_bar(points: int) -> Iterator[Callable[[Any], None]]:
+    """Progress as one bar on a terminal, as lines elsewhere."""
+    if not sys.stderr.isatty() or colours() is False:
+        yield show_step
+        return
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    from efficient_attn.report.table import plain
+
+    # A thread that redraws the bar would disturb measurements.
+    text = TextColumn("{task.completed}/{task.total} · {task.fields[text]}", markup=False)
+    with Progress(BarColumn(20), text, console=_console(err=True), auto_refresh=False, transient=True) as bar:
+        task = bar.add_task("", total=points, text="starting")
+
+        def show(step: Any) -> None:
+            spent = "" if step.spent is None else f"{100 * step.spent:.0f} % of the budget · "
+            words = plain(f"{spent}{step.left} · {step.current}")
+            bar.update(task, total=step.total, completed=step.done, text=words, refresh=True)
+
+        yield show

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import efficient_attn as ea
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import sized
+from efficient_attn.report.table import full
 from efficient_attn.report.text import describe, show_error, three_digits
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.estimates import SpeedUp, curves, speed_ups
@@ -184,7 +185,9 @@ class _Cost(NamedTuple):
 def _costs(records: Sequence[Record]) -> dict[str, _Cost]:
     """Costs by label, from the times of one run."""
     compared = speed_ups(curves(records, "time_s"))
-    starts = crossover_cells(compared)
+    starts = {
+        label: full(start).replace("?", "unclear") for label, start in crossover_cells(compared).items()
+    }
     return {row.label: _Cost(starts[row.label], _speed(row)) for row in compared}
 
 
@@ -324,7 +327,8 @@ def _short_answer(
 
 def _faster(crossover: str) -> str:
     """A cell of the table of crossovers in a sentence."""
-    return f"faster from {crossover} tokens" if crossover[0].isdigit() else f"crossover: {crossover}"
+    measured = crossover.lstrip("~")[0].isdigit()
+    return f"faster from {crossover} tokens" if measured else f"crossover: {crossover}"
 
 
 def _by_error(compared: list[Comparison]) -> str:
@@ -432,7 +436,7 @@ def _by_accuracy(contest: Contest) -> str:
     rows = [
         [
             f"{row.label} (control)" if row in contest.controls else f"`{row.label}`",
-            show_accuracy(row),
+            full(show_accuracy(row)),
             "rounding" if row is contest.exact else show_error(row.untrained or 0.0),
             str(row.first.floats_read),
         ]

@@ -106,7 +106,7 @@ class UnknownNameError(AttentionError, ValueError):
         elsewhere = _by_word(_ELSEWHERE).get(name.lower())
         near = difflib.get_close_matches(name, names, n=1)
         if elsewhere in names:
-            message += f" Here it is {elsewhere!r}."
+            message += f" Called {elsewhere!r} in this package."
         elif near:
             message += f" Did you mean {near[0]!r}?"
         remark = _by_word(_REMARKS).get(name.lower())

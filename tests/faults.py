@@ -415,7 +415,7 @@ F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float1
 FAULTS = {
     "a_change_before_the_backward_pass_is_noticed": {"values are read later": values(read_later)},
     "a_copy_is_equal_and_apart": {"last output": output(remember)},
-    "a_hundred_calls_leave_no_trace": {
+    "no_state_between_calls": {
         "masks by shape": remembered("forward", "mask", lambda mask: mask.shape),
         "queries by address": remembered("forward", "q", lambda q: (q.data_ptr(), q.shape, q.dtype)),
         "after sixty calls": scaled(lambda core: 1.01 if calls(core) > 60 else 1.0),
@@ -710,7 +710,7 @@ FAULTS = {
     },
     "weights_are_never_negative": {"small weights": weights(lambda x: 1.1 * x - 0.1 / x.shape[3])},
     "weights_of_a_row_sum_to_one": {"an epsilon is added": weights(lambda x: x / (1 + 1e-8))},
-    "what_is_frozen_changes_no_gradient": {
+    "frozen_inputs": {
         "all are asked for": queries(
             halved, where=lambda q, k, v: q.requires_grad and k.requires_grad and v.requires_grad
         )
@@ -737,7 +737,7 @@ OF_POSITIVE = {
         "features": replaced("keep", lambda core, keep, x: core.__dict__.update(directions=x.float()))
     },
     "a_seed_fixes_the_draw": {"large seeds": replaced("draw", lambda core, draw, seed: draw(seed % 2**31))},
-    "batch_mates_do_not_matter": {"a seed of the batch": action(seed_of_the_batch)},
+    "batch_invariance": {"a seed of the batch": action(seed_of_the_batch)},
     "later_values_move_no_output": {"largest future key": scores(largest_future_key)},
     "more_features_come_nearer_to_softmax": {
         "rows of norm 1": replaced("draw", lambda core, draw, seed: draw(seed) / core.problem.head_dim**0.5),
@@ -749,7 +749,7 @@ OF_POSITIVE = {
 OF_WINDOW = {"a_window_reads_its_neighbourhood": {"five keys": with_options(window=5)}}
 LEARNED = {
     "a_copy_is_equal_and_apart": {"original": replaced("__deepcopy__", lambda core, *_: core)},
-    "a_hundred_calls_leave_no_trace": {
+    "no_state_between_calls": {
         "first factor": scores(
             lambda x, core: x / core.factor * core.__dict__.setdefault("first", core.factor.detach().clone())
         )

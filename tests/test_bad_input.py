@@ -59,11 +59,11 @@ WRONG_CALLS = {
     ea.UnknownNameError: [
         (
             lambda: built()(Q, K, K, attn_mask=None),
-            r"No argument of a backend is called 'attn_mask'\. Here it is 'key_mask'.*True for a real token",
+            r"No argument of a backend is called 'attn_mask'\. Called 'key_mask'.*True for a real token",
         ),
         (
             lambda: built()(Q, K, K, key_padding_mask=None),
-            r"'key_padding_mask'\. Here it is 'key_mask'.*the opposite of torch's",
+            r"'key_padding_mask'\. Called 'key_mask' in this package.*the opposite of torch's",
         ),
         (
             lambda: built()(Q, K, K, is_causal=True),
@@ -73,12 +73,15 @@ WRONG_CALLS = {
             lambda: built("perfomer-trig"),
             r"No backend is called 'perfomer-trig'\. Did you mean 'performer-trig'\? Known: by-head, exact,",
         ),
-        (lambda: built("FAVOR+"), r"Here it is 'performer-positive'"),
+        (lambda: built("FAVOR+"), r"Called 'performer-positive' in this package"),
         (
             lambda: built("performer-trig", num_feature=8),
             r"No option of backend 'performer-trig' is called 'num_feature'\. Did you mean 'num_features'\?",
         ),
-        (lambda: built("performer-trig", nb_features=8), r"'nb_features'\. Here it is 'num_features'"),
+        (
+            lambda: built("performer-trig", nb_features=8),
+            r"'nb_features'\. Called 'num_features' in",
+        ),
         (lambda: built("performer-trig", dropout=0.1), r"'dropout'.*no other backend has it"),
         (
             lambda: built("performer-positive", projection="orthogonl"),

@@ -50,8 +50,8 @@ def test_a_function_in_a_file_is_checked_in_a_table_that_tells_what_could_not_be
     monkeypatch.setenv("COLUMNS", "200")
     code, out = check("attend", "--only", "padding_contents_change_no_bit,equals_softmax_attention")
     assert code == 0, out
-    assert "padding_contents_change_no_bit: could not check. It declares no key mask." in out
-    assert "equals softmax attention " in out and "kept without promise" in out
+    assert "padding_contents_change_no_bit: skipped, undeclared. It declares no key mask." in out
+    assert "equals softmax attention " in out and "passes, undeclared" in out
     assert out.splitlines()[-1].partition(": ")[0].endswith("mine.py:attend") and "broken" not in out
 
 
@@ -96,7 +96,7 @@ def test_after_three_checks_that_hang_the_others_are_not_tried(check):
     ("words", "message"),
     [
         (("exact", "--only", "nonesuch"), "No check is called 'nonesuch'."),
-        (("softmax",), "No backend is called 'softmax'. Here it is 'exact'."),
+        (("softmax",), "No backend is called 'softmax'. Called 'exact' in this package."),
         (("nowhere.py:attend",), "There is no file 'nowhere.py' to take a backend from."),
         ((), "Missing argument 'BACKEND'"),
     ],

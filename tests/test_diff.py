@@ -186,7 +186,7 @@ def test_a_regression_is_shown_and_json_makes_stdout_one_document(runs, capsys):
     assert [one["tokens"] for one in found["regressions"]] == [17] and len(found["changes"]) == 3
     assert found["thresholds"]["peak_bytes"] == 0.0 and found["runs"] == [1, 1]
     assert ends_with(runs["once"], runs["again"]) == 0
-    assert "1 unclear.\nUnclear times may be chance; more --rounds" in capsys.readouterr().out
+    assert "1 unclear.\nUnclear times may be chance. Rerun both" in capsys.readouterr().out
 
 
 def test_a_pull_request_gets_verdict_and_changes_as_markdown(tmp_path, runs, capsys):

@@ -69,7 +69,7 @@ QUICK = {
     "later_values_move_no_output-largest future key",
     "order_of_queries_is_order_of_outputs-first row",
     "parts_of_any_size_are_the_whole-caller's buffers",
-    "what_is_frozen_changes_no_gradient-all are asked for",
+    "frozen_inputs-all are asked for",
 }
 TABLES = (
     ("kernel", FAULTS),

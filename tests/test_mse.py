@@ -92,9 +92,9 @@ def test_density_and_covered_mass_are_those_of_the_sampled_queries(monkeypatch):
     assert (near.density, near.covered_mass) == shares and 0.1 < near.density < 0.25
     assert summary.status == "ok" and summary.density is summary.covered_mass is None
     _, table = tables(results.records, {})
-    percent = f"{100 * near.covered_mass:.3g} ({100 * near.density:.3g})"
-    assert table.columns == ("backend", "no size", "5")
-    assert table.rows == (("exact", "100 (100)", ""), ("window", "", percent))
+    percent = f"{100 * near.covered_mass:.3g} / {100 * near.density:.3g}"
+    assert table.columns == ("backend", "fixed", "5")
+    assert table.rows == (("exact", "100 / 100", ""), ("window", "", percent))
 
 
 def test_by_default_the_layers_of_full_length_are_measured_and_the_decoder_causally(short_decoder):
@@ -173,5 +173,5 @@ def test_the_interval_over_several_seeds_of_the_inputs_is_that_of_their_medians(
     medians = sorted(float(torch.tensor(r.output_relative_error_draws).quantile(0.5)) for r in records)
     assert point.samples == 3
     assert (point.low, point.value, point.high) == pytest.approx(medians)
-    assert "±: median of 3 seeds of the inputs and its range." in results.tables()[0].notes
+    assert "Median of 3 seeds of the inputs and its range." in results.tables()[0].notes
     assert "bands: median of 3 seeds of the inputs and its range" in texts(results.plot().figure)

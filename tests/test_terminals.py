@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import struct
 import subprocess
@@ -16,7 +17,7 @@ from made_records import case, costs, errors, folder
 from safetensors.torch import save_file
 
 from efficient_attn.measure.record import Record
-from efficient_attn.report.table import plain
+from efficient_attn.report.table import WIDEST, brief, constants, dropped_words, layout_of, plain
 from efficient_attn.studies.results import read
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
@@ -56,20 +57,32 @@ from efficient_attn_cli import console
 outcome = "a-backend(of=a, long=name), 65536 tokens, time: ok"
 console.show_step(Progress(done=1, total=2, remaining_s=45.0, outcome=outcome, record=None))
 """
-# Tables of a JSON file, each at all widths.
-DRAW = """
-import fcntl, json, struct, sys, termios
+BAR = """
 from efficient_attn.report.table import Table
+from efficient_attn.studies.engine import Progress
 from efficient_attn_cli import console
 
-tables = [Table(title, columns, rows, notes) for title, columns, rows, notes in json.load(open(sys.argv[1]))]
+with console.live_bar(2) as show:
+    step = Progress(
+        done=1, total=2, remaining_s=45.0, outcome="of window", record=None, range_s=(30, 70), spent=0.34,
+        current="[red]exact",
+    )
+    show(step)
+console.print_tables([Table("", ("", "error"), (("a", "0.1"), ("b", "0.9")), (), ((0, 1),), ((1, 1),))])
+"""
+# Tables of a file, each at all widths.
+DRAW = """
+import fcntl, pickle, struct, sys, termios
+from efficient_attn_cli import console
+
+tables = pickle.load(open(sys.argv[1], "rb"))
 for columns in map(int, sys.argv[2:]):
     fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     for table in tables:
         console.print_tables([table])
         print(end="\\f", flush=True)
 """
-WIDTHS = (80, 120, 200)
+WIDTHS = (80, 100, 120, 160, 200)
 RESULTS = Path(__file__).parent.parent / "results"
 
 
@@ -79,6 +92,14 @@ def test_a_terminal_that_cannot_draw_gets_plain_lines(variables):
     assert written == "[1/2] a-backend(of=a, long=name), 65536 tokens, time: ok; 0:45 left\r\n"
     refused = on_a_terminal(COMMAND, "bench", "--seq-len", "many", **variables)
     assert refused.startswith("error: --seq-len") and "\x1b" not in refused
+
+
+def test_a_terminal_has_one_bar_and_styles_and_plain_lines_and_marks_without_colours():
+    drawn, plain_text = on_a_terminal(BAR), on_a_terminal(BAR, NO_COLOR="1")
+    assert "1/2 · 34 % of the budget · 0:30–1:10 left · [red]exact" in drawn and "of window" not in drawn
+    assert re.search(r"\x1b\[1m *0\.1\*\x1b", drawn) and re.search(r"\x1b\[2m *0\.9 \x1b", drawn)
+    assert "[1/2] of window; 0:30–1:10 left" in plain_text and "0.1*" in plain_text
+    assert "\x1b" not in plain_text
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -101,24 +122,27 @@ def test_no_word_of_a_stored_table_is_lost_or_broken_at_any_width_of_a_terminal(
     runs = sorted(RESULTS.glob("**/records.jsonl"))
     tables = [table for run in runs for table in read(run.parent).tables()]
     assert len(tables) > 40
-    (tmp_path / "tables.json").write_text(json.dumps(tables))
+    (tmp_path / "tables.pickle").write_bytes(pickle.dumps(tables))
     written = on_a_terminal(
-        DRAW, str(tmp_path / "tables.json"), *map(str, WIDTHS), TERM="xterm", NO_COLOR="1"
+        DRAW, str(tmp_path / "tables.pickle"), *map(str, WIDTHS), TERM="xterm", NO_COLOR="1"
     )
     drawn = written.replace("\r", "").split("\f")[:-1]
     assert len(drawn) == len(tables) * len(WIDTHS)
     for number, text in enumerate(drawn):
-        table, columns = tables[number % len(tables)], WIDTHS[number // len(tables)]
+        table, columns = tables[number % len(tables)], min(WIDTHS[number // len(tables)], WIDEST)
         assert max(map(len, text.splitlines())) <= columns
-        cells = [*table.columns, *(cell for row in table.rows for cell in row)]
+        dropped = layout_of(table, columns).dropped
+        assert {*dropped} <= {*constants(table)}
+        columns_of = zip(table.columns, *table.rows, strict=True)
+        shown = [(head.replace(",", "", 1), *map(brief, cells)) for head, *cells in columns_of]
+        shown = [cells for number, cells in enumerate(shown) if number not in dropped]
         # Blocks of columns repeat the first ones, and nothing else.
-        surplus = words(text.replace("─", " "))
-        surplus.subtract(words(table.title, *table.notes, *cells))
+        surplus = words(text.replace("─", " ").replace("*", ""))
+        surplus.subtract(
+            words(table.title, *table.notes, *dropped_words(table, dropped), *map(brief, sum(shown, ())))
+        )
         blocks = text.count("─\n")
-        names = [
-            words(*table.columns[:count], *(cell for row in table.rows for cell in row[:count]))
-            for count in range(1, len(table.columns) + 1)
-        ]
+        names = [words(*sum(shown[:count], ())) for count in range(1, len(shown) + 1)]
         assert any(
             +surplus == Counter({word: (blocks - 1) * times for word, times in name.items() if blocks > 1})
             and min(surplus.values()) >= 0

@@ -41,7 +41,7 @@ def _variants(case: Case) -> tuple[Case, ...]:
     cases=both(ONE),
     drawn=lambda seed: both(ONE.but(dtype="float32")),
 )
-def a_hundred_calls_leave_no_trace(subject: Subject, case: Case) -> Iterator[Finding]:
+def no_state_between_calls(subject: Subject, case: Case) -> Iterator[Finding]:
     variants = [v for v in _variants(case) if subject.serves(v)] or [case.but(masked=False)]
     if not subject.grouped:
         variants = [v.but(kv_heads=v.heads) for v in variants]

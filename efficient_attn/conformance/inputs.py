@@ -187,7 +187,7 @@ def a_nan_shows_where_it_is_read(subject: Subject, case: Case) -> Iterator[Findi
     "Sequences and heads are independent: others do not affect an output, even if they are long or NaN.",
     cases=everywhere(3, 7, 65),
 )
-def batch_mates_do_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
+def batch_invariance(subject: Subject, case: Case) -> Iterator[Finding]:
     for what, axis in (("sequence", 0), ("head", 1)):
         yield from _apart(subject, case, what, axis)
 

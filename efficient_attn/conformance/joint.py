@@ -176,7 +176,7 @@ def _shift(parameters: list[torch.nn.Parameter], moves: list[Tensor], factor: fl
     drawn=lambda seed: (*joint(seed, 6), *joint(seed, 6, dtype="float32")),
     needs=("gradients",),
 )
-def what_is_frozen_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding]:
+def frozen_inputs(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     expected = _gradients(backend, inputs, (True,) * 4)
     bound = float(rounding(backend, inputs, case.dtype).max())

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 KEPT = "kept"
 BROKEN = "broken"
 NOT_PROMISED = "not promised"
-UNPROMISED = "kept without promise"
-UNKNOWN = "could not check"
+UNPROMISED = "passes, undeclared"
+UNKNOWN = "skipped, undeclared"
 
 
 class Finding(NamedTuple):
@@ -41,7 +41,7 @@ class CheckRecord:
     Attributes:
         check: Name of the check.
         promise: The promise as a sentence.
-        outcome: kept, broken, not promised, kept without promise or could not check.
+        outcome: kept, broken, not promised, passes, undeclared or skipped, undeclared.
         detail: Smallest input that shows the outcome, or the reason why nothing was checked.
         error: Error of the comparison with the largest share of its bound; of the first broken case.
         bound: Largest error that would keep the promise there.

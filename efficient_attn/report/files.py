@@ -18,7 +18,7 @@ from efficient_attn.measure.records import sync_names
 from efficient_attn.report.drawing import draw, to_bytes
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.methods import flat, how_measured
-from efficient_attn.report.table import Table, plain, right_aligned, short, slug, to_csv, to_markdown
+from efficient_attn.report.table import Table, full, plain, right_aligned, short, slug, to_csv, to_markdown
 
 REPORT, SUMMARY, MARKDOWN = "report.html", "summary.csv", "tables.md"
 KINDS = ("png", "svg", "pdf")
@@ -139,6 +139,7 @@ def page(runs: Sequence[Run], figures: Sequence[_Figure]) -> str:
     jinja.filters["brief"] = lambda text, most=_LONGEST_CELL: short(
         _LONG_WORD.sub(lambda word: short(word[0]), text), most
     )
+    jinja.filters["full"] = full
     jinja.filters["base64"] = lambda data: b64encode(data).decode()
     drawings = [
         (label, f"{plot.title}: {plot.conditions}", to_bytes(figure, "svg", salt=name))

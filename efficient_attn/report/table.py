@@ -4,13 +4,25 @@ import csv
 import html
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
-# Characters between two cells of a terminal's table.
-_GAP = 3
+from efficient_attn.measure.variants import DENSE, UNIFORM_ATTENTION, YARDSTICK
 
-_NUMBER = re.compile(r"[-+]?\d")
+# Widest table and text of a terminal, widest name of a row, and characters between two cells.
+WIDEST, _WIDEST_NAME, _GAP = 100, 40, 2
+
+# Row of a model with its original attention.
+ORIGINAL = "original"
+
+# Cell of a value that was not measured.
+NOT_MEASURED = "–"
+
+# Marks of a cell: predicted or extrapolated in front, undecided and best behind.
+PREDICTED, UNDECIDED, BEST = "~", "?", "*"
+_NUMBER = re.compile(r"[≤>~]?[-+]?\d")
+_VALUE = re.compile(r"~?([-+]?\d[\d.]*(?:e[-+]?\d+)?)")
 
 # Characters that start a formula in a spreadsheet.
 _FORMULA = ("=", "+", "-", "@", "＝", "＋", "－", "＠", "\t", "\r", "\0")
@@ -25,12 +37,51 @@ _LONGEST_SLUG = 80
 
 
 class Table(NamedTuple):
-    """Plain text in rows, which the first column names."""
+    """Plain text in rows, which the first column names.
+
+    Attributes:
+        columns: `quantity, unit`: the heading has two rows.
+        rows: Cells; a tab separates a value from its interval, which terminals do not show.
+        best, worse: Cells (row, column) of the best values, and of those worse than uniform attention.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
+    best: tuple[tuple[int, int], ...] = ()
+    worse: tuple[tuple[int, int], ...] = ()
+
+    def compared(
+        self,
+        *,
+        errors: Collection[str] = (),
+        scores: Collection[str] = (),
+        costs: Collection[str] = (),
+        speeds: Collection[str] = (),
+    ) -> "Table":
+        """Copy with the best values of these columns marked.
+
+        Baselines have no best error or score. An error or score is marked that is worse than the one of
+        uniform attention.
+        """
+        best, worse = list(self.best), list(self.worse)
+        kinds = ((errors, min, True), (scores, max, True), (costs, min, False), (speeds, max, False))
+        for (names, best_of, quality), (column, name) in product(kinds, enumerate(self.columns)):
+            cells = ((number, row[0], _VALUE.match(row[column])) for number, row in enumerate(self.rows))
+            values = {(number, label): float(match[1]) for number, label, match in cells if match}
+            skipped = {UNIFORM_ATTENTION, *((YARDSTICK, DENSE, ORIGINAL) if quality else ())}
+            competing = [value for (_, label), value in values.items() if label not in skipped]
+            uniform = [value for (_, label), value in values.items() if label == UNIFORM_ATTENTION]
+            if name not in names or len(competing) < 2:
+                continue
+            for (number, label), value in values.items():
+                decided = not brief(self.rows[number][column]).endswith(UNDECIDED)
+                if label not in skipped and decided and value == best_of(competing):
+                    best.append((number, column))
+                if quality and uniform and value != best_of(value, uniform[0]):
+                    worse.append((number, column))
+        return self._replace(best=tuple(best), worse=tuple(worse))
 
     def renamed(self, labels: Mapping[str, str]) -> "Table":
         """Copy with {name: text} applied to the names of rows and columns."""
@@ -44,9 +95,23 @@ class Table(NamedTuple):
 def to_markdown(table: Table) -> str:
     """Table in GitHub's Markdown, with numbers aligned to the right."""
     rules = tuple("---:" if right else "---" for right in right_aligned(table))
-    cells = [[markdown_cell(cell) for cell in row] for row in (table.columns, *table.rows)]
+    cells = [[markdown_cell(full(cell)) for cell in row] for row in (table.columns, *table.rows)]
+    for marked, mark in ((table.best, "**"), (table.worse, "*")):
+        for row, column in marked:
+            cells[row + 1][column] = f"{mark}{cells[row + 1][column]}{mark}"
     body = "\n".join(f"| {' | '.join(row)} |" for row in (cells[0], rules, *cells[1:]))
     return "\n\n".join([f"**{markdown_cell(table.title)}**", body, *map(markdown_line, table.notes)])
+
+
+def brief(cell: str) -> str:
+    """The value of a cell without its interval."""
+    return plain(cell.partition("\t")[0])
+
+
+def full(cell: str) -> str:
+    """The value of a cell with its interval in brackets."""
+    value, _, interval = cell.partition("\t")
+    return f"{value} ({interval})" if interval else value
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -61,46 +126,139 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def to_html(table: Table) -> str:
     """Table for a notebook, every text escaped."""
-    head = "".join(f"<th>{html.escape(plain(name))}</th>" for name in table.columns)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(plain(cell))}</td>' for cell in row)}</tr>" for row in table.rows
-    )
+    head = "".join(f"<th>{html.escape(plain(name)).replace(', ', '<br>', 1)}</th>" for name in table.columns)
+    body = ""
+    for number, row in enumerate(table.rows):
+        cells = [html.escape(plain(full(cell))) for cell in row]
+        for column, cell in enumerate(cells):
+            bold = f"<b>{cell}</b>" if (number, column) in table.best else cell
+            cells[column] = (
+                f"<td>{f'<small>{bold}</small>' if (number, column) in table.worse else bold}</td>"
+            )
+        body += f"<tr>{''.join(cells)}</tr>"
     notes = "".join(f"<p>{html.escape(plain(note))}</p>" for note in table.notes)
     caption = html.escape(plain(table.title))
     return f"<table><caption>{caption}</caption><tr>{head}</tr>{body}</table>{notes}"
 
 
+def constants(table: Table) -> dict[int, str]:
+    """{column: value} of the columns that are alike in all of several rows."""
+    columns = [*zip(*table.rows, strict=True)] if len(table.rows) > 1 else []
+    values = {
+        number: {brief(cell) or NOT_MEASURED for cell in cells}
+        for number, cells in enumerate(columns)
+        if number
+    }
+    return {number: next(iter(cells)) for number, cells in values.items() if len(cells) == 1}
+
+
 def to_rich(table: Table, width: int) -> Any:
     """Table for a terminal, with columns that do not fit in blocks below, which repeat the rows' names."""
     from rich import box
-    from rich.cells import cell_len
     from rich.console import Group
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    right = right_aligned(table)
-    cells = [[plain(cell) for cell in column] for column in zip(table.columns, *table.rows, strict=True)]
-    rows = [*zip(*(texts[1:] for texts in cells), strict=True)]
-    # The fewest columns that tell the rows apart name them, if they leave room for others.
-    distinct = (count for count in range(1, len(cells)) if len({row[:count] for row in rows}) == len(rows))
-    widths = [max(map(cell_len, texts)) + _GAP for texts in cells]
-    names = [*range(next(distinct, 1))]
-    names = names if sum(widths[number] for number in names) <= width // 2 else [0]
-    blocks = [[*names]]
-    for number in range(len(names), len(cells)):
-        if blocks[-1] != names and sum(widths[column] for column in (*blocks[-1], number)) > width + 1:
-            blocks.append([*names])
-        blocks[-1].append(number)
-    drawn: list[Any] = [Text(plain(table.title), style="bold")]
-    for block in blocks:
-        part = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+    layout = layout_of(table, width)
+    drawn: list[Any] = [
+        Text(plain(table.title), style="bold"),
+        *map(Text, dropped_words(table, layout.dropped)),
+    ]
+    for block in layout.blocks:
+        part = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for number in block:
-            head = Text(cells[number][0])
-            part.add_column(head, justify="right" if right[number] else "left", overflow="fold")
-        for row in rows:
-            part.add_row(*(Text(row[number]) for number in block))
+            # Rich would strip the spaces that leave room for marks.
+            head = Text(layout.heads[number], justify="right" if layout.right[number] else "left")
+            part.add_column(head, overflow="fold", width=layout.widths[number] - _GAP)
+        for line, row in enumerate(layout.rows):
+            styles = [
+                "dim" if (line, number) in table.worse else "bold" if (line, number) in table.best else ""
+                for number in block
+            ]
+            part.add_row(*(Text(row[number], style) for number, style in zip(block, styles, strict=True)))
         drawn.append(part)
     return Group(*drawn)
+
+
+class Layout(NamedTuple):
+    """Texts of a table in a terminal, and columns in blocks from top to bottom.
+
+    Attributes:
+        dropped: Columns that are alike in all rows: always if not measured, else if the table is too wide.
+    """
+
+    heads: list[str]
+    right: list[bool]
+    rows: list[tuple[str, ...]]
+    widths: list[int]
+    dropped: list[int]
+    blocks: list[list[int]]
+
+
+def layout_of(table: Table, width: int) -> Layout:
+    """Layout within a width, at most 100 columns."""
+    from rich.cells import cell_len
+
+    width = min(width, WIDEST)
+    heads, right = [plain(name).replace(", ", "\n", 1) for name in table.columns], right_aligned(table)
+    columns = _texts(table, right)
+    widths = [
+        max(map(cell_len, (*head.split("\n"), *cells))) + _GAP
+        for head, cells in zip(heads, columns, strict=True)
+    ]
+    # Names are wrapped between words.
+    longest_word = max(cell_len(word) for name in (heads[0], *columns[0]) for word in name.split() or [""])
+    widths[0] = min(widths[0], max(_WIDEST_NAME, longest_word) + _GAP)
+    alike = constants(table)
+    dropped = [number for number, value in alike.items() if value == NOT_MEASURED or sum(widths) > width + 1]
+    dropped = dropped if len(dropped) + 1 < len(heads) else []
+    for number, cells in enumerate(columns):
+        spaces = [" " * (right[number] * (widths[number] - _GAP - cell_len(cell))) for cell in cells]
+        columns[number] = [space + cell for space, cell in zip(spaces, cells, strict=True)]
+    rows = [*zip(*columns, strict=True)]
+    order = [number for number in range(len(heads)) if number not in dropped]
+    return Layout(heads, right, rows, widths, dropped, _blocks(order, rows, widths, width))
+
+
+def _texts(table: Table, right: Sequence[bool]) -> list[list[str]]:
+    """Values by column, with marks that leave digits below digits."""
+    columns = []
+    for column, aligned in enumerate(right):
+        cells = [brief(row[column]) for row in table.rows]
+        cells = [cell + BEST * ((number, column) in table.best) for number, cell in enumerate(cells)]
+        marks = [len(cell) - len(cell.rstrip(UNDECIDED + BEST)) for cell in cells]
+        most = max(marks, default=0) if aligned else 0
+        columns.append([cell + " " * (most - count) for cell, count in zip(cells, marks, strict=True)])
+    return columns
+
+
+def dropped_words(table: Table, dropped: Sequence[int]) -> list[str]:
+    """Lines above a table that name the columns which it leaves out."""
+    alike, names = constants(table), {number: plain(table.columns[number]) for number in dropped}
+    unmeasured = [name.partition(", ")[0] for number, name in names.items() if alike[number] == NOT_MEASURED]
+    same = [f"{name} {alike[number]}" for number, name in names.items() if alike[number] != NOT_MEASURED]
+    lines = (("Not measured", unmeasured), ("In all rows", same))
+    return [f"{words}: {'; '.join(parts)}." for words, parts in lines if parts]
+
+
+def _blocks(
+    order: Sequence[int], rows: Sequence[Sequence[str]], widths: Sequence[int], width: int
+) -> list[list[int]]:
+    """Columns side by side in as many blocks as needed, each with the names of the rows."""
+    # The fewest columns that tell the rows apart name them, if they leave room for others.
+    distinct = (
+        count
+        for count in range(1, len(order))
+        if len({tuple(row[number] for number in order[:count]) for row in rows}) == len(rows)
+    )
+    names = [*order[: next(distinct, 1)]]
+    names = names if sum(widths[number] for number in names) <= width // 2 else [0]
+    blocks = [[*names]]
+    for number in order[len(names) :]:
+        if blocks[-1] != names and sum(widths[column] for column in (*blocks[-1], number)) > width:
+            blocks.append([*names])
+        blocks[-1].append(number)
+    return blocks
 
 
 def right_aligned(table: Table) -> list[bool]:

@@ -1,24 +1,26 @@
 """Numbers, conditions and notes in words, as several studies show them."""
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from efficient_attn.measure.record import Case, Record
+from efficient_attn.report.table import PREDICTED, UNDECIDED, brief
 from efficient_attn.stats.estimates import Typical
 
 # Inputs of earlier runs, longer than any text the model has read.
 CONCATENATED = "stitched"
 CONCATENATED_NOTE = (
-    "Concatenated documents: q, k and v of four texts of 512 tokens each, read one by one and laid end to "
-    "end. Attention across their borders is no attention of the model."
+    "Concatenated documents: q, k and v of four texts of 512 tokens each. The model never attended across "
+    "their borders."
 )
 QUEUED_NOTE = (
-    "Device time: queued calls, which wait for no launch, with a {} L2 cache. Time: single calls on an idle "
-    "device, launches included."
+    "Device time: queued calls without launch time, with a {} L2 cache. Time: single calls on an idle "
+    "device, with launch time."
 )
 
 READ_NOTE = (
-    "keys read: share of the visible keys that queries read one by one. weight read: softmax weight of exact "
+    "keys read: share of the visible keys that each query reads. weight read: softmax weight of exact "
     "attention on these keys."
 )
 
@@ -26,6 +28,10 @@ READ_NOTE = (
 _INPUTS = {CONCATENATED: "concatenated documents", "decoder": "causal decoder"}
 # An interval wider than this share of the median to either side is shown.
 _NOISY = 0.1
+# A median whose interval reaches further than this factor decides nothing.
+_WIDE = 3
+# An interval with a larger half-width, relative to its value, is far from symmetric.
+_UNEVEN = 0.35
 
 
 def show_error(value: float) -> str:
@@ -40,33 +46,97 @@ def three_digits(value: float) -> str:
     return f"{value:.{2 if value < 10 else 1}f}" if value >= 1 else f"{value:.3g}"
 
 
+def rounded(value: float, low: float | None = None, high: float | None = None) -> str:
+    """Value without digits that its interval leaves open, at most three."""
+    if low is None or high is None or not 0 < high - low < math.inf:
+        return three_digits(value)
+    half_width = min((high - low) / 2, abs(value))
+    last = max(math.floor(math.log10(half_width)), math.floor(math.log10(abs(value))) - 2)
+    return f"{round(value, -last):.{max(-last, 0)}f}"
+
+
+def is_wide(value: float, low: float | None, high: float | None) -> bool:
+    """Whether an interval reaches beyond a third or three times the value."""
+    return low is not None and high is not None and (high > _WIDE * value or _WIDE * low < value)
+
+
+def edges(
+    points: Iterable[tuple[float | None, float | None, float | None]],
+) -> tuple[tuple[float | None, ...], tuple[float | None, ...]]:
+    """Edges of the band around (value, low, high), with gaps where an interval is too wide to draw."""
+    pairs = [
+        (None, None) if value is not None and is_wide(value, low, high) else (low, high)
+        for value, low, high in points
+    ]
+    return tuple(low for low, _ in pairs), tuple(high for _, high in pairs)
+
+
+def interval_words(value: float, low: float | None, high: float | None) -> str:
+    """`5.5 to 12`, or that the interval is wider than a factor of 3."""
+    if low is None or high is None:
+        return ""
+    if is_wide(value, low, high):
+        return f"interval beyond ×{_WIDE}"
+    return f"{rounded(low, low, value)} to {rounded(high, value, high)}"
+
+
 def show_spread(value: float, low: float | None, high: float | None, *, unit: float) -> str:
-    """Value in the unit, with a wide interval's half-width in percent."""
-    text = three_digits(value / unit)
-    if low is None or high is None or not value:
+    """Cell of a value in the unit, with a wide interval."""
+    value, low, high = value / unit, low and low / unit, high and high / unit
+    text = rounded(value, low, high)
+    if low is None or high is None or not value or max(high - value, value - low) <= _NOISY * value:
         return text
-    spread = max(high - value, value - low) / value
-    return f"{text} ±{spread:.0%}" if spread > _NOISY else text
+    return f"{text}{UNDECIDED if is_wide(value, low, high) else ''}\t{interval_words(value, low, high)}"
 
 
 def show_ratio(ratio: Typical) -> str:
-    """`3.10x`, with an interval that is wide or contains 1."""
-    text = f"{three_digits(ratio.median)}x"
-    if ratio.low is None or ratio.high is None:
-        return text
-    telling = ratio.side_of_one and ratio.high - ratio.low <= 2 * _NOISY * ratio.median
-    return text if telling else f"{text} ({three_digits(ratio.low)} to {three_digits(ratio.high)})"
+    """Cell `3.1×` with its interval, undecided if it is wide or contains 1."""
+    decided = ratio.low is None or (ratio.side_of_one and not is_wide(*ratio[:3]))
+    text = f"{rounded(*ratio[:3])}×{'' if decided else UNDECIDED}"
+    return "\t".join(filter(None, (text, interval_words(*ratio[:3]))))
+
+
+def compared(ratio: Typical) -> str:
+    """`8 ± 3 times faster`, `3.9 times slower`, or an undecided ratio with its interval."""
+    value, low, high = ratio[:3]
+    if low is not None and high is not None and not ratio.side_of_one:
+        return f"undecided, {rounded(value, low, high)}× the speed ({interval_words(value, low, high)})"
+    slower = value < 1
+    value, low, high = inverse(ratio)[:3] if slower else ratio[:3]
+    text = f"times {'slower' if slower else 'faster'}"
+    if low is None or high is None:
+        return f"{rounded(value)} {text}"
+    half_width = (high - low) / 2
+    if half_width > _UNEVEN * value:
+        return f"{rounded(value, low, high)} {text} ({interval_words(value, low, high)})"
+    return f"{rounded(value, low, high)} ± {half_width:.1g} {text}"
+
+
+def inverse(ratio: Typical) -> Typical:
+    """Slow-down of a speed-up, with its interval."""
+    low, high = (edge and 1 / edge for edge in (ratio.high, ratio.low))
+    return Typical(1 / ratio.median, low, high, ratio.samples)
 
 
 def show_growth(power: Typical | None) -> str:
-    """`n^1.98 (1.95 to 2.01)`, `unclear` for an interval wider than 1, or nothing."""
+    """Cell `n^2.0` with its interval, undecided for one wider than 1, or nothing."""
     if power is None:
         return ""
     low, high = power.low or 0.0, power.high or 0.0
     if high - low > 1:
-        return "unclear"
-    text = f"n^{power.median:.2f}"
-    return text if low == high else f"{text} ({low:.2f} to {high:.2f})"
+        return UNDECIDED
+    text = f"n^{power.median:.{1 if high - low > _NOISY else 2}f}"
+    return text if low == high else f"{text}\t{low:.2f} to {high:.2f}"
+
+
+def mark_notes(rows: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """A line on the marks of cells, where there are any."""
+    cells = [brief(cell) for row in rows for cell in row[1:]]
+    notes = [
+        *([f"{PREDICTED}: predicted or extrapolated."] * any(cell.startswith(PREDICTED) for cell in cells)),
+        *([f"{UNDECIDED}: undecided, interval too wide."] * any(cell.endswith(UNDECIDED) for cell in cells)),
+    ]
+    return (" ".join(notes),) if notes else ()
 
 
 def describe(inputs: str) -> str:
@@ -108,7 +178,11 @@ def heading(case: Case) -> str:
 def failure_notes(records: Iterable[Record]) -> tuple[str, ...]:
     """Lines on failed measurements, each backend and reason once."""
     failed = [record for record in records if record.status != "ok"]
-    return tuple(dict.fromkeys(f"{r.case.label}: {r.status}: {r.reason}" for r in failed))
+    unaffordable = [r for r in failed if r.status == "skipped" and "--budget" in (r.reason or "")]
+    notes = dict.fromkeys(f"{r.case.label}: {r.status}: {r.reason}" for r in failed if r not in unaffordable)
+    count = len(unaffordable)
+    skipped = f"{count} point{'s' * (count > 1)} skipped (budget). Continue: --resume with a larger --budget."
+    return (*notes, skipped) if count else (*notes,)
 
 
 def calibration_note(records: Iterable[Record]) -> tuple[str, ...]:
@@ -116,4 +190,4 @@ def calibration_note(records: Iterable[Record]) -> tuple[str, ...]:
     inputs = {record.case.label: record.calibrated_on for record in records if record.calibrated_on}
     if not inputs:
         return ()
-    return (f"Calibrated on {next(iter(inputs.values()))}, outside the time: {', '.join(inputs)}.",)
+    return (f"Calibrated on {next(iter(inputs.values()))} (not timed): {', '.join(inputs)}.",)

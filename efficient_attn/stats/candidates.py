@@ -42,7 +42,7 @@ def exact_operations(case: Case) -> int:
 
 
 def operations_sentence(records: Sequence[Record]) -> str | None:
-    """Approximations that save few operations or none at the length measured."""
+    """Approximations with nearly as many operations as exact attention, or more."""
     shares = {
         record.case.label: share
         for record in records
@@ -52,8 +52,7 @@ def operations_sentence(records: Sequence[Record]) -> str | None:
     }
     if not shares:
         return None
-    names = ", ".join(f"{label} ({shares[label]:.2f}x)" for label in sorted(shares, key=shares.__getitem__))
-    return (
-        f"Approximations that save few operations or none at {records[0].case.tokens} tokens "
-        f"(exact attention = 1): {names}."
+    names = ", ".join(
+        f"{label} {100 * shares[label]:.0f} %" for label in sorted(shares, key=shares.__getitem__)
     )
+    return f"Few or no operations saved at {records[0].case.tokens} tokens (exact: 100 %): {names}."

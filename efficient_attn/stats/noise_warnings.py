@@ -19,14 +19,23 @@ _DRIFTED = 0.15
 # Share of the time above which threads that wait for a processor are reported.
 _WAITED = 0.05
 
+# Shares of all cores taken by others, and of a median on one side of its interval, that are reported.
+_LOADED, _NOISY = 0.1, 0.1
+
 # Number of points that are named; further points are only counted.
 _NAMED = 3
 
 # NVML's throttle reasons 4 and 128, power; 8, hardware; 32 and 64, heat.
 _SLOWED = 4 | 8 | 32 | 64 | 128
 
-_ROUNDS = "more --rounds would settle it."
-_THREADS = "use fewer --threads, or an idle machine."
+_ROUNDS = "Rerun with more --rounds."
+_THREADS = "Rerun on an idle machine or with fewer --threads."
+
+
+def remedy(environment: Mapping[str, Any] | None) -> str:
+    """Background load of a run, if any, and what would settle an undecided comparison."""
+    load = max((sum(_number(run, name) for name, *_ in _LOADS) for run in _runs(environment)), default=0.0)
+    return f"Background load {100 * load:.0f} %. {_THREADS}" if load > _LOADED else _ROUNDS
 
 
 def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
@@ -38,24 +47,35 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
     ]
     if not timed:
         return []
+    widths = [_half_width(record) for record in timed]
+    noisy = sum(width > _NOISY for width in widths)
     sentences = []
+    if noisy:
+        widest = f"up to ±{100 * max(widths):.0f} %" if max(widths) < 1 else "some wider than ×2"
+        text = f"{noisy} of {len(timed)} timings are noisy (95 % intervals {widest})."
+        # A load has a sentence of its own.
+        sentences.append(f"{text} {_ROUNDS}" if remedy(environment) == _ROUNDS else text)
     for share, limit, text in _SIGNS:
         above = [(record, value) for record in timed if (value := share(record)) > limit]
         if above:
             sentences.append(text.format(_names([record for record, _ in above]), max(v for _, v in above)))
-    listed = (environment or {}).get(DURING)
-    runs = [run for run in listed if isinstance(run, Mapping)] if isinstance(listed, list) else []
+    runs = _runs(environment)
     for name, limit, text in _LOADS:
         taken = max((_number(run, name) for run in runs), default=0.0)
         if taken > limit:
-            load = text.format(taken)
-            sentences.append(f"Background load: {load}: times are longer and less certain; {_THREADS}")
+            sentences.append(f"Background load {text.format(100 * taken)}. {_THREADS}")
     loops = [(_number(run, "loop_before_s"), _number(run, "loop_after_s")) for run in runs]
     drift = max((after_s / before_s - 1 for before_s, after_s in loops if before_s and after_s), default=0.0)
     if drift > _DRIFTED:
-        text = f"Clock drift: a fixed loop took {drift:.0%} longer after the run than before it; {_ROUNDS}"
-        sentences.append(text)
+        text = f"Clock drift: a fixed loop took {100 * drift:.0f} % longer after the run than before."
+        sentences.append(f"{text} {_ROUNDS}")
     return sentences
+
+
+def _runs(environment: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Conditions during each run; entries that make no sense are ignored."""
+    listed = (environment or {}).get(DURING)
+    return [run for run in listed if isinstance(run, Mapping)] if isinstance(listed, list) else []
 
 
 def _names(records: Sequence[Record]) -> str:
@@ -94,20 +114,19 @@ def _number(run: Mapping[str, Any], name: str) -> float:
 
 # Shares of records, their limits, and sentences; typical comparisons look for a few percent.
 _SIGNS: tuple[tuple[Callable[[Record], float], float, str], ...] = (
-    (_half_width, 0.1, f"Noisy: the interval of {{}} reaches {{:.0%}} from the median; {_ROUNDS}"),
     (
         _waiting,
         _WAITED,
-        f"CPU contention: threads of {{}} waited for a processor up to {{:.0%}} of the time; {_THREADS}",
+        f"CPU contention: threads of {{}} waited for a processor up to {{:.0%}} of the time. {_THREADS}",
     ),
     (
         lambda record: (record.throttle_reasons or 0) & _SLOWED,
         0,
-        "Throttled GPU: power, heat or hardware held its clocks down after {} (reasons {:#x}); cool it, or "
-        "lock its clocks.",
+        "Throttled GPU: power, heat or hardware lowered its clocks after {} (reasons {:#x}). Cool it or lock "
+        "its clocks.",
     ),
 )
 _LOADS = (
-    ("others_share", 0.1, "other processes took {:.0%} of all cores during the run"),
-    ("stolen_share", 0.02, "the host gave {:.0%} of all cores to other virtual machines"),
+    ("others_share", _LOADED, "{:.0f} % (other processes)"),
+    ("stolen_share", 0.02, "{:.0f} % (other virtual machines)"),
 )

@@ -129,7 +129,7 @@ class Diff:
         verdicts = [f"{counts[verdict]} {verdict}" for verdict in (*_ORDER, UNCHANGED) if counts[verdict]]
         sentences = [f"Of {len(comparison.changes)} comparisons: {', '.join(verdicts)}."] if verdicts else []
         if any(change.quantity == "time_s" and change.ratio for change in comparison.of(UNCLEAR)):
-            sentences.append("Unclear times may be chance; more --rounds in both runs would settle it.")
+            sentences.append("Unclear times may be chance. Rerun both with more --rounds.")
         units = {change.over for change in comparison.changes if change.low is not None}
         sentences += [_MODELS[unit].format(*comparison.runs) for unit in _MODELS if unit in units]
         if comparison.correlation and "rounds" in units:

@@ -117,7 +117,7 @@ class Engine:
             return []
         rest = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
         count = f"{len(missing)} of {self._done + len(missing)} points"
-        return [f"Not measured: {count}, of {', '.join(labels[:_NAMED])}{rest}; --resume measures them."]
+        return [f"{count} not measured ({', '.join(labels[:_NAMED])}{rest}). Continue: --resume."]
 
     def _answer(self, request: Request) -> Any:
         if isinstance(request, Point):
@@ -184,8 +184,7 @@ class Engine:
         if reason is None and (needed_s > left_s or (point.cost and not left_s)):
             self._refuse_too_short(point)
             budget = f"of the budget of {show_seconds(self._budget_s)}"
-            reason = f"would take about {show_seconds(needed_s)}, {show_seconds(left_s)} {budget} are left"
-            reason = f"{reason if left_s else f'nothing {budget} is left'} {OVER_BUDGET}"
+            reason = f"needs {show_seconds(needed_s)}, {show_seconds(left_s)} {budget} left {OVER_BUDGET}"
         if reason is not None:
             self._emit(point, Record(case=point.case, status="skipped", reason=reason))
         return reason is not None
@@ -232,12 +231,18 @@ class Engine:
             remaining_s = self._durations.remaining_s(
                 (left, rounds[key] if left.rounds else 1) for key, left in self._missing.items()
             )
+            left_s = max(self._left_s(), 0.0)
+            missing = [*self._missing.values()]
+            upcoming = [left.title for left in missing if left.case.kind == point.case.kind]
             self._report(
                 Progress(
                     done=self._done,
                     total=self._done + len(self._missing),
-                    remaining_s=min(remaining_s, max(self._left_s(), 0.0)),
+                    remaining_s=min(remaining_s, left_s),
                     outcome=f"{point.title}: {record.status}",
                     record=record,
+                    range_s=self._durations.range_s(remaining_s, left_s),
+                    spent=None if math.isinf(left_s) else 1 - left_s / (self._budget_s - self._saving_s),
+                    current=next(iter([*upcoming, *(left.title for left in missing)]), ""),
                 )
             )

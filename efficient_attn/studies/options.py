@@ -12,7 +12,7 @@ from efficient_attn.measure.variants import parse_settings
 from efficient_attn.studies.study import Option
 
 # Everybody should know this before naming a file of somebody else.
-RUNS_CODE = "Such a file is run with your rights."
+RUNS_CODE = "The file is executed."
 MODEL_HELP = (
     f"Folder of a transformers model, or FILE.py:function that makes a model with its inputs. {RUNS_CODE}"
 )

@@ -11,15 +11,12 @@ from typing import Any
 from efficient_attn.measure.quantities import FIELDS, QUANTITIES
 from efficient_attn.measure.record import Record
 from efficient_attn.report.figures import Plot
-from efficient_attn.report.table import Table
+from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import failure_notes, show_ratio, show_spread, three_digits
 from efficient_attn.stats.estimates import call_time, on_device, time_ratio
 
 Environment = Mapping[str, Any]
 Plots = dict[str, Plot]
-
-# Cell of a value that was not measured.
-NOT_MEASURED = "–"
 
 
 def view_of(module: Any) -> Any:
@@ -35,7 +32,7 @@ def cost_cells(
     if timed is not None:
         time = show_spread(*call_time(timed)[:3], unit=1e-3)
     if timed is not None and reference is not None:
-        speed = "1" if timed is reference else show_ratio(time_ratio(timed, reference))
+        speed = "1×" if timed is reference else show_ratio(time_ratio(timed, reference))
     if peak_bytes is not None:
         peak = three_digits(peak_bytes / 2**20)
     return time, speed, peak

@@ -68,7 +68,7 @@ def test_the_plan_of_every_length_is_verified_on_other_inputs_and_reproduced_by_
     assert list(verified) == [12, 20]
     assert {record.case.inputs for record in verified.values()} == {"models.py:make_lengths, held out"}
     sentence, code = results.sentences()
-    assert sentence.startswith("Faster from 12 tokens") and "At 12 tokens 2.00x as fast" in sentence
+    assert sentence.startswith("Faster from 12 tokens") and "At 12 tokens 2.0 ± 0.2 times faster" in sentence
     assert f"{backend}(" in sentence and "in layers 0–1" in sentence
     assert f'efficient_attn.intercept.replace(model, "{PLAN}", example=' in code
     (folder / PLAN).write_text(results.files()[PLAN])

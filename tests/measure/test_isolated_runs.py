@@ -118,7 +118,7 @@ def test_an_ended_run_keeps_every_row_it_told_of_and_leaves_no_process(seed, num
     process.send_signal(getattr(signal, number))
     assert soon(lambda: all(map(gone, helpers)), within_s=GONE_S)
     out, err = process.communicate(timeout=ENOUGH_S)
-    assert process.returncode == code and out.splitlines()[-1] == "out" and "Traceback" not in err
+    assert process.returncode == code and out.splitlines()[-1] == "out/report.html" and "Traceback" not in err
     reading = read("out/records.jsonl")
     cases = [record.case for record in reading.records]
     assert not reading.torn and len(set(cases)) == len(cases)

@@ -45,7 +45,7 @@ REFUSED = [
     (read_activations, {"path": "absent.safetensors"}, DataError, "Cannot read absent.* No such file"),
     (read, {"path": "nothing"}, DataError, "Cannot read records from nothing: No such file"),
     (select, {"backends": ["performer-trg"]}, UnknownNameError, "called 'performer-trg'. Did you mean"),
-    (select, {"backends": ["softmax"]}, UnknownNameError, "Here it is 'exact'"),
+    (select, {"backends": ["softmax"]}, UnknownNameError, "Called 'exact' in this package"),
     (select, {"backends": ["exact", "exact"]}, OptionError, "Two of the backends are called 'exact'"),
     (select, {"backends": ["nowhere.py:f"]}, AttentionError, "nowhere.py"),
     *(

@@ -33,14 +33,14 @@ KINDS = pytest.mark.parametrize(
 
 # How calls follow each other depends on no option: test_conformance.py checks it.
 OF_CALLS = {
-    "a_hundred_calls_leave_no_trace",
+    "no_state_between_calls",
     "compiled_it_is_the_same",
     "every_sequence_is_its_single_call",
     "hundreds_of_calls_wear_nothing_out",
     "no_call_leaves_bytes_behind",
     "tensors_are_read_anew",
     "threads_do_not_disturb_each_other",
-    "what_is_frozen_changes_no_gradient",
+    "frozen_inputs",
 }
 
 

@@ -13,7 +13,7 @@ from efficient_attn.studies.results import read
 STEADY = (1.0, 1.001, 1.002, 1.003, 1.002, 1.001, 1.0)
 QUIET = {"others_share": 0.01, "stolen_share": 0.0, "loop_before_s": 1e-3, "loop_after_s": 1.05e-3}
 THROTTLED = (
-    "Throttled GPU: power, heat or hardware held its clocks down after window at 256 tokens (reasons {:#x})"
+    "Throttled GPU: power, heat or hardware lowered its clocks after window at 256 tokens (reasons {:#x})"
 )
 
 
@@ -40,13 +40,13 @@ REMARKS = {
     "noisy": (
         [record(STEADY * 3 + tuple(1.3 * time_s for time_s in STEADY))],
         {},
-        ["Noisy: the interval of window at 256 tokens reaches 70% from the median; more --rounds"],
+        ["1 of 1 timings are noisy (95 % intervals up to ±70 %). Rerun with more --rounds."],
     ),
     # A fifth of the time of two threads, 28 calls of about a second each.
     "waiting": (
         [record(waited_s=0.2 * 2 * sum(STEADY * 4))],
         {},
-        ["CPU contention: threads of window at 256 tokens waited for a processor up to 20% of the time; use"],
+        ["CPU contention: threads of window at 256 tokens waited for a processor up to 20% of the time."],
     ),
     "many points": (POINTS, {}, ["CPU contention: threads of window at 16, 32, 64 tokens and 1 more point"]),
     "one thread": ([record(threads=1, waited_s=50.0)], {}, []),
@@ -56,9 +56,21 @@ REMARKS = {
         f"throttled, {reason}": ([on_gpu(throttle_reasons=1 | reason)], {}, [THROTTLED.format(reason)])
         for reason in (4, 8, 32, 64, 128)
     },
-    "load": ([record()], {"others_share": 0.3}, ["Background load: other processes took 30% of all cores"]),
-    "stolen": ([record()], {"stolen_share": 0.1}, ["Background load: the host gave 10% of all cores to"]),
-    "drift": ([record()], {"loop_after_s": 1.2e-3}, ["Clock drift: a fixed loop took 20% longer after"]),
+    "load": (
+        [record()],
+        {"others_share": 0.3},
+        ["Background load 30 % (other processes). Rerun on an idle machine"],
+    ),
+    "stolen": (
+        [record()],
+        {"stolen_share": 0.1},
+        ["Background load 10 % (other virtual machines). Rerun on an idle machine"],
+    ),
+    "drift": (
+        [record()],
+        {"loop_after_s": 1.2e-3},
+        ["Clock drift: a fixed loop took 20 % longer after the run than before. Rerun"],
+    ),
 }
 
 
@@ -87,5 +99,5 @@ def test_doubts_are_in_the_notes_of_a_run_and_again_when_its_files_are_read(
     results = bench(
         ["window"], seq_lens=16, num_heads=2, head_dim=8, isolate="none", error=False, out=tmp_path
     )
-    loaded = [note for note in results.notes if note.startswith("Background load: other processes took")]
+    loaded = [note for note in results.notes if note.startswith("Background load")]
     assert loaded and set(loaded) <= set(read(tmp_path).notes) <= set(results.notes)

@@ -11,11 +11,12 @@ from efficient_attn.errors import DataError
 from efficient_attn.limits import read_object
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
-from efficient_attn.report.text import show_ratio
+from efficient_attn.report.text import compared, rounded
 from efficient_attn.stats.estimates import Typical, time_ratio
+from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS, RANDOM_HEADS, RETRIEVAL, SLIDING
-from efficient_attn.studies.swap.analysis import KL, MEAN_POOL, NAMES, OUTPUT_COSINE
-from efficient_attn.studies.swap.view import show_quantity
+from efficient_attn.studies.swap.analysis import KL, MEAN_POOL, OUTPUT_COSINE
+from efficient_attn.studies.swap.view import quantity_words
 from efficient_attn.studies.view import Environment
 
 # Name of the file that `attach` and `intercept.replace` take.
@@ -145,7 +146,7 @@ def _outcome_of_heads(tokens: int, records: Sequence[Record], targets: Targets) 
     text += (
         f", with {plan.streaming_heads} of {plan.key_heads} key heads streaming{ranked}: "
         f"loss {plan.loss_difference:+.4f} ± {_UPPER * plan.loss_difference_error:.4f} nats, "
-        f"divergence {plan.next_token_kl:.2g}, recall of copies {_show_recall(plan)}"
+        f"divergence {plan.next_token_kl:.2g}, copy recall {_show_recall(plan)}"
     )
     chance = next((record for record in reversed(plans) if record.case.label == RANDOM_HEADS), None)
     if chance is not None and _is_measured(chance):
@@ -175,7 +176,7 @@ def _bound_text(speeds: Mapping[str, Typical]) -> str:
     if bound is None:
         return ""
     share = max(1 - 1 / (bound.median or 1.0), 0.0)
-    return f"; attention takes {share:.0%} of the time, so at most {show_ratio(bound)}"
+    return f"; attention takes {100 * share:.0f} % of the time, so at most {rounded(*bound[:3])}×"
 
 
 def _is_measured(plan: Record) -> bool:
@@ -197,13 +198,13 @@ def _outcome(tokens: int, records: Sequence[Record], quantity: str, limit: float
     if plan is not None and layers and loss is not None:
         lossless = speeds.get(LOSSLESS) if {*layers.values()} == {SLIDING} else None
         side, text = _verification(plan, records, lossless, misses=loss > limit)
-        text += f", {NAMES[quantity]} {show_quantity(quantity, loss)}, with {in_ranges(layers)}"
+        text += f", {quantity_words(quantity, loss)}, with {in_ranges(layers)}"
     elif layers == {}:
         side, text = -1, "no plan"
     elif plan is None and bound is not None and bound.low is not None and bound.low <= 1:
-        side, text = min(bound.side_of_one, 0), "no attention is clearly faster"
+        side, text = min(bound.side_of_one, 0), "even uniform attention is not clearly faster"
     if LOSSLESS in speeds:
-        text += f"; with windows in its sliding layers alone {show_ratio(speeds[LOSSLESS])}"
+        text += f"; with windows in its sliding layers alone {compared(speeds[LOSSLESS])}"
     text += "" if side == 1 else _bound_text(speeds)
     losses = [
         (value, record.case.label)
@@ -214,7 +215,7 @@ def _outcome(tokens: int, records: Sequence[Record], quantity: str, limit: float
     ]
     if losses and not layers:
         value, label = min(losses)
-        text += f"; nearest: {label} in all layers, {NAMES[quantity]} {show_quantity(quantity, value)}"
+        text += f"; nearest: {label} in all layers, {quantity_words(quantity, value)}"
     return Outcome(tokens, side, text, plan)
 
 
@@ -230,7 +231,8 @@ def _verification(
     gain = time_ratio(planned[-1], models[-1]) if models and planned else lossless
     if gain is None:
         return None, "not timed"
-    return gain.side_of_one, f"{'' if gain.side_of_one else 'undecided: '}{show_ratio(gain)} as fast"
+    open_ = "undecided: " if gain.low is None else ""
+    return gain.side_of_one, f"{open_}{compared(gain)}"
 
 
 def model_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
@@ -239,6 +241,7 @@ def model_sentences(records: Sequence[Record], environment: Environment) -> list
     faster = [outcome for outcome in outcomes if outcome.side == 1]
     # A plan pays from the first of the last lengths that all have one.
     lasting = list(takewhile(lambda outcome: outcome.side == 1, reversed(outcomes)))
+    settled = ""
     if lasting:
         text = f"Faster from {lasting[-1].tokens} tokens"
     elif faster:
@@ -246,11 +249,11 @@ def model_sentences(records: Sequence[Record], environment: Environment) -> list
     elif outcomes and all(outcome.side == -1 for outcome in outcomes):
         text = "Nothing is faster on this machine: stay with exact"
     else:
-        text = "Nothing is known to be faster"
-    text = f"{text} ({NAMES[quantity]} {show_quantity(quantity, limit)})."
+        text, settled = "Undecided", f" {remedy(environment)}"
+    text = f"{text} ({quantity_words(quantity, limit)})."
     for outcome in outcomes:
         text += f" At {outcome.tokens} tokens {outcome.text}."
-    text += skipped_note(records)
+    text += settled + skipped_note(records)
     return [text, _in_python(faster[-1], environment)] if faster else [text]
 
 
@@ -317,4 +320,8 @@ def skipped_note(records: Sequence[Record]) -> str:
     """A remark on points that did not fit; empty if all did."""
     # Of a resumed run the skipped plan may be another plan than the measured one.
     count = sum(record.status == "skipped" for record in records if record.case.backend != PLAN)
-    return f" {count} points did not fit: --resume with a larger --budget measures them." if count else ""
+    return (
+        f" {count} point{'s' * (count > 1)} skipped (budget). Continue: --resume with a larger --budget."
+        if count
+        else ""
+    )

@@ -17,17 +17,20 @@ from efficient_attn.report.figures import (
     baseline_style,
     line_styles,
 )
-from efficient_attn.report.table import Table
+from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table, brief
 from efficient_attn.report.text import (
     calibration_note,
+    compared,
     describe,
     failure_notes,
+    mark_notes,
     setting,
     show_error,
     show_ratio,
 )
 from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.estimates import RUN_SHIFT, Typical, time_ratio
+from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.studies.advise.outcomes import (
     LAYERS,
@@ -42,19 +45,17 @@ from efficient_attn.studies.advise.plan import LIMIT, RANDOM_HEADS
 from efficient_attn.studies.bench.comparison import error_limit
 from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
 from efficient_attn.studies.swap.view import tables as swap_tables
-from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots
+from efficient_attn.studies.view import Environment, Plots
 
 # Verified plans in the legend.
 _VERIFIED = {PLAN: "the plan, other texts", RANDOM_HEADS: "random heads, other texts"}
 
 _NOTES = (
-    "error: ‖out − exact‖ / ‖exact‖ against exact attention in float64, median over layers and in brackets "
-    f"the worst layer; {UNIFORM_ATTENTION}: an error above it is worse than no attention.",
-    "predicted: from calls of at most 1024 tokens and the counted operations, with an interval, which held "
-    "207 of 207 measured speed-ups to 4096 tokens; backends that are slower by it are not timed beyond 1024 "
-    "tokens, backends no nearer than uniform attention at no length.",
-    "faster from: tokens above which a call is faster than one of exact, by the same speed-ups, measured and "
-    "predicted, at all lengths.",
+    "error: ‖out − exact‖ / ‖exact‖, exact attention in float64, median over layers. "
+    f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than {UNIFORM_ATTENTION}.",
+    "Predictions: from calls of at most 1024 tokens and counted operations. Their intervals held 207 of 207 "
+    "measured speed-ups up to 4096 tokens. Backends predicted to be slower are not timed beyond 1024 tokens.",
+    "faster from: crossover length with exact, from measured and predicted speed-ups.",
 )
 
 
@@ -152,54 +153,64 @@ def _attention_tables(records: Sequence[Record]) -> list[Table]:
     """Errors at every length, the speed at the longest length, and the crossover."""
     rows = rows_of(records)
     places = sorted({place for row in rows for place in row.errors})
-    heads = (f"error, {describe(source)}, {tokens} tokens" for tokens, source in places)
+    sources = {source for _, source in places}
+    heads = [
+        f"error at {tokens}, {describe(source) if len(sources) > 1 else 'tokens'}"
+        for tokens, source in places
+    ]
+    longest = max((tokens for row in rows for tokens in row.speeds), default=0)
     body = tuple(
         (
             row.label,
             *(_show_errors(row.errors.get(place)) for place in places),
-            "1" if row.backend == YARDSTICK else _show_speed(row) or NOT_MEASURED,
+            "1×" if row.backend == YARDSTICK else _show_speed(row, longest) or NOT_MEASURED,
             _show_crossover(row),
         )
         for row in rows
     )
     failures = failure_notes(record for record in records if record.status not in ("ok", "skipped"))
-    notes = (*_NOTES, *calibration_note(records), *failures)
-    columns = ("backend", *heads, "speed, exact = 1", "faster from")
-    return [Table(f"Attention alone: {setting(records[0].case)}", columns, body, notes)] if rows else []
+    notes = (*_NOTES, *mark_notes(body), *calibration_note(records), *failures)
+    speed = f"speed at {longest}, exact 1×"
+    columns = ("backend", *heads, speed, "faster from, tokens")
+    inputs = f" ({describe(*sources)})" if len(sources) == 1 else ""
+    title = f"Attention alone{inputs}: {setting(records[0].case)}"
+    return [Table(title, columns, body, notes).compared(errors=heads, speeds=(speed,))] if rows else []
 
 
 def _show_errors(errors: Sequence[float] | None) -> str:
-    """`0.19 (0.22)`: the median over layers, and the worst layer."""
+    """Cell `0.19` of the median over layers, with the worst layer."""
     if errors is None:
         return NOT_MEASURED
     middle, worst = show_error(median(errors)), show_error(max(errors))
-    return worst if worst == middle else f"{middle} ({worst})"
+    return worst if worst == middle else f"{middle}\tworst {worst}"
 
 
-def _show_speed(row: Row) -> str:
-    """`5.3x at 8192`, or `predicted 3.1x (2.2 to 4.4) at 8192` where it was not timed that far."""
+def _show_speed(row: Row, longest: int) -> str:
+    """Cell `5.3×`, `~3.1×` if predicted, with its length if it is not the longest."""
     if not row.speeds:
         return ""
     tokens, speed = list(row.speeds.items())[-1]
-    return f"{'' if speed.samples else 'predicted '}{show_ratio(speed)} at {tokens}"
+    value, tab, interval = show_ratio(speed).partition("\t")
+    place = "" if tokens == longest else f" at {tokens}"
+    return f"{'' if speed.samples else PREDICTED}{value}{place}{tab}{interval}"
 
 
 def _show_crossover(row: Row) -> str:
-    """`910 (850 to 990)`, or the lengths that it lies beyond; empty if fewer than two were measured."""
+    """Cell `910` with its interval, or the lengths that it lies beyond; empty for a single length."""
     speeds = {tokens: speed for tokens, speed in row.speeds.items() if speed.low is not None}
     if len(speeds) < 2:
-        return "unclear" if len(row.speeds) > 1 else ""
+        return UNDECIDED if len(row.speeds) > 1 else ""
     value, low, high = crossover(speeds)
     first, *_, last = speeds
     if low is None:
-        return f"none up to {last}"
+        return f">{last}"
     if value is None:
-        return f"above {last} ({_two_digits(low)} or more)"
+        return f">{last}\t{_two_digits(low)} or more"
     if high == first:
-        return f"all from {first}"
+        return f"≤{first}"
     start = f"below {first}" if low == first else _two_digits(low)
     interval = f"{start} or more" if high is None else f"{start} to {_two_digits(high)}"
-    return f"below {first} ({interval})" if value == first else f"{_two_digits(value)} ({interval})"
+    return f"{f'≤{first}' if value == first else _two_digits(value)}\t{interval}"
 
 
 def _two_digits(tokens: float) -> str:
@@ -231,25 +242,31 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
     at = listed(f"{listed(sizes)} tokens ({describe(source)})" for source, sizes in lengths.items())
     refused = {record.case.label for record in records if record.status == "unsupported"}
     left = missing(environment, {row.label for row in rows} | refused)
-    text = f"Attention alone on this machine ({setting(times[0].case)}), at {at or 'no length'}: "
+    text = f"Attention alone ({setting(times[0].case)}) at {at or 'no length'}: "
     if not candidates:
         text += "no error was measured."
     elif near:
         text += f"within {100 * limit:g} % of exact on every layer: {', '.join(map(_in_words, near))}."
+        if not all(speed.side_of_one for row in near for speed in list(row.speeds.values())[-1:]):
+            text += f" {remedy(environment)}"
     else:
-        text += f"nothing but exact is within {100 * limit:g} % of it on every layer"
-        text += ", so stay with exact" if len(far) == len(candidates) and not left else " so far"
-        text += f"; nearest: {_in_words(candidates[0])}."
+        text += f"no backend is within {100 * limit:g} % of exact on every layer"
+        text += "" if len(far) == len(candidates) and not left else " so far"
+        text += f". Nearest: {_in_words(candidates[0])}."
     return [text + left + skipped_note(records)]
 
 
 def _in_words(row: Row) -> str:
-    """`window (error 0.52 and 0.97; faster from: 360 (290 to 440); speed 8.5x at 4096, exact = 1)`."""
+    """`window (error 0.52; 8 ± 2 times faster at 4096 tokens; faster from 360 tokens)`."""
     text = f"{row.label} (error {listed(show_error(max(errors)) for errors in row.errors.values())}"
-    if start := _show_crossover(row):
-        text += f"; faster from: {start}"
-    if speed := _show_speed(row):
-        text += f"; speed {speed}, {YARDSTICK} = 1"
+    if row.speeds:
+        tokens, speed = list(row.speeds.items())[-1]
+        text += f"; {'' if speed.samples else 'predicted '}{compared(speed)} at {tokens} tokens"
+    start = brief(_show_crossover(row))
+    if start.startswith(">"):
+        text += f"; not faster up to {start[1:]} tokens"
+    elif start not in ("", UNDECIDED):
+        text += f"; faster from {start} tokens"
     return f"{text})"
 
 
@@ -268,7 +285,7 @@ def _attention_plot(records: Sequence[Record], max_error: float) -> Plot:
         time, errors = plot.rows[0]
         assert time is not None
         rows.append((time._replace(notes=(plot.conditions.partition(";")[0],)), errors))
-    conditions = f"median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs"
+    conditions = f"median with its 95 % interval, with a shift of {100 * RUN_SHIFT:.0f} % between runs"
     return Plot("Time and error of attention alone", conditions, tuple(rows))
 
 
@@ -325,7 +342,9 @@ def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, 
     marks = {mark: f"{mark:g}" for mark in MARKS if min(values) <= mark}
     if HIGHEST in values:
         # A mark just below the word leaves no room for it.
-        marks = {mark: text for mark, text in marks.items() if 2 * mark <= HIGHEST} | {HIGHEST: "higher"}
+        marks = {mark: text for mark, text in marks.items() if 2 * mark <= HIGHEST} | {
+            HIGHEST: f"> {HIGHEST:g}"
+        }
     lengths = sorted({tokens for line in series for tokens in line.x})
     tokens_axis = Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths)
     errors = Chart(

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from efficient_attn.measure.record import DECODED, Record
 from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, YARDSTICK, single_names, timed_layer
-from efficient_attn.report.table import Table
+from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table
 from efficient_attn.report.text import (
     CONCATENATED,
     CONCATENATED_NOTE,
@@ -15,6 +15,7 @@ from efficient_attn.report.text import (
     failure_notes,
     heading,
     layer_words,
+    mark_notes,
     setting,
     show_error,
     show_growth,
@@ -43,30 +44,32 @@ from efficient_attn.studies.bench.comparison import (
     by_setting,
     comparisons,
 )
-from efficient_attn.studies.view import NOT_MEASURED, Environment, cost_cells
+from efficient_attn.studies.view import Environment, cost_cells
+
+# Column of speed-ups.
+SPEED = "speed, exact 1×"
 
 _MILLISECOND, _MEBIBYTE = 1e-3, 2.0**20
 
 _INTERVALS = (
-    f"Intervals (±, and in brackets): 95 %; each round is one sample, at least {FEWEST_ROUNDS} are needed "
-    f"(--rounds), and a shift of {RUN_SHIFT:.0%} (standard deviation) from run to run is added, which "
-    "no round shows."
+    f"Interval: 95 % over rounds (at least {FEWEST_ROUNDS}, --rounds) and a shift of {100 * RUN_SHIFT:.0f} % "
+    "(standard deviation) between runs."
 )
-_LOOKED = (
-    f"faster from: tokens above which a call is faster than one of {YARDSTICK}, sought at the lengths of the "
-    f"run and beyond as far as {FURTHEST} times the last."
+_CROSSOVER = (
+    f"faster from: crossover length with {YARDSTICK}, extrapolated to at most {FURTHEST} times the longest "
+    "length."
 )
 
-_GROWTH = "grows as: power of the tokens from the third longest to the longest length."
+_GROWTH = "growth: power of the tokens, from the third longest to the longest length."
 
 _ALIKE = "Compiled and replayed calls are compared with {} compiled or replayed."
 
-_ONE_TOKEN = "decoded: one new token, after the state of all before it."
+_ONE_TOKEN = "decoded: one new token after all tokens before it."
 
 # Heads of the percentages: the fields of the amount and of the measured rate, and the unit of 10⁹ of it.
 _SHARES = {
-    "% of peak GEMM": ("flops", "matmul_flops_per_s", "GFLOP/s of a large matrix product (GEMM)"),
-    "% of peak copy": ("moved_bytes", "copy_bytes_per_s", "GB/s of a large copy"),
+    "of peak GEMM, %": ("flops", "matmul_flops_per_s", "GFLOP/s of a large matrix product (GEMM)"),
+    "of peak copy, %": ("moved_bytes", "copy_bytes_per_s", "GB/s of a large copy"),
 }
 _COUNTED = "Operations exclude masked entries; inputs, output and parameters are moved once."
 
@@ -97,7 +100,7 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
             shown.append(_cost_table(title, peaks, _MEBIBYTE, columns, [_GROWTH]))
     for setting_group in groups:
         if len(setting_group) > 1:
-            shown += _error_tables(setting_group, records)
+            shown.append(_error_table(setting_group, records))
         shown.append(_comparison_table(setting_group[-1]))
     return shown
 
@@ -107,26 +110,20 @@ def many_lengths(records: Sequence[Record]) -> bool:
     return any(len(curve.points) > 1 for kind in ("time_s", "peak_bytes") for curve in curves(records, kind))
 
 
-def _error_tables(group: Sequence[Comparison], records: Sequence[Record]) -> list[Table]:
-    """Relative and mean squared error at every length that the inputs have."""
+def _error_table(group: Sequence[Comparison], records: Sequence[Record]) -> Table:
+    """Relative error at every length that the inputs have."""
     lengths, last = [row.case.tokens for row in group], group[-1]
     beyond = max(record.case.tokens for record in records) > lengths[-1]
     model = last.inputs.partition("(")[0]
     notes = _error_notes(last)
     if beyond:
-        text = f"No error beyond {lengths[-1]} tokens, all of {model}; --inputs FILE takes longer q, k, v."
+        text = f"{model} has {lengths[-1]} tokens. Pass longer q, k and v with --inputs FILE."
         notes = (*notes, text)
     labels = dict.fromkeys(row.label for comparison in reversed(group) for row in comparison.contenders)
     place = f"{describe(last.inputs)}, {setting(last.errors)}"
-    return [
-        Table(
-            f"{title} of the output: {place}",
-            ("backend", *map(str, lengths)),
-            tuple((label, *(show(comparison.row(label)) for comparison in group)) for label in labels),
-            notes if show is error_cell else (),
-        )
-        for title, show in (("Relative error", error_cell), ("Mean squared error (MSE)", _mse_cell))
-    ]
+    rows = tuple((label, *(error_cell(comparison.row(label)) for comparison in group)) for label in labels)
+    heads = ("backend", *map(str, lengths))
+    return Table(f"Relative error of the output: {place}", heads, rows, notes).compared(errors=heads[1:])
 
 
 def _comparison_table(comparison: Comparison) -> Table:
@@ -140,21 +137,33 @@ def _comparison_table(comparison: Comparison) -> Table:
         front = ", ".join(name for name, front in fronts.items() if row in front)
         queued = _queued_cells(row, exact) if on_gpu else ()
         shares = [f"{100 * share:.3g}" for share in row.shares or ()] or ["", ""] if sparse else ()
-        rows.append((row.label, time, speed, *queued, error_cell(row), _mse_cell(row), *shares, peak, front))
-    device = ("device time, ms", "device speed, exact = 1") if on_gpu else ()
+        rows.append(
+            (
+                row.label,
+                time,
+                speed,
+                *queued,
+                error_cell(row),
+                NOT_MEASURED if row.mse is None else show_error(row.mse.median),
+                *shares,
+                peak,
+                front,
+            )
+        )
+    device = ("device time, ms", "device speed, exact 1×") if on_gpu else ()
     columns = (
         "backend",
         "time, ms",
-        "speed, exact = 1",
+        SPEED,
         *device,
         "error",
         "MSE",
         *(("keys read, %", "weight read, %") if sparse else ()),
-        "peak memory, MiB",
+        "memory, MiB",
         "front",
     )
     title = f"Error, time and memory: {heading_of(comparison)}"
-    front = "front: nothing else has both less error and less of that cost."
+    front = "front: no backend has both a smaller error and a smaller cost."
     several = case.inputs != GAUSSIAN and len(single_names(case.inputs)) > 1
     timed = f" Times and memory: on {timed_layer(case.inputs)}." if several else ""
     notes = (
@@ -164,9 +173,16 @@ def _comparison_table(comparison: Comparison) -> Table:
         *([QUEUED_NOTE.format(case.l2)] if case.l2 else []),
         *([CONCATENATED_NOTE] if comparison.inputs.startswith(CONCATENATED) else []),
         *calibration_note(comparison.records),
+        *mark_notes(rows),
         *failure_notes(comparison.records),
     )
-    return Table(title, columns, tuple(rows), notes)
+    costs, speeds = (
+        ("time, ms", "device time, ms", "memory, MiB"),
+        [name for name in columns if "speed" in name],
+    )
+    return Table(title, columns, tuple(rows), notes).compared(
+        errors=("error", "MSE"), costs=costs, speeds=speeds
+    )
 
 
 def heading_of(comparison: Comparison) -> str:
@@ -194,30 +210,24 @@ def _queued_cells(row: Contender, exact: Contender | None) -> tuple[str, str]:
 
 
 def error_cell(row: Contender | None) -> str:
-    """The error with its range over layers, or with its interval over draws on a single layer."""
+    """Cell of the error with its range over layers, or its interval over draws on a single layer."""
     if row is None or row.error is None:
         failed = () if row is None else row.failed
         return next((record.status for record in failed if record.case.kind == "error"), NOT_MEASURED)
     middle, low, high = map(show_error, row.error[:3])
-    return middle if low == high or row.worst < ROUNDING else f"{middle} ({low} to {high})"
-
-
-def _mse_cell(row: Contender | None) -> str:
-    return NOT_MEASURED if row is None or row.mse is None else show_error(row.mse.median)
+    return middle if low == high or row.worst < ROUNDING else f"{middle}\t{low} to {high}"
 
 
 def _error_notes(comparison: Comparison) -> tuple[str, ...]:
     layers = single_names(comparison.inputs)
     draws = max((row.error.samples for row in comparison.contenders if row.error), default=1)
-    spread = (
-        f"range over {layer_words(comparison.inputs)}" if len(layers) > 1 else "95 % interval over the draws"
-    )
+    spread = f"range over {layer_words(comparison.inputs)}" if len(layers) > 1 else "95 % over the draws"
     compared = {record.compared_queries for record in comparison.records} - {None}
-    queries = f" on {max(compared)} queries of every head, drawn at random" if compared else ""
+    queries = f" at {max(compared)} random queries per head" if compared else ""
     return (
-        f"error: ‖out − exact‖ / ‖exact‖ against exact softmax attention in float64{queries}; of random "
-        f"features the median of {draws} draws; in brackets the {spread}.",
-        f"{UNIFORM_ATTENTION}: the mean of the values; an error above its error is worse than not attending.",
+        f"error: ‖out − exact‖ / ‖exact‖, exact softmax attention in float64{queries}."
+        f"{f' Median of {draws} draws.' if draws > 1 else ''} Interval: {spread}.",
+        f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than {UNIFORM_ATTENTION}.",
     )
 
 
@@ -225,10 +235,10 @@ def _time_table(clock: str, place: str, times: Sequence[Curve]) -> Table:
     """Times at all lengths with speeds, crossovers, and shares of measured rates at the longest length."""
     compared = speed_ups(times)
     speeds = {row.label: show_ratio(row.last) for row in compared}
-    baselines = {curve.label: "1" for curve in times if speeds and curve.backend == YARDSTICK}
+    baselines = {curve.label: "1×" for curve in times if speeds and curve.backend == YARDSTICK}
     starts = crossover_cells(compared)
-    columns: dict[str, Cells] = {"speed, exact = 1": {**baselines, **speeds}, "faster from": starts}
-    notes = [_INTERVALS, _GROWTH, *([_LOOKED] if starts else [])]
+    columns: dict[str, Cells] = {SPEED: {**baselines, **speeds}, "faster from, tokens": starts}
+    notes = [_INTERVALS, _GROWTH, *([_CROSSOVER] if starts else [])]
     cases = [curve.points[0].record.case for curve in times]
     if clock == DEVICE_TIME:
         notes.append(QUEUED_NOTE.format(" or ".join(sorted({case.l2 for case in cases if case.l2}))))
@@ -239,7 +249,7 @@ def _time_table(clock: str, place: str, times: Sequence[Curve]) -> Table:
     peaks = []
     for head, (amount, rate, unit) in _SHARES.items():
         columns[head] = {
-            label: three_digits(100 * moved / end.value / peak)
+            label: show_error(100 * moved / end.value / peak)
             for label, end in ends
             if end.value and (moved := getattr(end.record, amount)) and (peak := getattr(end.record, rate))
         }
@@ -251,7 +261,7 @@ def _time_table(clock: str, place: str, times: Sequence[Curve]) -> Table:
 
 
 def crossover_cells(compared: Sequence[SpeedUp]) -> dict[str, str]:
-    """{label: `910 (850 to 990)`, or the reason why there is no such number}."""
+    """{label: cell `910` with its interval, `never`, `< 256` or undecided}."""
     cells = {}
     for row in compared:
         first, last, (tokens, low, high) = min(row.ratios), max(row.ratios), row.crossover
@@ -260,15 +270,15 @@ def crossover_cells(compared: Sequence[SpeedUp]) -> dict[str, str]:
         if first == last or row.case.backend == CEILING:
             continue
         if tokens is None or tokens <= first:
-            cell = f"none up to {last}" if sides == {-1} else "unclear"
-            cell = f"all from {first}" if sides == {1} else cell
+            cell = f">{last}" if sides == {-1} else UNDECIDED
+            cell = f"≤{first}" if sides == {1} else cell
         elif any(ratio.low is None for ratio in row.ratios.values()) or (open_below and high is None):
-            cell = "unclear"
+            cell = UNDECIDED
         else:
             # Two digits, the precision of timings.
             shown, low, high = (end and int(float(f"{end:.2g}")) for end in (tokens, low, high))
             edges = f"{f'below {first}' if open_below else low} {'or more' if high is None else f'to {high}'}"
-            cell = f"{shown} ({edges}{', extrapolated' if tokens > last else ''})"
+            cell = f"{PREDICTED if tokens > last else ''}{shown}\t{edges}"
         cells[row.label] = cell
     return cells
 
@@ -299,5 +309,6 @@ def _cost_table(
             )
         )
     failures = failure_notes([point.record for curve in all_curves for point in curve.points])
-    heads = ("backend", *map(str, lengths), "grows as", *columns)
-    return Table(title, heads, tuple(rows), (*notes, *failures))
+    heads = ("backend", *map(str, lengths), "growth", *columns)
+    table = Table(title, heads, tuple(rows), (*notes, *mark_notes(rows), *failures))
+    return table.compared(costs=tuple(map(str, lengths)), speeds=(SPEED,))

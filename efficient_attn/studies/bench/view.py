@@ -7,20 +7,25 @@ from typing import Any
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import show_bytes, show_seconds
-from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, YARDSTICK, single_names
+from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, single_names
 from efficient_attn.report.figures import GRID, LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
-from efficient_attn.report.text import setting, show_error, show_ratio
+from efficient_attn.report.table import full
+from efficient_attn.report.text import compared, edges, inverse, rounded, setting, show_error
 from efficient_attn.stats.candidates import missing, operations_sentence
 from efficient_attn.stats.estimates import (
     DEVICE_TIME,
+    FEWEST_ROUNDS,
     RUN_SHIFT,
     TIME,
     Curve,
+    SpeedUp,
     by_clock,
     by_subject,
     curves,
     speed_ups,
+    time_ratio,
 )
+from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.bench.comparison import (
     Comparison,
     Contender,
@@ -29,14 +34,13 @@ from efficient_attn.studies.bench.comparison import (
     error_limit,
 )
 from efficient_attn.studies.bench.tables import (
-    crossover_cells,
     error_cell,
     heading_of,
     inputs_words,
     many_lengths,
 )
 from efficient_attn.studies.bench.tables import tables as tables
-from efficient_attn.studies.view import Environment, Plots, cost_cells
+from efficient_attn.studies.view import Environment, Plots
 
 # Space around the medians; wider intervals leave the picture, which would be flat lines otherwise.
 _MARGIN = 1.5
@@ -58,72 +62,83 @@ _COSTS = {
         Axis(scale="log2", show=show_bytes),
     ),
 }
+# Sides of a speed-up; without an interval it has none.
+_SIDES = {1: "faster than exact", -1: "slower", 0: "undecided", 2: f"fewer than {FEWEST_ROUNDS} rounds"}
 _TOKENS = Axis("sequence length, tokens", "log2", "{:.0f}".format)
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """The verdict at the longest length with errors, then speeds and lengths from which a backend pays."""
+    """The conclusion at the longest length with errors, then speeds by length."""
     groups = by_setting(comparisons(records))
-    texts = []
-    for *_, longest in groups:
-        texts += [_verdict(longest, environment), operations_sentence(longest.records)]
+    longest = [group[-1] for group in reversed(groups)]
+    texts = [_verdict(comparison, environment) for comparison in longest]
+    texts += filter(None, (operations_sentence(comparison.records) for comparison in longest))
     subjects = by_subject(records) if many_lengths(records) or not groups else {}
     for subject, group in subjects.items():
         place = "" if subject == "attention" else f" of the {subject}"
         for clock, timed in by_clock(group).items():
             where = place if clock == TIME else f"{place} by {clock}"
-            texts += _pay_sentences(where, curves(timed, "time_s"))
-    return [text for text in texts if text is not None]
+            texts += _speed_sentences(where, curves(timed, "time_s"), "" if longest else remedy(environment))
+    return texts
 
 
-def _pay_sentences(place: str, times: Sequence[Curve]) -> list[str]:
-    """Speeds and crossovers, one sentence per setting."""
-    compared = speed_ups(times)
-    starts = crossover_cells(compared)
-    speeds: dict[str, list[str]] = {}
-    for row in compared:
+def _speed_sentences(place: str, times: Sequence[Curve], settled: str) -> list[str]:
+    """Backends that are faster, slower and undecided, one sentence per setting and length."""
+    sides: dict[tuple[int, str], dict[int, list[SpeedUp]]] = {}
+    for row in speed_ups(times):
         # A file may hold times whose ratio no float can hold.
-        if row.case.backend == CEILING or not 0 < row.last.median < math.inf:
-            continue
-        start = f", faster from: {starts[row.label]}" if row.label in starts else ""
-        text = f"{row.label} {show_ratio(row.last)} at {row.case.tokens} tokens{start}"
-        speeds.setdefault(setting(row.case), []).append(text)
-    return [
-        f"Speed{place}, {YARDSTICK} = 1, on this machine ({where}): {'; '.join(texts)}."
-        for where, texts in speeds.items()
-    ]
+        if row.case.backend != CEILING and 0 < row.last.median < math.inf:
+            side = 2 if row.last.low is None else row.last.side_of_one
+            sides.setdefault((row.case.tokens, setting(row.case)), {}).setdefault(side, []).append(row)
+    sentences = []
+    for (tokens, where), rows in sides.items():
+        parts = []
+        for side, words in _SIDES.items():
+            ordered = sorted(rows.get(side, []), key=lambda row: -row.last.median)
+            ratios = [inverse(row.last) if side == -1 else row.last for row in ordered]
+            names = (
+                f"{row.label} {rounded(*ratio[:3])}×" for row, ratio in zip(ordered, ratios, strict=True)
+            )
+            parts += [f"{words}: {', '.join(names)}"] if ordered else []
+        sentence = f"Speed{place} at {tokens} tokens ({where}): {'; '.join(parts)}."
+        sentences.append(f"{sentence} {settled}" if settled and 0 in rows else sentence)
+    return sentences
 
 
 def _verdict(comparison: Comparison, environment: Environment) -> str:
+    """The conclusion at the longest length in one sentence, then the nearest alternatives."""
     case, max_error = comparison.case, error_limit(environment)
-    place = f"On this machine ({setting(case)}) at {case.tokens} tokens ({inputs_words(comparison)})"
+    place = f"at {case.tokens} tokens ({inputs_words(comparison)}; {setting(case)})"
     exact, share = comparison.exact, f"{100 * max_error:g} %"
     if exact is None:
-        return f"{place} exact attention was not measured, so nothing can be compared with it."
+        return f"No comparison {place}: exact attention was not measured."
     everywhere = " on every layer" if len(single_names(comparison.inputs)) > 1 else ""
     near = comparison.near(max_error)
     finished = {row.label for row in comparison.contenders if row.failed or (row.error and row.timed)}
     left = missing(environment, finished)
-    nothing = "nothing measured so far" if left else "nothing"
-    both = f"both within {share} of exact{everywhere} and faster"
+    nothing = "No backend measured so far" if left else "No backend"
+    both = f"within {share} of exact{everywhere} and faster"
     untimed = [row for row in comparison.candidates if not row.timed and row.worst <= max_error]
     if not near and untimed:
-        text = f"it is open whether anything is {both}; not timed: {_names(untimed)}"
+        text = f"Undecided {place}: not timed, but within {share} of exact{everywhere}: {_names(untimed)}"
     elif not near:
-        text = f"{nothing} but exact is within {share} of it{everywhere}, whatever the times"
-        text += f"; nearest: {_names(_nearest(comparison.candidates))}" if comparison.candidates else ""
+        text = f"{nothing} is within {share} of exact{everywhere} {place}"
+        text += f". Nearest: {_names(_nearest(comparison.candidates))}" if comparison.candidates else ""
     elif faster := comparison.faster(near):
-        text = f"{both}: {_names(faster, exact)}"
+        best, *others = faster
+        assert best.timed is not None and exact.timed is not None
+        text = f"{best.label} is {compared(time_ratio(best.timed, exact.timed))} than exact {place}"
+        text += f", error {full(error_cell(best))}"
+        text += f". Also {both}: {_names(others, exact)}" if others else ""
     elif alike := comparison.faster(near, side=0):
         names = ", ".join(row.label for row in alike)
-        text = f"it is unclear whether anything is {both}: the times of {names} and exact overlap; more "
-        text += "--rounds would settle it"
+        text = f"Undecided {place} whether {names} is faster than exact. {remedy(environment)[:-1]}"
     else:
-        answer = "" if left else ", so exact is the answer"
-        fast = _names(_nearest(comparison.faster(comparison.candidates)), exact)
-        text = f"{nothing} is {both}{answer}; nearest of the faster backends: {fast}; "
-        text += f"of the backends within {share}: {_names(near[:1], exact)}"
-    return f"{place} {text}.{left}"
+        text = f"{nothing} is {both} {place}. "
+        if fast := comparison.faster(comparison.candidates):
+            text += f"Nearest of the faster ones: {_names(_nearest(fast), exact)}. "
+        text += f"Fastest within {share}: {_names(near[:1], exact)}"
+    return f"{text}.{left}"
 
 
 def _nearest(rows: Iterable[Contender]) -> list[Contender]:
@@ -132,12 +147,14 @@ def _nearest(rows: Iterable[Contender]) -> list[Contender]:
 
 
 def _names(rows: Iterable[Contender], exact: Contender | None = None) -> str:
-    """`window (error 0.3, 2.50x as fast)`; without exact attention the error alone."""
+    """`window (error 0.3, 2.5 ± 0.3 times faster)`; without exact attention the error alone."""
     texts = []
     for row in rows:
-        speed = f", {cost_cells(row.timed, exact.timed, None)[1]} as fast" if exact is not None else ""
-        texts.append(f"{row.label} (error {error_cell(row)}{speed})")
-    return ", ".join(texts) or "nothing"
+        speed = ""
+        if row.timed is not None and exact is not None and exact.timed is not None:
+            speed = f", {compared(time_ratio(row.timed, exact.timed))}"
+        texts.append(f"{row.label} (error {full(error_cell(row))}{speed})")
+    return ", ".join(texts) or "none"
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
@@ -177,7 +194,7 @@ def cost_plot(records: Sequence[Record], y: str = "time_s") -> Plot:
     cases = [point.record.case for group in drawn.values() for curve in group for point in curve.measured]
     conditions = setting(cases[0]) if cases else ""
     if cases and y == "time_s":
-        conditions += f"; median with its 95 % interval, with a shift of {RUN_SHIFT:.0%} between runs"
+        conditions += f"; median with its 95 % interval, with a shift of {100 * RUN_SHIFT:.0f} % between runs"
     return Plot(title, conditions, tuple((chart,) for chart in shown))
 
 
@@ -189,10 +206,8 @@ def _limits(group: Sequence[Curve]) -> tuple[float, float] | None:
 
 
 def _series(curve: Curve, style: dict[str, object]) -> Series:
-    columns = (
-        tuple(getattr(point, name) for point in curve.measured) for name in ("tokens", "value", "low", "high")
-    )
-    x, y, low, high = columns
+    x, y = (tuple(getattr(point, name) for point in curve.measured) for name in ("tokens", "value"))
+    low, high = edges(point[1:4] for point in curve.measured)
     return Series(curve.label, x, y, style, low, high)
 
 
@@ -214,8 +229,7 @@ def comparison_plot(groups: Sequence[Sequence[Comparison]], max_error: float) ->
     return Plot(
         "Relative error against cost",
         f"{headings[0] if len(shown) == 1 else ''}\n"
-        "filled: on the Pareto front (none has both less error and less cost); shaded: within "
-        f"{100 * max_error:g} % of exact, and cheaper"
+        f"filled: Pareto front; shaded: within {100 * max_error:g} % of exact and cheaper"
         f"{'; markers and bars: median and range over the layers' if several else ''}",
         tuple(map(tuple, rows)),
     )
@@ -245,7 +259,7 @@ def error_plot(groups: Sequence[Sequence[Comparison]]) -> Plot:
                 series.append(Series(label, x, y, style))
         drawn = [y for line in series for y in line.y if y is not None]
         marks = {mark: f"{mark:g}" for mark in MARKS if mark > min(drawn, default=1) / 2}
-        marks |= {HIGHEST: "higher"} if HIGHEST in drawn else {}
+        marks |= {HIGHEST: f"> {HIGHEST:g}"} if HIGHEST in drawn else {}
         charts.append(
             Chart(
                 _TOKENS._replace(ticks=lengths),
@@ -254,7 +268,7 @@ def error_plot(groups: Sequence[Sequence[Comparison]]) -> Plot:
                 inputs_words(group[-1]) if len(groups) > 1 else "",
             )
         )
-    conditions = f"{inputs_words(last[0])}; median over the layers; errors of rounding are not drawn"
+    conditions = f"{inputs_words(last[0])}; median over the layers; rounding errors are not drawn"
     return Plot("Relative error of the output", conditions, tuple((chart,) for chart in charts))
 
 
@@ -274,7 +288,7 @@ def _chart(comparison: Comparison, cost: str, styles: dict[str, dict[str, Any]],
         low, high = ((height(edge),) if row.layers > 1 else () for edge in (error.low, error.high))
         series.append(Series(row.label, (x,), (height(error.median),), style, low, high, bars=bool(low)))
     marks = {mark: f"{mark:g}" for mark in MARKS if floor * 1.3 < mark}
-    marks |= {HIGHEST: "higher"} if any(error > HIGHEST for error in real) else {}
+    marks |= {HIGHEST: f"> {HIGHEST:g}"} if any(error > HIGHEST for error in real) else {}
     return Chart(
         axis._replace(label=f"{title[0].lower()}{title[1:]}"),
         Axis(

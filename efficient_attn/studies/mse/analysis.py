@@ -99,7 +99,7 @@ def interval(points: Sequence[ErrorPoint]) -> str:
     edges = "95 % interval" if samples >= FEWEST_FOR_95 else "range"
     if over_inputs:
         return f"median of {samples} seeds of the inputs and its {edges}"
-    return f"median of {samples} draws and its {edges}, over draws alone: other inputs can differ by more"
+    return f"median of {samples} draws and its {edges} over these draws"
 
 
 def below_from(curve: ErrorCurve, yardstick: float) -> int | None:

@@ -125,8 +125,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
     """One table for each norm and angle: the error, its interval, and the ratio to theory."""
     draws = sorted({len(record.kernel_mse_draws or ()) for record in records} - {0})
     notes = (
-        f"Means of {', '.join(map(str, draws)) or 'no'} draws with their 95 % interval; ×: measured over "
-        "theory. In brackets theory alone, where the draws are too few.",
+        f"Mean of {', '.join(map(str, draws)) or 'no'} draws and its 95 % interval. ×: measured over theory. "
+        "In brackets: theory (too few draws).",
         *dict.fromkeys(f"{r.case.backend}: {r.reason}" for r in records if r.status == "unsupported"),
     )
     return [_table(panel, notes) for panel in entry_panels(records)]
@@ -159,6 +159,6 @@ def _table(panel: Panel, notes: tuple[str, ...]) -> Table:
 def _cell(entry: Entry) -> str:
     if entry.mean is None:
         return "" if entry.expected is None else f"({show_error(entry.expected)})"
-    wide = f" ±{WIDE * entry.error / entry.mean:.0%}" if entry.error and entry.mean else ""
+    wide = f"\t±{100 * WIDE * entry.error / entry.mean:.0f} %" if entry.error and entry.mean else ""
     ratio = f" ×{entry.mean / entry.expected:.2f}" if entry.expected else ""
-    return f"{show_error(entry.mean)}{wide}{ratio}"
+    return f"{show_error(entry.mean)}{ratio}{wide}"

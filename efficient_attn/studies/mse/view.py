@@ -6,8 +6,18 @@ from typing import Any
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
-from efficient_attn.report.table import Table
-from efficient_attn.report.text import CONCATENATED, CONCATENATED_NOTE, READ_NOTE, failure_notes, show_error
+from efficient_attn.report.table import UNDECIDED, Table
+from efficient_attn.report.text import (
+    CONCATENATED,
+    CONCATENATED_NOTE,
+    READ_NOTE,
+    edges,
+    failure_notes,
+    is_wide,
+    mark_notes,
+    rounded,
+    show_error,
+)
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.studies.mse import kernel_view
 from efficient_attn.studies.mse.analysis import (
@@ -29,7 +39,7 @@ _WORST = 12.0
 _ROUNDING = 1e-4
 
 # Column of the mean squared error.
-_MSE = "MSE, largest size"
+_MSE = "MSE, at largest"
 
 Styles = Mapping[str, Mapping[str, Any]]
 
@@ -69,12 +79,14 @@ def _of_kernel(records: Sequence[Record]) -> bool:
 
 
 def show_point(point: ErrorPoint) -> str:
-    """The value, with half the width of its interval where there were several samples."""
+    """Cell of the value, with half the width of its interval where there were several samples."""
     shown = show_error(point.value)
     if point.samples == 1 or not point.value:
         return shown
+    shown = show_error(float(rounded(point.value, point.low, point.high)))
     spread = max(point.high - point.value, point.value - point.low) / point.value
-    return f"{shown} ±{spread:.0%}"
+    undecided = is_wide(point.value, point.low, point.high)
+    return f"{shown}{UNDECIDED}\tinterval beyond ×3" if undecided else f"{shown}\t±{100 * spread:.0f} %"
 
 
 def _table(panel: Panel, quantity: str, squared: Panel | None) -> Table:
@@ -94,12 +106,14 @@ def _table(panel: Panel, quantity: str, squared: Panel | None) -> Table:
     meaning = interval(points)
     notes = (
         *([CONCATENATED_NOTE] if panel.source == CONCATENATED else []),
-        *([f"±: {meaning}."] if meaning else []),
-        *([f"{', '.join(sorted(odd))}: sizes are odd, each one more than its column says."] if odd else []),
+        *([f"{meaning[0].upper()}{meaning[1:]}."] if meaning else []),
+        *([f"{', '.join(sorted(odd))} = size + 1."] if odd else []),
+        *mark_notes(rows),
         *failure_notes(panel.failed),
     )
-    columns = ("backend", "no size", *map(str, sizes), *(() if squared is None else (_MSE,)))
-    return Table(f"{NAMES[quantity]}: {panel.title}", columns, tuple(rows), notes)
+    columns = ("backend", "fixed", *map(str, sizes), *(() if squared is None else (_MSE,)))
+    table = Table(f"{NAMES[quantity]}: {panel.title}", columns, tuple(rows), notes)
+    return table.compared(errors=columns[2:])
 
 
 def _share_tables(panel: Panel) -> list[Table]:
@@ -113,14 +127,14 @@ def _share_tables(panel: Panel) -> list[Table]:
         fixed = next((point for point in curve.points if point.size is None), None)
         records = [point and point.record for point in (fixed, *map(curve.at, sizes))]
         cells = [
-            f"{100 * record.covered_mass:.3g} ({100 * record.density:.3g})"
+            f"{100 * record.covered_mass:.3g} / {100 * record.density:.3g}"
             if record and record.density
             else ""
             for record in records
         ]
         rows += [(curve.label, *cells)] if any(cells) else []
-    columns = ("backend", "no size", *map(str, sizes))
-    return [Table(f"Weight read, % (keys read, %): {panel.title}", columns, tuple(rows), (READ_NOTE,))]
+    columns = ("backend", "fixed", *map(str, sizes))
+    return [Table(f"Weight read / keys read, %: {panel.title}", columns, tuple(rows), (READ_NOTE,))]
 
 
 def _columns(points: Sequence[ErrorPoint]) -> list[int]:
@@ -161,7 +175,7 @@ def error_plot(records: Sequence[Record], y: str = RELATIVE) -> Plot:
     charts = [_chart(panel, styles, scales[panel.source], quantity) for panel in shown]
     text = interval([point for panel in shown for curve in panel.curves for point in curve.points])
     bands = f"; lines and bands: {text}" if text else ""
-    conditions = f"reference in float64{bands}; errors at rounding are left out"
+    conditions = f"reference in float64{bands}; errors below {_ROUNDING:g} of uniform attention are not drawn"
     title = f"{NAMES[quantity]} against exact softmax attention"
     return Plot(title, conditions, in_rows(charts, 1 if len(shown) == 1 else 2))
 
@@ -186,7 +200,7 @@ def _chart(panel: Panel, styles: Styles, scale: tuple[float, float], quantity: s
         Axis(NAMES[quantity].lower(), "log", show_error, limits=scale),
         tuple(series),
         panel.title,
-        tuple(f"▲ {_range(curve)}" for curve in above),
+        tuple(map(_off_scale, above)),
         apart=True,
     )
 
@@ -195,14 +209,15 @@ def _series(curve: ErrorCurve, style: Mapping[str, Any]) -> Series:
     points = [point for point in curve.points if point.size is not None]
     if not points:
         return Series(curve.label, (), (curve.points[0].value,), {**style, "marker": ""})
-    x, y, low, high = (tuple(getattr(p, name) for p in points) for name in ("size", "value", "low", "high"))
+    x, y = (tuple(getattr(point, name) for point in points) for name in ("size", "value"))
+    low, high = edges(point[1:4] for point in points)
     return Series(curve.label, x, y, {**style, "markersize": 4, "linewidth": 1.5}, low, high)
 
 
-def _range(curve: ErrorCurve) -> str:
+def _off_scale(curve: ErrorCurve) -> str:
     values = [point.value for point in curve.points]
     ends = dict.fromkeys((show_error(min(values)), show_error(max(values))))
-    return f"{curve.label}: {' to '.join(ends)}"
+    return f"{curve.label} off scale ({'–'.join(ends)})"
 
 
 def _limits(shown: Sequence[Panel]) -> tuple[float, float]:

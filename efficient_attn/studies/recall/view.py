@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, sized
 from efficient_attn.report.figures import MUTED, UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
-from efficient_attn.report.table import Table
+from efficient_attn.report.table import NOT_MEASURED, Table, full
 from efficient_attn.report.text import failure_notes, heading, show_error, three_digits
 from efficient_attn.stats.estimates import grouped, middle
-from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots
+from efficient_attn.studies.view import Environment, Plots
 
 # Standard errors from chance within which a control is at chance: one alarm in a thousand is false.
 _CONTROL_ERRORS = 3.29
@@ -142,17 +142,17 @@ def sentences(records: Sequence[Record], environment: Environment | None = None)
     return [
         sentence
         for contest in contests(records)
-        for sentence in (_exact(contest), _controls(contest), _nearest(contest))
+        for sentence in (_nearest(contest), _exact(contest), _controls(contest))
         if sentence
     ]
 
 
 def show_accuracy(row: Learned) -> str:
-    """`0.731, seeds 0.702 to 0.760`, or the reason why there is no accuracy."""
+    """Cell `0.731` with its range over seeds, or the reason why there is no accuracy."""
     if row.accuracy is None:
         return row.failed[0].status if row.failed else NOT_MEASURED
     low, high = min(row.accuracies), max(row.accuracies)
-    seeds = f", seeds {low:.3f} to {high:.3f}" if len(row.accuracies) > 1 else ""
+    seeds = f"\t{low:.3f} to {high:.3f}" if len(row.accuracies) > 1 else ""
     return f"{row.accuracy:.3f}{seeds}"
 
 
@@ -167,32 +167,31 @@ def _table(contest: Contest) -> Table:
         )
         for row in contest.rows
     )
-    columns = ("backend", "accuracy", "error untrained", "step, ms", "numbers read")
-    return Table(f"Recall after training: {heading(contest.case)}", columns, rows, tuple(_notes(contest)))
+    columns = ("backend", "accuracy", "error, untrained", "step, ms", "state, floats")
+    table = Table(f"Recall after training: {heading(contest.case)}", columns, rows, tuple(_notes(contest)))
+    return table.compared(scores=("accuracy",), errors=("error, untrained",), costs=("step, ms",))
 
 
 def _notes(contest: Contest) -> list[str]:
     seeds = max(len(row.accuracies) for row in contest.rows)
     controls = ", ".join(row.label for row in contest.controls)
     return [
-        f"accuracy: mean over seeds ({seeds}) and their range, on sequences that no model was trained on. A "
-        f"guess is right in {contest.rows[0].chance:.3g}.",
-        "error untrained: ‖out − exact‖ / ‖exact‖ of the same block's q, k and v before the first step.",
-        "numbers read: by a query, per head: keys and values, mixtures, or a state of features.",
-        f"Controls, which cannot see the pairs: {controls or 'none'}.",
+        f"accuracy: mean and range over seeds ({seeds}), on held-out sequences. Chance: "
+        f"{contest.rows[0].chance:.3g}. Dimmed or italic: worse than {UNIFORM_ATTENTION}.",
+        "error, untrained: ‖out − exact‖ / ‖exact‖ before the first step.",
+        "state: floats read per query and head.",
+        f"Controls (blind to the pairs): {controls or 'none'}.",
         *failure_notes(record for row in contest.rows for record in row.failed),
     ]
 
 
 def _exact(contest: Contest) -> str:
     if contest.exact is None or contest.exact.step_s is None:
-        return (
-            f"{heading(contest.case)}: exact attention was not trained, so nothing can be compared with it."
-        )
-    accuracy, step_ms = show_accuracy(contest.exact), three_digits(contest.exact.step_s * 1e3)
+        return f"No comparison: exact attention was not trained ({heading(contest.case)})."
+    accuracy, step_ms = full(show_accuracy(contest.exact)), three_digits(contest.exact.step_s * 1e3)
     return (
-        f"{heading(contest.case)}: after training exact attention is right in {accuracy} of its answers, at "
-        f"{step_ms} ms a step; a guess is in {contest.exact.chance:.3g}."
+        f"Exact attention: accuracy {accuracy}, {step_ms} ms per step, chance {contest.exact.chance:.3g} "
+        f"({heading(contest.case)})."
     )
 
 
@@ -203,8 +202,8 @@ def _controls(contest: Contest) -> str:
         return ""
     above = [row.label for row in contest.controls if row.accuracies and not row.at_chance]
     if above:
-        return f"Trust none of it: {', '.join(above)} cannot see the pairs, and is not at chance."
-    return f"At chance, as controls must be: {', '.join(shown)}."
+        return f"Invalid run: controls above chance although blind to the pairs: {', '.join(above)}."
+    return f"Controls at chance: {', '.join(shown)}."
 
 
 def _nearest(contest: Contest) -> str:
@@ -213,18 +212,20 @@ def _nearest(contest: Contest) -> str:
     if rows:
         rows.sort(key=lambda row: row.first.floats_read or 0)
         which = ", ".join(_read(row) for row in rows)
-        return f"Accuracy {_LEARNED:g} or more after training, the fewest numbers read first: {which}."
+        return f"Accuracy {_LEARNED:g} or more, smallest state first: {which}."
     if not contest.compared:
         return ""
     best = contest.compared[0]
     return (
-        f"No backend except exact attention reaches {_LEARNED:g}; the best: {_read(best)} with "
-        f"{show_accuracy(best)}."
+        f"Only exact attention reaches accuracy {_LEARNED:g}. Best approximation: {_read(best)}, accuracy "
+        f"{full(show_accuracy(best))}."
     )
 
 
 def _read(row: Learned) -> str:
-    return row.label if row.first.floats_read is None else f"{row.label} ({row.first.floats_read} numbers)"
+    return (
+        row.label if row.first.floats_read is None else f"{row.label} (state {row.first.floats_read} floats)"
+    )
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
@@ -239,8 +240,7 @@ def recall_plot(records: Sequence[Record]) -> Plot:
     several = len(shown) > 1
     return Plot(
         "Accuracy of recall after training",
-        f"{'' if several else heading(shown[0].case)}\n"
-        "points: mean over seeds with their range; dashed: guessing",
+        f"{'' if several else heading(shown[0].case)}\nmean and range over seeds; dashed: chance",
         tuple((_chart(contest, heading(contest.case) if several else ""),) for contest in shown),
     )
 

@@ -18,17 +18,17 @@ MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN = "mean_pool_distance", "first_token_distanc
 HIDDEN = "hidden_relative_error"
 OUTPUT, OUTPUT_COSINE = "output_relative_error", "output_distance"
 NAMES = {
-    KL: "divergence of the next token, nats",
-    DISAGREEMENT: "same likeliest token",
+    KL: "divergence, nats",
+    DISAGREEMENT: "same top token, %",
     PERPLEXITY: "perplexity",
-    LOSS: "loss, nats",
-    RECALL: "recall of copies",
+    LOSS: "loss change, nats",
+    RECALL: "copy recall, %",
     MEAN_POOL: "cosine, mean pool",
     FIRST_TOKEN: "cosine, first token",
-    EVERY_TOKEN: "cosine, mean over tokens",
-    HIDDEN: "error of hidden states",
-    OUTPUT_COSINE: "cosine of the output",
-    OUTPUT: "error of the output",
+    EVERY_TOKEN: "cosine, all tokens",
+    HIDDEN: "error, hidden states",
+    OUTPUT_COSINE: "cosine, output",
+    OUTPUT: "error, output",
 }
 # Quantities that decide, in order of preference.
 _DECISIVE = (KL, MEAN_POOL, HIDDEN, OUTPUT)

@@ -6,24 +6,29 @@ from typing import Any
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.report.figures import MUTED, Axis, Chart, Plot, Series, line_styles
-from efficient_attn.report.table import Table
+from efficient_attn.report.table import NOT_MEASURED, ORIGINAL, Table
 from efficient_attn.report.text import (
     calibration_note,
+    compared,
     failure_notes,
     heading,
+    mark_notes,
     show_error,
-    show_ratio,
     three_digits,
 )
 from efficient_attn.stats.candidates import missing, operations_sentence, operations_share
 from efficient_attn.stats.estimates import time_ratio
+from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.swap.analysis import (
     DISAGREEMENT,
     EVERY_TOKEN,
     FIRST_TOKEN,
+    HIDDEN,
+    KL,
     LOSS,
     MEAN_POOL,
     NAMES,
+    OUTPUT,
     OUTPUT_COSINE,
     PERPLEXITY,
     RECALL,
@@ -31,7 +36,7 @@ from efficient_attn.studies.swap.analysis import (
     SwapRow,
     swaps,
 )
-from efficient_attn.studies.view import NOT_MEASURED, Environment, Plots, cost_cells
+from efficient_attn.studies.view import Environment, Plots, cost_cells
 
 _ROW_INCHES = 0.48
 # Names stand above their lines; distances are in rows.
@@ -63,18 +68,29 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
 
 
 def show_quantity(quantity: str, value: float) -> str:
-    """A distance as the cosine, a disagreement as the share of agreement, other quantities unchanged."""
+    """A distance as the cosine, a disagreement as the agreement in percent, others unchanged."""
     if quantity == PERPLEXITY:
         return three_digits(value)
     if quantity == DISAGREEMENT:
-        return f"{100 * (1 - value):.1f} %"
+        return f"{100 * (1 - value):.1f}"
     if quantity == LOSS:
         return f"{value:+.4f}"
     if quantity == RECALL:
-        return f"{100 * value:.1f} %"
+        return f"{100 * value:.1f}"
     if quantity in (MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN, OUTPUT_COSINE):
         return f"{1 - value:.{4 if value > 1e-4 else 7}f}"
     return show_error(value)
+
+
+def quantity_words(quantity: str, value: float) -> str:
+    """`divergence 0.71 nats`, `cosine, mean pool 0.95`."""
+    name, _, unit = NAMES[quantity].partition(", ")
+    shown = show_quantity(quantity, value)
+    return f"{name} {shown} {unit}" if unit in ("nats", "%") else f"{NAMES[quantity]} {shown}"
+
+
+def _name(row: SwapRow) -> str:
+    return ORIGINAL if row.backend == OWN else row.label
 
 
 def _whole(swap: Swap) -> Table:
@@ -82,7 +98,7 @@ def _whole(swap: Swap) -> Table:
     measured = [name for name in NAMES if any(getattr(whole, name) is not None for whole in wholes)]
     rows = tuple(
         (
-            row.label,
+            _name(row),
             *(_cell(row, quantity) for quantity in measured),
             _operations(row.whole),
             *cost_cells(row.timed, None if row.backend == YARDSTICK else swap.reference, row.peak_bytes),
@@ -91,18 +107,24 @@ def _whole(swap: Swap) -> Table:
     )
     texts = max((whole.texts or 0 for whole in wholes), default=0)
     notes = (
-        "Against the same model with its own attention, all layers swapped, nothing trained afterwards. "
-        f"Means over {f'{texts} texts' if texts else 'draws'}; ±: standard deviation over draws of random "
-        f"features. Time and memory: one {'forward pass of the first text' if texts else 'run'}.",
-        f"{UNIFORM_ATTENTION}: every query gets the same output, without any attention.",
-        f"{YARDSTICK} is the same attention as the model's own: a difference of their times is noise or the "
-        "kernel, and no speed is printed.",
+        f"Attention replaced in all layers without training, against the {ORIGINAL} model. Mean over "
+        f"{f'{texts} text' + 's' * (texts > 1) if texts else 'draws'}. Interval: standard deviation over "
+        "draws of random features. Time and memory: one "
+        f"{'forward pass of the first text' if texts else 'run'}.",
+        f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than {UNIFORM_ATTENTION}.",
+        *mark_notes(rows),
         *calibration_note(wholes),
         *failure_notes(swap.records),
     )
-    names = (NAMES[quantity] for quantity in measured)
-    columns = ("backend", *names, "operations, exact = 1", "time, ms", "speed, own = 1", "peak memory, MiB")
-    return Table(f"Attention swapped: {heading(swap.case)}", columns, rows, notes)
+    names = [NAMES[quantity] for quantity in measured]
+    columns = ("backend", *names, "operations, exact 1×", "time, ms", f"speed, {ORIGINAL} 1×", "memory, MiB")
+    lower = (KL, PERPLEXITY, HIDDEN, OUTPUT)
+    return Table(f"Attention replaced: {heading(swap.case)}", columns, rows, notes).compared(
+        errors=[NAMES[name] for name in measured if name in lower],
+        scores=[NAMES[name] for name in measured if name not in (*lower, LOSS)],
+        costs=("time, ms", "memory, MiB"),
+        speeds=columns[-2:-1],
+    )
 
 
 def _cell(row: SwapRow, quantity: str) -> str:
@@ -113,12 +135,12 @@ def _cell(row: SwapRow, quantity: str) -> str:
     shown = show_quantity(quantity, value.mean)
     if not value.over_seeds:
         return shown
-    return f"{shown} ±{(100 if quantity == DISAGREEMENT else 1) * value.over_seeds:.2g}"
+    return f"{shown}\t±{(100 if quantity == DISAGREEMENT else 1) * value.over_seeds:.2g}"
 
 
 def _operations(record: Record | None) -> str:
     share = None if record is None else operations_share(record)
-    return NOT_MEASURED if share is None else f"{share:.3g}"
+    return NOT_MEASURED if share is None else f"{three_digits(share)}×"
 
 
 def _alone(swap: Swap) -> list[Table]:
@@ -127,12 +149,12 @@ def _alone(swap: Swap) -> list[Table]:
     for row in swap.rows:
         if alone := row.by_layer(swap.quantity):
             shown = {layer: show_quantity(swap.quantity, value) for layer, value in alone.items()}
-            rows.append((row.label, *(shown.get(layer, NOT_MEASURED) for layer in swap.layers)))
+            rows.append((_name(row), *(shown.get(layer, NOT_MEASURED) for layer in swap.layers)))
     if not rows:
         return []
-    columns = ("backend", *(f"layer {layer}" for layer in swap.layers))
-    title = f"One layer swapped, {NAMES[swap.quantity]}: {heading(swap.case)}"
-    return [Table(title, columns, tuple(rows), ("The other layers keep the model's own attention.",))]
+    columns = ("backend", *(f"layer, {layer}" for layer in swap.layers))
+    title = f"One layer replaced, {NAMES[swap.quantity]}: {heading(swap.case)}"
+    return [Table(title, columns, tuple(rows), ("All other layers are exact.",))]
 
 
 def _nearest(swap: Swap, environment: Environment) -> str:
@@ -143,21 +165,16 @@ def _nearest(swap: Swap, environment: Environment) -> str:
     value, row = near[0]
     plainest = next((mean for mean, row in swap.changed if row.backend == UNIFORM_ATTENTION), float("inf"))
     worse = [row.label for mean, row in near if mean >= plainest]
-    no_nearer = f" No nearer than uniform attention: {', '.join(worse)}." if worse else ""
+    no_better = f" No better than uniform attention: {', '.join(worse)}." if worse else ""
+    speed, settled = "", ""
+    if row.timed is not None and swap.reference is not None:
+        ratio = time_ratio(row.timed, swap.reference)
+        speed, settled = f", {compared(ratio)}", "" if ratio.side_of_one else f" {remedy(environment)}"
     return (
-        f"With all its attention swapped, {swap.case.inputs} stays nearest to itself with {row.label}"
-        f"{' among the candidates measured so far' if left else ''}: {NAMES[swap.quantity]} "
-        f"{show_quantity(swap.quantity, value)}{_speed(swap, row)}.{no_nearer}{left}"
+        f"{swap.case.inputs} at {swap.case.tokens} tokens is changed least by {row.label}"
+        f"{' among the candidates measured so far' if left else ''}: "
+        f"{quantity_words(swap.quantity, value)}{speed}.{settled}{no_better}{left}"
     )
-
-
-def _speed(swap: Swap, row: SwapRow) -> str:
-    """The speed-up of the model, with a remark where its interval holds 1."""
-    if row.timed is None or swap.reference is None:
-        return ""
-    ratio = time_ratio(row.timed, swap.reference)
-    unclear = "" if ratio.side_of_one else ", which leaves open whether it is faster"
-    return f", {show_ratio(ratio)} as fast as before{unclear}"
 
 
 def swap_plot(records: Sequence[Record]) -> Plot:
@@ -167,10 +184,9 @@ def swap_plot(records: Sequence[Record]) -> Plot:
         chart for swap in models for chart in _charts(swap, heading(swap.case) if len(models) > 1 else "")
     ]
     return Plot(
-        "Distance of a converted model from itself",
+        "Output change after replacing attention",
         f"{heading(models[0].case) if len(models) == 1 else ''}\n"
-        "training-free conversion; crosses: uniform attention (mean of the values); backends that "
-        "differ by rounding are left out",
+        "no training; crosses: uniform attention; differences at rounding level are not drawn",
         tuple((chart,) for chart in charts),
         legend=False,
     )
@@ -186,7 +202,7 @@ def _charts(swap: Swap, head: str) -> list[Chart]:
         for _, row in rows
         if (line := row.by_layer(swap.quantity))
     ]
-    layers = Axis("the only layer replaced", show="{:.0f}".format, ticks=swap.layers)
+    layers = Axis("replaced layer (all others exact)", show="{:.0f}".format, ticks=swap.layers)
     second = [Chart(layers, Axis(_DISTANCES[swap.quantity], "log"), tuple(alone))] if swap.layers else []
     return [_end_to_end(swap, styles)._replace(title=head), *second]
 

@@ -1,0 +1,50 @@
+"""Numbers in words: no digit beyond an interval, no ratio below one, no claim without a side."""
+
+import pytest
+
+from efficient_attn.report.table import Table
+from efficient_attn.report.text import compared, rounded, show_ratio, show_spread
+from efficient_attn.stats.estimates import Typical
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "shown"),
+    [
+        (280.4, 264.0, 297.0, "280"),
+        (76.7, 50.0, 118.0, "80"),
+        (1.18, 0.7, 1.9, "1.2"),
+        (8.05, 5.54, 11.7, "8"),
+        (0.333, 0.28, 0.395, "0.33"),
+        (14.8, None, None, "14.8"),
+        (5.0, 5.0, 5.0, "5.00"),
+        (1.0, 1e-9, 1e9, "1"),
+    ],
+)
+def test_a_value_has_no_digit_that_its_interval_leaves_open(value, low, high, shown):
+    assert rounded(value, low, high) == shown
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words", "cell"),
+    [
+        ((8.05, 7.0, 9.2), "8 ± 1 times faster", "8×\t7.0 to 9.2"),
+        ((0.25, 0.22, 0.28), "4.0 ± 0.5 times slower", "0.25×\t0.22 to 0.28"),
+        ((2.5, 1.2, 5.1), "2 times faster (1.2 to 5)", "2×\t1.2 to 5"),
+        ((0.9, 0.5, 1.6), "undecided, 0.9× the speed (0.5 to 1.6)", "0.9×?\t0.5 to 1.6"),
+        ((8.0, 2.0, 34.0), "8 times faster (interval beyond ×3)", "8×?\tinterval beyond ×3"),
+        ((3.9, None, None), "3.90 times faster", "3.90×"),
+    ],
+)
+def test_a_ratio_is_faster_slower_or_undecided(ratio, words, cell):
+    assert (compared(Typical(*ratio, samples=8)), show_ratio(Typical(*ratio, samples=8))) == (words, cell)
+
+
+def test_an_interval_beyond_three_times_the_value_is_said_without_a_percentage():
+    assert show_spread(2e-3, 1e-4, 100.0, unit=1e-3) == "2?\tinterval beyond ×3"
+
+
+def test_the_best_value_is_decided_and_no_baseline_and_worse_than_uniform_attention_is_marked():
+    rows = (("exact", "1e-7", "1×"), ("a", "0.5", "3×?"), ("b", "0.2", "2×"), ("c", "9", "2×"))
+    table = Table("", ("backend", "error", "speed"), (*rows, ("uniform attention", "0.8", "40×")))
+    marked = table.compared(errors=["error"], speeds=["speed"])
+    assert (marked.best, marked.worse) == (((2, 1),), ((3, 1),))
