@@ -217,10 +217,10 @@ def _findings(
         scale = torch.maximum(scale, exact[-1].norm()) if number else scale
         bounds = _bounds(plain[number], exact[number], scale, subject.bits[precision], backward=bool(number))
         share, text = _compared(results[0][number], exact[number], scale, bounds)
-        first, *others = (result[number].nan_to_num(7e4) for result in results)
-        differ = sum(not torch.equal(first, other) for other in others)
+        first, *later = (result[number].nan_to_num(7e4) for result in results)
+        differ = sum(not torch.equal(first, again) for again in later)
         text = text or (
-            f"{differ} of {len(others)} calls differ from the first in their bits" if differ else ""
+            f"{differ} of {len(later)} calls differ from the first in their bits" if differ else ""
         )
         yield verb, share, text and f"{name}: {text}"
         for out in streamed if not number else []:
