@@ -58,6 +58,9 @@ def test_it_measures_predicts_and_concludes_over_lengths():
     for tokens in (SHORT[-1], 1024):
         times = [one.case.label for one in encoder if (one.case.kind, one.case.tokens) == ("time", tokens)]
         assert times == ["exact", *(label for label in labels[1:] if (label, tokens) not in slower)]
+    # The first model is answered before the second is begun.
+    order = list(results.records)
+    assert order.index(next(one for one in encoder if one.case.kind == "time")) < order.index(decoder[0])
     sentence, causal = results.sentences()
     assert f"{labels[1]} (error 0." in sentence and "no backend is within" in sentence
     # A window of the whole sequence is exact.
@@ -114,11 +117,18 @@ def test_a_backend_that_failed_somewhere_is_not_within_the_limit_everywhere(fail
     for errors, told in (
         (places, "on every layer: window (error"),
         ({**places, place: broken}, "on every layer: linformer (error"),
-        ({}, "at no length: no error was measured."),
+        ({}, "CPU threads): nothing measured."),
     ):
         environment = {"study": "advise", "candidates": ["exact", "window", "linformer"]}
         (sentence,) = Results([*errors.values(), *times], environment=environment).sentences()
         assert told in sentence
+
+
+def test_without_a_timed_call_no_speed_is_shown():
+    errors = [error(name, 512, "encoder", 0, value) for name, value in (("exact", 1e-7), ("window", 0.3))]
+    skipped = Record(case=timed("exact", 8192, (1.0,)).case, status="skipped", reason="budget")
+    (table,) = Results([*errors, skipped], environment={"study": "advise"}).tables()
+    assert "speed, exact 1×" in table.columns and {row[2] for row in table.rows} == {"–"}
 
 
 TARGET = {"study": "advise", "target": {"quantity": "mean_pool_distance", "limit": 0.1}}

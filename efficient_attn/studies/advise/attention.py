@@ -40,7 +40,9 @@ def attention_steps(
     measurer: Measurer,
     limit_bytes: int | None,
 ) -> Steps:
-    """Errors of all models, one round of their calls, then all rounds; errors at shorter lengths.
+    """For each model errors and one round of calls; then all rounds, and errors at shorter lengths.
+
+    On a busy machine a budget may end within the second model: the first is answered by then.
 
     The beginning of a causal sequence is a real sequence: its activations do not depend on later tokens.
 
@@ -48,10 +50,8 @@ def attention_steps(
         models: q, k, v of the layers of each shipped model.
     """
     calls: list[Point] = []
-    near = []
     for layers in models:
-        near.append(_near(variants, (yield from _errors(variants, layers, workload))))
-    for layers, nearest in zip(models, near, strict=True):
+        nearest = _near(variants, (yield from _errors(variants, layers, workload)))
         shared = {**vars(workload), **shape_of_subject(layers[0]), "inputs": "gaussian"}
         costs = Costs(shared=shared, measure=measurer, rounds=rounds, limit_bytes=limit_bytes)
         calls += yield from _call_steps(nearest, lengths, costs)

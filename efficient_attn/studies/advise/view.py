@@ -163,14 +163,14 @@ def _attention_tables(records: Sequence[Record]) -> list[Table]:
         (
             row.label,
             *(_show_errors(row.errors.get(place)) for place in places),
-            "1×" if row.backend == YARDSTICK else _show_speed(row, longest) or NOT_MEASURED,
+            "1×" if longest and row.backend == YARDSTICK else _show_speed(row, longest) or NOT_MEASURED,
             _show_crossover(row),
         )
         for row in rows
     )
     failures = failure_notes(record for record in records if record.status not in ("ok", "skipped"))
     notes = (*_NOTES, *mark_notes(body), *calibration_note(records), *failures)
-    speed = f"speed at {longest}, exact 1×"
+    speed = f"speed at {longest}, exact 1×" if longest else "speed, exact 1×"
     columns = ("backend", *heads, speed, "faster from, tokens")
     inputs = f" ({describe(*sources)})" if len(sources) == 1 else ""
     title = f"Attention alone{inputs}: {setting(records[0].case)}"
@@ -242,7 +242,10 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
     at = listed(f"{listed(sizes)} tokens ({describe(source)})" for source, sizes in lengths.items())
     refused = {record.case.label for record in records if record.status == "unsupported"}
     left = missing(environment, {row.label for row in rows} | refused)
-    text = f"Attention alone ({setting(times[0].case)}) at {at or 'no length'}: "
+    text = f"Attention alone ({setting(times[0].case)})"
+    if not at:
+        return [f"{text}: nothing measured.{skipped_note(records)}"]
+    text += f" at {at}: "
     if not candidates:
         text += "no error was measured."
     elif near:
