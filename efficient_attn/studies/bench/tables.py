@@ -84,9 +84,9 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     for subject, group in subjects.items():
         place = "" if subject == "attention" else f" of the {subject}"
         for clock, timed in by_clock(group).items():
-            if times := curves(timed, "time_s"):
+            if _begun(times := curves(timed, "time_s")):
                 shown.append(_time_table(clock, place, times))
-        if peaks := curves(group, "peak_bytes"):
+        if _begun(peaks := curves(group, "peak_bytes")):
             # Bytes at the longest length, of every curve that has any.
             columns = {
                 name: {
@@ -103,6 +103,11 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
             shown.append(_error_table(setting_group, records))
         shown.append(_comparison_table(setting_group[-1]))
     return shown
+
+
+def _begun(all_curves: Sequence[Curve]) -> bool:
+    """Whether any point was tried before the budget ended."""
+    return any(point.record.status != "skipped" for curve in all_curves for point in curve.points)
 
 
 def many_lengths(records: Sequence[Record]) -> bool:

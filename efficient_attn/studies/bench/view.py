@@ -111,7 +111,7 @@ def _verdict(comparison: Comparison, environment: Environment) -> str:
     place = f"at {case.tokens} tokens ({inputs_words(comparison)}; {setting(case)})"
     exact, share = comparison.exact, f"{100 * max_error:g} %"
     if exact is None:
-        return f"No comparison {place}: exact attention was not measured."
+        return f"No comparison {place}: no error of exact attention was measured."
     everywhere = " on every layer" if len(single_names(comparison.inputs)) > 1 else ""
     near = comparison.near(max_error)
     finished = {row.label for row in comparison.contenders if row.failed or (row.error and row.timed)}
