@@ -219,7 +219,7 @@ def _type_of(name: str, kernel: str) -> Any:
     if name in half and kernel != "scan_kernel":
         return "*bf16"
     floats = {"ones", "references", "logarithms", "offsets", "columns", "deltas", "key_offsets", "sums"}
-    return "*fp32" if name in floats or name.startswith("segment_") else "i32"
+    return "*fp32" if name in floats or name.startswith(("segment_", "to_")) else "i32"
 
 
 if __name__ == "__main__":
