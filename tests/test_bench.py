@@ -154,7 +154,7 @@ def test_shares_are_operations_and_bytes_over_time_and_measured_rate():
     # 3 GFLOP and 6 MB in 6 ms.
     assert (exact["of peak GEMM, %"], exact["of peak copy, %"]) == ("50", "10")
     assert (window["of peak GEMM, %"], window["of peak copy, %"]) == ("", "")
-    assert "1000 GFLOP/s of a large matrix product (GEMM), 10.0 GB/s of a large copy" in time.notes[-1]
+    assert "1000 GFLOP/s of a large matrix product (GEMM), 10.0 GB/s of a large copy" in " ".join(time.notes)
     (time,) = tables([record()], {})
     assert not any("of peak" in name for name in time.columns)
 
@@ -164,8 +164,8 @@ def test_a_gpu_has_a_second_pair_of_tables_a_sentence_and_a_plot_of_device_times
     time, device = tables(made, {})
     assert (time.title, device.title) == ("Time per call, ms", "Device time per call, ms")
     assert [row["1024"] for row in rows(device)] == ["0.6", "0.3"]
-    assert [row["speed, exact 1×"] for row in rows(device)] == ["1×", "2.00×"]
-    assert "with a cold L2 cache" in device.notes[-1]
+    assert [row["speed, exact 1×"] for row in rows(device)] == ["1×", "2×?"]
+    assert "with a cold L2 cache" in " ".join(device.notes)
     latency, queued = sentences(made, {})
     assert latency.startswith("Speed at 1024 tokens") and "window 1.00×" in latency
     assert queued.startswith("Speed by device time at 1024 tokens") and "window 2.00×" in queued

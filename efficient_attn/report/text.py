@@ -90,8 +90,10 @@ def show_spread(value: float, low: float | None, high: float | None, *, unit: fl
 
 
 def show_ratio(ratio: Typical) -> str:
-    """Cell `3.1×` with its interval, undecided if it is wide or contains 1."""
-    decided = ratio.low is None or (ratio.side_of_one and not is_wide(*ratio[:3]))
+    """Cell `3.1×` with its interval, undecided if it is wide or contains 1; one digit without an interval."""
+    if ratio.low is None:
+        return f"{float(f'{ratio.median:.1g}'):g}×{UNDECIDED}"
+    decided = ratio.side_of_one and not is_wide(*ratio[:3])
     text = f"{rounded(*ratio[:3])}×{'' if decided else UNDECIDED}"
     return "\t".join(filter(None, (text, interval_words(*ratio[:3]))))
 
@@ -105,7 +107,7 @@ def compared(ratio: Typical) -> str:
     value, low, high = inverse(ratio)[:3] if slower else ratio[:3]
     text = f"times {'slower' if slower else 'faster'}"
     if low is None or high is None:
-        return f"{rounded(value)} {text}"
+        return f"{float(f'{value:.1g}'):g} {text}"
     half_width = (high - low) / 2
     if half_width > _UNEVEN * value:
         return f"{rounded(value, low, high)} {text} ({interval_words(value, low, high)})"
@@ -134,7 +136,10 @@ def mark_notes(rows: Iterable[Sequence[str]]) -> tuple[str, ...]:
     cells = [brief(cell) for row in rows for cell in row[1:]]
     notes = [
         *([f"{PREDICTED}: predicted or extrapolated."] * any(cell.startswith(PREDICTED) for cell in cells)),
-        *([f"{UNDECIDED}: undecided, interval too wide."] * any(cell.endswith(UNDECIDED) for cell in cells)),
+        *(
+            [f"{UNDECIDED}: undecided, interval too wide or unknown."]
+            * any(cell.endswith(UNDECIDED) for cell in cells)
+        ),
     ]
     return (" ".join(notes),) if notes else ()
 

@@ -32,7 +32,7 @@ def test_a_value_has_no_digit_that_its_interval_leaves_open(value, low, high, sh
         ((2.5, 1.2, 5.1), "2 times faster (1.2 to 5)", "2×\t1.2 to 5"),
         ((0.9, 0.5, 1.6), "undecided, 0.9× the speed (0.5 to 1.6)", "0.9×?\t0.5 to 1.6"),
         ((8.0, 2.0, 34.0), "8 times faster (interval beyond ×3)", "8×?\tinterval beyond ×3"),
-        ((3.9, None, None), "3.90 times faster", "3.90×"),
+        ((3.9, None, None), "4 times faster", "4×?"),
     ],
 )
 def test_a_ratio_is_faster_slower_or_undecided(ratio, words, cell):
