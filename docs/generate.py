@@ -50,19 +50,21 @@ def page() -> str:
 
 def promises(specs: list[BackendSpec]) -> list[str]:
     """Promises of all and of few backends, then one row per backend with the others."""
-    holders = {promise: [one for one in specs if getattr(one.capabilities, promise)] for promise in _PROMISES}
-    shared = [_PROMISES[promise] for promise, kept in holders.items() if len(kept) == len(specs)]
+    holders = {
+        promise: [about for about in specs if getattr(about.capabilities, promise)] for promise in _PROMISES
+    }
+    shared = [_PROMISES[promise] for promise, members in holders.items() if len(members) == len(specs)]
     lines = [f"- All backends: {', '.join(shared)}."]
-    for promise, kept in holders.items():
-        if len(kept) <= _RARE:
+    for promise, members in holders.items():
+        if len(members) <= _RARE:
             lines.append(
-                f"- {_PROMISES[promise].capitalize()}: {', '.join(f'`{one.name}`' for one in kept)}."
+                f"- {_PROMISES[promise].capitalize()}: {', '.join(f'`{about.name}`' for about in members)}."
             )
     # Promises that the same backends keep share a column.
     columns: dict[tuple[str, ...], list[str]] = {}
-    for promise, kept in holders.items():
-        if _RARE < len(kept) < len(specs):
-            columns.setdefault(tuple(one.name for one in kept), []).append(_PROMISES[promise])
+    for promise, members in holders.items():
+        if _RARE < len(members) < len(specs):
+            columns.setdefault(tuple(about.name for about in members), []).append(_PROMISES[promise])
     rows = [
         [
             f"[`{one.name}`](#{one.name})",

@@ -13,7 +13,7 @@ NAMES = ("exact", "window", "window-clusters", "performer-full")
 _TITLE = "Time of a call: below exact from 1500 tokens, less accurate"
 # Rows of the output, below its head.
 _ROWS = (*NAMES, "linformer", "uniform attention")
-_WIDTH = 110
+_WIDTH = 100
 
 
 def page(text: str) -> str:

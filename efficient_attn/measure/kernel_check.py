@@ -1,9 +1,9 @@
 """Check of one fused kernel on one device against its formula in float64, run in a process of its own.
 
 Every case is computed twice on memory filled with NaN, the long ones more often. All results must have the
-same bits. The measure of
-errors is the materialised formula with operands of products in the kernel's precision, and in float32 the
-backend on the CPU: the output may err twice as much, gradients four times, the worst row ten times.
+same bits. The measure of errors is the materialised formula with operands of products in the kernel's
+precision, and in float32 the backend on the CPU: the output may err twice as much, gradients four times, the
+worst row ten times.
 """
 
 import itertools
