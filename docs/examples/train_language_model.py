@@ -18,6 +18,7 @@ from typing import NamedTuple
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
+from matplotlib.ticker import LogLocator, NullLocator
 from torch import Tensor
 
 import efficient_attn as ea
@@ -128,14 +129,19 @@ def verdict(curves: dict[str, list[Point]]) -> str:
 
 def draw(curves: dict[str, list[Point]], path: str) -> None:
     """Learning curves against steps and against seconds of training."""
-    figure, (by_steps, by_time) = plt.subplots(1, 2, sharey=True, figsize=(8, 3.5), layout="constrained")
+    figure, (by_steps, by_time) = plt.subplots(1, 2, sharey=True, figsize=(6, 3.6), layout="constrained")
     for backend, curve in curves.items():
         bits = [point.bits.mean().item() for point in curve]
         by_steps.plot([point.step for point in curve], bits, label=backend)
         by_time.plot([point.seconds_s for point in curve], bits)
-    by_steps.set(xlabel="steps", ylabel="held-out bits per byte", xscale="log")
-    by_time.set(xlabel="seconds of training", xscale="log")
-    figure.legend(loc="outside upper center", ncols=3)
+    figure.suptitle("Held-out bits per byte")
+    for ax, name in ((by_steps, "steps"), (by_time, "seconds of training")):
+        ax.set(xlabel=name, xscale="log")
+        ax.xaxis.set(
+            major_locator=LogLocator(subs=(1, 2, 5)), major_formatter="{x:g}", minor_locator=NullLocator()
+        )
+        ax.grid(color="0.9")
+    figure.legend(loc="outside lower left", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)
 
 

@@ -65,6 +65,7 @@ class Subject:
         bits: Mantissa bits of operands by precision; None: the backend on the CPU is the measure.
         causal: Whether calls are causal; None: only with grouped heads.
         streams: Whether the kernel serves `extend`.
+        global_tokens: Of a window; with them the kernel serves inference alone.
         module: Function of the backend, whose result takes its place.
     """
 
@@ -74,11 +75,17 @@ class Subject:
     bits: dict[str, int | None]
     causal: bool | None = False
     streams: bool = False
+    global_tokens: int = 0
     module: Callable[..., Any] | None = None
 
     def build(self, case: Case, precision: str, head_dim: int, features: int) -> Any:
         """The backend, with directions that are numbers of both half precisions if it is one."""
-        size = {"window": _WINDOW} if self.backend == "window" else {"num_features": features}
+        windowed = self.backend == "window"
+        size = (
+            {"window": _WINDOW, "global_tokens": self.global_tokens}
+            if windowed
+            else {"num_features": features}
+        )
         causal = case.grouped if self.causal is None else self.causal
         backend = build(self.backend, head_dim=head_dim, num_heads=_HEADS, causal=causal, **size)
         for x in backend.buffers() if precision.endswith("16") else ():
@@ -107,6 +114,9 @@ SUBJECTS = {
     ),
     "window-flex": Subject(
         backend="window", note="flex", lengths=(129, 300, 1000), bits={**_BITS}, causal=None
+    ),
+    "window-global": Subject(
+        backend="window", note="flex", lengths=(300, 1000), bits={**_BITS}, causal=None, global_tokens=4
     ),
 }
 
@@ -168,8 +178,11 @@ class _Inputs(NamedTuple):
     gradient: Tensor
     mask: Tensor | None
 
-    def results(self, call: Callable[..., Tensor]) -> list[Tensor]:
-        """Output, and gradients with respect to q, k and v."""
+    def results(self, call: Callable[..., Tensor], *, trained: bool = True) -> list[Tensor]:
+        """Output, and if trained gradients with respect to q, k and v."""
+        if not trained:
+            with torch.no_grad():
+                return [call(*self.tensors)]
         leaves = [x.clone().requires_grad_() for x in self.tensors]
         out = call(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, self.gradient.to(out))]
@@ -196,11 +209,12 @@ def _findings(
         module = subject.module(module)
     inputs = _draw(case, head_dim, dtype, device)
     with_nan = inputs._replace(tensors=_with_nan(inputs))
+    trained = not subject.global_tokens
     try:
         results = []
         for _ in range(2 if case.tokens < _OFTEN_FROM else _OFTEN):
             poison(device)
-            results.append(with_nan.results(lambda *x: module(*x, key_mask=with_nan.mask)))
+            results.append(with_nan.results(lambda *x: module(*x, key_mask=with_nan.mask), trained=trained))
         poison(device)
         streamed = [_streamed(module, with_nan)] if subject.streams else []
     except Exception as failure:  # A failing launch is a result of the check.
@@ -210,7 +224,7 @@ def _findings(
         return
     exact, plain = _references(subject, backend, inputs, precision)
     labels = ("output", "gradient of q", "gradient of k", "gradient of v")
-    for number, name in enumerate(labels):
+    for number, name in enumerate(labels[: len(results[0])]):
         verb = "backward" if number else "forward"
         scale = exact[number].norm()
         # With one visible key, gradients of q and k are zero and rounding is all that is left.
@@ -348,7 +362,8 @@ def _formula(
     q, k, v = tensors
     k, v = (naive.for_query_heads(naive.masked_to_zero(x, mask), q) for x in (k, v))
     window, causal = getattr(backend.options, "window", None), backend.problem.causal
-    visible = naive.visible_keys(q, k, causal=causal, key_mask=mask, window=window)
+    count = getattr(backend.options, "global_tokens", 0)
+    visible = naive.visible_keys(q, k, causal=causal, key_mask=mask, window=window, global_tokens=count)
     factor = backend.problem.factor
     mean = partial(_mean, bits=bits, dtype=dtype)
     if window is not None:

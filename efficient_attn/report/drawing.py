@@ -25,6 +25,8 @@ _AXES_SHARE = 0.78
 
 _LONGEST_NAME, _LONGEST_TEXT = 48, 240
 _POINT = 1 / 72
+# Largest share of the width for names at the ends of lines, and steps that move them apart.
+_NAMES_SHARE, _STEPS_APART = 0.34, 200
 # Width of a letter, of the line before a name in a legend, and height of a line of text, in letters' heights.
 _LETTER, _HANDLE, _LINE = 0.56, 4.7, 1.35
 
@@ -92,6 +94,7 @@ def _draw_figure(plot: Plot, width: float, sizes: Style) -> list[Any]:
     heights = [_row_height(row, width, sizes) for row in rows]
     figure = Figure(figsize=(width, sum(heights)), layout="constrained")
     columns = math.lcm(*map(len, rows))
+    named_lines = plot.legend and all(_names_fit(row, width, sizes) for row in rows)
     grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
     axes = []
     for number, row in enumerate(rows):
@@ -106,9 +109,14 @@ def _draw_figure(plot: Plot, width: float, sizes: Style) -> list[Any]:
             if shared:
                 chart = chart._replace(y=chart.y._replace(label=""))
                 ax.tick_params(labelleft=False)
-            _draw_chart(ax, chart, _AXES_SHARE * width / len(row), _axes_height(row, chart, width), sizes)
+            names = _names_inches(chart, sizes) if named_lines else 0
+            _draw_chart(
+                ax, chart, _AXES_SHARE * width / len(row) - names, _axes_height(row, chart, width), sizes
+            )
+            if named_lines:
+                _name_lines(ax, chart, _axes_height(row, chart, width), sizes)
             axes.append(ax)
-    lines = _write_texts(figure, plot, sizes)
+    lines = _write_texts(figure, plot._replace(legend=plot.legend and not named_lines), sizes)
     figure.set_figheight(sum(heights) + lines * _LINE * sizes.small * _POINT)
     # The layout takes as long as drawing: it is found once for all files.
     figure.draw_without_rendering()
@@ -223,6 +231,50 @@ def _draw_series(ax: Any, series: Series, style: Mapping[str, Any]) -> None:
             ax.fill_between(series.x, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
+def _names_fit(row: Sequence[Chart | None], width: float, sizes: Style) -> bool:
+    """Whether the names of lines can stand at their right ends, in place of a legend."""
+    (chart, *others) = row
+    if others or chart is None or chart.draw is not None or not chart.series:
+        return False
+    ends = {line.x[-1] for line in chart.series if len(line.x)}
+    room = _axes_height(row, chart, width) / (_LINE * sizes.small * _POINT)
+    wide = _names_inches(chart, sizes) > _NAMES_SHARE * width
+    crossed = any(not len(line.y) for line in chart.series)
+    return len(ends) == 1 and not crossed and len(chart.series) <= room and not wide
+
+
+def _names_inches(chart: Chart, sizes: Style) -> float:
+    longest = max((len(plain(short(line.label, _LONGEST_NAME))) for line in chart.series), default=0)
+    return longest * _LETTER * sizes.small * _POINT
+
+
+def _name_lines(ax: Any, chart: Chart, height: float, sizes: Style) -> None:
+    """Write each line's name at its right end, apart from the others."""
+    to_axes = ax.transScale + ax.transLimits
+    lines = [line for line in chart.series if line.label]
+    ends = np.array([to_axes.transform((ax.get_xlim()[1], line.y[-1]))[1] for line in lines])
+    order, gap = np.argsort(ends, kind="stable"), _LINE * sizes.small * _POINT / height
+    places = ends[order]
+    for _ in range(_STEPS_APART):
+        close = np.clip(gap - np.diff(places), 0, None) / 2
+        places[1:] += close
+        places[:-1] -= close
+        places = np.clip(places, 0, 1)
+    for place, index in zip(places, order, strict=True):
+        line, colour = lines[index], lines[index].style["color"]
+        ax.annotate(
+            plain(short(line.label, _LONGEST_NAME)),
+            xy=(line.x[-1] if len(line.x) else ax.get_xlim()[1], line.y[-1]),
+            xytext=(1.03, place),
+            textcoords="axes fraction",
+            va="center",
+            color=colour,
+            fontsize=sizes.small,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 5},
+            annotation_clip=False,
+        )
+
+
 def _label_axis(axis: Any, spec: Axis, inches: float, sizes: Style, *, across: bool) -> None:
     """Write the label and as many ticks as fit."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
@@ -242,10 +294,19 @@ def _label_axis(axis: Any, spec: Axis, inches: float, sizes: Style, *, across: b
             marks = LogLocator(base, steps, numticks=1000).tick_values(low, high)
             ticks = [tick for tick in marks if low <= tick <= high] or [low, high]
         longest = max((len(spec.show(tick)) for tick in ticks), default=1) + 1.2
-        room = max(int(inches / (longest * letter if across else 2.4 * letter)), 2)
-        if len(ticks) <= room:
+        places = (
+            inches
+            * axis.get_transform().transform(ticks)
+            / np.ptp(axis.get_transform().transform([low, high]))
+        )
+        gap = longest * letter if across else 2.4 * letter
+        shown: list[int] = []
+        for index in reversed(range(len(ticks))):
+            if not shown or places[shown[-1]] - places[index] >= gap:
+                shown.append(index)
+        if len(shown) == len(ticks):
             break
-    axis.set_major_locator(FixedLocator(ticks[:: -math.ceil(len(ticks) / room)][::-1]))
+    axis.set_major_locator(FixedLocator([ticks[index] for index in reversed(shown)]))
     axis.set_minor_locator(NullLocator())
 
 

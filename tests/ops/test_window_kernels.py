@@ -56,6 +56,25 @@ def test_the_blocks_are_those_of_all_pairs_of_tokens(tokens, back, ahead):
         assert listed[2:] == (None, None)
 
 
+@pytest.mark.parametrize("count", [4, 130])
+@pytest.mark.parametrize(("back", "ahead"), [(256, 0), (300, 0), (16, 16), (200, 200)])
+@pytest.mark.parametrize("tokens", [100, 512, 1000])
+def test_blocks_of_global_keys_are_listed_once(tokens, back, ahead, count):
+    def visible(entry, head, query, key):
+        near = (key >= query - back) & (key <= query + ahead)
+        return near | ((key < count) & ((key <= query) | (ahead > 0)))
+
+    torchs = flex_attention.create_block_mask(visible, 1, 1, tokens, tokens, device="cpu").as_tuple()
+    size = -(-tokens // 128)
+    expected = pairs(*torchs[2:4], size) + pairs(*torchs[4:6], size)
+    # A causal row of blocks lists the blocks of all global keys.
+    expected[:, : -(-count // 128)] = 1
+    for whole in (False, True):
+        listed = window_flex.blocks(tokens, back, ahead, whole=whole, count=count, device=torch.device("cpu"))
+        actual = pairs(*listed[:2], size) + (pairs(*listed[2:], size) if whole else 0)
+        assert torch.equal(actual, expected)
+
+
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Keys of the configurations that are served on the CPU, in any dtype and with gradients."""
@@ -172,6 +191,26 @@ def test_the_window_and_its_gradients_equal_the_dense_band(
     expected = definition(*inputs, window=window, causal=causal, key_mask=mask)
     assert len(calls) == 1 and names == {"varlen" if kernel == "packed" else "flex"}
     assert largest_difference(out, expected, inputs) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("tokens", "window", "causal"), [(300, 33, False), (300, 32, True), (150, 2, True), (700, 257, True)]
+)
+@pytest.mark.parametrize("count", [4, 130])
+def test_global_keys_take_one_call_without_gradients_and_masks(uncompiled, tokens, window, causal, count):
+    q, k, v = random_qkv(2, 4, 2, tokens, tokens, 16, 24)
+    backend = ea.build("window", head_dim=16, window=window, causal=causal, global_tokens=count)
+    sizes = {"window": window, "causal": causal, "global_tokens": count, "scale": 0.25}
+    with paths.observed_kernels() as names:
+        out = backend(q, k, v)
+    assert names == {"flex"} and len(uncompiled) == 1
+    assert largest_difference(out, naive.softmax_attention(q, k, v, **sizes)) <= 1e-12
+    # Operators serve the others.
+    mask = random_mask(2, tokens)
+    masked = naive.softmax_attention(q, k, v, key_mask=mask, **sizes)
+    assert largest_difference(backend(q, k, v, key_mask=mask), masked) <= 1e-12
+    backend(q.requires_grad_(), k, v).sum().backward()
+    assert len(uncompiled) == 1
 
 
 @pytest.mark.parametrize("scale", [0.3, 0.0, -0.7])

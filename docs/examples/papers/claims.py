@@ -10,11 +10,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import matplotlib.pyplot as plt
 import torch
 
 HOLDS, FAILS, UNDECIDED = "holds", "does not hold", "undecided"
 
 _ROOT = Path(__file__).parents[3]
+
+# Letters that stay readable on a phone at the width of the figures, 6 inches.
+plt.rcParams.update(
+    {
+        **dict.fromkeys(("font.size", "axes.titlesize", "legend.fontsize"), 9),
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+        "axes.grid": True,
+        "axes.titlelocation": "left",
+        "grid.color": "0.9",
+    }
+)
 
 
 class Claim(NamedTuple):
@@ -84,6 +96,27 @@ def verdict(answers: Mapping[str, bool | None]) -> str:
     return f"{HOLDS}; undecided at {', '.join(open_places)}" if open_places else HOLDS
 
 
+def measured_ticks(ax: Any, values: Sequence[float]) -> None:
+    """Make the x axis logarithmic, with ticks at the measured values only."""
+    ax.set_xscale("log")
+    ax.set_xticks(values, [f"{value:g}" for value in values])
+    ax.set_xticks([], minor=True)
+
+
+def name_line(ax: Any, line: Any, name: str, *, shift: float = 0) -> None:
+    """Write a name at the right end of a line, `shift` points above it."""
+    end = (line.get_xdata()[-1], line.get_ydata()[-1])
+    ax.annotate(
+        name,
+        end,
+        (6, shift),
+        textcoords="offset points",
+        va="center",
+        color=line.get_color(),
+        annotation_clip=False,
+    )
+
+
 def report(
     name: str,
     paper: str,
@@ -113,5 +146,5 @@ def report(
     }
     path = arguments.out / f"{name}.json"
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    figure.savefig(path.with_suffix(".png"), dpi=120, bbox_inches="tight", metadata={"Software": None})
+    figure.savefig(path.with_suffix(".png"), dpi=180, bbox_inches="tight", metadata={"Software": None})
     print(f"\nWritten: {path} and {path.with_suffix('.png').name}")

@@ -7,7 +7,7 @@ samples has its own inputs and directions, the same for all maps. Takes about ha
 
 import matplotlib.pyplot as plt
 import torch
-from claims import Claim, median_interval, parse_arguments, report, verdict
+from claims import Claim, measured_ticks, median_interval, parse_arguments, report, verdict
 
 import efficient_attn as ea
 from efficient_attn.measure.inputs import gaussian
@@ -71,17 +71,21 @@ for kind in KINDS:
         larger(f"Nearer than uniform attention, {kind} (not in the paper)", MEAN, best),
     ]
 
-figure, axes = plt.subplots(1, len(norms), figsize=(3 * len(norms), 3), sharex=True, layout="constrained")
-for ax, norm in zip(axes, norms, strict=True):
+rows = -(-len(norms) // 2)
+figure, axes = plt.subplots(
+    rows, 2, figsize=(6, 2.6 * rows), sharex=True, squeeze=False, layout="constrained"
+)
+figure.suptitle("Mean squared error of the output, by features")
+for ax, norm in zip(axes.flat, norms, strict=False):
     for kind, colour in zip(KINDS, ("tab:blue", "tab:red"), strict=True):
         for projection, style in zip(PROJECTIONS, ("-", "--"), strict=True):
             lines = [median_interval(errors[norm, (kind, projection, size)]) for size in sizes]
             ax.plot(sizes, [row.median for row in lines], style, color=colour, label=f"{kind}, {projection}")
             ax.fill_between(sizes, *zip(*[row[1:] for row in lines], strict=True), color=colour, alpha=0.12)
     ax.axhline(median_interval(errors[norm, MEAN]).median, color="gray", linestyle=":", label=MEAN)
-    ax.set(title=f"norm {norm:g}", xlabel="features", xscale="log", yscale="log")
-axes[0].set_ylabel("mean squared error of the output")
-axes[0].legend(fontsize=7)
+    ax.set(title=f"queries and keys of norm {norm:g}", yscale="log")
+    measured_ticks(ax, sizes)
+figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower left", ncols=3)
 
 report(
     "performer_fig4",

@@ -12,7 +12,7 @@ from math import log
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from claims import Claim, parse_arguments, report, time_ratio, verdict
+from claims import Claim, measured_ticks, name_line, parse_arguments, report, time_ratio, verdict
 from torch import nn
 
 import efficient_attn as ea
@@ -200,17 +200,30 @@ claims = [
     ),
 ]
 
-figure, axes = plt.subplots(1, 3, figsize=(11, 3.5), layout="constrained")
-axes[0].loglog(dims, list(variances.values()), "o-")
-axes[1].plot(dims, list(plain.values()), "o-", label=PLAIN)
-axes[1].plot(dims, list(scaled.values()), "o-", label=SCALED)
-for name in (PLAIN, SCALED, ADDITIVE):
-    axes[2].plot(dims, [sum(learnt[name, d]) / len(seeds) for d in dims], "o-", label=name)
-titles = ("variance of q·k", "gradient of softmax, 1 − Σ p²", "accuracy of a lookup")
-for ax, title in zip(axes, titles, strict=True):
-    ax.set(title=title, xlabel="d_k", xscale="log")
-axes[1].legend(fontsize=7)
-axes[2].legend(fontsize=7)
+figure, axes = plt.subplot_mosaic([["variance", "gradient"], ["accuracy", "accuracy"]], figsize=(6, 5.2))
+figure.set_layout_engine("constrained")
+axes["variance"].plot(dims, list(variances.values()), "o-")
+axes["variance"].set_yscale("log")
+axes["variance"].set_yticks(dims, list(map(str, dims)))
+axes["variance"].set_yticks([], minor=True)
+for values, name in ((plain, PLAIN), (scaled, SCALED)):
+    (line,) = axes["gradient"].plot(dims, list(values.values()), "o-")
+    axes["gradient"].annotate(
+        name, (dims[0], values[dims[0]]), (0, 8), textcoords="offset points", color=line.get_color()
+    )
+for name, shift in ((PLAIN, 0), (SCALED, -7), (ADDITIVE, 7)):
+    means = [sum(learnt[name, d]) / len(seeds) for d in dims]
+    (line,) = axes["accuracy"].plot(dims, means, "o-", markersize=8 if name == SCALED else 5)
+    name_line(axes["accuracy"], line, name, shift=shift)
+axes["gradient"].set_ylim(0, 1.2)
+titles = {
+    "variance": "Variance of q·k, by d_k",
+    "gradient": "Gradient of softmax, 1 − Σ p²",
+    "accuracy": "Accuracy of a learnt lookup, mean over seeds",
+}
+for panel, title in titles.items():
+    axes[panel].set(title=title, xlabel="d_k")
+    measured_ticks(axes[panel], dims)
 
 report(
     "vaswani_scaling",

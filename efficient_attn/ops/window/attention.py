@@ -46,14 +46,19 @@ def window_attention(
             return attend_one(q, k, v, key_mask, first, scale)
         if first is None and (ahead == 0 or ahead >= q_tokens - 1):
             return fused_attention(q, k, v, scale=scale, causal=ahead == 0, key_mask=key_mask, dropout=0.0)
-    fused = None if mapped else _fused(q, k, v, key_mask, first)
+    fused = None if mapped else _fused(q, k, v, key_mask)
+    if first is not None and fused is not _tuned:
+        # A global key of a window of one token may come later than its query, or not.
+        alike = first.at is not None and key_mask is None and (back or ahead)
+        flexible = not (mapped or trained) and alike and flex.available(q, k, v, kernel="window-global")
+        fused = flex.attend if flexible else None
     if fused is None:
         return unfused_window(q, k, v, key_mask, back, ahead, scale, first)
     if scale <= 0:
         q, scale = q * scale, 1.0
     k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
     if first is not None:
-        return _tuned(q, k, v, key_mask, back, ahead, scale, first)
+        return fused(q, k, v, key_mask, back, ahead, scale, first)
     # Inside compiled code gradients have no derivatives, whatever the operators.
     if not trained or fused is _tuned or torch.compiler.is_compiling():
         return fused(q, k, v, key_mask, back, ahead, scale)
@@ -61,14 +66,10 @@ def window_attention(
     return _Leave.apply(out, q, k, v, key_mask, back, ahead, scale)
 
 
-def _fused(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: GlobalKeys | None
-) -> Callable[..., Tensor] | None:
-    """The fused attention that serves these tensors, or None."""
+def _fused(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Callable[..., Tensor] | None:
+    """The fused attention that serves these tensors without global keys, or None."""
     if cpu_flash.available(q, k, v):
         return _tuned
-    if first is not None:
-        return None
     if varlen.available(q, k, v, key_mask):
         return varlen.attend
     return flex.attend if flex.available(q, k, v) else None
