@@ -106,10 +106,8 @@ def command_of(study: Study) -> Callable[..., None]:
             console.print_tables([_points(study.plan(**options))])
             return
 
-        from efficient_attn.measure.environment import command_line
         from efficient_attn.report.files import REPORT
-        from efficient_attn.studies.engine import foreseen
-        from efficient_attn.studies.run import run_plan
+        from efficient_attn.studies.engine import foreseen, run_plan
         from efficient_attn.studies.run_folder import Store, open_folder, run_folder
 
         # A wrong request must leave no folder behind, so the plan is made first.
@@ -129,7 +127,7 @@ def command_of(study: Study) -> Callable[..., None]:
                 resume=resume,
                 budget_s=budget_s,
                 start_s=start_s,
-                command=command_line(),
+                command=[Path(sys.argv[0]).name, *sys.argv[1:]],
                 progress=progress,
             )
         if open_page:

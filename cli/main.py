@@ -18,7 +18,8 @@ import typer
 from typer.core import TyperGroup
 
 from efficient_attn.errors import AttentionError, naming_missing
-from efficient_attn.studies import refuse_several, studies
+from efficient_attn.studies import studies
+from efficient_attn.studies.study import refuse_several
 
 from . import console, exits
 from .command import command_of

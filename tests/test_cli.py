@@ -213,7 +213,9 @@ WRONG = [
 def test_a_wrong_request_ends_in_one_line_before_anything_is_measured(
     words, message, folder, capsys, monkeypatch
 ):
-    monkeypatch.setattr("efficient_attn.studies.run.Engine", lambda *args, **named: pytest.fail("measured"))
+    monkeypatch.setattr(
+        "efficient_attn.studies.engine.Engine", lambda *args, **named: pytest.fail("measured")
+    )
     assert command(*words.split()) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and message in err

@@ -5,14 +5,12 @@ the records; a folder holds them in its `__init__.py` and `view.py`.
 """
 
 import importlib
-import os
 import pkgutil
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.errors import UnknownNameError, UnsupportedError
+from efficient_attn.errors import UnknownNameError
 from efficient_attn.studies.study import Study
 
 
@@ -49,19 +47,3 @@ def records_schema() -> dict[str, Any]:
 
     studies()
     return records.records_schema()
-
-
-def refuse_several(name: str) -> None:
-    """Refuse to run in several processes, which would all write the same files; one of them explains.
-
-    Raises:
-        UnsupportedError: In the first of several processes; the others exit with code 2.
-    """
-    processes, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
-    if not processes.isdecimal() or int(processes) == 1:
-        return
-    if rank.isdecimal() and int(rank) > 0:
-        sys.exit(2)
-    raise UnsupportedError(
-        f"{name} runs in one process, and WORLD_SIZE is {processes}: start it without torchrun."
-    )

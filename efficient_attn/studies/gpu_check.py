@@ -144,7 +144,7 @@ def show_gpu_check(folder: str | Path) -> GpuCheck:
     verdict = read_json(folder / VERDICT)
     try:
         records = read_records(folder / RECORDS).records if (folder / RECORDS).exists() else ()
-        outcome = GpuCheck(verdict, tuple(Store(rows=records).records))
+        outcome = GpuCheck(verdict, tuple(Store(rows=records).records.values()))
         outcome.page()
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{folder / VERDICT} is no verdict of gpu-check: {error}.") from None
@@ -205,7 +205,7 @@ def gpu_check(
         say(f"Timing calls of {min(lengths)} to {max(lengths)} tokens, within {show_seconds(budget_s)}.")
         store = Store(folder / RECORDS)
         _measure(workload, str(place), lengths, variables, store, budget_s, say)
-        records = store.records
+        records = tuple(store.records.values())
         strike_slower(kernels, records)
         verdict.write(machine, kernels)
     outcome = GpuCheck(content, records)

@@ -222,37 +222,31 @@ class Store:
         path: File that gets a line per row; None: no file.
         rows: Rows of an earlier run in that file.
         retry_over_budget: Measure points again that the budget of the earlier run skipped.
+
+    Attributes:
+        records: Records by the key of their case, of a timed one with the rounds so far.
     """
 
     def __init__(
         self, path: Path | None = None, rows: Iterable[Record] = (), *, retry_over_budget: bool = False
     ) -> None:
         self._path = path
-        self._records = merge_rows([*rows])
+        self.records = merge_rows([*rows])
         self._closed: set[str] = set()
         self._stale = {
             key
-            for key, record in self._records.items()
+            for key, record in self.records.items()
             if record.status in _FAILURES and (retry_over_budget or not over_budget(record))
         }
 
-    @property
-    def records(self) -> tuple[Record, ...]:
-        """All records."""
-        return tuple(self._records.values())
-
-    def get(self, case: Case) -> Record | None:
-        """The record of a case; with the rounds so far if it is timed."""
-        return self._records.get(case.key)
-
     def rounds(self, case: Case) -> int:
         """Number of successful rounds of a timed case."""
-        record = self.get(case)
+        record = self.records.get(case.key)
         return 0 if record is None or record.status != "ok" else len(record.round_sizes or ())
 
     def answers(self, point: Point) -> bool:
         """Whether a point need not be measured: it has all rounds, failed, or was skipped."""
-        record = self.get(point.case)
+        record = self.records.get(point.case.key)
         if record is None or point.case.key in self._stale:
             return False
         complete = point.case.key in self._closed or self.rounds(point.case) >= point.rounds
@@ -261,11 +255,11 @@ class Store:
     def add(self, row: Record) -> None:
         """Write and merge a row; a repeated failure is not written twice."""
         key = row.case.key
-        stored = self._records.get(key)
+        stored = self.records.get(key)
         self._stale.discard(key)
         if stored == row and not row.round_sizes:
             return
-        self._records |= merge_rows([row] if stored is None else [stored, row])
+        self.records |= merge_rows([row] if stored is None else [stored, row])
         if self._path is not None:
             append(self._path, row)
 

@@ -16,12 +16,10 @@ from efficient_attn.measure.environment import (
     between,
     environment,
     gpu_state,
-    hide_paths,
     moment,
     usable_cores,
 )
 from efficient_attn.ops import paths, verdict
-from efficient_attn.ops.paths import VARIABLE
 
 
 def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_other_variables_are_not(
@@ -65,15 +63,14 @@ def test_the_state_of_a_gpu_is_what_its_driver_answers_and_unknown_otherwise(
         assert [module._gpu("cuda:1")[name] for name in module._DRIVER] == text.split(", ")
 
 
-def test_the_kernels_in_force_are_named_once_or_with_their_dtypes(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "torch")
-    about = environment()
-    assert about["kernels"] == "torch" and about["variables"][VARIABLE] == "torch"
+def test_the_kernels_of_a_gpu_are_named_with_their_dtypes(monkeypatch):
+    about = SimpleNamespace(name="GPU", total_memory=2**30, uuid="12ab")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     monkeypatch.setattr(paths, "kernels", lambda device, dtype: "torch" if dtype.itemsize == 8 else "flex")
-    assert environment()["kernels"] == "torch"
+    assert module._gpu("cuda:1")["kernels"] == "torch (bfloat16, float16, float32, float64)"
     # Those that passed their check.
     monkeypatch.setattr(verdict, "passed", lambda kernel, device, dtype: dtype.itemsize == 2)
-    assert environment()["kernels"] == "flex (bfloat16, float16), torch (float32, float64)"
+    assert module._gpu("cuda:1")["kernels"] == "flex (bfloat16, float16), torch (float32, float64)"
 
 
 def test_paths_are_cut_to_what_lies_below_the_current_folder_or_to_their_end(tmp_path, monkeypatch):
@@ -85,15 +82,19 @@ def test_paths_are_cut_to_what_lies_below_the_current_folder_or_to_their_end(tmp
         "C:\\Users\\ada\\c.py": "c.py",
         **{word: word for word in ("d/e.py:h", "256:4096:x2", "linformer.rank=1,2", "3/4")},
     }
-    assert hide_paths(list(shown)) == list(shown.values())
+    assert environment(command=list(shown))["command"] == list(shown.values())
 
 
 @pytest.mark.parametrize(
     ("machine", "container", "least"), [(1000, 600, 600), (1000, None, 1000), (None, None, None)]
 )
-def test_available_memory_is_the_smaller_of_machine_and_container(machine, container, least, monkeypatch):
-    monkeypatch.setattr(module, "_memory_line", lambda name: machine)
-    monkeypatch.setattr(module, "_container_bytes", lambda: container)
+def test_available_memory_is_the_smaller_of_machine_and_container(
+    machine, container, least, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(module, "_memory_bytes", lambda name: machine)
+    monkeypatch.setattr(module, "_CONTROL_GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("max" if container is None else f"{container + 50}")
+    (tmp_path / "memory.current").write_text("50")
     assert available_bytes() == least
 
 

@@ -20,7 +20,7 @@ from efficient_attn.measure.record import Record
 from efficient_attn.measure.records import read, uninterrupted
 from efficient_attn.measure.variants import Variant, has_address
 from efficient_attn.registry import SPECS
-from efficient_attn.studies import run as runs
+from efficient_attn.studies import engine as runs
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="isolation needs process groups, signals and /proc"),
