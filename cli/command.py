@@ -219,7 +219,7 @@ def finish(
 
 def document(results: Any) -> dict[str, Any]:
     """The results as one JSON document."""
-    from efficient_attn.measure.records import line
+    from efficient_attn.measure.record import line
 
     return {
         "environment": results.environment,

@@ -10,8 +10,7 @@ from made_records import case
 import efficient_attn as ea
 from efficient_attn import bench
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.measure.record import Record, replace
-from efficient_attn.measure.records import line, parse
+from efficient_attn.measure.record import Record, line, parse, replace
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.report.methods import how_measured

@@ -11,8 +11,7 @@ from made_records import case, folder, timed
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.measure.quantities import CONDITIONS, FIELDS, KINDS, QUANTITIES
-from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.records import line
+from efficient_attn.measure.record import Case, Record, line, replace
 from efficient_attn.studies import studies
 
 studies()

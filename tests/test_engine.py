@@ -12,8 +12,7 @@ from looped import ROUNDS, points, run
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.record import Record
-from efficient_attn.measure.records import read
+from efficient_attn.measure.record import Record, read
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
 from efficient_attn.studies.engine import Engine, foreseen
 from efficient_attn.studies.progress import Durations

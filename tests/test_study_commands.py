@@ -11,7 +11,7 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 
 from command_line import command
 
-from efficient_attn.measure.records import read
+from efficient_attn.measure.record import read
 from efficient_attn.studies import engine, find, run_folder, studies
 
 # The quickest run of every study that has two points or more, without its selection of backends.

@@ -23,8 +23,7 @@ from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.measure import worker
 from efficient_attn.measure.environment import usable_cores
 from efficient_attn.measure.process import CrashError, Process
-from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.records import parse
+from efficient_attn.measure.record import Case, Record, parse, replace
 from efficient_attn.measure.units import show_seconds
 
 NONE, REUSE = ISOLATIONS = ("none", "reuse")

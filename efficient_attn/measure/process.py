@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from efficient_attn.errors import AttentionError
-from efficient_attn.measure.record import Case
-from efficient_attn.measure.records import line
+from efficient_attn.measure.record import Case, line
 
 # First message of a process that has loaded everything.
 READY = b"ready"

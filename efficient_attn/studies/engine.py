@@ -21,7 +21,6 @@ from efficient_attn.contained import described
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.environment import between, environment, moment
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.measure.records import uninterrupted
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.stats.noise_warnings import DURING
@@ -226,8 +225,7 @@ class Engine:
         return self._start + self._budget_s - self._saving_s - time.monotonic()
 
     def _add(self, point: Point, record: Record) -> None:
-        with uninterrupted():
-            self._store.add(record)
+        self._store.add(record)
         if record.status == "timeout":
             self._timed_out.setdefault(point.series, record.case.tokens)
         if self._store.answers(point):

@@ -15,7 +15,7 @@ from efficient_attn.measure.environment import available_bytes, environment, usa
 from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.process import CrashError, Process
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.records import read as read_records
+from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import YARDSTICK, select
 from efficient_attn.report.files import write

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.measure.record import Case, Record, merge_rows
-from efficient_attn.measure.records import append
-from efficient_attn.measure.records import read as read_records
+from efficient_attn.measure.record import Case, Record, append, merge_rows
+from efficient_attn.measure.record import read as read_records
 from efficient_attn.report.drawing import draw
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.files import Run, write_all

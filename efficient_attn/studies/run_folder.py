@@ -2,18 +2,20 @@
 
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes, read_object
-from efficient_attn.measure.record import Case, Record, merge_rows
-from efficient_attn.measure.records import NO_LINK, append
-from efficient_attn.measure.records import read as read_records
+from efficient_attn.measure.record import NO_LINK, Case, Record, append, merge_rows
+from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.files import write
 from efficient_attn.report.methods import flat
@@ -208,6 +210,31 @@ def _stored(
     return Stored(rows, (rows and environment) or None, notes)
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM until the block is done, so that a row is written whole, exactly once."""
+    # Python handles signals in the main thread only; other threads are never interrupted.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Any] = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        for ending in handlers:
+            signal.signal(ending, lambda number, frame: waiting.append((number, frame)))
+        yield
+    finally:
+        for changed, handler in handlers.items():
+            signal.signal(changed, handler or signal.SIG_DFL)
+    for came, frame in waiting[:1]:
+        if callable(handlers[came]):
+            handlers[came](came, frame)
+        else:
+            os.kill(os.getpid(), came)
+
+
 # End of the reason of points that the budget skipped.
 OVER_BUDGET = "(raise it with --budget)"
 
@@ -259,9 +286,10 @@ class Store:
         self._stale.discard(key)
         if stored == row and not row.round_sizes:
             return
-        self.records |= merge_rows([row] if stored is None else [stored, row])
-        if self._path is not None:
-            append(self._path, row)
+        with uninterrupted():
+            self.records |= merge_rows([row] if stored is None else [stored, row])
+            if self._path is not None:
+                append(self._path, row)
 
     def close(self, case: Case) -> None:
         """Measure no further rounds of a case in this run."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import efficient_attn as ea
 from efficient_attn.errors import AttentionError, DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES
-from efficient_attn.measure.records import line
+from efficient_attn.measure.record import line
 from efficient_attn.studies import records_schema
 from efficient_attn.studies.run_folder import begin
 

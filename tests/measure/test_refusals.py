@@ -15,7 +15,7 @@ from efficient_attn.errors import (
 )
 from efficient_attn.measure.inputs import gaussian, read_activations
 from efficient_attn.measure.isolation import Measurer
-from efficient_attn.measure.records import read
+from efficient_attn.measure.record import read
 from efficient_attn.measure.units import parse_bytes, parse_seconds, parse_sizes
 from efficient_attn.measure.variants import parse_settings, select
 from efficient_attn.studies.bench.plan import plan

@@ -12,8 +12,7 @@ import pytest
 from made_records import case
 
 from efficient_attn.errors import DataError
-from efficient_attn.measure.record import Record
-from efficient_attn.measure.records import append, line, read
+from efficient_attn.measure.record import Record, append, line, read
 from efficient_attn.report.files import write
 from efficient_attn.studies import run_folder as files
 from efficient_attn.studies.run_folder import begin, only_writer, open_folder
