@@ -16,7 +16,7 @@ from efficient_attn.errors import OptionError
 from efficient_attn.studies.study import Parameter, Study
 
 from . import console, exits
-from .options import JsonToOption, OutOption
+from .options import OutOption
 
 _BUDGET = "Time for measuring: 90s, 2m or 1h; the rest is skipped."
 _RESUME = "Continue the run in --out; measured points are kept."
@@ -46,7 +46,10 @@ _OF_A_RUN: dict[str, tuple[Any, Any]] = {
     "out": (OutOption, None),
     "resume": (Annotated[bool, typer.Option("--resume", help=_RESUME)], False),
     "dry_run": (Annotated[bool, typer.Option("--dry-run", help=_DRY_RUN, hidden=True)], False),
-    "json_to": (JsonToOption, None),
+    "as_json": (
+        Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.", hidden=True)],
+        False,
+    ),
     "verbose": (Annotated[bool, typer.Option("--verbose", "-v", help=_VERBOSE, hidden=True)], False),
     "open_page": (Annotated[bool, typer.Option("--open", help=_OPEN, hidden=True)], False),
     "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help=_QUIET, hidden=True)], False),
@@ -57,13 +60,7 @@ _OF_A_RUN: dict[str, tuple[Any, Any]] = {
 }
 
 _METAVARS: dict[Any, str] = {int: "N", int | None: "N", float: "X", float | None: "X"}
-
-
-def as_json(json_to: str | None) -> bool:
-    """Whether stdout is one JSON document."""
-    if json_to not in (None, "-"):
-        raise OptionError(f"--json takes - for stdout, not {json_to!r}; `--json - > FILE` makes it a file.")
-    return json_to is not None
+_SWITCHES = (bool, bool | None)
 
 
 def command_of(study: Study) -> Callable[..., None]:
@@ -75,7 +72,7 @@ def command_of(study: Study) -> Callable[..., None]:
         out: Any,
         resume: bool,
         dry_run: bool,
-        json_to: str | None,
+        as_json: bool,
         verbose: bool,
         open_page: bool,
         quiet: bool,
@@ -92,7 +89,6 @@ def command_of(study: Study) -> Callable[..., None]:
             )
         if resume and out is None:
             raise OptionError("--resume needs --out, the folder of the run to go on with.")
-        to_stdout = as_json(json_to)
         options = {
             parameter.name: value
             if parameter.option.parse is None or value is None
@@ -132,7 +128,7 @@ def command_of(study: Study) -> Callable[..., None]:
             )
         if open_page:
             webbrowser.open((folder / REPORT).resolve().as_uri())
-        finish(results, options.get("backends"), folder=folder, as_json=to_stdout, quiet=quiet)
+        finish(results, options.get("backends"), folder=folder, as_json=as_json, quiet=quiet)
 
     signature: list[tuple[str, Any, Any]] = [
         ("context", typer.Context, inspect.Parameter.empty),
@@ -158,14 +154,14 @@ def command_of(study: Study) -> Callable[..., None]:
 def _declared(parameter: Parameter) -> tuple[str, Any, Any]:
     option, default = parameter.option, parameter.default
     kind: Any = parameter.type
-    if option.parse is not None:
+    if option.parse is not None or kind not in (*_METAVARS, *_SWITCHES):
         kind = list[str] if option.several else str
         if default is None:
             kind = kind | None
         elif not isinstance(default, str):
             # The command line shows a sequence of numbers as `32,64,128`.
             default = ",".join(map(str, default)) if isinstance(default, Sequence) else default
-    switch = parameter.type in (bool, bool | None) and option.parse is None
+    switch = parameter.type in _SWITCHES and option.parse is None
     flag = (
         f"{parameter.flag}/--no-{parameter.flag.removeprefix('--')}"
         if switch and default is not False

@@ -78,4 +78,4 @@ def forgotten():
         for table, before in tables:
             table.clear()
             table.update(before)
-        records._line_type.cache_clear()
+        records.line_type.cache_clear()

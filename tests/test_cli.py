@@ -176,7 +176,7 @@ def test_a_run_prints_tables_and_last_the_conclusion_and_the_path_of_its_page(fo
 
 
 def test_what_a_backend_prints_stays_out_of_the_results(folder, undrawn, capfd):
-    assert command(*SMALL.split(), "--backend", "own.py:talkative", "--json", "-") == 0
+    assert command(*SMALL.split(), "--backend", "own.py:talkative", "--json") == 0
     out, err = capfd.readouterr()
     assert json.loads(out)["records"] and "hello" in err
 

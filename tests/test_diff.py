@@ -180,7 +180,7 @@ def test_a_regression_is_shown_and_json_makes_stdout_one_document(runs, capsys):
     assert "Of 3 comparisons: 1 regression, 2 unchanged." in shown
     (row,) = [text for text in shown.splitlines() if "time_s" in text]
     assert row.split()[:4] == ["exact", "17", "time_s", "regression"] and "1.5" in row
-    assert ends_with(runs["old"], runs["new"], "--json", "-") == 1
+    assert ends_with(runs["old"], runs["new"], "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert [one["tokens"] for one in found["regressions"]] == [17] and len(found["changes"]) == 3
     assert found["thresholds"]["peak_bytes"] == 0.0 and found["runs"] == [1, 1]
@@ -248,7 +248,7 @@ SIDES = "write OLD NEW, or several on a side, OLD OLD -- NEW NEW"
         ("old new --fail-on time:nan", "time is a share from 0 on"),
         ("old new --fail-on unclear:3%", "No quantity is called 'unclear'"),
         ("old new --fail-on acuracy:3%", "Did you mean 'accuracy'?"),
-        ("old new --markdown --json -", "--json and --markdown exclude each other"),
+        ("old new --markdown --json", "--json and --markdown exclude each other"),
         ("old new --json x", "--json takes - for stdout"),
     ],
 )

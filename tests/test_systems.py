@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import efficient_attn as ea
-from efficient_attn.measure import process
+from efficient_attn.measure import worker
 from efficient_attn.measure.environment import available_bytes, environment, usable_cores, waited_s
 from efficient_attn.measure.isolation import limits_memory
 from efficient_attn.measure.variants import select
@@ -54,7 +54,7 @@ def test_what_another_system_does_not_report_or_enforce_is_unknown_or_a_remark()
     assert found["memory_bytes"] is None and found["processor"]
     assert available_bytes() is None and waited_s() is None and not limits_memory()
     assert usable_cores() == os.cpu_count()
-    process._limit_memory(1)
+    worker._limit_memory(1)
     for limit, unknown in (("70%", True), ("8GiB", False)):
         (remark,) = remarks_on(limit)
         assert "enforces no memory limit" in remark
@@ -72,11 +72,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_command_in_several_processes_is_refused_in_one_line_by_the_first(monkeypatch, capsys) -> None:
     main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation")
     for words in (["mse"], ["report", "runs"]):
-        assert main._run(words) == 2
+        with pytest.raises(SystemExit, match="2"):
+            main.main(words)
         assert capsys.readouterr().err.count("\n") == 1
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit, match="2"):
-        main._run(["mse"])
+        main.main(["mse"])
     assert capsys.readouterr() == ("", "")
 
 

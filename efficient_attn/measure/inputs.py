@@ -242,14 +242,15 @@ class Subject:
         return self.activations.k.shape[-2]
 
     @property
-    def num_kv_heads(self) -> int | None:
-        """Number of heads of the keys and values; None: as many as of the queries."""
+    def shape(self) -> dict[str, Any]:
+        """Fields of a case: heads, their dimension and causality."""
         heads, kv_heads = (tensor.shape[1] for tensor in self.activations[:2])
-        return None if kv_heads == heads else kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.activations.q.shape[-1]
+        return {
+            "num_heads": heads,
+            "num_kv_heads": None if kv_heads == heads else kv_heads,
+            "head_dim": self.activations.q.shape[-1],
+            "causal": self.causal,
+        }
 
     def converted(
         self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1, causal: bool = False

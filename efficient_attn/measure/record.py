@@ -279,14 +279,16 @@ def sync_names(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write(path: Path, content: str | bytes) -> Path:
-    """Write a file, whole or not at all.
+def write(path: Path, content: str | bytes | Mapping[str, Any]) -> Path:
+    """Write a file, whole or not at all; a mapping as indented strict JSON.
 
     A link at its path is replaced and not followed.
 
     Raises:
         DataError: If it cannot be written.
     """
+    if isinstance(content, Mapping):
+        content = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
     # A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
     data = content if isinstance(content, bytes) else content.encode("utf-8", errors="replace")
     # A random name that must not exist: no existing file is written to.
@@ -322,7 +324,7 @@ def parse(text: bytes, source: str) -> Record:
     if len(text) > limits.RECORD_LINE_BYTES:
         raise DataError(f"{source} is longer than {limits.RECORD_LINE_BYTES} bytes, the most that is read.")
     try:
-        row = msgspec.json.decode(text, type=line_type())
+        row = msgspec.json.decode(text, type=line_type(len(FIELDS), len(KINDS)))
     except _UNREADABLE as error:
         raise DataError(_refusal(text, source, str(error))) from None
     values = msgspec.structs.asdict(row)
@@ -354,14 +356,10 @@ def _refusal(text: bytes, source: str, message: str) -> str:
     return f"{source}: {value}{reason[0].lower()}{reason[1:]}."
 
 
-def line_type() -> Any:
-    """Type of a line: the case, the status, and the quantities and kinds declared so far."""
-    # Declarations are only ever added, so that their numbers identify the type.
-    return _line_type(len(FIELDS), len(KINDS))
-
-
+# Declarations are only ever added, so that the numbers of fields and kinds identify the type.
 @cache
-def _line_type(*counts: int) -> Any:
+def line_type(*counts: int) -> Any:
+    """Type of a line: the case, the status, and the quantities and kinds declared so far."""
     meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items())
     kind: Any = Literal[tuple(KINDS)]
     status: Any = Literal[STATUSES]

@@ -45,10 +45,11 @@ def records_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of one line of a file of records, with the quantities of every study."""
     import msgspec
 
+    from efficient_attn.measure.quantities import FIELDS, KINDS
     from efficient_attn.measure.record import line_type
 
     studies()
-    (line,) = msgspec.json.schema(line_type())["$defs"].values()
+    (line,) = msgspec.json.schema(line_type(len(FIELDS), len(KINDS)))["$defs"].values()
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A record of efficient-attn",

@@ -20,21 +20,23 @@ from efficient_attn import external
 from efficient_attn.contained import described
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.environment import between, environment, moment
-from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import Case, Record, write
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies.progress import Durations, Progress, notebook_bar
 from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import (
+    COMMAND,
+    ENVIRONMENT,
     OVER_BUDGET,
     RECORDS,
     Store,
     Stored,
-    begin,
     only_writer,
     open_folder,
     over_budget,
+    stored_run,
 )
 from efficient_attn.studies.study import CODE, STUDY, Plan, Point, Study, refuse_several
 
@@ -186,7 +188,7 @@ class Engine:
                 # Rounds in hand are worth more than one that would be cut off.
                 if done and (spent_s[key] + round_s > self._plan.timeout_s or round_s > self._left_s()):
                     self._store.close(point.case)
-                    self._finish(point)
+                    self._add(point)
                     continue
                 start = time.monotonic()
                 record = point.measure(seconds=self._round_s)
@@ -224,15 +226,14 @@ class Engine:
     def _left_s(self) -> float:
         return self._start + self._budget_s - self._saving_s - time.monotonic()
 
-    def _add(self, point: Point, record: Record) -> None:
-        self._store.add(record)
-        if record.status == "timeout":
-            self._timed_out.setdefault(point.series, record.case.tokens)
-        if self._store.answers(point):
-            self._finish(point)
-
-    def _finish(self, point: Point) -> None:
-        """Take the point off the list and show the progress."""
+    def _add(self, point: Point, row: Record | None = None) -> None:
+        """Store a row; take a point that needs no more off the list, and show the progress."""
+        if row is not None:
+            self._store.add(row)
+            if row.status == "timeout":
+                self._timed_out.setdefault(point.series, row.case.tokens)
+            if not self._store.answers(point):
+                return
         key, record = point.case.key, self._store.records[point.case.key]
         if record.status != "ok" and not over_budget(record):
             # The study may leave out points that depend on this one.
@@ -304,7 +305,10 @@ def run_plan(
         stored = Stored()
         if folder is not None:
             stack.enter_context(only_writer(folder))
-            stored = begin(folder, cases, machine, resume=resume, fixed=plan.fixed)
+            stored = stored_run(folder, cases, machine, fixed=plan.fixed) if resume else stored
+            write(folder / ENVIRONMENT, stored.environment or machine)
+            if stored.environment is None:
+                write(folder / COMMAND, " ".join(machine["command"]) + "\n")
         path = None if folder is None else folder / RECORDS
         store = Store(path, stored.rows, retry_over_budget=budget_s is not None)
         start = moment()

@@ -12,20 +12,18 @@ from typing import Any, NamedTuple
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.environment import available_bytes, environment, usable_cores
-from efficient_attn.measure.isolation import Measurer
-from efficient_attn.measure.process import CrashError, Process
-from efficient_attn.measure.record import Record
+from efficient_attn.measure.isolation import CrashError, Measurer, Process
+from efficient_attn.measure.record import Record, write
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import YARDSTICK, select
-from efficient_attn.report.files import write
 from efficient_attn.report.table import Table, markdown_line, to_markdown
 from efficient_attn.report.text import three_digits
 from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, on_device, time_ratio
 from efficient_attn.studies import studies
 from efficient_attn.studies.bench import view as bench
 from efficient_attn.studies.engine import Engine
-from efficient_attn.studies.run_folder import RECORDS, Store, open_folder, read_json, run_folder, write_json
+from efficient_attn.studies.run_folder import RECORDS, Store, open_folder, read_json, run_folder
 from efficient_attn.studies.study import Plan, Steps
 from efficient_attn.studies.workload import Costs, Workload, settle
 
@@ -209,7 +207,7 @@ def gpu_check(
         strike_slower(kernels, records)
         verdict.write(machine, kernels)
     outcome = GpuCheck(content, records)
-    write_json(folder / VERDICT, content)
+    write(folder / VERDICT, content)
     write(folder / PAGE, outcome.page())
     return outcome
 

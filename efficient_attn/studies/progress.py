@@ -41,11 +41,11 @@ class Durations:
         if predicted_s := self.next_s(point):
             self._misses.append(seconds / predicted_s)
         call_s = min(record.times_s) if point.rounds and record.times_s else None
-        self._last[_key(point)] = _Duration(point.cost, seconds, call_s)
+        self._last[point.series, point.case.kind] = _Duration(point.cost, seconds, call_s)
 
     def next_s(self, point: Point) -> float:
         """Seconds of the point, or of its next round; 0 where nothing of its series was measured."""
-        last = self._last.get(_key(point))
+        last = self._last.get((point.series, point.case.kind))
         timed = self._last.get((point.series, "time"))
         if point.case.kind == "memory" and timed is not None and timed.call_s is not None:
             # Counting takes most of a short point, calls most of a long one.
@@ -82,10 +82,6 @@ class Durations:
         cost = sum(duration.cost for duration in alike)
         call_s = sum(duration.seconds for duration in alike) * point.cost / cost if cost else 0.0
         return max(_CALLS * call_s, self._round_s) if point.rounds else call_s
-
-
-def _key(point: Point) -> tuple[Hashable, str]:
-    return point.series, point.case.kind
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.measure.record import Case, Record, append, merge_rows
+from efficient_attn.measure.record import Case, Record, append, merge_rows, write
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.report.drawing import draw
 from efficient_attn.report.figures import Plot
@@ -20,7 +20,6 @@ from efficient_attn.studies.run_folder import (
     open_folder,
     read_json,
     run_folder,
-    write_json,
 )
 from efficient_attn.studies.study import STUDY, Study
 from efficient_attn.studies.view import flat_row, sample_rows, view_of
@@ -155,7 +154,7 @@ class Results:
             for record in self.records:
                 append(paths[0], record)
         if self.environment:
-            paths.append(write_json(folder / ENVIRONMENT, self.environment))
+            paths.append(write(folder / ENVIRONMENT, self.environment))
         try:
             return paths + write_all([self.as_run(folder.resolve().name)], folder, {})
         # Whatever goes wrong in drawing, the records are safe, and whoever measured them gets them back.

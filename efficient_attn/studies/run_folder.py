@@ -17,7 +17,6 @@ from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes, read_object
 from efficient_attn.measure.record import NO_LINK, Case, Record, append, merge_rows
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.variants import MODEL
-from efficient_attn.report.files import write
 from efficient_attn.report.methods import flat
 from efficient_attn.report.table import short
 from efficient_attn.studies import studies
@@ -41,7 +40,7 @@ def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False
         fresh: Refuse a folder that holds records already.
     """
     if str(folder) in ("", "-"):
-        raise DataError(f"{name} is a folder, not {str(folder)!r}; --json - writes to stdout.")
+        raise DataError(f"{name} is a folder, not {str(folder)!r}; --json writes to stdout.")
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -64,11 +63,6 @@ def run_folder(command: str) -> Path:
     folder = Path("runs") / f"{command}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     return next(candidate for candidate in chain([folder], numbered) if not candidate.exists())
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> Path:
-    """Write indented strict JSON."""
-    return write(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def differences(
@@ -133,37 +127,18 @@ class Stored(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def begin(
-    folder: Path,
-    cases: Sequence[Case],
-    machine: Mapping[str, Any],
-    *,
-    resume: bool,
-    fixed: Sequence[str] = (),
+def stored_run(
+    folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, fixed: Sequence[str] = ()
 ) -> Stored:
-    """The stored rows of a resumed run; the files that describe the run are written.
+    """The rows in the folder, made ready for more: a last line that was cut off is removed.
 
     Args:
+        machine: Environment of the run that goes on.
         fixed: Entries of the environment on which the study decides.
 
     Raises:
         DataError: If it was measured with another torch, other code or threads, on another processor, or for
             another question.
-    """
-    stored = _stored(folder, cases, machine, fixed=fixed) if resume else Stored()
-    write_json(folder / ENVIRONMENT, stored.environment or machine)
-    if stored.environment is None:
-        write(folder / COMMAND, " ".join(machine["command"]) + "\n")
-    return stored
-
-
-def _stored(
-    folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, fixed: Sequence[str]
-) -> Stored:
-    """The rows in the folder, made ready for more: a last line that was cut off is removed.
-
-    Raises:
-        DataError: If the folder holds the run of another study, or of another environment.
     """
     path = folder / RECORDS
     environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}

@@ -9,8 +9,8 @@ from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import isolation
 from efficient_attn.measure.environment import available_bytes, usable_cores
 from efficient_attn.measure.isolation import NONE, Measurer, limits_memory
-from efficient_attn.measure.memory import ITEM_BYTES, predict_bytes
-from efficient_attn.measure.record import Record
+from efficient_attn.measure.memory import ITEM_BYTES
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.units import parse_bytes, show_bytes
 from efficient_attn.measure.variants import Variant, has_address
 from efficient_attn.problem import positive_count
@@ -20,6 +20,21 @@ from efficient_attn.studies.study import Point
 SUBJECTS = ("attention", "block", "encoder")
 
 _DEFAULT_LAYERS = 3
+
+# Score matrices alive at once in naive attention: scores and weights; in the backward pass the weights of
+# every layer, their gradient and the gradient of the scores.
+_DENSE_SCORES = 2
+
+# Vectors of a token alive at once. Attention: q, k, v, the output; in the backward pass their gradients too.
+_ATTENTION_VECTORS = {False: 4, True: 8}
+
+# A block: x, the two sums around the feed-forward part, its eight inside (before and after ReLU). The
+# backward pass keeps twelve per block: q, k, v, their output, two sums, two norms, four inside.
+_BLOCK_VECTORS, _KEPT_VECTORS = 11, 12
+
+# Weights of a block in units of model_dim²: four projections, and two of the feed-forward part, which is
+# four times as wide.
+_SQUARES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +107,20 @@ def _device(device: str) -> str:
     return device
 
 
+def predict_bytes(case: Case, memory_growth: int) -> int:
+    """Bytes of vectors and weights, their gradients, and of score matrices if memory grows with n²."""
+    item = ITEM_BYTES[case.dtype]
+    vector = item * case.batch * case.tokens * case.model_dim
+    scores = item * case.batch * case.num_heads * case.tokens**2 if memory_growth > 1 else 0
+    layers = case.layers or 1
+    dense = _DENSE_SCORES + (layers if case.backward else 0)
+    if case.of in ("attention", "output"):
+        return _ATTENTION_VECTORS[case.backward] * vector + dense * scores
+    weights = layers * _SQUARES * item * case.model_dim**2
+    vectors = _BLOCK_VECTORS + (layers * _KEPT_VECTORS if case.backward else 0)
+    return (2 if case.backward else 1) * weights + vectors * vector + dense * scores
+
+
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """Points of time, peak memory and error of calls that differ in backend and length.
@@ -127,16 +156,6 @@ class Costs:
             cost=case.batch * float(tokens) ** variant.time_growth,
             skip=skip,
         )
-
-
-def shape_of_subject(subject: Any) -> dict[str, Any]:
-    """Fields of a case that the heads of a subject decide."""
-    return {
-        "num_heads": subject.activations.q.shape[1],
-        "num_kv_heads": subject.num_kv_heads,
-        "head_dim": subject.head_dim,
-        "causal": subject.causal,
-    }
 
 
 def measurer_for(

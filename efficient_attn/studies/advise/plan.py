@@ -63,7 +63,6 @@ def plan(
         Option(
             help=f"{shared.MODEL_HELP} Shipped activations if omitted.",
             metavar="MODEL",
-            parse=shared.parse_text,
             argument=True,
         ),
     ] = None,

@@ -28,7 +28,6 @@ from efficient_attn.studies.workload import (
     Workload,
     measurer_for,
     settle,
-    shape_of_subject,
 )
 
 # Key of a run's environment that holds the error limit.
@@ -56,7 +55,6 @@ def plan(
         Option(
             help="Attention alone, in a block, in 3 blocks; several: a,b.",
             metavar="|".join(SUBJECTS),
-            parse=shared.parse_text,
         ),
     ] = "attention",
     inputs: Annotated[
@@ -64,7 +62,6 @@ def plan(
         Option(
             help="encoder (512 tokens), decoder (4096, causal) or FILE; times on Gaussian draws if omitted.",
             metavar="NAME",
-            parse=shared.parse_text,
         ),
     ] = None,
     error: Annotated[bool, Option(help="Measure output errors of attention.")] = True,
@@ -88,7 +85,6 @@ def plan(
         Option(
             help="eager, compiled by torch.compile, or replayed from a CUDA graph; several: a,b.",
             metavar="|".join(_EXECUTIONS),
-            parse=shared.parse_text,
             rare=True,
         ),
     ] = EAGER,
@@ -157,31 +153,36 @@ def plan(
         chosen, first, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
     )
     costs_of = partial(Costs, measure=measurer, rounds=rounds, limit_bytes=limit)
-    timed = (
-        {}
-        if inputs is None
-        else {**shape_of_subject(subjects[0]), "inputs": joint_name([s.name for s in subjects])}
-    )
+    timed = {"inputs": "gaussian"}
+    if inputs is not None:
+        timed = {**subjects[0].shape, "inputs": joint_name([subject.name for subject in subjects])}
     settings = []
     for workload in settled:
         _try_options(chosen, workload, max(lengths))
         costs = costs_of(
-            shared={**vars(workload), "inputs": "gaussian", **timed},
+            shared={**vars(workload), **timed},
             l2=(l2 or COLD) if first.device.startswith("cuda") else None,
         )
         settings.append((costs, chosen if workload.of == "attention" else (ceiling(), *chosen)))
     errors = [
         (
             subject.tokens,
-            costs_of(
-                shared={**vars(attention[0]), **shape_of_subject(subject), **_ERROR, "inputs": subject.name}
-            ),
+            costs_of(shared={**vars(attention[0]), **subject.shape, **_ERROR, "inputs": subject.name}),
         )
         for subject in (subjects if error else [])
     ]
     # From short to long; compiling, which takes longest, comes last.
     groups = [
-        (costs, [variant.executed(kind) for variant in variants], tokens)
+        (
+            costs,
+            [
+                variant
+                if kind is None
+                else replace(variant, label=f"{variant.label} · {kind}", execution=kind)
+                for variant in variants
+            ],
+            tokens,
+        )
         for kind in executions
         for tokens in lengths
         for costs, variants in settings
@@ -192,7 +193,7 @@ def plan(
         timeout_s=timeout_s,
         notes=notes,
         about={MAX_ERROR: max_error, CANDIDATES: [variant.label for variant in chosen]},
-        resources=_handing_over(measurer, subjects),
+        resources=_handing_over(measurer, subjects, timed["inputs"]),
     )
 
 
@@ -238,7 +239,7 @@ def _subjects(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> 
         raise OptionError("inputs are of a model: encoder, decoder or a safetensors file, not gaussian.")
     # Layers of all lengths are taken.
     captured = list(subjects([source], layers=layers, seq_len=1, seed=workload.seed, causal=workload.causal))
-    if len({(subject.causal, *shape_of_subject(subject).values()) for subject in captured}) > 1:
+    if len({tuple(subject.shape.values()) for subject in captured}) > 1:
         raise OptionError(
             f"layers of {source} differ in shape or causality; save one alone, or pass layers=[N] in Python."
         )
@@ -275,8 +276,8 @@ def _lengths_of_inputs(lengths: Sequence[int], subjects: Sequence[Any]) -> tuple
 
 
 @contextmanager
-def _handing_over(measurer: Measurer, subjects: Sequence[Any]) -> Iterator[None]:
-    """Files of q, k, v for the processes that measure; a joint name stands for the middle layer."""
+def _handing_over(measurer: Measurer, subjects: Sequence[Any], timed: str) -> Iterator[None]:
+    """Files of q, k, v for the processes that measure, and of those that times name."""
     from efficient_attn.measure.inputs import write_given
 
     with measurer, tempfile.TemporaryDirectory() as folder:
@@ -284,9 +285,9 @@ def _handing_over(measurer: Measurer, subjects: Sequence[Any]) -> Iterator[None]
             path = Path(folder) / f"{number}.safetensors"
             write_given(path, subject)
             measurer.inputs[subject.name] = str(path)
-        if subjects:
-            middle = subjects[len(subjects) // 2].name
-            measurer.inputs[joint_name([subject.name for subject in subjects])] = measurer.inputs[middle]
+        # Times on several layers are those on the middle one.
+        if timed != "gaussian":
+            measurer.inputs[timed] = measurer.inputs[subjects[len(subjects) // 2].name]
         yield
 
 

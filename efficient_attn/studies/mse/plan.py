@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.units import parse_sizes
+from efficient_attn.measure.units import parse_names, parse_sizes
 from efficient_attn.measure.variants import Variant, select, sized
 from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
@@ -63,7 +63,7 @@ def plan(
         Option(
             help=shared.INPUTS_HELP,
             metavar="NAME[,NAME…]",
-            parse=lambda text, name: shared.parse_names([text], name=name),
+            parse=lambda text, name: parse_names([text], name=name),
         ),
     ] = _INPUTS,
     sizes: shared.Sizes = (16, 32, 64, 128, 256, 512, 1024),
