@@ -95,8 +95,10 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
         calibrate(module, *tensors)
         calibrated_on = SAME_INPUTS
 
-    def called(module: Any) -> Callable[[], object]:
-        return _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
+    def called(module: Any) -> Call:
+        return (
+            _with_backward(module, tensors, gradient) if case.backward else lambda: _forward(module, tensors)
+        )
 
     streams = case.causal and bool(spec.capabilities.streaming)
     if case.execution == DECODED and not (streams and case.of == "attention"):
@@ -178,12 +180,9 @@ MEAN = BackendSpec(
 _PLAIN = {CEILING: _VALUES, UNIFORM_ATTENTION: MEAN}
 
 
-def _forward(module: Any, inputs: list[Tensor]) -> Callable[[], object]:
-    def call() -> object:
-        with torch.no_grad():
-            return module(*inputs)
-
-    return call
+@torch.no_grad()
+def _forward(module: Any, inputs: list[Tensor]) -> object:
+    return module(*inputs)
 
 
 def _with_backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Callable[[], object]:

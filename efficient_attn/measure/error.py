@@ -167,21 +167,17 @@ def sample_rows(
         each = math.ceil(count * len(tokens) / max(of, 1))
         each = min(max(each, _LEAST), len(tokens))
         if each:
-            _check_finite(out[entry, :, tokens.to(out.device)])
+            rows_out = out[entry, :, tokens.to(out.device)]
+            if broken := int((~rows_out.isfinite()).any(dim=-1).sum()):
+                raise DataError(
+                    f"{broken} rows of the output are not finite, whose error is no number; float32 inputs, "
+                    "or smaller ones, keep an output finite."
+                )
             drawn = torch.stack(
                 [tokens[random_positions(len(tokens), each, generator)] for _ in range(q.shape[1])]
             )
             samples += _samples(backend, (q[entry], k[entry], v[entry], mask), out[entry], drawn, len(tokens))
     return samples
-
-
-def _check_finite(out: Tensor) -> None:
-    """Refuse rows [heads tokens value_dim] without an error."""
-    if broken := int((~out.isfinite()).any(dim=-1).sum()):
-        raise DataError(
-            f"{broken} rows of the output are not finite, whose error is no number; float32 inputs, or "
-            "smaller ones, keep an output finite."
-        )
 
 
 def _real_tokens(count: int, mask: Tensor | None, *, causal: bool) -> Tensor:

@@ -12,7 +12,7 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache
@@ -80,11 +80,13 @@ def answer(case: Case, measured: Callable[[], Record]) -> Record:
     """Result of `measured` under the thread count of the case, or a record of its exception."""
     try:
         # torch is loaded by the first measurement.
-        from efficient_attn.ops.paths import observed_kernels
+        from efficient_attn.ops.paths import observed_kernels, only_torch
 
         with threads(case.threads), contained(), observed_kernels() as names:
             record = measured()
-        return replace(record, kernels=kernels_of(case, names))
+        # Fused kernels that ran, or else algorithms for the CPU or PyTorch's operators.
+        others = "cpu" if case.device == "cpu" and not only_torch() else "torch"
+        return replace(record, kernels=", ".join(sorted(names)) or others)
     except AttentionError as refusal:
         return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
     except Exception as failure:  # the backend may be external code: any exception is a result
@@ -92,15 +94,14 @@ def answer(case: Case, measured: Callable[[], Record]) -> Record:
         exhausted = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
         worded = isinstance(failure, RuntimeError) and any(words in reason for words in _OUT_OF_MEMORY)
         status = "oom" if exhausted or worded else "error"
-    _give_memory_back(case.device)
+    gc.collect()
+    if case.device.startswith("cuda"):
+        import torch
+
+        # An illegal memory access ends the context of this process, and every later call raises it again.
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
     return Record(case=case, status=status, reason=reason)
-
-
-def kernels_of(case: Case, names: Iterable[str]) -> str:
-    """Kernels of a case: the fused ones that ran, or else algorithms for the CPU or PyTorch's operators."""
-    from efficient_attn.ops.paths import only_torch
-
-    return ", ".join(sorted(names)) or ("cpu" if case.device == "cpu" and not only_torch() else "torch")
 
 
 def time_of(
@@ -166,16 +167,6 @@ def threads(count: int) -> Iterator[None]:
     finally:
         if before != count:
             torch.set_num_threads(before)
-
-
-def _give_memory_back(device: str) -> None:
-    gc.collect()
-    if device.startswith("cuda"):
-        import torch
-
-        # An illegal memory access ends the context of this process, and every later call raises it again.
-        with suppress(RuntimeError):
-            torch.cuda.empty_cache()
 
 
 def serve(requests: int, answers: int, limit_bytes: int | None) -> None:

@@ -258,13 +258,12 @@ def _conflict(runs: Mapping[str, Results]) -> str | None:
                 case = record.case
                 return f"{first} and {name} both measured {case.label}, {case.tokens} tokens, {case.kind}"
     timed = [run for run in runs.values() if any(record.times_s for record in run.records)]
-    machines = dict.fromkeys(_machine(run.environment) for run in timed)
+    machines = {}
+    for run in timed:
+        entries = dict(flat(run.environment))
+        parts = [f"{name} {entries[name]}" for name in _MACHINE if name in entries]
+        machines[", ".join(parts) or "unrecorded"] = run
     return f"The times are of several machines ({'; '.join(machines)})" if len(machines) > 1 else None
-
-
-def _machine(environment: Mapping[str, Any]) -> str:
-    entries = dict(flat(environment))
-    return ", ".join(f"{name} {entries[name]}" for name in _MACHINE if name in entries) or "unrecorded"
 
 
 def _common(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
