@@ -292,13 +292,9 @@ def attention_cost(case: Case, target: Any) -> Cost:
 
 def attention_flops(case: Case, target: Any) -> int | None:
     """Operations of the attention of one layer of the case; None if the backend does not count them."""
-    return flops(replace(case, of="attention"), resolve(target))
-
-
-def known_flops(case: Case, target: Any) -> int | None:
-    """`attention_flops`; None also where counting fails, which the measurement of the case records."""
+    # Counting by code of others may fail.
     with suppress(Exception), contained():
-        return attention_flops(case, target)
+        return flops(replace(case, of="attention"), resolve(target))
     return None
 
 

@@ -58,7 +58,7 @@ def clock(device: str, threads: int = 1) -> Clock:
     """
     if device.startswith("cuda"):
         return partial(_time_on_cuda, device=device)
-    return _time_on_one_thread if threads == 1 and _wait_s() is not None else _time_on_cpu
+    return partial(_time_on_cpu, alone=threads == 1 and _wait_s() is not None)
 
 
 def warm_up(call: Call, time_call: Clock, *, limit_s: float, first: Call | None = None) -> float:
@@ -83,20 +83,15 @@ def sample(call: Call, time_call: Clock, *, seconds: float, least: int, most: in
     return tuple(times_s)
 
 
-def _time_on_cpu(call: Call) -> float:
+def _time_on_cpu(call: Call, *, alone: bool) -> float:
+    """Duration of a call; on one thread without its run-queue wait."""
+    wait_s, cpu_s = (-(_wait_s() or 0.0), -time.thread_time()) if alone else (0.0, 0.0)
     start = time.perf_counter()
     # The result is kept alive until the clock is read, to exclude the deallocation.
     result = call()
     stop = time.perf_counter()
-    del result
-    return stop - start
-
-
-def _time_on_one_thread(call: Call) -> float:
-    wait_s, cpu_s = -(_wait_s() or 0.0), -time.thread_time()
-    start = time.perf_counter()
-    result = call()
-    stop = time.perf_counter()
+    if not alone:
+        return stop - start
     cpu_s += time.thread_time()
     wait_s += _wait_s() or 0.0
     del result

@@ -65,10 +65,10 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
-        "processor": _line("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "processor": _entry("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "cores_usable": usable_cores(),
-        "memory_bytes": _memory_bytes("MemTotal"),
+        "memory_bytes": _entry("/proc/meminfo", "MemTotal"),
         "packages": {
             name: next((package.version for package in importlib.metadata.distributions(name=name)), None)
             for name in PACKAGES
@@ -97,7 +97,7 @@ def available_bytes(device: str = "cpu") -> int | None:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    limits = [_memory_bytes("MemAvailable")]
+    limits = [_entry("/proc/meminfo", "MemAvailable")]
     # A control group may have a limit of its own.
     with suppress(OSError, ValueError):
         limit, used = ((_CONTROL_GROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
@@ -110,18 +110,13 @@ def _short(path: str) -> str:
     return path.removeprefix(here) if path.startswith(here) else re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
 
-def _line(path: str, name: str) -> str | None:
-    """Value of the first line `name: value` of a system file."""
+def _entry(path: str, name: str) -> Any:
+    """Value of the first line `name: value` of a system file; amounts in bytes, None without one."""
     try:
-        value = re.search(rf"^{name}\s*:\s*(.+)$", Path(path).read_text(), flags=re.MULTILINE)
+        value = re.search(rf"^{name}\s*:\s*(.+?)( kB)?$", Path(path).read_text(), flags=re.MULTILINE)
     except OSError:
         return None
-    return value[1].strip() if value else None
-
-
-def _memory_bytes(name: str) -> int | None:
-    amount = _line("/proc/meminfo", name)
-    return int(amount.removesuffix(" kB")) * 1024 if amount else None
+    return value and (int(value[1]) * 1024 if value[2] else value[1].strip())
 
 
 def _gpu(device: str) -> dict[str, Any]:

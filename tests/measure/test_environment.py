@@ -91,7 +91,7 @@ def test_paths_are_cut_to_what_lies_below_the_current_folder_or_to_their_end(tmp
 def test_available_memory_is_the_smaller_of_machine_and_container(
     machine, container, least, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(module, "_memory_bytes", lambda name: machine)
+    monkeypatch.setattr(module, "_entry", lambda path, name: machine)
     monkeypatch.setattr(module, "_CONTROL_GROUP", tmp_path)
     (tmp_path / "memory.max").write_text("max" if container is None else f"{container + 50}")
     (tmp_path / "memory.current").write_text("50")

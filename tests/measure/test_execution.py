@@ -16,7 +16,7 @@ from efficient_attn.measure import calls
 from efficient_attn.measure.calls import _executed
 from efficient_attn.measure.record import COMPILED, CUDA_GRAPH, replace
 from efficient_attn.registry import Capabilities
-from efficient_attn.studies.bench.plan import plan
+from efficient_attn.studies.bench import plan
 
 EXACT = spec("exact")
 

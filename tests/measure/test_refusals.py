@@ -18,7 +18,7 @@ from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import read
 from efficient_attn.measure.units import parse_bytes, parse_seconds, parse_sizes
 from efficient_attn.measure.variants import parse_settings, select
-from efficient_attn.studies.bench.plan import plan
+from efficient_attn.studies.bench import plan
 
 draw = partial(gaussian, **{"norm": 1.0, "tokens": 8, "head_dim": 4})
 plan_on_cpu = partial(plan, device="cpu")

@@ -168,11 +168,11 @@ def error_points(
 def operations(variants: Sequence[Variant], subject: Any) -> dict[str, float]:
     """Operations of a call by label; as many as of exact attention for backends that count none."""
     from efficient_attn.measure.accuracy import MEAN, error_case
-    from efficient_attn.measure.calls import known_flops
+    from efficient_attn.measure.calls import attention_flops
 
     cases = {variant.label: (error_case(variant, subject, "output"), variant) for variant in variants}
     work = {
-        label: float(known_flops(case, variant.target) or exact_operations(case))
+        label: float(attention_flops(case, variant.target) or exact_operations(case))
         for label, (case, variant) in cases.items()
     }
     return {MEAN.label: float(subject.activations.q.numel()), **work}
