@@ -131,12 +131,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = exits.DONE
     with polite() as codes:
         try:
-            code = int(app(args=arguments, standalone_mode=False) or exits.DONE)
-        except (AttentionError, _UsageError) as error:
-            console.refuse(str(error) if isinstance(error, AttentionError) else error.format_message())
-            code = exits.WRONG_REQUEST
-        except (KeyboardInterrupt, typer.Abort):
-            code = exits.INTERRUPTED
+            try:
+                code = int(app(args=arguments, standalone_mode=False) or exits.DONE)
+            except (AttentionError, _UsageError) as error:
+                console.refuse(str(error) if isinstance(error, AttentionError) else error.format_message())
+                code = exits.WRONG_REQUEST
+            except (KeyboardInterrupt, typer.Abort):
+                code = exits.INTERRUPTED
         except BrokenPipeError:
             code = _unread()
         except SystemExit as leaving:

@@ -55,7 +55,7 @@ def test_every_field_of_a_record_is_compared_or_says_its_part_in_the_comparison(
     assert not compared & {*CONDITIONS} and not FIELDS.keys() & {*Case.__struct_fields__, "status", "reason"}
     assert " ".join(sorted(CONDITIONS)) == (
         "compared_queries copy_bytes_per_s kernels matmul_flops_per_s memory_method "
-        "round_sizes sm_clock_hz throttle_reasons waited_s"
+        "round_sizes throttle_reasons waited_s"
     )
     assert not {*QUANTITIES, *CONDITIONS} & set(KINDS)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import efficient_attn as ea
-from efficient_attn.measure import worker
+from efficient_attn.measure import process
 from efficient_attn.measure.environment import available_bytes, environment, usable_cores, waited_s
 from efficient_attn.measure.isolation import limits_memory
 from efficient_attn.measure.variants import select
@@ -54,7 +54,7 @@ def test_what_another_system_does_not_report_or_enforce_is_unknown_or_a_remark()
     assert found["memory_bytes"] is None and found["processor"]
     assert available_bytes() is None and waited_s() is None and not limits_memory()
     assert usable_cores() == os.cpu_count()
-    worker._limit_memory(1)
+    process._limit_memory(1)
     for limit, unknown in (("70%", True), ("8GiB", False)):
         (remark,) = remarks_on(limit)
         assert "enforces no memory limit" in remark

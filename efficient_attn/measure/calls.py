@@ -256,7 +256,6 @@ def moved_bytes(case: Case, spec: BackendSpec) -> int | None:
 
 
 def _cost(case: Case, spec: BackendSpec) -> Cost | None:
-    """Counted cost of the attention of the case."""
     problem = AttentionProblem(
         head_dim=case.head_dim, num_heads=case.num_heads, max_tokens=case.tokens, causal=case.causal
     )

@@ -27,8 +27,8 @@ Clock = Callable[[Call], float]
 # enough: a call that keeps getting slightly faster would pass.
 _AGREEING, _AGREEMENT = 3, 0.1
 
-# State of the L2 cache when a call begins.
-COLD, WARM = L2 = ("cold", "warm")
+# State of the L2 cache when a call with a device time begins.
+COLD = "cold"
 
 # The flush of do_bench: larger than the L2 cache of any device so far.
 _FLUSH_BYTES = 256_000_000
@@ -128,16 +128,12 @@ def _time_on_cuda(call: Call, *, device: str) -> float:
 
 
 class QueuedCalls:
-    """A call on a CUDA device with the time that the host takes to enqueue it.
+    """A call on a CUDA device with the time that the host takes to enqueue it."""
 
-    Args:
-        l2: `cold` flushes the L2 cache before each call; `warm` leaves the data of the previous call in it.
-    """
-
-    def __init__(self, call: Callable[[], object], device: str, *, l2: str = COLD) -> None:
+    def __init__(self, call: Callable[[], object], device: str) -> None:
         import torch
 
-        self._call, self._device, self._l2 = call, device, l2
+        self._call, self._device = call, device
         self._flushed = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
         self._enqueue_s = 0.0
 
@@ -167,13 +163,10 @@ class QueuedCalls:
         hold = int(self._enqueue_s * _CYCLES_PER_S)
         with torch.cuda.device(self._device):
             events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
-            if self._l2 == WARM:
-                self._call()
             for start, stop in events:
                 # torch's own tests hold streams by this function; it touches no memory.
                 torch.cuda._sleep(hold)
-                if self._l2 == COLD:
-                    self._flushed.zero_()
+                self._flushed.zero_()
                 start.record()
                 self._call()
                 stop.record()
@@ -218,7 +211,6 @@ def _matmul(device: str, dtype: str) -> Callable[[], object]:
 
 
 def _rate(amount: int, prepared: Callable[[], Callable[[], object]], device: str) -> float | None:
-    """The amount over the fastest of several calls."""
     import torch
 
     try:

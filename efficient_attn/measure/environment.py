@@ -11,7 +11,7 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,12 +35,6 @@ _PATIENCE_S = 5
 
 # An absolute path, at the start of a word or after a separator between a flag or name and its value.
 _PATH = re.compile(r"(?:(?<=^)|(?<=[=,:\s]))(?:~?/|[A-Za-z]:\\)[^,:\s]*")
-
-# Fields of records on the state of a GPU: the name at the driver, and the function of its answer.
-_GPU_STATE: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "sm_clock_hz": ("clocks.sm", lambda text: 1e6 * float(text.removesuffix(" MHz"))),
-    "throttle_reasons": ("clocks_event_reasons.active", lambda text: int(text, 16)),
-}
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
@@ -215,18 +209,14 @@ def between(before: Moment, after: Moment) -> dict[str, Any]:
     }
 
 
-def gpu_state(device: str) -> dict[str, Any]:
-    """Clock and throttling of a GPU now, by field of a record; None without an answer."""
-    if not device.startswith("cuda"):
-        return {}
-    answers = _ask_driver(device, [name for name, _ in _GPU_STATE.values()])
-    state: dict[str, Any] = {}
-    for field, (name, read) in _GPU_STATE.items():
-        state[field] = None
+def throttle_reasons(device: str) -> int | None:
+    """Reasons that hold the clocks of a GPU down now, as the bit mask of NVML; None without an answer."""
+    if device.startswith("cuda"):
+        name = "clocks_event_reasons.active"
         # Some devices answer [N/A].
         with suppress(ValueError):
-            state[field] = read(answers[name] or "")
-    return state
+            return int(_ask_driver(device, [name])[name] or "", 16)
+    return None
 
 
 def waited_s() -> float | None:

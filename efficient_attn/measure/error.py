@@ -181,7 +181,6 @@ def sample_rows(
 
 
 def _real_tokens(count: int, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """Positions of the queries that are no padding."""
     if mask is None or not (causal or len(mask) == count):
         return torch.arange(count, device="cpu")
     return mask[len(mask) - count :].nonzero().squeeze(-1).cpu()
@@ -300,7 +299,6 @@ def _is_finite(x: Tensor) -> bool:
 
 
 def _share(x: Tensor) -> str:
-    """Number of non-finite entries, with the total."""
     broken = int((~x.detach().isfinite()).sum())
     return f"{broken} of {x.numel()} entries"
 

@@ -179,7 +179,6 @@ def read_activations(path: str | Path) -> Captured:
 
 
 def _activations(group: Mapping[str, Tensor], path: Path) -> Activations:
-    """q, k and v of a layer, [1, heads, tokens, head_dim]."""
     shapes = ", ".join(f"{name} {list(group[name].shape)}" for name in Activations._fields)
     tensors = [group[name] for name in Activations._fields]
     q, k, v = tensors = [tensor[None] if tensor.ndim == 3 else tensor for tensor in tensors]

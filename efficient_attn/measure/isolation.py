@@ -25,7 +25,7 @@ from msgspec import structs
 
 from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.measure import worker
+from efficient_attn.measure import process, worker
 from efficient_attn.measure.environment import usable_cores
 from efficient_attn.measure.record import Case, Record, parse, replace
 from efficient_attn.measure.units import show_seconds
@@ -92,8 +92,8 @@ class Process:
         self._answers, answers = Pipe(duplex=False)
         descriptors = requests.fileno(), answers.fileno()
         # multiprocessing.Process would run the user's main module again.
-        call = f"worker.serve({descriptors[0]}, {descriptors[1]}, {self._limit_bytes})"
-        command = [sys.executable, "-P", "-c", f"from efficient_attn.measure import worker; {call}"]
+        call = f"process.serve({descriptors[0]}, {descriptors[1]}, {self._limit_bytes})"
+        command = [sys.executable, "-P", "-c", f"from efficient_attn.measure import process; {call}"]
         # The child imports from the same places.
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         with requests, answers:
@@ -106,7 +106,7 @@ class Process:
                 env={**os.environ, **self._variables, "PYTHONPATH": paths},
             )
         try:
-            ready = self._answer(_START_LIMIT_S) == worker.READY
+            ready = self._answer(_START_LIMIT_S) == process.READY
         except (TimeoutError, CrashError):
             ready = False
         if not ready:
@@ -144,7 +144,6 @@ class Process:
         self._answers.close()
 
     def _answer(self, limit_s: float) -> bytes:
-        """The next answer."""
         if not self._answers.poll(limit_s):
             raise TimeoutError
         try:
@@ -154,7 +153,6 @@ class Process:
             raise CrashError(self._ending()) from None
 
     def _ending(self) -> str:
-        """Description of how the process ended."""
         assert self.child is not None, "it was started"
         try:
             code = self.child.wait(_END_LIMIT_S)

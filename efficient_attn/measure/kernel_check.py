@@ -251,7 +251,6 @@ def poison(device: str) -> None:
 
 
 def _streamed(module: Any, inputs: _Inputs) -> Tensor:
-    """The output of two parts, the second after the state of the first."""
     tokens = inputs.tensors[0].shape[2]
     parts, state = [], None
     with torch.no_grad():

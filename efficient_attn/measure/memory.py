@@ -101,7 +101,6 @@ def _allocations(run: Any) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def _quiet_profiler() -> Iterator[None]:
-    """Suppress the profiler's start-up messages on stderr."""
     name = "KINETO_LOG_LEVEL"
     if name in os.environ:
         yield
@@ -143,6 +142,5 @@ def tensors_in(value: Any) -> Iterator[Any]:
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of the distinct storages of the tensors."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())

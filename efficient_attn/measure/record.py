@@ -105,7 +105,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     ] = None
     l2: Annotated[
         str | None,
-        Meta(description="L2 cache of a GPU when a call with a device time begins: cold (flushed) or warm."),
+        Meta(description="L2 cache of a GPU when a call with a device time begins: cold, that is flushed."),
     ] = None
     num_kv_heads: Annotated[
         Size | None, Meta(description="Number of heads of the keys and values; null: num_heads.")
@@ -338,7 +338,6 @@ def parse(text: bytes, source: str) -> Record:
 
 
 def _refusal(text: bytes, source: str, message: str) -> str:
-    """Error message for a line that is no record."""
     try:
         row = msgspec.json.decode(text)
     except _UNREADABLE as error:

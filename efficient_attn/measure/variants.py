@@ -187,7 +187,6 @@ def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> 
 
 
 def _converted(backend: str, option: str, value: Any, option_type: Any) -> Any:
-    """Convert the text of an option to its type."""
     kinds = typing.get_args(option_type) if isinstance(option_type, types.UnionType) else (option_type,)
     if not isinstance(value, str) or not {*kinds} <= {*_PLAIN}:
         return value

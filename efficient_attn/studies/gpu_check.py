@@ -314,7 +314,6 @@ def _measure(
     budget_s: float,
     say: Say,
 ) -> None:
-    """Times of calls by kernels and by operators, from short to long, in interleaved rounds."""
     exact, window, linear = select([YARDSTICK, "window", _LINEAR])
     operators = replace(linear, label=_OPERATORS)
     by_operators = {"EFFICIENT_ATTN_KERNELS": "torch"}

@@ -133,7 +133,6 @@ def notebook_bar() -> Callable[[Progress], None] | None:
 
 
 def _drawn(step: Progress) -> dict[str, str]:
-    """The bar by media type."""
     line = plain(str(step))
     bar = f'<progress value="{step.done}" max="{step.total}"></progress>'
     return {"text/plain": line, "text/html": f"<div>{bar} {html.escape(line)}</div>"}

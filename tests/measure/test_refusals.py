@@ -40,8 +40,6 @@ REFUSED = [
     (Measurer, {"isolate": "fork", "timeout_s": 1}, OptionError, "isolate is none, reuse, not 'fork'"),
     (Measurer, {"isolate": "reuse", "timeout_s": 0}, OptionError, "timeout_s is a number of seconds"),
     (plan_on_cpu, {"execution": "cuda-graph"}, UnsupportedError, "needs a CUDA device; device is 'cpu'"),
-    (plan_on_cpu, {"l2": "cold"}, UnsupportedError, "l2 needs a CUDA device"),
-    (plan_on_cpu, {"l2": "hot"}, OptionError, "l2 is cold or warm, not 'hot'"),
     (read_activations, {"path": "absent.safetensors"}, DataError, "Cannot read absent.* No such file"),
     (read, {"path": "nothing"}, DataError, "Cannot read records from nothing: No such file"),
     (select, {"backends": ["performer-trg"]}, UnknownNameError, "called 'performer-trg'. Did you mean"),

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.measure.clock import COLD, L2
+from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, Measurer
 from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.measure.record import COMPILED, CUDA_GRAPH, DECODED
@@ -93,7 +93,6 @@ def plan(
     rounds: shared.Rounds = 4,
     seed: int = 0,
     layers: Sequence[int] | None = None,
-    l2: str | None = None,
     memory_limit: str | int = "70%",
     isolate: str | None = None,
 ) -> Plan:
@@ -125,7 +124,7 @@ def plan(
         for subject in dict.fromkeys(of.split(",") if isinstance(of, str) else of)
     ]
     first = settled[0]
-    executions = _executions(execution, first.device, l2)
+    executions = _executions(execution, first.device)
     if decode:
         if backward or execution != EAGER or [workload.of for workload in settled] != ["attention"]:
             raise OptionError("decode is of attention alone, eager and without gradients.")
@@ -162,7 +161,7 @@ def plan(
         _try_options(chosen, workload, max(lengths))
         costs = costs_of(
             shared={**vars(workload), **timed},
-            l2=(l2 or COLD) if first.device.startswith("cuda") else None,
+            l2=COLD if first.device.startswith("cuda") else None,
         )
         settings.append((costs, chosen if workload.of == "attention" else (ceiling(), *chosen)))
     errors = [
@@ -292,17 +291,14 @@ def _handing_over(measurer: Measurer, subjects: Sequence[Any], timed: str) -> It
         yield
 
 
-def _executions(text: str | Sequence[str], device: str, l2: str | None) -> list[str | None]:
+def _executions(text: str | Sequence[str], device: str) -> list[str | None]:
     """Executions of every call, None for eager."""
     words = text.split(",") if isinstance(text, str) else list(text)
-    if l2 not in (None, *L2):
-        raise OptionError(f"l2 is {' or '.join(L2)}, not {l2!r}.")
     for word in words:
         if word not in _EXECUTIONS:
             raise OptionError(f"execution is {', '.join(_EXECUTIONS)}, not {word!r}.")
-    option = "l2" if l2 is not None else CUDA_GRAPH if CUDA_GRAPH in words else None
-    if option is not None and not device.startswith("cuda"):
-        raise UnsupportedError(f"{option} needs a CUDA device; device is {device!r}.")
+    if CUDA_GRAPH in words and not device.startswith("cuda"):
+        raise UnsupportedError(f"{CUDA_GRAPH} needs a CUDA device; device is {device!r}.")
     return [None if word == EAGER else word for word in dict.fromkeys(words)]
 
 

@@ -116,7 +116,6 @@ def many_lengths(records: Sequence[Record]) -> bool:
 
 
 def _error_table(group: Sequence[Comparison], records: Sequence[Record]) -> Table:
-    """Relative error at every length that the inputs have."""
     lengths, last = [row.case.tokens for row in group], group[-1]
     beyond = max(record.case.tokens for record in records) > lengths[-1]
     model = last.inputs.partition("(")[0]
@@ -206,7 +205,6 @@ def inputs_words(comparison: Comparison) -> str:
 
 
 def _queued_cells(row: Contender, exact: Contender | None) -> tuple[str, str]:
-    """Device time and speed-up by it."""
     timed, baseline = (
         on_device(side.timed) if side is not None and side.timed and side.timed.device_times_s else None
         for side in (row, exact)
