@@ -249,7 +249,6 @@ SIDES = "write OLD NEW, or several on a side, OLD OLD -- NEW NEW"
         ("old new --fail-on unclear:3%", "No quantity is called 'unclear'"),
         ("old new --fail-on acuracy:3%", "Did you mean 'accuracy'?"),
         ("old new --markdown --json", "--json and --markdown exclude each other"),
-        ("old new --json x", "--json takes - for stdout"),
     ],
 )
 def test_a_wrong_request_ends_in_one_line(words, message, runs, capsys):
