@@ -15,9 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib.util import find_spec
 from multiprocessing import Pipe
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
 
@@ -48,11 +46,6 @@ _START_LIMIT_S, _END_LIMIT_S = 120.0, 2.0
 # Answers are a few kilobytes.
 _LONGEST_ANSWER = 1 << 22
 _STDERR = 2
-
-
-def limits_memory() -> bool:
-    """Whether the memory of a child can be limited: Linux reports its usage, macOS does not."""
-    return find_spec("resource") is not None and Path("/proc/self/statm").exists()
 
 
 class CrashError(Exception):

@@ -51,7 +51,7 @@ def serve(requests: int, answers: int, limit_bytes: int | None) -> None:
 
 
 def _limit_memory(limit_bytes: int) -> None:
-    """Refuse allocations beyond the limit, if the system reports current usage, as `limits_memory` tells."""
+    """Refuse allocations beyond the limit, if the system reports current usage."""
     try:
         import resource
 

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import isolation
 from efficient_attn.measure.environment import available_bytes, usable_cores
-from efficient_attn.measure.isolation import NONE, Measurer, limits_memory
+from efficient_attn.measure.isolation import NONE, Measurer
 from efficient_attn.measure.memory import ITEM_BYTES
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.units import parse_bytes, show_bytes
@@ -181,7 +183,9 @@ def measurer_for(
     if here:
         remark = f"Nothing was isolated: {here[0]!r} exists in this process only; name it as file.py:object."
         return measurer, limit, [remark]
-    if workload.device != "cpu" or limits_memory():
+    # Linux reports the memory of a child, which its limit needs; macOS does not.
+    limits_memory = find_spec("resource") is not None and Path("/proc/self/statm").exists()
+    if workload.device != "cpu" or limits_memory:
         return measurer, limit, []
     remark = "This system enforces no memory limit: points are skipped by their predicted memory alone."
     unknown = " Its available memory is unknown, so none was skipped: memory_limit in Python takes an amount."
