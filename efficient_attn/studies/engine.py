@@ -247,25 +247,25 @@ class Engine:
         repeated = over_budget(record) and self._budget_reported
         self._budget_reported |= over_budget(record)
         if self._report is not None and not repeated:
-            rounds = {key: left.rounds - self._store.rounds(left.case) for key, left in self._missing.items()}
-            remaining_s = self._durations.remaining_s(
-                (left, rounds[key] if left.rounds else 1) for key, left in self._missing.items()
-            )
-            left_s = max(self._left_s(), 0.0)
-            missing = [*self._missing.values()]
-            upcoming = [left.title for left in missing if left.case.kind == point.case.kind]
-            self._report(
-                Progress(
-                    done=self._done,
-                    total=self._done + len(self._missing),
-                    remaining_s=min(remaining_s, left_s),
-                    outcome=f"{point.title}: {record.status}",
-                    record=record,
-                    range_s=self._durations.range_s(remaining_s, left_s),
-                    spent=None if math.isinf(left_s) else 1 - left_s / (self._budget_s - self._saving_s),
-                    current=next(iter([*upcoming, *(left.title for left in missing)]), ""),
-                )
-            )
+            self._report(self._progress(point, record))
+
+    def _progress(self, point: Point, record: Record) -> Progress:
+        """State of the run after a record of a point."""
+        missing, left_s = [*self._missing.values()], max(self._left_s(), 0.0)
+        remaining_s = self._durations.remaining_s(
+            (left, left.rounds - self._store.rounds(left.case) if left.rounds else 1) for left in missing
+        )
+        upcoming = [left.title for left in missing if left.case.kind == point.case.kind]
+        return Progress(
+            done=self._done,
+            total=self._done + len(missing),
+            remaining_s=min(remaining_s, left_s),
+            outcome=f"{point.title}: {record.status}",
+            record=record,
+            range_s=self._durations.range_s(remaining_s, left_s),
+            spent=None if math.isinf(left_s) else 1 - left_s / (self._budget_s - self._saving_s),
+            current=next(iter([*upcoming, *(left.title for left in missing)]), ""),
+        )
 
 
 def run_plan(
