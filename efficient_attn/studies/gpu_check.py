@@ -75,18 +75,15 @@ class GpuCheck(NamedTuple):
 
     def tables(self) -> list[Table]:
         """Outcomes of the check, times and predictions."""
-        rows = []
+        rows, notes = [], [*self.verdict["notes"]]
         for kernel, precision, entry in _entries(self.verdict["kernels"]):
             shares = [f"{verb} {share:.2f}" for verb, share in entry.get("worst", {}).items()]
             served = f"{entry['served']} of {entry['cases']}" if "cases" in entry else ""
             rows.append((kernel, precision, entry["outcome"], entry["tile"], served, ", ".join(shares)))
-        columns = ("kernel", "precision", "outcome", "tile", "cases served", "largest error / bound")
-        notes = [*self.verdict["notes"]]
-        for kernel, precision, entry in _entries(self.verdict["kernels"]):
             notes += [f"{kernel}, {precision}: {text}" for text in entry.get("reasons", ())]
-        tables = [
-            Table(f"Fused kernels on {self.verdict['machine']['gpu']}", columns, tuple(rows), (*notes,))
-        ]
+        columns = ("kernel", "precision", "outcome", "tile", "cases served", "largest error / bound")
+        title = f"Fused kernels on {self.verdict['machine']['gpu']}"
+        tables = [Table(title, columns, tuple(rows), (*notes,))]
         return [*tables, *bench.tables(self.records, {}), *self._predictions()] if self.records else tables
 
     def sentences(self) -> list[str]:
@@ -108,21 +105,18 @@ class GpuCheck(NamedTuple):
             texts = map(three_digits, (milliseconds, measured, measured / milliseconds))
             rows.append((name, str(case.tokens), *texts))
         columns = ("call", "tokens", "predicted", "measured", "measured / predicted")
+        title = "Predicted and measured device time, ms"
         note = (
             "Predicted by a model of bytes, products and launches; a factor of two either way is a finding."
         )
-        return (
-            [Table("Predicted and measured device time, ms", columns, tuple(rows), (note,))] if rows else []
-        )
+        return [Table(title, columns, tuple(rows), (note,))] if rows else []
 
     def page(self) -> str:
         """One page of Markdown."""
         facts = [f"- {name}: {value}" for name, value in self.verdict["machine"].items()]
         texts = ["# Fused kernels of efficient-attn on a GPU", "\n".join(map(markdown_line, facts))]
-        return (
-            "\n\n".join([*texts, *map(to_markdown, self.tables()), *map(markdown_line, self.sentences())])
-            + "\n"
-        )
+        texts += [*map(to_markdown, self.tables()), *map(markdown_line, self.sentences())]
+        return "\n\n".join(texts) + "\n"
 
 
 def _entries(kernels: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -221,16 +215,11 @@ def assembler(machine: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str
         return dict(machine), {}, []
     path = verdict.newer_ptxas()
     if path is None:
-        return (
-            dict(machine),
-            {},
-            [f"No kernel was checked: {reason}. Install one and {verdict.export_line()}"],
-        )
-    note = (
-        f"{reason}: ptxas {verdict.ptxas_version(path)} was used. Kernels serve after {verdict.export_line()}"
-    )
-    variables = dict.fromkeys(verdict.PTXAS_VARIABLES, path)
-    return {**machine, "ptxas": verdict.ptxas_version(path)}, variables, [note]
+        note = f"No kernel was checked: {reason}. Install one and {verdict.export_line()}"
+        return dict(machine), {}, [note]
+    version = verdict.ptxas_version(path)
+    note = f"{reason}: ptxas {version} was used. Kernels serve after {verdict.export_line()}"
+    return {**machine, "ptxas": version}, dict.fromkeys(verdict.PTXAS_VARIABLES, path), [note]
 
 
 def check_kernels(
