@@ -101,11 +101,7 @@ def measure_case(
 
 
 def error_of_case(case: Case, target: Any, path: str) -> Record:
-    """Measure the error of a case whose inputs lie in a file of `write_given`.
-
-    Args:
-        target: Backend to build, if `case.backend` is not sufficient: an object, or a path.
-    """
+    """Measure the error of a case whose inputs lie in a file of `write_given`."""
     subject = _given_subject(path, case.dtype, case.device, case.tokens, case.causal, case.seed)
     if case.backend == UNIFORM_ATTENTION:
         record = measure_mean(subject, threads=case.threads)

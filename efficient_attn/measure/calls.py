@@ -314,12 +314,7 @@ def _decoding(module: Any, inputs: list[Tensor]) -> Call:
 def _executed(
     execution: str, module: Any, called: Callable[[Any], Call], *, spec: BackendSpec, device: str
 ) -> Call:
-    """The call compiled or captured.
-
-    Args:
-        called: Function that makes the measured call of a module.
-        spec: The backend in the module.
-    """
+    """The call compiled or captured."""
     if execution == CUDA_GRAPH:
         return _captured(called(module), device)
     if not spec.capabilities.compile:

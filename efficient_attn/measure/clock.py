@@ -62,11 +62,7 @@ def clock(device: str, threads: int = 1) -> Clock:
 
 
 def warm_up(call: Call, time_call: Clock, *, limit_s: float, first: Call | None = None) -> float:
-    """Call until three successive durations agree or the limit is spent; returns the last duration.
-
-    Args:
-        first: The first call, which may do more than the others.
-    """
+    """Call until three successive durations agree or the limit is spent; returns the last duration."""
     last: deque[float] = deque([time_call(first or call)], maxlen=_AGREEING)
     spent_s = last[-1]
     while spent_s < limit_s and (len(last) < _AGREEING or max(last) > (1 + _AGREEMENT) * min(last)):

@@ -153,9 +153,6 @@ def sample_rows(
         inputs: q, k, v and the key mask of the call.
         out: Its output, [batch heads q_tokens value_dim].
         rows: Number of rows in all; None: 64 or 1 % of all, whichever is more.
-
-    Raises:
-        DataError: If a row of the output is not finite.
     """
     q, k, v, key_mask = inputs
     masks = [None] * len(q) if key_mask is None else list(key_mask)
@@ -256,11 +253,7 @@ def backends_in(*modules: nn.Module) -> list[Backend]:
 
 
 def check_gradients(gradients: Mapping[str, Tensor | None], *, optional: Sequence[str] = ()) -> None:
-    """Refuse missing or non-finite gradients.
-
-    Args:
-        optional: Names of gradients that may be missing.
-    """
+    """Refuse missing or non-finite gradients."""
     missing = [name for name, gradient in gradients.items() if gradient is None and name not in optional]
     if missing:
         raise WrongOutputError(f"no gradient reached {', '.join(missing)}.")
@@ -270,11 +263,7 @@ def check_gradients(gradients: Mapping[str, Tensor | None], *, optional: Sequenc
 
 
 def check_call(backend: nn.Module, args: Sequence[Any], named: Mapping[str, Any], output: Any) -> None:
-    """Refuse an output of another shape, dtype or device than q's, or that is not finite.
-
-    Raises:
-        WrongOutputError: If the output of the call is no valid one.
-    """
+    """Refuse an output of another shape, dtype or device than q's, or that is not finite."""
     arguments = dict(zip("qkv", args, strict=False)) | dict(named)
     q, k, v = (arguments[name].detach() for name in "qkv")
     shape = [*q.shape[:-1], v.shape[-1]]

@@ -58,9 +58,6 @@ class Process:
     Args:
         limit_bytes: Memory that the process may allocate beyond its start-up; None: unlimited.
         variables: Environment variables that the process has in addition.
-
-    Attributes:
-        child: The process, while it is running.
     """
 
     def __init__(self, limit_bytes: int | None = None, *, variables: Mapping[str, str] | None = None) -> None:

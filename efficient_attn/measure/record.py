@@ -283,9 +283,6 @@ def write(path: Path, content: str | bytes | Mapping[str, Any]) -> Path:
     """Write a file, whole or not at all; a mapping as indented strict JSON.
 
     A link at its path is replaced and not followed.
-
-    Raises:
-        DataError: If it cannot be written.
     """
     if isinstance(content, Mapping):
         content = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"

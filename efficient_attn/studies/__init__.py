@@ -31,11 +31,7 @@ def _is_study(module: pkgutil.ModuleInfo) -> bool:
 
 
 def find(name: str) -> Study:
-    """The study of that name.
-
-    Raises:
-        UnknownNameError: If there is none.
-    """
+    """The study of that name."""
     if name not in studies():
         raise UnknownNameError("study", name, studies())
     return studies()[name]

@@ -284,11 +284,6 @@ def run_plan(
 
     Args:
         start_s: Time by `time.monotonic` from which the budget counts; None: the first point's.
-
-    Raises:
-        OptionError: If the run in no folder is to be continued.
-        UnsupportedError: If one of several processes of a launcher would write the folder.
-        DataError: If the folder cannot be written, holds another run, or one of another environment.
     """
     if resume and out is None:
         raise OptionError("resume needs out, the folder of the run to go on with.")

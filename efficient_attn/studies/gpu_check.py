@@ -126,11 +126,7 @@ def _entries(kernels: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str
 
 
 def show_gpu_check(folder: str | Path) -> GpuCheck:
-    """Read the folder of a check, of this machine or another.
-
-    Raises:
-        DataError: If it holds none.
-    """
+    """Read the folder of a check, of this machine or another."""
     studies()
     folder = Path(folder)
     verdict = read_json(folder / VERDICT)

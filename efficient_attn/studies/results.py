@@ -71,11 +71,7 @@ class Results:
         return "".join(map(to_html, self.tables())) if self.conflict is None else None
 
     def check_drawable(self) -> None:
-        """Refuse records of several runs that are no single run.
-
-        Raises:
-            DataError: If they are none.
-        """
+        """Refuse records of several runs that are no single run."""
         if self.conflict is not None:
             raise DataError(
                 f"{self.conflict}. Rows of to_pandas() name their run; `efficient-attn report` shows "

@@ -95,11 +95,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Hold the folder against other writers; the system releases it however this process ends.
-
-    Raises:
-        DataError: If another process holds it.
-    """
+    """Hold the folder against other writers; the system releases it however this process ends."""
     from filelock import FileLock, Timeout
 
     path = folder / LOCK

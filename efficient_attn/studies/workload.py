@@ -62,11 +62,7 @@ class Workload:
 
 
 def settle(workload: Workload) -> Workload:
-    """The workload with device, dtype and threads chosen, checked against this machine.
-
-    Raises:
-        OptionError, UnsupportedError: If it makes no sense, or this machine cannot do it.
-    """
+    """The workload with device, dtype and threads chosen, checked against this machine."""
     # Help texts are shown without torch.
     import torch
 
