@@ -96,9 +96,7 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
         calibrated_on = SAME_INPUTS
 
     def called(module: Any) -> Call:
-        return (
-            _with_backward(module, tensors, gradient) if case.backward else lambda: _forward(module, tensors)
-        )
+        return _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
 
     streams = case.causal and bool(spec.capabilities.streaming)
     if case.execution == DECODED and not (streams and case.of == "attention"):
@@ -111,7 +109,9 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
         len({tensor.shape[2:] for tensor in tensors}) == 1 and [x.shape[1] for x in tensors] == heads
     )
     counting = module.spec if isinstance(module, Backend) else spec
-    counted, moved = (count(case, counting) if alike else None for count in (flops, moved_bytes))
+    counted = flops(case, counting) if alike else None
+    cost = _cost(case, counting) if alike and of_attention else None
+    moved = None if cost is None else cost.moved_bytes
     checked: Callable[[], object] = functools.partial(_checked, module, call, case)
     if case.execution == DECODED:
         call = checked = _decoding(module, tensors)
@@ -180,9 +180,12 @@ MEAN = BackendSpec(
 _PLAIN = {CEILING: _VALUES, UNIFORM_ATTENTION: MEAN}
 
 
-@torch.no_grad()
-def _forward(module: Any, inputs: list[Tensor]) -> object:
-    return module(*inputs)
+def _forward(module: Any, inputs: list[Tensor]) -> Call:
+    def call() -> object:
+        with torch.no_grad():
+            return module(*inputs)
+
+    return call
 
 
 def _with_backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Callable[[], object]:
@@ -247,12 +250,6 @@ def flops(case: Case, spec: BackendSpec) -> int | None:
         backward=case.backward,
     )
     return (case.layers or 1) * (cost.flops + around)
-
-
-def moved_bytes(case: Case, spec: BackendSpec) -> int | None:
-    """Bytes of inputs, output, parameters and gradients of attention alone; None if not counted."""
-    cost = _cost(case, spec) if case.of == "attention" else None
-    return None if cost is None else cost.moved_bytes
 
 
 def _cost(case: Case, spec: BackendSpec) -> Cost | None:

@@ -111,9 +111,8 @@ def select(
         targets = [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
     named = []
     for target in targets:
-        name = (
-            target if isinstance(target, str) else getattr(target, "name", getattr(target, "__name__", None))
-        )
+        name = getattr(target, "name", None) or getattr(target, "__name__", None)
+        name = target if isinstance(target, str) else name
         named.append((name if isinstance(name, str) else type(target).__name__, target))
     chosen = ", ".join(name for name, _ in named)
     if CEILING in dict(named):
