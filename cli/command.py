@@ -18,14 +18,6 @@ from efficient_attn.studies.study import Parameter, Study
 from . import console, exits
 from .options import OutOption
 
-_BUDGET = "Time for measuring: 90s, 2m or 1h; the rest is skipped."
-_RESUME = "Continue the run in --out; measured points are kept."
-_DRY_RUN = "List the points of the run without measuring any."
-_VERBOSE = "Print a line for every measured point in place of the bar."
-_OPEN = "Open report.html in the browser at the end."
-_QUIET = "Print the folder of the results alone: no progress, tables or notes."
-_ALL = "Show all options and exit."
-
 
 def _show_all(context: typer.Context, show: bool) -> None:
     """Print the help text with the options that are rarely needed."""
@@ -40,24 +32,17 @@ def _show_all(context: typer.Context, show: bool) -> None:
         raise typer.Exit
 
 
-# Options of every run, by parameter: annotation and default.
-_OF_A_RUN: dict[str, tuple[Any, Any]] = {
-    "budget": (Annotated[str | None, typer.Option(metavar="TIME", help=_BUDGET)], None),
-    "out": (OutOption, None),
-    "resume": (Annotated[bool, typer.Option("--resume", help=_RESUME)], False),
-    "dry_run": (Annotated[bool, typer.Option("--dry-run", help=_DRY_RUN, hidden=True)], False),
-    "as_json": (
-        Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout.", hidden=True)],
-        False,
-    ),
-    "verbose": (Annotated[bool, typer.Option("--verbose", "-v", help=_VERBOSE, hidden=True)], False),
-    "open_page": (Annotated[bool, typer.Option("--open", help=_OPEN, hidden=True)], False),
-    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help=_QUIET, hidden=True)], False),
-    "help_all": (
-        Annotated[bool, typer.Option("--help-all", help=_ALL, is_eager=True, callback=_show_all)],
-        False,
-    ),
+# Switches of every run, by parameter: help and flags; --help-all alone shows all but --resume.
+_OF_A_RUN = {
+    "resume": ("Continue the run in --out; measured points are kept.", "--resume"),
+    "dry_run": ("List the points of the run without measuring any.", "--dry-run"),
+    "as_json": ("Print one JSON document to stdout.", "--json"),
+    "verbose": ("Print a line for every measured point in place of the bar.", "--verbose", "-v"),
+    "open_page": ("Open report.html in the browser at the end.", "--open"),
+    "quiet": ("Print the folder of the results alone: no progress, tables or notes.", "--quiet", "-q"),
 }
+_BUDGET = typer.Option(metavar="TIME", help="Time for measuring: 90s, 2m or 1h; the rest is skipped.")
+_HELP_ALL = typer.Option("--help-all", help="Show all options and exit.", is_eager=True, callback=_show_all)
 
 _METAVARS: dict[Any, str] = {int: "N", int | None: "N", float: "X", float | None: "X"}
 _SWITCHES = (bool, bool | None)
@@ -133,10 +118,13 @@ def command_of(study: Study) -> Callable[..., None]:
     signature: list[tuple[str, Any, Any]] = [
         ("context", typer.Context, inspect.Parameter.empty),
         *(_declared(parameter) for parameter in study.parameters()),
+        ("budget", Annotated[str | None, _BUDGET], study.budget),
+        ("out", OutOption, None),
         *(
-            (name, kind, study.budget if name == "budget" else default)
-            for name, (kind, default) in _OF_A_RUN.items()
+            (name, Annotated[bool, typer.Option(*flags, help=text, hidden=name != "resume")], False)
+            for name, (text, *flags) in _OF_A_RUN.items()
         ),
+        ("help_all", Annotated[bool, _HELP_ALL], False),
     ]
     command.__doc__ = inspect.getdoc(study.plan)
     command.__name__ = study.name
