@@ -12,7 +12,8 @@ def start() -> None:
     try:
         with naming_missing("The command line"):
             from .main import main
+
+            main()
     except MissingPackageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(exits.WRONG_REQUEST)
-    main()

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from efficient_attn.studies.options import RUNS_CODE, parse_names
+from efficient_attn.measure.units import parse_names
+from efficient_attn.studies.options import RUNS_CODE
 
 from . import console, exits
 from .options import JsonOption, SeedOption

@@ -16,15 +16,7 @@ from efficient_attn.errors import OptionError
 from efficient_attn.studies.study import Parameter, Study
 
 from . import console, exits
-from .options import JsonToOption, OutOption
-
-_BUDGET = "Time for measuring: 90s, 2m or 1h; the rest is skipped."
-_RESUME = "Continue the run in --out; measured points are kept."
-_DRY_RUN = "List the points of the run without measuring any."
-_VERBOSE = "Print a line for every measured point in place of the bar."
-_OPEN = "Open report.html in the browser at the end."
-_QUIET = "Print the folder of the results alone: no progress, tables or notes."
-_ALL = "Show all options and exit."
+from .options import OutOption
 
 
 def _show_all(context: typer.Context, show: bool) -> None:
@@ -40,30 +32,20 @@ def _show_all(context: typer.Context, show: bool) -> None:
         raise typer.Exit
 
 
-# Options of every run, by parameter: annotation and default.
-_OF_A_RUN: dict[str, tuple[Any, Any]] = {
-    "budget": (Annotated[str | None, typer.Option(metavar="TIME", help=_BUDGET)], None),
-    "out": (OutOption, None),
-    "resume": (Annotated[bool, typer.Option("--resume", help=_RESUME)], False),
-    "dry_run": (Annotated[bool, typer.Option("--dry-run", help=_DRY_RUN, hidden=True)], False),
-    "json_to": (JsonToOption, None),
-    "verbose": (Annotated[bool, typer.Option("--verbose", "-v", help=_VERBOSE, hidden=True)], False),
-    "open_page": (Annotated[bool, typer.Option("--open", help=_OPEN, hidden=True)], False),
-    "quiet": (Annotated[bool, typer.Option("--quiet", "-q", help=_QUIET, hidden=True)], False),
-    "help_all": (
-        Annotated[bool, typer.Option("--help-all", help=_ALL, is_eager=True, callback=_show_all)],
-        False,
-    ),
+# Switches of every run, by parameter: help and flags; --help-all alone shows all but --resume.
+_OF_A_RUN = {
+    "resume": ("Continue the run in --out; measured points are kept.", "--resume"),
+    "dry_run": ("List the points of the run without measuring any.", "--dry-run"),
+    "as_json": ("Print one JSON document to stdout.", "--json"),
+    "verbose": ("Print a line for every measured point in place of the bar.", "--verbose", "-v"),
+    "open_page": ("Open report.html in the browser at the end.", "--open"),
+    "quiet": ("Print the folder of the results alone: no progress, tables or notes.", "--quiet", "-q"),
 }
+_BUDGET = typer.Option(metavar="TIME", help="Time for measuring: 90s, 2m or 1h; the rest is skipped.")
+_HELP_ALL = typer.Option("--help-all", help="Show all options and exit.", is_eager=True, callback=_show_all)
 
 _METAVARS: dict[Any, str] = {int: "N", int | None: "N", float: "X", float | None: "X"}
-
-
-def as_json(json_to: str | None) -> bool:
-    """Whether stdout is one JSON document."""
-    if json_to not in (None, "-"):
-        raise OptionError(f"--json takes - for stdout, not {json_to!r}; `--json - > FILE` makes it a file.")
-    return json_to is not None
+_SWITCHES = (bool, bool | None)
 
 
 def command_of(study: Study) -> Callable[..., None]:
@@ -75,7 +57,7 @@ def command_of(study: Study) -> Callable[..., None]:
         out: Any,
         resume: bool,
         dry_run: bool,
-        json_to: str | None,
+        as_json: bool,
         verbose: bool,
         open_page: bool,
         quiet: bool,
@@ -92,7 +74,6 @@ def command_of(study: Study) -> Callable[..., None]:
             )
         if resume and out is None:
             raise OptionError("--resume needs --out, the folder of the run to go on with.")
-        to_stdout = as_json(json_to)
         options = {
             parameter.name: value
             if parameter.option.parse is None or value is None
@@ -106,10 +87,8 @@ def command_of(study: Study) -> Callable[..., None]:
             console.print_tables([_points(study.plan(**options))])
             return
 
-        from efficient_attn.measure.environment import command_line
         from efficient_attn.report.files import REPORT
-        from efficient_attn.studies.engine import foreseen
-        from efficient_attn.studies.run import run_plan
+        from efficient_attn.studies.engine import foreseen, run_plan
         from efficient_attn.studies.run_folder import Store, open_folder, run_folder
 
         # A wrong request must leave no folder behind, so the plan is made first.
@@ -129,20 +108,23 @@ def command_of(study: Study) -> Callable[..., None]:
                 resume=resume,
                 budget_s=budget_s,
                 start_s=start_s,
-                command=command_line(),
+                command=[Path(sys.argv[0]).name, *sys.argv[1:]],
                 progress=progress,
             )
         if open_page:
             webbrowser.open((folder / REPORT).resolve().as_uri())
-        finish(results, options.get("backends"), folder=folder, as_json=to_stdout, quiet=quiet)
+        finish(results, options.get("backends"), folder=folder, as_json=as_json, quiet=quiet)
 
     signature: list[tuple[str, Any, Any]] = [
         ("context", typer.Context, inspect.Parameter.empty),
         *(_declared(parameter) for parameter in study.parameters()),
+        ("budget", Annotated[str | None, _BUDGET], study.budget),
+        ("out", OutOption, None),
         *(
-            (name, kind, study.budget if name == "budget" else default)
-            for name, (kind, default) in _OF_A_RUN.items()
+            (name, Annotated[bool, typer.Option(*flags, help=text, hidden=name != "resume")], False)
+            for name, (text, *flags) in _OF_A_RUN.items()
         ),
+        ("help_all", Annotated[bool, _HELP_ALL], False),
     ]
     command.__doc__ = inspect.getdoc(study.plan)
     command.__name__ = study.name
@@ -160,14 +142,14 @@ def command_of(study: Study) -> Callable[..., None]:
 def _declared(parameter: Parameter) -> tuple[str, Any, Any]:
     option, default = parameter.option, parameter.default
     kind: Any = parameter.type
-    if option.parse is not None:
+    if option.parse is not None or kind not in (*_METAVARS, *_SWITCHES):
         kind = list[str] if option.several else str
         if default is None:
             kind = kind | None
         elif not isinstance(default, str):
             # The command line shows a sequence of numbers as `32,64,128`.
             default = ",".join(map(str, default)) if isinstance(default, Sequence) else default
-    switch = parameter.type in (bool, bool | None) and option.parse is None
+    switch = parameter.type in _SWITCHES and option.parse is None
     flag = (
         f"{parameter.flag}/--no-{parameter.flag.removeprefix('--')}"
         if switch and default is not False
@@ -221,7 +203,7 @@ def finish(
 
 def document(results: Any) -> dict[str, Any]:
     """The results as one JSON document."""
-    from efficient_attn.measure.records import line
+    from efficient_attn.measure.record import line
 
     return {
         "environment": results.environment,

@@ -6,8 +6,7 @@ import typer
 from typer.core import TyperCommand
 
 from . import console, exits
-from .command import as_json
-from .options import JsonToOption
+from .options import JsonOption
 
 # Stands for the `--` between old and new runs, which the parser would swallow; no argument can hold it.
 _NEW_RUNS = "\0"
@@ -41,7 +40,7 @@ def diff(
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print Markdown for a comment on a pull request.")
     ] = False,
-    json_to: JsonToOption = None,
+    as_json: JsonOption = False,
 ) -> int:
     """Compare runs case by case: exit code 1 on a regression.
 
@@ -51,11 +50,10 @@ def diff(
     """
     from efficient_attn.studies.diff import diff as compare
 
-    to_stdout = as_json(json_to)
-    if to_stdout and markdown:
+    if as_json and markdown:
         raise typer.BadParameter("--json and --markdown exclude each other.")
     comparison = compare(*_sides(runs), fail_on=_limits(fail_on))
-    if to_stdout:
+    if as_json:
         console.put_json(comparison.as_dict())
     elif markdown:
         for row in comparison.to_markdown().splitlines():

@@ -47,7 +47,6 @@ def list_command(
 
 
 def _describe(spec: Any) -> None:
-    """Print everything that is declared of a backend, a line each."""
     options = {f"option {name}": value for name, value in _options(spec).items()}
     promises = {name.replace("_", " "): value for name, value in asdict(spec.capabilities).items()}
     about = {"formula": spec.formula, "paper": spec.paper, "size": spec.size_option}
@@ -98,7 +97,6 @@ def _table(specs: list[Any]) -> Any:
 
 
 def _note(spec: Any) -> str:
-    """Summary, options and paper of a backend."""
     options = ", ".join(f"{name}={value}" for name, value in _options(spec).items())
     parts = (f"{spec.name}: {spec.summary}", options and f"Options: {options}.", spec.paper)
     return " ".join(filter(None, parts))

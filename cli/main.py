@@ -17,8 +17,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from efficient_attn.errors import AttentionError, naming_missing
-from efficient_attn.studies import refuse_several, studies
+from efficient_attn.errors import AttentionError
+from efficient_attn.studies import studies
+from efficient_attn.studies.study import refuse_several
 
 from . import console, exits
 from .command import command_of
@@ -64,22 +65,16 @@ app = typer.Typer(
 )
 
 
-def _print_version(show: bool) -> None:
-    if show:
+@app.callback(invoke_without_command=True)
+def _options_of_all(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
         import efficient_attn
 
         console.put(f"efficient-attn {efficient_attn.__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def _options_of_all(
-    context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version),
-    ] = False,
-) -> None:
     refuse_several(str(context.invoked_subcommand))
 
 
@@ -104,30 +99,26 @@ for _name in dict.fromkeys((*COMMANDS, *studies())):
     _register(_name)
 
 
-class Ends:
-    """Exit code of the signal that ended the command; None if there was none."""
+@contextmanager
+def polite() -> Iterator[list[int]]:
+    """Treat a request to end (SIGTERM) like Ctrl-C while the block runs; exit codes of signals that came.
 
-    def __init__(self) -> None:
-        self.code: int | None = None
+    A signal interrupts the run, which keeps its records; a second one ends the process.
+    """
+    codes: list[int] = []
 
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Interrupt the run, which keeps its records; a second signal ends the process."""
-        if self.code is not None:
-            os._exit(self.code)
-        self.code = 128 + number
+    def handle(number: int, frame: FrameType | None) -> None:
+        if codes:
+            os._exit(codes[0])
+        codes.append(128 + number)
         raise KeyboardInterrupt
 
-
-@contextmanager
-def polite() -> Iterator[Ends]:
-    """Treat a request to end (SIGTERM) like Ctrl-C while the block runs."""
-    ends = Ends()
     # Python allows only the main thread to set signal handlers.
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
-    before: dict[int, Any] = {number: signal.signal(number, ends.handle) for number in numbers}
+    before: dict[int, Any] = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield ends
+        yield codes
     finally:
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)
@@ -137,9 +128,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code of its outcome."""
     if arguments is None:
         sys.excepthook = console.fault
-    with polite() as ends:
+    code = exits.DONE
+    with polite() as codes:
         try:
-            code = _run(arguments)
+            try:
+                code = int(app(args=arguments, standalone_mode=False) or exits.DONE)
+            except (AttentionError, _UsageError) as error:
+                console.refuse(str(error) if isinstance(error, AttentionError) else error.format_message())
+                code = exits.WRONG_REQUEST
+            except (KeyboardInterrupt, typer.Abort):
+                code = exits.INTERRUPTED
         except BrokenPipeError:
             code = _unread()
         except SystemExit as leaving:
@@ -147,18 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not isinstance(leaving.__context__, BrokenPipeError):
                 raise
             code = _unread()
-        sys.exit(ends.code or code or exits.DONE)
-
-
-def _run(arguments: Sequence[str] | None) -> int:
-    try:
-        with naming_missing("This command"):
-            return int(app(args=arguments, standalone_mode=False) or exits.DONE)
-    except (AttentionError, _UsageError) as error:
-        console.refuse(str(error) if isinstance(error, AttentionError) else error.format_message())
-        return exits.WRONG_REQUEST
-    except (KeyboardInterrupt, typer.Abort):
-        return exits.INTERRUPTED
+        sys.exit(next(iter(codes), code))
 
 
 def _unread() -> int:

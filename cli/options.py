@@ -30,6 +30,3 @@ OutOption = Annotated[
     typer.Option("--out", metavar="DIR", help="New folder for the results; runs/NAME-TIME if omitted."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
-JsonToOption = Annotated[
-    str | None, typer.Option("--json", metavar="-", help="Print one JSON document to stdout.", hidden=True)
-]

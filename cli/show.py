@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from efficient_attn.studies.options import parse_names
+from efficient_attn.measure.units import parse_names
 
 from . import console, exits
 from .options import BackendOption, OutOption, SeedOption, SetOption

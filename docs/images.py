@@ -96,8 +96,8 @@ def figure(name: str) -> Any:
     """The picture as a matplotlib figure."""
     import efficient_attn as ea
     from efficient_attn.report.drawing import draw
+    from efficient_attn.studies.bench import DEFAULT_MAX_ERROR
     from efficient_attn.studies.bench.comparison import comparisons
-    from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR
     from efficient_attn.studies.bench.view import comparison_plot
 
     if name == SHOWN:

@@ -105,7 +105,7 @@ def _resolved(name: str) -> "Any":
         return importlib.import_module(f"{__name__}.{_MODULES[name]}")
     if name in _STUDIES:
         study = importlib.import_module(f"{__name__}.studies").find(name)
-        return importlib.import_module(f"{__name__}.studies.run").function_of(study)
+        return importlib.import_module(f"{__name__}.studies.engine").function_of(study)
     if name in _HOME:
         return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     return _version()

@@ -200,7 +200,7 @@ def given_times(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", timed)
     monkeypatch.setattr("efficient_attn.studies.advise.model.PROBE", ())
-    monkeypatch.setattr("efficient_attn.studies.run.between", lambda *moments, **named: {})
+    monkeypatch.setattr("efficient_attn.studies.engine.between", lambda *moments, **named: {})
 
 
 @pytest.fixture

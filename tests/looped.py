@@ -26,4 +26,4 @@ def run(lists, *, store=None, progress=None, budget_s=None, timeout_s=math.inf):
     store = Store() if store is None else store
     plan = Plan(steps=partial(in_lists, lists), timeout_s=timeout_s)
     complete = Engine(plan, store, report=progress, budget_s=budget_s).run()
-    return complete, store.records
+    return complete, tuple(store.records.values())

@@ -3,10 +3,9 @@
 import json
 from contextlib import contextmanager
 
-from efficient_attn.measure import records
+from efficient_attn.measure import record as records
 from efficient_attn.measure.quantities import FIELDS, KINDS, QUANTITIES
-from efficient_attn.measure.record import Case, Record
-from efficient_attn.measure.records import append
+from efficient_attn.measure.record import Case, Record, append
 from efficient_attn.stats.diff import compare_runs
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -79,5 +78,4 @@ def forgotten():
         for table, before in tables:
             table.clear()
             table.update(before)
-        records._line_type.cache_clear()
-        records._decoder.cache_clear()
+        records.line_type.cache_clear()

@@ -14,7 +14,7 @@ from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies import find, studies
 from efficient_attn.studies.advise.model import best_layers
 from efficient_attn.studies.advise.view import _by_shape, plots
-from efficient_attn.studies.bench.plan import MAX_ERROR
+from efficient_attn.studies.bench import MAX_ERROR
 from efficient_attn.studies.results import Results
 
 # Studies declare the quantities of their records.

@@ -120,7 +120,8 @@ def test_a_call_without_keys_has_no_error():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        *(({"rows": rows}, "rows is a whole number of at least 1, not ") for rows in (0, 1.5, True)),
+        ({"rows": 0}, "rows is at least 1, not 0"),
+        *(({"rows": rows}, "rows is a whole number, not ") for rows in (1.5, True)),
         *(({"seed": seed}, "seed is ") for seed in (1.5, None, -1, 2**70)),
     ],
 )

@@ -1,10 +1,26 @@
 """Every wrong call ends in one line that names the argument, what came and what would work."""
 
+import math
+from functools import partial
+
 import pytest
 import torch
 
 import efficient_attn as ea
-from efficient_attn.measure.variants import CEILING
+from efficient_attn.errors import (
+    AttentionError,
+    DataError,
+    DtypeError,
+    OptionError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from efficient_attn.measure.inputs import gaussian, read_activations
+from efficient_attn.measure.isolation import Measurer
+from efficient_attn.measure.record import read
+from efficient_attn.measure.units import parse_bytes, parse_seconds, parse_sizes
+from efficient_attn.measure.variants import CEILING, parse_settings, select
+from efficient_attn.studies.bench import plan
 
 
 def built(name="exact", *, head_dim=8, num_heads=None, **options):
@@ -44,7 +60,7 @@ WRONG_CALLS = {
             r"extend takes as many queries as keys; q has 2 tokens and k has 6",
         ),
     ],
-    ea.DtypeError: [
+    DtypeError: [
         (
             lambda: built()(Q, K, K, key_mask=torch.ones(2, 6, dtype=torch.long)),
             r"key_mask is bool \[batch, k_tokens\] = \[2, 6\].*torch\.int64\. Give key_mask\.bool\(\)",
@@ -56,7 +72,7 @@ WRONG_CALLS = {
         (lambda: built("window", window=2.5), r"window is a whole number, not 2\.5"),
         (lambda: built(3), r"A backend is a name, .*, not 3"),
     ],
-    ea.UnknownNameError: [
+    UnknownNameError: [
         (
             lambda: built()(Q, K, K, attn_mask=None),
             r"No argument of a backend is called 'attn_mask'\. Called 'key_mask'.*True for a real token",
@@ -89,7 +105,7 @@ WRONG_CALLS = {
         ),
         (lambda: built("math:sofmax"), r"No object in math is called 'sofmax'"),
     ],
-    ea.OptionError: [
+    OptionError: [
         (lambda: built("performer-trig", num_features=7), r"num_features=7 is odd.*6 or 8"),
         (lambda: built("performer-trig", num_features=0), r"num_features is at least 1, not 0"),
         (lambda: built("linear-relu", num_features=10**30), r"num_features is at most 1099511627776, not 10"),
@@ -98,7 +114,7 @@ WRONG_CALLS = {
         (lambda: built(scale=float("nan")), r"scale is a finite number, not nan"),
         (lambda: built(head_dim=0), r"head_dim is at least 1, not 0"),
     ],
-    ea.UnsupportedError: [
+    UnsupportedError: [
         (lambda: built().redraw(1), r"Nothing in backend 'exact' is random"),
         (
             lambda: built().denominators(Q, K),
@@ -111,17 +127,78 @@ WRONG_CALLS = {
             r"keeps parameters or a random draw: build it once with ea\.build",
         ),
     ],
-    ea.DataError: [(lambda: built("nowhere.py:mine"), r"no file 'nowhere\.py' to take a backend from")],
+    DataError: [(lambda: built("nowhere.py:mine"), r"no file 'nowhere\.py' to take a backend from")],
 }
 
 
+draw = partial(gaussian, **{"norm": 1.0, "tokens": 8, "head_dim": 4})
+plan_on_cpu = partial(plan, device="cpu")
+share_of = partial(parse_bytes, name="--memory-limit", available=1000)
+seconds_of = partial(parse_seconds, name="--budget")
+lengths_of = partial(parse_sizes, name="--seq-len")
+
+
+def select_with(backend, setting):
+    return select([backend], parse_settings([setting]))
+
+
+# Of what measures: function, arguments, error, message.
+REFUSED = [
+    (draw, {"norm": 0.0}, OptionError, "norm is a finite number above 0, not 0.0"),
+    (draw, {"norm": math.inf}, OptionError, "norm is a finite number above 0, not inf"),
+    (draw, {"tokens": 0}, OptionError, "tokens is at least 1, not 0"),
+    (draw, {"head_dim": 2.5}, DtypeError, "head_dim is a whole number, not 2.5"),
+    (draw, {"seed": -1}, OptionError, "seed is at least 0, not -1"),
+    (Measurer, {"isolate": "fork", "timeout_s": 1}, OptionError, "isolate is none, reuse, not 'fork'"),
+    (Measurer, {"isolate": "reuse", "timeout_s": 0}, OptionError, "timeout_s is a number of seconds"),
+    (plan_on_cpu, {"execution": "cuda-graph"}, UnsupportedError, "needs a CUDA device; device is 'cpu'"),
+    (read_activations, {"path": "absent.safetensors"}, DataError, "Cannot read absent.* No such file"),
+    (read, {"path": "nothing"}, DataError, "Cannot read records from nothing: No such file"),
+    (select, {"backends": ["performer-trg"]}, UnknownNameError, "called 'performer-trg'. Did you mean"),
+    (select, {"backends": ["softmax"]}, UnknownNameError, "Called 'exact' in this package"),
+    (select, {"backends": ["exact", "exact"]}, OptionError, "Two of the backends are called 'exact'"),
+    (select, {"backends": ["nowhere.py:f"]}, AttentionError, "nowhere.py"),
+    *(
+        (select_with, {"backend": backend, "setting": setting}, error, message)
+        for backend, setting, error, message in (
+            ("linformer", "linformer.rang=3", UnknownNameError, "Did you mean 'rank'"),
+            ("linformer", "linformer.rank=many", DtypeError, "rank is a whole number, not 'many'"),
+            ("linformer", "linformer.rank=0", OptionError, "rank"),
+            ("exact", "linformer.rank=3", OptionError, "'linformer' is not a selected backend"),
+            ("exact", "rank=3", OptionError, "--set cannot be"),
+            ("exact", "linformer.rank", OptionError, "--set cannot be"),
+            ("exact", "linformer.rank=", OptionError, "--set cannot be"),
+            ("exact", ".rank=3", OptionError, "--set cannot be"),
+            ("exact", "linformer.=3", OptionError, "--set cannot be"),
+        )
+    ),
+    *(
+        (lengths_of, {"text": text}, OptionError, r"^--seq-len [^\n]*$")
+        for text in ("", "many", "-5", "0", "1.5", "256:512", "256:512:x1", "256:512:x", "512:256:x2",
+                     "1:2:3:4", "9" * 30, "1:100000:1", "256 512", [0], [2.5], [True], [])
+    ),
+    *(
+        (seconds_of, {"text": text}, OptionError, "^--budget is a duration such as 90s, 2m or 1h")
+        for text in ("", "soon", "0", "-3s", "nan", "1e3", "2 weeks")
+    ),
+    *(
+        (share_of, {"text": text}, OptionError, "^--memory-limit is an amount such as 8GiB or a share")
+        for text in ("", "much", "0", "0%", "130%", "-1G", "8 apples")
+    ),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("error", "call", "message"), [(error, *row) for error, rows in WRONG_CALLS.items() for row in rows]
+    ("error", "call", "message"),
+    [
+        *((error, *row) for error, rows in WRONG_CALLS.items() for row in rows),
+        *((error, partial(call, **arguments), message) for call, arguments, error, message in REFUSED),
+    ],
 )
 def test_a_wrong_call_ends_in_one_line_that_says_what_would_work(error, call, message):
     with pytest.raises(error, match=message) as caught:
         call()
-    assert isinstance(caught.value, ea.AttentionError)
+    assert isinstance(caught.value, AttentionError)
     assert "\n" not in str(caught.value)
 
 
@@ -130,112 +207,112 @@ MODEL = {"model": "models.py:make_same"}
 
 # Options of studies, beside what asks for a quick run; test_study_commands.py has those that all have.
 WRONG_STUDIES = [
-    ("advise", {"max_error": 0.0}, ea.OptionError, "max_error is a finite number"),
-    ("advise", {"texts": ["a"]}, ea.OptionError, f"texts {WITHOUT}"),
-    ("advise", {"min_cosine": 0.99}, ea.OptionError, f"min_cosine {WITHOUT}"),
-    ("advise", {**MODEL, "seq_lens": (512, 2048, 8192)}, ea.OptionError, f"seq_lens {WITH}"),
-    ("advise", {**MODEL, "max_kl": 0.05}, ea.OptionError, f"max_kl {WITH}"),
-    ("advise", {**MODEL, "dtype": "float32"}, ea.OptionError, f"dtype {WITH}, which"),
-    ("advise", {**MODEL, "min_cosine": 99.0}, ea.OptionError, "min_cosine is a number from 0 to 1, not 99.0"),
+    ("advise", {"max_error": 0.0}, OptionError, "max_error is a finite number"),
+    ("advise", {"texts": ["a"]}, OptionError, f"texts {WITHOUT}"),
+    ("advise", {"min_cosine": 0.99}, OptionError, f"min_cosine {WITHOUT}"),
+    ("advise", {**MODEL, "seq_lens": (512, 2048, 8192)}, OptionError, f"seq_lens {WITH}"),
+    ("advise", {**MODEL, "max_kl": 0.05}, OptionError, f"max_kl {WITH}"),
+    ("advise", {**MODEL, "dtype": "float32"}, OptionError, f"dtype {WITH}, which"),
+    ("advise", {**MODEL, "min_cosine": 99.0}, OptionError, "min_cosine is a number from 0 to 1, not 99.0"),
     (
         "advise",
         {**MODEL, "max_kl": float("nan")},
-        ea.OptionError,
+        OptionError,
         "max_kl is a number from 0 to 1000, not nan",
     ),
-    ("advise", {**MODEL, "max_error": 0.1}, ea.OptionError, f"max_error {WITH}; .*--min-cosine.*--max-kl"),
-    ("bench", {"of": "words"}, ea.OptionError, "of is attention, block, encoder, not 'words'"),
+    ("advise", {**MODEL, "max_error": 0.1}, OptionError, f"max_error {WITH}; .*--min-cosine.*--max-kl"),
+    ("bench", {"of": "words"}, OptionError, "of is attention, block, encoder, not 'words'"),
     (
         "bench",
         {"backends": [CEILING], "of": "block"},
-        ea.OptionError,
+        OptionError,
         "is not a backend: it is measured with",
     ),
-    ("bench", {"device": "cpu:1"}, ea.OptionError, "device is auto, cpu, cuda"),
-    ("bench", {"device": "cuda:99"}, ea.AttentionError, "device"),
-    ("bench", {"rounds": 0}, ea.OptionError, "rounds is at least 1"),
-    ("bench", {"batch": 1.5}, ea.AttentionError, "batch is a whole number"),
-    ("bench", {"memory_limit": "lots"}, ea.OptionError, "memory_limit is an amount"),
-    ("bench", {"backends": [3]}, ea.AttentionError, "A backend is a name, file.py:object"),
+    ("bench", {"device": "cpu:1"}, OptionError, "device is auto, cpu, cuda"),
+    ("bench", {"device": "cuda:99"}, AttentionError, "device"),
+    ("bench", {"rounds": 0}, OptionError, "rounds is at least 1"),
+    ("bench", {"batch": 1.5}, AttentionError, "batch is a whole number"),
+    ("bench", {"memory_limit": "lots"}, OptionError, "memory_limit is an amount"),
+    ("bench", {"backends": [3]}, AttentionError, "A backend is a name, file.py:object"),
     (
         "bench",
         {"inputs": "encoder", "seq_lens": 513},
-        ea.AttentionError,
+        AttentionError,
         "513 tokens are more than the 512 of",
     ),
-    ("bench", {"inputs": "gaussian"}, ea.AttentionError, "inputs are of a model: encoder, decoder or a safe"),
+    ("bench", {"inputs": "gaussian"}, AttentionError, "inputs are of a model: encoder, decoder or a safe"),
     (
         "bench",
         {"inputs": "encoder", "num_heads": 4},
-        ea.AttentionError,
+        AttentionError,
         "inputs decide the shape of attention",
     ),
     (
         "bench",
         {"inputs": "encoder", "of": "block"},
-        ea.AttentionError,
+        AttentionError,
         "inputs decide the shape of attention",
     ),
-    ("bench", {"max_error": float("nan")}, ea.AttentionError, "max_error is a finite number above 0"),
-    ("bench", {"layers": [3]}, ea.AttentionError, "layer 3 is not in encoder; it has 0, 1, 5"),
-    ("bench", {"inputs": "nowhere"}, ea.AttentionError, "inputs cannot be 'nowhere'"),
+    ("bench", {"max_error": float("nan")}, AttentionError, "max_error is a finite number above 0"),
+    ("bench", {"layers": [3]}, AttentionError, "layer 3 is not in encoder; it has 0, 1, 5"),
+    ("bench", {"inputs": "nowhere"}, AttentionError, "inputs cannot be 'nowhere'"),
     (
         "bench",
         {"execution": "lazy"},
-        ea.AttentionError,
+        AttentionError,
         "execution is eager, compiled, cuda-graph, not 'lazy'",
     ),
-    ("mse", {"of": "heads"}, ea.OptionError, "of is output or kernel, not 'heads'"),
-    ("mse", {"angles": (60.0,)}, ea.OptionError, "angles has no effect on the error of the output"),
-    ("mse", {"of": "kernel"}, ea.OptionError, "inputs has no effect on the error of the kernel"),
-    ("mse", {"metric": "msee"}, ea.UnknownNameError, "No metric is called 'msee'. Did you mean 'mse'"),
-    ("mse", {"draws": 2.5}, ea.DtypeError, "draws is a whole number, not 2.5"),
-    ("mse", {"sizes": (0,)}, ea.OptionError, "sizes takes whole numbers"),
+    ("mse", {"of": "heads"}, OptionError, "of is output or kernel, not 'heads'"),
+    ("mse", {"angles": (60.0,)}, OptionError, "angles has no effect on the error of the output"),
+    ("mse", {"of": "kernel"}, OptionError, "inputs has no effect on the error of the kernel"),
+    ("mse", {"metric": "msee"}, UnknownNameError, "No metric is called 'msee'. Did you mean 'mse'"),
+    ("mse", {"draws": 2.5}, DtypeError, "draws is a whole number, not 2.5"),
+    ("mse", {"sizes": (0,)}, OptionError, r"sizes cannot be \(0,\)"),
     (
         "mse",
         {"inputs": "absent.safetensors"},
-        ea.DataError,
+        DataError,
         r"there is no such file\. Known: gaussian, encoder",
     ),
-    ("mse", {"inputs": ()}, ea.OptionError, "inputs must not be empty"),
-    ("mse", {"norms": ()}, ea.OptionError, "inputs and norms must not be empty"),
-    ("mse", {"norms": (-1.0,)}, ea.OptionError, "norm is a finite number above 0, not -1.0"),
-    ("mse", {"options": {"exact": {"window": [3]}}}, ea.OptionError, "not a selected backend"),
+    ("mse", {"inputs": ()}, OptionError, "inputs must not be empty"),
+    ("mse", {"norms": ()}, OptionError, "inputs and norms must not be empty"),
+    ("mse", {"norms": (-1.0,)}, OptionError, "norm is a finite number above 0, not -1.0"),
+    ("mse", {"options": {"exact": {"window": [3]}}}, OptionError, "not a selected backend"),
     (
         "mse",
         {"backends": ["linformer"], "options": {"linformer": {"rank": [25]}}},
-        ea.OptionError,
+        OptionError,
         "rank=25 is more than max_tokens=24",
     ),
-    ("recall", {"pairs": 63}, ea.AttentionError, "pairs=63 is no multiple of classes=16"),
-    ("recall", {"classes": 1}, ea.AttentionError, "classes is at least 2, not 1"),
-    ("recall", {"queries": 65}, ea.AttentionError, "queries=65 is more than pairs=64"),
-    ("recall", {"gap": -1}, ea.AttentionError, "gap is at least 0, not -1"),
+    ("recall", {"pairs": 63}, AttentionError, "pairs=63 is no multiple of classes=16"),
+    ("recall", {"classes": 1}, AttentionError, "classes is at least 2, not 1"),
+    ("recall", {"queries": 65}, AttentionError, "queries=65 is more than pairs=64"),
+    ("recall", {"gap": -1}, AttentionError, "gap is at least 0, not -1"),
     (
         "recall",
         {"learning_rate": float("nan")},
-        ea.AttentionError,
+        AttentionError,
         "learning_rate is a finite number above 0",
     ),
-    ("recall", {"sizes": "1.5"}, ea.AttentionError, "sizes cannot be '1.5'"),
+    ("recall", {"sizes": "1.5"}, AttentionError, "sizes cannot be '1.5'"),
     (
         "recall",
         {"options": {"window": {"window": [4]}}, "backends": ["window"]},
-        ea.AttentionError,
+        AttentionError,
         "window=4 has no middle",
     ),
-    ("recall", {"resume": True}, ea.AttentionError, "resume needs out"),
-    ("show", {"tokens": "0-9"}, ea.AttentionError, "tokens are a range such as 0:24, not '0-9'"),
-    ("show", {"tokens": "500:513"}, ea.AttentionError, "tokens are a range within 0:512"),
-    ("show", {"head": 12}, ea.AttentionError, "head is from 0 to 11, not 12"),
+    ("recall", {"resume": True}, AttentionError, "resume needs out"),
+    ("show", {"tokens": "0-9"}, AttentionError, "tokens are a range such as 0:24, not '0-9'"),
+    ("show", {"tokens": "500:513"}, AttentionError, "tokens are a range within 0:512"),
+    ("show", {"head": 12}, AttentionError, "head is from 0 to 11, not 12"),
     (
         "show",
         {"inputs": "decoder", "layer": 1},
-        ea.AttentionError,
+        AttentionError,
         "layer 1 is not in decoder; it has 18, 19",
     ),
-    ("show", {"inputs": "gaussian"}, ea.AttentionError, "Gaussian draws have no words"),
-    ("show", {"backends": ["windw"]}, ea.AttentionError, "Did you mean 'window'"),
+    ("show", {"inputs": "gaussian"}, AttentionError, "Gaussian draws have no words"),
+    ("show", {"backends": ["windw"]}, AttentionError, "Did you mean 'window'"),
 ]
 BESIDE = {
     "bench": {"backends": ["exact"]},

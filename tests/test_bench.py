@@ -1,23 +1,37 @@
-"""`bench`: the yardstick, the workload, the files, and what it shows of calls."""
+"""`bench`: the yardstick, the workload, the files, errors as measured, and what it shows of calls."""
 
 import json
+import os
+import re
+import runpy
+import signal
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
 from made_records import case
+from planned import points_of
+from safetensors.torch import save_file
 
 import efficient_attn as ea
 from efficient_attn import bench
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.measure.record import Record, replace
-from efficient_attn.measure.records import line, parse
+from efficient_attn.measure import calls
+from efficient_attn.measure.accuracy import error_of_case, sampled_queries
+from efficient_attn.measure.inputs import Activations, Subject, sample, write_given
+from efficient_attn.measure.record import Record, line, parse, replace
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.ops.paths import VARIABLE
+from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.report.methods import how_measured
+from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.stats.estimates import by_clock, curves, speed_ups
+from efficient_attn.studies import find
+from efficient_attn.studies.bench.comparison import comparisons
 from efficient_attn.studies.bench.tables import tables
 from efficient_attn.studies.bench.view import plots, sentences
+from efficient_attn.studies.results import read
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -193,3 +207,192 @@ def test_compiled_calls_are_compared_with_exact_compiled():
     assert found == {"window": pytest.approx(2), "window · compiled": pytest.approx(4)}
     assert any("compared with exact compiled or replayed" in note for note in tables(made, {})[0].notes)
     assert [*by_clock(made)] == ["time"]
+
+
+TOTAL = """
+import os, zlib
+
+
+def bits(q, k, v):
+    return zlib.crc32(b"".join(x.contiguous().numpy().tobytes() for x in (q, k, v)))
+
+
+def total(q, k, v):
+    with open("seen.txt", "a") as file:
+        file.write(f"{os.getpid()} {bits(q, k, v)} {q.shape[-2]}\\n")
+    return v
+"""
+
+
+@pytest.mark.parametrize("isolate", ["none", pytest.param("reuse", marks=pytest.mark.slow)])
+def test_every_backend_is_measured_on_the_same_tensors_as_its_error(isolate, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(TOTAL)
+    ea.bench(["own.py:total"], inputs="encoder", layers=[1], seq_lens=24, rounds=1, isolate=isolate)
+    rows = [line.split() for line in Path("seen.txt").read_text().splitlines()]
+    # A process on trial made the first call of the file, on fewer tokens.
+    pids, bits = zip(*(row[:2] for row in rows if row[2] == "24"), strict=True)
+    assert len(bits) > 4 and (str(os.getpid()) in pids) == (isolate == "none")
+    expected = runpy.run_path("own.py")["bits"](*(x[..., :24, :] for x in sample(1)))
+    assert set(bits) == {str(expected)}
+
+
+def test_what_is_timed_has_the_scale_of_the_inputs(tmp_path):
+    q, k, v = (tensor[..., :8, :] for tensor in sample(1))
+    write_given(tmp_path / "qkv.safetensors", Subject("", Activations(q, k, v), 0.5))
+    timed = calls.prepare(
+        case("time", "exact", 8, num_heads=12, head_dim=32, inputs="encoder(layer=1)"),
+        "exact",
+        str(tmp_path / "qkv.safetensors"),
+    )
+    torch.testing.assert_close(timed.call(), softmax_attention(q, k, v, scale=0.5, key_mask=None))
+
+
+def test_errors_are_measured_on_all_layers_and_times_on_the_inputs_once():
+    results = ea.bench(["window"], inputs="decoder", seq_lens=24, rounds=1, isolate="none")
+    window = [record.case for record in results.records if record.case.backend == "window"]
+    assert [(one.kind, one.inputs, one.causal, one.num_heads, one.num_kv_heads) for one in window] == [
+        ("time", "decoder(layers=18,19)", True, 9, 3),
+        ("error", "decoder(layer=18)", True, 9, 3),
+        ("error", "decoder(layer=19)", True, 9, 3),
+        ("memory", "decoder(layers=18,19)", True, 9, 3),
+    ]
+    assert {record.status for record in results.records} == {"ok"}
+
+
+def test_without_inputs_times_are_of_gaussian_draws_and_errors_of_a_model():
+    results = ea.bench(["window"], seq_lens=(16, 24), num_heads=2, head_dim=8, rounds=1, isolate="none")
+    kinds = {(record.case.kind, record.case.inputs, record.case.num_heads) for record in results.records}
+    layers = {("error", f"encoder(layer={layer})", 12) for layer in (0, 1, 5)}
+    assert kinds == {("time", "gaussian", 2), ("memory", "gaussian", 2), *layers}
+    assert "at 24 tokens (errors on encoder, layers 0, 1, 5, 12 heads of 32;" in results.sentences()[0]
+    assert {"time", "memory", "error", "comparison"} == {*results.plots()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens", "names"),
+    [
+        (
+            {"inputs": "decoder", "seq_lens": (256, 2048)},
+            {256, 2048},
+            {"decoder(layer=18)", "decoder(layer=19)"},
+        ),
+        ({"inputs": "decoder", "seq_lens": (2048, 4096)}, {2048, 4096}, {"decoder(layer=19)"}),
+        # Default lengths beyond the inputs are left out.
+        ({"inputs": "encoder"}, {256, 512}, {f"encoder(layer={layer})" for layer in (0, 1, 5)}),
+    ],
+)
+def test_all_lengths_of_one_input_have_the_same_layers(settings, tokens, names):
+    points = points_of(find("bench").plan(["window"], **settings))
+    errors = [point.case for point in points if point.case.kind == "error"]
+    assert {one.inputs for one in errors} == names and {one.tokens for one in errors} == tokens
+
+
+@pytest.mark.parametrize("tokens", [40, 1500])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_error_is_that_of_the_definition_on_the_compared_queries(tmp_path, tokens, causal):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 4, tokens, 8), *torch.randn(2, 1, 2, tokens, 8)
+    write_given(tmp_path / "qkv.safetensors", Subject("x", Activations(3 * q, k, v), 0.5))
+    shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "inputs": "x", "causal": causal}
+    record = error_of_case(
+        case("error", "uniform attention", tokens, of="output", **shape),
+        None,
+        str(tmp_path / "qkv.safetensors"),
+    )
+    keys, values = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
+    visible = torch.ones(tokens, tokens).tril().bool() if causal else torch.ones(tokens, tokens).bool()
+    weights = (1.5 * q.double() @ keys.mT).masked_fill(~visible, -torch.inf).softmax(-1)
+    mean = visible.double() @ values / visible.sum(-1, keepdim=True)
+    squares, norms = (mean - weights @ values).square(), (weights @ values).square()
+    rows = sampled_queries(tokens, 0) if tokens > 1024 else torch.arange(tokens)
+    assert record.compared_queries == (256 if tokens > 1024 else None)
+    squares, norms = squares[:, :, rows], norms[:, :, rows]
+    assert record.output_relative_error == pytest.approx(float((squares.sum() / norms.sum()).sqrt()))
+    assert record.output_mse == pytest.approx(float(squares.mean()))
+
+
+def test_the_compared_queries_lie_in_equal_parts_of_the_sequence():
+    rows = sampled_queries(4096, 3)
+    assert (rows // 16).tolist() == list(range(256)) and not (rows % 16 == 0).all()
+    assert (rows != sampled_queries(4096, 4)).any()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({"q": (2, 5, 4), "k": (2, 7, 4), "v": (2, 7, 4)}, "have 5 queries for 7 keys"),
+        (
+            {f"layer.{n}.{x}": (n + 1, 8, 4) for n in (0, 1) for x in "qkv"},
+            "differ in shape or causality; save one alone",
+        ),
+    ],
+)
+def test_layers_of_unlike_shapes_are_refused_until_one_is_named(shapes, message, tmp_path):
+    path = tmp_path / "unlike.safetensors"
+    save_file({name: torch.randn(shape) for name, shape in shapes.items()}, path)
+    with pytest.raises(OptionError, match=re.escape(message)):
+        ea.bench(["exact"], inputs=path, seq_lens=5)
+    if len(shapes) > 3:
+        results = ea.bench(["exact"], layers=[1], rounds=1, isolate="none", inputs=path, seq_lens=8)
+        assert {record.case.num_heads for record in results.records} == {2}
+
+
+def test_a_backend_that_fails_on_the_first_layer_is_measured_on_no_other():
+    def unsteady(q, k, v):
+        if q.shape[1] == 12:
+            raise RuntimeError("it broke here")
+        return v.clone()
+
+    results = ea.bench([unsteady], seq_lens=16, num_heads=2, head_dim=8, rounds=1)
+    errors = [r for r in results.records if r.case.label == "unsteady" and r.case.kind == "error"]
+    assert [record.status for record in errors] == ["error"]
+    assert any("unsteady: error: RuntimeError: it broke here" in note for note in results.tables()[0].notes)
+
+
+ENCODER = {"inputs": "encoder", "layers": [1], "seq_lens": 24, "rounds": 4, "isolate": "none"}
+
+
+def test_causal_errors_are_those_against_causal_attention():
+    backends = ["window", "exact-dense", "performer-oprf"]
+    results = ea.bench(backends, causal=True, options={"window": {"window": [24]}}, **ENCODER)
+    assert {(record.case.causal, record.status) for record in results.records} == {(True, "ok")}
+    errors = {r.case.backend: r.output_relative_error for r in results.records if r.case.kind == "error"}
+    # A window as long as the sequence is exact; uniform attention is not.
+    near = {name for name, error in errors.items() if error < 1e-4}
+    calibrated = {r.calibrated_on for r in results.records if r.case.backend == "performer-oprf"}
+    assert calibrated == {"the inputs measured"}
+    assert near == {"exact", "exact-dense", "window"} and {*errors} > {"uniform attention"} | near
+    (one,) = comparisons(results.records)
+    assert {row.backend for row in one.contenders} == {*errors} and "causal" in results.sentences()[0]
+
+
+def test_backward_and_batch_are_those_of_times_and_memory_and_are_named():
+    results = ea.bench(["window"], backward=True, batch=2, **ENCODER)
+    assert {(r.case.kind, r.case.backward, r.case.batch, r.status) for r in results.records} == {
+        ("error", False, 1, "ok"),
+        ("time", True, 2, "ok"),
+        ("memory", True, 2, "ok"),
+    }
+    (one,) = comparisons(results.records)
+    assert all(row.error and row.timed for row in one.contenders if row.backend != "uniform attention")
+    assert "batch 2, forward and backward" in results.tables()[0].title
+    forward = [replace(r, case=replace(r.case, backward=False)) for r in results.records]
+    assert len(comparisons([*results.records, *forward])) == 2
+
+
+def test_interrupting_a_comparison_keeps_the_list_of_candidates_in_its_folder(tmp_path, undrawn):
+    seen = []
+
+    def stops(q, k, v):
+        seen.append(1)
+        if len(seen) > 1:
+            signal.raise_signal(signal.SIGINT)
+        return v
+
+    results = ea.bench(
+        ["exact", stops, "window"], inputs="encoder", seq_lens=24, rounds=1, isolate="none", out=tmp_path
+    )
+    assert results.interrupted and len(seen) == 2
+    for run in (results, read(tmp_path)):
+        assert run.environment[CANDIDATES] == ["exact", "stops", "window"]

@@ -176,7 +176,7 @@ def test_a_run_prints_tables_and_last_the_conclusion_and_the_path_of_its_page(fo
 
 
 def test_what_a_backend_prints_stays_out_of_the_results(folder, undrawn, capfd):
-    assert command(*SMALL.split(), "--backend", "own.py:talkative", "--json", "-") == 0
+    assert command(*SMALL.split(), "--backend", "own.py:talkative", "--json") == 0
     out, err = capfd.readouterr()
     assert json.loads(out)["records"] and "hello" in err
 
@@ -213,7 +213,9 @@ WRONG = [
 def test_a_wrong_request_ends_in_one_line_before_anything_is_measured(
     words, message, folder, capsys, monkeypatch
 ):
-    monkeypatch.setattr("efficient_attn.studies.run.Engine", lambda *args, **named: pytest.fail("measured"))
+    monkeypatch.setattr(
+        "efficient_attn.studies.engine.Engine", lambda *args, **named: pytest.fail("measured")
+    )
     assert command(*words.split()) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and message in err

@@ -1,6 +1,7 @@
 """`efficient-attn check`: tables, JSON and exit codes."""
 
 import json
+import os
 import re
 
 import pytest
@@ -106,3 +107,28 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(words, message, capsys):
         main(["check", *words])
     out, err = capsys.readouterr()
     assert out == "" and message in err and len(err.splitlines()) == 1
+
+
+FILES = {
+    "hangs": ("while True: pass", "took longer than 5 s"),
+    "crashes": ("import ctypes\nctypes.string_at(0)", "the process crashed with signal 11 (SIGSEGV)"),
+    "exits": ("import os\nos._exit(7)", "the process ended with exit code 7"),
+    "leaves": ("import sys\nsys.exit()", "leaves.py cannot be imported: SystemExit."),
+    "interrupted": ("raise KeyboardInterrupt", "interrupted.py cannot be imported: KeyboardInterrupt."),
+}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="isolation needs process groups")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "crashes")) for name in FILES]
+)
+def test_an_import_that_does_not_end_well_is_a_line_that_names_the_file(name, tmp_path, monkeypatch, capfd):
+    text, ending = FILES[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{name}.py").write_text(f"{text}\n")
+    with pytest.raises(SystemExit) as exit_:
+        main(["check", f"{name}.py:attend", "--timeout", "5s"])
+    out, err = capfd.readouterr()
+    assert exit_.value.code == 2 and out == "", (out, err)
+    line = err.splitlines()[-1]
+    assert line.startswith(f"error: {name}.py cannot be ") and ending in line

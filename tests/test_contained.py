@@ -13,10 +13,10 @@ from efficient_attn import mse, recall
 from efficient_attn.contained import LeftError, contained, described
 from efficient_attn.errors import DataError
 from efficient_attn.external import load
-from efficient_attn.measure.records import uninterrupted
 from efficient_attn.measure.variants import Variant
 from efficient_attn.measure.worker import measure
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
+from efficient_attn.studies.run_folder import uninterrupted
 from efficient_attn.studies.show import show
 
 

@@ -12,8 +12,7 @@ from looped import ROUNDS, points, run
 
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.record import Record
-from efficient_attn.measure.records import read
+from efficient_attn.measure.record import Record, read
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
 from efficient_attn.studies.engine import Engine, foreseen
 from efficient_attn.studies.progress import Durations
@@ -170,7 +169,7 @@ def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least
     lists = entries("a", "b", lengths=(16, 32), kinds=("memory",), measure=clock.measure)
     store = Store()
     engine = Engine(Plan(steps=partial(in_lists, lists)), store, budget_s=15)
-    assert engine.run() and [record.case.label for record in store.records] == ["a"]
+    assert engine.run() and [record.case.label for record in store.records.values()] == ["a"]
     assert engine.notes == [
         "The budget of 15 s is too short: a baseline and one candidate need at least 40 s (--budget)."
     ]

@@ -11,8 +11,7 @@ import torch
 import efficient_attn as ea
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.measure import kernel_check
-from efficient_attn.measure.record import Case, Record
-from efficient_attn.measure.records import append
+from efficient_attn.measure.record import Case, Record, append
 from efficient_attn.ops import paths, verdict
 from efficient_attn.studies import gpu_check
 

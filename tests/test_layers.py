@@ -44,7 +44,6 @@ NEEDS_NO_TORCH = (
     "errors",
     "problem",
     "measure/record",
-    "measure/records",
     "measure/memory",
     "stats",
     "report",
@@ -66,7 +65,7 @@ def sources() -> list[Path]:
 
 
 def place(path: Path) -> str:
-    """`measure/records` for efficient_attn/measure/records.py, `cli/main` for cli/main.py."""
+    """`measure/record` for efficient_attn/measure/record.py, `cli/main` for cli/main.py."""
     base = LIBRARY if path.is_relative_to(LIBRARY) else ROOT
     return path.relative_to(base).with_suffix("").as_posix().removesuffix("/__init__")
 

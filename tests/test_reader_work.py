@@ -6,7 +6,7 @@ import pstats
 import pytest
 from made_records import costs, folder
 
-from efficient_attn.measure.records import read
+from efficient_attn.measure.record import read
 from efficient_attn.studies import results
 from efficient_attn.studies.diff import diff
 
@@ -28,7 +28,7 @@ def calls_of(work, run):
 @pytest.mark.parametrize(
     ("work", "most"),
     [
-        pytest.param(lambda run: read(run / "records.jsonl"), 90, id="read"),
+        pytest.param(lambda run: read(run / "records.jsonl"), 24, id="read"),
         pytest.param(lambda run: diff(run, run).tables(), 600, id="diff", marks=pytest.mark.slow),
         pytest.param(
             lambda run: results.report(run, html=run / "page.html"), 4000, id="report", marks=pytest.mark.slow

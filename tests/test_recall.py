@@ -8,8 +8,7 @@ from made_records import case
 from scipy import stats
 
 import efficient_attn as ea
-from efficient_attn.measure.record import Record, replace
-from efficient_attn.measure.records import line, parse
+from efficient_attn.measure.record import Record, line, parse, replace
 from efficient_attn.studies.recall.measure import MEAN, floats_read, learner
 from efficient_attn.studies.recall.plan import LEARNED, TESTED, Course, Task
 from efficient_attn.studies.recall.view import contests, show_accuracy

@@ -29,7 +29,7 @@ SCRIPT = f"""
 import hashlib, json, sys
 import torch
 import efficient_attn as ea
-from efficient_attn.measure.records import line
+from efficient_attn.measure.record import line
 
 torch.set_num_threads(1)
 digest = hashlib.sha256()

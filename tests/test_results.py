@@ -5,8 +5,7 @@ from made_records import costs, errors, folder
 from matplotlib.figure import Figure
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.measure.record import replace
-from efficient_attn.measure.records import append
+from efficient_attn.measure.record import append, replace
 from efficient_attn.studies.diff import diff
 from efficient_attn.studies.results import Results, read
 from efficient_attn.studies.run_folder import open_folder

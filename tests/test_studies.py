@@ -14,7 +14,7 @@ from made_records import forgotten
 
 import efficient_attn as ea
 from efficient_attn import studies
-from efficient_attn.studies.run import function_of
+from efficient_attn.studies.engine import function_of
 
 FILE = '''
 """Sums of numbers, as fast as this process adds them."""

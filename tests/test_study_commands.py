@@ -11,7 +11,7 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 
 from command_line import command
 
-from efficient_attn.measure.records import read
+from efficient_attn.measure.record import read
 from efficient_attn.studies import engine, find, run_folder, studies
 
 # The quickest run of every study that has two points or more, without its selection of backends.
@@ -100,7 +100,7 @@ def test_the_help_begins_with_the_summary_and_lists_every_flag(name):
 
 
 def test_json_is_one_document_on_stdout_and_the_folder_and_progress_go_to_stderr(name):
-    code, out, err = run(name, "--json", "-", "--out", "out")
+    code, out, err = run(name, "--json", "--out", "out")
     document = json.loads(out)
     assert code == 0 and set(document) == {"environment", "records", "sentences", "notes", "interrupted"}
     assert document["environment"]["study"] == find(name).name and len(document["records"]) > 1
@@ -160,7 +160,6 @@ def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypat
     ("words", "message"),
     [
         (["--resume"], "--resume needs --out"),
-        (["--json", "file"], "--json takes -"),
         (["--budget", "soon"], "--budget is a duration"),
         (["--out", "own.py"], "--out: cannot write to own.py"),
         (["--no-such-flag"], "No such option: --no-such-flag"),

@@ -284,7 +284,7 @@ EARLY = (
     ("diff", PLANT, PLANT),
     ("diff", "old", "new", "--fail-on", PLANT),
     ("diff", "old", "new"),
-    ("diff", "old", "new", "--json", "-"),
+    ("diff", "old", "new", "--json"),
     ("report", PLANT),
     ("swap", "old", "--text", "text.txt", "--save", PLANT),
     ("swap", "old", "--text", f"{PLANT}.none"),
@@ -327,11 +327,11 @@ def test_no_refusal_by_what_computes_holds_a_control_character(elsewhere):
 
 RUNS = (
     (*BENCH, "--backend", BACKENDS),
-    (*BENCH, "--backend", BACKENDS, "--json", "-"),
+    (*BENCH, "--backend", BACKENDS, "--json"),
     (*BENCH, "--backend", f"{PLANT}.py:attend", "--out", f"{PLANT}.out"),
     ("bench", "--inputs", "encoder", "--seq-len", "16", "--rounds", "1", "--backend", BACKENDS),
     (*MSE, "--backend", BACKENDS),
-    (*MSE, "--backend", BACKENDS, "--json", "-"),
+    (*MSE, "--backend", BACKENDS, "--json"),
     ("show", "--inputs", "capture.safetensors", "--head", "0", "--tokens", "0:4", "--backend", BACKENDS),
     (*RECALL, "--backend", BACKENDS),
 )

@@ -101,11 +101,7 @@ def measure_case(
 
 
 def error_of_case(case: Case, target: Any, path: str) -> Record:
-    """Measure the error of a case whose inputs lie in a file of `write_given`.
-
-    Args:
-        target: Backend to build, if `case.backend` is not sufficient: an object, or a path.
-    """
+    """Measure the error of a case whose inputs lie in a file of `write_given`."""
     subject = _given_subject(path, case.dtype, case.device, case.tokens, case.causal, case.seed)
     if case.backend == UNIFORM_ATTENTION:
         record = measure_mean(subject, threads=case.threads)
@@ -244,14 +240,11 @@ def error_case(variant: Variant, subject: Subject, of: str, *, threads: int | No
         kind="error",
         of=of,
         batch=q.shape[0],
-        num_heads=q.shape[1],
-        num_kv_heads=subject.num_kv_heads,
-        head_dim=q.shape[-1],
         tokens=subject.tokens,
-        causal=subject.causal,
         dtype=str(q.dtype).removeprefix("torch."),
         device=q.device.type,
         threads=threads or torch.get_num_threads(),
         inputs=subject.name,
         seed=subject.seed,
+        **subject.shape,
     )

@@ -95,7 +95,7 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
         calibrate(module, *tensors)
         calibrated_on = SAME_INPUTS
 
-    def called(module: Any) -> Callable[[], object]:
+    def called(module: Any) -> Call:
         return _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
 
     streams = case.causal and bool(spec.capabilities.streaming)
@@ -109,7 +109,9 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
         len({tensor.shape[2:] for tensor in tensors}) == 1 and [x.shape[1] for x in tensors] == heads
     )
     counting = module.spec if isinstance(module, Backend) else spec
-    counted, moved = (count(case, counting) if alike else None for count in (flops, moved_bytes))
+    counted = flops(case, counting) if alike else None
+    cost = _cost(case, counting) if alike and of_attention else None
+    moved = None if cost is None else cost.moved_bytes
     checked: Callable[[], object] = functools.partial(_checked, module, call, case)
     if case.execution == DECODED:
         call = checked = _decoding(module, tensors)
@@ -178,7 +180,7 @@ MEAN = BackendSpec(
 _PLAIN = {CEILING: _VALUES, UNIFORM_ATTENTION: MEAN}
 
 
-def _forward(module: Any, inputs: list[Tensor]) -> Callable[[], object]:
+def _forward(module: Any, inputs: list[Tensor]) -> Call:
     def call() -> object:
         with torch.no_grad():
             return module(*inputs)
@@ -250,14 +252,7 @@ def flops(case: Case, spec: BackendSpec) -> int | None:
     return (case.layers or 1) * (cost.flops + around)
 
 
-def moved_bytes(case: Case, spec: BackendSpec) -> int | None:
-    """Bytes of inputs, output, parameters and gradients of attention alone; None if not counted."""
-    cost = _cost(case, spec) if case.of == "attention" else None
-    return None if cost is None else cost.moved_bytes
-
-
 def _cost(case: Case, spec: BackendSpec) -> Cost | None:
-    """Counted cost of the attention of the case."""
     problem = AttentionProblem(
         head_dim=case.head_dim, num_heads=case.num_heads, max_tokens=case.tokens, causal=case.causal
     )
@@ -293,13 +288,9 @@ def attention_cost(case: Case, target: Any) -> Cost:
 
 def attention_flops(case: Case, target: Any) -> int | None:
     """Operations of the attention of one layer of the case; None if the backend does not count them."""
-    return flops(replace(case, of="attention"), resolve(target))
-
-
-def known_flops(case: Case, target: Any) -> int | None:
-    """`attention_flops`; None also where counting fails, which the measurement of the case records."""
+    # Counting by code of others may fail.
     with suppress(Exception), contained():
-        return attention_flops(case, target)
+        return flops(replace(case, of="attention"), resolve(target))
     return None
 
 
@@ -320,12 +311,7 @@ def _decoding(module: Any, inputs: list[Tensor]) -> Call:
 def _executed(
     execution: str, module: Any, called: Callable[[Any], Call], *, spec: BackendSpec, device: str
 ) -> Call:
-    """The call compiled or captured.
-
-    Args:
-        called: Function that makes the measured call of a module.
-        spec: The backend in the module.
-    """
+    """The call compiled or captured."""
     if execution == CUDA_GRAPH:
         return _captured(called(module), device)
     if not spec.capabilities.compile:

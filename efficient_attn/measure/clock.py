@@ -27,8 +27,8 @@ Clock = Callable[[Call], float]
 # enough: a call that keeps getting slightly faster would pass.
 _AGREEING, _AGREEMENT = 3, 0.1
 
-# State of the L2 cache when a call begins.
-COLD, WARM = L2 = ("cold", "warm")
+# State of the L2 cache when a call with a device time begins.
+COLD = "cold"
 
 # The flush of do_bench: larger than the L2 cache of any device so far.
 _FLUSH_BYTES = 256_000_000
@@ -58,15 +58,11 @@ def clock(device: str, threads: int = 1) -> Clock:
     """
     if device.startswith("cuda"):
         return partial(_time_on_cuda, device=device)
-    return _time_on_one_thread if threads == 1 and _wait_s() is not None else _time_on_cpu
+    return partial(_time_on_cpu, alone=threads == 1 and _wait_s() is not None)
 
 
 def warm_up(call: Call, time_call: Clock, *, limit_s: float, first: Call | None = None) -> float:
-    """Call until three successive durations agree or the limit is spent; returns the last duration.
-
-    Args:
-        first: The first call, which may do more than the others.
-    """
+    """Call until three successive durations agree or the limit is spent; returns the last duration."""
     last: deque[float] = deque([time_call(first or call)], maxlen=_AGREEING)
     spent_s = last[-1]
     while spent_s < limit_s and (len(last) < _AGREEING or max(last) > (1 + _AGREEMENT) * min(last)):
@@ -83,20 +79,15 @@ def sample(call: Call, time_call: Clock, *, seconds: float, least: int, most: in
     return tuple(times_s)
 
 
-def _time_on_cpu(call: Call) -> float:
+def _time_on_cpu(call: Call, *, alone: bool) -> float:
+    """Duration of a call; on one thread without its run-queue wait."""
+    wait_s, cpu_s = (-(_wait_s() or 0.0), -time.thread_time()) if alone else (0.0, 0.0)
     start = time.perf_counter()
     # The result is kept alive until the clock is read, to exclude the deallocation.
     result = call()
     stop = time.perf_counter()
-    del result
-    return stop - start
-
-
-def _time_on_one_thread(call: Call) -> float:
-    wait_s, cpu_s = -(_wait_s() or 0.0), -time.thread_time()
-    start = time.perf_counter()
-    result = call()
-    stop = time.perf_counter()
+    if not alone:
+        return stop - start
     cpu_s += time.thread_time()
     wait_s += _wait_s() or 0.0
     del result
@@ -133,16 +124,12 @@ def _time_on_cuda(call: Call, *, device: str) -> float:
 
 
 class QueuedCalls:
-    """A call on a CUDA device with the time that the host takes to enqueue it.
+    """A call on a CUDA device with the time that the host takes to enqueue it."""
 
-    Args:
-        l2: `cold` flushes the L2 cache before each call; `warm` leaves the data of the previous call in it.
-    """
-
-    def __init__(self, call: Callable[[], object], device: str, *, l2: str = COLD) -> None:
+    def __init__(self, call: Callable[[], object], device: str) -> None:
         import torch
 
-        self._call, self._device, self._l2 = call, device, l2
+        self._call, self._device = call, device
         self._flushed = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
         self._enqueue_s = 0.0
 
@@ -172,13 +159,10 @@ class QueuedCalls:
         hold = int(self._enqueue_s * _CYCLES_PER_S)
         with torch.cuda.device(self._device):
             events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
-            if self._l2 == WARM:
-                self._call()
             for start, stop in events:
                 # torch's own tests hold streams by this function; it touches no memory.
                 torch.cuda._sleep(hold)
-                if self._l2 == COLD:
-                    self._flushed.zero_()
+                self._flushed.zero_()
                 start.record()
                 self._call()
                 stop.record()
@@ -223,7 +207,6 @@ def _matmul(device: str, dtype: str) -> Callable[[], object]:
 
 
 def _rate(amount: int, prepared: Callable[[], Callable[[], object]], device: str) -> float | None:
-    """The amount over the fastest of several calls."""
     import torch
 
     try:

@@ -10,9 +10,8 @@ import os
 import platform
 import re
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,11 +36,7 @@ _PATIENCE_S = 5
 # An absolute path, at the start of a word or after a separator between a flag or name and its value.
 _PATH = re.compile(r"(?:(?<=^)|(?<=[=,:\s]))(?:~?/|[A-Za-z]:\\)[^,:\s]*")
 
-# Fields of records on the state of a GPU: the name at the driver, and the function of its answer.
-_GPU_STATE: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "sm_clock_hz": ("clocks.sm", lambda text: 1e6 * float(text.removesuffix(" MHz"))),
-    "throttle_reasons": ("clocks_event_reasons.active", lambda text: int(text, 16)),
-}
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 # A fixed loop: long enough for the clock, short enough that one of the runs is not preempted.
 _LOOP_STEPS, _LOOPS = 20_000, 100
@@ -49,22 +44,39 @@ _LOOP_STEPS, _LOOPS = 20_000, 100
 
 def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
     """Description of machine and software, written with the records."""
+    import torch
+
+    blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
+    folder, git = Path(__file__).resolve().parents[2], None
+    # An installed package has no source tree.
+    if (folder / ".git").exists():
+        git = _ask(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        )
     return {
-        "command": hide_paths(command),
+        "command": [_PATH.sub(lambda path: _short(path.group()), word) for word in command],
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
-        "processor": _line("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "processor": _entry("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "cores_usable": usable_cores(),
-        "memory_bytes": _memory_line("MemTotal"),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "memory_bytes": _entry("/proc/meminfo", "MemTotal"),
+        "packages": {
+            name: next((package.version for package in importlib.metadata.distributions(name=name)), None)
+            for name in PACKAGES
+        },
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "git": _git(),
-        "torch": _torch(),
-        "gpu": _gpu(device),
-        "kernels": _kernels(device),
+        "git": git and {"commit": git.removesuffix("-dirty"), "clean": not git.endswith("-dirty")},
+        "torch": {
+            "version": torch.__version__,
+            "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+            "blas": blas[1] if blas else None,
+            "threads": torch.get_num_threads(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        },
+        "gpu": _gpu(device) if device.startswith("cuda") else None,
     }
 
 
@@ -79,13 +91,12 @@ def available_bytes(device: str = "cpu") -> int | None:
         import torch
 
         return int(torch.cuda.mem_get_info(device)[0])
-    limits = (_memory_line("MemAvailable"), _container_bytes())
+    limits = [_entry("/proc/meminfo", "MemAvailable")]
+    # A control group may have a limit of its own.
+    with suppress(OSError, ValueError):
+        limit, used = ((_CONTROL_GROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+        limits.append(None if limit == "max" else max(int(limit) - int(used), 0))
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def hide_paths(words: Sequence[str]) -> list[str]:
-    """The words, with absolute paths made relative to the current folder or reduced to their last part."""
-    return [_PATH.sub(lambda path: _short(path.group()), word) for word in words]
 
 
 def _short(path: str) -> str:
@@ -93,88 +104,34 @@ def _short(path: str) -> str:
     return path.removeprefix(here) if path.startswith(here) else re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
 
-def _version(package: str) -> str | None:
+def _entry(path: str, name: str) -> Any:
+    """Value of the first line `name: value` of a system file; amounts in bytes, None without one."""
     try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _line(path: str, name: str) -> str | None:
-    """Value of the first line `name: value` of a system file."""
-    try:
-        value = re.search(rf"^{name}\s*:\s*(.+)$", Path(path).read_text(), flags=re.MULTILINE)
+        value = re.search(rf"^{name}\s*:\s*(.+?)( kB)?$", Path(path).read_text(), flags=re.MULTILINE)
     except OSError:
         return None
-    return value[1].strip() if value else None
+    return value and (int(value[1]) * 1024 if value[2] else value[1].strip())
 
 
-def _memory_line(name: str) -> int | None:
-    amount = _line("/proc/meminfo", name)
-    return int(amount.removesuffix(" kB")) * 1024 if amount else None
-
-
-def _container_bytes() -> int | None:
-    """Remaining bytes within the limit of the control group, if it has one."""
-    folder = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((folder / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        return None if limit == "max" else max(int(limit) - int(used), 0)
-    except (OSError, ValueError):
-        return None
-
-
-def _git() -> dict[str, Any] | None:
-    """Commit and cleanliness of the source tree of the package; None for an installed package."""
-    folder = Path(__file__).resolve().parents[2]
-    if not (folder / ".git").exists():
-        return None
-    commit = _ask(["git", "-C", str(folder), "rev-parse", "HEAD"])
-    changes = _ask(["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"])
-    return None if commit is None else {"commit": commit, "clean": changes == ""}
-
-
-def _torch() -> dict[str, Any]:
-    import torch
-
-    blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
-    return {
-        "version": torch.__version__,
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "blas": blas[1] if blas else None,
-        "threads": torch.get_num_threads(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-    }
-
-
-def _kernels(device: str) -> str:
-    """Kernels of full linear attention on the device, with dtypes if these differ: `flex (bfloat16)`."""
+def _gpu(device: str) -> dict[str, Any]:
+    """Name, memory, driver, and the kernels of full linear attention: `flex (bfloat16), torch (float32)`."""
     import torch
 
     from efficient_attn.ops import paths, verdict
 
-    dtypes: dict[str, list[str]] = {}
+    kernels: dict[str, list[str]] = {}
     for name in ("bfloat16", "float16", "float32", "float64"):
         place, dtype = torch.device(device), getattr(torch, name)
         kernel = paths.kernels(place, dtype)
         if kernel == "flex" and not verdict.passed(kernel, place, dtype):
             kernel = "torch"
-        dtypes.setdefault(kernel, []).append(name)
-    if len(dtypes) == 1:
-        return next(iter(dtypes))
-    return ", ".join(f"{kernel} ({', '.join(names)})" for kernel, names in dtypes.items())
-
-
-def _gpu(device: str) -> dict[str, Any] | None:
-    if not device.startswith("cuda"):
-        return None
-    import torch
-
+        kernels.setdefault(kernel, []).append(name)
     properties = torch.cuda.get_device_properties(device)
     return {
         "name": properties.name,
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda,
+        "kernels": ", ".join(f"{kernel} ({', '.join(names)})" for kernel, names in kernels.items()),
         **_ask_driver(device, _DRIVER),
     }
 
@@ -197,11 +154,6 @@ def _ask(command: list[str]) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return run.stdout.strip()
-
-
-def command_line() -> list[str]:
-    """The running command, without the path of its program."""
-    return [Path(sys.argv[0]).name, *sys.argv[1:]]
 
 
 class Moment(NamedTuple):
@@ -228,7 +180,13 @@ def moment() -> Moment:
         for _ in range(_LOOP_STEPS):
             pass
         loop_s = min(loop_s, time.perf_counter() - start)
-    busy_s, stolen_s = _processor_seconds()
+    busy_s = stolen_s = None
+    with suppress(OSError, ValueError, AttributeError):
+        words = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+        user, nice, system, _, _, irq, softirq, stolen_s = (
+            int(word) / os.sysconf("SC_CLK_TCK") for word in words
+        )
+        busy_s = user + nice + system + irq + softirq
     return Moment(time.monotonic(), sum(os.times()[:4]), busy_s, stolen_s, loop_s)
 
 
@@ -251,18 +209,14 @@ def between(before: Moment, after: Moment) -> dict[str, Any]:
     }
 
 
-def gpu_state(device: str) -> dict[str, Any]:
-    """Clock and throttling of a GPU now, by field of a record; None without an answer."""
-    if not device.startswith("cuda"):
-        return {}
-    answers = _ask_driver(device, [name for name, _ in _GPU_STATE.values()])
-    state: dict[str, Any] = {}
-    for field, (name, read) in _GPU_STATE.items():
-        state[field] = None
+def throttle_reasons(device: str) -> int | None:
+    """Reasons that hold the clocks of a GPU down now, as the bit mask of NVML; None without an answer."""
+    if device.startswith("cuda"):
+        name = "clocks_event_reasons.active"
         # Some devices answer [N/A].
         with suppress(ValueError):
-            state[field] = read(answers[name] or "")
-    return state
+            return int(_ask_driver(device, [name])[name] or "", 16)
+    return None
 
 
 def waited_s() -> float | None:
@@ -272,15 +226,3 @@ def waited_s() -> float | None:
         return sum(int((thread / "schedstat").read_text().split()[1]) for thread in threads) / 1e9
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _processor_seconds() -> tuple[float | None, float | None]:
-    """Busy and stolen seconds of all cores: user, nice, system, irq, softirq; and steal."""
-    try:
-        words = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
-        user, nice, system, _, _, irq, softirq, stolen = (
-            int(word) / os.sysconf("SC_CLK_TCK") for word in words
-        )
-    except (OSError, ValueError, AttributeError):
-        return None, None
-    return user + nice + system + irq + softirq, stolen

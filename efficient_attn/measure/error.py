@@ -153,9 +153,6 @@ def sample_rows(
         inputs: q, k, v and the key mask of the call.
         out: Its output, [batch heads q_tokens value_dim].
         rows: Number of rows in all; None: 64 or 1 % of all, whichever is more.
-
-    Raises:
-        DataError: If a row of the output is not finite.
     """
     q, k, v, key_mask = inputs
     masks = [None] * len(q) if key_mask is None else list(key_mask)
@@ -167,7 +164,12 @@ def sample_rows(
         each = math.ceil(count * len(tokens) / max(of, 1))
         each = min(max(each, _LEAST), len(tokens))
         if each:
-            _check_finite(out[entry, :, tokens.to(out.device)])
+            rows_out = out[entry, :, tokens.to(out.device)]
+            if broken := int((~rows_out.isfinite()).any(dim=-1).sum()):
+                raise DataError(
+                    f"{broken} rows of the output are not finite, whose error is no number; float32 inputs, "
+                    "or smaller ones, keep an output finite."
+                )
             drawn = torch.stack(
                 [tokens[random_positions(len(tokens), each, generator)] for _ in range(q.shape[1])]
             )
@@ -175,17 +177,7 @@ def sample_rows(
     return samples
 
 
-def _check_finite(out: Tensor) -> None:
-    """Refuse rows [heads tokens value_dim] without an error."""
-    if broken := int((~out.isfinite()).any(dim=-1).sum()):
-        raise DataError(
-            f"{broken} rows of the output are not finite, whose error is no number; float32 inputs, or "
-            "smaller ones, keep an output finite."
-        )
-
-
 def _real_tokens(count: int, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """Positions of the queries that are no padding."""
     if mask is None or not (causal or len(mask) == count):
         return torch.arange(count, device="cpu")
     return mask[len(mask) - count :].nonzero().squeeze(-1).cpu()
@@ -261,11 +253,7 @@ def backends_in(*modules: nn.Module) -> list[Backend]:
 
 
 def check_gradients(gradients: Mapping[str, Tensor | None], *, optional: Sequence[str] = ()) -> None:
-    """Refuse missing or non-finite gradients.
-
-    Args:
-        optional: Names of gradients that may be missing.
-    """
+    """Refuse missing or non-finite gradients."""
     missing = [name for name, gradient in gradients.items() if gradient is None and name not in optional]
     if missing:
         raise WrongOutputError(f"no gradient reached {', '.join(missing)}.")
@@ -275,11 +263,7 @@ def check_gradients(gradients: Mapping[str, Tensor | None], *, optional: Sequenc
 
 
 def check_call(backend: nn.Module, args: Sequence[Any], named: Mapping[str, Any], output: Any) -> None:
-    """Refuse an output of another shape, dtype or device than q's, or that is not finite.
-
-    Raises:
-        WrongOutputError: If the output of the call is no valid one.
-    """
+    """Refuse an output of another shape, dtype or device than q's, or that is not finite."""
     arguments = dict(zip("qkv", args, strict=False)) | dict(named)
     q, k, v = (arguments[name].detach() for name in "qkv")
     shape = [*q.shape[:-1], v.shape[-1]]
@@ -304,7 +288,6 @@ def _is_finite(x: Tensor) -> bool:
 
 
 def _share(x: Tensor) -> str:
-    """Number of non-finite entries, with the total."""
     broken = int((~x.detach().isfinite()).sum())
     return f"{broken} of {x.numel()} entries"
 

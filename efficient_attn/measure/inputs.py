@@ -5,7 +5,7 @@ A subject is the named input of a measurement, with its exact output and its tra
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path, PurePath
@@ -149,22 +149,25 @@ def read_activations(path: str | Path) -> Captured:
     path = Path(path)
     hint = ". Make one with: efficient-attn swap MODEL --save"
     check_header(path, most=TENSOR_FILE_BYTES, hint=hint)
+    groups: dict[int, dict[str, Tensor]] = {}
     try:
         # The library checks shapes and offsets against the size of the file, and maps it into memory.
         with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            groups = _by_layer(file.keys(), path)
-            tensors = {name: file.get_tensor(name) for group in groups.values() for name in group.values()}
-    except DataError:
-        raise
+            about, names = file.metadata() or {}, sorted(file.keys())
+            for name in names:
+                # Tensors without a layer in their name belong to layer 0.
+                if parts := _NAME.fullmatch(name):
+                    groups.setdefault(int(parts[1] or 0), {})[parts[2]] = file.get_tensor(name)
     # PyTorch raises a RuntimeError if the file cannot be mapped.
     except (SafetensorError, OSError, ValueError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{path} is not a valid safetensors file: {reason}.") from None
-    layers = {
-        layer: _activations({letter: tensors[name] for letter, name in groups[layer].items()}, path)
-        for layer in sorted(groups)
-    }
+    if not groups or any(len(group) < len(Activations._fields) for group in groups.values()):
+        raise DataError(
+            f"{path} lacks q, k and v of one layer (layer.N.q, layer.N.k, layer.N.v); it holds "
+            f"{', '.join(names[:6]) or 'nothing'}."
+        )
+    layers = {layer: _activations(group, path) for layer, group in sorted(groups.items())}
     metadata: dict[str, Any] = {}
     for name in _METADATA.keys() & about.keys():
         try:
@@ -175,23 +178,7 @@ def read_activations(path: str | Path) -> Captured:
     return Captured(layers=layers, about=rest, **metadata)
 
 
-def _by_layer(names: Iterable[str], path: Path) -> dict[int, dict[str, str]]:
-    """{layer: {"q": name, "k": …, "v": …}}; tensors without a layer in their name belong to layer 0."""
-    groups: dict[int, dict[str, str]] = {}
-    for name in names:
-        if parts := _NAME.fullmatch(name):
-            groups.setdefault(int(parts[1] or 0), {})[parts[2]] = name
-    incomplete = [layer for layer, group in groups.items() if len(group) < len(Activations._fields)]
-    if not groups or incomplete:
-        shown = ", ".join(sorted(names)[:6]) or "nothing"
-        raise DataError(
-            f"{path} lacks q, k and v of one layer (layer.N.q, layer.N.k, layer.N.v); it holds {shown}."
-        )
-    return groups
-
-
 def _activations(group: Mapping[str, Tensor], path: Path) -> Activations:
-    """q, k and v of a layer, [1, heads, tokens, head_dim]."""
     shapes = ", ".join(f"{name} {list(group[name].shape)}" for name in Activations._fields)
     tensors = [group[name] for name in Activations._fields]
     q, k, v = tensors = [tensor[None] if tensor.ndim == 3 else tensor for tensor in tensors]
@@ -242,14 +229,15 @@ class Subject:
         return self.activations.k.shape[-2]
 
     @property
-    def num_kv_heads(self) -> int | None:
-        """Number of heads of the keys and values; None: as many as of the queries."""
+    def shape(self) -> dict[str, Any]:
+        """Fields of a case: heads, their dimension and causality."""
         heads, kv_heads = (tensor.shape[1] for tensor in self.activations[:2])
-        return None if kv_heads == heads else kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.activations.q.shape[-1]
+        return {
+            "num_heads": heads,
+            "num_kv_heads": None if kv_heads == heads else kv_heads,
+            "head_dim": self.activations.q.shape[-1],
+            "causal": self.causal,
+        }
 
     def converted(
         self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1, causal: bool = False

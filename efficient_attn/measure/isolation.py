@@ -1,18 +1,21 @@
 """Process isolation: a backend that crashes, hangs or exhausts memory costs one record.
 
-The child process is reused while it is healthy. The conformance suite runs in such a process too.
+A child process answers requests until a backend crashes or blocks it. It is spawned, not forked, and reused
+while it is healthy. Requests and answers are JSON over a private pipe. The conformance suite runs in such
+processes too.
 """
 
+import contextlib
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, redirect_stdout
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
+from multiprocessing import Pipe
 from queue import SimpleQueue
 from typing import Any, Self
 
@@ -20,11 +23,9 @@ from msgspec import structs
 
 from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.measure import worker
+from efficient_attn.measure import process, worker
 from efficient_attn.measure.environment import usable_cores
-from efficient_attn.measure.process import CrashError, Process
-from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.measure.records import parse
+from efficient_attn.measure.record import Case, Record, parse, replace
 from efficient_attn.measure.units import show_seconds
 
 NONE, REUSE = ISOLATIONS = ("none", "reuse")
@@ -39,10 +40,119 @@ _MOST_PROCESSES = 4
 # After this many hanging checks the remaining ones are not tried.
 _MOST_HANGS = 3
 
+# Time limits to start Python and load torch, and for a killed process to end.
+_START_LIMIT_S, _END_LIMIT_S = 120.0, 2.0
 
-def limits_memory() -> bool:
-    """Whether the memory of a child can be limited: Linux reports its usage, macOS does not."""
-    return find_spec("resource") is not None and Path("/proc/self/statm").exists()
+# Answers are a few kilobytes.
+_LONGEST_ANSWER = 1 << 22
+_STDERR = 2
+
+
+class CrashError(Exception):
+    """The process ended before it answered; the message describes how."""
+
+
+class Process:
+    """Answers requests in a child process of its own session, started on first use and after every failure.
+
+    Args:
+        limit_bytes: Memory that the process may allocate beyond its start-up; None: unlimited.
+        variables: Environment variables that the process has in addition.
+    """
+
+    def __init__(self, limit_bytes: int | None = None, *, variables: Mapping[str, str] | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._variables = dict(variables or {})
+        self.child: subprocess.Popen[bytes] | None = None
+        self._requests: Any = None
+        self._answers: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the process, unless it is running."""
+        if self.child is not None:
+            return
+        # A pipe of two directions would be a socket.
+        requests, self._requests = Pipe(duplex=False)
+        self._answers, answers = Pipe(duplex=False)
+        descriptors = requests.fileno(), answers.fileno()
+        # multiprocessing.Process would run the user's main module again.
+        call = f"process.serve({descriptors[0]}, {descriptors[1]}, {self._limit_bytes})"
+        command = [sys.executable, "-P", "-c", f"from efficient_attn.measure import process; {call}"]
+        # The child imports from the same places.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        with requests, answers:
+            self.child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=_STDERR,
+                pass_fds=descriptors,
+                start_new_session=True,
+                env={**os.environ, **self._variables, "PYTHONPATH": paths},
+            )
+        try:
+            ready = self._answer(_START_LIMIT_S) == process.READY
+        except (TimeoutError, CrashError):
+            ready = False
+        if not ready:
+            self.close()
+            raise CrashError("the process that measures did not start; isolate='none' measures without it")
+
+    def ask(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> bytes:
+        """Answer to a request.
+
+        Raises:
+            TimeoutError: If it does not come in time.
+            CrashError: If the process has ended.
+        """
+        self.start()
+        data = json.dumps({"job": job, "limit_s": limit_s, **request}, allow_nan=False).encode()
+        try:
+            # A process that has ended reads nothing, and its answers end.
+            with contextlib.suppress(BrokenPipeError):
+                self._requests.send_bytes(data)
+            return self._answer(limit_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill the process and all its children if it is running, and reap it."""
+        child, self.child = self.child, None
+        if child is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_END_LIMIT_S)
+        self._requests.close()
+        self._answers.close()
+
+    def _answer(self, limit_s: float) -> bytes:
+        if not self._answers.poll(limit_s):
+            raise TimeoutError
+        try:
+            return bytes(self._answers.recv_bytes(_LONGEST_ANSWER))
+        except (EOFError, OSError):
+            # The other end is closed, or code of a backend has written to it.
+            raise CrashError(self._ending()) from None
+
+    def _ending(self) -> str:
+        assert self.child is not None, "it was started"
+        try:
+            code = self.child.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return "the process stopped answering"
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else "unnamed"
+            likely = ": likely the system's out-of-memory killer" if code == -signal.SIGKILL else ""
+            return f"the process crashed with signal {-code} ({name}){likely}"
+        return f"the process ended with exit code {code}"
 
 
 class Measurer:
@@ -90,16 +200,14 @@ class Measurer:
             from efficient_attn.measure.accuracy import measure_case
 
             return measure_case(case, target=target, seconds=seconds, inputs=inputs)
-        used = self._process.is_running
         request = {"case": structs.asdict(case), "target": target, "seconds": seconds, "inputs": inputs}
-        record = self._tried(case, request)
         # Out of memory in a used process may be due to leaks of earlier points: retry in a new one.
-        return self._tried(case, request) if used and record.status == "oom" else record
-
-    def _tried(self, case: Case, request: Mapping[str, Any]) -> Record:
-        record = self._attempt(case, request)
-        if record.status not in ("ok", "unsupported"):
-            self._process.close()
+        for used in (self._process.child is not None, False):
+            record = self._attempt(case, request)
+            if record.status not in ("ok", "unsupported"):
+                self._process.close()
+            if not (used and record.status == "oom"):
+                break
         return record
 
     def _attempt(self, case: Case, request: Mapping[str, Any]) -> Record:
@@ -123,19 +231,6 @@ class Measurer:
             self._spent_s[case.key] = spent_s + time.monotonic() - start
 
 
-def import_refusal(target: str, process: Process, *, limit_s: float) -> str | None:
-    """Error message if a process cannot find the backend; None if it can."""
-    place = target.rpartition(":")[0] or target
-    try:
-        refusal: str | None = json.loads(process.ask("load", {"target": target}, limit_s=limit_s))
-        return refusal
-    except TimeoutError:
-        message = f"its import took longer than {show_seconds(limit_s)}"
-    except CrashError as ending:
-        message = f"during its import {ending}"
-    raise DataError(f"{place} cannot be used: {message}.")
-
-
 def check_isolated(
     backend: str,
     *,
@@ -156,7 +251,7 @@ def check_isolated(
     if os.name != "posix":
         # Other systems have no process groups; the backend runs in this process.
         tested = backend if declared is None else testing.adapt(backend, **declared)
-        with redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr):
             return testing.check(tested, on_fail="collect", seed=seed, only=only, long=long)
     # A check of the long form also runs if it is named.
     names = testing.check_names(long=long or only is not None)
@@ -184,9 +279,16 @@ def check_isolated(
         finally:
             processes.put(process)
 
-    with ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         first = stack.enter_context(Process())
-        if (refusal := import_refusal(backend, first, limit_s=timeout_s)) is not None:
+        place = backend.rpartition(":")[0] or backend
+        try:
+            refusal = json.loads(first.ask("load", {"target": backend}, limit_s=timeout_s))
+        except TimeoutError:
+            refusal = f"{place} cannot be used: its import took longer than {show_seconds(timeout_s)}."
+        except CrashError as ending:
+            refusal = f"{place} cannot be used: during its import {ending}."
+        if refusal is not None:
             raise DataError(refusal)
         # Each check uses one thread.
         count = min(usable_cores(), _MOST_PROCESSES, len(chosen))

@@ -8,7 +8,6 @@ worst row ten times.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -47,11 +46,8 @@ class Case(NamedTuple):
 
 def cases_of(lengths: Sequence[int]) -> list[Case]:
     """Every length with every norm, with and without a key mask and grouped heads."""
-    flags = (False, True)
-    return [
-        Case(norm, tokens, masked, grouped)
-        for tokens, norm, masked, grouped in itertools.product(lengths, (1, 5, 20), flags, flags)
-    ]
+    grid = itertools.product(lengths, (1, 5, 20), (False, True), (False, True))
+    return [Case(norm, tokens, masked, grouped) for tokens, norm, masked, grouped in grid]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +75,10 @@ class Subject:
     module: Callable[..., Any] | None = None
 
     def build(self, case: Case, precision: str, head_dim: int, features: int) -> Any:
-        """The backend, with directions that are numbers of both half precisions if it is one."""
-        windowed = self.backend == "window"
-        size = (
-            {"window": _WINDOW, "global_tokens": self.global_tokens}
-            if windowed
-            else {"num_features": features}
-        )
+        """The backend, with directions that both half precisions can hold."""
+        size = {"num_features": features}
+        if self.backend == "window":
+            size = {"window": _WINDOW, "global_tokens": self.global_tokens}
         causal = case.grouped if self.causal is None else self.causal
         backend = build(self.backend, head_dim=head_dim, num_heads=_HEADS, causal=causal, **size)
         for x in backend.buffers() if precision.endswith("16") else ():
@@ -139,17 +132,20 @@ def check_kernel(
     failures: list[str] = []
     cases = cases_of(subject.lengths) if cases is None else cases
     served = failed = 0
-    with _products(precision), verdict.on_trial({name: tile}):
-        for case in cases:
-            with observed_kernels() as names:
-                findings = list(_findings(subject, case, precision, device, head_dim, features, names))
-            if not findings:
-                continue
-            served += 1
-            for verb, share, text in findings:
-                worst[verb] = max(worst.get(verb, 0.0), share)
-                failures += [f"{case}, {verb}: {text}"] if text else []
-            failed += any(text for *_, text in findings)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        with verdict.on_trial({name: tile}):
+            for case in cases:
+                with observed_kernels() as names:
+                    findings = list(_findings(subject, case, precision, device, head_dim, features, names))
+                served += bool(findings)
+                for verb, share, text in findings:
+                    worst[verb] = max(worst.get(verb, 0.0), share)
+                    failures += [f"{case}, {verb}: {text}"] if text else []
+                failed += any(text for *_, text in findings)
+    finally:
+        torch.set_float32_matmul_precision(before)
     return {
         "cases": len(cases),
         "served": served,
@@ -160,23 +156,20 @@ def check_kernel(
     }
 
 
-@contextmanager
-def _products(precision: str) -> Iterator[None]:
-    """Products of float32 in TF32, or as they are."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 class _Inputs(NamedTuple):
     """q, k, v and the gradient of the output [batch heads tokens head_dim], and the key mask."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
     gradient: Tensor
     mask: Tensor | None
+
+    def with_nan(self) -> "_Inputs":
+        """NaN in masked tokens of k and v."""
+        if self.mask is None:
+            return self
+        q, *others = self.tensors
+        k, v = (x.masked_fill(~self.mask[:, None, :, None], torch.nan) for x in others)
+        return self._replace(tensors=(q, k, v))
 
     def results(self, call: Callable[..., Tensor], *, trained: bool = True) -> list[Tensor]:
         """Output, and if trained gradients with respect to q, k and v."""
@@ -197,18 +190,14 @@ def _findings(
     features: int,
     names: set[str],
 ) -> Iterator[tuple[str, float, str]]:
-    """Verb, largest share of its bound, and a failure or ""; nothing if other kernels serve the case.
-
-    Args:
-        names: Kernels that served calls so far.
-    """
+    """Verb, largest share of its bound, and a failure or ""; nothing if none of `names` is the kernel."""
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
     backend = subject.build(case, precision, head_dim, features)
     module = backend.to(device, dtype).eval()
     if subject.module is not None:
         module = subject.module(module)
     inputs = _draw(case, head_dim, dtype, device)
-    with_nan = inputs._replace(tensors=_with_nan(inputs))
+    with_nan = inputs.with_nan()
     trained = not subject.global_tokens
     try:
         results = []
@@ -262,15 +251,6 @@ def _draw(case: Case, head_dim: int, dtype: torch.dtype, device: str) -> _Inputs
     return _Inputs(tensors, gradient.to(device, dtype), mask)  # type: ignore[arg-type]
 
 
-def _with_nan(inputs: _Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v with NaN in masked tokens."""
-    q, k, v = inputs.tensors
-    if inputs.mask is None:
-        return q, k, v
-    hidden = ~inputs.mask[:, None, :, None]
-    return q, k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan)
-
-
 def poison(device: str) -> None:
     """Fill free memory of the allocator with NaN, so that a kernel that reads before it writes is seen."""
     if not device.startswith("cuda"):
@@ -282,7 +262,6 @@ def poison(device: str) -> None:
 
 
 def _streamed(module: Any, inputs: _Inputs) -> Tensor:
-    """The output of two parts, the second after the state of the first."""
     tokens = inputs.tensors[0].shape[2]
     parts, state = [], None
     with torch.no_grad():
@@ -308,7 +287,7 @@ def _references(
     if bits is not None:
         return exact, [x.to(dtype).double() for x in formula(bits)]
     on_cpu = inputs._replace(
-        tensors=tuple(x.cpu() for x in _with_nan(inputs)),  # type: ignore[arg-type]
+        tensors=tuple(x.cpu() for x in inputs.with_nan().tensors),  # type: ignore[arg-type]
         mask=None if inputs.mask is None else inputs.mask.cpu(),
     )
     reference = backend.cpu().float()
@@ -387,7 +366,6 @@ def _formula(
 
 
 def _mean(weights: Tensor, values: Tensor, *, bits: int | None, dtype: torch.dtype) -> Tensor:
-    """Weighted mean of values; 0 for rows of zeros."""
     sums = weights.sum(dim=-1, keepdim=True)
     sums = sums.masked_fill(sums == 0, 1.0)
     out = _product(weights / sums, values, bits)
@@ -399,7 +377,6 @@ def _mean(weights: Tensor, values: Tensor, *, bits: int | None, dtype: torch.dty
 
 
 def _largest(scores: Tensor) -> Tensor:
-    """Largest score of each row, 0 where there is none."""
     largest = scores.detach().amax(dim=-1, keepdim=True)
     return largest.masked_fill(largest == -torch.inf, 0.0)
 

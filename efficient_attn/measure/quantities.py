@@ -137,8 +137,8 @@ def condition(name: str, unit: str, meaning: str, part: str, *, type: Type = "nu
     return Quantity(name, unit, meaning, type=type, better=None, condition=part)
 
 
-# Parts of conditions in a comparison.
-_CEILING, _STATE = "reference of shares", "reason for an unclear device time"
+# Part of conditions in a comparison.
+_CEILING = "reference of shares"
 
 # Costs: `bench`.
 register(
@@ -179,12 +179,11 @@ register(
     cost("moved_bytes", "bytes", "Size of inputs, output, parameters and gradients of attention, each once."),
     condition("matmul_flops_per_s", "FLOP/s", "Peak rate of large matrix products.", _CEILING),
     condition("copy_bytes_per_s", "B/s", "Peak rate of a large copy, reads and writes.", _CEILING),
-    condition("sm_clock_hz", "Hz", "Clock of the GPU's multiprocessors after the first round.", _STATE),
     condition(
         "throttle_reasons",
         "",
         "Reasons that held clocks down after the first round, as the bit mask of NVML.",
-        _STATE,
+        "reason for an unclear device time",
         type="whole number",
     ),
     setting(

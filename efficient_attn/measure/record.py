@@ -1,23 +1,31 @@
-"""Cases and records: the description of a measurement, and its result.
+"""Cases, records and their files: the description of a measurement, its result, one line of strict JSON.
 
 Equal cases are the same measurement. A record is a case, a status and raw values with units in the names of
 their fields. A measurement that failed is a record too, with its reason.
 """
 
 import dataclasses
+import errno
 import itertools
 import json
+import math
+import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from efficient_attn.errors import UnknownNameError
+from efficient_attn import limits
+from efficient_attn.errors import DataError, UnknownNameError
 from efficient_attn.limits import COUNT, WHOLE_NUMBER
-from efficient_attn.measure.quantities import FIELDS
+from efficient_attn.measure.quantities import FIELDS, KINDS
 
 if TYPE_CHECKING:
     Options = Mapping[str, Any]
@@ -37,9 +45,28 @@ COMPILED, CUDA_GRAPH, DECODED = EXECUTIONS = ("compiled", "cuda-graph", "decoded
 # `calibrated_on` of a backend that was calibrated on the inputs of its measurement.
 SAME_INPUTS = "the inputs measured"
 
+# A symbolic link in place of a file of records is refused, and its target left alone.
+NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+
+_NUMBER = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+_SIGNED = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+_WHOLE = Annotated[int, Meta(ge=0, le=WHOLE_NUMBER)]
+_TYPES: dict[str, Any] = {
+    "number": _NUMBER,
+    "signed number": _SIGNED,
+    "whole number": _WHOLE,
+    # Null stands for a value that was not finite.
+    "numbers": tuple[_NUMBER | None, ...],
+    "signed numbers": tuple[_SIGNED | None, ...],
+    "whole numbers": tuple[_WHOLE, ...],
+    "text": str,
+}
+_FIELD = re.compile(r"`\$\.(\w+)")
+# Scalars of NumPy are floats to Python, but not to msgspec.
+_encode = msgspec.json.Encoder(enc_hook=float).encode
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
 Size = Annotated[int, Meta(ge=1, le=COUNT)]
-Index = Annotated[int, Meta(ge=0, le=COUNT)]
-Seed = Annotated[int, Meta(ge=0, le=WHOLE_NUMBER)]
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -69,16 +96,16 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         str, Meta(description="Source of q, k and v, such as gaussian; of a model its name and its texts.")
     ] = "gaussian"
     layer: Annotated[
-        Index | None,
+        Annotated[int, Meta(ge=0, le=COUNT)] | None,
         Meta(description="Only layer of a model whose attention was replaced, from 0; null: all layers."),
     ] = None
-    seed: Annotated[Seed, Meta(description="Random seed of the inputs, or of the first draw.")] = 0
+    seed: Annotated[_WHOLE, Meta(description="Random seed of the inputs, or of the first draw.")] = 0
     execution: Annotated[
         str | None, Meta(description="compiled (torch.compile) or cuda-graph (replayed); null: eager.")
     ] = None
     l2: Annotated[
         str | None,
-        Meta(description="L2 cache of a GPU when a call with a device time begins: cold (flushed) or warm."),
+        Meta(description="L2 cache of a GPU when a call with a device time begins: cold, that is flushed."),
     ] = None
     num_kv_heads: Annotated[
         Size | None, Meta(description="Number of heads of the keys and values; null: num_heads.")
@@ -180,3 +207,170 @@ def merge_rounds(parts: Sequence[Record]) -> Record:
         for name in ("times_s", "device_times_s", "round_sizes")
     }
     return replace(parts[0], waited_s=None if None in waits_s else sum(waits_s), **joined)
+
+
+class Reading(NamedTuple):
+    """Records of a file, and whether its last line was cut off and left out."""
+
+    records: tuple[Record, ...]
+    torn: bool
+
+
+def line(record: Record) -> str:
+    """The record as one line of strict JSON; numbers that are not finite become null, named in `reason`."""
+    row = record.row()
+    broken = [name for name, value in row.items() if not _finite(value)]
+    if broken:
+        note = f"not a finite number: {', '.join(broken)}"
+        row["reason"] = note if record.reason is None else f"{record.reason}; {note}"
+    return msgspec.json.format(_encode(row), indent=0).decode()
+
+
+def _finite(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_finite, value.values()))
+    if isinstance(value, (tuple, list)):
+        return all(map(_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def append(path: str | Path, record: Record) -> None:
+    """Add one line to the file, whole or not at all, and wait until it is on the disk."""
+    path, data = Path(path), f"{line(record)}\n".encode()
+    if len(data) > limits.RECORD_LINE_BYTES:
+        case, most = record.case, limits.RECORD_LINE_BYTES
+        raise DataError(
+            f"{case.label}, {case.tokens} tokens, {case.kind}: a record of {len(data)} bytes; at most {most} "
+            "are written. Measure fewer rounds."
+        )
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            # The system may write less than requested; only the result reports it.
+            while data:
+                data = data[os.write(descriptor, data) :]
+            os.fsync(descriptor)
+        except OSError:
+            # The next record would continue a part of a line. A part that cannot be removed is read as torn.
+            with suppress(OSError):
+                os.ftruncate(descriptor, size)
+            raise
+        finally:
+            os.close(descriptor)
+        if size == 0:
+            sync_names(path.parent)
+    except OSError as error:
+        raise DataError(f"Cannot write records to {path}: {error.strerror}.") from None
+
+
+def sync_names(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the system lets folders be waited for."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems of networks do not know the request.
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def write(path: Path, content: str | bytes | Mapping[str, Any]) -> Path:
+    """Write a file, whole or not at all; a mapping as indented strict JSON.
+
+    A link at its path is replaced and not followed.
+    """
+    if isinstance(content, Mapping):
+        content = json.dumps(content, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    # A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
+    data = content if isinstance(content, bytes) else content.encode("utf-8", errors="replace")
+    # A random name that must not exist: no existing file is written to.
+    part = path.with_name(f".{path.name}.{os.urandom(4).hex()}.part")
+    try:
+        with open(part, "xb") as file:
+            file.write(data)
+            file.flush()
+            # Without fsync a power failure may leave the name with an empty file.
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        sync_names(path.parent)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise DataError(f"Cannot write {path}: {error.strerror}.") from None
+    return path
+
+
+def read(path: str | Path) -> Reading:
+    """The records of a file; a torn last line is left out and reported."""
+    try:
+        *lines, rest = limits.read_bytes(Path(path), limits.RECORDS_BYTES).split(b"\n")
+    except OSError as error:
+        raise DataError(f"Cannot read records from {path}: {error.strerror}.") from None
+    records = [
+        parse(text, f"{path}, line {number}") for number, text in enumerate(lines, start=1) if text.strip()
+    ]
+    return Reading(tuple(records), torn=bool(rest.strip()))
+
+
+def parse(text: bytes, source: str) -> Record:
+    """The record of one line; `source` names the line in messages."""
+    if len(text) > limits.RECORD_LINE_BYTES:
+        raise DataError(f"{source} is longer than {limits.RECORD_LINE_BYTES} bytes, the most that is read.")
+    try:
+        row = msgspec.json.decode(text, type=line_type(len(FIELDS), len(KINDS)))
+    except _UNREADABLE as error:
+        raise DataError(_refusal(text, source, str(error))) from None
+    values = msgspec.structs.asdict(row)
+    measured = {name: values[name] for name in FIELDS if values[name] is not None}
+    for name in ("times_s", "device_times_s"):
+        if None in measured.get(name, ()):
+            # Null replaces a time that was not finite, named in `reason`; it is no sample.
+            measured[name] = tuple(time_s for time_s in measured[name] if time_s is not None) or None
+    case = msgspec.convert(row, Case, from_attributes=True)
+    return Record(case=case, status=row.status, reason=row.reason, measured=measured)
+
+
+def _refusal(text: bytes, source: str, message: str) -> str:
+    try:
+        row = msgspec.json.decode(text)
+    except _UNREADABLE as error:
+        return f"{source} is no strict JSON: {str(error)[:80]}."
+    if not isinstance(row, dict):
+        return f"{source} is no JSON object."
+    if row.get("schema") != SCHEMA:
+        return f"{source} has schema {str(row.get('schema'))[:40]!r}; this version reads {SCHEMA}."
+    # msgspec names the first faulty field alone, and no list of all kinds is short.
+    for name, values in (("kind", tuple(KINDS)), ("status", STATUSES)):
+        if row.get(name) not in values:
+            return f"{source} has {name} {str(row.get(name))[:40]!r}; known: {', '.join(values)}."
+    reason, field = message.partition(" - at ")[0], _FIELD.search(message)
+    value = f"{field[1]} cannot be {str(row[field[1]])[:40]!r}; " if field else ""
+    return f"{source}: {value}{reason[0].lower()}{reason[1:]}."
+
+
+# Declarations are only ever added, so that the numbers of fields and kinds identify the type.
+@cache
+def line_type(*counts: int) -> Any:
+    """Type of a line: the case, the status, and the quantities and kinds declared so far."""
+    meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items())
+    kind: Any = Literal[tuple(KINDS)]
+    status: Any = Literal[STATUSES]
+    fields: list[Any] = [
+        ("kind", Annotated[kind, Meta(description=f"Kind of the measurement ({meanings}).")]),
+        ("schema", Annotated[Literal[SCHEMA], Meta(description="Version of this schema.")]),
+        ("status", Annotated[status, Meta(description="Outcome; every status but ok has a reason.")]),
+        (
+            "reason",
+            Annotated[str | None, Meta(description="Reason, and names of numbers that were not finite.")],
+            None,
+        ),
+        *(
+            (field.name, Annotated[_TYPES[field.type] | None, Meta(description=field.meaning)], None)
+            for field in FIELDS.values()
+        ),
+    ]
+    return msgspec.defstruct("Line", fields, bases=(Case,), frozen=True, kw_only=True)

@@ -28,11 +28,7 @@ def long_texts() -> dict[str, str]:
 
 
 def read_text(path: Path, *, name: str = "--text") -> str:
-    """The text of a file.
-
-    Raises:
-        DataError: If it cannot be read, is not UTF-8, holds zero bytes, or is too large.
-    """
+    """The text of a file."""
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise DataError(f"{name}: {path} is larger than {_MOST_BYTES} bytes; take a part of it.")

@@ -1,4 +1,4 @@
-"""Parsing and formatting of lengths, durations and memory limits."""
+"""Parsing and formatting of names, lengths, durations and memory limits."""
 
 import re
 from collections.abc import Sequence
@@ -7,24 +7,45 @@ from efficient_attn.errors import OptionError
 
 _MOST_POINTS = 1000
 _MOST_TOKENS = 1 << 30
-_RANGE = re.compile(r"(?P<first>\d{1,12}k?)(:(?P<last>\d{1,12}k?):(?P<times>x?)(?P<step>\d{1,12}k?))?")
+_RANGE = re.compile(r"(\d{1,12}k?)(?::(\d{1,12}k?):x(\d{1,12}))?")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600}
 _BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def parse_sizes(text: str | int | Sequence[int], *, name: str) -> tuple[int, ...]:
-    """Whole numbers in rising order from `256,512`, `256:4096:x2`, `256:1024:256`, `1k`, or from numbers."""
-    if isinstance(text, str):
-        sizes = [size for part in text.split(",") for size in _range(part, name=name, text=text)]
-    else:
-        sizes = [text] if isinstance(text, int) else list(text)
-        wrong = [size for size in sizes if not _is_size(size)]
-        if wrong or not sizes:
-            shown = wrong[0] if wrong else sizes
-            raise OptionError(f"{name} takes whole numbers from 1 to {_MOST_TOKENS}, not {shown!r}.")
+    """Whole numbers in rising order from `256,512`, `256:4096:x2`, `1k`, or from numbers."""
+    wrong = OptionError(
+        f"{name} cannot be {text!r}. Write 256,512 or 256:4096:x2 (from, to, factor) or 1k (1024); "
+        f"sizes are from 1 to {_MOST_TOKENS}."
+    )
+    sizes = [text] if isinstance(text, int) else [] if isinstance(text, str) else list(text)
+    for part in text.split(",") if isinstance(text, str) else ():
+        bounds = _RANGE.fullmatch(part.strip().lower())
+        if bounds is None:
+            raise wrong
+        ends, factor = (bounds[1], bounds[2] or bounds[1]), int(bounds[3] or 2)
+        size, last = (int(end.removesuffix("k")) * (1024 if end.endswith("k") else 1) for end in ends)
+        if size > last or factor < 2:
+            raise wrong
+        while size <= last and len(sizes) <= _MOST_POINTS:
+            sizes.append(size)
+            size *= factor
+    if not sizes or not all(type(size) is int and 0 < size <= _MOST_TOKENS for size in sizes):
+        raise wrong
     if len(sizes) > _MOST_POINTS:
         raise OptionError(f"{name} {text} asks for {len(sizes)} sizes; at most {_MOST_POINTS} are measured.")
     return tuple(sorted(set(sizes)))
+
+
+def parse_names(texts: Sequence[str] | None, *, name: str) -> list[str] | None:
+    """The names in `a,b` and in repeated flags; None if none was given."""
+    if not texts:
+        return None
+    names = [part.strip() for text in texts for part in text.split(",") if part.strip()]
+    if not names:
+        # An empty variable of a script arrives like this; it does not mean all backends.
+        raise OptionError(f"{name} {texts[0]!r} names nothing; write a,b for several names, or leave it out.")
+    return names
 
 
 def parse_seconds(text: str | float, *, name: str) -> float:
@@ -69,29 +90,3 @@ def show(amount: float, unit: str) -> str:
     if unit == "s":
         return show_seconds(amount)
     return show_bytes(int(amount)) if unit == "bytes" else f"{amount:.3g}"
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_TOKENS
-
-
-def _range(part: str, *, name: str, text: str) -> list[int]:
-    """The sizes of `256`, `256:4096:x2` or `256:1024:256`."""
-    bounds = _RANGE.fullmatch(part.strip().lower())
-    pieces = [piece for piece in bounds.group("first", "last", "step") if piece] if bounds else []
-    sizes = [int(piece.removesuffix("k")) * (1024 if piece.endswith("k") else 1) for piece in pieces]
-    if bounds is None or not all(map(_is_size, sizes)):
-        raise OptionError(
-            f"{name} cannot be {text!r}. Write 256,512 or 256:4096:x2 (from, to, factor) or 1k (1024); "
-            f"sizes are from 1 to {_MOST_TOKENS}."
-        )
-    if len(sizes) == 1:
-        return sizes
-    size, last, step = sizes
-    if last < size or (bounds["times"] and step < 2):
-        raise OptionError(f"{name} {text} never grows; write 256:4096:x2 (from, to, factor).")
-    sizes = []
-    while size <= last and len(sizes) <= _MOST_POINTS:
-        sizes.append(size)
-        size = size * step if bounds["times"] else size + step
-    return sizes

@@ -77,12 +77,6 @@ class Variant:
             **fields,
         )
 
-    def executed(self, execution: str | None) -> "Variant":
-        """The variant in another execution than eager, as its own line: `exact · compiled`."""
-        if execution is None:
-            return self
-        return replace(self, label=f"{self.label} · {execution}", execution=execution)
-
 
 def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, list[str]]]:
     """{backend: {option: values}} from `backend.option=value,value`."""
@@ -115,7 +109,11 @@ def select(
     targets = backends
     if targets is None:
         targets = [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
-    named = [(_name(target), target) for target in targets]
+    named = []
+    for target in targets:
+        name = getattr(target, "name", None) or getattr(target, "__name__", None)
+        name = target if isinstance(target, str) else name
+        named.append((name if isinstance(name, str) else type(target).__name__, target))
     chosen = ", ".join(name for name, _ in named)
     if CEILING in dict(named):
         raise OptionError(f"{CEILING!r} is not a backend: it is measured with every block automatically.")
@@ -146,17 +144,15 @@ def has_address(target: Any) -> bool:
 
     if not isinstance(target, str):
         return False
-    return target == CEILING or is_address(target) or is_ours(target) or target in plugins()
+    return is_ours(target) or target == CEILING or is_address(target) or target in plugins()
 
 
 def is_ours(target: Any) -> bool:
     """Whether the target names a built-in backend."""
     from efficient_attn import backends
-    from efficient_attn.external import is_address
 
-    if not isinstance(target, str) or is_address(target):
-        return False
-    return bool(backends.resolve(target).builder.__module__.startswith(f"{backends.__name__}."))
+    registered = backends.SPECS.get(target) if isinstance(target, str) else None
+    return registered is not None and registered.builder.__module__.startswith(f"{backends.__name__}.")
 
 
 def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> Iterator[Variant]:
@@ -189,15 +185,7 @@ def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> 
         )
 
 
-def _name(target: Any) -> str:
-    if isinstance(target, str):
-        return target
-    name = getattr(target, "name", None) or getattr(target, "__name__", None)
-    return name if isinstance(name, str) else type(target).__name__
-
-
 def _converted(backend: str, option: str, value: Any, option_type: Any) -> Any:
-    """Convert the text of an option to its type."""
     kinds = typing.get_args(option_type) if isinstance(option_type, types.UnionType) else (option_type,)
     if not isinstance(value, str) or not {*kinds} <= {*_PLAIN}:
         return value
@@ -251,15 +239,10 @@ def _split(label: str) -> tuple[str, list[str]]:
 
 def joint_name(names: Sequence[str]) -> str:
     """`encoder(layers=0,1,5)` for the inputs `encoder(layer=0)`, `encoder(layer=1)`, `encoder(layer=5)`."""
-    if len(names) == 1 or not all(map(is_layer, names)):
+    if len(names) == 1 or not all(map(_SINGLE.fullmatch, names)):
         return names[0]
     layers = ",".join(name.rpartition("=")[2].removesuffix(")") for name in names)
     return f"{names[0].rpartition('(')[0]}(layers={layers})"
-
-
-def is_layer(inputs: str) -> bool:
-    """Whether the name denotes one layer of a model."""
-    return _SINGLE.fullmatch(inputs) is not None
 
 
 def single_names(inputs: str) -> tuple[str, ...]:

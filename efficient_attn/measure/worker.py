@@ -6,7 +6,7 @@ and exceptions are records too.
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from efficient_attn.contained import contained, described, one_line
 from efficient_attn.errors import AttentionError
 from efficient_attn.measure import clock, environment, memory
-from efficient_attn.measure.clock import COLD, QueuedCalls, ceilings
+from efficient_attn.measure.clock import QueuedCalls, ceilings
 from efficient_attn.measure.record import Case, Record, replace
 
 # Seconds of timed calls; bounds on their number per round.
@@ -47,7 +47,7 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
             record = time_of(case, prepared.call, seconds=seconds, first=prepared.checked)
             record = replace(record, flops=prepared.flops, moved_bytes=prepared.moved_bytes)
             # The state is read first: the product of the ceilings draws more power than most calls.
-            record = replace(record, **_gpu_state(case))
+            record = replace(record, throttle_reasons=_throttle_reasons(case))
             record = replace(record, **ceilings(case.device, case.dtype)._asdict())
         else:
             record = memory_of(case, prepared.call, first=prepared.checked)
@@ -62,11 +62,13 @@ def answer(case: Case, measured: Callable[[], Record]) -> Record:
     """Result of `measured` under the thread count of the case, or a record of its exception."""
     try:
         # torch is loaded by the first measurement.
-        from efficient_attn.ops.paths import observed_kernels
+        from efficient_attn.ops.paths import observed_kernels, only_torch
 
         with threads(case.threads), contained(), observed_kernels() as names:
             record = measured()
-        return replace(record, kernels=kernels_of(case, names))
+        # Fused kernels that ran, or else algorithms for the CPU or PyTorch's operators.
+        others = "cpu" if case.device == "cpu" and not only_torch() else "torch"
+        return replace(record, kernels=", ".join(sorted(names)) or others)
     except AttentionError as refusal:
         return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
     except Exception as failure:  # the backend may be external code: any exception is a result
@@ -74,15 +76,14 @@ def answer(case: Case, measured: Callable[[], Record]) -> Record:
         exhausted = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
         worded = isinstance(failure, RuntimeError) and any(words in reason for words in _OUT_OF_MEMORY)
         status = "oom" if exhausted or worded else "error"
-    _give_memory_back(case.device)
+    gc.collect()
+    if case.device.startswith("cuda"):
+        import torch
+
+        # An illegal memory access ends the context of this process, and every later call raises it again.
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
     return Record(case=case, status=status, reason=reason)
-
-
-def kernels_of(case: Case, names: Iterable[str]) -> str:
-    """Kernels of a case: the fused ones that ran, or else algorithms for the CPU or PyTorch's operators."""
-    from efficient_attn.ops.paths import only_torch
-
-    return ", ".join(sorted(names)) or ("cpu" if case.device == "cpu" and not only_torch() else "torch")
 
 
 def time_of(
@@ -103,7 +104,7 @@ def time_of(
     time_call = clock.clock(case.device, case.threads)
     waited_before_s = environment.waited_s()
     last_s = clock.warm_up(call, time_call, limit_s=seconds, first=first)
-    queued = QueuedCalls(call, case.device, l2=case.l2 or COLD) if case.device.startswith("cuda") else None
+    queued = QueuedCalls(call, case.device) if case.device.startswith("cuda") else None
     if queued is not None:
         queued.warm_up()
     most = _MOST_CALLS if queued is None else _MOST_CALLS_ON_CUDA
@@ -122,9 +123,9 @@ def time_of(
 
 
 @cache
-def _gpu_state(case: Case) -> dict[str, Any]:
-    """State of the GPU, read in the first round of a case: the driver takes milliseconds to answer."""
-    return environment.gpu_state(case.device)
+def _throttle_reasons(case: Case) -> int | None:
+    """Read in the first round of a case alone: the driver takes milliseconds to answer."""
+    return environment.throttle_reasons(case.device)
 
 
 def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:
@@ -148,13 +149,3 @@ def threads(count: int) -> Iterator[None]:
     finally:
         if before != count:
             torch.set_num_threads(before)
-
-
-def _give_memory_back(device: str) -> None:
-    gc.collect()
-    if device.startswith("cuda"):
-        import torch
-
-        # An illegal memory access ends the context of this process, and every later call raises it again.
-        with suppress(RuntimeError):
-            torch.cuda.empty_cache()

@@ -3,7 +3,6 @@
 The page loads nothing from elsewhere, runs no script, and its template escapes every text.
 """
 
-import os
 import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
@@ -12,9 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import efficient_attn
-from efficient_attn.errors import DataError, UnknownNameError
-from efficient_attn.measure.record import Record
-from efficient_attn.measure.records import sync_names
+from efficient_attn.errors import UnknownNameError
+from efficient_attn.measure.record import Record, write
 from efficient_attn.report.drawing import draw, to_bytes
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.methods import flat, how_measured
@@ -64,32 +62,6 @@ class Run(NamedTuple):
 
 # Label of a run, name of a file, its plot, and the plot drawn.
 _Figure = tuple[str, str, Plot, Any]
-
-
-def write(path: Path, content: str | bytes) -> Path:
-    """Write a file, whole or not at all.
-
-    A link at its path is replaced and not followed.
-
-    Raises:
-        DataError: If it cannot be written.
-    """
-    # A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
-    data = content if isinstance(content, bytes) else content.encode("utf-8", errors="replace")
-    # A random name that must not exist: no existing file is written to.
-    part = path.with_name(f".{path.name}.{os.urandom(4).hex()}.part")
-    try:
-        with open(part, "xb") as file:
-            file.write(data)
-            file.flush()
-            # Without fsync a power failure may leave the name with an empty file.
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        sync_names(path.parent)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise DataError(f"Cannot write {path}: {error.strerror}.") from None
-    return path
 
 
 def save(figure: Any, folder: Path, name: str) -> list[Path]:

@@ -5,14 +5,12 @@ the records; a folder holds them in its `__init__.py` and `view.py`.
 """
 
 import importlib
-import os
 import pkgutil
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.errors import UnknownNameError, UnsupportedError
+from efficient_attn.errors import UnknownNameError
 from efficient_attn.studies.study import Study
 
 
@@ -33,11 +31,7 @@ def _is_study(module: pkgutil.ModuleInfo) -> bool:
 
 
 def find(name: str) -> Study:
-    """The study of that name.
-
-    Raises:
-        UnknownNameError: If there is none.
-    """
+    """The study of that name."""
     if name not in studies():
         raise UnknownNameError("study", name, studies())
     return studies()[name]
@@ -45,23 +39,19 @@ def find(name: str) -> Study:
 
 def records_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of one line of a file of records, with the quantities of every study."""
-    from efficient_attn.measure import records
+    import msgspec
+
+    from efficient_attn.measure.quantities import FIELDS, KINDS
+    from efficient_attn.measure.record import line_type
 
     studies()
-    return records.records_schema()
-
-
-def refuse_several(name: str) -> None:
-    """Refuse to run in several processes, which would all write the same files; one of them explains.
-
-    Raises:
-        UnsupportedError: In the first of several processes; the others exit with code 2.
-    """
-    processes, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
-    if not processes.isdecimal() or int(processes) == 1:
-        return
-    if rank.isdecimal() and int(rank) > 0:
-        sys.exit(2)
-    raise UnsupportedError(
-        f"{name} runs in one process, and WORLD_SIZE is {processes}: start it without torchrun."
-    )
+    (line,) = msgspec.json.schema(line_type(len(FIELDS), len(KINDS)))["$defs"].values()
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A record of efficient-attn",
+        "description": "One line of records.jsonl: case, status and raw values. An absent field was not "
+        "measured; a reader ignores fields that are not listed here.",
+        "type": "object",
+        "required": line["required"],
+        "properties": line["properties"],
+    }

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.limits import WHOLE_NUMBER
+from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure.error import Floats, Sample, sample_rows
 from efficient_attn.options import whole_number
+from efficient_attn.problem import positive_count
 from efficient_attn.stats.significance import quantile
 
 # Degrees of freedom of an interval with few rows of each head, unless Satterthwaite's are fewer.
@@ -78,29 +78,14 @@ def audit(
         seed: Seed of the rows.
 
     Raises:
-        OptionError: If `rows` is no positive whole number, or `seed` is out of range.
-        DtypeError: If `seed` is no whole number.
+        OptionError, DtypeError: If `rows` or `seed` is no whole number, or out of range.
         DataError: If a row of the output is not finite, which has no error.
         UnsupportedError: If the backend drops weights in training mode, which would count as an error.
         ShapeError, DtypeError, UnsupportedError: If the backend cannot compute the inputs.
     """
-    if rows is not None and (
-        isinstance(rows, bool) or not isinstance(rows, int) or not 1 <= rows <= WHOLE_NUMBER
-    ):
-        raise OptionError(f"rows is a whole number of at least 1, not {rows!r}.")
+    if rows is not None:
+        positive_count("rows", rows)
     whole_number("seed", seed)
-    _refuse_dropout(backend)
-    with torch.no_grad():
-        out = backend(q, k, v, key_mask=key_mask)
-    samples = sample_rows(backend, (q, k, v, key_mask), out, rows=rows, seed=seed)
-    return Audit(
-        sum(len(sample.errors) for sample in samples),
-        sum(sample.of for sample in samples),
-        *estimates(samples),
-    )
-
-
-def _refuse_dropout(backend: Backend) -> None:
     drops = getattr(backend.options, "dropout", 0.0) or any(
         isinstance(part, nn.Dropout) and part.p for part in backend.modules()
     )
@@ -109,6 +94,14 @@ def _refuse_dropout(backend: Backend) -> None:
             f"Backend {backend.spec.name!r} is in training mode, where dropout would be taken for an error; "
             "backend.eval() first."
         )
+    with torch.no_grad():
+        out = backend(q, k, v, key_mask=key_mask)
+    samples = sample_rows(backend, (q, k, v, key_mask), out, rows=rows, seed=seed)
+    return Audit(
+        sum(len(sample.errors) for sample in samples),
+        sum(sample.of for sample in samples),
+        *estimates(samples),
+    )
 
 
 def estimates(samples: list[Sample]) -> tuple[Estimate, Estimate]:

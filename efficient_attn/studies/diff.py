@@ -210,7 +210,6 @@ def _runs(side: Run | Sequence[Run], name: str) -> list[Results]:
 
 
 def _other_kernels(old: Sequence[Results], new: Sequence[Results]) -> list[str]:
-    """A warning of cases that other kernels served."""
     kernels: list[dict[str, set[str]]] = [{}, {}]
     for cases, side in zip(kernels, (old, new), strict=True):
         for record in (record for run in side for record in run.records if record.kernels):

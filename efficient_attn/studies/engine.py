@@ -6,23 +6,45 @@ before the next begins. Stored records answer their points: a resumed run replay
 rest.
 """
 
+import inspect
 import math
+import textwrap
 import time
-from collections.abc import Callable, Hashable, Iterable
+import typing
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
+from efficient_attn import external
 from efficient_attn.contained import described
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.record import Case, Record
-from efficient_attn.measure.records import uninterrupted
+from efficient_attn.measure.environment import between, environment, moment
+from efficient_attn.measure.record import Case, Record, write
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
-from efficient_attn.studies.progress import Durations, Progress
-from efficient_attn.studies.run_folder import OVER_BUDGET, Store, over_budget
-from efficient_attn.studies.study import Plan, Point, Request, drive
+from efficient_attn.stats.noise_warnings import DURING
+from efficient_attn.studies.progress import Durations, Progress, notebook_bar
+from efficient_attn.studies.results import Results
+from efficient_attn.studies.run_folder import (
+    COMMAND,
+    ENVIRONMENT,
+    OVER_BUDGET,
+    RECORDS,
+    Store,
+    Stored,
+    only_writer,
+    open_folder,
+    over_budget,
+    stored_run,
+)
+from efficient_attn.studies.study import CODE, STUDY, Plan, Point, Study, refuse_several
 
 # Seconds of timed calls in a round; the rounds of a run take at most this share of its budget.
 _ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
+
+# Seconds that tables, plots and the page take after the last point, at most this share of a budget.
+_SAVING_S, _SHARE_OF_SAVING = 4.0, 0.15
 
 # Backends that the note on an interruption names before it counts the others.
 _NAMED = 6
@@ -31,18 +53,19 @@ _NAMED = 6
 def foreseen(plan: Plan, store: Store) -> dict[str, Point]:
     """Points without a final record, by the key of their case, if all of them succeed."""
     missing: dict[str, Point] = {}
-
-    def answer(request: Request) -> Any:
-        points = request if isinstance(request, list) else [request]
-        missing.update({point.case.key: point for point in points if not store.answers(point)})
-        # A point that has not been measured succeeds, unless its study skips it.
-        records = [
-            store.get(point.case) or Record(case=point.case, status="skipped" if point.skip else "ok")
-            for point in points
-        ]
-        return records if isinstance(request, list) else records[0]
-
-    drive(plan.steps(), answer)
+    steps, answer = plan.steps(), None
+    with suppress(StopIteration):
+        while True:
+            request = steps.send(answer)
+            points = request if isinstance(request, list) else [request]
+            missing |= {point.case.key: point for point in points if not store.answers(point)}
+            # A point that has not been measured succeeds, unless its study skips it.
+            records = [
+                store.records.get(point.case.key)
+                or Record(case=point.case, status="skipped" if point.skip else "ok")
+                for point in points
+            ]
+            answer = records if isinstance(request, list) else records[0]
     return missing
 
 
@@ -101,13 +124,22 @@ class Engine:
 
     def run(self) -> bool:
         """Measure until the study ends; False after Ctrl-C."""
+        steps, answer = self._plan.steps(), None
         try:
-            drive(self._plan.steps(), self._answer)
+            while True:
+                request = steps.send(answer)
+                points = request if isinstance(request, list) else [request]
+                self._measure_rounds([point for point in points if point.rounds])
+                self._measure_once([point for point in points if not point.rounds])
+                records = [self._store.records.get(point.case.key) for point in points]
+                answer = records if isinstance(request, list) else records[0]
+        except StopIteration:
+            return True
         except KeyboardInterrupt:
             return False
         except _TooShortError as refusal:
             self.notes.append(str(refusal))
-        return True
+            return True
 
     def not_measured(self) -> list[str]:
         """Sentence that names the points which an interruption left out."""
@@ -119,40 +151,31 @@ class Engine:
         count = f"{len(missing)} of {self._done + len(missing)} points"
         return [f"{count} not measured ({', '.join(labels[:_NAMED])}{rest}). Continue: --resume."]
 
-    def _answer(self, request: Request) -> Any:
-        if isinstance(request, Point):
-            return self._answer([request])[0]
-        self._interleave([point for point in request if point.rounds])
-        single = [point for point in request if not point.rounds]
+    def _measure_once(self, points: list[Point]) -> None:
+        """One record of each point that is neither stored nor skipped; an executor gets all of them."""
         futures = {}
         if self._executor is not None:
-            due = [point for point in single if not self._store.answers(point) and point.skip is None]
+            due = [point for point in points if not self._store.answers(point) and point.skip is None]
             futures = {point.case.key: self._executor.submit(point.measure) for point in due}
         try:
-            for point in single:
-                self._measure(point, futures.get(point.case.key))
+            for point in points:
+                if self._store.answers(point) or self._skip(point):
+                    continue
+                start, future = time.monotonic(), futures.get(point.case.key)
+                try:
+                    record = point.measure() if future is None else future.result()
+                except Exception as failure:  # An executor may raise anything; its failures are records too.
+                    if future is None:
+                        raise
+                    reason = f"the executor failed: {described(failure)}"
+                    record = Record(case=point.case, status="error", reason=reason)
+                self._durations.learn(point, record, time.monotonic() - start)
+                self._add(point, record)
         finally:
             for future in futures.values():
                 future.cancel()
-        return [self._store.get(point.case) for point in request]
 
-    def _measure(self, point: Point, future: Any) -> None:
-        """One record, unless it is stored or does not fit."""
-        if self._store.answers(point) or self._skip(point):
-            return
-        start = time.monotonic()
-        try:
-            record = point.measure() if future is None else future.result()
-        except Exception as failure:  # An executor may raise anything; its failures are records too.
-            if future is None:
-                raise
-            record = Record(
-                case=point.case, status="error", reason=f"the executor failed: {described(failure)}"
-            )
-        self._durations.learn(point, record, time.monotonic() - start)
-        self._emit(point, record)
-
-    def _interleave(self, points: list[Point]) -> None:
+    def _measure_rounds(self, points: list[Point]) -> None:
         """Rounds in turns, forward and back, so that drift of the machine affects all points alike."""
         spent_s = dict.fromkeys((point.case.key for point in points), 0.0)
         last = max((point.rounds for point in points), default=0)
@@ -165,14 +188,14 @@ class Engine:
                 # Rounds in hand are worth more than one that would be cut off.
                 if done and (spent_s[key] + round_s > self._plan.timeout_s or round_s > self._left_s()):
                     self._store.close(point.case)
-                    self._finish(point)
+                    self._add(point)
                     continue
                 start = time.monotonic()
                 record = point.measure(seconds=self._round_s)
                 seconds = time.monotonic() - start
                 spent_s[key] += seconds
                 self._durations.learn(point, record, seconds)
-                self._emit(point, record)
+                self._add(point, record)
 
     def _skip(self, point: Point) -> bool:
         """Whether the point is skipped: by its study, after a timeout of its series, or by the budget."""
@@ -186,12 +209,12 @@ class Engine:
             budget = f"of the budget of {show_seconds(self._budget_s)}"
             reason = f"needs {show_seconds(needed_s)}, {show_seconds(left_s)} {budget} left {OVER_BUDGET}"
         if reason is not None:
-            self._emit(point, Record(case=point.case, status="skipped", reason=reason))
+            self._add(point, Record(case=point.case, status="skipped", reason=reason))
         return reason is not None
 
     def _refuse_too_short(self, point: Point) -> None:
         """End the run if its budget is too short for the baseline and one candidate."""
-        measured = _labels(record.case for record in self._store.records if record.status == "ok")
+        measured = _labels(record.case for record in self._store.records.values() if record.status == "ok")
         left = _labels(point.case for point in self._missing.values() if not point.skip)
         if len(measured) < min(len(measured | left), 2):
             needed_s = self._budget_s - self._left_s() + self._durations.remaining_s([(point, 1)])
@@ -203,18 +226,15 @@ class Engine:
     def _left_s(self) -> float:
         return self._start + self._budget_s - self._saving_s - time.monotonic()
 
-    def _emit(self, point: Point, record: Record) -> None:
-        with uninterrupted():
-            self._store.add(record)
-        if record.status == "timeout":
-            self._timed_out.setdefault(point.series, record.case.tokens)
-        if self._store.answers(point):
-            self._finish(point)
-
-    def _finish(self, point: Point) -> None:
-        """Take the point off the list and show the progress."""
-        record, key = self._store.get(point.case), point.case.key
-        assert record is not None, "it was measured"
+    def _add(self, point: Point, row: Record | None = None) -> None:
+        """Store a row; take a point that needs no more off the list, and show the progress."""
+        if row is not None:
+            self._store.add(row)
+            if row.status == "timeout":
+                self._timed_out.setdefault(point.series, row.case.tokens)
+            if not self._store.answers(point):
+                return
+        key, record = point.case.key, self._store.records[point.case.key]
         if record.status != "ok" and not over_budget(record):
             # The study may leave out points that depend on this one.
             self._missing = foreseen(self._plan, self._store)
@@ -227,22 +247,134 @@ class Engine:
         repeated = over_budget(record) and self._budget_reported
         self._budget_reported |= over_budget(record)
         if self._report is not None and not repeated:
-            rounds = {key: left.rounds - self._store.rounds(left.case) for key, left in self._missing.items()}
-            remaining_s = self._durations.remaining_s(
-                (left, rounds[key] if left.rounds else 1) for key, left in self._missing.items()
-            )
-            left_s = max(self._left_s(), 0.0)
-            missing = [*self._missing.values()]
-            upcoming = [left.title for left in missing if left.case.kind == point.case.kind]
-            self._report(
-                Progress(
-                    done=self._done,
-                    total=self._done + len(self._missing),
-                    remaining_s=min(remaining_s, left_s),
-                    outcome=f"{point.title}: {record.status}",
-                    record=record,
-                    range_s=self._durations.range_s(remaining_s, left_s),
-                    spent=None if math.isinf(left_s) else 1 - left_s / (self._budget_s - self._saving_s),
-                    current=next(iter([*upcoming, *(left.title for left in missing)]), ""),
-                )
-            )
+            self._report(self._progress(point, record))
+
+    def _progress(self, point: Point, record: Record) -> Progress:
+        """State of the run after a record of a point."""
+        missing, left_s = [*self._missing.values()], max(self._left_s(), 0.0)
+        remaining_s = self._durations.remaining_s(
+            (left, left.rounds - self._store.rounds(left.case) if left.rounds else 1) for left in missing
+        )
+        upcoming = [left.title for left in missing if left.case.kind == point.case.kind]
+        return Progress(
+            done=self._done,
+            total=self._done + len(missing),
+            remaining_s=min(remaining_s, left_s),
+            outcome=f"{point.title}: {record.status}",
+            record=record,
+            range_s=self._durations.range_s(remaining_s, left_s),
+            spent=None if math.isinf(left_s) else 1 - left_s / (self._budget_s - self._saving_s),
+            current=next(iter([*upcoming, *(left.title for left in missing)]), ""),
+        )
+
+
+def run_plan(
+    study: Study,
+    plan: Plan,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    budget_s: float | None = None,
+    start_s: float | None = None,
+    command: Sequence[str] = (),
+    executor: Any = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> Results:
+    """Measure the points that are missing; with `out` every record is on the disk before the next begins.
+
+    Args:
+        start_s: Time by `time.monotonic` from which the budget counts; None: the first point's.
+    """
+    if resume and out is None:
+        raise OptionError("resume needs out, the folder of the run to go on with.")
+    if budget_s is not None and not budget_s > 0:
+        raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
+    if out is not None:
+        refuse_several(study.name)
+    folder = None if out is None else open_folder(out, name="out", fresh=not resume)
+    cases = [point.case for point in foreseen(plan, Store()).values()]
+    code = {case.backend: external.CODE[case.backend] for case in cases if case.backend in external.CODE}
+    about = {STUDY: study.name, CODE: code, **plan.about}
+    machine = {**environment(command=command, device=plan.device), **about}
+    with ExitStack() as stack:
+        stored = Stored()
+        if folder is not None:
+            stack.enter_context(only_writer(folder))
+            stored = stored_run(folder, cases, machine, fixed=plan.fixed) if resume else stored
+            write(folder / ENVIRONMENT, stored.environment or machine)
+            if stored.environment is None:
+                write(folder / COMMAND, " ".join(machine["command"]) + "\n")
+        path = None if folder is None else folder / RECORDS
+        store = Store(path, stored.rows, retry_over_budget=budget_s is not None)
+        start = moment()
+        budget_s = plan.budget_s if budget_s is None else budget_s
+        engine = Engine(
+            plan,
+            store,
+            budget_s=budget_s,
+            start_s=start_s,
+            saving_s=0.0 if folder is None else min(_SAVING_S, _SHARE_OF_SAVING * (budget_s or math.inf)),
+            executor=executor,
+            report=progress,
+        )
+        # Processor time of measuring processes counts as the run's own once they have ended.
+        with plan.resources:
+            complete = engine.run()
+        machine = dict(stored.environment or machine)
+        machine[DURING] = [*machine.get(DURING, []), between(start, moment())]
+        notes = [*engine.notes, *plan.notes, *stored.notes]
+        results = Results(
+            store.records.values(),
+            environment=machine,
+            interrupted=not complete,
+            notes=notes if complete else [*engine.not_measured(), *notes],
+        )
+        if folder is not None:
+            results.save(folder)
+    return results
+
+
+# Options of every run, of the Python function of a study too.
+_OF_A_RUN = {
+    "out": "Folder to which every record is written as soon as it exists.",
+    "resume": "Continue the run in `out`; measured points are kept.",
+    "budget_s": "Seconds of measuring; points that do not fit are skipped.",
+    "executor": "Object with submit, such as a ProcessPoolExecutor; it measures runs without timed points.",
+    "progress": "Function of a `Progress` after each record; a bar in notebooks if omitted.",
+}
+
+
+def function_of(study: Study) -> Callable[..., Results]:
+    """The study as a Python function: options of the plan, then options of every run."""
+
+    def run(*args: Any, **options: Any) -> Results:
+        of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
+        of_run.setdefault("progress", notebook_bar())
+        return run_plan(study, study.plan(*args, **options), **of_run)
+
+    signature = inspect.signature(study.plan)
+    shared = inspect.signature(run_plan).parameters
+    run.__signature__ = signature.replace(  # type: ignore[attr-defined]  # help() reads it
+        parameters=[
+            *(
+                parameter.replace(annotation=_plain(parameter.annotation))
+                for parameter in signature.parameters.values()
+            ),
+            *(shared[name] for name in _OF_A_RUN),
+        ],
+        return_annotation="Results",
+    )
+    run.__name__ = run.__qualname__ = study.name
+    declared = {parameter.name: parameter.option.help for parameter in study.parameters()}
+    lines = [
+        textwrap.fill(f"{name}: {text}", 100, subsequent_indent="    ")
+        for name, text in (declared | _OF_A_RUN).items()
+    ]
+    arguments = textwrap.indent("\n".join(lines), "    ")
+    run.__doc__ = f"{inspect.getdoc(study.plan) or ''}\n\nArgs:\n{arguments}\n"
+    return run
+
+
+def _plain(annotation: Any) -> Any:
+    """The type alone, as a reader of the signature wants it."""
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation

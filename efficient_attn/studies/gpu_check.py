@@ -12,20 +12,18 @@ from typing import Any, NamedTuple
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.environment import available_bytes, environment, usable_cores
-from efficient_attn.measure.isolation import Measurer
-from efficient_attn.measure.process import CrashError, Process
-from efficient_attn.measure.record import Record
-from efficient_attn.measure.records import read as read_records
+from efficient_attn.measure.isolation import CrashError, Measurer, Process
+from efficient_attn.measure.record import Record, write
+from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import YARDSTICK, select
-from efficient_attn.report.files import write
 from efficient_attn.report.table import Table, markdown_line, to_markdown
 from efficient_attn.report.text import three_digits
 from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, on_device, time_ratio
 from efficient_attn.studies import studies
 from efficient_attn.studies.bench import view as bench
 from efficient_attn.studies.engine import Engine
-from efficient_attn.studies.run_folder import RECORDS, Store, open_folder, read_json, run_folder, write_json
+from efficient_attn.studies.run_folder import RECORDS, Store, open_folder, read_json, run_folder
 from efficient_attn.studies.study import Plan, Steps
 from efficient_attn.studies.workload import Costs, Workload, settle
 
@@ -77,18 +75,15 @@ class GpuCheck(NamedTuple):
 
     def tables(self) -> list[Table]:
         """Outcomes of the check, times and predictions."""
-        rows = []
+        rows, notes = [], [*self.verdict["notes"]]
         for kernel, precision, entry in _entries(self.verdict["kernels"]):
             shares = [f"{verb} {share:.2f}" for verb, share in entry.get("worst", {}).items()]
             served = f"{entry['served']} of {entry['cases']}" if "cases" in entry else ""
             rows.append((kernel, precision, entry["outcome"], entry["tile"], served, ", ".join(shares)))
-        columns = ("kernel", "precision", "outcome", "tile", "cases served", "largest error / bound")
-        notes = [*self.verdict["notes"]]
-        for kernel, precision, entry in _entries(self.verdict["kernels"]):
             notes += [f"{kernel}, {precision}: {text}" for text in entry.get("reasons", ())]
-        tables = [
-            Table(f"Fused kernels on {self.verdict['machine']['gpu']}", columns, tuple(rows), (*notes,))
-        ]
+        columns = ("kernel", "precision", "outcome", "tile", "cases served", "largest error / bound")
+        title = f"Fused kernels on {self.verdict['machine']['gpu']}"
+        tables = [Table(title, columns, tuple(rows), (*notes,))]
         return [*tables, *bench.tables(self.records, {}), *self._predictions()] if self.records else tables
 
     def sentences(self) -> list[str]:
@@ -110,21 +105,18 @@ class GpuCheck(NamedTuple):
             texts = map(three_digits, (milliseconds, measured, measured / milliseconds))
             rows.append((name, str(case.tokens), *texts))
         columns = ("call", "tokens", "predicted", "measured", "measured / predicted")
+        title = "Predicted and measured device time, ms"
         note = (
             "Predicted by a model of bytes, products and launches; a factor of two either way is a finding."
         )
-        return (
-            [Table("Predicted and measured device time, ms", columns, tuple(rows), (note,))] if rows else []
-        )
+        return [Table(title, columns, tuple(rows), (note,))] if rows else []
 
     def page(self) -> str:
         """One page of Markdown."""
         facts = [f"- {name}: {value}" for name, value in self.verdict["machine"].items()]
         texts = ["# Fused kernels of efficient-attn on a GPU", "\n".join(map(markdown_line, facts))]
-        return (
-            "\n\n".join([*texts, *map(to_markdown, self.tables()), *map(markdown_line, self.sentences())])
-            + "\n"
-        )
+        texts += [*map(to_markdown, self.tables()), *map(markdown_line, self.sentences())]
+        return "\n\n".join(texts) + "\n"
 
 
 def _entries(kernels: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -134,17 +126,13 @@ def _entries(kernels: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str
 
 
 def show_gpu_check(folder: str | Path) -> GpuCheck:
-    """Read the folder of a check, of this machine or another.
-
-    Raises:
-        DataError: If it holds none.
-    """
+    """Read the folder of a check, of this machine or another."""
     studies()
     folder = Path(folder)
     verdict = read_json(folder / VERDICT)
     try:
         records = read_records(folder / RECORDS).records if (folder / RECORDS).exists() else ()
-        outcome = GpuCheck(verdict, tuple(Store(rows=records).records))
+        outcome = GpuCheck(verdict, tuple(Store(rows=records).records.values()))
         outcome.page()
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{folder / VERDICT} is no verdict of gpu-check: {error}.") from None
@@ -205,11 +193,11 @@ def gpu_check(
         say(f"Timing calls of {min(lengths)} to {max(lengths)} tokens, within {show_seconds(budget_s)}.")
         store = Store(folder / RECORDS)
         _measure(workload, str(place), lengths, variables, store, budget_s, say)
-        records = store.records
+        records = tuple(store.records.values())
         strike_slower(kernels, records)
         verdict.write(machine, kernels)
     outcome = GpuCheck(content, records)
-    write_json(folder / VERDICT, content)
+    write(folder / VERDICT, content)
     write(folder / PAGE, outcome.page())
     return outcome
 
@@ -223,16 +211,11 @@ def assembler(machine: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str
         return dict(machine), {}, []
     path = verdict.newer_ptxas()
     if path is None:
-        return (
-            dict(machine),
-            {},
-            [f"No kernel was checked: {reason}. Install one and {verdict.export_line()}"],
-        )
-    note = (
-        f"{reason}: ptxas {verdict.ptxas_version(path)} was used. Kernels serve after {verdict.export_line()}"
-    )
-    variables = dict.fromkeys(verdict.PTXAS_VARIABLES, path)
-    return {**machine, "ptxas": verdict.ptxas_version(path)}, variables, [note]
+        note = f"No kernel was checked: {reason}. Install one and {verdict.export_line()}"
+        return dict(machine), {}, [note]
+    version = verdict.ptxas_version(path)
+    note = f"{reason}: ptxas {version} was used. Kernels serve after {verdict.export_line()}"
+    return {**machine, "ptxas": version}, dict.fromkeys(verdict.PTXAS_VARIABLES, path), [note]
 
 
 def check_kernels(
@@ -316,7 +299,6 @@ def _measure(
     budget_s: float,
     say: Say,
 ) -> None:
-    """Times of calls by kernels and by operators, from short to long, in interleaved rounds."""
     exact, window, linear = select([YARDSTICK, "window", _LINEAR])
     operators = replace(linear, label=_OPERATORS)
     by_operators = {"EFFICIENT_ATTN_KERNELS": "torch"}

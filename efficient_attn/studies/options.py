@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from efficient_attn.limits import WHOLE_NUMBER
-from efficient_attn.measure.units import parse_seconds, parse_sizes
+from efficient_attn.measure.units import parse_names, parse_seconds, parse_sizes
 from efficient_attn.measure.variants import parse_settings
 from efficient_attn.studies.study import Option
 
@@ -16,24 +16,6 @@ RUNS_CODE = "The file is executed."
 MODEL_HELP = (
     f"Folder of a transformers model, or FILE.py:function that makes a model with its inputs. {RUNS_CODE}"
 )
-
-
-def parse_names(texts: Sequence[str] | None, *, name: str) -> list[str] | None:
-    """The names in `a,b` and in repeated flags; None if none was given."""
-    from efficient_attn.errors import OptionError
-
-    if not texts:
-        return None
-    names = [part.strip() for text in texts for part in text.split(",") if part.strip()]
-    if not names:
-        # An empty variable of a script arrives like this; it does not mean all backends.
-        raise OptionError(f"{name} {texts[0]!r} names nothing; write a,b for several names, or leave it out.")
-    return names
-
-
-def parse_text(text: str, *, name: str) -> str:
-    """The text as it is, of an option that takes other objects in Python."""
-    return text
 
 
 def parse_numbers(

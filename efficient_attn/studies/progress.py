@@ -41,11 +41,11 @@ class Durations:
         if predicted_s := self.next_s(point):
             self._misses.append(seconds / predicted_s)
         call_s = min(record.times_s) if point.rounds and record.times_s else None
-        self._last[_key(point)] = _Duration(point.cost, seconds, call_s)
+        self._last[point.series, point.case.kind] = _Duration(point.cost, seconds, call_s)
 
     def next_s(self, point: Point) -> float:
         """Seconds of the point, or of its next round; 0 where nothing of its series was measured."""
-        last = self._last.get(_key(point))
+        last = self._last.get((point.series, point.case.kind))
         timed = self._last.get((point.series, "time"))
         if point.case.kind == "memory" and timed is not None and timed.call_s is not None:
             # Counting takes most of a short point, calls most of a long one.
@@ -57,12 +57,26 @@ class Durations:
         return last.seconds + _CALLS * (last.call_s or 0.0) * max(point.cost / last.cost - 1, 0.0)
 
     def remaining_s(self, points: Iterable[tuple[Point, int]]) -> float:
-        """Seconds of all these points, each so many times."""
-        return sum(
-            times * (self.next_s(point) or self._typical_s(point))
-            for point, times in points
-            if point.skip is None
-        )
+        """Seconds of all these points, each so many times; a new one is like its series, its kind, or all."""
+        total_s = 0.0
+        for point, times in points:
+            if point.skip is not None:
+                continue
+            if next_s := self.next_s(point):
+                total_s += times * next_s
+                continue
+            last = self._last.items()
+            series = [duration for (series, _), duration in last if series == point.series]
+            kind = [duration for (_, kind), duration in last if kind == point.case.kind]
+            alike = series or kind or list(self._last.values())
+            cost = sum(duration.cost for duration in alike)
+            seconds = sum(duration.seconds for duration in alike)
+            if point.rounds and alike is kind:
+                total_s += times * seconds / len(kind)
+            else:
+                call_s = seconds * point.cost / cost if cost else 0.0
+                total_s += times * (max(_CALLS * call_s, self._round_s) if point.rounds else call_s)
+        return total_s
 
     def range_s(self, remaining_s: float, left_s: float) -> tuple[float, float]:
         """Likely range of the time left, by the last predictions and within the budget."""
@@ -70,22 +84,6 @@ class Durations:
         if len(self._misses) >= _FEWEST_MISSES:
             low, *_, high = quantiles(self._misses, n=_FEWEST_MISSES)
         return min(remaining_s * min(low, 1.0), left_s), min(remaining_s * max(high, 1.0), left_s)
-
-    def _typical_s(self, point: Point) -> float:
-        """Seconds of a point, or of a round, if it is like its series, its kind, or all others."""
-        last = self._last.items()
-        series = [duration for (series, _), duration in last if series == point.series]
-        kind = [duration for (_, kind), duration in last if kind == point.case.kind]
-        alike = series or kind or list(self._last.values())
-        if point.rounds and alike is kind:
-            return sum(duration.seconds for duration in kind) / len(kind)
-        cost = sum(duration.cost for duration in alike)
-        call_s = sum(duration.seconds for duration in alike) * point.cost / cost if cost else 0.0
-        return max(_CALLS * call_s, self._round_s) if point.rounds else call_s
-
-
-def _key(point: Point) -> tuple[Hashable, str]:
-    return point.series, point.case.kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +135,6 @@ def notebook_bar() -> Callable[[Progress], None] | None:
 
 
 def _drawn(step: Progress) -> dict[str, str]:
-    """The bar by media type."""
     line = plain(str(step))
     bar = f'<progress value="{step.done}" max="{step.total}"></progress>'
     return {"text/plain": line, "text/html": f"<div>{bar} {html.escape(line)}</div>"}

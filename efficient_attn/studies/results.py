@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.measure.record import Case, Record, merge_rows
-from efficient_attn.measure.records import append
-from efficient_attn.measure.records import read as read_records
+from efficient_attn.measure.record import Case, Record, append, merge_rows, write
+from efficient_attn.measure.record import read as read_records
 from efficient_attn.report.drawing import draw
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.files import Run, write_all
@@ -21,7 +20,6 @@ from efficient_attn.studies.run_folder import (
     open_folder,
     read_json,
     run_folder,
-    write_json,
 )
 from efficient_attn.studies.study import STUDY, Study
 from efficient_attn.studies.view import flat_row, sample_rows, view_of
@@ -73,11 +71,7 @@ class Results:
         return "".join(map(to_html, self.tables())) if self.conflict is None else None
 
     def check_drawable(self) -> None:
-        """Refuse records of several runs that are no single run.
-
-        Raises:
-            DataError: If they are none.
-        """
+        """Refuse records of several runs that are no single run."""
         if self.conflict is not None:
             raise DataError(
                 f"{self.conflict}. Rows of to_pandas() name their run; `efficient-attn report` shows "
@@ -156,7 +150,7 @@ class Results:
             for record in self.records:
                 append(paths[0], record)
         if self.environment:
-            paths.append(write_json(folder / ENVIRONMENT, self.environment))
+            paths.append(write(folder / ENVIRONMENT, self.environment))
         try:
             return paths + write_all([self.as_run(folder.resolve().name)], folder, {})
         # Whatever goes wrong in drawing, the records are safe, and whoever measured them gets them back.
@@ -260,13 +254,12 @@ def _conflict(runs: Mapping[str, Results]) -> str | None:
                 case = record.case
                 return f"{first} and {name} both measured {case.label}, {case.tokens} tokens, {case.kind}"
     timed = [run for run in runs.values() if any(record.times_s for record in run.records)]
-    machines = dict.fromkeys(_machine(run.environment) for run in timed)
+    machines = {}
+    for run in timed:
+        entries = dict(flat(run.environment))
+        parts = [f"{name} {entries[name]}" for name in _MACHINE if name in entries]
+        machines[", ".join(parts) or "unrecorded"] = run
     return f"The times are of several machines ({'; '.join(machines)})" if len(machines) > 1 else None
-
-
-def _machine(environment: Mapping[str, Any]) -> str:
-    entries = dict(flat(environment))
-    return ", ".join(f"{name} {entries[name]}" for name in _MACHINE if name in entries) or "unrecorded"
 
 
 def _common(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,20 +2,21 @@
 
 import json
 import os
+import signal
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes, read_object
-from efficient_attn.measure.record import Case, Record, merge_rows
-from efficient_attn.measure.records import NO_LINK, append
-from efficient_attn.measure.records import read as read_records
+from efficient_attn.measure.record import NO_LINK, Case, Record, append, merge_rows
+from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.variants import MODEL
-from efficient_attn.report.files import write
 from efficient_attn.report.methods import flat
 from efficient_attn.report.table import short
 from efficient_attn.studies import studies
@@ -39,7 +40,7 @@ def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False
         fresh: Refuse a folder that holds records already.
     """
     if str(folder) in ("", "-"):
-        raise DataError(f"{name} is a folder, not {str(folder)!r}; --json - writes to stdout.")
+        raise DataError(f"{name} is a folder, not {str(folder)!r}; --json writes to stdout.")
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,11 +63,6 @@ def run_folder(command: str) -> Path:
     folder = Path("runs") / f"{command}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
     return next(candidate for candidate in chain([folder], numbered) if not candidate.exists())
-
-
-def write_json(path: Path, value: Mapping[str, Any]) -> Path:
-    """Write indented strict JSON."""
-    return write(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def differences(
@@ -99,11 +95,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Hold the folder against other writers; the system releases it however this process ends.
-
-    Raises:
-        DataError: If another process holds it.
-    """
+    """Hold the folder against other writers; the system releases it however this process ends."""
     from filelock import FileLock, Timeout
 
     path = folder / LOCK
@@ -131,37 +123,18 @@ class Stored(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def begin(
-    folder: Path,
-    cases: Sequence[Case],
-    machine: Mapping[str, Any],
-    *,
-    resume: bool,
-    fixed: Sequence[str] = (),
+def stored_run(
+    folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, fixed: Sequence[str] = ()
 ) -> Stored:
-    """The stored rows of a resumed run; the files that describe the run are written.
+    """The rows in the folder, made ready for more: a last line that was cut off is removed.
 
     Args:
+        machine: Environment of the run that goes on.
         fixed: Entries of the environment on which the study decides.
 
     Raises:
         DataError: If it was measured with another torch, other code or threads, on another processor, or for
             another question.
-    """
-    stored = _stored(folder, cases, machine, fixed=fixed) if resume else Stored()
-    write_json(folder / ENVIRONMENT, stored.environment or machine)
-    if stored.environment is None:
-        write(folder / COMMAND, " ".join(machine["command"]) + "\n")
-    return stored
-
-
-def _stored(
-    folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, fixed: Sequence[str]
-) -> Stored:
-    """The rows in the folder, made ready for more: a last line that was cut off is removed.
-
-    Raises:
-        DataError: If the folder holds the run of another study, or of another environment.
     """
     path = folder / RECORDS
     environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
@@ -208,6 +181,31 @@ def _stored(
     return Stored(rows, (rows and environment) or None, notes)
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Defer SIGINT and SIGTERM until the block is done, so that a row is written whole, exactly once."""
+    # Python handles signals in the main thread only; other threads are never interrupted.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Any] = {
+        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        for ending in handlers:
+            signal.signal(ending, lambda number, frame: waiting.append((number, frame)))
+        yield
+    finally:
+        for changed, handler in handlers.items():
+            signal.signal(changed, handler or signal.SIG_DFL)
+    for came, frame in waiting[:1]:
+        if callable(handlers[came]):
+            handlers[came](came, frame)
+        else:
+            os.kill(os.getpid(), came)
+
+
 # End of the reason of points that the budget skipped.
 OVER_BUDGET = "(raise it with --budget)"
 
@@ -222,37 +220,31 @@ class Store:
         path: File that gets a line per row; None: no file.
         rows: Rows of an earlier run in that file.
         retry_over_budget: Measure points again that the budget of the earlier run skipped.
+
+    Attributes:
+        records: Records by the key of their case, of a timed one with the rounds so far.
     """
 
     def __init__(
         self, path: Path | None = None, rows: Iterable[Record] = (), *, retry_over_budget: bool = False
     ) -> None:
         self._path = path
-        self._records = merge_rows([*rows])
+        self.records = merge_rows([*rows])
         self._closed: set[str] = set()
         self._stale = {
             key
-            for key, record in self._records.items()
+            for key, record in self.records.items()
             if record.status in _FAILURES and (retry_over_budget or not over_budget(record))
         }
 
-    @property
-    def records(self) -> tuple[Record, ...]:
-        """All records."""
-        return tuple(self._records.values())
-
-    def get(self, case: Case) -> Record | None:
-        """The record of a case; with the rounds so far if it is timed."""
-        return self._records.get(case.key)
-
     def rounds(self, case: Case) -> int:
         """Number of successful rounds of a timed case."""
-        record = self.get(case)
+        record = self.records.get(case.key)
         return 0 if record is None or record.status != "ok" else len(record.round_sizes or ())
 
     def answers(self, point: Point) -> bool:
         """Whether a point need not be measured: it has all rounds, failed, or was skipped."""
-        record = self.get(point.case)
+        record = self.records.get(point.case.key)
         if record is None or point.case.key in self._stale:
             return False
         complete = point.case.key in self._closed or self.rounds(point.case) >= point.rounds
@@ -261,13 +253,14 @@ class Store:
     def add(self, row: Record) -> None:
         """Write and merge a row; a repeated failure is not written twice."""
         key = row.case.key
-        stored = self._records.get(key)
+        stored = self.records.get(key)
         self._stale.discard(key)
         if stored == row and not row.round_sizes:
             return
-        self._records |= merge_rows([row] if stored is None else [stored, row])
-        if self._path is not None:
-            append(self._path, row)
+        with uninterrupted():
+            self.records |= merge_rows([row] if stored is None else [stored, row])
+            if self._path is not None:
+                append(self._path, row)
 
     def close(self, case: Case) -> None:
         """Measure no further rounds of a case in this run."""

@@ -110,7 +110,6 @@ def show(
 def _chosen(
     backends: Sequence[Any] | None, options: Mapping[str, Mapping[str, Sequence[Any]]] | None
 ) -> tuple[Variant, ...]:
-    """The variants, exact attention first."""
     from efficient_attn.backends import list_backends
 
     named = [name for name in _BACKENDS if name in list_backends()] if backends is None else backends

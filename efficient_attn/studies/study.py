@@ -4,6 +4,8 @@ import importlib.util
 import inspect
 import itertools
 import math
+import os
+import sys
 import typing
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +14,7 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
+from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure.quantities import Quantity, register
 from efficient_attn.measure.record import Case, Record
 
@@ -76,16 +79,6 @@ class Plan:
     budget_s: float | None = None
 
 
-def drive(steps: Steps, answer: Callable[[Request], Any]) -> None:
-    """Answer everything that a study yields."""
-    try:
-        request = next(steps)
-        while True:
-            request = steps.send(answer(request))
-    except StopIteration:
-        pass
-
-
 def in_lists(lists: Iterable[list[Point]]) -> Steps:
     """The steps of a study whose points do not depend on records."""
     for points in lists:  # noqa: UP028  (records are sent to a generator, not to an iterator of lists)
@@ -129,17 +122,13 @@ class Option:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A parameter of a plan with its declaration."""
+    """A parameter of a plan with its flag on the command line and its declaration."""
 
     name: str
+    flag: str
     type: Any
     default: Any
     option: Option
-
-    @property
-    def flag(self) -> str:
-        """Flag of the command line."""
-        return self.option.flag or f"--{self.name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +176,23 @@ class Study:
         hints = typing.get_type_hints(self.plan, include_extras=True)
         for name, parameter in inspect.signature(self.plan).parameters.items():
             kind, *metadata = typing.get_args(hints[name]) or (hints[name],)
-            declared = [option for option in metadata if isinstance(option, Option)]
-            if declared:
-                yield Parameter(name=name, type=kind, default=parameter.default, option=declared[0])
+            for option in metadata:
+                if isinstance(option, Option):
+                    flag = option.flag or f"--{name.replace('_', '-')}"
+                    yield Parameter(name=name, flag=flag, type=kind, default=parameter.default, option=option)
+
+
+def refuse_several(name: str) -> None:
+    """Refuse to run in several processes, which would all write the same files; one of them explains.
+
+    Raises:
+        UnsupportedError: In the first of several processes; the others exit with code 2.
+    """
+    processes, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
+    if not processes.isdecimal() or int(processes) == 1:
+        return
+    if rank.isdecimal() and int(rank) > 0:
+        sys.exit(2)
+    raise UnsupportedError(
+        f"{name} runs in one process, and WORLD_SIZE is {processes}: start it without torchrun."
+    )

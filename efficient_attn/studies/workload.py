@@ -3,14 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure import isolation
 from efficient_attn.measure.environment import available_bytes, usable_cores
-from efficient_attn.measure.isolation import NONE, Measurer, limits_memory
-from efficient_attn.measure.memory import ITEM_BYTES, predict_bytes
-from efficient_attn.measure.record import Record
+from efficient_attn.measure.isolation import NONE, Measurer
+from efficient_attn.measure.memory import ITEM_BYTES
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.units import parse_bytes, show_bytes
 from efficient_attn.measure.variants import Variant, has_address
 from efficient_attn.problem import positive_count
@@ -20,6 +22,21 @@ from efficient_attn.studies.study import Point
 SUBJECTS = ("attention", "block", "encoder")
 
 _DEFAULT_LAYERS = 3
+
+# Score matrices alive at once in naive attention: scores and weights; in the backward pass the weights of
+# every layer, their gradient and the gradient of the scores.
+_DENSE_SCORES = 2
+
+# Vectors of a token alive at once. Attention: q, k, v, the output; in the backward pass their gradients too.
+_ATTENTION_VECTORS = {False: 4, True: 8}
+
+# A block: x, the two sums around the feed-forward part, its eight inside (before and after ReLU). The
+# backward pass keeps twelve per block: q, k, v, their output, two sums, two norms, four inside.
+_BLOCK_VECTORS, _KEPT_VECTORS = 11, 12
+
+# Weights of a block in units of model_dim²: four projections, and two of the feed-forward part, which is
+# four times as wide.
+_SQUARES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +62,7 @@ class Workload:
 
 
 def settle(workload: Workload) -> Workload:
-    """The workload with device, dtype and threads chosen, checked against this machine.
-
-    Raises:
-        OptionError, UnsupportedError: If it makes no sense, or this machine cannot do it.
-    """
+    """The workload with device, dtype and threads chosen, checked against this machine."""
     # Help texts are shown without torch.
     import torch
 
@@ -92,6 +105,20 @@ def _device(device: str) -> str:
     return device
 
 
+def predict_bytes(case: Case, memory_growth: int) -> int:
+    """Bytes of vectors and weights, their gradients, and of score matrices if memory grows with n²."""
+    item = ITEM_BYTES[case.dtype]
+    vector = item * case.batch * case.tokens * case.model_dim
+    scores = item * case.batch * case.num_heads * case.tokens**2 if memory_growth > 1 else 0
+    layers = case.layers or 1
+    dense = _DENSE_SCORES + (layers if case.backward else 0)
+    if case.of in ("attention", "output"):
+        return _ATTENTION_VECTORS[case.backward] * vector + dense * scores
+    weights = layers * _SQUARES * item * case.model_dim**2
+    vectors = _BLOCK_VECTORS + (layers * _KEPT_VECTORS if case.backward else 0)
+    return (2 if case.backward else 1) * weights + vectors * vector + dense * scores
+
+
 @dataclass(frozen=True, kw_only=True)
 class Costs:
     """Points of time, peak memory and error of calls that differ in backend and length.
@@ -129,16 +156,6 @@ class Costs:
         )
 
 
-def shape_of_subject(subject: Any) -> dict[str, Any]:
-    """Fields of a case that the heads of a subject decide."""
-    return {
-        "num_heads": subject.activations.q.shape[1],
-        "num_kv_heads": subject.num_kv_heads,
-        "head_dim": subject.head_dim,
-        "causal": subject.causal,
-    }
-
-
 def measurer_for(
     variants: Sequence[Variant],
     workload: Workload,
@@ -162,7 +179,9 @@ def measurer_for(
     if here:
         remark = f"Nothing was isolated: {here[0]!r} exists in this process only; name it as file.py:object."
         return measurer, limit, [remark]
-    if workload.device != "cpu" or limits_memory():
+    # Linux reports the memory of a child, which its limit needs; macOS does not.
+    limits_memory = find_spec("resource") is not None and Path("/proc/self/statm").exists()
+    if workload.device != "cpu" or limits_memory:
         return measurer, limit, []
     remark = "This system enforces no memory limit: points are skipped by their predicted memory alone."
     unknown = " Its available memory is unknown, so none was skipped: memory_limit in Python takes an amount."

@@ -8,8 +8,8 @@ from torch.utils.flop_counter import flop_registry
 
 from efficient_attn.backends import build
 from efficient_attn.measure import calls, worker
-from efficient_attn.measure.memory import predict_bytes
 from efficient_attn.measure.variants import CEILING
+from efficient_attn.studies.workload import predict_bytes
 
 SUBJECTS = {"attention": None, "block": None, "encoder": 3}
 

@@ -15,13 +15,11 @@ from efficient_attn.measure.environment import (
     available_bytes,
     between,
     environment,
-    gpu_state,
-    hide_paths,
     moment,
+    throttle_reasons,
     usable_cores,
 )
 from efficient_attn.ops import paths, verdict
-from efficient_attn.ops.paths import VARIABLE
 
 
 def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_other_variables_are_not(
@@ -44,36 +42,29 @@ def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_oth
 
 
 @pytest.mark.parametrize(
-    ("text", "clock_hz", "reasons"),
-    [
-        ("1980 MHz, 0x0000000000000024", 1.98e9, 0x24),
-        ("[N/A], 0x0000000000000024", None, 0x24),
-        *((silent, None, None) for silent in (None, "No devices were found", "?, ?", "a, b, c")),
-    ],
+    ("text", "reasons"),
+    [("0x0000000000000024", 0x24), *((text, None) for text in (None, "[N/A]", "No devices found", "a, b"))],
 )
-def test_the_state_of_a_gpu_is_what_its_driver_answers_and_unknown_otherwise(
-    text, clock_hz, reasons, monkeypatch
-):
+def test_a_gpu_is_throttled_as_its_driver_answers_and_unknown_otherwise(text, reasons, monkeypatch):
     commands = []
     about = SimpleNamespace(name="GPU", total_memory=2**30, uuid="12ab")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     monkeypatch.setattr(module, "_ask", lambda command: commands.append(command) or text)
-    assert gpu_state("cuda:1") == {"sm_clock_hz": clock_hz, "throttle_reasons": reasons}
-    assert commands[0][:2] == ["nvidia-smi", "--id=GPU-12ab"] and "clocks.sm,clocks_event" in commands[0][2]
-    assert gpu_state("cpu") == {}
-    if clock_hz:
-        assert [module._gpu("cuda:1")[name] for name in module._DRIVER] == text.split(", ")
+    assert throttle_reasons("cuda:1") == reasons and throttle_reasons("cpu") is None
+    assert len(commands) == 1 and commands[0][:2] == ["nvidia-smi", "--id=GPU-12ab"]
+    assert "clocks_event_reasons.active" in commands[0][2]
+    monkeypatch.setattr(module, "_ask", lambda command: "570.1, 1980 MHz")
+    assert [module._gpu("cuda:1")[name] for name in module._DRIVER] == ["570.1", "1980 MHz"]
 
 
-def test_the_kernels_in_force_are_named_once_or_with_their_dtypes(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "torch")
-    about = environment()
-    assert about["kernels"] == "torch" and about["variables"][VARIABLE] == "torch"
+def test_the_kernels_of_a_gpu_are_named_with_their_dtypes(monkeypatch):
+    about = SimpleNamespace(name="GPU", total_memory=2**30, uuid="12ab")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     monkeypatch.setattr(paths, "kernels", lambda device, dtype: "torch" if dtype.itemsize == 8 else "flex")
-    assert environment()["kernels"] == "torch"
+    assert module._gpu("cuda:1")["kernels"] == "torch (bfloat16, float16, float32, float64)"
     # Those that passed their check.
     monkeypatch.setattr(verdict, "passed", lambda kernel, device, dtype: dtype.itemsize == 2)
-    assert environment()["kernels"] == "flex (bfloat16, float16), torch (float32, float64)"
+    assert module._gpu("cuda:1")["kernels"] == "flex (bfloat16, float16), torch (float32, float64)"
 
 
 def test_paths_are_cut_to_what_lies_below_the_current_folder_or_to_their_end(tmp_path, monkeypatch):
@@ -85,15 +76,19 @@ def test_paths_are_cut_to_what_lies_below_the_current_folder_or_to_their_end(tmp
         "C:\\Users\\ada\\c.py": "c.py",
         **{word: word for word in ("d/e.py:h", "256:4096:x2", "linformer.rank=1,2", "3/4")},
     }
-    assert hide_paths(list(shown)) == list(shown.values())
+    assert environment(command=list(shown))["command"] == list(shown.values())
 
 
 @pytest.mark.parametrize(
     ("machine", "container", "least"), [(1000, 600, 600), (1000, None, 1000), (None, None, None)]
 )
-def test_available_memory_is_the_smaller_of_machine_and_container(machine, container, least, monkeypatch):
-    monkeypatch.setattr(module, "_memory_line", lambda name: machine)
-    monkeypatch.setattr(module, "_container_bytes", lambda: container)
+def test_available_memory_is_the_smaller_of_machine_and_container(
+    machine, container, least, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(module, "_entry", lambda path, name: machine)
+    monkeypatch.setattr(module, "_CONTROL_GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("max" if container is None else f"{container + 50}")
+    (tmp_path / "memory.current").write_text("50")
     assert available_bytes() == least
 
 

@@ -16,7 +16,7 @@ from efficient_attn.measure import calls
 from efficient_attn.measure.calls import _executed
 from efficient_attn.measure.record import COMPILED, CUDA_GRAPH, replace
 from efficient_attn.registry import Capabilities
-from efficient_attn.studies.bench.plan import plan
+from efficient_attn.studies.bench import plan
 
 EXACT = spec("exact")
 
@@ -69,17 +69,16 @@ def test_on_a_gpu_times_have_a_cache_and_graphs_no_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
     options = {"of": "attention,block", "execution": "eager,cuda-graph,compiled", "error": False}
-    for option, l2 in ((None, "cold"), ("warm", "warm")):
-        planned = plan(["window"], seq_lens=(8, 16), device="cuda", dtype="bfloat16", l2=option, **options)
-        cases = [point.case for point in points_of(planned)]
-        assert {(case.kind, case.execution, case.l2) for case in cases} == {
-            *(("time", execution, l2) for execution in (None, "compiled", "cuda-graph")),
-            *(("memory", execution, None) for execution in (None, "compiled")),
-        }
-        assert {case.label for case in cases if case.execution == "compiled"} >= {"window · compiled"}
-        # Points of one execution, which are compared, are one group; a budget is spent on eager calls first.
-        groups = [group for group, _ in groupby((case.execution, case.tokens) for case in cases)]
-        assert groups == list(itertools.product((None, "cuda-graph", "compiled"), (8, 16)))
+    planned = plan(["window"], seq_lens=(8, 16), device="cuda", dtype="bfloat16", **options)
+    cases = [point.case for point in points_of(planned)]
+    assert {(case.kind, case.execution, case.l2) for case in cases} == {
+        *(("time", execution, "cold") for execution in (None, "compiled", "cuda-graph")),
+        *(("memory", execution, None) for execution in (None, "compiled")),
+    }
+    assert {case.label for case in cases if case.execution == "compiled"} >= {"window · compiled"}
+    # Points of one execution, which are compared, are one group; a budget is spent on eager calls first.
+    groups = [group for group, _ in groupby((case.execution, case.tokens) for case in cases)]
+    assert groups == list(itertools.product((None, "cuda-graph", "compiled"), (8, 16)))
 
 
 @pytest.mark.compile

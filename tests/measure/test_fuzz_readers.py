@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import efficient_attn as ea
 from efficient_attn.errors import AttentionError, DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES
-from efficient_attn.measure.records import line
+from efficient_attn.measure.record import line
 from efficient_attn.studies import records_schema
-from efficient_attn.studies.run_folder import begin
+from efficient_attn.studies.run_folder import stored_run
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "run"
 RECORDS = (FIXTURE / "records.jsonl").read_bytes()
@@ -84,7 +84,7 @@ def _compare(folder):
 
 
 def _resume(folder):
-    assert all(line(row) for row in begin(folder, [], MACHINE, resume=True).rows)
+    assert all(line(row) for row in stored_run(folder, [], MACHINE).rows)
 
 
 @fuzz
@@ -125,6 +125,6 @@ def test_any_environment_is_refused_or_made_use_of(folder, value):
 )
 def test_an_environment_that_is_too_large_or_no_strict_json_is_refused(folder, content, message):
     use(folder, RECORDS, content)
-    for act in (ea.read, partial(begin, cases=[], machine=MACHINE, resume=True)):
+    for act in (ea.read, partial(stored_run, cases=[], machine=MACHINE)):
         with pytest.raises(DataError, match=f"environment.json {message}"):
             act(folder)

@@ -50,8 +50,8 @@ def test_every_way_to_fail_is_a_record_with_a_reason_of_one_line_and_the_next_po
 def test_a_healthy_process_is_kept_and_a_failure_brings_a_new_one():
     with Measurer(timeout_s=ENOUGH_S) as isolated:
         assert ask(isolated, "values").times_s
-        child = isolated._process._child
-        assert ask(isolated, "refuses").status == "unsupported" and isolated._process._child is child
+        child = isolated._process.child
+        assert ask(isolated, "refuses").status == "unsupported" and isolated._process.child is child
         first = ask(isolated, "pid").reason
         assert ask(isolated, "pid").reason != first and str(os.getpid()) not in first
 
@@ -106,9 +106,9 @@ def test_a_leaking_point_is_out_of_memory_at_the_limit_and_the_next_one_does_not
 def test_what_an_earlier_point_leaked_is_not_held_against_a_later_one():
     with Measurer(timeout_s=ENOUGH_S) as isolated:
         assert ask(isolated, "crowded", tokens=16).status == "ok"
-        used = isolated._process._child
+        used = isolated._process.child
         assert ask(isolated, "crowded", tokens=32).status == "ok"
-        assert isolated._process._child is not used
+        assert isolated._process.child is not used
 
 
 def test_a_process_that_cannot_start_is_a_record(monkeypatch):

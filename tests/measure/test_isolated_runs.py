@@ -16,11 +16,11 @@ from looped import points, run
 from efficient_attn import bench
 from efficient_attn.external import spec_of
 from efficient_attn.measure.isolation import Measurer
-from efficient_attn.measure.record import Record
-from efficient_attn.measure.records import read, uninterrupted
+from efficient_attn.measure.record import Record, read
 from efficient_attn.measure.variants import Variant, has_address
 from efficient_attn.registry import SPECS
-from efficient_attn.studies import run as runs
+from efficient_attn.studies import engine as runs
+from efficient_attn.studies.run_folder import uninterrupted
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="isolation needs process groups, signals and /proc"),

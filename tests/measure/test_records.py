@@ -18,11 +18,22 @@ from efficient_attn import limits
 from efficient_attn.errors import DataError
 from efficient_attn.measure import quantities
 from efficient_attn.measure.quantities import FIELDS, KINDS
-from efficient_attn.measure.record import SCHEMA, STATUSES, Case, Record, merge_rounds, replace
-from efficient_attn.measure.records import append, line, parse, read, records_schema
+from efficient_attn.measure.record import (
+    SCHEMA,
+    STATUSES,
+    Case,
+    Record,
+    append,
+    line,
+    merge_rounds,
+    parse,
+    read,
+    replace,
+)
 from efficient_attn.studies import studies
 
 studies()
+LINES = ea.records_schema()
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "run"
 
 CASE = case("time", "window(window=33)", 256, options={"window": 33})
@@ -164,14 +175,14 @@ def strictly(text):
 
 
 def test_the_schema_names_every_field_of_a_record_and_no_other():
-    listed = records_schema()["properties"]
+    listed = LINES["properties"]
     assert set(listed) == {*Case.__struct_fields__, "status", "reason", *FIELDS}
     assert len(listed) == len(Case.__struct_fields__) + 2 + len(FIELDS)
     assert all(item["description"] for item in listed.values())
     assert set(listed["kind"]["enum"]) == set(KINDS) and set(listed["status"]["enum"]) == set(STATUSES)
-    assert listed["schema"]["enum"] == [SCHEMA] and ea.records_schema() == records_schema()
+    assert listed["schema"]["enum"] == [SCHEMA]
     required = {"schema", "kind", "backend", "label", "num_heads", "head_dim", "tokens", "dtype", "device"}
-    assert set(records_schema()["required"]) == required | {"threads", "status"}
+    assert set(LINES["required"]) == required | {"threads", "status"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,7 +196,7 @@ def test_every_kind_of_record_is_valid_and_strict_whatever_was_measured(kind, st
     for fields in ({"reason": "because"}, measured):
         record = Record(case=about, status=status, **fields)
         row = strictly(line(record))
-        assert Draft202012Validator(records_schema()).is_valid(row)
+        assert Draft202012Validator(LINES).is_valid(row)
         assert (row["reason"] or "").startswith("because" if record.reason else "not a finite number: ")
 
 
@@ -206,10 +217,10 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
-@given(name=st.sampled_from(sorted(records_schema()["properties"])), value=VALUES)
+@given(name=st.sampled_from(sorted(LINES["properties"])), value=VALUES)
 def test_the_reader_accepts_exactly_what_the_schema_does(name, value):
     row = {**json.loads(line(Record(case=CASE))), name: value}
-    accepted = Draft202012Validator(records_schema()).is_valid(row)
+    accepted = Draft202012Validator(LINES).is_valid(row)
     with nullcontext() if accepted else pytest.raises(DataError):
         parse(json.dumps(row).encode(), "It")
 
@@ -220,7 +231,7 @@ def test_stored_files_hold_records_of_all_kinds_and_are_valid():
     of_advise = {"prediction", "bound", "heads", "planted"}
     assert {record.case.kind for record in records} == set(KINDS) - of_advise
     assert {record.status for record in records} == set(STATUSES) and len(records) == len(texts)
-    required = Draft202012Validator({**records_schema(), "properties": {}})
+    required = Draft202012Validator({**LINES, "properties": {}})
     assert all(required.is_valid(strictly(text)) for text in texts)
 
 
@@ -241,7 +252,7 @@ def test_a_new_quantity_needs_a_declaration_alone():
         assert parse(line(old).encode(), "It") == old and old.energy_j_draws[0] == 2.4
         with pytest.raises(DataError, match="It: energy_j cannot be 'much'"):
             parse(line(old).replace('_j": 2.5', '_j": "much"').encode(), "It")
-        assert records_schema()["properties"]["energy_j"]["description"] == "Energy of a call."
+        assert ea.records_schema()["properties"]["energy_j"]["description"] == "Energy of a call."
         comparison = ea.diff(ea.Results([old]), ea.Results([new]), fail_on={"energy_j": 0.1})
         assert [change.quantity for change in comparison.regressions] == ["energy_j"]
         with pytest.raises(RuntimeError, match="Two quantities are called 'energy_j'"):

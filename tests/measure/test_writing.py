@@ -12,11 +12,10 @@ import pytest
 from made_records import case
 
 from efficient_attn.errors import DataError
-from efficient_attn.measure.record import Record
-from efficient_attn.measure.records import append, line, read
+from efficient_attn.measure.record import Record, append, line, read
 from efficient_attn.report.files import write
 from efficient_attn.studies import run_folder as files
-from efficient_attn.studies.run_folder import begin, only_writer, open_folder
+from efficient_attn.studies.run_folder import only_writer, open_folder, stored_run
 
 RECORD = Record(case=case("time", "b", 1), times_s=(0.5,))
 MACHINE = {
@@ -115,7 +114,7 @@ def test_a_run_is_taken_up_or_left_as_it_was_whichever_call_fails(tmp_path, monk
     def act():
         folder = open_folder(tmp_path / "out", name="out")
         with only_writer(folder):
-            stored = begin(folder, [RECORD.case], MACHINE, resume=True)
+            stored = stored_run(folder, [RECORD.case], MACHINE)
         assert list(stored.rows) == [RECORD]
 
     lay_out()

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from efficient_attn.measure.calls import attention_cost
-from efficient_attn.measure.record import Record
-from efficient_attn.measure.records import read
+from efficient_attn.measure.record import Record, read
 from efficient_attn.measure.variants import select
 from efficient_attn.stats.estimates import Typical
 from efficient_attn.stats.predicted_time import crossover, time_models

@@ -14,7 +14,7 @@ from efficient_attn.options import SEED
 from efficient_attn.stats.candidates import exact_operations
 from efficient_attn.stats.predicted_time import Predicted, time_models
 from efficient_attn.studies.study import Point, Request, Steps
-from efficient_attn.studies.workload import Costs, Workload, shape_of_subject
+from efficient_attn.studies.workload import Costs, Workload
 
 # Durations relative to that of an operation of a backend, building included: of exact attention in float64,
 # and of the error per entry of the output.
@@ -52,7 +52,7 @@ def attention_steps(
     calls: list[Point] = []
     for layers in models:
         nearest = _near(variants, (yield from _errors(variants, layers, workload)))
-        shared = {**vars(workload), **shape_of_subject(layers[0]), "inputs": "gaussian"}
+        shared = {**vars(workload), **layers[0].shape, "inputs": "gaussian"}
         costs = Costs(shared=shared, measure=measurer, rounds=rounds, limit_bytes=limit_bytes)
         calls += yield from _call_steps(nearest, lengths, costs)
     yield calls
@@ -168,11 +168,11 @@ def error_points(
 def operations(variants: Sequence[Variant], subject: Any) -> dict[str, float]:
     """Operations of a call by label; as many as of exact attention for backends that count none."""
     from efficient_attn.measure.accuracy import MEAN, error_case
-    from efficient_attn.measure.calls import known_flops
+    from efficient_attn.measure.calls import attention_flops
 
     cases = {variant.label: (error_case(variant, subject, "output"), variant) for variant in variants}
     work = {
-        label: float(known_flops(case, variant.target) or exact_operations(case))
+        label: float(attention_flops(case, variant.target) or exact_operations(case))
         for label, (case, variant) in cases.items()
     }
     return {MEAN.label: float(subject.activations.q.numel()), **work}

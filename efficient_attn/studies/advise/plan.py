@@ -15,7 +15,7 @@ from efficient_attn.options import positive_number
 from efficient_attn.problem import positive_count
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR, MAX_ERROR
+from efficient_attn.studies.bench import DEFAULT_MAX_ERROR, MAX_ERROR
 from efficient_attn.studies.study import Option, Plan
 from efficient_attn.studies.swap.plan import TextFiles, promising
 from efficient_attn.studies.workload import Workload, measurer_for, settle
@@ -63,7 +63,6 @@ def plan(
         Option(
             help=f"{shared.MODEL_HELP} Shipped activations if omitted.",
             metavar="MODEL",
-            parse=shared.parse_text,
             argument=True,
         ),
     ] = None,

@@ -1,8 +1,323 @@
-"""Error, time and peak memory of backends at several lengths."""
+"""Error, time and peak memory of backends at several lengths, from short to long."""
 
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from efficient_attn.contained import trial
+from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.measure.clock import COLD
+from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, Measurer
 from efficient_attn.measure.quantities import QUANTITIES
-from efficient_attn.studies.bench.plan import plan
-from efficient_attn.studies.study import Study
+from efficient_attn.measure.record import COMPILED, CUDA_GRAPH, DECODED
+from efficient_attn.measure.units import parse_sizes
+from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, is_ours, joint_name, select
+from efficient_attn.options import positive_number, resolved
+from efficient_attn.problem import AttentionProblem, positive_count
+from efficient_attn.registry import SPECS
+from efficient_attn.stats.candidates import CANDIDATES
+from efficient_attn.studies import options as shared
+from efficient_attn.studies.study import Option, Plan, Point, Steps, Study
+from efficient_attn.studies.workload import (
+    SUBJECTS,
+    Costs,
+    Workload,
+    measurer_for,
+    settle,
+)
+
+# Key of a run's environment that holds the error limit.
+MAX_ERROR = "max_error"
+DEFAULT_MAX_ERROR = 0.1
+
+EAGER = "eager"
+_EXECUTIONS = (EAGER, COMPILED, CUDA_GRAPH)
+
+_LENGTHS = (256, 512, 1024, 2048, 4096)
+_NUM_HEADS, _HEAD_DIM = 8, 64
+
+
+# Inputs of errors by default, and what their cases have whatever is timed.
+_INPUTS, _CAUSAL_INPUTS = "encoder", "decoder"
+_ERROR = {"of": "output", "batch": 1, "backward": False, "layers": None}
+
+
+def plan(
+    backends: shared.Backends = None,
+    *,
+    seq_lens: shared.SeqLens = _LENGTHS,
+    of: Annotated[
+        str | Sequence[str],
+        Option(
+            help="Attention alone, in a block, in 3 blocks; several: a,b.",
+            metavar="|".join(SUBJECTS),
+        ),
+    ] = "attention",
+    inputs: Annotated[
+        Any,
+        Option(
+            help="encoder (512 tokens), decoder (4096, causal) or FILE; times on Gaussian draws if omitted.",
+            metavar="NAME",
+        ),
+    ] = None,
+    error: Annotated[bool, Option(help="Measure output errors of attention.")] = True,
+    max_error: Annotated[
+        float, Option(help="Relative error of the verdict; 0.1 is 10 %.")
+    ] = DEFAULT_MAX_ERROR,
+    causal: shared.Causal = False,
+    backward: shared.Backward = False,
+    batch: int = 1,
+    num_heads: Annotated[int | None, shared.usually(shared.NumHeads, 8)] = None,
+    head_dim: Annotated[int | None, shared.usually(shared.HeadDim, 64)] = None,
+    dtype: shared.Dtype = "auto",
+    device: shared.Device = "auto",
+    threads: shared.Threads = None,
+    timeout_s: shared.Timeout = DEFAULT_TIMEOUT_S,
+    decode: Annotated[
+        bool, Option(help="Time one new token after all others, causal, and the bytes of the state.")
+    ] = False,
+    execution: Annotated[
+        str | Sequence[str],
+        Option(
+            help="eager, compiled by torch.compile, or replayed from a CUDA graph; several: a,b.",
+            metavar="|".join(_EXECUTIONS),
+            rare=True,
+        ),
+    ] = EAGER,
+    options: shared.Settings = None,
+    rounds: shared.Rounds = 4,
+    seed: int = 0,
+    layers: Sequence[int] | None = None,
+    memory_limit: str | int = "70%",
+    isolate: str | None = None,
+) -> Plan:
+    """Measure error, time and peak memory of backends at several lengths.
+
+    Errors are relative to exact attention in float64, in the forward pass, on q, k, v of a real model. A
+    child process measures, so that a crash costs one record; objects of this process are measured here.
+
+    Example: efficient-attn bench --inputs encoder --seq-len 128,512 --backend window,own.py:attend
+    """
+    positive_number("max_error", max_error)
+    lengths = parse_sizes(seq_lens, name="seq_lens")
+    positive_count("rounds", rounds)
+    settled = [
+        settle(
+            Workload(
+                of=subject,
+                batch=batch,
+                num_heads=_NUM_HEADS if num_heads is None else num_heads,
+                head_dim=_HEAD_DIM if head_dim is None else head_dim,
+                causal=causal or decode,
+                backward=backward,
+                dtype=dtype,
+                device=device,
+                threads=threads,
+                seed=seed,
+            )
+        )
+        for subject in dict.fromkeys(of.split(",") if isinstance(of, str) else of)
+    ]
+    first = settled[0]
+    executions = _executions(execution, first.device)
+    if decode:
+        if backward or execution != EAGER or [workload.of for workload in settled] != ["attention"]:
+            raise OptionError("decode is of attention alone, eager and without gradients.")
+        executions = [DECODED]
+    # Calls are made where their time is limited, and their failures are records.
+    chosen = select(backends, options, also=True)
+    if not any(variant.backend == YARDSTICK for variant in chosen):
+        chosen = (*select([YARDSTICK]), *chosen)
+    # The baseline comes first, then the cheapest candidates, in case the budget ends.
+    if backends is None:
+        chosen = tuple(sorted(chosen, key=partial(_operations, workload=first, tokens=max(lengths))))
+    chosen = tuple(sorted(chosen, key=lambda variant: variant.backend != YARDSTICK))
+    subjects: list[Any] = []
+    attention = [workload for workload in settled if workload.of == "attention"]
+    if inputs is not None or (error and attention):
+        subjects = _subjects(inputs, layers, first)
+    if inputs is not None:
+        if (num_heads, head_dim) != (None, None) or [workload.of for workload in settled] != ["attention"]:
+            raise OptionError(
+                "inputs decide the shape of attention alone: leave out of, num_heads and head_dim."
+            )
+        lengths = _lengths_of_inputs(lengths, subjects)
+        # All lengths have the same layers.
+        subjects = [subject for subject in subjects if subject.tokens >= max(lengths)]
+    measurer, limit, notes = measurer_for(
+        chosen, first, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
+    )
+    costs_of = partial(Costs, measure=measurer, rounds=rounds, limit_bytes=limit)
+    timed = {"inputs": "gaussian"}
+    if inputs is not None:
+        timed = {**subjects[0].shape, "inputs": joint_name([subject.name for subject in subjects])}
+    settings = []
+    for workload in settled:
+        _try_options(chosen, workload, max(lengths))
+        costs = costs_of(
+            shared={**vars(workload), **timed},
+            l2=COLD if first.device.startswith("cuda") else None,
+        )
+        settings.append((costs, chosen if workload.of == "attention" else (ceiling(), *chosen)))
+    errors = [
+        (
+            subject.tokens,
+            costs_of(shared={**vars(attention[0]), **subject.shape, **_ERROR, "inputs": subject.name}),
+        )
+        for subject in (subjects if error else [])
+    ]
+    # From short to long; compiling, which takes longest, comes last.
+    groups = [
+        (
+            costs,
+            [
+                variant
+                if kind is None
+                else replace(variant, label=f"{variant.label} · {kind}", execution=kind)
+                for variant in variants
+            ],
+            tokens,
+        )
+        for kind in executions
+        for tokens in lengths
+        for costs, variants in settings
+    ]
+    return Plan(
+        steps=partial(_steps, groups, errors),
+        device=first.device,
+        timeout_s=timeout_s,
+        notes=notes,
+        about={MAX_ERROR: max_error, CANDIDATES: [variant.label for variant in chosen]},
+        resources=_handing_over(measurer, subjects, timed["inputs"]),
+    )
+
+
+def _steps(
+    groups: Sequence[tuple[Costs, Sequence[Variant], int]], errors: Sequence[tuple[int, Costs]]
+) -> Steps:
+    """One round of every call, its error and its memory, then further rounds of all calls.
+
+    A variant that failed is left out of further layers.
+
+    Args:
+        groups: Costs of variants at a length, from short to long.
+        errors: Length and errors of every layer, whose exact output is computed once.
+    """
+    from efficient_attn.measure.accuracy import MEAN
+
+    calls: list[Point] = []
+    for costs, variants, tokens in groups:
+        times = [costs.point(variant, tokens) for variant in variants]
+        records = yield [replace(point, rounds=1) for point in times]
+        calls += [point for point, record in zip(times, records, strict=True) if record.status == "ok"]
+        if costs.shared["of"] == "attention" and variants[0].execution is None:
+            failed = {record.case.label for record in records if record.status != "ok"}
+            for layer in (layer for longest, layer in errors if tokens <= longest):
+                for variant in (MEAN, *variants):
+                    if variant.label in failed:
+                        continue
+                    record = yield layer.point(variant, tokens, "error")
+                    failed |= {variant.label} if record.status != "ok" else set()
+        for variant in variants:
+            # The memory of a graph is allocated when it is captured, none of it in a call.
+            if variant.execution != CUDA_GRAPH:
+                yield costs.point(variant, tokens, "memory")
+    yield calls
+
+
+def _subjects(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> list[Any]:
+    """q, k, v of each layer of the inputs, at its whole length."""
+    from efficient_attn.measure.inputs import subjects
+
+    source = (_CAUSAL_INPUTS if workload.causal else _INPUTS) if inputs is None else inputs
+    if source == "gaussian":
+        raise OptionError("inputs are of a model: encoder, decoder or a safetensors file, not gaussian.")
+    # Layers of all lengths are taken.
+    captured = list(subjects([source], layers=layers, seq_len=1, seed=workload.seed, causal=workload.causal))
+    if len({tuple(subject.shape.values()) for subject in captured}) > 1:
+        raise OptionError(
+            f"layers of {source} differ in shape or causality; save one alone, or pass layers=[N] in Python."
+        )
+    for subject in captured:
+        if subject.activations.q.shape[-2] != subject.tokens:
+            raise OptionError(
+                f"inputs {subject.name} have {subject.activations.q.shape[-2]} queries for {subject.tokens} "
+                "keys; the numbers must be equal."
+            )
+    return captured
+
+
+def _operations(variant: Variant, *, workload: Workload, tokens: int) -> float:
+    """Counted operations of a head of a registered backend; infinite where it cannot serve the workload."""
+    spec = SPECS[variant.target]
+    sizes = {"head_dim": workload.head_dim, "num_heads": workload.num_heads, "max_tokens": tokens}
+    problem = AttentionProblem(causal=workload.causal, **sizes)
+    if workload.causal and not spec.capabilities.causal:
+        return math.inf
+    options = resolved(spec.options_type(**variant.options), causal=workload.causal)
+    return spec.flops(problem, options, tokens) or 0
+
+
+def _lengths_of_inputs(lengths: Sequence[int], subjects: Sequence[Any]) -> tuple[int, ...]:
+    """Lengths that the inputs have; default lengths that do not fit are left out."""
+    longest = max(subject.tokens for subject in subjects)
+    fitting = tuple(tokens for tokens in lengths if tokens <= longest)
+    if len(fitting) < len(lengths) and (tuple(lengths) != _LENGTHS or not fitting):
+        name = subjects[0].name.partition("(")[0]
+        raise OptionError(
+            f"{max(lengths)} tokens are more than the {longest} of {name}, which cannot be extended."
+        )
+    return fitting
+
+
+@contextmanager
+def _handing_over(measurer: Measurer, subjects: Sequence[Any], timed: str) -> Iterator[None]:
+    """Files of q, k, v for the processes that measure, and of those that times name."""
+    from efficient_attn.measure.inputs import write_given
+
+    with measurer, tempfile.TemporaryDirectory() as folder:
+        for number, subject in enumerate(subjects):
+            path = Path(folder) / f"{number}.safetensors"
+            write_given(path, subject)
+            measurer.inputs[subject.name] = str(path)
+        # Times on several layers are those on the middle one.
+        if timed != "gaussian":
+            measurer.inputs[timed] = measurer.inputs[subjects[len(subjects) // 2].name]
+        yield
+
+
+def _executions(text: str | Sequence[str], device: str) -> list[str | None]:
+    """Executions of every call, None for eager."""
+    words = text.split(",") if isinstance(text, str) else list(text)
+    for word in words:
+        if word not in _EXECUTIONS:
+            raise OptionError(f"execution is {', '.join(_EXECUTIONS)}, not {word!r}.")
+    if CUDA_GRAPH in words and not device.startswith("cuda"):
+        raise UnsupportedError(f"{CUDA_GRAPH} needs a CUDA device; device is {device!r}.")
+    return [None if word == EAGER else word for word in dict.fromkeys(words)]
+
+
+def _try_options(variants: Sequence[Variant], workload: Workload, longest: int) -> None:
+    """Build each of our variants with set options once; others are built where their time is limited."""
+    from efficient_attn.backends import build
+
+    for variant in variants:
+        if variant.label != variant.backend and is_ours(variant.target):
+            with trial():
+                build(
+                    variant.target,
+                    head_dim=workload.head_dim,
+                    num_heads=workload.num_heads,
+                    max_tokens=longest,
+                    causal=workload.causal,
+                    **variant.options,
+                )
+
 
 STUDY = Study(
     name="bench",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, joint_name, single_names
 from efficient_attn.stats.estimates import Middle, call_time, grouped, middle, time_ratio
-from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR, MAX_ERROR
+from efficient_attn.studies.bench import DEFAULT_MAX_ERROR, MAX_ERROR
 
 # Relative errors below this, or below twice the error of exact attention in the same dtype, are rounding
 # and count as equal.

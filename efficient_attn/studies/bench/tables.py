@@ -116,7 +116,6 @@ def many_lengths(records: Sequence[Record]) -> bool:
 
 
 def _error_table(group: Sequence[Comparison], records: Sequence[Record]) -> Table:
-    """Relative error at every length that the inputs have."""
     lengths, last = [row.case.tokens for row in group], group[-1]
     beyond = max(record.case.tokens for record in records) > lengths[-1]
     model = last.inputs.partition("(")[0]
@@ -136,37 +135,24 @@ def _comparison_table(comparison: Comparison) -> Table:
     on_gpu = any(row.timed and row.timed.device_times_s for row in comparison.contenders)
     sparse = any(row.shares and row.shares[0] < 1 for row in comparison.contenders)
     fronts = {"time": comparison.front("time_s"), "memory": comparison.front("peak_bytes")}
-    rows = []
-    for row in comparison.contenders:
-        time, speed, peak = cost_cells(row.timed, exact and exact.timed, row.peak_bytes)
-        front = ", ".join(name for name, front in fronts.items() if row in front)
-        queued = _queued_cells(row, exact) if on_gpu else ()
-        shares = [f"{100 * share:.3g}" for share in row.shares or ()] or ["", ""] if sparse else ()
-        rows.append(
-            (
-                row.label,
-                time,
-                speed,
-                *queued,
-                error_cell(row),
-                NOT_MEASURED if row.mse is None else show_error(row.mse.median),
-                *shares,
-                peak,
-                front,
-            )
-        )
-    device = ("device time, ms", "device speed, exact 1×") if on_gpu else ()
-    columns = (
-        "backend",
-        "time, ms",
-        SPEED,
-        *device,
-        "error",
-        "MSE",
-        *(("keys read, %", "weight read, %") if sparse else ()),
-        "memory, MiB",
-        "front",
-    )
+    contenders = comparison.contenders
+    costs = [cost_cells(row.timed, exact and exact.timed, row.peak_bytes) for row in contenders]
+    times, speeds, peaks = zip(*costs, strict=True)
+    columns = {"backend": [row.label for row in contenders], "time, ms": times, SPEED: speeds}
+    if on_gpu:
+        queued = zip(*(_queued_cells(row, exact) for row in contenders), strict=True)
+        columns |= zip(("device time, ms", "device speed, exact 1×"), queued, strict=True)
+    columns["error"] = list(map(error_cell, contenders))
+    columns["MSE"] = [NOT_MEASURED if row.mse is None else show_error(row.mse.median) for row in contenders]
+    if sparse:
+        shares = zip(*(row.shares or (None, None) for row in contenders), strict=True)
+        for head, column in zip(("keys read, %", "weight read, %"), shares, strict=True):
+            columns[head] = ["" if share is None else f"{100 * share:.3g}" for share in column]
+    columns["memory, MiB"] = peaks
+    columns["front"] = [
+        ", ".join(name for name, front in fronts.items() if row in front) for row in contenders
+    ]
+    rows = tuple(zip(*columns.values(), strict=True))
     title = f"Error, time and memory: {heading_of(comparison)}"
     front = "front: no backend has both a smaller error and a smaller cost."
     several = case.inputs != GAUSSIAN and len(single_names(case.inputs)) > 1
@@ -181,12 +167,10 @@ def _comparison_table(comparison: Comparison) -> Table:
         *mark_notes(rows),
         *failure_notes(comparison.records),
     )
-    costs, speeds = (
-        ("time, ms", "device time, ms", "memory, MiB"),
-        [name for name in columns if "speed" in name],
-    )
-    return Table(title, columns, tuple(rows), notes).compared(
-        errors=("error", "MSE"), costs=costs, speeds=speeds
+    return Table(title, tuple(columns), rows, notes).compared(
+        errors=("error", "MSE"),
+        costs=("time, ms", "device time, ms", "memory, MiB"),
+        speeds=[name for name in columns if "speed" in name],
     )
 
 
@@ -206,7 +190,6 @@ def inputs_words(comparison: Comparison) -> str:
 
 
 def _queued_cells(row: Contender, exact: Contender | None) -> tuple[str, str]:
-    """Device time and speed-up by it."""
     timed, baseline = (
         on_device(side.timed) if side is not None and side.timed and side.timed.device_times_s else None
         for side in (row, exact)

@@ -142,7 +142,6 @@ def _verdict(comparison: Comparison, environment: Environment) -> str:
 
 
 def _nearest(rows: Iterable[Contender]) -> list[Contender]:
-    """The contender with the smallest error."""
     return sorted(rows, key=lambda row: row.error.median if row.error else math.inf)[:1]
 
 
@@ -311,7 +310,6 @@ def _chart(comparison: Comparison, cost: str, styles: dict[str, dict[str, Any]],
 
 
 def _shade(edge: float | None, low: float, high: float, ax: Any) -> None:
-    """Shade where a backend would be both nearly exact and cheaper than exact attention."""
     if edge:
         left, right = ax.get_xlim()
         ax.fill_between([left, edge], low, high, color=GRID, alpha=0.6, linewidth=0, zorder=0)

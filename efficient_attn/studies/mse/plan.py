@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.units import parse_sizes
+from efficient_attn.measure.units import parse_names, parse_sizes
 from efficient_attn.measure.variants import Variant, select, sized
 from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
@@ -63,7 +63,7 @@ def plan(
         Option(
             help=shared.INPUTS_HELP,
             metavar="NAME[,NAME…]",
-            parse=lambda text, name: shared.parse_names([text], name=name),
+            parse=lambda text, name: parse_names([text], name=name),
         ),
     ] = _INPUTS,
     sizes: shared.Sizes = (16, 32, 64, 128, 256, 512, 1024),
@@ -194,14 +194,14 @@ def _points(
 ) -> Iterator[Point]:
     """The mean of the values, then every variant at its smallest size, then at the next one."""
     from efficient_attn.measure.accuracy import MEAN, at_sizes, error_case, measure_error, measure_mean
-    from efficient_attn.measure.calls import known_flops
+    from efficient_attn.measure.calls import attention_flops
 
     def point(variant: Variant, measure: Callable[..., Record]) -> Point:
         case = error_case(variant, subject, "output", threads=question["threads"])
         # The baseline computes the exact output.
         cost = float(case.tokens) ** 2
         if variant is not MEAN:
-            operations = known_flops(case, variant.target) or case.tokens**2 * case.model_dim
+            operations = attention_flops(case, variant.target) or case.tokens**2 * case.model_dim
             metric = _METRIC * case.tokens * case.model_dim
             cost = float(operations + metric) * (draws if SEED in variant.options else 1)
         label, series = f"{case.label} on {case.inputs}", sized(case).series

@@ -46,7 +46,6 @@ def plan(
         Option(
             help=shared.MODEL_HELP,
             metavar="MODEL",
-            parse=shared.parse_text,
             argument=True,
         ),
     ],
@@ -68,7 +67,6 @@ def plan(
         Option(
             help="New file for q, k, v of the layers on the first text: --inputs.",
             metavar="FILE.safetensors",
-            parse=shared.parse_text,
         ),
     ] = None,
     layers: Annotated[

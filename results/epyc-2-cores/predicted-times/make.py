@@ -12,8 +12,7 @@ from pathlib import Path
 
 from efficient_attn.measure import clock
 from efficient_attn.measure.calls import attention_flops
-from efficient_attn.measure.record import Case, Record, merge_rounds
-from efficient_attn.measure.records import append, read
+from efficient_attn.measure.record import Case, Record, append, merge_rounds, read
 from efficient_attn.measure.variants import YARDSTICK, select
 from efficient_attn.measure.worker import measure
 from efficient_attn.stats.estimates import call_time
