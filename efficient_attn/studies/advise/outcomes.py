@@ -15,7 +15,7 @@ from efficient_attn.report.text import compared, rounded
 from efficient_attn.stats.estimates import Typical, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS, RANDOM_HEADS, RETRIEVAL, SLIDING
-from efficient_attn.studies.swap.analysis import KL, MEAN_POOL, OUTPUT_COSINE
+from efficient_attn.studies.swap.plan import KL, MEAN_POOL, OUTPUT_COSINE
 from efficient_attn.studies.swap.view import quantity_words
 from efficient_attn.studies.view import Environment
 

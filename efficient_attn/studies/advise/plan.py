@@ -17,7 +17,7 @@ from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.bench.plan import DEFAULT_MAX_ERROR, MAX_ERROR
 from efficient_attn.studies.study import Option, Plan
-from efficient_attn.studies.swap.plan import TextFiles, promising
+from efficient_attn.studies.swap.plan import KL, TextFiles, promising
 from efficient_attn.studies.workload import Workload, measurer_for, settle
 
 # Seconds for the shipped activations: with the installation less than two minutes.
@@ -152,7 +152,6 @@ def plan(
 
     from efficient_attn.integrations.called import is_called, maker_of
     from efficient_attn.studies.advise.model import model_steps
-    from efficient_attn.studies.swap.analysis import KL
     from efficient_attn.studies.swap.measure import Subject, candidates, has_copies
 
     pairs: Sequence[tuple[Subject, Subject]]

@@ -25,8 +25,8 @@ from efficient_attn.measure.error import backends_in, cosine_distance, relative_
 from efficient_attn.measure.record import SAME_INPUTS
 from efficient_attn.measure.variants import OWN, Variant
 from efficient_attn.options import SEED
-from efficient_attn.studies.swap.analysis import OUTPUT_COSINE
 from efficient_attn.studies.swap.measure import HELD_OUT, SAME_AGAIN, choices
+from efficient_attn.studies.swap.plan import OUTPUT_COSINE
 from efficient_attn.studies.workload import Workload
 
 # Rounding of sums in another order, relative.

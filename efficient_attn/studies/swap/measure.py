@@ -21,7 +21,7 @@ from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDS
 from efficient_attn.measure.worker import answer, memory_of, time_of
 from efficient_attn.options import SEED
 from efficient_attn.studies.study import Point
-from efficient_attn.studies.swap.analysis import KL
+from efficient_attn.studies.swap.plan import KL
 
 # The module of TextSubject needs transformers, which models from files do not.
 if TYPE_CHECKING:

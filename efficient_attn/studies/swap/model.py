@@ -35,8 +35,8 @@ from efficient_attn.measure import planted_numbers
 from efficient_attn.measure.copies import copies_begin, copy_recall, with_copies
 from efficient_attn.measure.texts import digest
 from efficient_attn.measure.variants import OWN, Variant
-from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
 from efficient_attn.studies.swap.measure import HELD_OUT, WINDOW, choices
+from efficient_attn.studies.swap.plan import KL, MEAN_POOL
 from efficient_attn.studies.workload import Workload
 
 # Length of the shipped texts, at which approximations begin to differ.

@@ -15,6 +15,26 @@ from efficient_attn.studies import options as shared
 from efficient_attn.studies.study import Option, Plan, Steps
 from efficient_attn.studies.workload import Workload, settle
 
+# Quantities of a swap, and their names in tables.
+KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
+LOSS, RECALL = "loss_difference", "copy_recall"
+MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN = "mean_pool_distance", "first_token_distance", "token_distance"
+HIDDEN = "hidden_relative_error"
+OUTPUT, OUTPUT_COSINE = "output_relative_error", "output_distance"
+NAMES = {
+    KL: "divergence, nats",
+    DISAGREEMENT: "same top token, %",
+    PERPLEXITY: "perplexity",
+    LOSS: "loss change, nats",
+    RECALL: "copy recall, %",
+    MEAN_POOL: "cosine, mean pool",
+    FIRST_TOKEN: "cosine, first token",
+    EVERY_TOKEN: "cosine, all tokens",
+    HIDDEN: "error, hidden states",
+    OUTPUT_COSINE: "cosine, output",
+    OUTPUT: "error, output",
+}
+
 # The default selection begins with the most similar models of results/epyc-2-cores/swap-encoder.
 _MOST_SIMILAR = ("window-clusters", "window", "performer-full", "performer-oprf")
 

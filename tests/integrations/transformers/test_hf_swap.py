@@ -29,8 +29,8 @@ from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.report.table import ORIGINAL
 from efficient_attn.studies import engine, find
 from efficient_attn.studies.run_folder import Store
-from efficient_attn.studies.swap.analysis import MEAN_POOL, swaps
-from efficient_attn.studies.swap.view import show_quantity
+from efficient_attn.studies.swap.plan import MEAN_POOL
+from efficient_attn.studies.swap.view import show_quantity, swaps
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
