@@ -14,7 +14,7 @@ from integrations.swapped_models import quality
 import efficient_attn as ea
 from efficient_attn.external import object_at
 from efficient_attn.integrations.called import called_model, output_vector
-from efficient_attn.integrations.intercept.installed import SiteBackends
+from efficient_attn.integrations.intercept.replaced import SiteBackends
 from efficient_attn.measure.inputs import read_activations
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies import find

@@ -121,16 +121,17 @@ def installed(
     model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]
 ) -> Iterator[None]:
     """Install built backends, and restore the model on exit."""
-    restore = _snapshot(model)
+    restore = install(model, sites, backends)
     try:
-        install(model, sites, backends)
         yield
     finally:
         restore()
 
 
-def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]) -> None:
-    """Install built backends in their modules and register them in the model's configuration."""
+def install(
+    model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]
+) -> Callable[[], None]:
+    """Install built backends, register them in the model's configuration, and return the restoration."""
     restore = _snapshot(model)
     try:
         model.set_attn_implementation(NAME)
@@ -159,6 +160,7 @@ def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mappin
     except BaseException:
         restore()
         raise
+    return restore
 
 
 def _move(backend: Backend, model: nn.Module, site: AttentionSite) -> Backend:
@@ -302,13 +304,14 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
 def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Path) -> None:
     """Install the layers of a plan with its saved tensors."""
     sites, folder = find_sites(model), plan.parent
-    with data_errors(f"Cannot read the safetensors of {folder}"):
-        tensors = dict(_saved_tensors(folder))
     saved: SavedTensors = {site.path: {} for site in sites}
-    for name, tensor in tensors.items():
-        path, _, rest = name.partition(f".{SUBMODULE}.")
-        if path in saved:
-            saved[path][rest] = tensor
+    with data_errors(f"Cannot read the safetensors of {folder}"):
+        for file in sorted(folder.glob("model*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (no mapping)
+                    path, part, rest = name.partition(f".{SUBMODULE}.")
+                    if part and path in saved:
+                        saved[path][rest] = opened.get_tensor(name)
     backends = build_plan(model, sites, layers, str(plan), saved)
     for path, backend in backends.items():
         state = saved[path]
@@ -318,14 +321,6 @@ def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], pla
         ):
             backend.load_state_dict(state)
     install(model, sites, backends)
-
-
-def _saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted(folder.glob("model*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (no mapping)
-                if f".{SUBMODULE}." in name:
-                    yield name, opened.get_tensor(name)
 
 
 class AttentionCall(NamedTuple):

@@ -1,13 +1,12 @@
 """Plan of error measurements: input by input, the baseline of an input first, then the small sizes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import Variant, select, sized
 from efficient_attn.options import SEED
@@ -193,25 +192,34 @@ def _points(
     subject: Any, variants: Sequence[Variant], sizes: Sequence[int], draws: int, question: Mapping[str, Any]
 ) -> Iterator[Point]:
     """The mean of the values, then every variant at its smallest size, then at the next one."""
-    from efficient_attn.measure.accuracy import MEAN, at_sizes, error_case, measure_error, measure_mean
-    from efficient_attn.measure.calls import known_flops
+    from efficient_attn.measure.accuracy import MEAN, at_sizes
 
-    def point(variant: Variant, measure: Callable[..., Record]) -> Point:
-        case = error_case(variant, subject, "output", threads=question["threads"])
-        # The baseline computes the exact output.
-        cost = float(case.tokens) ** 2
-        if variant is not MEAN:
-            operations = known_flops(case, variant.target) or case.tokens**2 * case.model_dim
-            metric = _METRIC * case.tokens * case.model_dim
-            cost = float(operations + metric) * (draws if SEED in variant.options else 1)
-        label, series = f"{case.label} on {case.inputs}", sized(case).series
-        return Point(case=case, measure=measure, label=label, series=series, cost=cost)
-
-    yield point(MEAN, partial(measure_mean, subject, **question))
+    yield error_point(MEAN, subject, draws=draws, **question)
     yield from interleaved(
         [
-            point(candidate, partial(measure_error, candidate, subject, draws=draws, **question))
+            error_point(candidate, subject, draws=draws, **question)
             for candidate in at_sizes(variant, subject, sizes)
         ]
         for variant in variants
     )
+
+
+def error_point(
+    variant: Variant, subject: Any, *, draws: int, metric: str = "relative", threads: int | None = None
+) -> Point:
+    """Error of a variant, or of uniform attention, on the inputs of a subject."""
+    from efficient_attn.measure.accuracy import MEAN, error_case, measure_error, measure_mean
+    from efficient_attn.measure.calls import known_flops
+
+    case = error_case(variant, subject, "output", threads=threads)
+    question: dict[str, Any] = {"metric": metric, "threads": threads}
+    if variant is MEAN:
+        # The baseline computes the exact output.
+        cost, measure = float(case.tokens) ** 2, partial(measure_mean, subject, **question)
+    else:
+        operations = known_flops(case, variant.target) or case.tokens**2 * case.model_dim
+        compared = _METRIC * case.tokens * case.model_dim
+        cost = float(operations + compared) * (draws if SEED in variant.options else 1)
+        measure = partial(measure_error, variant, subject, draws=draws, **question)
+    label, series = f"{case.label} on {case.inputs}", (sized(case).series, "error")
+    return Point(case=case, measure=measure, label=label, series=series, cost=cost)

@@ -15,11 +15,16 @@ from efficient_attn.backend import Backend
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.integrations.called import SEEDS, CalledModel, Maker, output_vector
-from efficient_attn.integrations.capture import site_notes
-from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, Call, Site, seed_of
-from efficient_attn.integrations.intercept.installed import SiteBackends
+from efficient_attn.integrations.intercept.calls import (
+    CALL_SDPA,
+    AttentionMode,
+    Call,
+    Site,
+    seed_of,
+    unsure_modules,
+)
 from efficient_attn.integrations.intercept.measured import MeasuredSite, measure
-from efficient_attn.integrations.intercept.replaced import replace, unsure_modules
+from efficient_attn.integrations.intercept.replaced import SiteBackends, replace
 from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.measure.error import backends_in, cosine_distance, relative_error
 from efficient_attn.measure.record import SAME_INPUTS
@@ -133,7 +138,9 @@ class CallSubject:
     @property
     def notes(self) -> list[str]:
         """The call sites of the layers, and the sites that stay exact."""
-        return site_notes(self.sites, self.left)
+        named = ", ".join(f"{number} is {site}" for number, site in self.sites.items())
+        reasons = [f"Left out: {site}: {why.rstrip('.')}." for site, why in self.left.items()]
+        return [f"Layers are call sites: {named}.", *reasons]
 
     @cached_property
     def exact(self) -> tuple[Tensor]:

@@ -149,17 +149,19 @@ def plan(
     variants = [candidates(chosen, subject, options) for subject in subjects]
     notes = list(dict.fromkeys(note for subject in subjects for note in subject.notes))
     if save is not None:
-        from efficient_attn.integrations.capture import capture_called, capture_text
+        from efficient_attn.integrations.capture import capture_called, capture_text, save_activations
 
         if is_called(model):
             captured = capture_called(called, layers)
         else:
             text, most = next(iter(named.values())), lengths[-1] or _SAVED_TOKENS
             captured = capture_text(opened, text, layers=layers, max_tokens=most)
-        notes += _save(captured, save)
+        save_activations(captured, save)
+        tokens = max(layer.k.shape[-2] for layer in captured.layers.values())
+        notes += [f"Saved layers {', '.join(map(str, captured.layers))} on {tokens} tokens: {save}."]
     return Plan(
         steps=partial(
-            _all_steps,
+            _steps,
             list(zip(subjects, variants, strict=True)),
             draws=draws,
             rounds=rounds,
@@ -183,42 +185,26 @@ def _check_new(path: Path) -> None:
         raise DataError(f"save: {path} exists already; name a new file.")
 
 
-def _save(captured: Any, path: str | Path) -> list[str]:
-    """Write q, k and v of the layers; returns remarks on them."""
-    from efficient_attn.integrations.capture import notes_of, save_activations
-
-    save_activations(captured, path)
-    tokens = max(layer.k.shape[-2] for layer in captured.layers.values())
-    saved = f"Saved layers {', '.join(map(str, captured.layers))} on {tokens} tokens: {path}."
-    return [*notes_of(captured), saved]
-
-
 def promising(variant: Variant) -> int:
     """Place in the order of measurement, for the default selection."""
     first = (YARDSTICK, *_MOST_SIMILAR)
     return first.index(variant.backend) if variant.backend in first else len(first)
 
 
-def _all_steps(parts: Sequence[tuple[Any, Sequence[Variant]]], **settings: Any) -> Steps:
-    """Length by length, the shortest first."""
-    for subject, variants in parts:
-        yield from _steps(subject, variants, **settings)
-
-
 def _steps(
-    subject: Any, variants: Sequence[Variant], *, draws: int, rounds: int, layers: Sequence[int]
+    parts: Sequence[tuple[Any, Sequence[Variant]]], *, draws: int, rounds: int, layers: Sequence[int]
 ) -> Steps:
     """All layers replaced, then time and memory, then single layers; a failed backend is measured once."""
     from efficient_attn.studies.swap.measure import OWN_ATTENTION, distance_point, pass_point
 
-    working = []
-    for variant in (OWN_ATTENTION, *variants):
-        if (yield distance_point(subject, variant, draws=draws)).status == "ok":
-            working.append(variant)
-    yield [pass_point(subject, variant, rounds=rounds) for variant in working]
-    for variant in working:
-        yield pass_point(subject, variant, "memory")
-    for variant in working:
-        if variant is not OWN_ATTENTION:
-            for layer in layers:
+    for subject, variants in parts:
+        working = []
+        for variant in (OWN_ATTENTION, *variants):
+            if (yield distance_point(subject, variant, draws=draws)).status == "ok":
+                working.append(variant)
+        yield [pass_point(subject, variant, rounds=rounds) for variant in working]
+        for variant in working:
+            yield pass_point(subject, variant, "memory")
+        for variant in working:
+            for layer in layers if variant is not OWN_ATTENTION else ():
                 yield distance_point(subject, variant, layer, draws=draws)
