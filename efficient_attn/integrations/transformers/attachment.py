@@ -136,7 +136,7 @@ def install(
     try:
         model.set_attn_implementation(NAME)
         for site in sites:
-            backend: Any = _move(backends[site.path], model, site).train(site.module.training)
+            backend: Any = _move(backends[site.path], site).train(site.module.training)
             # transformers reads this attribute to find tied parameters before it saves them.
             backend._tied_weights_keys = second_names(backend)
             setattr(backend, PATTERN, site.pattern)
@@ -163,29 +163,16 @@ def install(
     return restore
 
 
-def _move(backend: Backend, model: nn.Module, site: AttentionSite) -> Backend:
-    """Move a backend to the dtype and device of its module.
-
-    accelerate keeps an offloaded parameter on meta until its module is called; its hook knows the device.
-    """
+def _move(backend: Backend, site: AttentionSite) -> Backend:
+    """Move a backend to the dtype and device of its module."""
     parameter = next((p for p in site.module.parameters() if p.is_floating_point()), None)
     if parameter is None:
         return backend
-    device: Any = parameter.device
     if parameter.is_meta:
-        names = site.path.split(".")
-        parents = (model.get_submodule(".".join(names[:n])) for n in reversed(range(len(names))))
-        device = None
-        for module in (*site.module.modules(), *parents):
-            hook = getattr(module, "_hf_hook", None)
-            for part in getattr(hook, "hooks", [hook]):
-                device = getattr(part, "execution_device", None) if device is None else device
-    if device is None:
         raise UnsupportedError(
-            f"The parameters of {site.path} are on meta and no accelerate hook names a device; load the "
-            "model first, then attach."
+            f"The parameters of {site.path} are on meta; attach backends before the model is offloaded."
         )
-    return backend.to(device=device, dtype=parameter.dtype)
+    return backend.to(device=parameter.device, dtype=parameter.dtype)
 
 
 def second_names(backend: Backend) -> dict[str, str]:

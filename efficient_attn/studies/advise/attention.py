@@ -11,7 +11,7 @@ from efficient_attn.measure.inputs import subjects
 from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import DENSE, UNIFORM_ATTENTION, YARDSTICK, Variant
-from efficient_attn.stats.predicted_time import Predicted, time_models
+from efficient_attn.stats.predicted_time import time_models
 from efficient_attn.studies.mse.plan import error_point
 from efficient_attn.studies.study import Point, Request, Steps
 from efficient_attn.studies.workload import Costs, Workload, shape_of_subject
@@ -114,7 +114,7 @@ def _call_steps(
             if exact is not None and variant.label in models:
                 # A resumed run decides by the stored prediction, whatever rounds came after it.
                 speed = models[variant.label].speed(exact, tokens=tokens)
-                high = (yield _prediction(call.case, speed)).predicted_speed_high
+                high = (yield _prediction(call.case, *speed)).predicted_speed_high
                 slower = high is not None and high < 1
             if variant.backend == YARDSTICK or not (slower or variant.backend == DENSE):
                 long.append(call)
@@ -122,11 +122,7 @@ def _call_steps(
     return [*calls, *long]
 
 
-def _prediction(timed: Case, speed: Predicted) -> Point:
+def _prediction(timed: Case, value: float | None, low: float | None, high: float | None) -> Point:
     case = replace(timed, kind="prediction")
-    return Point(case=case, measure=partial(_predicted, case, speed), series="prediction", cost=0.0)
-
-
-def _predicted(case: Case, speed: Predicted) -> Record:
-    value, low, high = speed
-    return Record(case=case, predicted_speed=value, predicted_speed_low=low, predicted_speed_high=high)
+    speed: Any = {"predicted_speed": value, "predicted_speed_low": low, "predicted_speed_high": high}
+    return Point(case=case, measure=partial(Record, case=case, **speed), series="prediction", cost=0.0)

@@ -229,20 +229,17 @@ def _read(row: Learned) -> str:
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """The figure of all tasks; none if nothing was trained."""
-    trained = any(record.status == "ok" for record in records)
-    return {"recall": recall_plot(records)} if trained else {}
-
-
-def recall_plot(records: Sequence[Record]) -> Plot:
-    """One chart for each task."""
+    """One chart for each task; no figure if nothing was trained."""
+    if not any(record.status == "ok" for record in records):
+        return {}
     shown = contests(records)
     several = len(shown) > 1
-    return Plot(
+    plot = Plot(
         "Accuracy of recall after training",
         f"{'' if several else heading(shown[0].case)}\nmean and range over seeds; dashed: chance",
         tuple((_chart(contest, heading(contest.case) if several else ""),) for contest in shown),
     )
+    return {"recall": plot}
 
 
 def _chart(contest: Contest, head: str) -> Chart:

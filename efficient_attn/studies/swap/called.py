@@ -215,9 +215,9 @@ def inputs_of_lengths(
     """
     pairs: list[tuple[CallSubject, CallSubject]] = []
     notes: list[str] = []
-    model = maker.model(seq_len=None if lengths is None else max(lengths))
+    module = maker.model(seq_len=None if lengths is None else max(lengths)).module
     for seq_len in (None,) if lengths is None else lengths:
-        first, second = (maker.with_inputs(model, seq_len=seq_len, seed=seed) for seed in SEEDS)
+        first, second = (maker.model(seq_len=seq_len, seed=seed, module=module) for seed in SEEDS)
         choosing = CallSubject.of(first, workload)
         tokens = choosing.shared["tokens"]
         if any(tokens == earlier.shared["tokens"] for earlier, _ in pairs):

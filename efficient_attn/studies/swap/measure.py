@@ -92,7 +92,7 @@ def distance_point(subject: Subject, variant: Variant, layer: int | None = None,
     repeats = (subject.num_texts or 1) * (draws if SEED in variant.options else 1)
     return Point(
         case=case,
-        measure=partial(distance, case, variant, subject, draws=draws),
+        measure=partial(answer, case, partial(distance, case, variant, subject, draws)),
         label=f"{variant.label}, {case.tokens} tokens, {'all layers' if layer is None else f'layer {layer}'}",
         series=variant.label,
         cost=repeats * float(case.tokens) ** variant.time_growth,
@@ -133,15 +133,8 @@ def _plan_record(
     case: Case, variant: Variant, subject: Subject, chosen: Mapping[Any, str], values: Mapping[str, Any]
 ) -> Record:
     record = distance(case, variant, subject, draws=1) if chosen else Record(case=case)
-    if record.status != "ok":
-        return record
     attached = json.dumps(subject.plan(variant)) if chosen else None
     return replace(record, chosen_layers=json.dumps(chosen), attached_layers=attached, **values)
-
-
-def distance(case: Case, variant: Variant, subject: Subject, *, draws: int) -> Record:
-    """Distance of the model's outputs from the original, for every text and draw of random features."""
-    return answer(case, lambda: _distance(case, variant, subject, draws))
 
 
 def cost(case: Case, variant: Variant, subject: Subject, *, seconds: float = 0.0) -> Record:
@@ -159,7 +152,8 @@ def cost(case: Case, variant: Variant, subject: Subject, *, seconds: float = 0.0
     return answer(case, measured)
 
 
-def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Record:
+def distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Record:
+    """Distance of the model's outputs from the original, for every text and draw of random features."""
     # The exact outputs are computed before the attention is replaced.
     by_text: list[list[dict[str, float]]] = [[] for _ in subject.exact]
     calibrated = False

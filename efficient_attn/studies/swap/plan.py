@@ -1,6 +1,6 @@
 """Plan of a training-free conversion: all records of a model with replaced attention."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +37,10 @@ NAMES = {
 
 # The default selection begins with the most similar models of results/epyc-2-cores/swap-encoder.
 _MOST_SIMILAR = ("window-clusters", "window", "performer-full", "performer-oprf")
+
+# Options of a folder, which a model from a file decides.
+OF_A_FOLDER = ("texts", "dtype", "device")
+DECIDES = "with this model, which decides its inputs, dtype and device"
 
 # Most tokens of saved activations without --seq-len.
 _SAVED_TOKENS = 512
@@ -114,6 +118,7 @@ def plan(
 
     Example: efficient-attn swap MODEL --set window.window=65,129 --by layer
     """
+    settings = locals()
     if layers is not None and save is None and not by_layer:
         raise OptionError("layers name those that are replaced alone (--by layer) or saved (--save FILE).")
     if save is not None:
@@ -124,7 +129,7 @@ def plan(
     chosen = select(backends, options, also=True)
     chosen = tuple(sorted(chosen, key=promising)) if backends is None else chosen
 
-    from efficient_attn.integrations.called import called_model, is_called, refuse_beside
+    from efficient_attn.integrations.called import is_called, maker_of
     from efficient_attn.studies.swap.measure import Subject, candidates
 
     subjects: list[Subject]
@@ -132,8 +137,8 @@ def plan(
     if is_called(model):
         from efficient_attn.studies.swap.called import CallSubject
 
-        refuse_beside(model, text=texts, seq_lens=seq_lens, dtype=dtype, device=device)
-        called = called_model(model, name=name)
+        refuse(settings, ("seq_lens", *OF_A_FOLDER), DECIDES)
+        called = maker_of(model, name=name).model()
         subjects = [CallSubject.of(called, workload)]
     else:
         from efficient_attn.studies.swap.model import TextSubject, load
@@ -183,6 +188,13 @@ def _check_new(path: Path) -> None:
         raise OptionError(f"save is a file that ends in .safetensors, not {str(path)!r}.")
     if path.exists():
         raise DataError(f"save: {path} exists already; name a new file.")
+
+
+def refuse(settings: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
+    """Reject options that have no effect, whatever their value."""
+    for name in names:
+        if settings[name] is not None:
+            raise OptionError(f"{name} has no effect {reason}.")
 
 
 def promising(variant: Variant) -> int:
