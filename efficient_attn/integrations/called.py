@@ -94,7 +94,6 @@ class Maker:
 
     @property
     def takes_length(self) -> bool:
-        """Whether the function has the parameter `seq_len`."""
         with suppress(TypeError, ValueError):
             return "seq_len" in inspect.signature(self.make).parameters
         return False
@@ -153,7 +152,6 @@ def maker_of(model: Any, *, name: str | None = None) -> Maker:
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed Python, numpy and torch, and restore their generators."""
     python, array = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         torch.manual_seed(seed)

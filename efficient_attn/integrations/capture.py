@@ -136,7 +136,6 @@ def capture_text(
 
 
 def _chosen_sites(sites: Sequence[Any], layers: Sequence[int] | None) -> list[Any]:
-    """The attention modules of the layers."""
     by_layer = {site.layer: site for site in sites}
     if len(by_layer) < len(sites):
         raise UnsupportedError("Two attentions of this model share a layer number; capture cannot name them.")
@@ -172,7 +171,6 @@ class Capturing(SiteMode):
         self._only, self._entry, self._bytes = only, entry, 0
 
     def attend(self, call: Call) -> Tensor:
-        """Copy the tensors and return torch's output."""
         site = self.next_site()
         check_alone()
         if site not in self.sites and fnmatchcase(str(site), self._only):
@@ -184,7 +182,6 @@ class Capturing(SiteMode):
         return call.exact()
 
     def unreached(self, reason: str) -> None:
-        """Record an attention without `F.scaled_dot_product_attention`."""
         self.left_out.setdefault(self.next_site(), reason)
 
     def _store(self, site: Site, call: Call, shown: ShownKeys) -> None:

@@ -22,25 +22,16 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.stats.estimates import Typical, call_time, last_rise
-from efficient_attn.stats.significance import quantile
-
-Floats = NDArray[np.float64]
-
-# Probability on each side of an interval.
-_OUTSIDE = 0.025
+from efficient_attn.stats.significance import OUTSIDE, WIDEST, Floats, quantile
 
 # Calls from which rates and their scatter are fitted.
 FEWEST_CALLS = 3
 
 # Lengths between which crossovers are sought, and their number per doubling.
 _SHORTEST, _LONGEST, _STEPS = 32, 1 << 17, 4
-
-# Exponents beyond this leave the range of floats.
-_WIDEST = 100.0
 
 
 class Predicted(NamedTuple):
@@ -162,4 +153,4 @@ def crossover(speeds: Mapping[int, Typical | Predicted]) -> Predicted:
 
 
 def _factor(scatter: float, calls: int) -> float:
-    return math.exp(min(quantile(_OUTSIDE, max(calls - 1, 1)) * scatter, _WIDEST))
+    return math.exp(min(quantile(OUTSIDE, max(calls - 1, 1)) * scatter, WIDEST))

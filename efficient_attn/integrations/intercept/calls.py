@@ -69,7 +69,6 @@ class Call:
 
     @property
     def factor(self) -> float:
-        """Factor on q·k."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
@@ -189,7 +188,6 @@ class Site(NamedTuple):
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Seed of the call site of that index."""
     return spawn_seeds(seed, index + 1)[index]
 
 

@@ -83,7 +83,6 @@ class Measured(SiteMode):
         super().__exit__(*error)
 
     def attend(self, call: Call) -> Tensor:
-        """Measure the call and return torch's output."""
         name = self.next_site()
         check_alone()
         output, seconds = _timed_call(call.exact, call.query.device)
@@ -100,7 +99,6 @@ class Measured(SiteMode):
         return output
 
     def unreached(self, reason: str) -> None:
-        """Record an attention without `F.scaled_dot_product_attention`."""
         self.not_reached.append((str(self.next_site()), reason))
 
     def _site(self, name: Site, call: Call) -> MeasuredSite:

@@ -186,7 +186,6 @@ def build_plan(
 
 
 def plan_of(model: PreTrainedModel, backends: Mapping[str, Backend]) -> dict[str, Any] | None:
-    """Plan of backends. None if a backend has no registered name."""
     return plan_of_backends({_name_in_plan(model, path): backend for path, backend in backends.items()})
 
 

@@ -164,7 +164,6 @@ def install(
 
 
 def _move(backend: Backend, site: AttentionSite) -> Backend:
-    """Move a backend to the dtype and device of its module."""
     parameter = next((p for p in site.module.parameters() if p.is_floating_point()), None)
     if parameter is None:
         return backend
@@ -224,7 +223,6 @@ def _build_request(
 
 
 def _snapshot(model: PreTrainedModel) -> Callable[[], None]:
-    """Remember the attention of a model, and return its restoration."""
     attached = [
         (m, getattr(m, SUBMODULE))
         for m in model.modules()
@@ -289,7 +287,6 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
 
 
 def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Path) -> None:
-    """Install the layers of a plan with its saved tensors."""
     sites, folder = find_sites(model), plan.parent
     saved: SavedTensors = {site.path: {} for site in sites}
     with data_errors(f"Cannot read the safetensors of {folder}"):

@@ -114,13 +114,11 @@ def check_length(opened: Opened, tokens: int, *, name: str) -> None:
 
 
 def read_config(path: Path) -> Any:
-    """The configuration in a folder."""
     with data_errors(f"Cannot load a model from {path}"):
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def model_class(config: Any, path: Path) -> Any:
-    """The saved class, if it is a transformers model class."""
     names = config.architectures[:1] if isinstance(config.architectures, list) else []
     kind = getattr(transformers, str(*names), None)
     if isinstance(kind, type) and issubclass(kind, PreTrainedModel):

@@ -61,7 +61,6 @@ class Mask(Tensor):
 
     @classmethod
     def of(cls, entries: Tensor, visible: VisibleKeys) -> "Mask":
-        """The mask with the entries of a tensor."""
         mask = entries.as_subclass(cls)
         mask.visible = visible
         return mask
@@ -207,7 +206,6 @@ def _function_name(function: Callable) -> str:
 
 
 def _closure_value(function: Any, name: str) -> Any:
-    """The value of a closure variable of a function."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if name not in cells:
         raise UnsupportedError(

@@ -68,7 +68,6 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """The conclusion."""
     if _of_model(records, environment):
         return model_sentences(records, environment)
     return [text for shape in _by_shape(records) for text in _attention_sentences(shape, environment)]
@@ -327,7 +326,6 @@ def _heads_plot(records: Sequence[Record]) -> Plot:
 
 
 def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, Chart]:
-    """The chart of times at doublings of the length, and errors in the same styles."""
     styles = line_styles([(row.label, row.backend) for row in rows if row.backend != UNIFORM_ATTENTION])
     styles[UNIFORM_ATTENTION] = UNIFORM_STYLE
     series = [

@@ -67,14 +67,12 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """Errors against size."""
     if _of_kernel(records):
         return kernel_view.plots(records)
     return {"error": error_plot(records)} if any(record.status == "ok" for record in records) else {}
 
 
 def _of_kernel(records: Sequence[Record]) -> bool:
-    """Whether entries of the softmax kernel were measured."""
     return any(record.case.of == "kernel" for record in records)
 
 

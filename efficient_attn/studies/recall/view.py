@@ -55,12 +55,10 @@ class Learned(NamedTuple):
 
     @property
     def accuracy(self) -> float | None:
-        """Mean over seeds."""
         return fmean(self.accuracies) if self.accuracies else None
 
     @property
     def chance(self) -> float:
-        """Expected accuracy of a guess."""
         return self.first.chance or 0.0
 
     @property
@@ -89,7 +87,6 @@ class Contest(NamedTuple):
 
     @property
     def exact(self) -> Learned | None:
-        """Exact attention."""
         return next((row for row in self.rows if row.case.backend == YARDSTICK and row.accuracies), None)
 
     @property
@@ -196,7 +193,6 @@ def _exact(contest: Contest) -> str:
 
 
 def _controls(contest: Contest) -> str:
-    """Whether the controls are at chance."""
     shown = [f"{row.label} {row.accuracy:.3f}" for row in contest.controls if row.accuracies]
     if not shown:
         return ""

@@ -122,12 +122,10 @@ class CallSubject:
 
     @property
     def loss(self) -> str:
-        """Quantity by which plans are chosen."""
         return OUTPUT_COSINE
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of the call sites that get a backend."""
         return tuple(self.sites)
 
     @property
@@ -137,18 +135,15 @@ class CallSubject:
 
     @property
     def notes(self) -> list[str]:
-        """The call sites of the layers, and the sites that stay exact."""
         named = ", ".join(f"{number} is {site}" for number, site in self.sites.items())
         reasons = [f"Left out: {site}: {why.rstrip('.')}." for site, why in self.left.items()]
         return [f"Layers are call sites: {named}.", *reasons]
 
     @cached_property
     def exact(self) -> tuple[Tensor]:
-        """Output with the model's own attention."""
         return (self._output(),)
 
     def forward(self) -> Any:
-        """The timed call: one run."""
         return self.called.run()
 
     def distances(self, number: int) -> dict[str, float]:
@@ -191,7 +186,6 @@ class CallSubject:
         return plan_of_backends(self.build(variant))
 
     def fitted(self, variant: Variant) -> Variant:
-        """The variant itself."""
         return variant
 
     def _output(self) -> Tensor:

@@ -175,7 +175,6 @@ def distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Reco
 
 
 def _means(distances: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """The mean of each quantity, and all its values."""
     values = {name: tuple(values[name] for values in distances) for name in distances[0]}
     draws = {f"{name}_draws": drawn for name, drawn in values.items()}
     return {name: fmean(drawn) for name, drawn in values.items()} | draws

@@ -136,7 +136,6 @@ class TextSubject:
 
     @property
     def sliding(self) -> tuple[int, ...]:
-        """Numbers of sliding layers."""
         return tuple(sorted({site.layer for site in self.sites.ordered if site.kind == "sliding"}))
 
     @property

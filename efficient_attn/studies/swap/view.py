@@ -89,7 +89,6 @@ class SwapRow(NamedTuple):
     failed: tuple[Record, ...]
 
     def spread(self, quantity: str) -> Spread | None:
-        """Statistics of the quantity with all layers swapped."""
         return None if self.whole is None else spread(self.whole, quantity)
 
     def by_layer(self, quantity: str) -> dict[int, float]:
@@ -132,7 +131,6 @@ class Swap:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers that were swapped alone."""
         return tuple(sorted({layer for row in self.rows for layer in row.alone}))
 
 
@@ -160,7 +158,6 @@ def _swap(records: Sequence[Record]) -> Swap:
 
 
 def _row(records: Sequence[Record]) -> SwapRow:
-    """The records of one label."""
     case, ok = records[0].case, [record for record in records if record.status == "ok"]
     swapped = {record.case.layer: record for record in records if record.case.kind == "swap"}
     return SwapRow(
