@@ -30,12 +30,9 @@ from efficient_attn.stats.significance import OUTSIDE, WIDEST, Floats, quantile
 # Calls from which rates and their scatter are fitted.
 FEWEST_CALLS = 3
 
-# Lengths between which crossovers are sought, and their number per doubling.
-_SHORTEST, _LONGEST, _STEPS = 32, 1 << 17, 4
-
 
 class Predicted(NamedTuple):
-    """Prediction with a nominal 95 % interval; None beyond the searched lengths."""
+    """Prediction with a nominal 95 % interval; None beyond all lengths."""
 
     value: float | None
     low: float | None
@@ -67,17 +64,9 @@ class TimeModel:
 
     def speed(self, exact: "TimeModel", **sizes: int) -> Predicted:
         """Predicted speed-up over exact attention; above 1 this backend is faster."""
-        ratio, factor = exact._value(sizes) / self._value(sizes), self._factor(exact)
+        ratio = exact._value(sizes) / self._value(sizes)
+        factor = _factor(math.hypot(self.scatter, exact.scatter), min(self.calls, exact.calls))
         return Predicted(ratio, ratio / factor, ratio * factor)
-
-    def crossover(self, exact: "TimeModel", **sizes: int) -> Predicted:
-        """Predicted length from which this backend is faster than exact attention."""
-        count = int(math.log2(_LONGEST / _SHORTEST)) * _STEPS + 1
-        lengths = [round(tokens) for tokens in np.geomspace(_SHORTEST, _LONGEST, count)]
-        return crossover({tokens: self.speed(exact, **{**sizes, "tokens": tokens}) for tokens in lengths})
-
-    def _factor(self, exact: "TimeModel") -> float:
-        return _factor(math.hypot(self.scatter, exact.scatter), min(self.calls, exact.calls))
 
     def _value(self, sizes: Mapping[str, int]) -> float:
         return float(np.dot(self.rates, _counts(replace(self.case, label="", **sizes), self.target)))

@@ -175,14 +175,6 @@ def test_a_model_that_is_offloaded_after_attaching_computes_as_without(make, bac
             model.model.layers[0].self_attn.efficient_attn.redraw(3)
 
 
-def test_a_model_that_is_offloaded_already_is_refused():
-    model = llama()
-    model.model.layers[1].to("meta")
-    with pytest.raises(UnsupportedError, match="attach backends before the model is offloaded"):
-        attach(model, "exact")
-    assert model.config._attn_implementation == "sdpa"
-
-
 def exact_calls_of(model, batch):
     with torch.no_grad(), exact_calls(model) as calls:
         model(**batch)
