@@ -18,7 +18,7 @@ the ends of its interval are the zeros of the ends of the intervals of the leads
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from statistics import NormalDist, median
 from typing import Any, NamedTuple
@@ -166,19 +166,14 @@ def round_times(record: Record) -> Floats:
     return np.array([median(times_s[start:end]) for start, end in pairwise(ends) if end > start])
 
 
-@cache
-def _standard_deviations(rounds: int) -> float:
-    """Half-width of the interval, in sample standard deviations of this many rounds."""
-    inflation, _ = correlated(rounds, CORRELATION)
-    return quantile(OUTSIDE, rounds - 1) * inflation / math.sqrt(rounds)
-
-
 def _typical(rounds: Floats, shift: float) -> Typical:
     """Median with an interval symmetric in the logarithm, at least `shift` wide, from enough rounds."""
     centre = median(rounds.tolist())
     if len(rounds) < FEWEST_ROUNDS:
         return Typical(centre, None, None, len(rounds))
-    half = float(np.log(rounds).std(ddof=1)) * _standard_deviations(len(rounds))
+    inflation, _ = correlated(len(rounds), CORRELATION)
+    error = float(np.log(rounds).std(ddof=1)) * inflation / math.sqrt(len(rounds))
+    half = quantile(OUTSIDE, len(rounds) - 1) * error
     factor = math.exp(min(math.hypot(half, shift), WIDEST))
     return Typical(centre, centre / factor, centre * factor, len(rounds))
 

@@ -47,7 +47,8 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
     ]
     if not timed:
         return []
-    widths = [_half_width(record) for record in timed]
+    times = [call_time(record) for record in timed]
+    widths = [0.0 if time.high is None else time.high / time.median - 1 for time in times]
     noisy = sum(width > _NOISY for width in widths)
     sentences = []
     if noisy:
@@ -91,11 +92,6 @@ def _names(records: Sequence[Record]) -> str:
 def _samples(record: Record) -> tuple[float, ...]:
     # Times that were not finite are null in a file.
     return tuple(time_s for time_s in record.times_s or () if time_s is not None and time_s > 0)
-
-
-def _half_width(record: Record) -> float:
-    median, _, high, _ = call_time(record)
-    return 0.0 if high is None else high / median - 1
 
 
 def _waiting(record: Record) -> float:

@@ -25,9 +25,6 @@ _BUDGET_S = 60.0
 # Seconds for a model.
 _MODEL_BUDGET_S = 300.0
 
-# Share of the available memory that a call of attention alone may need.
-_MEMORY_LIMIT = "70%"
-
 _SEQ_LENS = (512, 2048, 8192)
 # Lengths of a decoder whose key heads are ranked.
 _DECODER_SEQ_LENS = (4096,)

@@ -168,24 +168,22 @@ def _refuse_without_effect(settings: Mapping[str, Any], names: Sequence[str], of
 
 def _kernel_plan(settings: Mapping[str, Any]) -> Plan:
     """Entries of the kernel, of all random features unless backends are named."""
-    from efficient_attn.studies.mse.kernel import DRAWS, entry_steps
+    from efficient_attn.studies.mse.kernel import DRAWS, entry_points, pair_subjects
 
     draws = DRAWS if settings["draws"] is None else settings["draws"]
     positive_count("draws", draws)
     variants = select(settings["backends"], settings["options"])
     if settings["backends"] is None:
         variants = tuple(variant for variant in variants if SEED in variant.options)
-    steps = entry_steps(
-        variants,
-        sizes=parse_sizes(settings["sizes"], name="sizes"),
-        norms=settings["norms"],
-        angles=_ANGLES if settings["angles"] is None else settings["angles"],
-        draws=draws,
-        head_dim=settings["head_dim"],
-        threads=settle(Workload(device="cpu", threads=settings["threads"])).threads or 1,
-        seed=settings["seed"],
-    )
-    return Plan(steps=steps)
+    sizes = parse_sizes(settings["sizes"], name="sizes")
+    angles = _ANGLES if settings["angles"] is None else settings["angles"]
+    threads = settle(Workload(device="cpu", threads=settings["threads"])).threads or 1
+    pairs = pair_subjects(settings["norms"], angles, head_dim=settings["head_dim"], seed=settings["seed"])
+    lists = [
+        interleaved(entry_points(pair, variant, sizes, draws, threads) for variant in variants)
+        for pair in pairs
+    ]
+    return Plan(steps=partial(in_lists, lists))
 
 
 def _points(

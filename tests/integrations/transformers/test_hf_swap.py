@@ -274,7 +274,7 @@ def with_tokenizer(model, folder):
         (str, {"texts": "a text"}, DtypeError, "texts is a list of texts, or a mapping"),
         (str, {"draws": 0}, OptionError, "draws"),
         (lambda folder: 3, {}, DtypeError, r"model is a folder, a pair .* not int"),
-        (lambda folder: bert(), {}, OptionError, r"give the pair \(model, tokenizer\)"),
+        (lambda folder: bert(), {}, DtypeError, r"a pair \(model, tokenizer\) .*, not BertForMaskedLM"),
         (lambda folder: with_tokenizer(bert().train(), folder), {}, OptionError, "training mode"),
         (lambda folder: with_tokenizer(bart(), folder), {}, UnsupportedError, "is an encoder-decoder"),
         (
