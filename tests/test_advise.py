@@ -11,9 +11,10 @@ from planned import points_of
 import efficient_attn as ea
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
+from efficient_attn.stats.estimates import grouped
 from efficient_attn.studies import find, studies
 from efficient_attn.studies.advise.model import best_layers
-from efficient_attn.studies.advise.view import _by_shape, plots
+from efficient_attn.studies.advise.view import SHAPE, plots
 from efficient_attn.studies.bench.plan import MAX_ERROR
 from efficient_attn.studies.results import Results
 
@@ -41,7 +42,7 @@ def test_it_measures_predicts_and_concludes_over_lengths():
     results = ea.advise(backends=["exact", "window"], options=given, seq_lens=(512, 1024), max_error=0.5)
     found, labels = kinds(results), [f"window(window={size})" for size in given["window"]["window"]]
     assert {("error", labels[1], 512), ("error", labels[1], 96), ("time", "exact", 1024)} <= found
-    encoder, decoder = _by_shape(results.records)
+    encoder, decoder = grouped(results.records, *SHAPE)
     assert {one.case.causal for one in decoder} == {True} and len({one.case.causal for one in encoder}) == 1
     # Times and predictions are those of the heads of the model.
     heads = {(one.case.num_heads, one.case.num_kv_heads) for one in decoder if one.case.kind != "error"}

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.stats.estimates import Typical, call_time, last_rise
+from efficient_attn.stats.estimates import Typical, call_time, grouped, last_rise
 from efficient_attn.stats.significance import OUTSIDE, WIDEST, Floats, quantile
 
 # Calls from which rates and their scatter are fitted.
@@ -79,10 +79,8 @@ def time_models(records: Iterable[Record], targets: Mapping[str, Any] | None = N
         records: Times of attention alone, of one dtype, device, number of threads and causality.
         targets: Backends by label, where the name in the records is not sufficient.
     """
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if record.case.kind == "time" and record.status == "ok" and record.times_s:
-            groups.setdefault(record.case.label, []).append(record)
+    timed = (r for r in records if r.case.kind == "time" and r.status == "ok" and r.times_s)
+    groups = {group[0].case.label: group for group in grouped(timed, "label")}
     return {
         label: _fit(group, (targets or {}).get(label, group[0].case.backend))
         for label, group in groups.items()

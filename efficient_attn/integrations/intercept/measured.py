@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -85,12 +85,16 @@ class Measured(SiteMode):
     def attend(self, call: Call) -> Tensor:
         name = self.next_site()
         check_alone()
-        output, seconds = _timed_call(call.exact, call.query.device)
+        synchronise = torch.cuda.synchronize if call.query.is_cuda else lambda device: None
+        synchronise(call.query.device)
+        begin = time.perf_counter()
+        output = call.exact()
+        synchronise(call.query.device)
         start = time.perf_counter()
         with torch.no_grad():
             site, shown = self._site(name, call), call.shown_keys()
             site.calls += 1
-            site.seconds += seconds
+            site.seconds += start - begin
             if isinstance(shown, str):
                 site.exact_because.setdefault("all", shown)
             else:
@@ -187,15 +191,6 @@ def _specs_by_label(backends: Any) -> dict[str, tuple[BackendSpec, dict[str, Any
         shown = ", ".join(f"{name}={value}" for name, value in options.items())
         specs[f"{spec.name}({shown})" if shown else spec.name] = (spec, dict(options))
     return specs
-
-
-def _timed_call(call: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
-    synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
-    synchronise(device)
-    start = time.perf_counter()
-    output = call()
-    synchronise(device)
-    return output, time.perf_counter() - start
 
 
 def _mask_name(call: Call) -> str:

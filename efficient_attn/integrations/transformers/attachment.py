@@ -7,6 +7,7 @@ saved code is run: backends are looked up by name, tensors read from safetensors
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -352,13 +353,11 @@ def exact_calls(model: nn.Module) -> Iterator[list[AttentionCall]]:
     with swapped(model, "exact"):
         # The teachers are dropped afterwards, and their hooks with them.
         for layer, student in students.items():
-            getattr(layer, SUBMODULE).register_forward_hook(_collect(calls, student), with_kwargs=True)
+            collect = partial(_collect, calls, student)
+            getattr(layer, SUBMODULE).register_forward_hook(collect, with_kwargs=True)
         yield calls
 
 
-def _collect(calls: list[AttentionCall], student: Backend) -> Callable[..., None]:
-    def hook(teacher: Any, tensors: tuple[Tensor, ...], options: dict[str, Any], out: Tensor) -> None:
-        q, k, v = tensors
-        calls.append(AttentionCall(student, q, k, v, options.get("key_mask"), out))
-
-    return hook
+def _collect(calls: Any, student: Backend, teacher: Any, tensors: Any, options: Any, out: Tensor) -> None:
+    q, k, v = tensors
+    calls.append(AttentionCall(student, q, k, v, options.get("key_mask"), out))

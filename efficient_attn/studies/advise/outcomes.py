@@ -11,7 +11,7 @@ from efficient_attn.limits import read_object
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
 from efficient_attn.report.text import compared, rounded
-from efficient_attn.stats.estimates import Typical, time_ratio
+from efficient_attn.stats.estimates import Typical, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS, RANDOM_HEADS, RETRIEVAL, SLIDING
 from efficient_attn.studies.swap.plan import KL, MEAN_POOL, OUTPUT_COSINE
@@ -97,17 +97,13 @@ def _target(environment: Mapping[str, Any]) -> tuple[str, Targets]:
 
 def outcomes_of(records: Sequence[Record], environment: Mapping[str, Any]) -> list[Outcome]:
     """One outcome per length, the shortest first."""
-    groups: dict[int, list[Record]] = {}
-    for record in records:
-        if record.case.of == MODEL:
-            group = groups.setdefault(record.case.tokens, [])
-            group += [record] if record.status == "ok" else []
     quantity, targets = _target(environment)
-    return [
-        _outcome_of_heads(tokens, groups[tokens], targets)
-        or _outcome(tokens, groups[tokens], quantity, targets.kl)
-        for tokens in sorted(groups)
-    ]
+    outcomes = []
+    for group in grouped((record for record in records if record.case.of == MODEL), "tokens"):
+        tokens, ok = group[0].case.tokens, [record for record in group if record.status == "ok"]
+        of_heads = _outcome_of_heads(tokens, ok, targets)
+        outcomes.append(of_heads or _outcome(tokens, ok, quantity, targets.kl))
+    return sorted(outcomes, key=lambda outcome: outcome.tokens)
 
 
 def _show_recall(record: Record) -> str:
