@@ -30,14 +30,8 @@ DECIDES = "has no effect with this model, which decides its inputs"
     [
         ("", "model 'models.py' names no function: write models.py:make_model."),
         (":make_par", "Did you mean 'make_pair'?"),
-        (
-            ":number",
-            "is a function that returns a pair (module, inputs) with a tuple or a dict of inputs, not",
-        ),
-        (
-            ":make_call",
-            "make_call returns a pair (module, inputs) with a tuple or a dict of inputs, not func",
-        ),
+        (":number", "is a function that returns a pair (module, inputs) with a tuple or a dict of inputs"),
+        (":make_call", "make_call returns a pair (module, inputs) with a tuple or a dict of inputs, not"),
         (":make_error", "models.py:make_error fails: ValueError: no weights here."),
         (":make_without_inputs", "make_without_inputs fails: TypeError: Model.forward() missing 2 required"),
         (":make_without_attention", "code with its own softmax must call F.scaled_dot_product_attention"),
