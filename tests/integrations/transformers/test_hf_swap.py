@@ -21,7 +21,6 @@ import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers import swapped
 from efficient_attn.integrations.transformers.swapping import run
-from efficient_attn.measure.record import replace
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.report.table import ORIGINAL
 from efficient_attn.studies import find
@@ -194,7 +193,7 @@ def test_the_models_own_attention_is_put_back_even_after_an_error(encoder):
     assert torch.equal(model(ids).logits, before)
 
 
-def test_a_run_times_all_variants_and_is_written_read_drawn_and_compared(encoder, tmp_path):
+def test_a_run_times_all_variants_and_is_written_read_and_drawn(encoder, tmp_path):
     sizes = {"window": {"window": [3, TOKENS + 1]}}
     labels = {"window(window=3)", f"window(window={TOKENS + 1})", "performer-positive"}
     request = {"options": sizes, "by_layer": True, "rounds": 2, "out": tmp_path / "run"}
@@ -216,15 +215,6 @@ def test_a_run_times_all_variants_and_is_written_read_drawn_and_compared(encoder
     remark = again.sentences()[1]
     assert remark.startswith("Few or no operations saved") and f"window(window={TOKENS + 1}) " in remark
     assert (tmp_path / "run" / "swap.png").is_file()
-    assert not ea.diff(again, again).regressions
-    worse = [
-        replace(r, mean_pool_distance_draws=tuple(2 * x for x in r.mean_pool_distance_draws))
-        if r.case.label == "performer-positive" and r.case.kind == "swap" and r.case.layer is None
-        else r
-        for r in again.records
-    ]
-    changed = ea.diff(again, ea.Results(worse)).comparison.changes
-    assert any(c.quantity == "mean_pool_distance" and c.ratio == pytest.approx(2) for c in changed)
 
 
 def test_every_length_is_a_swap_of_its_own_and_layers_filter_those_replaced_alone(encoder):
