@@ -31,6 +31,7 @@ from efficient_attn.integrations.transformers.attend import (
     PATTERN,
     SUBMODULE,
     attend,
+    make_mask,
 )
 from efficient_attn.integrations.transformers.caches import needs_state, replace_cache_layer
 from efficient_attn.integrations.transformers.loading import (
@@ -41,7 +42,6 @@ from efficient_attn.integrations.transformers.loading import (
     refuse_tensors,
     weight_files,
 )
-from efficient_attn.integrations.transformers.masking import make_mask
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, ignored, unwrap
 from efficient_attn.ops.dtypes import upcast
 

@@ -28,7 +28,7 @@ from transformers.masking_utils import (
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL
 from efficient_attn.integrations.transformers import attach
-from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, make_mask, visible_in
+from efficient_attn.integrations.transformers.attend import Mask, VisibleKeys, make_mask, visible_in
 from efficient_attn.integrations.transformers.sites import find_sites
 
 
