@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from pathlib import Path
 
 import pytest
 from made_records import case, timed
@@ -11,9 +10,10 @@ from planned import points_of
 import efficient_attn as ea
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
+from efficient_attn.stats.estimates import grouped
 from efficient_attn.studies import find, studies
 from efficient_attn.studies.advise.model import best_layers
-from efficient_attn.studies.advise.view import _by_shape, plots
+from efficient_attn.studies.advise.view import SHAPE
 from efficient_attn.studies.bench import MAX_ERROR
 from efficient_attn.studies.results import Results
 
@@ -41,7 +41,7 @@ def test_it_measures_predicts_and_concludes_over_lengths():
     results = ea.advise(backends=["exact", "window"], options=given, seq_lens=(512, 1024), max_error=0.5)
     found, labels = kinds(results), [f"window(window={size})" for size in given["window"]["window"]]
     assert {("error", labels[1], 512), ("error", labels[1], 96), ("time", "exact", 1024)} <= found
-    encoder, decoder = _by_shape(results.records)
+    encoder, decoder = grouped(results.records, *SHAPE)
     assert {one.case.causal for one in decoder} == {True} and len({one.case.causal for one in encoder}) == 1
     # Times and predictions are those of the heads of the model.
     heads = {(one.case.num_heads, one.case.num_kv_heads) for one in decoder if one.case.kind != "error"}
@@ -258,20 +258,3 @@ def best_by_trial(losses, gains_s, limit):
         if sum(losses[layer][name] for layer, name in kept) <= limit:
             best = max(best, sum(gains_s[name] for _, name in kept))
     return best
-
-
-def test_the_plot_of_key_heads_has_every_trial_and_the_verified_plans():
-    run = Path(__file__).parent.parent / "results/epyc-2-cores/advise-smollm2-4096"
-    records = [record for record in ea.read(run).records if record.streaming_heads]
-    divergence, recall = plots(records, {})["advise"].charts
-    drawn = {(line.label, x): y for line in divergence.series for x, y in zip(line.x, line.y, strict=True)}
-    trials = [record for record in records if record.case.label.startswith("plan ")]
-    plan, drawn_by_chance = records[-2:]
-    assert drawn == {
-        **{(f"by {x.ranked_by}, texts that choose", x.streaming_heads): x.next_token_kl for x in trials},
-        ("the plan, other texts", 33): plan.next_token_kl,
-        ("random heads, other texts", 33): drawn_by_chance.next_token_kl,
-    }
-    heights = {line.label: list(line.y) for line in recall.series}
-    expected = 100 * plan.copy_recall / plan.copy_recall_exact
-    assert len(trials) == 6 and heights["the plan, other texts"] == [expected]

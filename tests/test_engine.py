@@ -338,3 +338,13 @@ def test_an_interruption_keeps_records_and_cancels_pending_points(tmp_path, undr
 def test_what_an_executor_cannot_measure_is_refused(measure, message):
     with pytest.raises(OptionError, match=message):
         measure()
+
+
+def test_a_point_takes_as_long_as_its_series_and_not_as_others_of_its_kind():
+    (memory, time), (_, other_time) = (
+        [points[0] for points in entries(label, lengths=(16,), kinds=("memory", "time"))] for label in "ab"
+    )
+    durations = Durations(0.1)
+    durations.learn(memory, Record(case=memory.case, peak_bytes=1), 1.0)
+    durations.learn(other_time, Record(case=other_time.case, times_s=(9.0,)), 9.0)
+    assert durations.remaining_s([(time, 1)]) == 3.0

@@ -9,7 +9,7 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import islice
@@ -94,37 +94,33 @@ class Maker:
 
     @property
     def takes_length(self) -> bool:
-        """Whether the function has the parameter `seq_len`."""
         with suppress(TypeError, ValueError):
             return "seq_len" in inspect.signature(self.make).parameters
         return False
 
-    def model(self, *, seq_len: int | None = None) -> CalledModel:
+    def model(
+        self, *, seq_len: int | None = None, seed: int = SEEDS[0], module: nn.Module | None = None
+    ) -> CalledModel:
         """The model with its inputs.
 
         Args:
             seq_len: Length of the inputs; None: the function's own.
+            seed: Seed of the random numbers that the function draws.
+            module: Earlier module that takes the inputs; None: the new one.
 
         Raises:
             DataError: If the function fails.
             DtypeError: If it returns another form.
         """
-        module, inputs = self._pair(seq_len, SEEDS[0])
-        module = module.eval()
-        return CalledModel(name=self.label, module=module, call=_bound(module, inputs), source=self.source)
-
-    def with_inputs(self, model: CalledModel, *, seq_len: int | None, seed: int) -> CalledModel:
-        """The same module on inputs from random numbers of a seed, with errors as in `model`."""
-        _, inputs = self._pair(seq_len, seed)
-        return replace(model, call=_bound(model.module, inputs), seed=seed)
-
-    def _pair(self, seq_len: int | None, seed: int) -> tuple[nn.Module, Any]:
         with running(self.label), _seeded(seed):
             result = self.make() if seq_len is None else self.make(seq_len=seq_len)
         is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)
         if not is_pair or not isinstance(result[1], (tuple, Mapping)):
             raise DtypeError(f"{self.label} returns {_FORM}, not {type(result).__name__}.")
-        return result
+        created, inputs = result
+        module = created.eval() if module is None else module
+        call = partial(module, *inputs) if isinstance(inputs, tuple) else partial(module, **inputs)
+        return CalledModel(name=self.label, module=module, call=call, seed=seed, source=self.source)
 
 
 def maker_of(model: Any, *, name: str | None = None) -> Maker:
@@ -154,28 +150,8 @@ def maker_of(model: Any, *, name: str | None = None) -> Maker:
     return Maker(label, make, source)
 
 
-def called_model(model: Any, *, name: str | None = None) -> CalledModel:
-    """Model of an address, pair or function, with errors as in `maker_of`."""
-    return maker_of(model, name=name).model()
-
-
-def refuse_beside(model: Any, **options: Any) -> None:
-    """Refuse options beside a model that makes its inputs."""
-    for name, value in options.items():
-        if value is not None:
-            raise OptionError(
-                f"{name} belongs to a Hugging Face folder; {str(model)!r} decides its own inputs, dtype and "
-                "device."
-            )
-
-
-def _bound(module: nn.Module, inputs: Any) -> Callable[[], Any]:
-    return partial(module, *inputs) if isinstance(inputs, tuple) else partial(module, **inputs)
-
-
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Seed Python, numpy and torch, and restore their generators."""
     python, array = random.getstate(), np.random.get_state()
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, OptionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.called import CalledModel
-from efficient_attn.integrations.intercept.calls import CALL_SDPA, PATTERN, Call, Site, SiteMode
+from efficient_attn.integrations.intercept.calls import CALL_SDPA, Call, Site, SiteMode
 from efficient_attn.integrations.masks import FULL, ShownKeys
 from efficient_attn.measure.inputs import CAUSAL, Activations, Captured
 from efficient_attn.measure.units import show_bytes
@@ -43,20 +43,6 @@ def capture_called(called: CalledModel, layers: Sequence[int] | None = None) -> 
         called.seeded()
     captured = capturing.captured(layers)
     return replace(captured, about={**captured.about, "model": called.name})
-
-
-def site_notes(sites: Mapping[int, str], left: Mapping[str, str]) -> list[str]:
-    """Call sites by layer number, and sites left out with reasons."""
-    named = ", ".join(f"{number} is {site}" for number, site in sites.items())
-    reasons = [f"Left out: {site}: {why.rstrip('.')}." for site, why in left.items()]
-    return [f"Layers are call sites: {named}.", *reasons]
-
-
-def notes_of(captured: Captured) -> list[str]:
-    """`site_notes` of activations, if they are of call sites."""
-    sites = json.loads(captured.about.get("sites", "[]"))
-    left = json.loads(captured.about.get("left_out", "{}"))
-    return site_notes({layer: sites[layer] for layer in captured.layers}, left) if sites else []
 
 
 def save_activations(captured: Captured, path: str | Path) -> None:
@@ -86,7 +72,6 @@ def capture_text(
     *,
     layers: Sequence[int] | None = None,
     max_tokens: int = 512,
-    most_bytes: int = MOST_BYTES,
 ) -> Captured:
     """Capture an encoder or decoder of transformers on a text.
 
@@ -95,10 +80,10 @@ def capture_text(
 
     Args:
         layers: Indices of the layers to keep; None keeps all.
-        most_bytes: Upper limit on the file size; larger requests are refused before the model runs.
 
     Raises:
         DataError: If the text has no tokens.
+        OptionError: If the file would be larger than MOST_BYTES.
         UnsupportedError: If no backend supports the model's attention.
     """
     from efficient_attn.integrations.transformers.attachment import installed
@@ -114,10 +99,10 @@ def capture_text(
     # Grouped heads count as separate heads.
     entries = sum(3 * (site.num_heads or 1) * site.head_dim for site in chosen)
     num_bytes = _HALF_BYTES * ids.shape[1] * entries
-    if num_bytes > most_bytes:
+    if num_bytes > MOST_BYTES:
         raise OptionError(
             f"{len(chosen)} layers of {ids.shape[1]} tokens take up to {show_bytes(num_bytes)}, more than "
-            f"{show_bytes(most_bytes)}; name fewer layers or tokens."
+            f"{show_bytes(MOST_BYTES)}; name fewer layers or tokens."
         )
     backends = build_layers(sites, {}, max_tokens=ids.shape[1], seed=0)
     stored: dict[int, Activations] = {}
@@ -151,7 +136,6 @@ def capture_text(
 
 
 def _chosen_sites(sites: Sequence[Any], layers: Sequence[int] | None) -> list[Any]:
-    """The attention modules of the layers."""
     by_layer = {site.layer: site for site in sites}
     if len(by_layer) < len(sites):
         raise UnsupportedError("Two attentions of this model share a layer number; capture cannot name them.")
@@ -178,29 +162,26 @@ class Capturing(SiteMode):
         left_out: {site: reason} of calls that cannot be stored.
     """
 
-    def __init__(self, model: nn.Module | None, only: str, entry: int, most_bytes: int) -> None:
+    def __init__(self, model: nn.Module | None, only: str, entry: int) -> None:
         super().__init__(model)
         self.sites: dict[Site, Activations] = {}
         self.left_out: dict[Site, str] = {}
         self._causal: dict[Site, bool] = {}
         self._scales: dict[Site, float] = {}
-        self._only, self._entry, self._most_bytes = only, entry, most_bytes
-        self._bytes = 0
+        self._only, self._entry, self._bytes = only, entry, 0
 
     def attend(self, call: Call) -> Tensor:
-        """Copy the tensors and return torch's output."""
         site = self.next_site()
         check_alone()
         if site not in self.sites and fnmatchcase(str(site), self._only):
-            shown = None if call.refusal else call.shown_keys()
-            if shown is None:
-                self.left_out.setdefault(site, call.refusal or PATTERN)
+            shown = call.shown_keys()
+            if isinstance(shown, str):
+                self.left_out.setdefault(site, shown)
             else:
                 self._store(site, call, shown)
         return call.exact()
 
     def unreached(self, reason: str) -> None:
-        """Record an attention without `F.scaled_dot_product_attention`."""
         self.left_out.setdefault(self.next_site(), reason)
 
     def _store(self, site: Site, call: Call, shown: ShownKeys) -> None:
@@ -213,10 +194,9 @@ class Capturing(SiteMode):
             q = q[..., real, :] if q.shape[-2] == k.shape[-2] else q
             k, v = k[..., real, :], v[..., real, :]
         self._bytes += sum(_HALF_BYTES * tensor.numel() for tensor in (q, k, v))
-        if self._bytes > self._most_bytes:
+        if self._bytes > MOST_BYTES:
             raise OptionError(
-                f"The activations take more than {show_bytes(self._most_bytes)}: name fewer sites with only, "
-                "or raise most_bytes."
+                f"The activations take more than {show_bytes(MOST_BYTES)}: name fewer sites with only."
             )
         self.sites[site] = Activations(q.clone(), k.clone(), v.clone())
         self._causal[site], self._scales[site] = shown.causal, float(call.factor)
@@ -265,9 +245,7 @@ class Capturing(SiteMode):
         save_activations(self.captured(), path)
 
 
-def capture(
-    model: nn.Module | None = None, *, only: str = "*", entry: int = 0, most_bytes: int = MOST_BYTES
-) -> Capturing:
+def capture(model: nn.Module | None = None, *, only: str = "*", entry: int = 0) -> Capturing:
     """Capture all calls of `F.scaled_dot_product_attention` in a `with` block.
 
     The output of the model stays the same bit for bit. A compiled model runs with graph breaks.
@@ -276,7 +254,6 @@ def capture(
         model: Module whose names name the sites; None: all calls belong to one unnamed module.
         only: Shell-style pattern of the sites to keep.
         entry: Index of the batch entry to keep.
-        most_bytes: Upper limit on the size of the file.
 
     Raises:
         UnknownNameError: If the model has no module of a name that `only` spells out.
@@ -285,4 +262,4 @@ def capture(
         names = dict(model.named_modules())
         if only not in names:
             raise UnknownNameError("module", only, names)
-    return Capturing(model, only, entry, most_bytes)
+    return Capturing(model, only, entry)

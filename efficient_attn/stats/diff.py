@@ -34,9 +34,6 @@ FALSE_ALARMS = 0.01
 # Trainings from several seeds are repetitions of one measurement.
 _OVER_SEEDS = ("recall",)
 
-# Widest interval of a log ratio; beyond, the ratio leaves the range of floats.
-_WIDEST = 100.0
-
 # Machine precision by dtype; errors below a multiple of it are rounding.
 _PRECISION = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
 _ROUNDING = 16
@@ -97,7 +94,6 @@ class Comparison:
     runs: tuple[int, int] = (1, 1)
 
     def of(self, verdict: str) -> tuple[Change, ...]:
-        """The changes with this verdict."""
         return tuple(change for change in self.changes if change.verdict == verdict)
 
 
@@ -218,7 +214,6 @@ def _status_change(change: Change, old: Side, new: Side) -> Change | None:
 
 
 def _measured(side: Side) -> set[str]:
-    """Names of the fields present in a side's records."""
     return {name for record in records_of(side) for name in record.measured}
 
 
@@ -262,7 +257,7 @@ def _with_ratio(change: Change, test: Tested) -> Change:
     ratio = test.new / test.old
     if test.half_width is None:
         return replace(change, ratio=ratio)
-    factor = math.exp(min(test.half_width, _WIDEST))
+    factor = math.exp(min(test.half_width, significance.WIDEST))
     return replace(change, ratio=ratio, low=ratio / factor, high=ratio * factor)
 
 

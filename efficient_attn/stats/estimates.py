@@ -18,19 +18,16 @@ the ends of its interval are the zeros of the ends of the intervals of the leads
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from statistics import NormalDist, median
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import CEILING, YARDSTICK
-from efficient_attn.stats.significance import correlated, quantile
-
-Floats = NDArray[np.float64]
+from efficient_attn.stats.significance import OUTSIDE, WIDEST, Floats, correlated, quantile
 
 # Three rounds would need six standard deviations on either side, four need four.
 FEWEST_ROUNDS = 4
@@ -38,17 +35,14 @@ FEWEST_ROUNDS = 4
 # Assumed correlation of neighbouring rounds.
 CORRELATION = 0.7
 
-# Tail probability on either side of an interval.
-_OUTSIDE = 0.025
-
 # Assumed standard deviation of the shift of a case from run to run, relative to its time.
 RUN_SHIFT = 0.03
 
 # Half-width of the 95 % interval from the shift alone.
-SHIFT_HALF_WIDTH = RUN_SHIFT * NormalDist().inv_cdf(1 - _OUTSIDE)
+SHIFT_HALF_WIDTH = RUN_SHIFT * NormalDist().inv_cdf(1 - OUTSIDE)
 
 # Bounds on plausible times; products of others leave the range of floats.
-_SHORTEST_S, _LONGEST_S, _WIDEST = 1e-90, 1e90, 100.0
+_SHORTEST_S, _LONGEST_S = 1e-90, 1e90
 
 # All of five samples lie on one side of the median with probability 1/16, more than 5 %.
 FEWEST_FOR_95 = 6
@@ -127,7 +121,7 @@ def _certainly_outside(count: int) -> int:
     # P(m) / P(m − 1) = (count − m + 1) / m
     m = np.arange(1, count // 2 + 1)
     logs = np.concatenate([[0.0], np.cumsum(np.log((count - m + 1) / m))]) - count * math.log(2)
-    return int(np.searchsorted(np.cumsum(np.exp(logs)), _OUTSIDE, side="right")) - 1
+    return int(np.searchsorted(np.cumsum(np.exp(logs)), OUTSIDE, side="right")) - 1
 
 
 def call_time(record: Record) -> Typical:
@@ -172,20 +166,15 @@ def round_times(record: Record) -> Floats:
     return np.array([median(times_s[start:end]) for start, end in pairwise(ends) if end > start])
 
 
-@cache
-def _standard_deviations(rounds: int) -> float:
-    """Half-width of the interval, in sample standard deviations of this many rounds."""
-    inflation, _ = correlated(rounds, CORRELATION)
-    return quantile(_OUTSIDE, rounds - 1) * inflation / math.sqrt(rounds)
-
-
 def _typical(rounds: Floats, shift: float) -> Typical:
     """Median with an interval symmetric in the logarithm, at least `shift` wide, from enough rounds."""
     centre = median(rounds.tolist())
     if len(rounds) < FEWEST_ROUNDS:
         return Typical(centre, None, None, len(rounds))
-    half = float(np.log(rounds).std(ddof=1)) * _standard_deviations(len(rounds))
-    factor = math.exp(min(math.hypot(half, shift), _WIDEST))
+    inflation, _ = correlated(len(rounds), CORRELATION)
+    error = float(np.log(rounds).std(ddof=1)) * inflation / math.sqrt(len(rounds))
+    half = quantile(OUTSIDE, len(rounds) - 1) * error
+    factor = math.exp(min(math.hypot(half, shift), WIDEST))
     return Typical(centre, centre / factor, centre * factor, len(rounds))
 
 

@@ -4,7 +4,7 @@ They are notes beside the numbers. Intervals decide whether a backend is faster.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from efficient_attn.measure.record import Record
@@ -28,6 +28,9 @@ _NAMED = 3
 # NVML's throttle reasons 4 and 128, power; 8, hardware; 32 and 64, heat.
 _SLOWED = 4 | 8 | 32 | 64 | 128
 
+# Conditions during a run, the shares of all cores that are reported, and who takes them.
+_LOADS = (("others_share", _LOADED, "processes"), ("stolen_share", 0.02, "virtual machines"))
+
 _ROUNDS = "Rerun with more --rounds."
 _THREADS = "Rerun on an idle machine or with fewer --threads."
 
@@ -47,7 +50,8 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
     ]
     if not timed:
         return []
-    widths = [_half_width(record) for record in timed]
+    times = [call_time(record) for record in timed]
+    widths = [0.0 if time.high is None else time.high / time.median - 1 for time in times]
     noisy = sum(width > _NOISY for width in widths)
     sentences = []
     if noisy:
@@ -55,15 +59,21 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
         text = f"{noisy} of {len(timed)} timings are noisy (95 % intervals {widest})."
         # A load has a sentence of its own.
         sentences.append(f"{text} {_ROUNDS}" if remedy(environment) == _ROUNDS else text)
-    for share, limit, text in _SIGNS:
-        above = [(record, value) for record in timed if (value := share(record)) > limit]
-        if above:
-            sentences.append(text.format(_names([record for record, _ in above]), max(v for _, v in above)))
+    shares = {record: share for record in timed if (share := _waiting(record)) > _WAITED}
+    if shares:
+        text = f"CPU contention: threads of {_names([*shares])} waited for a processor up to"
+        sentences.append(f"{text} {max(shares.values()):.0%} of the time. {_THREADS}")
+    slowed = {record: reasons for record in timed if (reasons := (record.throttle_reasons or 0) & _SLOWED)}
+    if slowed:
+        sentences.append(
+            f"Throttled GPU: power, heat or hardware lowered its clocks after {_names([*slowed])} (reasons "
+            f"{max(slowed.values()):#x}). Cool it or lock its clocks."
+        )
     runs = _runs(environment)
-    for name, limit, text in _LOADS:
+    for name, limit, others in _LOADS:
         taken = max((_number(run, name) for run in runs), default=0.0)
         if taken > limit:
-            sentences.append(f"Background load {text.format(100 * taken)}. {_THREADS}")
+            sentences.append(f"Background load {100 * taken:.0f} % (other {others}). {_THREADS}")
     loops = [(_number(run, "loop_before_s"), _number(run, "loop_after_s")) for run in runs]
     drift = max((after_s / before_s - 1 for before_s, after_s in loops if before_s and after_s), default=0.0)
     if drift > _DRIFTED:
@@ -93,11 +103,6 @@ def _samples(record: Record) -> tuple[float, ...]:
     return tuple(time_s for time_s in record.times_s or () if time_s is not None and time_s > 0)
 
 
-def _half_width(record: Record) -> float:
-    median, _, high, _ = call_time(record)
-    return 0.0 if high is None else high / median - 1
-
-
 def _waiting(record: Record) -> float:
     """Share of run-queue wait, which times on one thread exclude."""
     if record.waited_s is None or record.case.device != "cpu" or record.case.threads == 1:
@@ -110,23 +115,3 @@ def _number(run: Mapping[str, Any], name: str) -> float:
     value = run.get(name)
     finite = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
     return float(value) if finite and value is not None else 0.0
-
-
-# Shares of records, their limits, and sentences; typical comparisons look for a few percent.
-_SIGNS: tuple[tuple[Callable[[Record], float], float, str], ...] = (
-    (
-        _waiting,
-        _WAITED,
-        f"CPU contention: threads of {{}} waited for a processor up to {{:.0%}} of the time. {_THREADS}",
-    ),
-    (
-        lambda record: (record.throttle_reasons or 0) & _SLOWED,
-        0,
-        "Throttled GPU: power, heat or hardware lowered its clocks after {} (reasons {:#x}). Cool it or lock "
-        "its clocks.",
-    ),
-)
-_LOADS = (
-    ("others_share", _LOADED, "{:.0f} % (other processes)"),
-    ("stolen_share", 0.02, "{:.0f} % (other virtual machines)"),
-)

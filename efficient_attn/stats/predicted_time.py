@@ -22,29 +22,17 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.stats.estimates import Typical, call_time, last_rise
-from efficient_attn.stats.significance import quantile
-
-Floats = NDArray[np.float64]
-
-# Probability on each side of an interval.
-_OUTSIDE = 0.025
+from efficient_attn.stats.estimates import Typical, call_time, grouped, last_rise
+from efficient_attn.stats.significance import OUTSIDE, WIDEST, Floats, quantile
 
 # Calls from which rates and their scatter are fitted.
 FEWEST_CALLS = 3
 
-# Lengths between which crossovers are sought, and their number per doubling.
-_SHORTEST, _LONGEST, _STEPS = 32, 1 << 17, 4
-
-# Exponents beyond this leave the range of floats.
-_WIDEST = 100.0
-
 
 class Predicted(NamedTuple):
-    """Prediction with a nominal 95 % interval; None beyond the searched lengths."""
+    """Prediction with a nominal 95 % interval; None beyond all lengths."""
 
     value: float | None
     low: float | None
@@ -76,17 +64,9 @@ class TimeModel:
 
     def speed(self, exact: "TimeModel", **sizes: int) -> Predicted:
         """Predicted speed-up over exact attention; above 1 this backend is faster."""
-        ratio, factor = exact._value(sizes) / self._value(sizes), self._factor(exact)
+        ratio = exact._value(sizes) / self._value(sizes)
+        factor = _factor(math.hypot(self.scatter, exact.scatter), min(self.calls, exact.calls))
         return Predicted(ratio, ratio / factor, ratio * factor)
-
-    def crossover(self, exact: "TimeModel", **sizes: int) -> Predicted:
-        """Predicted length from which this backend is faster than exact attention."""
-        count = int(math.log2(_LONGEST / _SHORTEST)) * _STEPS + 1
-        lengths = [round(tokens) for tokens in np.geomspace(_SHORTEST, _LONGEST, count)]
-        return crossover({tokens: self.speed(exact, **{**sizes, "tokens": tokens}) for tokens in lengths})
-
-    def _factor(self, exact: "TimeModel") -> float:
-        return _factor(math.hypot(self.scatter, exact.scatter), min(self.calls, exact.calls))
 
     def _value(self, sizes: Mapping[str, int]) -> float:
         return float(np.dot(self.rates, _counts(replace(self.case, label="", **sizes), self.target)))
@@ -99,10 +79,8 @@ def time_models(records: Iterable[Record], targets: Mapping[str, Any] | None = N
         records: Times of attention alone, of one dtype, device, number of threads and causality.
         targets: Backends by label, where the name in the records is not sufficient.
     """
-    groups: dict[str, list[Record]] = {}
-    for record in records:
-        if record.case.kind == "time" and record.status == "ok" and record.times_s:
-            groups.setdefault(record.case.label, []).append(record)
+    timed = (r for r in records if r.case.kind == "time" and r.status == "ok" and r.times_s)
+    groups = {group[0].case.label: group for group in grouped(timed, "label")}
     return {
         label: _fit(group, (targets or {}).get(label, group[0].case.backend))
         for label, group in groups.items()
@@ -162,4 +140,4 @@ def crossover(speeds: Mapping[int, Typical | Predicted]) -> Predicted:
 
 
 def _factor(scatter: float, calls: int) -> float:
-    return math.exp(min(quantile(_OUTSIDE, max(calls - 1, 1)) * scatter, _WIDEST))
+    return math.exp(min(quantile(OUTSIDE, max(calls - 1, 1)) * scatter, WIDEST))

@@ -19,9 +19,6 @@ from efficient_attn.stats import significance
 Run = Sequence[Record]
 Side = Sequence[Run]
 
-# Tail probability on either side of an interval around a ratio.
-_OUTSIDE = 0.025
-
 # Bounds beyond which ratios and their intervals leave the range of floats.
 _SMALLEST, _LARGEST = 1e-100, 1e100
 
@@ -61,7 +58,6 @@ class Tested(NamedTuple):
 
 
 def records_of(side: Side) -> list[Record]:
-    """All records of a side."""
     return [record for run in side for record in run]
 
 
@@ -220,6 +216,6 @@ def _with_p_values(
 ) -> Tested:
     """Test of a difference of logarithms, or of values from `least` on."""
     statistic, error, freedom = test
-    half_width = error / least * significance.quantile(_OUTSIDE, freedom)
+    half_width = error / least * significance.quantile(significance.OUTSIDE, freedom)
     increase, decrease = (significance.upper_tail(sign * statistic, freedom) for sign in (1, -1))
     return Tested(*values, half_width, increase, decrease, over)

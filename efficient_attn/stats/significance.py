@@ -15,6 +15,12 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
+# Tail probability on either side of a 95 % interval.
+OUTSIDE = 0.025
+
+# Widest interval of a logarithm; beyond, the ratio leaves the range of floats.
+WIDEST = 100.0
+
 # Significance level of the test for unequal noise.
 _UNEQUAL = 0.05
 

@@ -13,8 +13,8 @@ from integrations.swapped_models import quality
 
 import efficient_attn as ea
 from efficient_attn.external import object_at
-from efficient_attn.integrations.called import called_model, output_vector
-from efficient_attn.integrations.intercept.installed import SiteBackends
+from efficient_attn.integrations.called import maker_of, output_vector
+from efficient_attn.integrations.intercept.replaced import SiteBackends
 from efficient_attn.measure.inputs import read_activations
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies import find
@@ -22,7 +22,7 @@ from efficient_attn.studies import find
 pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")
 
 BACKENDS, OPTIONS = ["exact", "window"], {"window": {"window": [5]}}
-FOLDER = "belongs to a Hugging Face folder"
+DECIDES = "has no effect with this model, which decides its inputs"
 
 
 @pytest.mark.parametrize(
@@ -30,14 +30,8 @@ FOLDER = "belongs to a Hugging Face folder"
     [
         ("", "model 'models.py' names no function: write models.py:make_model."),
         (":make_par", "Did you mean 'make_pair'?"),
-        (
-            ":number",
-            "is a function that returns a pair (module, inputs) with a tuple or a dict of inputs, not",
-        ),
-        (
-            ":make_call",
-            "make_call returns a pair (module, inputs) with a tuple or a dict of inputs, not func",
-        ),
+        (":number", "is a function that returns a pair (module, inputs) with a tuple or a dict of inputs"),
+        (":make_call", "make_call returns a pair (module, inputs) with a tuple or a dict of inputs, not"),
         (":make_error", "models.py:make_error fails: ValueError: no weights here."),
         (":make_without_inputs", "make_without_inputs fails: TypeError: Model.forward() missing 2 required"),
         (":make_without_attention", "code with its own softmax must call F.scaled_dot_product_attention"),
@@ -46,8 +40,8 @@ FOLDER = "belongs to a Hugging Face folder"
         (":make_number", "make_number returns a single number, which has no cosine"),
         (":make_infinite", "make_infinite returns numbers that are not finite; return real rows alone"),
         (":make_counted", "make_counted returns another output in its next run"),
-        (":make_pair --text models.py", f"error: text {FOLDER}"),
-        (":make_pair --seq-len 8", f"error: seq_lens {FOLDER}"),
+        (":make_pair --text models.py", f"error: texts {DECIDES}"),
+        (":make_pair --seq-len 8", f"error: seq_lens {DECIDES}"),
     ],
 )
 def test_a_model_that_cannot_be_swapped_is_refused_in_one_line(words, message):
@@ -72,7 +66,7 @@ def test_all_tensors_of_a_nested_output_are_compared_and_the_first_of_another_ob
 
 
 def test_a_model_is_in_evaluation_mode_and_the_same_every_time():
-    first, second = (called_model("models.py:make_pair") for _ in range(2))
+    first, second = (maker_of("models.py:make_pair").model() for _ in range(2))
     assert not first.module.training and torch.equal(first.run(), second.run())
     assert first.run().grad_fn is None
 

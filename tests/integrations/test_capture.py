@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError
+from efficient_attn.integrations import capture as capture_module
 from efficient_attn.integrations.capture import capture_text, save_activations
 from efficient_attn.integrations.transformers.loading import open_model
 from efficient_attn.integrations.transformers.swapping import sites_of
@@ -83,7 +84,15 @@ def test_a_long_text_is_cut_to_the_tokens_asked_for_and_to_what_the_model_can_ta
     opened = open_model(encoder)
     assert len(capture_text(opened, TEXT, max_tokens=5).tokens) == 5
     assert len(capture_text(opened, 20 * (TEXT + " "), max_tokens=500).tokens) == 64
-    assert len(capture_text(opened, TEXT, layers=[0, 1], max_tokens=9, most_bytes=BYTES).layers) == 2
+
+
+def test_a_file_has_no_more_bytes_than_the_limit(encoder, monkeypatch):
+    opened = open_model(encoder)
+    monkeypatch.setattr(capture_module, "MOST_BYTES", BYTES)
+    assert len(capture_text(opened, TEXT, layers=[0, 1], max_tokens=9).layers) == 2
+    monkeypatch.setattr(capture_module, "MOST_BYTES", BYTES - 1)
+    with pytest.raises(OptionError, match="2 layers of 9 tokens take up to"):
+        capture_text(opened, TEXT, layers=[0, 1], max_tokens=9)
 
 
 def write_layers(path, patterns, layers=1):
@@ -124,7 +133,6 @@ def measure(patterns):
         (capture(layers=[3]), OptionError, "layers are from 0 to 2 in this model, not 3"),
         (capture(layers=[-1]), OptionError, "layers are from 0 to 2 in this model, not -1"),
         (capture(layers=[]), OptionError, "layers are from 0 to 2 in this model, not none"),
-        (capture(layers=[0, 1], most_bytes=BYTES - 1), OptionError, "2 layers of 9 tokens take up to"),
         (swap(layers=[1]), OptionError, "layers name those that are replaced alone"),
         (swap(save="x.bin"), OptionError, "save is a file that ends in .safetensors, not 'x.bin'"),
         (store(1e6, "x.safetensors"), DataError, r"layer\.0\.q has entries beyond the range of float16"),

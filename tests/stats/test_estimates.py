@@ -120,13 +120,6 @@ def test_bytes_grow_without_an_interval_and_constant_or_missing_ones_show_it():
     assert [shown(4, 8, 32), shown(8, 8), shown(0, 8)] == ["n^1.50", "n^0.00", ""]
 
 
-def test_the_growth_of_a_curve_is_of_medians_and_not_of_the_fastest_calls():
-    """The fastest calls grow as n², the medians as n."""
-    records = [timed("exact", n, [1e-9 * n**2, *[1e-3 * n] * 6]) for n in (256, 512)]
-    (curve,) = curves(records, "time_s")
-    assert curve.growth.median == pytest.approx(1, abs=0.01)
-
-
 def test_of_equal_cases_the_last_record_counts():
     (curve,) = curves([timed("exact", 100, [1.0]), timed("exact", 100, [2.0])], "time_s")
     assert [point.value for point in curve.points] == [2.0]

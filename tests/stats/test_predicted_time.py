@@ -60,12 +60,13 @@ def test_calls_without_noise_predict_every_shape_and_length_and_two_calls_predic
 def test_the_predicted_crossover_is_the_length_of_equal_times():
     # With equal rates both take equally long wherever the window holds all tokens.
     models = time_models([*calls("exact"), *calls("window", slower=3)])
-    predicted = models["window"].crossover(models["exact"], num_heads=8, head_dim=64)
+    sizes = {"num_heads": 8, "head_dim": 64}
+    speeds = {n: models["window"].speed(models["exact"], tokens=n, **sizes) for n in range(128, 4096, 64)}
+    predicted = crossover(speeds)
     times_s = {label: true_time(case(label, round(predicted.value))) for label in ("exact", "window")}
     assert predicted.value > 128 and 3 * times_s["window"] == pytest.approx(times_s["exact"], rel=0.02)
     assert predicted.low == pytest.approx(predicted.value, rel=1e-3)
     slow = time_models(calls("window", slower=1e3))["window"]
-    assert slow.crossover(models["exact"], num_heads=8, head_dim=64).high is None
     assert slow.speed(models["exact"], tokens=512).high < 1
 
 

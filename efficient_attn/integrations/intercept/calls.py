@@ -2,6 +2,7 @@
 
 import math
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -20,6 +21,8 @@ from efficient_attn.registry import BackendSpec
 
 SDPA = F.scaled_dot_product_attention
 PATTERN = "its mask is no key mask and not causal"
+_OUTER = "a module inside this one calls attention too"
+_UNEVEN = "the runs of its module differ in their number of calls"
 WEIGHTS_ASKED = "its caller asks for the weights (pass need_weights=False)"
 CALL_SDPA = (
     "a model from transformers needs attn_implementation='sdpa', nn.MultiheadAttention need_weights=False, "
@@ -66,7 +69,6 @@ class Call:
 
     @property
     def factor(self) -> float:
-        """Factor on q·k."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     @property
@@ -89,13 +91,15 @@ class Call:
         mask = self.attn_mask
         return mask[:, None] if mask is not None and self.query.ndim == mask.ndim == 3 else mask
 
-    def shown_keys(self) -> ShownKeys | None:
-        """Visible keys. None if the mask encodes another pattern."""
+    def shown_keys(self) -> ShownKeys | str:
+        """Visible keys, or the reason why no backend serves the call."""
+        if self.refusal is not None:
+            return self.refusal
         if self.mask is None:
             return ShownKeys(None, causal=self.is_causal)
         q, k, _ = self.tensors
         shown = read_mask(self.mask, batch=q.shape[0], q_tokens=q.shape[-2], k_tokens=k.shape[-2])
-        return None if shown is None else ShownKeys(shown.key_mask, shown.causal or self.is_causal)
+        return PATTERN if shown is None else ShownKeys(shown.key_mask, shown.causal or self.is_causal)
 
     def problem(self, shown: ShownKeys, max_tokens: int | None) -> AttentionProblem:
         """Problem of such calls, of at least `max_tokens` tokens."""
@@ -184,8 +188,26 @@ class Site(NamedTuple):
 
 
 def seed_of(seed: int, index: int) -> int:
-    """Seed of the call site of that index."""
     return spawn_seeds(seed, index + 1)[index]
+
+
+def unsure_modules(calls: Mapping[Site, int]) -> dict[str, str]:
+    """{module whose calls have no sure number: reason}.
+
+    The mode of a module around another one that calls attention would see the calls of both.
+
+    Args:
+        calls: Number of calls of each site in a run of the example.
+    """
+    counts = Counter(module for module, _ in {(site.module, count) for site, count in calls.items()})
+    uneven = [module for module, variants in counts.items() if variants > 1]
+    # The model itself has an empty name.
+    outer = [
+        module
+        for module in counts
+        if any(inner != module and (not module or inner.startswith(f"{module}.")) for inner in counts)
+    ]
+    return dict.fromkeys(uneven, _UNEVEN) | dict.fromkeys(outer, _OUTER)
 
 
 class AttentionMode(TorchFunctionMode):

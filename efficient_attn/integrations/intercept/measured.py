@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.backends import resolve
 from efficient_attn.errors import AttentionError, UnsupportedError, naming_missing
-from efficient_attn.integrations.intercept.calls import PATTERN, Call, Site, SiteMode, seed_of
+from efficient_attn.integrations.intercept.calls import Call, Site, SiteMode, seed_of
 from efficient_attn.integrations.masks import ShownKeys
 from efficient_attn.registry import BackendSpec
 from efficient_attn.sharding import check_alone
@@ -83,23 +83,30 @@ class Measured(SiteMode):
         super().__exit__(*error)
 
     def attend(self, call: Call) -> Tensor:
-        """Measure the call and return torch's output."""
         name = self.next_site()
         check_alone()
-        output, seconds = _timed_call(call.exact, call.query.device)
+        synchronise = torch.cuda.synchronize if call.query.is_cuda else lambda device: None
+        synchronise(call.query.device)
+        begin = time.perf_counter()
+        output = call.exact()
+        synchronise(call.query.device)
         start = time.perf_counter()
         with torch.no_grad():
-            self._measure_call(name, call, output, seconds)
+            site, shown = self._site(name, call), call.shown_keys()
+            site.calls += 1
+            site.seconds += start - begin
+            if isinstance(shown, str):
+                site.exact_because.setdefault("all", shown)
+            else:
+                self._add_errors(site, call, shown, output)
         self.total_s -= time.perf_counter() - start
         return output
 
     def unreached(self, reason: str) -> None:
-        """Record an attention without `F.scaled_dot_product_attention`."""
         self.not_reached.append((str(self.next_site()), reason))
 
-    def _measure_call(self, name: Site, call: Call, output: Tensor, seconds: float) -> None:
-        refusal = call.refusal
-        shown = None if refusal else call.shown_keys()
+    def _site(self, name: Site, call: Call) -> MeasuredSite:
+        """The entry of a site, from its first call."""
         if name not in self.sites:
             q, k, _ = call.tensors
             self.sites[name] = MeasuredSite(
@@ -107,15 +114,9 @@ class Measured(SiteMode):
                 shape=(q.shape[0], q.shape[1], k.shape[1], q.shape[-2], k.shape[-2], q.shape[-1]),
                 dtype=q.dtype,
                 device=q.device,
-                mask=_mask_name(call, shown),
+                mask=_mask_name(call),
             )
-        site = self.sites[name]
-        site.calls += 1
-        site.seconds += seconds
-        if shown is None:
-            site.exact_because.setdefault("all", refusal or PATTERN)
-            return
-        self._add_errors(site, call, shown, output)
+        return self.sites[name]
 
     def _add_errors(self, site: MeasuredSite, call: Call, shown: ShownKeys, output: Tensor) -> None:
         real = _real_queries(call, shown)
@@ -192,17 +193,9 @@ def _specs_by_label(backends: Any) -> dict[str, tuple[BackendSpec, dict[str, Any
     return specs
 
 
-def _timed_call(call: Callable[[], Tensor], device: torch.device) -> tuple[Tensor, float]:
-    synchronise = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
-    synchronise(device)
-    start = time.perf_counter()
-    output = call()
-    synchronise(device)
-    return output, time.perf_counter() - start
-
-
-def _mask_name(call: Call, shown: ShownKeys | None) -> str:
-    if shown is None:
+def _mask_name(call: Call) -> str:
+    shown = call.shown_keys()
+    if isinstance(shown, str):
         return "none" if call.attn_mask is None else "other"
     names = ("causal" if shown.causal else "", "keys" if shown.key_mask is not None else "")
     return " ".join(filter(None, names)) or "none"

@@ -128,18 +128,14 @@ def _choices_by_layer(sites: list[AttentionSite], backends: Mapping[Any, Any]) -
     choices: dict[int, Choice] = {}
     last = max(site.layer for site in sites)
     for key, value in backends.items():
-        for layer in _layer_numbers(key, last):
+        layers = numbers_in_ranges(key, what="Layers")
+        if max(layers) > last:
+            raise OptionError(f"Layers are from 0 to {last} in this model, not {key!r}.")
+        for layer in layers:
             if layer in choices:
                 raise OptionError(f"Layer {layer} is named twice; the second time by {key!r}.")
             choices[layer] = _choice(value)
     return choices
-
-
-def _layer_numbers(key: Any, last: int) -> list[int]:
-    layers = numbers_in_ranges(key, what="Layers")
-    if max(layers) > last:
-        raise OptionError(f"Layers are from 0 to {last} in this model, not {key!r}.")
-    return layers
 
 
 def _choice(request: Any) -> Choice:
@@ -190,7 +186,6 @@ def build_plan(
 
 
 def plan_of(model: PreTrainedModel, backends: Mapping[str, Backend]) -> dict[str, Any] | None:
-    """Plan of backends. None if a backend has no registered name."""
     return plan_of_backends({_name_in_plan(model, path): backend for path, backend in backends.items()})
 
 

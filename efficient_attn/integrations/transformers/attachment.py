@@ -7,6 +7,7 @@ saved code is run: backends are looked up by name, tensors read from safetensors
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +31,7 @@ from efficient_attn.integrations.transformers.attend import (
     PATTERN,
     SUBMODULE,
     attend,
+    make_mask,
 )
 from efficient_attn.integrations.transformers.caches import needs_state, replace_cache_layer
 from efficient_attn.integrations.transformers.loading import (
@@ -40,7 +42,6 @@ from efficient_attn.integrations.transformers.loading import (
     refuse_tensors,
     weight_files,
 )
-from efficient_attn.integrations.transformers.masking import make_mask
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, ignored, unwrap
 from efficient_attn.ops.dtypes import upcast
 
@@ -121,21 +122,22 @@ def installed(
     model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]
 ) -> Iterator[None]:
     """Install built backends, and restore the model on exit."""
-    restore = _snapshot(model)
+    restore = install(model, sites, backends)
     try:
-        install(model, sites, backends)
         yield
     finally:
         restore()
 
 
-def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]) -> None:
-    """Install built backends in their modules and register them in the model's configuration."""
+def install(
+    model: PreTrainedModel, sites: list[AttentionSite], backends: Mapping[str, Backend]
+) -> Callable[[], None]:
+    """Install built backends, register them in the model's configuration, and return the restoration."""
     restore = _snapshot(model)
     try:
         model.set_attn_implementation(NAME)
         for site in sites:
-            backend: Any = _move(backends[site.path], model, site).train(site.module.training)
+            backend: Any = _move(backends[site.path], site).train(site.module.training)
             # transformers reads this attribute to find tied parameters before it saves them.
             backend._tied_weights_keys = second_names(backend)
             setattr(backend, PATTERN, site.pattern)
@@ -159,31 +161,18 @@ def install(model: PreTrainedModel, sites: list[AttentionSite], backends: Mappin
     except BaseException:
         restore()
         raise
+    return restore
 
 
-def _move(backend: Backend, model: nn.Module, site: AttentionSite) -> Backend:
-    """Move a backend to the dtype and device of its module.
-
-    accelerate keeps an offloaded parameter on meta until its module is called; its hook knows the device.
-    """
+def _move(backend: Backend, site: AttentionSite) -> Backend:
     parameter = next((p for p in site.module.parameters() if p.is_floating_point()), None)
     if parameter is None:
         return backend
-    device: Any = parameter.device
     if parameter.is_meta:
-        names = site.path.split(".")
-        parents = (model.get_submodule(".".join(names[:n])) for n in reversed(range(len(names))))
-        device = None
-        for module in (*site.module.modules(), *parents):
-            hook = getattr(module, "_hf_hook", None)
-            for part in getattr(hook, "hooks", [hook]):
-                device = getattr(part, "execution_device", None) if device is None else device
-    if device is None:
         raise UnsupportedError(
-            f"The parameters of {site.path} are on meta and no accelerate hook names a device; load the "
-            "model first, then attach."
+            f"The parameters of {site.path} are on meta; attach backends before the model is offloaded."
         )
-    return backend.to(device=device, dtype=parameter.dtype)
+    return backend.to(device=parameter.device, dtype=parameter.dtype)
 
 
 def second_names(backend: Backend) -> dict[str, str]:
@@ -235,7 +224,6 @@ def _build_request(
 
 
 def _snapshot(model: PreTrainedModel) -> Callable[[], None]:
-    """Remember the attention of a model, and return its restoration."""
     attached = [
         (m, getattr(m, SUBMODULE))
         for m in model.modules()
@@ -300,15 +288,15 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
 
 
 def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Path) -> None:
-    """Install the layers of a plan with its saved tensors."""
     sites, folder = find_sites(model), plan.parent
-    with data_errors(f"Cannot read the safetensors of {folder}"):
-        tensors = dict(_saved_tensors(folder))
     saved: SavedTensors = {site.path: {} for site in sites}
-    for name, tensor in tensors.items():
-        path, _, rest = name.partition(f".{SUBMODULE}.")
-        if path in saved:
-            saved[path][rest] = tensor
+    with data_errors(f"Cannot read the safetensors of {folder}"):
+        for file in sorted(folder.glob("model*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (no mapping)
+                    path, part, rest = name.partition(f".{SUBMODULE}.")
+                    if part and path in saved:
+                        saved[path][rest] = opened.get_tensor(name)
     backends = build_plan(model, sites, layers, str(plan), saved)
     for path, backend in backends.items():
         state = saved[path]
@@ -318,14 +306,6 @@ def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], pla
         ):
             backend.load_state_dict(state)
     install(model, sites, backends)
-
-
-def _saved_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    for file in sorted(folder.glob("model*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 (no mapping)
-                if f".{SUBMODULE}." in name:
-                    yield name, opened.get_tensor(name)
 
 
 class AttentionCall(NamedTuple):
@@ -373,13 +353,11 @@ def exact_calls(model: nn.Module) -> Iterator[list[AttentionCall]]:
     with swapped(model, "exact"):
         # The teachers are dropped afterwards, and their hooks with them.
         for layer, student in students.items():
-            getattr(layer, SUBMODULE).register_forward_hook(_collect(calls, student), with_kwargs=True)
+            collect = partial(_collect, calls, student)
+            getattr(layer, SUBMODULE).register_forward_hook(collect, with_kwargs=True)
         yield calls
 
 
-def _collect(calls: list[AttentionCall], student: Backend) -> Callable[..., None]:
-    def hook(teacher: Any, tensors: tuple[Tensor, ...], options: dict[str, Any], out: Tensor) -> None:
-        q, k, v = tensors
-        calls.append(AttentionCall(student, q, k, v, options.get("key_mask"), out))
-
-    return hook
+def _collect(calls: Any, student: Backend, teacher: Any, tensors: Any, options: Any, out: Tensor) -> None:
+    q, k, v = tensors
+    calls.append(AttentionCall(student, q, k, v, options.get("key_mask"), out))

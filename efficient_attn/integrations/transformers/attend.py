@@ -1,14 +1,23 @@
-"""The attention function that transformers calls."""
+"""The attention function and the mask function that transformers calls.
 
-from typing import Any
+A model requests its masks through one function per attention implementation. Ours builds no mask of queries
+and keys: it identifies the pattern and keeps the mask of real keys, in O(tokens) memory. The result is a
+tensor [batch 1 1 keys], which models pass on and transformers accepts as a prepared mask. Model code that
+computes with it is refused.
+"""
 
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from efficient_attn import sharding
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern
-from efficient_attn.integrations.transformers.masking import VisibleKeys, visible_in
+from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern, read_mask
 
 # attn_implementation of attached models.
 NAME = "efficient_attn"
@@ -36,6 +45,203 @@ _REFUSED = {
     "cu_seq_lens_q": "packs sequences into one row (cu_seq_lens_q)",
     "cu_seq_lens_k": "packs sequences into one row (cu_seq_lens_k)",
 }
+
+# Attributes of a tensor that expose its entries, methods that read no entry, and methods that copy all.
+_ENTRIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+_DESCRIBING = {
+    *("dim", "size", "stride", "numel", "is_contiguous", "is_floating_point", "is_complex", "is_conj"),
+    *("is_neg", "_is_view", "storage_offset", "untyped_storage", "__len__", "__repr__"),
+}
+_MOVING = {"to", "cpu", "cuda", "contiguous", "clone", "detach"}
+
+# Mask functions whose keys are no range around the query, and their description.
+_IRREGULAR = {
+    "packed_sequence_mask_function": "several sequences packed into one row",
+    "remap_positions_for_packed_sequence": "several sequences packed into one row",
+    "chunked_overlay": "keys in chunks",
+    "blockwise_overlay": "keys in bidirectional blocks",
+    "or_masks": "a union of mask patterns",
+}
+
+
+class VisibleKeys(NamedTuple):
+    """Visible keys of one forward pass.
+
+    Attributes:
+        first_key: Position of the first key; above 0 if a cache has dropped earlier keys.
+        keys: Number of keys; a static cache includes slots that are not filled yet.
+        key_mask: bool [batch keys], True for a real token; None: all are real.
+    """
+
+    pattern: Pattern
+    first_key: int
+    keys: int
+    key_mask: Tensor | None
+
+
+class Mask(Tensor):
+    """Mask of one pattern for our attention functions.
+
+    Attributes:
+        visible: The visible keys.
+    """
+
+    visible: VisibleKeys
+
+    @classmethod
+    def of(cls, entries: Tensor, visible: VisibleKeys) -> "Mask":
+        mask = entries.as_subclass(cls)
+        mask.visible = visible
+        return mask
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func.__name__
+        with torch._C.DisableTorchFunctionSubclass():
+            if name in _DESCRIBING or (
+                name in ("__get__", "__set__") and func.__self__.__name__ not in _ENTRIES
+            ):
+                return func(*args, **(kwargs or {}))
+            if name in _MOVING and isinstance(mask := args[0], Mask):
+                moved, real = func(*args, **(kwargs or {})), mask.visible.key_mask
+                if moved.dtype == mask.dtype:
+                    real = None if real is None else real.to(moved.device)
+                    return cls.of(moved, mask.visible._replace(key_mask=real))
+        raise UnsupportedError(
+            "This model computes with its mask of queries and keys, which no backend builds; use the model's "
+            "own attention, attn_implementation='sdpa'."
+        )
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: Any = None,
+    config: Any = None,
+    use_vmap: bool = False,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool | None = None,
+    **_: Any,
+) -> Tensor:
+    """Mask function of our attention function, called once per pattern."""
+    if torch.compiler.is_compiling():
+        bidirectional = allow_is_bidirectional_skip is not None
+        plain = not use_vmap and (bidirectional or allow_is_causal_skip)
+        width = local_size if plain and getattr(config, "attention_chunk_size", None) is None else None
+        pattern = _compiled_pattern(mask_function, width, bidirectional)
+    else:
+        pattern = _read_pattern(mask_function)
+    keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
+    key_mask = _real_keys(attention_mask, kv_offset, keys)
+    shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
+    entries = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
+    return Mask.of(entries, VisibleKeys(pattern, kv_offset, keys, key_mask))
+
+
+def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) -> VisibleKeys | None:
+    """Visible keys of a mask of `make_mask`, or of a prepared mask.
+
+    Args:
+        causal: Whether the layer is causal, which a prepared mask of one query does not show.
+
+    Raises:
+        UnsupportedError: If the mask is no tensor.
+    """
+    if mask is None:
+        return None
+    if isinstance(mask, Mask):
+        return mask.visible
+    if not isinstance(mask, Tensor):
+        raise UnsupportedError(
+            f"attention_mask is a {type(mask).__name__}; pass a mask of real tokens [batch, tokens]."
+        )
+    fits = mask.ndim == 4 and mask.shape[-1] in (1, keys) and mask.shape[0] in (1, batch)
+    # A mask that is learned is a bias, zero at first or not.
+    fits = fits and not mask.requires_grad
+    shown = read_mask(mask, batch=batch, q_tokens=queries, k_tokens=keys) if fits else None
+    if shown is None:
+        return VisibleKeys(
+            Pattern(None, None, f"a mask {list(mask.shape)} of queries and keys"), 0, keys, None
+        )
+    triangle = shown.causal or (causal and queries == 1)
+    return VisibleKeys(CAUSAL if triangle else FULL, 0, keys, shown.key_mask)
+
+
+def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor | None:
+    """Key mask of these keys. None if all are real."""
+    if attention_mask is None:
+        return None
+    real = attention_mask[:, first : first + keys].bool()
+    # As in transformers, keys beyond the end of the mask are padding.
+    real = F.pad(real, (0, keys - real.shape[1]))
+    # A compiled graph has one form for all masks.
+    return None if not torch.compiler.is_compiling() and bool(real.all()) else real
+
+
+def _read_pattern(mask_function: Callable) -> Pattern:
+    """The pattern of one of transformers' mask functions."""
+    back = ahead = None
+    for part in _intersected(mask_function):
+        name = _function_name(part)
+        if part is causal_mask_function:
+            ahead = 0
+        elif name == "sliding_window_overlay":
+            back = _closure_value(part, "sliding_window") - 1
+        elif name == "sliding_window_bidirectional_overlay":
+            back = ahead = _closure_value(part, "sliding_window")
+        elif part is not bidirectional_mask_function:
+            return Pattern(None, None, _IRREGULAR.get(name, f"keys by the pattern {name!r}"))
+    return Pattern(back, ahead)
+
+
+def _compiled_pattern(mask_function: Callable, width: int | None, bidirectional: bool) -> Pattern:
+    """As `_read_pattern`, in code that is compiled, where closures are not read.
+
+    Args:
+        width: Width of a window, from the other arguments of a mask function; None: no window is certain.
+    """
+    if mask_function is causal_mask_function:
+        return CAUSAL
+    if mask_function is bidirectional_mask_function:
+        return FULL
+    # The compiler of torch 2.8 reads no `__qualname__` of an inner function, but puts it into `__name__`.
+    if width is not None and mask_function.__name__.endswith("and_mask"):
+        return Pattern(width, width) if bidirectional else Pattern(width - 1, 0)
+    return Pattern(
+        None, None, "a mask that compiled code does not name (without packed sequences, pass attention_mask)"
+    )
+
+
+def _intersected(mask_function: Callable) -> Iterator[Callable]:
+    """The mask functions whose intersection this mask function is."""
+    if _function_name(mask_function) != "and_masks":
+        yield mask_function
+        return
+    for part in _closure_value(mask_function, "mask_functions"):
+        yield from _intersected(part)
+
+
+def _function_name(function: Callable) -> str:
+    """Name of the function, or of the transformers function that created it."""
+    return getattr(function, "__qualname__", repr(function)).partition(".<locals>")[0]
+
+
+def _closure_value(function: Any, name: str) -> Any:
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if name not in cells:
+        raise UnsupportedError(
+            f"This version of transformers builds the mask {_function_name(function)!r} in a way that "
+            "efficient_attn does not know; use attn_implementation='sdpa'."
+        )
+    return cells[name].cell_contents
 
 
 def attend(

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedModel
 
-from efficient_attn.errors import AttentionError, DataError, OptionError
+from efficient_attn.errors import AttentionError, DataError
 from efficient_attn.integrations.transformers.attend import NAME
 from efficient_attn.limits import CONFIG_BYTES, check_header, read_bytes
 
@@ -106,21 +106,12 @@ def positions(opened: Opened) -> int | None:
     return min((number for number in limits if number and number < _NO_LIMIT), default=None)
 
 
-def check_length(opened: Opened, tokens: int, *, name: str) -> None:
-    """Refuse sequences longer than the model's positions; `name` is the argument in messages."""
-    most = positions(opened)
-    if most is not None and tokens > most:
-        raise OptionError(f"{name} is at most the {most} positions of this model, not {tokens}.")
-
-
 def read_config(path: Path) -> Any:
-    """The configuration in a folder."""
     with data_errors(f"Cannot load a model from {path}"):
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def model_class(config: Any, path: Path) -> Any:
-    """The saved class, if it is a transformers model class."""
     names = config.architectures[:1] if isinstance(config.architectures, list) else []
     kind = getattr(transformers, str(*names), None)
     if isinstance(kind, type) and issubclass(kind, PreTrainedModel):

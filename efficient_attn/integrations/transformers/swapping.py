@@ -52,7 +52,6 @@ class AttentionSites(NamedTuple):
 
     @property
     def ordered(self) -> list[AttentionSite]:
-        """All modules in model order."""
         return [*self.swapped, *self.others]
 
     @property
@@ -178,7 +177,6 @@ def backpropagate_loss(model: Any, ids: Tensor) -> None:
 
 
 def predicts_next(model: Any, sites: AttentionSites) -> bool:
-    """Whether the model has a language-model head."""
     return sites.causal and model.get_output_embeddings() is not None
 
 

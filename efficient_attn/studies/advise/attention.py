@@ -6,19 +6,15 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from efficient_attn.measure.accuracy import MEAN
 from efficient_attn.measure.inputs import subjects
 from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import DENSE, UNIFORM_ATTENTION, YARDSTICK, Variant
-from efficient_attn.options import SEED
-from efficient_attn.stats.candidates import exact_operations
-from efficient_attn.stats.predicted_time import Predicted, time_models
+from efficient_attn.stats.predicted_time import time_models
+from efficient_attn.studies.mse.plan import error_point
 from efficient_attn.studies.study import Point, Request, Steps
 from efficient_attn.studies.workload import Costs, Workload
-
-# Durations relative to that of an operation of a backend, building included: of exact attention in float64,
-# and of the error per entry of the output.
-_EXACT, _COMPARING = 0.5, 50.0
 
 # Draws of random features.
 DRAWS = 2
@@ -79,16 +75,16 @@ def _errors(
     variants: Sequence[Variant], layers: Sequence[Any], workload: Workload
 ) -> Generator[Request, Any, dict[str, float]]:
     """Yield the errors on all layers up to a failure; returns the medians by label, ∞ of failures."""
-    points = error_points(variants, layers, workload)
     medians = {}
-    for label in dict.fromkeys([YARDSTICK, UNIFORM_ATTENTION, *(variant.label for variant in variants)]):
+    exact = [variant for variant in variants if variant.backend == YARDSTICK]
+    for variant in (*exact, MEAN, *(variant for variant in variants if variant not in exact)):
         errors: list[float] = []
-        for point in points.get(label, ()):
-            record = yield point
+        for layer in layers:
+            record = yield error_point(variant, layer, draws=DRAWS, threads=workload.threads or 1)
             if record.status != "ok":
                 break
             errors.append(math.nan if record.output_relative_error is None else record.output_relative_error)
-        medians[label] = median(errors) if len(errors) == len(layers) else math.inf
+        medians[variant.label] = median(errors) if len(errors) == len(layers) else math.inf
     return medians
 
 
@@ -118,7 +114,7 @@ def _call_steps(
             if exact is not None and variant.label in models:
                 # A resumed run decides by the stored prediction, whatever rounds came after it.
                 speed = models[variant.label].speed(exact, tokens=tokens)
-                high = (yield _prediction(call.case, speed)).predicted_speed_high
+                high = (yield _prediction(call.case, *speed)).predicted_speed_high
                 slower = high is not None and high < 1
             if variant.backend == YARDSTICK or not (slower or variant.backend == DENSE):
                 long.append(call)
@@ -126,53 +122,7 @@ def _call_steps(
     return [*calls, *long]
 
 
-def _prediction(timed: Case, speed: Predicted) -> Point:
+def _prediction(timed: Case, value: float | None, low: float | None, high: float | None) -> Point:
     case = replace(timed, kind="prediction")
-    return Point(case=case, measure=partial(_predicted, case, speed), series="prediction", cost=0.0)
-
-
-def _predicted(case: Case, speed: Predicted) -> Record:
-    value, low, high = speed
-    return Record(case=case, predicted_speed=value, predicted_speed_low=low, predicted_speed_high=high)
-
-
-def error_points(
-    variants: Sequence[Variant], subjects: Sequence[Any], workload: Workload
-) -> dict[str, list[Point]]:
-    """Errors by label, one per subject: exact and uniform attention, then the fewest operations first."""
-    from efficient_attn.measure.accuracy import MEAN, error_case, measure_error, measure_mean
-
-    first, threads = subjects[0], workload.threads or 1
-    entries = first.activations.q.numel()
-    work = operations(variants, first)
-    exact, *others = sorted(variants, key=lambda variant: (variant.backend != YARDSTICK, work[variant.label]))
-    points = {}
-    for variant in (exact, MEAN, *others):
-        measure = measure_mean if variant is MEAN else partial(measure_error, variant)
-        cost = work[variant.label] + _COMPARING * entries
-        if variant is exact:
-            # The float64 output that all errors are computed from is computed with the first of them.
-            cost += _EXACT * exact_operations(error_case(variant, first, "output"))
-        points[variant.label] = [
-            Point(
-                case=error_case(variant, subject, "output", threads=threads),
-                measure=partial(measure, subject=subject, draws=DRAWS, threads=threads),
-                series=(variant.label, "error"),
-                cost=cost * (DRAWS if SEED in variant.options else 1),
-            )
-            for subject in subjects
-        ]
-    return points
-
-
-def operations(variants: Sequence[Variant], subject: Any) -> dict[str, float]:
-    """Operations of a call by label; as many as of exact attention for backends that count none."""
-    from efficient_attn.measure.accuracy import MEAN, error_case
-    from efficient_attn.measure.calls import attention_flops
-
-    cases = {variant.label: (error_case(variant, subject, "output"), variant) for variant in variants}
-    work = {
-        label: float(attention_flops(case, variant.target) or exact_operations(case))
-        for label, (case, variant) in cases.items()
-    }
-    return {MEAN.label: float(subject.activations.q.numel()), **work}
+    speed: Any = {"predicted_speed": value, "predicted_speed_low": low, "predicted_speed_high": high}
+    return Point(case=case, measure=partial(Record, case=case, **speed), series="prediction", cost=0.0)

@@ -37,7 +37,8 @@ _HOPELESS = 10.0
 # Losses of single layers are counted in this many parts of the limit, each rounded up.
 _PARTS = 200
 
-# Losses below this are rounding of float32, and below the square of this many epsilons of other dtypes.
+# Losses below this are rounding of float32 in another kernel, and below the square of this many epsilons of
+# other dtypes.
 _ROUNDING, _EPSILONS = 1e-8, 4
 
 # Sliding layers are windows of the width of the model, in every plan.
@@ -94,7 +95,8 @@ def _lossless_windows(subject: Subject, quantity: str) -> Generator[Request, Any
     if not subject.sliding:
         return {}
     loss = getattr((yield distance_point(subject, _LOSSLESS)), quantity)
-    changed = loss is not None and not loss <= _rounding(subject.shared["dtype"])
+    epsilon = torch.finfo(getattr(torch, subject.shared["dtype"])).eps
+    changed = loss is not None and not loss <= max(_ROUNDING, (_EPSILONS * epsilon) ** 2)
     return {} if changed else dict.fromkeys(subject.sliding, SLIDING)
 
 
@@ -198,11 +200,6 @@ def _length_steps(
     if plan:
         yield [timed(held_out, OWN_ATTENTION), timed(held_out, _plan_variant(PLAN, plan, working))]
     vars(held_out).pop("exact", None)
-
-
-def _rounding(dtype: str) -> float:
-    """Loss that the rounding of another kernel may have."""
-    return max(_ROUNDING, (_EPSILONS * torch.finfo(getattr(torch, dtype)).eps) ** 2)
 
 
 def _gains_s(reference: Record, times: Sequence[tuple[Variant, Record]], num_layers: int) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """Outcomes of an advice for a model: its plans, their speed and loss, and Python that uses them."""
 
 import json
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
@@ -12,10 +11,10 @@ from efficient_attn.limits import read_object
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
 from efficient_attn.report.text import compared, rounded
-from efficient_attn.stats.estimates import Typical, time_ratio
+from efficient_attn.stats.estimates import Typical, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS, RANDOM_HEADS, RETRIEVAL, SLIDING
-from efficient_attn.studies.swap.analysis import KL, MEAN_POOL, OUTPUT_COSINE
+from efficient_attn.studies.swap.plan import KL, MEAN_POOL, OUTPUT_COSINE
 from efficient_attn.studies.swap.view import quantity_words
 from efficient_attn.studies.view import Environment
 
@@ -51,18 +50,14 @@ class Targets(NamedTuple):
 
     def missed(self, record: Record) -> list[str]:
         """Names of the targets that a record misses."""
+        loss = record.loss_difference, record.loss_difference_error
+        upper_loss = None if None in loss else loss[0] + _UPPER * loss[1]
         bounds = (
             ("divergence", record.next_token_kl, self.kl),
-            ("loss", upper_loss(record), self.loss),
+            ("loss", upper_loss, self.loss),
             ("recall", -recall_share(record), -self.recall),
         )
         return [name for name, value, most in bounds if value is None or not value <= most]
-
-
-def upper_loss(record: Record) -> float:
-    """Upper end of the interval of the loss difference, nats."""
-    values = record.loss_difference, record.loss_difference_error
-    return math.inf if None in values else values[0] + _UPPER * values[1]
 
 
 def recall_share(record: Record) -> float:
@@ -89,27 +84,26 @@ class Outcome(NamedTuple):
     plan: Record | None
 
 
-def _target(environment: Mapping[str, Any]) -> tuple[str, float]:
-    """Quantity and limit of the loss."""
+def _target(environment: Mapping[str, Any]) -> tuple[str, Targets]:
+    """Quantity of the loss, and the targets; its limit is the first."""
     entry = environment.get(LIMIT)
     entry = entry if isinstance(entry, Mapping) else {}
-    limit, quantity = entry.get("limit"), entry.get("quantity")
-    sound = isinstance(limit, (int, float)) and 0 <= limit <= sys.float_info.max
-    return quantity if quantity in (KL, OUTPUT_COSINE) else MEAN_POOL, float(limit or 0.0) if sound else 0.0
+    values = [entry.get(name) for name in ("limit", "max_loss", "min_recall")]
+    largest = sys.float_info.max
+    sound = (isinstance(value, (int, float)) and 0 <= value <= largest and float(value) for value in values)
+    quantity = entry.get("quantity")
+    return quantity if quantity in (KL, OUTPUT_COSINE) else MEAN_POOL, Targets(*(x or 0.0 for x in sound))
 
 
 def outcomes_of(records: Sequence[Record], environment: Mapping[str, Any]) -> list[Outcome]:
     """One outcome per length, the shortest first."""
-    groups: dict[int, list[Record]] = {}
-    for record in records:
-        if record.case.of == MODEL:
-            group = groups.setdefault(record.case.tokens, [])
-            group += [record] if record.status == "ok" else []
-    heads, target = _head_targets(environment), _target(environment)
-    return [
-        _outcome_of_heads(tokens, groups[tokens], heads) or _outcome(tokens, groups[tokens], *target)
-        for tokens in sorted(groups)
-    ]
+    quantity, targets = _target(environment)
+    outcomes = []
+    for group in grouped((record for record in records if record.case.of == MODEL), "tokens"):
+        tokens, ok = group[0].case.tokens, [record for record in group if record.status == "ok"]
+        of_heads = _outcome_of_heads(tokens, ok, targets)
+        outcomes.append(of_heads or _outcome(tokens, ok, quantity, targets.kl))
+    return sorted(outcomes, key=lambda outcome: outcome.tokens)
 
 
 def _show_recall(record: Record) -> str:
@@ -119,13 +113,6 @@ def _show_recall(record: Record) -> str:
     share, width = recall_share(record), _UPPER * record.copy_recall_error / record.copy_recall_exact
     open_ = " (not settled)" if share >= _SETTLED > share - width else ""
     return f"{100 * share:.1f} ± {100 * width:.1f} % of exact{open_}"
-
-
-def _head_targets(environment: Mapping[str, Any]) -> Targets:
-    entry = environment.get(LIMIT)
-    entry = entry if isinstance(entry, Mapping) else {}
-    values = [entry.get(name) for name in ("limit", "max_loss", "min_recall")]
-    return Targets(*(float(value) if isinstance(value, (int, float)) else 0.0 for value in values))
 
 
 def _outcome_of_heads(tokens: int, records: Sequence[Record], targets: Targets) -> Outcome | None:
@@ -237,7 +224,7 @@ def _verification(
 
 def model_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     """The shortest length from which a plan is faster, the outcome of every length, and code for the plan."""
-    outcomes, (quantity, limit) = outcomes_of(records, environment), _target(environment)
+    outcomes, (quantity, targets) = outcomes_of(records, environment), _target(environment)
     faster = [outcome for outcome in outcomes if outcome.side == 1]
     # A plan pays from the first of the last lengths that all have one.
     lasting = list(takewhile(lambda outcome: outcome.side == 1, reversed(outcomes)))
@@ -250,7 +237,7 @@ def model_sentences(records: Sequence[Record], environment: Environment) -> list
         text = "Nothing is faster on this machine: stay with exact"
     else:
         text, settled = "Undecided", f" {remedy(environment)}"
-    text = f"{text} ({quantity_words(quantity, limit)})."
+    text = f"{text} ({quantity_words(quantity, targets.kl)})."
     for outcome in outcomes:
         text += f" At {outcome.tokens} tokens {outcome.text}."
     text += settled + skipped_note(records)

@@ -1,7 +1,7 @@
 """Plan of an advice: the cheapest and most promising points first, others left out by prediction."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any
@@ -17,16 +17,13 @@ from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.bench import DEFAULT_MAX_ERROR, MAX_ERROR
 from efficient_attn.studies.study import Option, Plan
-from efficient_attn.studies.swap.plan import TextFiles, promising
+from efficient_attn.studies.swap.plan import DECIDES, KL, OF_A_FOLDER, TextFiles, promising, refuse
 from efficient_attn.studies.workload import Workload, measurer_for, settle
 
 # Seconds for the shipped activations: with the installation less than two minutes.
 _BUDGET_S = 60.0
 # Seconds for a model.
 _MODEL_BUDGET_S = 300.0
-
-# Share of the available memory that a call of attention alone may need.
-_MEMORY_LIMIT = "70%"
 
 _SEQ_LENS = (512, 2048, 8192)
 # Lengths of a decoder whose key heads are ranked.
@@ -36,10 +33,9 @@ _MAX_KL = 0.05
 # Targets of a plan of heads: divergence and loss in nats, and the share of the recall of exact attention.
 _HEADS_MAX_KL, _MAX_LOSS, _MIN_RECALL = 0.01, 0.01, 0.98
 
-# Targets of a model, and options of a folder, which a model from a file decides.
-_TARGETS = ("min_cosine", "max_kl", "max_loss", "min_recall")
+# Targets of a plan of heads, and of any model.
 _OF_HEADS = ("max_loss", "min_recall")
-_OF_A_FOLDER = ("texts", "dtype", "device")
+_TARGETS = ("min_cosine", "max_kl", *_OF_HEADS)
 
 # A divergence beyond this many nats is no target; float64 has none above 745.
 _MOST_KL = 1e3
@@ -114,11 +110,11 @@ def plan(
     """
     settings = locals()
     if model is None:
-        _refuse(settings, _TARGETS, "without a model; the limit there is max_error (--max-error)")
-        _refuse(settings, ("texts", "name"), "without a model")
+        refuse(settings, _TARGETS, "without a model; the limit there is max_error (--max-error)")
+        refuse(settings, ("texts", "name"), "without a model")
     else:
         instead = "min_cosine (--min-cosine), of a causal model max_kl (--max-kl)"
-        _refuse(settings, ("max_error",), f"with this model; its target is {instead}")
+        refuse(settings, ("max_error",), f"with this model; its target is {instead}")
     max_error = DEFAULT_MAX_ERROR if max_error is None else positive_number("max_error", max_error)
     for option, value, most in (("min_cosine", min_cosine, 1), ("max_kl", max_kl, _MOST_KL)):
         if value is not None and (not isinstance(value, (int, float)) or not 0 <= value <= most):
@@ -151,7 +147,6 @@ def plan(
 
     from efficient_attn.integrations.called import is_called, maker_of
     from efficient_attn.studies.advise.model import model_steps
-    from efficient_attn.studies.swap.analysis import KL
     from efficient_attn.studies.swap.measure import Subject, candidates, has_copies
 
     pairs: Sequence[tuple[Subject, Subject]]
@@ -159,10 +154,10 @@ def plan(
     if is_called(model):
         from efficient_attn.studies.swap.called import inputs_of_lengths
 
-        _refuse(settings, _OF_A_FOLDER, "with this model, which decides its inputs, dtype and device")
+        refuse(settings, OF_A_FOLDER, DECIDES)
         maker = maker_of(model, name=name)
         if not maker.takes_length:
-            _refuse(settings, ("seq_lens",), "with this model; its function has no parameter seq_len")
+            refuse(settings, ("seq_lens",), "with this model; its function has no parameter seq_len")
         pairs, left_out = inputs_of_lengths(maker, workload, lengths if maker.takes_length else None)
         origin = pairs[0][0].about
     else:
@@ -184,10 +179,10 @@ def plan(
     target: dict[str, Any] = {"quantity": first.loss}
     heads = None
     if first.loss != KL:
-        _refuse(settings, ("max_kl", *_OF_HEADS), "with this model; its target is min_cosine (--min-cosine)")
+        refuse(settings, ("max_kl", *_OF_HEADS), "with this model; its target is min_cosine (--min-cosine)")
         target["limit"] = 1 - (_MIN_COSINE if min_cosine is None else min_cosine)
     else:
-        _refuse(settings, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
+        refuse(settings, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
         ranked = decodes and any(has_copies(choosing) for choosing, _ in pairs)
         default = _HEADS_MAX_KL if ranked else _MAX_KL
         target["limit"] = default if max_kl is None else max_kl
@@ -200,7 +195,7 @@ def plan(
             targets = Targets(target["limit"], target["max_loss"], target["min_recall"])
             heads = partial(head_steps, targets=targets, rounds=rounds)
         else:
-            _refuse(settings, _OF_HEADS, "without a rank of key heads")
+            refuse(settings, _OF_HEADS, "without a rank of key heads")
     fitted = candidates(variants, first, options)
     steps = partial(model_steps, pairs, fitted, quantity=first.loss, limit=target["limit"], rounds=rounds)
     return Plan(
@@ -211,13 +206,6 @@ def plan(
         fixed=(LIMIT, CANDIDATES),
         budget_s=_MODEL_BUDGET_S,
     )
-
-
-def _refuse(settings: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
-    """Reject options that have no effect, whatever their value."""
-    for name in names:
-        if settings[name] is not None:
-            raise OptionError(f"{name} has no effect {reason}.")
 
 
 def _variants(chosen: Sequence[Variant], model: Any, *, ordered: bool) -> tuple[Variant, ...]:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ from efficient_attn.report.text import (
     show_ratio,
 )
 from efficient_attn.stats.candidates import missing
-from efficient_attn.stats.estimates import RUN_SHIFT, Typical, time_ratio
+from efficient_attn.stats.estimates import RUN_SHIFT, Typical, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.studies.advise.outcomes import (
@@ -46,6 +46,9 @@ from efficient_attn.studies.bench.comparison import error_limit
 from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
 from efficient_attn.studies.swap.view import tables as swap_tables
 from efficient_attn.studies.view import Environment, Plots
+
+# Fields that tell the shipped models apart.
+SHAPE = ("num_heads", "head_dim", "causal")
 
 # Verified plans in the legend.
 _VERIFIED = {PLAN: "the plan, other texts", RANDOM_HEADS: "random heads, other texts"}
@@ -64,14 +67,13 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     if _of_model(records, environment):
         done = [record for record in records if record.case.of == MODEL and record.status != "skipped"]
         return swap_tables(done, environment)
-    return [table for shape in _by_shape(records) for table in _attention_tables(shape)]
+    return [table for shape in grouped(records, *SHAPE) for table in _attention_tables(shape)]
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """The conclusion."""
     if _of_model(records, environment):
         return model_sentences(records, environment)
-    return [text for shape in _by_shape(records) for text in _attention_sentences(shape, environment)]
+    return [text for shape in grouped(records, *SHAPE) for text in _attention_sentences(shape, environment)]
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
@@ -112,15 +114,6 @@ class Row(NamedTuple):
     backend: str
     errors: dict[tuple[int, str], list[float]]
     speeds: dict[int, Typical]
-
-
-def _by_shape(records: Iterable[Record]) -> list[list[Record]]:
-    """Records of attention of the shape of one shipped model each."""
-    shapes: dict[tuple[int, int, bool], list[Record]] = {}
-    for record in records:
-        case = record.case
-        shapes.setdefault((case.num_heads, case.head_dim, case.causal), []).append(record)
-    return list(shapes.values())
 
 
 def rows_of(records: Sequence[Record]) -> list[Row]:
@@ -276,7 +269,7 @@ def _in_words(row: Row) -> str:
 def _attention_plot(records: Sequence[Record], max_error: float) -> Plot:
     """For each shape times of calls and errors of the worst layer, with one legend for all."""
     plots = []
-    for shape in _by_shape(records):
+    for shape in grouped(records, *SHAPE):
         if times := [record for record in shape if is_time(record)]:
             plot = cost_plot(times)
             plots.append(plot._replace(rows=(_charts(plot.charts[0], rows_of(shape), max_error),)))
@@ -327,7 +320,6 @@ def _heads_plot(records: Sequence[Record]) -> Plot:
 
 
 def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, Chart]:
-    """The chart of times at doublings of the length, and errors in the same styles."""
     styles = line_styles([(row.label, row.backend) for row in rows if row.backend != UNIFORM_ATTENTION])
     styles[UNIFORM_ATTENTION] = UNIFORM_STYLE
     series = [

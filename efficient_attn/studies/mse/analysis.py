@@ -70,7 +70,6 @@ class Panel(NamedTuple):
         return f"{describe(self.inputs)}; {self.tokens} tokens, {heads} of {self.head_dim}"
 
     def curve(self, label: str) -> ErrorCurve | None:
-        """The curve with a label."""
         return next((curve for curve in self.curves if curve.label == label), None)
 
     @property

@@ -1,7 +1,7 @@
 """Error of the softmax kernel at single pairs: measured over draws, and predicted by theory."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -18,7 +18,7 @@ from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import Variant, sized
 from efficient_attn.ops.linear.features import haar_rotations
 from efficient_attn.problem import positive_count
-from efficient_attn.studies.study import Point, Steps, in_lists, interleaved
+from efficient_attn.studies.study import Point
 from efficient_attn.theory import kernel
 from efficient_attn.theory.kernel import Floats, log_coupled_error, log_oprf_error, standard_error
 
@@ -36,26 +36,9 @@ _KINDS = ("positive", "hyperbolic", "trigonometric")
 DRAWS = 64
 
 
-def entry_steps(
-    variants: Sequence[Variant],
-    *,
-    sizes: Sequence[int],
-    norms: Sequence[float],
-    angles: Sequence[float],
-    draws: int,
-    head_dim: int,
-    threads: int,
-    seed: int,
-) -> Callable[[], Steps]:
-    """Steps that measure entries exp(x·y) of every norm and angle, size by size."""
-    lists = [
-        interleaved(_line(subject, variant, sizes, draws, threads) for variant in variants)
-        for subject in _subjects(norms, angles, head_dim=head_dim, seed=seed)
-    ]
-    return partial(in_lists, lists)
-
-
-def _subjects(norms: Sequence[float], angles: Sequence[float], *, head_dim: int, seed: int) -> list[Subject]:
+def pair_subjects(
+    norms: Sequence[float], angles: Sequence[float], *, head_dim: int, seed: int
+) -> list[Subject]:
     """Pairs of a query and a key, one subject for each norm and angle of their scaled vectors."""
     if not norms or not angles:
         raise OptionError("norms and angles must not be empty.")
@@ -74,7 +57,7 @@ def _subjects(norms: Sequence[float], angles: Sequence[float], *, head_dim: int,
     ]
 
 
-def _line(
+def entry_points(
     subject: Subject, variant: Variant, sizes: Sequence[int], draws: int, threads: int | None
 ) -> Iterator[Point]:
     """The points of a variant, by rising size."""

@@ -1,13 +1,12 @@
 """Plan of error measurements: input by input, the baseline of an input first, then the small sizes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
-from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import parse_names, parse_sizes
 from efficient_attn.measure.variants import Variant, select, sized
 from efficient_attn.options import SEED
@@ -169,49 +168,56 @@ def _refuse_without_effect(settings: Mapping[str, Any], names: Sequence[str], of
 
 def _kernel_plan(settings: Mapping[str, Any]) -> Plan:
     """Entries of the kernel, of all random features unless backends are named."""
-    from efficient_attn.studies.mse.kernel import DRAWS, entry_steps
+    from efficient_attn.studies.mse.kernel import DRAWS, entry_points, pair_subjects
 
     draws = DRAWS if settings["draws"] is None else settings["draws"]
     positive_count("draws", draws)
     variants = select(settings["backends"], settings["options"])
     if settings["backends"] is None:
         variants = tuple(variant for variant in variants if SEED in variant.options)
-    steps = entry_steps(
-        variants,
-        sizes=parse_sizes(settings["sizes"], name="sizes"),
-        norms=settings["norms"],
-        angles=_ANGLES if settings["angles"] is None else settings["angles"],
-        draws=draws,
-        head_dim=settings["head_dim"],
-        threads=settle(Workload(device="cpu", threads=settings["threads"])).threads or 1,
-        seed=settings["seed"],
-    )
-    return Plan(steps=steps)
+    sizes = parse_sizes(settings["sizes"], name="sizes")
+    angles = _ANGLES if settings["angles"] is None else settings["angles"]
+    threads = settle(Workload(device="cpu", threads=settings["threads"])).threads or 1
+    pairs = pair_subjects(settings["norms"], angles, head_dim=settings["head_dim"], seed=settings["seed"])
+    lists = [
+        interleaved(entry_points(pair, variant, sizes, draws, threads) for variant in variants)
+        for pair in pairs
+    ]
+    return Plan(steps=partial(in_lists, lists))
 
 
 def _points(
     subject: Any, variants: Sequence[Variant], sizes: Sequence[int], draws: int, question: Mapping[str, Any]
 ) -> Iterator[Point]:
     """The mean of the values, then every variant at its smallest size, then at the next one."""
-    from efficient_attn.measure.accuracy import MEAN, at_sizes, error_case, measure_error, measure_mean
-    from efficient_attn.measure.calls import attention_flops
+    from efficient_attn.measure.accuracy import MEAN, at_sizes
 
-    def point(variant: Variant, measure: Callable[..., Record]) -> Point:
-        case = error_case(variant, subject, "output", threads=question["threads"])
-        # The baseline computes the exact output.
-        cost = float(case.tokens) ** 2
-        if variant is not MEAN:
-            operations = attention_flops(case, variant.target) or case.tokens**2 * case.model_dim
-            metric = _METRIC * case.tokens * case.model_dim
-            cost = float(operations + metric) * (draws if SEED in variant.options else 1)
-        label, series = f"{case.label} on {case.inputs}", sized(case).series
-        return Point(case=case, measure=measure, label=label, series=series, cost=cost)
-
-    yield point(MEAN, partial(measure_mean, subject, **question))
+    yield error_point(MEAN, subject, draws=draws, **question)
     yield from interleaved(
         [
-            point(candidate, partial(measure_error, candidate, subject, draws=draws, **question))
+            error_point(candidate, subject, draws=draws, **question)
             for candidate in at_sizes(variant, subject, sizes)
         ]
         for variant in variants
     )
+
+
+def error_point(
+    variant: Variant, subject: Any, *, draws: int, metric: str = "relative", threads: int | None = None
+) -> Point:
+    """Error of a variant, or of uniform attention, on the inputs of a subject."""
+    from efficient_attn.measure.accuracy import MEAN, error_case, measure_error, measure_mean
+    from efficient_attn.measure.calls import attention_flops
+
+    case = error_case(variant, subject, "output", threads=threads)
+    question: dict[str, Any] = {"metric": metric, "threads": threads}
+    if variant is MEAN:
+        # The baseline computes the exact output.
+        cost, measure = float(case.tokens) ** 2, partial(measure_mean, subject, **question)
+    else:
+        operations = attention_flops(case, variant.target) or case.tokens**2 * case.model_dim
+        compared = _METRIC * case.tokens * case.model_dim
+        cost = float(operations + compared) * (draws if SEED in variant.options else 1)
+        measure = partial(measure_error, variant, subject, draws=draws, **question)
+    label, series = f"{case.label} on {case.inputs}", (sized(case).series, "error")
+    return Point(case=case, measure=measure, label=label, series=series, cost=cost)

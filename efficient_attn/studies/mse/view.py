@@ -1,6 +1,6 @@
 """Errors as tables, in sentences and as plots, over the size of the approximation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from efficient_attn.measure.record import Record
@@ -67,14 +67,12 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """Errors against size."""
     if _of_kernel(records):
         return kernel_view.plots(records)
     return {"error": error_plot(records)} if any(record.status == "ok" for record in records) else {}
 
 
 def _of_kernel(records: Sequence[Record]) -> bool:
-    """Whether entries of the softmax kernel were measured."""
     return any(record.case.of == "kernel" for record in records)
 
 
@@ -98,11 +96,9 @@ def _table(panel: Panel, quantity: str, squared: Panel | None) -> Table:
         mean = () if squared is None else (show_error(squared.yardstick or 0.0),)
         rows.append((UNIFORM_ATTENTION, show_error(panel.yardstick), *[""] * len(sizes), *mean))
     for curve in panel.curves:
-        fixed = next((show_point(point) for point in curve.points if point.size is None), "")
-        cells = [show_point(point) if (point := curve.at(size)) else "" for size in sizes]
         match = squared and squared.curve(curve.label)
         mean = () if squared is None else (show_error(match.points[-1].value) if match else "",)
-        rows.append((curve.label, fixed, *cells, *mean))
+        rows.append((*_row(curve, sizes, show_point), *mean))
     meaning = interval(points)
     notes = (
         *([CONCATENATED_NOTE] if panel.source == CONCATENATED else []),
@@ -116,23 +112,24 @@ def _table(panel: Panel, quantity: str, squared: Panel | None) -> Table:
     return table.compared(errors=columns[2:])
 
 
+def _row(curve: ErrorCurve, sizes: Sequence[int], show: Callable[[ErrorPoint], str]) -> tuple[str, ...]:
+    """Cells of a curve: its label, its point without a size, then its sizes."""
+    fixed = next((show(point) for point in curve.points if point.size is None), "")
+    return curve.label, fixed, *(show(point) if (point := curve.at(size)) else "" for size in sizes)
+
+
+def _show_shares(point: ErrorPoint) -> str:
+    mass, density = point.record.covered_mass, point.record.density
+    return f"{100 * mass:.3g} / {100 * density:.3g}" if density else ""
+
+
 def _share_tables(panel: Panel) -> list[Table]:
     """Softmax weight and keys read at every size; no table where all keys are read."""
     points = [point for curve in panel.curves for point in curve.points]
     if all(point.record.density in (None, 1) for point in points):
         return []
     sizes = _columns(points)
-    rows = []
-    for curve in panel.curves:
-        fixed = next((point for point in curve.points if point.size is None), None)
-        records = [point and point.record for point in (fixed, *map(curve.at, sizes))]
-        cells = [
-            f"{100 * record.covered_mass:.3g} / {100 * record.density:.3g}"
-            if record and record.density
-            else ""
-            for record in records
-        ]
-        rows += [(curve.label, *cells)] if any(cells) else []
+    rows = [row for curve in panel.curves if any((row := _row(curve, sizes, _show_shares))[1:])]
     columns = ("backend", "fixed", *map(str, sizes))
     return [Table(f"Weight read / keys read, %: {panel.title}", columns, tuple(rows), (READ_NOTE,))]
 

@@ -79,12 +79,10 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Length of a sequence."""
         return self.pairs + self.gap + self.queries
 
     @property
     def chance(self) -> float:
-        """Accuracy of guessing."""
         return 1 / self.classes
 
     def blind_window(self, *, causal: bool) -> int:
@@ -140,7 +138,6 @@ class Course:
         )
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
         rising = max(self.steps // 10, 1)
         return self.rate * min((step + 1) / rising, (self.steps - step) / max(self.steps - rising, 1))
 

@@ -55,12 +55,10 @@ class Learned(NamedTuple):
 
     @property
     def accuracy(self) -> float | None:
-        """Mean over seeds."""
         return fmean(self.accuracies) if self.accuracies else None
 
     @property
     def chance(self) -> float:
-        """Expected accuracy of a guess."""
         return self.first.chance or 0.0
 
     @property
@@ -89,7 +87,6 @@ class Contest(NamedTuple):
 
     @property
     def exact(self) -> Learned | None:
-        """Exact attention."""
         return next((row for row in self.rows if row.case.backend == YARDSTICK and row.accuracies), None)
 
     @property
@@ -196,7 +193,6 @@ def _exact(contest: Contest) -> str:
 
 
 def _controls(contest: Contest) -> str:
-    """Whether the controls are at chance."""
     shown = [f"{row.label} {row.accuracy:.3f}" for row in contest.controls if row.accuracies]
     if not shown:
         return ""
@@ -229,20 +225,17 @@ def _read(row: Learned) -> str:
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """The figure of all tasks; none if nothing was trained."""
-    trained = any(record.status == "ok" for record in records)
-    return {"recall": recall_plot(records)} if trained else {}
-
-
-def recall_plot(records: Sequence[Record]) -> Plot:
-    """One chart for each task."""
+    """One chart for each task; no figure if nothing was trained."""
+    if not any(record.status == "ok" for record in records):
+        return {}
     shown = contests(records)
     several = len(shown) > 1
-    return Plot(
+    plot = Plot(
         "Accuracy of recall after training",
         f"{'' if several else heading(shown[0].case)}\nmean and range over seeds; dashed: chance",
         tuple((_chart(contest, heading(contest.case) if several else ""),) for contest in shown),
     )
+    return {"recall": plot}
 
 
 def _chart(contest: Contest, head: str) -> Chart:

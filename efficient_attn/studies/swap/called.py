@@ -15,18 +15,23 @@ from efficient_attn.backend import Backend
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.integrations.called import SEEDS, CalledModel, Maker, output_vector
-from efficient_attn.integrations.capture import site_notes
-from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, Call, Site, seed_of
-from efficient_attn.integrations.intercept.installed import SiteBackends
+from efficient_attn.integrations.intercept.calls import (
+    CALL_SDPA,
+    AttentionMode,
+    Call,
+    Site,
+    seed_of,
+    unsure_modules,
+)
 from efficient_attn.integrations.intercept.measured import MeasuredSite, measure
-from efficient_attn.integrations.intercept.replaced import replace, unsure_modules
+from efficient_attn.integrations.intercept.replaced import SiteBackends, replace
 from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.measure.error import backends_in, cosine_distance, relative_error
 from efficient_attn.measure.record import SAME_INPUTS
 from efficient_attn.measure.variants import OWN, Variant
 from efficient_attn.options import SEED
-from efficient_attn.studies.swap.analysis import OUTPUT_COSINE
 from efficient_attn.studies.swap.measure import HELD_OUT, SAME_AGAIN, choices
+from efficient_attn.studies.swap.plan import OUTPUT_COSINE
 from efficient_attn.studies.workload import Workload
 
 # Rounding of sums in another order, relative.
@@ -117,12 +122,10 @@ class CallSubject:
 
     @property
     def loss(self) -> str:
-        """Quantity by which plans are chosen."""
         return OUTPUT_COSINE
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Numbers of the call sites that get a backend."""
         return tuple(self.sites)
 
     @property
@@ -132,16 +135,15 @@ class CallSubject:
 
     @property
     def notes(self) -> list[str]:
-        """The call sites of the layers, and the sites that stay exact."""
-        return site_notes(self.sites, self.left)
+        named = ", ".join(f"{number} is {site}" for number, site in self.sites.items())
+        reasons = [f"Left out: {site}: {why.rstrip('.')}." for site, why in self.left.items()]
+        return [f"Layers are call sites: {named}.", *reasons]
 
     @cached_property
     def exact(self) -> tuple[Tensor]:
-        """Output with the model's own attention."""
         return (self._output(),)
 
     def forward(self) -> Any:
-        """The timed call: one run."""
         return self.called.run()
 
     def distances(self, number: int) -> dict[str, float]:
@@ -184,7 +186,6 @@ class CallSubject:
         return plan_of_backends(self.build(variant))
 
     def fitted(self, variant: Variant) -> Variant:
-        """The variant itself."""
         return variant
 
     def _output(self) -> Tensor:
@@ -208,9 +209,9 @@ def inputs_of_lengths(
     """
     pairs: list[tuple[CallSubject, CallSubject]] = []
     notes: list[str] = []
-    model = maker.model(seq_len=None if lengths is None else max(lengths))
+    module = maker.model(seq_len=None if lengths is None else max(lengths)).module
     for seq_len in (None,) if lengths is None else lengths:
-        first, second = (maker.with_inputs(model, seq_len=seq_len, seed=seed) for seed in SEEDS)
+        first, second = (maker.model(seq_len=seq_len, seed=seed, module=module) for seed in SEEDS)
         choosing = CallSubject.of(first, workload)
         tokens = choosing.shared["tokens"]
         if any(tokens == earlier.shared["tokens"] for earlier, _ in pairs):

@@ -21,7 +21,7 @@ from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDS
 from efficient_attn.measure.worker import answer, memory_of, time_of
 from efficient_attn.options import SEED
 from efficient_attn.studies.study import Point
-from efficient_attn.studies.swap.analysis import KL
+from efficient_attn.studies.swap.plan import KL
 
 # The module of TextSubject needs transformers, which models from files do not.
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def distance_point(subject: Subject, variant: Variant, layer: int | None = None,
     repeats = (subject.num_texts or 1) * (draws if SEED in variant.options else 1)
     return Point(
         case=case,
-        measure=partial(distance, case, variant, subject, draws=draws),
+        measure=partial(answer, case, partial(distance, case, variant, subject, draws)),
         label=f"{variant.label}, {case.tokens} tokens, {'all layers' if layer is None else f'layer {layer}'}",
         series=variant.label,
         cost=repeats * float(case.tokens) ** variant.time_growth,
@@ -133,15 +133,8 @@ def _plan_record(
     case: Case, variant: Variant, subject: Subject, chosen: Mapping[Any, str], values: Mapping[str, Any]
 ) -> Record:
     record = distance(case, variant, subject, draws=1) if chosen else Record(case=case)
-    if record.status != "ok":
-        return record
     attached = json.dumps(subject.plan(variant)) if chosen else None
     return replace(record, chosen_layers=json.dumps(chosen), attached_layers=attached, **values)
-
-
-def distance(case: Case, variant: Variant, subject: Subject, *, draws: int) -> Record:
-    """Distance of the model's outputs from the original, for every text and draw of random features."""
-    return answer(case, lambda: _distance(case, variant, subject, draws))
 
 
 def cost(case: Case, variant: Variant, subject: Subject, *, seconds: float = 0.0) -> Record:
@@ -159,7 +152,8 @@ def cost(case: Case, variant: Variant, subject: Subject, *, seconds: float = 0.0
     return answer(case, measured)
 
 
-def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Record:
+def distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Record:
+    """Distance of the model's outputs from the original, for every text and draw of random features."""
     # The exact outputs are computed before the attention is replaced.
     by_text: list[list[dict[str, float]]] = [[] for _ in subject.exact]
     calibrated = False
@@ -181,7 +175,6 @@ def _distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Rec
 
 
 def _means(distances: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """The mean of each quantity, and all its values."""
     values = {name: tuple(values[name] for values in distances) for name in distances[0]}
     draws = {f"{name}_draws": drawn for name, drawn in values.items()}
     return {name: fmean(drawn) for name, drawn in values.items()} | draws

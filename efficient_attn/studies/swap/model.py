@@ -15,7 +15,6 @@ from efficient_attn.integrations.transformers.assignment import Choice, plan_of
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.loading import (
     Opened,
-    check_length,
     open_model,
     positions,
     token_ids,
@@ -35,8 +34,8 @@ from efficient_attn.measure import planted_numbers
 from efficient_attn.measure.copies import copies_begin, copy_recall, with_copies
 from efficient_attn.measure.texts import digest
 from efficient_attn.measure.variants import OWN, Variant
-from efficient_attn.studies.swap.analysis import KL, MEAN_POOL
 from efficient_attn.studies.swap.measure import HELD_OUT, WINDOW, choices
+from efficient_attn.studies.swap.plan import KL, MEAN_POOL
 from efficient_attn.studies.workload import Workload
 
 # Length of the shipped texts, at which approximations begin to differ.
@@ -136,7 +135,6 @@ class TextSubject:
 
     @property
     def sliding(self) -> tuple[int, ...]:
-        """Numbers of sliding layers."""
         return tuple(sorted({site.layer for site in self.sites.ordered if site.kind == "sliding"}))
 
     @property
@@ -267,8 +265,6 @@ def load(model: Any, name: str | None, workload: Workload) -> Opened:
 
     if isinstance(model, (str, Path)):
         return open_model(model, dtype=workload.dtype, device=workload.device, name=name)
-    if isinstance(model, PreTrainedModel):
-        raise OptionError("A loaded model comes with its tokenizer: give the pair (model, tokenizer).")
     if not isinstance(model, tuple) or not isinstance(model[0], PreTrainedModel):
         raise DtypeError(
             "model is a folder, a pair (model, tokenizer) of transformers, or makes its own inputs, not "
@@ -284,11 +280,12 @@ def load(model: Any, name: str | None, workload: Workload) -> Opened:
 
 def _token_ids(opened: Opened, texts: Mapping[str, str], seq_len: int | None) -> tuple[Tensor, ...]:
     """The beginnings of the texts, all of one length."""
-    if seq_len is not None:
-        if seq_len < _FEWEST_TOKENS:
-            raise OptionError(f"seq_len is at least {_FEWEST_TOKENS}, not {seq_len!r}.")
-        check_length(opened, seq_len, name="seq_len")
-    most = seq_len or min(_DEFAULT_TOKENS, positions(opened) or _DEFAULT_TOKENS)
+    limit = positions(opened)
+    if seq_len is not None and seq_len < _FEWEST_TOKENS:
+        raise OptionError(f"seq_len is at least {_FEWEST_TOKENS}, not {seq_len!r}.")
+    if seq_len is not None and limit is not None and seq_len > limit:
+        raise OptionError(f"seq_len is at most the {limit} positions of this model, not {seq_len}.")
+    most = seq_len or min(_DEFAULT_TOKENS, limit or _DEFAULT_TOKENS)
     ids = {name: token_ids(opened, text, most=most) for name, text in texts.items()}
     shortest = min(ids, key=lambda name: ids[name].shape[1])
     length = ids[shortest].shape[1]

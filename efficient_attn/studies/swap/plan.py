@@ -1,6 +1,6 @@
 """Plan of a training-free conversion: all records of a model with replaced attention."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,8 +15,32 @@ from efficient_attn.studies import options as shared
 from efficient_attn.studies.study import Option, Plan, Steps
 from efficient_attn.studies.workload import Workload, settle
 
+# Quantities of a swap, and their names in tables.
+KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
+LOSS, RECALL = "loss_difference", "copy_recall"
+MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN = "mean_pool_distance", "first_token_distance", "token_distance"
+HIDDEN = "hidden_relative_error"
+OUTPUT, OUTPUT_COSINE = "output_relative_error", "output_distance"
+NAMES = {
+    KL: "divergence, nats",
+    DISAGREEMENT: "same top token, %",
+    PERPLEXITY: "perplexity",
+    LOSS: "loss change, nats",
+    RECALL: "copy recall, %",
+    MEAN_POOL: "cosine, mean pool",
+    FIRST_TOKEN: "cosine, first token",
+    EVERY_TOKEN: "cosine, all tokens",
+    HIDDEN: "error, hidden states",
+    OUTPUT_COSINE: "cosine, output",
+    OUTPUT: "error, output",
+}
+
 # The default selection begins with the most similar models of results/epyc-2-cores/swap-encoder.
 _MOST_SIMILAR = ("window-clusters", "window", "performer-full", "performer-oprf")
+
+# Options of a folder, which a model from a file decides.
+OF_A_FOLDER = ("texts", "dtype", "device")
+DECIDES = "with this model, which decides its inputs, dtype and device"
 
 # Most tokens of saved activations without --seq-len.
 _SAVED_TOKENS = 512
@@ -92,6 +116,7 @@ def plan(
 
     Example: efficient-attn swap MODEL --set window.window=65,129 --by layer
     """
+    settings = locals()
     if layers is not None and save is None and not by_layer:
         raise OptionError("layers name those that are replaced alone (--by layer) or saved (--save FILE).")
     if save is not None:
@@ -102,7 +127,7 @@ def plan(
     chosen = select(backends, options, also=True)
     chosen = tuple(sorted(chosen, key=promising)) if backends is None else chosen
 
-    from efficient_attn.integrations.called import called_model, is_called, refuse_beside
+    from efficient_attn.integrations.called import is_called, maker_of
     from efficient_attn.studies.swap.measure import Subject, candidates
 
     subjects: list[Subject]
@@ -110,8 +135,8 @@ def plan(
     if is_called(model):
         from efficient_attn.studies.swap.called import CallSubject
 
-        refuse_beside(model, text=texts, seq_lens=seq_lens, dtype=dtype, device=device)
-        called = called_model(model, name=name)
+        refuse(settings, ("seq_lens", *OF_A_FOLDER), DECIDES)
+        called = maker_of(model, name=name).model()
         subjects = [CallSubject.of(called, workload)]
     else:
         from efficient_attn.studies.swap.model import TextSubject, load
@@ -127,17 +152,19 @@ def plan(
     variants = [candidates(chosen, subject, options) for subject in subjects]
     notes = list(dict.fromkeys(note for subject in subjects for note in subject.notes))
     if save is not None:
-        from efficient_attn.integrations.capture import capture_called, capture_text
+        from efficient_attn.integrations.capture import capture_called, capture_text, save_activations
 
         if is_called(model):
             captured = capture_called(called, layers)
         else:
             text, most = next(iter(named.values())), lengths[-1] or _SAVED_TOKENS
             captured = capture_text(opened, text, layers=layers, max_tokens=most)
-        notes += _save(captured, save)
+        save_activations(captured, save)
+        tokens = max(layer.k.shape[-2] for layer in captured.layers.values())
+        notes += [f"Saved layers {', '.join(map(str, captured.layers))} on {tokens} tokens: {save}."]
     return Plan(
         steps=partial(
-            _all_steps,
+            _steps,
             list(zip(subjects, variants, strict=True)),
             draws=draws,
             rounds=rounds,
@@ -161,14 +188,11 @@ def _check_new(path: Path) -> None:
         raise DataError(f"save: {path} exists already; name a new file.")
 
 
-def _save(captured: Any, path: str | Path) -> list[str]:
-    """Write q, k and v of the layers; returns remarks on them."""
-    from efficient_attn.integrations.capture import notes_of, save_activations
-
-    save_activations(captured, path)
-    tokens = max(layer.k.shape[-2] for layer in captured.layers.values())
-    saved = f"Saved layers {', '.join(map(str, captured.layers))} on {tokens} tokens: {path}."
-    return [*notes_of(captured), saved]
+def refuse(settings: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
+    """Reject options that have no effect, whatever their value."""
+    for name in names:
+        if settings[name] is not None:
+            raise OptionError(f"{name} has no effect {reason}.")
 
 
 def promising(variant: Variant) -> int:
@@ -177,26 +201,20 @@ def promising(variant: Variant) -> int:
     return first.index(variant.backend) if variant.backend in first else len(first)
 
 
-def _all_steps(parts: Sequence[tuple[Any, Sequence[Variant]]], **settings: Any) -> Steps:
-    """Length by length, the shortest first."""
-    for subject, variants in parts:
-        yield from _steps(subject, variants, **settings)
-
-
 def _steps(
-    subject: Any, variants: Sequence[Variant], *, draws: int, rounds: int, layers: Sequence[int]
+    parts: Sequence[tuple[Any, Sequence[Variant]]], *, draws: int, rounds: int, layers: Sequence[int]
 ) -> Steps:
     """All layers replaced, then time and memory, then single layers; a failed backend is measured once."""
     from efficient_attn.studies.swap.measure import OWN_ATTENTION, distance_point, pass_point
 
-    working = []
-    for variant in (OWN_ATTENTION, *variants):
-        if (yield distance_point(subject, variant, draws=draws)).status == "ok":
-            working.append(variant)
-    yield [pass_point(subject, variant, rounds=rounds) for variant in working]
-    for variant in working:
-        yield pass_point(subject, variant, "memory")
-    for variant in working:
-        if variant is not OWN_ATTENTION:
-            for layer in layers:
+    for subject, variants in parts:
+        working = []
+        for variant in (OWN_ATTENTION, *variants):
+            if (yield distance_point(subject, variant, draws=draws)).status == "ok":
+                working.append(variant)
+        yield [pass_point(subject, variant, rounds=rounds) for variant in working]
+        for variant in working:
+            yield pass_point(subject, variant, "memory")
+        for variant in working:
+            for layer in layers if variant is not OWN_ATTENTION else ():
                 yield distance_point(subject, variant, layer, draws=draws)

@@ -1,10 +1,15 @@
 """Models with their attention swapped: tables, sentences and the figure."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
-from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION, YARDSTICK
+import numpy as np
+
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.report.figures import MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import NOT_MEASURED, ORIGINAL, Table
 from efficient_attn.report.text import (
@@ -17,9 +22,9 @@ from efficient_attn.report.text import (
     three_digits,
 )
 from efficient_attn.stats.candidates import missing, operations_sentence, operations_share
-from efficient_attn.stats.estimates import time_ratio
+from efficient_attn.stats.estimates import grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
-from efficient_attn.studies.swap.analysis import (
+from efficient_attn.studies.swap.plan import (
     DISAGREEMENT,
     EVERY_TOKEN,
     FIRST_TOKEN,
@@ -32,9 +37,6 @@ from efficient_attn.studies.swap.analysis import (
     OUTPUT_COSINE,
     PERPLEXITY,
     RECALL,
-    Swap,
-    SwapRow,
-    swaps,
 )
 from efficient_attn.studies.view import Environment, Plots, cost_cells
 
@@ -48,10 +50,127 @@ _MOST_ROWS = 40
 
 _DISTANCES = {**NAMES, MEAN_POOL: "1 − cosine, mean pool"}
 
+# Quantities that decide, in order of preference.
+_DECISIVE = (KL, MEAN_POOL, HIDDEN, OUTPUT)
 
-def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """The only plot."""
-    return {"swap": swap_plot(records)} if records else {}
+# Rounding of float32 hidden states and outputs; errors of cosines and divergences are of the order of its
+# square.
+_ROUNDING = 1e-4
+
+# Upper bound on plausible measurements.
+_LARGEST = 1e100
+
+# Fields common to the cases of one swap.
+_SHARED = ("inputs", "tokens", "num_heads", "head_dim", "causal", "dtype", "device", "threads", "seed")
+
+
+class Spread(NamedTuple):
+    """Mean over texts and draws, and the standard deviation over draws; None for one draw."""
+
+    mean: float
+    over_seeds: float | None
+
+
+class SwapRow(NamedTuple):
+    """One backend.
+
+    Attributes:
+        whole: Record with all layers swapped; None if it failed or was only timed.
+        alone: Records with one layer swapped, by its number.
+        timed: The record of the times of one forward pass of the model.
+    """
+
+    label: str
+    backend: str
+    whole: Record | None
+    alone: Mapping[int, Record]
+    timed: Record | None
+    peak_bytes: int | None
+    failed: tuple[Record, ...]
+
+    def spread(self, quantity: str) -> Spread | None:
+        return None if self.whole is None else spread(self.whole, quantity)
+
+    def by_layer(self, quantity: str) -> dict[int, float]:
+        """Means of the quantity with one layer swapped, by its number."""
+        spreads = {layer: spread(record, quantity) for layer, record in sorted(self.alone.items())}
+        return {layer: value.mean for layer, value in spreads.items() if value is not None}
+
+
+@dataclass(frozen=True, eq=False)
+class Swap:
+    """All measurements of one model on the same texts.
+
+    Attributes:
+        rows: The original model first, then in the order of the records.
+        quantity: The deciding quantity.
+    """
+
+    case: Case
+    rows: tuple[SwapRow, ...]
+    quantity: str
+    records: tuple[Record, ...]
+
+    @property
+    def reference(self) -> Record | None:
+        """The times of the original model."""
+        return next((row.timed for row in self.rows if row.backend == OWN), None)
+
+    @cached_property
+    def rounding(self) -> float:
+        """Largest difference that is rounding: twice the difference of exact attention in another kernel."""
+        least = _ROUNDING if self.quantity in (HIDDEN, OUTPUT) else _ROUNDING**2
+        spreads = [row.spread(self.quantity) for row in self.rows if row.backend == YARDSTICK]
+        return max([least, *(2 * value.mean for value in spreads if value is not None)])
+
+    @cached_property
+    def changed(self) -> list[tuple[float, SwapRow]]:
+        """Rows that differ from the original model by more than rounding, the nearest first."""
+        pairs = [(value.mean, row) for row in self.rows if (value := row.spread(self.quantity)) is not None]
+        return sorted((pair for pair in pairs if pair[0] > self.rounding), key=lambda pair: pair[0])
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted({layer for row in self.rows for layer in row.alone}))
+
+
+def swaps(records: Iterable[Record]) -> tuple[Swap, ...]:
+    """One per model, set of texts and setting."""
+    return tuple(map(_swap, grouped((record for record in records if record.case.of == MODEL), *_SHARED)))
+
+
+def spread(record: Record, quantity: str) -> Spread | None:
+    """Statistics of a quantity; None if not measured or if a draw has no number."""
+    draws, texts = getattr(record, f"{quantity}_draws") or (), record.texts or 1
+    usable = record.status == "ok" and all(value is not None and value < _LARGEST for value in draws)
+    if not usable or not draws or len(draws) % texts:
+        return None
+    by_seed = np.reshape(draws, (texts, -1)).mean(axis=0).tolist()
+    return Spread(fmean(by_seed), stdev(by_seed) if len(by_seed) > 1 else None)
+
+
+def _swap(records: Sequence[Record]) -> Swap:
+    rows = sorted(map(_row, grouped(records, "label")), key=lambda row: row.backend != OWN)
+    measured = [
+        name for name in _DECISIVE if any(row.whole and getattr(row.whole, name) is not None for row in rows)
+    ]
+    return Swap(records[0].case, tuple(rows), measured[0] if measured else HIDDEN, tuple(records))
+
+
+def _row(records: Sequence[Record]) -> SwapRow:
+    case, ok = records[0].case, [record for record in records if record.status == "ok"]
+    swapped = {record.case.layer: record for record in records if record.case.kind == "swap"}
+    return SwapRow(
+        label=case.label,
+        backend=case.backend,
+        whole=swapped.pop(None, None),
+        alone={layer: record for layer, record in swapped.items() if layer is not None},
+        timed=next(
+            (record for record in ok if record.case.kind == "time" and any(record.times_s or ())), None
+        ),
+        peak_bytes=next((record.peak_bytes for record in ok if record.case.kind == "memory"), None),
+        failed=tuple(record for record in records if record.status != "ok"),
+    )
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
@@ -177,19 +296,21 @@ def _nearest(swap: Swap, environment: Environment) -> str:
     )
 
 
-def swap_plot(records: Sequence[Record]) -> Plot:
+def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """Two charts for each model, one below the other."""
     models = swaps(records)
-    charts = [
-        chart for swap in models for chart in _charts(swap, heading(swap.case) if len(models) > 1 else "")
-    ]
-    return Plot(
+    if not models:
+        return {}
+    several = len(models) > 1
+    charts = [chart for swap in models for chart in _charts(swap, heading(swap.case) if several else "")]
+    plot = Plot(
         "Output change after replacing attention",
-        f"{heading(models[0].case) if len(models) == 1 else ''}\n"
+        f"{'' if several else heading(models[0].case)}\n"
         "no training; crosses: uniform attention; differences at rounding level are not drawn",
         tuple((chart,) for chart in charts),
         legend=False,
     )
+    return {"swap": plot}
 
 
 def _charts(swap: Swap, head: str) -> list[Chart]:

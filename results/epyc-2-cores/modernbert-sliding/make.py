@@ -23,7 +23,7 @@ from transformers import AttentionInterface, ModernBertConfig, ModernBertModel
 from transformers.masking_utils import sdpa_mask, sliding_window_bidirectional_mask_function
 
 from efficient_attn.integrations.transformers import attach
-from efficient_attn.integrations.transformers.masking import make_mask
+from efficient_attn.integrations.transformers.attend import make_mask
 from efficient_attn.measure.environment import environment
 from efficient_attn.measure.memory import peak
 

@@ -17,6 +17,7 @@ from efficient_attn.measure.variants import YARDSTICK, select
 from efficient_attn.measure.worker import measure
 from efficient_attn.stats.estimates import call_time
 from efficient_attn.stats.predicted_time import TimeModel, time_models
+from efficient_attn.stats.predicted_time import crossover as crossover_of
 
 HERE = Path(__file__).parent
 
@@ -24,6 +25,9 @@ HERE = Path(__file__).parent
 PROBE = ((1, 1, 64), (1, 8, 32), (1, 2, 128))
 UNSEEN = ((1, 4, 64), (1, 12, 64), (4, 8, 64), (1, 16, 128))
 LENGTHS, LONGEST_PROBE, MOST = (256, 512, 1024, 2048, 4096), 1024, 20e9
+
+# Lengths between which predicted crossovers are sought, four per doubling.
+SOUGHT = tuple(round(32 * 2 ** (step / 4)) for step in range(49))
 
 # Name of the file of each setting: causal, dtype.
 SETTINGS = {"full": (False, "float32"), "causal": (True, "float32"), "bfloat16": (False, "bfloat16")}
@@ -94,7 +98,8 @@ def report(name: str, records: list[Record]) -> None:
             times.setdefault(one.case.label, {})[one.case.tokens] = call_time(one).median
         for label in times.keys() - {YARDSTICK} if (batch, heads, dim) in UNSEEN else ():
             if (tokens := crossover(times[label], times[YARDSTICK])) is not None:
-                _, low, high = models[label].crossover(models[YARDSTICK], **sizes)
+                predicted = (models[label].speed(models[YARDSTICK], tokens=n, **sizes) for n in SOUGHT)
+                _, low, high = crossover_of(dict(zip(SOUGHT, predicted, strict=True)))
                 crossed += 1
                 held += low is not None and low <= tokens <= (high or float("inf"))
         # The use of `advise`: calls of one shape predict longer ones of this shape.

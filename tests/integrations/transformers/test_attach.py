@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +31,6 @@ from efficient_attn.integrations.transformers import (
     distillation_loss,
     exact_calls,
     ignored,
-    load,
     swapped,
 )
 from efficient_attn.integrations.transformers.sites import find_sites
@@ -175,33 +173,6 @@ def test_a_model_that_is_offloaded_after_attaching_computes_as_without(make, bac
     if make is llama:
         with pytest.raises(UnsupportedError, match="redraw: the random features lie on meta"):
             model.model.layers[0].self_attn.efficient_attn.redraw(3)
-
-
-@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
-def test_a_device_map_with_a_disk_is_served_also_when_saved_and_loaded(tmp_path):
-    pytest.importorskip("accelerate", reason="the extra [dev] is not installed")
-    plain, batch = llama(), inputs()
-    plain.save_pretrained(tmp_path / "plain")
-    expected = logits(attach(plain, "performer-positive"), batch)
-    parts = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head", "model.layers.0")
-    devices = dict.fromkeys(parts, "cpu") | {f"model.layers.{i}": "disk" for i in (1, 2)}
-    placement = {"device_map": devices, "offload_folder": str(tmp_path / "offload")}
-    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "plain", **placement)
-    attach(model, "performer-positive").save_pretrained(tmp_path / "attached")
-    loaded = load(tmp_path / "attached", **placement)
-    for offloaded in (model, loaded):
-        assert offloaded.model.layers[1].self_attn.q_proj.weight.is_meta
-        torch.testing.assert_close(logits(offloaded, batch), expected, **ROUNDING)
-    torch.testing.assert_close(logits(load(tmp_path / "attached"), batch), expected, **ROUNDING)
-
-
-@pytest.mark.parametrize("site", ["model.layers.1.self_attn.q_proj", ""])
-def test_the_device_of_an_offloaded_layer_is_read_from_the_hook_of_a_module_inside_or_around(site):
-    model, hook = llama(), SimpleNamespace(execution_device=torch.device("cpu"))
-    model.model.layers[1].to("meta")
-    model.get_submodule(site)._hf_hook = SimpleNamespace(hooks=[SimpleNamespace(), hook])
-    attach(model, "performer-positive", num_features=16)
-    assert not any(x.is_meta for x in model.model.layers[1].self_attn.efficient_attn.buffers())
 
 
 def exact_calls_of(model, batch):

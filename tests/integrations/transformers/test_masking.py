@@ -27,8 +27,8 @@ from transformers.masking_utils import (
 
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL
-from efficient_attn.integrations.transformers import attach, swapped
-from efficient_attn.integrations.transformers.masking import Mask, VisibleKeys, make_mask, visible_in
+from efficient_attn.integrations.transformers import attach
+from efficient_attn.integrations.transformers.attend import Mask, VisibleKeys, make_mask, visible_in
 from efficient_attn.integrations.transformers.sites import find_sites
 
 
@@ -71,16 +71,6 @@ def test_a_prepared_mask_of_one_query_fits_a_causal_layer(name):
         cache = model(ids[:, :-1], attention_mask=shown[..., :-1, :-1]).past_key_values
         last = model(ids[:, -1:], attention_mask=shown[..., -1:, :], past_key_values=cache)
     torch.testing.assert_close(last.logits, expected, **ROUNDING)
-
-
-def test_a_prepared_mask_of_real_keys_is_read_as_one():
-    model, batch = bert(), inputs()
-    real = batch["attention_mask"].bool()
-    expected = logits(model, batch)
-    with swapped(model, "exact"), torch.no_grad():
-        prepared = real[:, None, None, :].expand(-1, 1, TOKENS, -1)
-        actual = model(batch["input_ids"], attention_mask=prepared).logits
-    torch.testing.assert_close(actual[real], expected, **ROUNDING)
 
 
 @pytest.mark.parametrize(

@@ -179,18 +179,12 @@ def first_layer(config):
         (lambda c: c["efficient_attn"].update(format=2), "not a plan of format 1"),
         (lambda c: c["efficient_attn"].update(layers=3), "lacks one of the fields"),
         (lambda c: first_layer(c).pop("options"), "lacks one of the fields"),
-        (
-            lambda c: first_layer(c).update(backend="evil.py:attention"),
-            "'evil.py:attention', which is not registered",
-        ),
+        (lambda c: first_layer(c).update(backend="evil.py:f"), "'evil.py:f', which is not registered"),
         (lambda c: first_layer(c).update(backend="gone"), "'gone', which is not registered"),
         (lambda c: first_layer(c).update(options={"rank": -1}), "rank is at least 1"),
         (lambda c: first_layer(c).update(options={"ranks": 4}), "Did you mean 'rank'"),
         (lambda c: c["efficient_attn"]["layers"].popitem(), "belong to another model"),
-        (
-            lambda c: first_layer(c)["options"].update(rank=64, sharing="none"),
-            "needs 32768 numbers, 1024 are",
-        ),
+        (lambda c: first_layer(c)["options"].update(rank=64, sharing="none"), "32768 numbers, 1024 are"),
         (lambda c: first_layer(c).update(max_tokens=1 << 40), r"needs \d+ numbers, 1024 are saved"),
         (lambda c: first_layer(c)["options"].update(sharing=[]), "sharing"),
         (lambda c: c.update(architectures=["Nothing"]), "which transformers lacks"),
@@ -242,10 +236,6 @@ def test_a_file_that_was_cut_off_or_is_hostile_is_refused(saved, content):
         load(saved)
 
 
-def test_folders_without_a_model_are_refused(tmp_path):
-    for folder, error, match in (
-        (tmp_path, DataError, r"holds no config\.json"),
-        (None, DtypeError, "folder is a path, not None"),
-    ):
-        with pytest.raises(error, match=match):
-            load(folder)
+def test_a_folder_is_a_path():
+    with pytest.raises(DtypeError, match="folder is a path, not None"):
+        load(None)
