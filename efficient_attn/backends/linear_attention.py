@@ -15,7 +15,7 @@ from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear import causal_exponential, scaled_chunks
 from efficient_attn.ops.linear.causal import causal_linear_attention, extend_linear_attention
-from efficient_attn.ops.linear.features import DRAWS, LEARNED_MAPS, MAPS, draw_directions
+from efficient_attn.ops.linear.features import DRAWS, MAPS, draw_directions, softmax_map
 from efficient_attn.ops.linear.full import full_linear_attention
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.kernel import (
@@ -234,10 +234,10 @@ class CalibratedFeatures(Float32Buffers):
 
 
 class LearnedFeatures(nn.Module):
-    """Features of Wx + b and −(Wx + b), with one W and b per query head for queries, and others for keys.
+    """Softmax features of Wx + b and −(Wx + b).
 
-    Without `num_heads` all heads share one pair of maps. Grouped key heads are repeated, since every query
-    head has a key map of its own. The initial W is the identity, the initial b is 0.
+    Each query head has a W and b for queries, and others for keys; without `num_heads` all heads share one
+    pair of maps. Grouped key heads are repeated, since every query head has a key map. The initial W is the identity, the initial b is 0.
 
     Attributes:
         query_weight, key_weight: W, [heads head_dim head_dim].
@@ -249,9 +249,8 @@ class LearnedFeatures(nn.Module):
     key_weight: Tensor
     key_bias: Tensor
 
-    def __init__(self, problem: AttentionProblem, kind: str) -> None:
+    def __init__(self, problem: AttentionProblem) -> None:
         super().__init__()
-        self._logarithms = LEARNED_MAPS[kind]
         heads, dim = problem.num_heads or 1, problem.head_dim
         for side in ("query", "key"):
             identity = torch.eye(dim).expand(heads, dim, dim).clone(memory_format=torch.contiguous_format)
@@ -268,8 +267,8 @@ class LearnedFeatures(nn.Module):
         if len(self.key_weight) > k.shape[1]:
             group = q.shape[1] // k.shape[1]
             keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        log_queries = self._logarithms(rows, self.query_weight.to(rows), self.query_bias.to(rows))
-        log_keys = self._logarithms(keys, self.key_weight.to(keys), self.key_bias.to(keys))
+        log_queries = softmax_map(rows, self.query_weight.to(rows), self.query_bias.to(rows))
+        log_keys = softmax_map(keys, self.key_weight.to(keys), self.key_bias.to(keys))
         return LinearInputs(log_queries, log_keys, values, key_mask, None, None, "exponential", 1.0)
 
 

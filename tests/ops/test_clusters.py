@@ -12,16 +12,13 @@ from written_out import CLUSTERS, PROBES, SCALE, WINDOW, closed, near_of, opened
 
 import efficient_attn as ea
 from efficient_attn.measure.variants import select
-from efficient_attn.ops.clusters import decoding, kmeans, probing, slices
+from efficient_attn.ops.clusters import closed as closed_clusters
+from efficient_attn.ops.clusters import decoding, probing, slices
 from efficient_attn.testing import check_names
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True])
 PATHS = pytest.mark.usefixtures("path")
-CLOSED = [
-    {"summary": "kmeans"},
-    {"summary": "kmeans", "steps": 3, "global_tokens": 3},
-    {"summary": "segments", "global_tokens": 3},
-]
+CLOSED = [{}, {"global_tokens": 3}]
 OPENED = [{"probes": PROBES}, {"probes": PROBES, "global_tokens": 3}]
 # Fewest clusters of causal queries, and an odd number.
 NUMBERS = [{"probes": 1, "clusters": clusters} for clusters in (2, 7)]
@@ -47,7 +44,7 @@ OF_CALLS = {
 @pytest.fixture(autouse=True)
 def several_groups(monkeypatch):
     """A step of the CPU takes three blocks, so that short sequences have several."""
-    monkeypatch.setattr(kmeans, "_MOST", 3)
+    monkeypatch.setattr(closed_clusters, "_MOST", 3)
 
 
 def built(causal=False, **options):
@@ -110,7 +107,6 @@ def test_steps_of_any_size_have_the_same_output(module, limit, size, causal, mon
     ("causal", "options"),
     [
         (False, {"clusters": 67}),
-        (False, {"clusters": 99, "summary": "segments"}),
         (False, {"global_tokens": 67}),
         (False, {"probes": CLUSTERS, "global_tokens": 2}),
         (True, {"probes": CLUSTERS, "global_tokens": 2}),
@@ -123,13 +119,6 @@ def test_reading_every_key_by_itself_is_exact_attention(causal, options, masked)
         mask = random_mask(2, 67) if masked else None
         expected = reference_attention(q, k, v, scale=SCALE, causal=causal, key_mask=mask)
         assert (built(causal, **options)(q, k, v, key_mask=mask) - expected).abs().max() <= 1e-12
-
-
-def test_a_centre_without_keys_stays_where_it_is():
-    # The three centres begin at 4, and the first takes all keys, whose mean is 3.8.
-    keys = torch.tensor([4.0, 4.0, 4.0, 3.0, 4.0])[None, None, :, None]
-    chosen = kmeans.kmeans(keys, torch.ones(1, 5, dtype=torch.bool), 3, steps=2)
-    assert chosen.tolist() == [[[1, 1, 1, 0, 1]]]
 
 
 @pytest.mark.slow
@@ -174,8 +163,8 @@ def test_operations_are_those_of_every_key_and_summary_that_is_read(tokens, firs
     clusters = min(CLUSTERS, tokens)
     pairs = sum(len({*near_of(i, tokens), *range(min(first, tokens))}) + clusters for i in range(tokens))
     spec = ea.spec("window-clusters")
-    options = spec.options_type(window=WINDOW, clusters=CLUSTERS, global_tokens=first, steps=2)
-    choosing = tokens * 8 * (2 * clusters + 1)
+    options = spec.options_type(window=WINDOW, clusters=CLUSTERS, global_tokens=first)
+    choosing = tokens * 8 * (clusters + 1)
     assert spec.flops(ea.AttentionProblem(head_dim=8), options, tokens) == 2 * (pairs * 16 + choosing)
 
 
