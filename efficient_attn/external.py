@@ -67,7 +67,15 @@ def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
             f"A backend is a name, file.py:object, a module or a function f(q, k, v), not {thing!r}."
         )
     label = name or str(getattr(thing, "__name__", type(thing).__name__))
-    return _fixed(CalledAttention(thing), label, BARE, "An attention from outside the table.")
+    core = CalledAttention(thing)
+    return BackendSpec(
+        name=label,
+        summary="An attention from outside the table.",
+        options_type=NoOptions,
+        capabilities=BARE,
+        builder=lambda problem, options: core,
+        outside=True,
+    )
 
 
 def _core_of(built: Backend, problem: AttentionProblem, options: NoOptions) -> nn.Module:
@@ -80,18 +88,6 @@ def _core_of(built: Backend, problem: AttentionProblem, options: NoOptions) -> n
                 f"it anew by its name."
             )
     return built.core
-
-
-def _fixed(core: nn.Module, name: str, capabilities: Capabilities, summary: str) -> BackendSpec:
-    """The spec of an already built module: no options, not rebuilt."""
-    return BackendSpec(
-        name=name,
-        summary=summary,
-        options_type=NoOptions,
-        capabilities=capabilities,
-        builder=lambda problem, options: core,
-        outside=True,
-    )
 
 
 def function_at(function: Any) -> tuple[Callable[..., Any], str]:

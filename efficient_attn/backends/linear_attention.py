@@ -25,7 +25,6 @@ from efficient_attn.ops.linear.kernel import (
     denominators,
     kernel_ratios,
     moments,
-    rows_of,
 )
 from efficient_attn.ops.linear.state import LinearState, Means
 from efficient_attn.options import one_of, option, whole_number
@@ -312,7 +311,8 @@ class LinearAttention(nn.Module):
         return kernel_ratios(self._softmax_inputs(q, k))
 
     def kernel_rows(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rows_of(self._softmax_inputs(q, k))
+        inputs = self._softmax_inputs(q, k)
+        return inputs.query_rows(_ALL), inputs.key_rows(_ALL)
 
     def _softmax_inputs(self, q: Tensor, k: Tensor) -> LinearInputs:
         inputs = self.inputs(q, k, k, None)

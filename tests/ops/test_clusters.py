@@ -13,7 +13,7 @@ from written_out import CLUSTERS, PROBES, SCALE, WINDOW, closed, near_of, opened
 import efficient_attn as ea
 from efficient_attn.measure.variants import select
 from efficient_attn.ops.clusters import closed as closed_clusters
-from efficient_attn.ops.clusters import decoding, probing, slices
+from efficient_attn.ops.clusters import probing, slices
 from efficient_attn.testing import check_names
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True])
@@ -269,20 +269,6 @@ def test_a_selected_entry_goes_on_alone():
             backend, part, mask[entry], [61, 63, TOKENS], type(state)(*(x[entry] for x in state))
         )
         assert (out - backend(*part, key_mask=mask[entry])[:, :, 61:]).abs().max() <= 1e-12
-
-
-def test_a_key_is_sorted_once_for_every_length_of_a_run_that_it_lies_in(monkeypatch):
-    sorted_keys, sort = [], decoding.sort_runs
-
-    def counting(k, *rest):
-        sorted_keys.append(k.shape[2])
-        return sort(k, *rest)
-
-    monkeypatch.setattr(decoding, "sort_runs", counting)
-    in_calls(causal(clusters=64), random_qkv(1, 2, 1, 72, 72), None, range(73))
-    # 16 blocks of 4 keys lie before the last slice: number m ends runs of 1, 2, … 2^l blocks, of which the
-    # longest is sorted.
-    assert sum(sorted_keys) == sum(4 * (m & -m) for m in range(1, 17))
 
 
 def test_calls_of_few_tokens_copy_no_more_than_the_cache():

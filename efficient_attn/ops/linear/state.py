@@ -1,7 +1,7 @@
 """State algebra of linear attention: a running sum that merges, for every feature map.
 
 Σ_j φ(q)·φ(k_j) v_j / Σ_j φ(q)·φ(k_j) depends on the keys only through the state Σ_j φ(k_j) [v_j, 1].
-Three operations suffice: `summarise` keys into a state, `merge` states, `read` a state by queries.
+Two operations make states: `summarise` keys into a state, and `merge` states.
 Features may be as large as exp(1000), so a state is stored relative to its largest key, feature by
 feature, and a query adds that scale back before its own largest weight becomes one.
 
@@ -107,12 +107,6 @@ def merge(left: LinearState, right: LinearState) -> LinearState:
     reference = torch.maximum(left.log_scale, right.log_scale)
     sums = [exponential(state.log_scale - finite(reference)).mT * state.sums for state in (left, right)]
     return LinearState(sums[0] + sums[1], reference)
-
-
-def read(state: LinearState, queries: Features) -> Tensor:
-    """Attention of queries to all keys of a state, [batch kv_heads rows value_dim]."""
-    weights, _ = query_weights(queries, state.log_scale)
-    return divide(weights @ state.sums, sees(state))
 
 
 def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]:
