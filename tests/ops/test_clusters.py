@@ -1,9 +1,8 @@
 """Near keys one by one, far keys by cluster: the definition, its limits, what is read, and decoding."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 
-import jaxtyping
 import pytest
 import torch
 from launches import Entering
@@ -14,7 +13,6 @@ import efficient_attn as ea
 from efficient_attn.measure.variants import select
 from efficient_attn.ops.clusters import closed as closed_clusters
 from efficient_attn.ops.clusters import probing, slices
-from efficient_attn.testing import check_names
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True])
 PATHS = pytest.mark.usefixtures("path")
@@ -27,18 +25,6 @@ KINDS = pytest.mark.parametrize(
     [(False, options) for options in CLOSED + OPENED + NUMBERS]
     + [(True, options) for options in OPENED + NUMBERS],
 )
-
-# How calls follow each other depends on no option: test_conformance.py checks it.
-OF_CALLS = {
-    "no_state_between_calls",
-    "compiled_it_is_the_same",
-    "every_sequence_is_its_single_call",
-    "hundreds_of_calls_wear_nothing_out",
-    "no_call_leaves_bytes_behind",
-    "tensors_are_read_anew",
-    "threads_do_not_disturb_each_other",
-    "frozen_inputs",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -119,18 +105,6 @@ def test_reading_every_key_by_itself_is_exact_attention(causal, options, masked)
         mask = random_mask(2, 67) if masked else None
         expected = reference_attention(q, k, v, scale=SCALE, causal=causal, key_mask=mask)
         assert (built(causal, **options)(q, k, v, key_mask=mask) - expected).abs().max() <= 1e-12
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ["few large steps"], indirect=True)
-def test_the_conformance_suite_holds_with_opened_clusters(path, monkeypatch):
-    # Checked shapes draw from the generator of Python.
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    # Second derivatives, which the backend does not promise without probes, are right as well. Clusters of
-    # more keys at more tokens would take memory that grows faster than the tokens.
-    promised = replace(ea.spec("window-clusters").capabilities, second_derivatives=True)
-    checks = [name for name in check_names() if name not in OF_CALLS]
-    ea.check(built(clusters=256, probes=PROBES), capabilities=promised, only=checks)
 
 
 def relative_error(name, q, k, v, **options):
@@ -258,17 +232,6 @@ def test_any_split_into_calls_is_the_full_pass(split, masked, probes, first):
     inputs, mask = random_qkv(2, 4, 2, TOKENS, TOKENS), MASKS[masked]
     out, _ = in_calls(backend, inputs, mask, SPLITS[split])
     assert (out - backend(*inputs, key_mask=mask)).abs().max() <= 1e-12
-
-
-def test_a_selected_entry_goes_on_alone():
-    inputs, mask, backend = random_qkv(2, 4, 2, TOKENS, TOKENS), MASKS["ragged"], causal()
-    _, state = in_calls(backend, inputs, mask, [0, 10, 60, 61])
-    for entry in ([0], [1], [1, 0]):
-        part = [x[entry] for x in inputs]
-        out, _ = in_calls(
-            backend, part, mask[entry], [61, 63, TOKENS], type(state)(*(x[entry] for x in state))
-        )
-        assert (out - backend(*part, key_mask=mask[entry])[:, :, 61:]).abs().max() <= 1e-12
 
 
 def test_calls_of_few_tokens_copy_no_more_than_the_cache():

@@ -72,20 +72,6 @@ def test_features_estimate_the_kernel_without_bias_and_with_the_variance_of_the_
         assert (squares.mean() - squared_error(kind, draw, x, y)).abs() <= 4.5 * standard_error
 
 
-@pytest.mark.parametrize("kind", MAPS)
-def test_pullbacks_are_the_derivatives_of_the_features(kind):
-    directions = None if MAPS[kind].fixed else draw_directions("orthogonal", 6, 4, seed=0)
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
-    features = MAPS[kind].features(x, directions)
-    parts = [part for part in features if part is not None]
-    by = [torch.randn(part.shape, dtype=torch.float64) for part in parts]
-    # A scale that cancels has no derivative.
-    used = [(part, weight) for part, weight in zip(parts, by, strict=True) if part.requires_grad]
-    (expected,) = torch.autograd.grad([part for part, _ in used], x, [weight for _, weight in used])
-    gradients = features._replace(**dict(zip(features._fields, by, strict=False)))
-    assert (MAPS[kind].pullback(x, features, gradients, directions) - expected).abs().max() < 1e-12
-
-
 def standard_errors(samples, expected):
     """How many standard errors the mean of independent samples lies from what is expected."""
     return ((samples.mean(0) - expected) / (samples.std(0) / len(samples) ** 0.5)).abs().max().item()
