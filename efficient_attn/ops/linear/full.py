@@ -127,7 +127,8 @@ def query_gradients(
     for part in chunks(inputs, inputs.q.shape[-2]):
         rows = inputs.query_rows(part)
         features = inputs.query_features(rows)
-        queries = normalised(features, state.log_scale, *outputs.normaliser(part, kv_heads))
+        logarithm, sign = outputs.normaliser(part, kv_heads)
+        queries = normalised(features, finite(state.log_scale) - logarithm, sign)
         g = output_gradients(grad_out, outputs.out, part, kv_heads)
         grad = inputs.query_gradient(rows, features, feature_gradients(queries, g @ state.sums.mT))
         grad_q[..., part, :] = unfold(grad, inputs.q.shape[1])

@@ -161,7 +161,7 @@ class Scaled(NamedTuple):
     """
 
     weights: Tensor
-    scale: Tensor | None
+    scale: Tensor | None = None
 
 
 class CausalGradients(NamedTuple):
@@ -186,10 +186,10 @@ def at_reference(features: Features, offset: Tensor) -> Scaled:
     return Scaled(scale, None) if features.values is None else Scaled(scale * features.values, scale)
 
 
-def normalised(queries: Features, reference: Tensor, logarithm: Tensor, sign: Tensor) -> Scaled:
-    """Query features at `reference` over the row's normaliser; zeros for a fully-masked row."""
-    weights, scale = at_reference(queries, finite(reference) - logarithm)
-    return Scaled(weights * sign, None if scale is None else scale * sign)
+def normalised(queries: Features, offset: Tensor, sign: Tensor | None) -> Scaled:
+    """Query features times e^offset and the sign of the row's normaliser; None: all are positive."""
+    scaled = at_reference(queries, offset)
+    return scaled if sign is None else Scaled(*(x * sign for x in scaled if x is not None))
 
 
 def feature_gradients(scaled: Scaled, grad_weights: Tensor) -> Features:
