@@ -21,7 +21,7 @@ def list_command(
 ) -> None:
     """List the backends, or one with its formula, paper, options and promises."""
     from efficient_attn.backends import list_backends, resolve
-    from efficient_attn.external import complaints, plugins
+    from efficient_attn.external import plugins
 
     names = list_backends()
     if name is not None:
@@ -34,8 +34,6 @@ def list_command(
     specs = [resolve(name) for name in names]
     # Named, not imported: the promises of a plug-in are known once its backend is used.
     outside = [plugin for name, plugin in sorted(plugins().items()) if name not in names]
-    for complaint in complaints(names):
-        console.say(complaint)
     if as_json:
         rows = [_row(spec) for spec in specs]
         rows += [
@@ -70,9 +68,7 @@ def _row(spec: Any) -> dict[str, Any]:
 def _plugin_table(others: list[Any]) -> Any:
     from efficient_attn.report.table import Table
 
-    rows = tuple(
-        (plugin.name, plugin.distribution or "–", plugin.version or "–", plugin.module) for plugin in others
-    )
+    rows = tuple((plugin.name, plugin.distribution, plugin.version, plugin.module) for plugin in others)
     note = "Imported on first use; efficient-attn check NAME lists the promises of one."
     return Table("Backends of other packages", ("backend", "package", "version", "module"), rows, (note,))
 

@@ -67,7 +67,15 @@ def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
             f"A backend is a name, file.py:object, a module or a function f(q, k, v), not {thing!r}."
         )
     label = name or str(getattr(thing, "__name__", type(thing).__name__))
-    return _fixed(CalledAttention(thing), label, BARE, "An attention from outside the table.")
+    core = CalledAttention(thing)
+    return BackendSpec(
+        name=label,
+        summary="An attention from outside the table.",
+        options_type=NoOptions,
+        capabilities=BARE,
+        builder=lambda problem, options: core,
+        outside=True,
+    )
 
 
 def _core_of(built: Backend, problem: AttentionProblem, options: NoOptions) -> nn.Module:
@@ -80,18 +88,6 @@ def _core_of(built: Backend, problem: AttentionProblem, options: NoOptions) -> n
                 f"it anew by its name."
             )
     return built.core
-
-
-def _fixed(core: nn.Module, name: str, capabilities: Capabilities, summary: str) -> BackendSpec:
-    """The spec of an already built module: no options, not rebuilt."""
-    return BackendSpec(
-        name=name,
-        summary=summary,
-        options_type=NoOptions,
-        capabilities=capabilities,
-        builder=lambda problem, options: core,
-        outside=True,
-    )
 
 
 def function_at(function: Any) -> tuple[Callable[..., Any], str]:
@@ -169,30 +165,27 @@ class Plugin(NamedTuple):
 
     Attributes:
         module: Module whose import registers the backend.
-        distribution: Package that declares it; None if unknown.
+        distribution: Package that declares it.
         version: Version of the package.
     """
 
     name: str
     module: str
-    distribution: str | None
-    version: str | None
+    distribution: str
+    version: str
 
     def __str__(self) -> str:
-        package = " ".join(filter(None, (self.distribution, self.version))) or "of no known package"
-        return f"plug-in {self.name!r} ({package})"
+        return f"plug-in {self.name!r} ({self.distribution} {self.version})"
 
 
 @cache
 def plugins() -> dict[str, Plugin]:
     """All plug-ins by backend name; none is imported."""
-    return {point.name: _plugin(point) for point in entry_points(group=GROUP)}
-
-
-def _plugin(point: EntryPoint) -> Plugin:
-    package = point.dist
-    of_package = (None, None) if package is None else (package.name, package.version)
-    return Plugin(point.name, point.value, *of_package)
+    by_name = {}
+    for point in entry_points(group=GROUP):
+        assert point.dist is not None, "entry points are those of installed packages"
+        by_name[point.name] = Plugin(point.name, point.value, point.dist.name, point.dist.version)
+    return by_name
 
 
 def load_plugin(name: str) -> None:
@@ -206,19 +199,3 @@ def load_plugin(name: str) -> None:
         EntryPoint(name, plugin.module, GROUP).load()
     if name not in SPECS:
         raise DataError(f"The {plugin} did not register a backend of that name.")
-
-
-def complaints(ours: tuple[str, ...]) -> list[str]:
-    """Warnings about the names of plug-ins, one sentence each.
-
-    Args:
-        ours: Names of the built-in backends, which no plug-in may take.
-    """
-    said = []
-    for name, chosen in sorted(plugins().items()):
-        rivals = [str(_plugin(point)) for point in entry_points(group=GROUP, name=name)]
-        if name in ours:
-            said.append(f"The {chosen} is ignored: a built-in backend has that name.")
-        elif len(rivals) > 1:
-            said.append(f"Several packages declare one backend, and the last is used: {', '.join(rivals)}.")
-    return said

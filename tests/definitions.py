@@ -28,7 +28,7 @@ def by_definition(
     if name in ("performer-oprf", "performer-full"):
         return dense_exponential(core.features, q, k, v, **masked)
     if name == "linear-hedgehog":
-        return hedgehog(core.features, q, k, v, backend.options.features == "softmax", **masked)
+        return hedgehog(core.features, q, k, v, **masked)
     if name in FIXED:
         return naive.linear_attention(q, k, v, FIXED[name], **masked)
     features = partial(RANDOM[name], w=core.features.projection.double())
@@ -68,7 +68,7 @@ def dense_exponential(fit, q, k, v, *, scale, **options):
     return torch.cat(outs, dim=1)
 
 
-def hedgehog(maps, q, k, v, normalised, **options):
+def hedgehog(maps, q, k, v, **options):
     """Each query head has maps of its own, or all heads have the same."""
     k, v = (naive.for_query_heads(x, q) for x in (k, v))
     outs = []
@@ -76,7 +76,7 @@ def hedgehog(maps, q, k, v, normalised, **options):
         index = head if len(maps.query_weight) > 1 else 0
         sides = ((maps.query_weight, maps.query_bias), (maps.key_weight, maps.key_bias))
         of_queries, of_keys = (
-            partial(naive.hedgehog_features, weight=weight[index], bias=bias[index, 0], normalised=normalised)
+            partial(naive.hedgehog_features, weight=weight[index], bias=bias[index, 0])
             for weight, bias in sides
         )
         one_head = (x[:, head : head + 1] for x in (q, k, v))

@@ -47,7 +47,7 @@ def install(tmp_path, monkeypatch):
     SPECS.clear()
     SPECS.update(specs)
     for name in set(sys.modules) - modules:
-        if name in ("strangers", "first", "second", "third"):
+        if name in ("strangers",):
             del sys.modules[name]
 
 
@@ -97,13 +97,3 @@ def test_a_broken_plug_in_is_one_line_where_it_is_asked_for_and_nothing_elsewher
     code, _, err = run("check", "stranger")
     assert code == 2 and "plug-in 'stranger' (strangers 2.5)" in err and message in err
     assert len(err.strip().splitlines()) == 1
-
-
-def test_names_that_are_taken_are_warned_of(install, run):
-    install("first", "window", "")
-    install("second", "stranger", GOOD)
-    install("third", "stranger", GOOD)
-    code, _, err = run("list")
-    assert code == 0
-    assert "The plug-in 'window' (first 2.5) is ignored: a built-in backend has that name." in err
-    assert "third 2.5" in err and "the last is used" in err

@@ -90,16 +90,10 @@ def opened(q, k, v, *, causal, clusters=CLUSTERS, probes=PROBES, first=0):
     return torch.stack(rows)
 
 
-def nearest_clusters(keys, clusters, steps):
-    """Centre that each key goes to, the centres being evenly spaced keys, then means."""
+def nearest_clusters(keys, clusters):
+    """The nearest of evenly spaced keys, for each key."""
     count = len(keys)
-    centres = keys[[c * (count - 1) // (clusters - 1) for c in range(clusters)]].clone()
-    nearest = torch.cdist(keys, centres).argmin(dim=1)
-    for _ in range(steps - 1):
-        for c in nearest.unique():
-            centres[c] = keys[nearest == c].mean(dim=0)
-        nearest = torch.cdist(keys, centres).argmin(dim=1)
-    return nearest
+    return torch.cdist(keys, keys[[c * (count - 1) // (clusters - 1) for c in range(clusters)]]).argmin(dim=1)
 
 
 def near_of(position, tokens):
@@ -108,12 +102,10 @@ def near_of(position, tokens):
     return range(max(block - BLOCK // 2, 0), min(block + BLOCK + BLOCK // 2, tokens))
 
 
-def closed(q, k, v, *, summary="kmeans", clusters=3, steps=1, first=0):
+def closed(q, k, v, *, clusters=3, first=0):
     """Output of a head without opened clusters, q [tokens dim], k and v [tokens dim]."""
     tokens = len(k)
-    cluster = torch.arange(tokens) * clusters // max(tokens, clusters)
-    if summary == "kmeans":
-        cluster = nearest_clusters(k.detach(), clusters, steps)
+    cluster = nearest_clusters(k.detach(), clusters)
     near = torch.zeros(tokens, tokens, dtype=torch.bool)
     for i in range(tokens):
         near[i, [*near_of(i, tokens), *range(min(first, tokens))]] = True

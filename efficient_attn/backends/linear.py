@@ -1,6 +1,6 @@
 """Linear transformers: features of kernels other than softmax."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from efficient_attn.backends.linear_attention import (
@@ -12,8 +12,6 @@ from efficient_attn.backends.linear_attention import (
     linear_operations,
 )
 from efficient_attn.operation_counts import MatMul, OperationCounts
-from efficient_attn.ops.linear.features import LEARNED_MAPS
-from efficient_attn.options import one_of, option
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import Capabilities, NoOptions, register
 
@@ -70,29 +68,15 @@ def build_taylor_2(problem: AttentionProblem, options: NoOptions) -> LinearAtten
     return LinearAttention(FixedFeatures("taylor-2"), problem)
 
 
-@dataclass(frozen=True, kw_only=True)
-class HedgehogOptions:
-    """Options of Hedgehog."""
-
-    features: str = option(
-        "softmax",
-        "softmax: softmax(Wx + b) and softmax(−Wx − b); exponential: exp(Wx + b) and exp(−Wx − b).",
-    )
-
-    def __post_init__(self) -> None:
-        one_of("features", self.features, LEARNED_MAPS)
-
-
 def hedgehog_operations(
-    problem: AttentionProblem, options: HedgehogOptions, tokens: int, value_dim: int
+    problem: AttentionProblem, options: NoOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
     """Products of W with queries and keys, then linear attention with 2·head_dim features."""
     dim, heads = problem.head_dim, problem.num_heads
     doubled = replace(problem, head_dim=2 * dim)
     linear = linear_operations("exponential", doubled, options, tokens, value_dim).matmuls
-    normalising = 2 * tokens * dim if options.features == "softmax" else 0
-    maps = (MatMul(tokens * dim * dim, exponentials=normalising, shared=shared) for shared in (False, True))
-    matmuls = (*maps, *linear)
+    mapped = MatMul(tokens * dim * dim, exponentials=2 * tokens * dim)
+    matmuls = (mapped, mapped._replace(shared=True), *linear)
     if heads is not None:
         # A key map for each query head leaves nothing that a group of heads could share.
         matmuls = tuple(matmul._replace(shared=False) for matmul in matmuls)
@@ -105,9 +89,8 @@ def hedgehog_operations(
     formula="out_i = Σ_j φ(√s q_i)·φ(√s k_j) v_j / Σ_j φ(√s q_i)·φ(√s k_j), "
     "φ(x) = [softmax(Wx + b), softmax(−Wx − b)]",
     paper="https://arxiv.org/abs/2402.04347",
-    options=HedgehogOptions,
     capabilities=_AVERAGES,
     operations=hedgehog_operations,
 )
-def build_hedgehog(problem: AttentionProblem, options: HedgehogOptions) -> LinearAttention:
-    return LinearAttention(LearnedFeatures(problem, options.features), problem)
+def build_hedgehog(problem: AttentionProblem, options: NoOptions) -> LinearAttention:
+    return LinearAttention(LearnedFeatures(problem), problem)

@@ -15,7 +15,7 @@ from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear import causal_exponential, scaled_chunks
 from efficient_attn.ops.linear.causal import causal_linear_attention, extend_linear_attention
-from efficient_attn.ops.linear.features import DRAWS, LEARNED_MAPS, MAPS, draw_directions
+from efficient_attn.ops.linear.features import DRAWS, MAPS, draw_directions, softmax_map
 from efficient_attn.ops.linear.full import full_linear_attention
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.kernel import (
@@ -25,7 +25,6 @@ from efficient_attn.ops.linear.kernel import (
     denominators,
     kernel_ratios,
     moments,
-    rows_of,
 )
 from efficient_attn.ops.linear.state import LinearState, Means
 from efficient_attn.options import one_of, option, whole_number
@@ -40,7 +39,7 @@ class RandomFeatureOptions:
     """Options of all backends with random features."""
 
     num_features: int = option(256, "Outputs of the feature map.")
-    projection: str = option("orthogonal", "How the random directions are drawn: orthogonal, simplex or iid.")
+    projection: str = option("orthogonal", "How the random directions are drawn: orthogonal or iid.")
     seed: int = option(0, "Seed of the draw; the same seed gives the same features on every device.")
 
     def __post_init__(self) -> None:
@@ -234,10 +233,11 @@ class CalibratedFeatures(Float32Buffers):
 
 
 class LearnedFeatures(nn.Module):
-    """Features of Wx + b and −(Wx + b), with one W and b per query head for queries, and others for keys.
+    """Softmax features of Wx + b and −(Wx + b).
 
-    Without `num_heads` all heads share one pair of maps. Grouped key heads are repeated, since every query
-    head has a key map of its own. The initial W is the identity, the initial b is 0.
+    Each query head has a W and b for queries, and others for keys; without `num_heads` all heads share one
+    pair of maps. Grouped key heads are repeated, since every query head has a key map. The
+    initial W is the identity, the initial b is 0.
 
     Attributes:
         query_weight, key_weight: W, [heads head_dim head_dim].
@@ -249,9 +249,8 @@ class LearnedFeatures(nn.Module):
     key_weight: Tensor
     key_bias: Tensor
 
-    def __init__(self, problem: AttentionProblem, kind: str) -> None:
+    def __init__(self, problem: AttentionProblem) -> None:
         super().__init__()
-        self._logarithms = LEARNED_MAPS[kind]
         heads, dim = problem.num_heads or 1, problem.head_dim
         for side in ("query", "key"):
             identity = torch.eye(dim).expand(heads, dim, dim).clone(memory_format=torch.contiguous_format)
@@ -268,8 +267,8 @@ class LearnedFeatures(nn.Module):
         if len(self.key_weight) > k.shape[1]:
             group = q.shape[1] // k.shape[1]
             keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
-        log_queries = self._logarithms(rows, self.query_weight.to(rows), self.query_bias.to(rows))
-        log_keys = self._logarithms(keys, self.key_weight.to(keys), self.key_bias.to(keys))
+        log_queries = softmax_map(rows, self.query_weight.to(rows), self.query_bias.to(rows))
+        log_keys = softmax_map(keys, self.key_weight.to(keys), self.key_bias.to(keys))
         return LinearInputs(log_queries, log_keys, values, key_mask, None, None, "exponential", 1.0)
 
 
@@ -312,7 +311,8 @@ class LinearAttention(nn.Module):
         return kernel_ratios(self._softmax_inputs(q, k))
 
     def kernel_rows(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return rows_of(self._softmax_inputs(q, k))
+        inputs = self._softmax_inputs(q, k)
+        return inputs.query_rows(_ALL), inputs.key_rows(_ALL)
 
     def _softmax_inputs(self, q: Tensor, k: Tensor) -> LinearInputs:
         inputs = self.inputs(q, k, k, None)

@@ -8,17 +8,16 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
+from efficient_attn.ops.clusters.closed import window_clusters
 from efficient_attn.ops.clusters.decoding import ClusterCache, extend_clusters
-from efficient_attn.ops.clusters.kmeans import window_clusters
 from efficient_attn.ops.clusters.probing import keys_read, probe_clusters
 from efficient_attn.ops.clusters.slices import Layout as NearKeys
 from efficient_attn.ops.clusters.slices import aligned, near_keys
 from efficient_attn.ops.clusters.trees import causal_stages, full_stages, places, sorting_products
-from efficient_attn.options import one_of, option, whole_number
+from efficient_attn.options import option, whole_number
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
-_SUMMARIES = ("auto", "kmeans", "segments")
 _SINKS = 4
 # Without opened clusters a causal past costs a language model 1.7 nats, no less than as many near keys would.
 _CAUSAL_PROBES, _CAUSAL_WINDOW, _WINDOW = 4, 128, 64
@@ -34,12 +33,6 @@ class WindowClustersOptions:
         "Number of near keys per query, a multiple of 4; blocks of window/2 queries share them. None: 128 if "
         "causal, else 64.",
     )
-    summary: str = option(
-        "auto",
-        "Kind of cluster where none is opened. kmeans: keys near each other; segments: consecutive keys; "
-        "auto: kmeans.",
-    )
-    steps: int = option(1, "Number of k-means steps.")
     probes: int | None = option(
         None,
         "Number of clusters per query whose keys are read one by one; as many as clusters: exact. None: 4 if "
@@ -52,18 +45,12 @@ class WindowClustersOptions:
 
     def __post_init__(self) -> None:
         positive_count("clusters", self.clusters)
-        positive_count("steps", self.steps)
         if self.window is not None:
             positive_count("window", self.window)
         if self.probes is not None:
             whole_number("probes", self.probes)
         if self.global_tokens is not None:
             whole_number("global_tokens", self.global_tokens)
-        one_of("summary", self.summary, _SUMMARIES)
-        if self.probes and self.summary != "auto":
-            raise OptionError(
-                f"summary={self.summary!r} has no clusters to open; probes={self.probes} needs 'auto'."
-            )
         if self.window is not None and self.window % 4:
             below, above = self.window // 4 * 4, self.window // 4 * 4 + 4
             near = f"{above}" if below == 0 else f"{below} or {above}"
@@ -77,7 +64,7 @@ class WindowClustersOptions:
         probes = self.probes
         if not causal:
             probes = probes or None
-        elif probes is None and self.summary == "auto":
+        elif probes is None:
             probes = _CAUSAL_PROBES
         window = (_CAUSAL_WINDOW if causal else _WINDOW) if self.window is None else self.window
         # Many heads give the first tokens most of their weight (Xiao et al. 2024, "Efficient Streaming
@@ -102,7 +89,6 @@ class WindowClusters(nn.Module):
             "scale": problem.factor,
             "layout": _layout(options),
             "clusters": options.clusters,
-            "steps": None if options.summary == "segments" else options.steps,
         }
 
     def forward(
@@ -162,9 +148,9 @@ def operations(
 ) -> OperationCounts:
     """Products of every query with its slice, the global tokens outside it, and the cluster summaries.
 
-    K-means adds products of every key with every centre at each step, and one with the mean query. Sums
-    over clusters are additions, not products. With probes, opened clusters count as full, a summary has a
-    third product, the spread of its scores, and all keys are multiplied with their directions, causal:
+    The choice of clusters adds products of every key with every centre, and one with the mean query.
+    Sums over clusters are additions, not products. With probes, opened clusters count as full, a summary has
+    a third product, the spread of its scores, and all keys are multiplied with their directions, causal:
     the keys of every run with directions of its own.
     """
     options = options.resolved(causal=problem.causal)
@@ -176,8 +162,7 @@ def operations(
         stop = min(start + layout.block, tokens)
         low, high = max(start - layout.back, 0), min(stop + layout.ahead, tokens)
         pairs += (stop - start) * (high - low + min(first, low) + max(first - high, 0))
-    steps = 0 if options.summary == "segments" else options.steps
-    choice = MatMul(tokens * problem.head_dim * (steps * clusters + 1), gradients=0, shared=True)
+    choice = MatMul(tokens * problem.head_dim * (clusters + 1), gradients=0, shared=True)
     return OperationCounts((choice, *softmax_matmuls(pairs, problem.head_dim, value_dim)))
 
 
@@ -232,9 +217,8 @@ def build(problem: AttentionProblem, options: WindowClustersOptions) -> nn.Modul
     if options.probes:
         return Probing(problem, options)
     if problem.causal:
-        closed = f"summary={options.summary!r}" if options.probes is None else "probes=0"
         raise UnsupportedError(
-            f"'window-clusters' cannot be causal with {closed}: a past of closed clusters errs as much as a "
+            "'window-clusters' cannot be causal with probes=0: a past of closed clusters errs as much as a "
             "window of as many keys. probes=4 opens four clusters per query; window(global_tokens=4) is "
             "exact over a window and the first keys."
         )

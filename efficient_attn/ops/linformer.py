@@ -114,7 +114,7 @@ def real_weight(mix: Tensor, key_mask: Tensor | None) -> Tensor:
 def row_sums(mix: Tensor, x: Tensor, heads: int) -> Tensor:
     """E x, [batch heads rank dim], or [batch kv_heads rank dim] with one mixture for all heads."""
     if mix.ndim == 2:
-        return _mix_alike(mix, x.flatten(0, 1)).unflatten(0, x.shape[:2])
+        return _MixedRows.apply(mix, x.flatten(0, 1)).unflatten(0, x.shape[:2])
     # Each query head projects the keys of its group by its own pair.
     groups = (x.shape[1], heads // x.shape[1])
     mix = mix.unflatten(0, groups).flatten(1, 2)
@@ -127,69 +127,40 @@ def row_sums(mix: Tensor, x: Tensor, heads: int) -> Tensor:
     return sums.unflatten(2, (groups[1], -1)).flatten(1, 2)
 
 
-def _mix_alike(mix: Tensor, x: Tensor) -> Tensor:
+class _MixedRows(torch.autograd.Function):
     """Product of one matrix [rank tokens] with a batch of rows [flat_heads tokens dim].
 
     PyTorch's `matmul` would copy all rows into one matrix and save the copy for the backward pass; `bmm`
-    would hold one gradient of the matrix per batch entry. Each gradient has a function of its own: one that
-    nobody asks for is not computed. The other factor comes in a tuple, where autograd sees no input of the
-    function, but with its history: gradients of the gradient need it.
+    would hold one gradient of the matrix per batch entry. Half-precision rows are saved as they are and
+    upcast chunk by chunk.
     """
-    mixed = _MixedRows.apply((mix,), x)
-    return mixed + _Mixture.apply(mix, (x,)) if torch.is_grad_enabled() else mixed
-
-
-class _MixedRows(torch.autograd.Function):
-    """The product, whose gradient is that of the rows."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(constant: tuple[Tensor], x: Tensor) -> Tensor:
-        (mix,), sums = constant, None
+    def forward(mix: Tensor, x: Tensor) -> Tensor:
+        sums = None
         for part in _pieces(x):
             piece = torch.bmm(mix[:, part].expand(len(x), -1, -1), x[:, part].to(mix.dtype))
             sums = piece if sums is None else sums.add_(piece)
         return mix.new_zeros(len(x), len(mix), x.shape[-1]) if sums is None else sums
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[tuple[Tensor], Tensor], output: Tensor) -> None:
-        (mix,), x = inputs
-        ctx.save_for_backward(mix, x)
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, Tensor | None]:
         mix, x = ctx.saved_tensors
-        parts = [
-            torch.bmm(mix[:, part].mT.expand(len(x), -1, -1), grad_out).to(x.dtype) for part in _pieces(x)
-        ]
-        return None, parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
-
-
-class _Mixture(torch.autograd.Function):
-    """Zero, with the gradient of the product with respect to the matrix.
-
-    Half-precision rows are saved as they are and upcast chunk by chunk; a product over all tokens would be a
-    second copy of the gradient.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(mix: Tensor, constant: tuple[Tensor]) -> Tensor:
-        (x,) = constant
-        return mix.new_zeros(()).expand(len(x), len(mix), x.shape[-1])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, tuple[Tensor]], output: Tensor) -> None:
-        mix, (x,) = inputs
-        ctx.save_for_backward(mix, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, None]:
-        mix, x = ctx.saved_tensors
-        grad_mix = grad_out.new_zeros(mix.shape)
-        for part in _parts(x):
-            piece = torch.tensordot(grad_out, x[:, part].to(mix.dtype), dims=([0, 2], [0, 2]))
-            grad_mix[:, part].copy_(piece)
-        return grad_mix, None
+        grad_mix, grad_x = None, None
+        if ctx.needs_input_grad[0]:
+            grad_mix = grad_out.new_zeros(mix.shape)
+            for part in _parts(x):
+                piece = torch.tensordot(grad_out, x[:, part].to(mix.dtype), dims=([0, 2], [0, 2]))
+                grad_mix[:, part].copy_(piece)
+        if ctx.needs_input_grad[1]:
+            rows = [torch.bmm(mix[:, part].mT.expand(len(x), -1, -1), grad_out) for part in _pieces(x)]
+            grad_x = (
+                rows[0].to(x.dtype) if len(rows) == 1 else torch.cat([y.to(x.dtype) for y in rows], dim=-2)
+            )
+        return grad_mix, grad_x

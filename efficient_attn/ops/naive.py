@@ -175,12 +175,10 @@ def taylor_features(x: Tensor, order: int) -> Tensor:
     return torch.cat(terms, dim=-1)
 
 
-def hedgehog_features(x: Tensor, weight: Tensor, bias: Tensor, *, normalised: bool = True) -> Tensor:
-    """[softmax(Wx + b), softmax(−Wx − b)], or exponentials (Zhang et al. 2024, section 4.2, eq. 6)."""
+def hedgehog_features(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """[softmax(Wx + b), softmax(−Wx − b)] (Zhang et al. 2024, section 4.2, eq. 6)."""
     y = x @ weight.mT + bias
-    if normalised:
-        return torch.cat([y.softmax(dim=-1), (-y).softmax(dim=-1)], dim=-1)
-    return torch.cat([y.exp(), (-y).exp()], dim=-1)
+    return torch.cat([y.softmax(dim=-1), (-y).softmax(dim=-1)], dim=-1)
 
 
 def square(x: Tensor) -> Tensor:

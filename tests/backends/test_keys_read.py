@@ -18,7 +18,6 @@ BACKENDS = [
     ("window", {"window": 9, "global_tokens": 3}, BOTH),
     ("window", {"window": 8, "global_tokens": 3}, CAUSAL),
     ("window-clusters", {**CLUSTERS, "clusters": 1}, FULL),
-    ("window-clusters", {**CLUSTERS, "clusters": 3, "summary": "segments"}, FULL),
     # Clusters of two sizes.
     ("window-clusters", {**CLUSTERS, "clusters": 6, "probes": 2}, BOTH),
     ("window-clusters", {**CLUSTERS, "clusters": 12, "probes": 3}, BOTH),

@@ -86,7 +86,6 @@ def test_what_a_thing_cannot_be_built_for_is_refused(tmp_path):
         (f"{broken}:mine", {}, ea.DataError, r"broken\.py cannot be imported: ValueError: inside"),
         (window, {"causal": True}, ea.UnsupportedError, anew),
         (window, {"scale": 2.0}, ea.UnsupportedError, anew),
-        ("linear-hedgehog", {"features": "relu"}, ea.UnknownNameError, "called 'relu'.*exponential, softmax"),
     ):
         with pytest.raises(error, match=message):
             ea.build(thing, head_dim=8, **options)

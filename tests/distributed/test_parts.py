@@ -13,14 +13,13 @@ from efficient_attn.distributed.calls import exchange_of, in_force
 from efficient_attn.distributed.exchange import all_tokens
 from efficient_attn.distributed.layout import KINDS, Layout, local_tokens
 from efficient_attn.distributed.neighbours import with_neighbours
-from efficient_attn.ops.clusters import kmeans, probing, slices
+from efficient_attn.ops.clusters import closed, probing, slices
 from efficient_attn.sharding import at_positions
 
 RANKS, TOKENS, LATER = 3, 66, 5
 # Blocks of 4 tokens, which end on no boundary of a segment.
 CLUSTERS = [
-    (False, {"clusters": 6, "steps": 2}),
-    (False, {"clusters": 6, "summary": "segments", "global_tokens": 3}),
+    (False, {"clusters": 6, "global_tokens": 3}),
     (False, {"clusters": 6, "probes": 2}),
     (True, {"clusters": 6, "probes": 2}),
 ]
@@ -74,7 +73,7 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
     name, causal, options, masked, kind, monkeypatch
 ):
     # One group of blocks for a segment of the layout head-tail, and two for a segment of the other.
-    monkeypatch.setattr(kmeans, "_MOST", 4)
+    monkeypatch.setattr(closed, "_MOST", 4)
     torch.manual_seed(0)
     backend = ea.build(name, head_dim=8, causal=causal, **options).double()
     tensors, mask = drawn(TOKENS), torch.rand(2, TOKENS) > 0.3
@@ -93,7 +92,7 @@ def test_a_rank_computes_the_clusters_of_its_own_queries_alone(causal, options, 
         return whole(q, k, v, real, layout, **rest)
 
     whole = slices.near_slices
-    for module in (kmeans, probing):
+    for module in (closed, probing):
         monkeypatch.setattr(module, "near_slices", near_slices)
     backend = ea.build("window-clusters", head_dim=8, causal=causal, window=8, **options).double()
     *qkv, _ = drawn(TOKENS)

@@ -1,9 +1,8 @@
 """Near keys one by one, far keys by cluster: the definition, its limits, what is read, and decoding."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 
-import jaxtyping
 import pytest
 import torch
 from launches import Entering
@@ -12,16 +11,12 @@ from written_out import CLUSTERS, PROBES, SCALE, WINDOW, closed, near_of, opened
 
 import efficient_attn as ea
 from efficient_attn.measure.variants import select
-from efficient_attn.ops.clusters import decoding, kmeans, probing, slices
-from efficient_attn.testing import check_names
+from efficient_attn.ops.clusters import closed as closed_clusters
+from efficient_attn.ops.clusters import probing, slices
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True])
 PATHS = pytest.mark.usefixtures("path")
-CLOSED = [
-    {"summary": "kmeans"},
-    {"summary": "kmeans", "steps": 3, "global_tokens": 3},
-    {"summary": "segments", "global_tokens": 3},
-]
+CLOSED = [{}, {"global_tokens": 3}]
 OPENED = [{"probes": PROBES}, {"probes": PROBES, "global_tokens": 3}]
 # Fewest clusters of causal queries, and an odd number.
 NUMBERS = [{"probes": 1, "clusters": clusters} for clusters in (2, 7)]
@@ -31,23 +26,11 @@ KINDS = pytest.mark.parametrize(
     + [(True, options) for options in OPENED + NUMBERS],
 )
 
-# How calls follow each other depends on no option: test_conformance.py checks it.
-OF_CALLS = {
-    "no_state_between_calls",
-    "compiled_it_is_the_same",
-    "every_sequence_is_its_single_call",
-    "hundreds_of_calls_wear_nothing_out",
-    "no_call_leaves_bytes_behind",
-    "tensors_are_read_anew",
-    "threads_do_not_disturb_each_other",
-    "frozen_inputs",
-}
-
 
 @pytest.fixture(autouse=True)
 def several_groups(monkeypatch):
     """A step of the CPU takes three blocks, so that short sequences have several."""
-    monkeypatch.setattr(kmeans, "_MOST", 3)
+    monkeypatch.setattr(closed_clusters, "_MOST", 3)
 
 
 def built(causal=False, **options):
@@ -110,7 +93,6 @@ def test_steps_of_any_size_have_the_same_output(module, limit, size, causal, mon
     ("causal", "options"),
     [
         (False, {"clusters": 67}),
-        (False, {"clusters": 99, "summary": "segments"}),
         (False, {"global_tokens": 67}),
         (False, {"probes": CLUSTERS, "global_tokens": 2}),
         (True, {"probes": CLUSTERS, "global_tokens": 2}),
@@ -123,25 +105,6 @@ def test_reading_every_key_by_itself_is_exact_attention(causal, options, masked)
         mask = random_mask(2, 67) if masked else None
         expected = reference_attention(q, k, v, scale=SCALE, causal=causal, key_mask=mask)
         assert (built(causal, **options)(q, k, v, key_mask=mask) - expected).abs().max() <= 1e-12
-
-
-def test_a_centre_without_keys_stays_where_it_is():
-    # The three centres begin at 4, and the first takes all keys, whose mean is 3.8.
-    keys = torch.tensor([4.0, 4.0, 4.0, 3.0, 4.0])[None, None, :, None]
-    chosen = kmeans.kmeans(keys, torch.ones(1, 5, dtype=torch.bool), 3, steps=2)
-    assert chosen.tolist() == [[[1, 1, 1, 0, 1]]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", ["few large steps"], indirect=True)
-def test_the_conformance_suite_holds_with_opened_clusters(path, monkeypatch):
-    # Checked shapes draw from the generator of Python.
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    # Second derivatives, which the backend does not promise without probes, are right as well. Clusters of
-    # more keys at more tokens would take memory that grows faster than the tokens.
-    promised = replace(ea.spec("window-clusters").capabilities, second_derivatives=True)
-    checks = [name for name in check_names() if name not in OF_CALLS]
-    ea.check(built(clusters=256, probes=PROBES), capabilities=promised, only=checks)
 
 
 def relative_error(name, q, k, v, **options):
@@ -174,8 +137,8 @@ def test_operations_are_those_of_every_key_and_summary_that_is_read(tokens, firs
     clusters = min(CLUSTERS, tokens)
     pairs = sum(len({*near_of(i, tokens), *range(min(first, tokens))}) + clusters for i in range(tokens))
     spec = ea.spec("window-clusters")
-    options = spec.options_type(window=WINDOW, clusters=CLUSTERS, global_tokens=first, steps=2)
-    choosing = tokens * 8 * (2 * clusters + 1)
+    options = spec.options_type(window=WINDOW, clusters=CLUSTERS, global_tokens=first)
+    choosing = tokens * 8 * (clusters + 1)
     assert spec.flops(ea.AttentionProblem(head_dim=8), options, tokens) == 2 * (pairs * 16 + choosing)
 
 
@@ -269,31 +232,6 @@ def test_any_split_into_calls_is_the_full_pass(split, masked, probes, first):
     inputs, mask = random_qkv(2, 4, 2, TOKENS, TOKENS), MASKS[masked]
     out, _ = in_calls(backend, inputs, mask, SPLITS[split])
     assert (out - backend(*inputs, key_mask=mask)).abs().max() <= 1e-12
-
-
-def test_a_selected_entry_goes_on_alone():
-    inputs, mask, backend = random_qkv(2, 4, 2, TOKENS, TOKENS), MASKS["ragged"], causal()
-    _, state = in_calls(backend, inputs, mask, [0, 10, 60, 61])
-    for entry in ([0], [1], [1, 0]):
-        part = [x[entry] for x in inputs]
-        out, _ = in_calls(
-            backend, part, mask[entry], [61, 63, TOKENS], type(state)(*(x[entry] for x in state))
-        )
-        assert (out - backend(*part, key_mask=mask[entry])[:, :, 61:]).abs().max() <= 1e-12
-
-
-def test_a_key_is_sorted_once_for_every_length_of_a_run_that_it_lies_in(monkeypatch):
-    sorted_keys, sort = [], decoding.sort_runs
-
-    def counting(k, *rest):
-        sorted_keys.append(k.shape[2])
-        return sort(k, *rest)
-
-    monkeypatch.setattr(decoding, "sort_runs", counting)
-    in_calls(causal(clusters=64), random_qkv(1, 2, 1, 72, 72), None, range(73))
-    # 16 blocks of 4 keys lie before the last slice: number m ends runs of 1, 2, … 2^l blocks, of which the
-    # longest is sorted.
-    assert sum(sorted_keys) == sum(4 * (m & -m) for m in range(1, 17))
 
 
 def test_calls_of_few_tokens_copy_no_more_than_the_cache():

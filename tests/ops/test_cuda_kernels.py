@@ -12,9 +12,7 @@ import cuda_kernels
 import pytest
 import torch
 
-import efficient_attn as ea
-from efficient_attn.ops.cuda import DTYPES, supports
-from efficient_attn.ops.paths import observed_kernels
+from efficient_attn.ops.cuda import supports
 
 TRITON = find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not TRITON, reason="triton is not installed")
@@ -151,32 +149,6 @@ def test_many_calls_on_a_gpu_have_the_same_bits(cuda, dtype):
 
     first = results()
     assert all(all(map(torch.equal, first, results())) for _ in range(2000))
-
-
-@pytest.mark.gpu
-def test_the_output_of_one_token_is_its_value(cuda):
-    inputs, g = cuda_kernels.case_inputs({"tokens": 1, "dtype": "bfloat16"}, cuda)
-    tile = cuda_kernels.KERNEL.tiles(torch.cuda.get_device_capability(), torch.bfloat16, 64)[0]
-    outputs, _ = cuda_kernels.KERNEL.forward(inputs, None, tile=tile)
-    grads = cuda_kernels.KERNEL.backward(inputs, None, g, outputs, tile=tile)
-    torch.testing.assert_close(outputs.out, inputs.v.expand_as(outputs.out), rtol=1e-2, atol=0)
-    torch.testing.assert_close(grads.v, g.sum(dim=1, keepdim=True), rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_trusted_kernels_serve_a_backend_and_its_pieces(cuda, dtype, monkeypatch):
-    monkeypatch.setenv("EFFICIENT_ATTN_UNPROVED_KERNELS", "1")
-    backend = ea.build("performer-positive", head_dim=64, num_features=256, causal=True).to(cuda, dtype)
-    q, k, v = torch.randn(3, 1, 2, 333, 64, device=cuda, dtype=dtype).unbind()
-    with observed_kernels() as names, torch.no_grad():
-        whole, state, pieces = backend(q, k, v), None, []
-        for part in (slice(0, 1), slice(1, 200), slice(200, 333)):
-            out, state = backend.extend(*(x[..., part, :] for x in (q, k, v)), state)
-            pieces.append(out)
-    assert names == {"triton causal-linear"}
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(torch.cat(pieces, dim=2), whole, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(

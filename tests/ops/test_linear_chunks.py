@@ -21,8 +21,6 @@ from efficient_attn.ops.linear import causal_exponential, scaled_chunks, weak_ch
 from efficient_attn.ops.linear import inputs as linear_inputs
 from efficient_attn.ops.linear import state as linear_state
 from efficient_attn.ops.linear.causal import causal_linear_attention
-from efficient_attn.ops.linear.scaled_chunks import running_states
-from efficient_attn.ops.linear.state import LinearState
 from efficient_attn.ops.paths import VARIABLE
 
 LINEAR = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
@@ -57,25 +55,6 @@ def test_scales_far_from_zero_lose_no_digits(name, path, dtype, monkeypatch):
         strict=True,
     ):
         assert (left - right).norm() <= bound * right.norm()
-
-
-@pytest.mark.parametrize("features", [1, 3])
-@pytest.mark.parametrize("number", [1, 2, 9])
-def test_running_states_are_sums_over_the_chunks_up_to_each(number, features):
-    generator = torch.Generator().manual_seed(number)
-    sums = torch.randn(2, number, 3, 4, generator=generator, dtype=torch.float64)
-    scales = 5 * torch.randn(2, number, 1, features, generator=generator, dtype=torch.float64)
-    scales[0, :2], sums[0, :2] = -torch.inf, 0.0
-    for reverse in (False, True):
-        actual = running_states(LinearState(sums, scales), reverse=reverse)
-        for chunk in range(number):
-            part = slice(chunk, None) if reverse else slice(0, chunk + 1)
-            largest = scales[:, part].amax(dim=1, keepdim=True)
-            factors = (scales[:, part] - largest.clamp_min(-1e30)).exp().mT
-            assert torch.equal(actual.log_scale[:, chunk], largest[:, 0])
-            # Nine terms of at most four, each with the rounding of a power and of a product.
-            expected = (factors * sums[:, part]).sum(dim=1)
-            assert (actual.sums[:, chunk] - expected).abs().max() <= 9 * 4 * 8 * torch.finfo(sums.dtype).eps
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,6 @@ def test_outputs_and_gradients_are_those_of_the_definition(name, causal, masked)
         ("linformer", {"sharing": "none"}),
         ("linformer", {"sharing": "key-value"}),
         ("linear-hedgehog", {"num_heads": None}),
-        ("linear-hedgehog", {"features": "exponential"}),
         ("performer-oprf", {"a": -0.1}),
     ],
 )

@@ -41,14 +41,7 @@ OPENS = r"with probes=0: .* probes=4 .* window\("
     [
         (lambda: built("window", window=4), ea.OptionError, r"window=4 has no middle.* 3 or 5"),
         (lambda: clusters(causal=True, probes=0), ea.UnsupportedError, OPENS),
-        (lambda: clusters(causal=True, summary="kmeans"), ea.UnsupportedError, "with summary='kmeans'"),
         (lambda: clusters(window=65), ea.OptionError, r"window=65 .* a multiple of 4 can: 64 or 68"),
-        (lambda: clusters(summary="means"), ea.UnknownNameError, "kmeans"),
-        (
-            lambda: clusters(summary="segments", probes=2),
-            ea.OptionError,
-            "'segments' .* probes=2 needs 'auto'",
-        ),
         (lambda: clusters(probes=-1), ea.OptionError, "probes is at least 0"),
         (
             lambda: linformer(max_tokens=None),

@@ -1,8 +1,8 @@
 """Incremental decoding with opened clusters: a KV cache, and the sorted runs before the last slice.
 
-A block reads the runs before its slice, and most of them were read by the block before, so that a key is
-sorted once for each length of a run that it lies in. Keys and values stay in the order of the tokens: sorted
-positions take 8 bytes for each key of a head, a second copy of keys and values as much as the cache.
+A block reads the runs before its slice, which are sorted once for all tokens of the block. Keys and values
+stay in the order of the tokens: sorted positions take 8 bytes for each key of a head, a second copy of keys
+and values as much as the cache.
 """
 
 from typing import NamedTuple
@@ -53,29 +53,19 @@ class SortedRuns(NamedTuple):
         return SortedRuns(order[:, :, :keys], *(x[:, :, : clusters + 1] for x in summaries))
 
 
-def advanced(runs: SortedRuns, k: Tensor, v: Tensor, counted: Tensor, stage: Stage, block: int) -> SortedRuns:
-    """Runs before the slice of the first block of a stage, from the runs of an earlier block.
+def advanced(runs: SortedRuns, k: Tensor, v: Tensor, counted: Tensor, stage: Stage) -> SortedRuns:
+    """Runs before the slice of the first block of a stage: `runs`, if they are, or sorted anew.
 
     Args:
         k: [batch kv_heads tokens head_dim], where the first key of every batch entry is real.
         counted: Keys that belong to clusters, bool [batch tokens].
-        block: Number of keys in the smallest clusters.
     """
-    size, far, sorted_keys = stage.layout.block, far_keys(stage), runs.order.shape[2]
-    if sorted_keys == far == runs.clusters * size:
+    size, far = stage.layout.block, far_keys(stage)
+    if runs.order.shape[2] == far == runs.clusters * size:
         return runs
-    # Runs are binary digits of their number of keys, so that equal leading digits are equal runs.
-    differing = (sorted_keys // block ^ far // block).bit_length()
-    low, order = (far // block >> differing << differing) * block, runs.order
-    if low < far:
-        new = sort_runs(upcast(k[:, :, low:far]), counted[:, low:far], before((far - low) // size), size)
-        order = torch.cat([order[:, :, :low], new + low], dim=2)
-    # Larger clusters are cut from the same order.
-    low = low if sorted_keys == runs.clusters * size else 0
-    keys, values = (upcast(x[:, :, low:far]) for x in (k, v))
-    clusters = clusters_at(keys, values, counted[:, low:far], order[:, :, low:] - low, size)
-    parts = zip(runs[1:], summarise(clusters, _width(k, v)), strict=True)
-    return SortedRuns(order, *(torch.cat([old[:, :, : low // size], new], dim=2) for old, new in parts))
+    keys, values, counted = upcast(k[:, :, :far]), upcast(v[:, :, :far]), counted[:, :far]
+    order = sort_runs(keys, counted, before(far // size), size)
+    return SortedRuns(order, *summarise(clusters_at(keys, values, counted, order, size), _width(k, v)))
 
 
 def no_runs(k: Tensor, v: Tensor) -> SortedRuns:
@@ -221,7 +211,7 @@ def _extended(
         stage = next(stage for stage in task.stages(tokens) if begin < stage.end).since(begin)
         end = min(begin + few, stage.begin + stage.layout.block, tokens)
         stage = stage._replace(end=end)
-        runs = advanced(runs, k, v, counted, stage, task.block)
+        runs = advanced(runs, k, v, counted, stage)
         out = _read(scaled[:, :, begin - done : end - done], k, v, real, counted, runs, stage, probes)
         outs.append(out.to(q.dtype))
         begin = end

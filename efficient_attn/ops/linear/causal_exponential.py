@@ -340,21 +340,16 @@ def _key_gradients(rows: _Rows, pieces: list[slice]) -> tuple[Tensor, Tensor, Sh
     grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[1:3])
     later: Shifted | None = None
     for part in reversed(pieces):
-        later = _piece_key_gradients(rows, part, later, (grad_k, grad_v))
+        exponents, (g, delta) = rows.exponents(part), rows.deltas(part)
+        state = empty_shifted(exponents, g.shape[-1]) if later is None else later
+        p, here = rescaled(state, exponents)
+        _put(rows, rows.positions(part), here, (p, g, delta), (grad_k, grad_v))
+        values, ones = here.values.baddbmm_(p.mT, g), here.ones.baddbmm_(p.mT, delta)
+        later = Shifted(values, ones, here.reference)
     if later is not None:
         for part in _pieces(0, rows.before):
             _put(rows, part, later, None, (grad_k, grad_v))
     return grad_k, grad_v, later
-
-
-def _piece_key_gradients(
-    rows: _Rows, part: slice, later: Shifted | None, into: tuple[Tensor, Tensor]
-) -> Shifted:
-    """Write the gradients of a part's keys and values; return the state of queries from this part on."""
-    exponents, (g, delta) = rows.exponents(part), rows.deltas(part)
-    p, here = rescaled(empty_shifted(exponents, g.shape[-1]) if later is None else later, exponents)
-    _put(rows, rows.positions(part), here, (p, g, delta), into)
-    return Shifted(here.values.baddbmm_(p.mT, g), here.ones.baddbmm_(p.mT, delta), here.reference)
 
 
 def _put(

@@ -214,19 +214,10 @@ MAPS = {
 }
 
 
-def exponential_map(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """log [exp(Wx + b), exp(−Wx − b)], [… tokens 2·features] (Zhang et al. 2024, eq. 6)."""
-    projected = x @ weight.mT + bias
-    return torch.cat([projected, -projected], dim=-1)
-
-
 def softmax_map(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """log [softmax(Wx + b), softmax(−Wx − b)]: each half of the features sums to one."""
+    """log [softmax(Wx + b), softmax(−Wx − b)], [… tokens 2·features] (Zhang et al. 2024, eq. 6)."""
     projected = x @ weight.mT + bias
     return torch.cat([projected.log_softmax(dim=-1), (-projected).log_softmax(dim=-1)], dim=-1)
-
-
-LEARNED_MAPS = {"softmax": softmax_map, "exponential": exponential_map}
 
 
 def iid_directions(num_directions: int, head_dim: int, generator: Generator) -> Tensor:
@@ -246,21 +237,6 @@ def orthogonal_directions(num_directions: int, head_dim: int, generator: Generat
     return rotations * lengths
 
 
-def simplex_directions(num_directions: int, head_dim: int, generator: Generator) -> Tensor:
-    """Rows at angles of cosine −1/(head_dim − 1) within blocks of head_dim, with Gaussian lengths.
-
-    Reid et al. 2023, "Simplex Random Features": each block is a rotated regular simplex, whose rows are
-    scaled as in `orthogonal_directions`.
-    """
-    if head_dim == 1:
-        return iid_directions(num_directions, head_dim, generator)
-    corners = torch.eye(head_dim, dtype=torch.float64, device="cpu") - 1 / head_dim
-    corners /= corners.norm(dim=-1, keepdim=True)
-    blocks = -(-num_directions // head_dim)
-    rotated = (corners @ haar_rotations(blocks, head_dim, generator)).flatten(0, 1)[:num_directions]
-    return rotated * iid_directions(num_directions, head_dim, generator).norm(dim=-1, keepdim=True)
-
-
 def haar_rotations(blocks: int, dim: int, generator: Generator) -> Tensor:
     """Uniformly distributed orthogonal matrices, float64 [blocks dim dim].
 
@@ -275,7 +251,6 @@ def haar_rotations(blocks: int, dim: int, generator: Generator) -> Tensor:
 
 DRAWS: dict[str, Callable[[int, int, Generator], Tensor]] = {
     "orthogonal": orthogonal_directions,
-    "simplex": simplex_directions,
     "iid": iid_directions,
 }
 

@@ -72,16 +72,12 @@ def read_state(inputs: LinearInputs, state: LinearState) -> Outputs:
     """Output rows of all queries, from the state of all keys."""
     outputs = new_outputs(inputs.q, inputs.v)
     for part in chunks(inputs, inputs.q.shape[-2]):
-        outputs.put(part, _read(inputs, part, state))
+        features = inputs.query_features(inputs.query_rows(part))
+        weights, reference = query_weights(features, state.log_scale)
+        sums, seen = weights @ state.sums, sees(state)
+        rows = Outputs(divide(sums, seen), log_sum(sums, reference, seen), sums[..., -1:] < 0)
+        outputs.put(part, rows)
     return outputs
-
-
-def _read(inputs: LinearInputs, part: slice, state: LinearState) -> Outputs:
-    """Output rows of a chunk of queries."""
-    features = inputs.query_features(inputs.query_rows(part))
-    weights, reference = query_weights(features, state.log_scale)
-    sums, seen = weights @ state.sums, sees(state)
-    return Outputs(divide(sums, seen), log_sum(sums, reference, seen), sums[..., -1:] < 0)
 
 
 @torch.library.register_fake(_full)
@@ -131,7 +127,8 @@ def query_gradients(
     for part in chunks(inputs, inputs.q.shape[-2]):
         rows = inputs.query_rows(part)
         features = inputs.query_features(rows)
-        queries = normalised(features, state.log_scale, *outputs.normaliser(part, kv_heads))
+        logarithm, sign = outputs.normaliser(part, kv_heads)
+        queries = normalised(features, finite(state.log_scale) - logarithm, sign)
         g = output_gradients(grad_out, outputs.out, part, kv_heads)
         grad = inputs.query_gradient(rows, features, feature_gradients(queries, g @ state.sums.mT))
         grad_q[..., part, :] = unfold(grad, inputs.q.shape[1])

@@ -18,7 +18,7 @@ from torch import Tensor
 from efficient_attn.ops.dtypes import float64_device
 from efficient_attn.ops.linear.causal import causal_linear_attention
 from efficient_attn.ops.linear.full import full_linear_attention
-from efficient_attn.ops.linear.inputs import LinearInputs, chunks
+from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.linear.state import finite
 
 # Maps whose inner products estimate exp(x·y); other maps estimate another kernel.
@@ -26,14 +26,9 @@ SOFTMAX_KERNELS = ("positive", "hyperbolic", "trigonometric", "taylor-1", "taylo
 _ALL = slice(None)
 
 
-def rows_of(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
-    """Scaled queries and keys, the arguments of the features, [batch heads tokens head_dim]."""
-    return inputs.query_rows(_ALL), inputs.key_rows(_ALL)
-
-
 def kernel_ratios(inputs: LinearInputs) -> Tensor:
     """φ(x_i)·φ(y_i) / exp(x_i·y_i) for query i and key i, [batch heads tokens]; 1 for an exact estimate."""
-    x, y = rows_of(inputs)
+    x, y = inputs.query_rows(_ALL), inputs.key_rows(_ALL)
     directions = None if inputs.directions is None else inputs.directions.to(x.dtype)
     queries, keys = (inputs.map.features(rows, directions) for rows in (x, y))
     logs = queries.log_scale + keys.log_scale - (x * y).sum(dim=-1, keepdim=True)
@@ -59,13 +54,7 @@ def denominators(inputs: LinearInputs, *, causal: bool) -> Tensor:
 
 def _largest_scale(inputs: LinearInputs, *, causal: bool) -> Tensor:
     """Largest log_scale among the visible keys of a query, [batch heads q_tokens|1 1]."""
-    scales = torch.cat(
-        [
-            inputs.key_features(inputs.key_rows(part), part).log_scale
-            for part in chunks(inputs, inputs.k.shape[-2])
-        ],
-        dim=-2,
-    )
+    scales = inputs.key_features(inputs.key_rows(_ALL), _ALL).log_scale
     before = inputs.k.shape[-2] - inputs.q.shape[-2]
     largest = scales.cummax(dim=-2).values[..., before:, :] if causal else scales.amax(-2, keepdim=True)
     return largest.repeat_interleave(inputs.group, dim=1)

@@ -133,11 +133,17 @@ def visible_scale(keys: ScaledKeys, rows: int) -> Tensor:
     return scale.repeat(1, 1, group, 1) if group > 1 else scale
 
 
-def running_states(states: LinearState, *, reverse: bool = False) -> LinearState:
-    """The state after each chunk, or from each chunk on, [flat_heads chunks …]."""
+def running_states(states: LinearState, first: LinearState, *, reverse: bool = False) -> LinearState:
+    """A state [batch kv_heads …] and the state after each further chunk, [flat_heads chunks+1 …].
+
+    Args:
+        reverse: Whether the first state follows the last chunk, and states begin with each chunk.
+    """
     if reverse:
-        turned = running_states(LinearState(*(x.flip(1) for x in states)))
+        turned = running_states(LinearState(*(x.flip(1) for x in states)), first)
         return LinearState(*(x.flip(1) for x in turned))
+    pairs = zip((x.flatten(0, 1).unsqueeze(1) for x in first), states, strict=True)
+    states = LinearState(*(torch.cat(pair, dim=1) for pair in pairs))
     reference = states.log_scale.detach().cummax(dim=1).values
     # [flat_heads features|1 chunks …]: with one scale for all features their sums are one row.
     scales, upto = (x.squeeze(2).mT for x in (states.log_scale, reference))
@@ -147,12 +153,11 @@ def running_states(states: LinearState, *, reverse: bool = False) -> LinearState
     return LinearState(sums.unflatten(3, rows.shape[3:]).transpose(1, 2).flatten(2, 3), reference)
 
 
-def segments(inputs: LinearInputs, length: int | None = None) -> list[slice]:
-    """Consecutive segments of the queries, or of a length, in whole chunks."""
-    length = inputs.q.shape[-2] if length is None else length
+def segments(inputs: LinearInputs) -> list[slice]:
+    """Consecutive segments of the queries, in whole chunks."""
     numbers, most = (_CACHED, _FEW) if tuned_for_cpu(inputs.q) else (None, _MANY)
     size = _chunk(inputs)
-    return parts(length, max(min(held_tokens(inputs, numbers) // size, most), 1) * size)
+    return parts(inputs.q.shape[-2], max(min(held_tokens(inputs, numbers) // size, most), 1) * size)
 
 
 def _chunk(inputs: LinearInputs) -> int:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast_dtype
 from efficient_attn.ops.linear.features import FeatureMap, Features
+from efficient_attn.ops.linear.full import key_gradients
 from efficient_attn.ops.linear.inputs import LinearInputs, Outputs
 from efficient_attn.ops.linear.scaled_chunks import (
     UNSEEN,
@@ -44,12 +45,11 @@ from efficient_attn.ops.linear.scaled_chunks import (
 from efficient_attn.ops.linear.state import (
     CausalGradients,
     LinearState,
-    Scaled,
     at_reference,
     divide,
     feature_gradients,
     log_sum,
-    with_ones,
+    normalised,
 )
 from efficient_attn.ops.linear.weak_chunks import (
     Sums,
@@ -101,8 +101,7 @@ def keys_of(segment: Segment, past: LinearState) -> Keys:
     rows, values = segment.key_rows(), segment.values()
     features = segment.key_features(rows)
     scaled = scaled_keys(features)
-    pairs = zip((x.flatten(0, 1).unsqueeze(1) for x in past), states(scaled, values), strict=True)
-    running = running_states(LinearState(*(torch.cat(pair, dim=1) for pair in pairs)))
+    running = running_states(states(scaled, values), past)
     before, after = (LinearState(*(x[:, chunk] for x in running)) for chunk in (slice(0, -1), -1))
     after = LinearState(*(x.unflatten(0, segment.inputs.k.shape[:2]) for x in after))
     return Keys(rows, features, values, scaled, before, after)
@@ -180,13 +179,11 @@ def causal_gradients(
     for part in reversed(parts):
         segment = Segment.of(inputs, part)
         later = _from_later(segment, _rows(segment, grad_out, outputs), later, grads)
-    for past_part in segments(inputs, inputs.k.shape[-2] - inputs.q.shape[-2]):
-        rows, values = inputs.key_rows(past_part), with_ones(inputs.real_rows(inputs.v, past_part))
-        features = inputs.key_features(rows, past_part)
-        grad, grad_v = _read_queries(features, values, later)
-        grads[1][..., past_part, :], grads[2][..., past_part, :] = (
-            inputs.key_gradient(rows, features, grad),
-            grad_v,
+    if before := inputs.k.shape[-2] - inputs.q.shape[-2]:
+        k, v = (x[..., :before, :] for x in inputs[1:3])
+        earlier = inputs._replace(k=k, v=v, key_mask=inputs.mask(slice(before)))
+        grads[1][..., :before, :], grads[2][..., :before, :] = key_gradients(
+            earlier, -later.log_scale, later.sums
         )
     grad_q, grad_k, grad_v = (grad.to(x.dtype) for grad, x in zip(grads, inputs[:3], strict=True))
     # A past key is visible to every row, so that the powers of positive features are at most 1.
@@ -208,16 +205,10 @@ def _rows(segment: Segment, grad_out: Tensor, outputs: Outputs) -> Rows:
     )
 
 
-def _normalised(rows: Rows, offset: Tensor) -> Scaled:
-    """Features of queries times e^offset over the row's denominator."""
-    scaled = at_reference(rows.features, offset - rows.logarithm)
-    return scaled if rows.sign is None else Scaled(*(x * rows.sign for x in scaled if x is not None))
-
-
 def _within_chunks(segment: Segment, rows: Rows, past: LinearState, grads: tuple[Tensor, ...]) -> LinearState:
     """Write gradients from earlier keys and from pairs of the same chunk; return the state after them."""
     keys = keys_of(segment, past)
-    earlier = _normalised(rows, floor(keys.before.log_scale))
+    earlier = normalised(rows.features, floor(keys.before.log_scale) - rows.logarithm, rows.sign)
     grad_q = feature_gradients(earlier, rows.g @ keys.before.sums.mT)
     pairs = _pairs(rows, keys)
     grad_q = _sum(grad_q, pairs.grad_queries)
@@ -283,22 +274,18 @@ def _with_weak_chunks(pairs: Pairs, weak_rows: Tensor, rows: Rows, keys: Keys) -
 def _from_later(segment: Segment, rows: Rows, later: LinearState, grads: tuple[Tensor, ...]) -> LinearState:
     """Add the gradients from queries of later chunks; return the state of all queries from the segment on."""
     largest = (rows.features.log_scale - rows.logarithm).amax(dim=-2, keepdim=True)
-    sums = LinearState(_normalised(rows, -floor(largest)).weights.mT @ rows.g, largest)
-    last = (x.flatten(0, 1).unsqueeze(1) for x in later)
-    pairs = zip(sums, last, strict=True)
-    running = running_states(LinearState(*(torch.cat(pair, dim=1) for pair in pairs)), reverse=True)
+    queries = normalised(rows.features, -floor(largest) - rows.logarithm, rows.sign)
+    sums = LinearState(queries.weights.mT @ rows.g, largest)
+    running = running_states(sums, later, reverse=True)
     key_rows = segment.key_rows()
     features = segment.key_features(key_rows)
-    grad, grad_v = _read_queries(features, segment.values(), LinearState(*(x[:, 1:] for x in running)))
+    reference, sums_after = running.log_scale[:, 1:], running.sums[:, 1:]
+    scaled = at_reference(features, floor(reference))
+    grad = feature_gradients(scaled, segment.values() @ sums_after.mT)
+    grad_v = scaled.weights @ sums_after[..., :-1]
     grads[1][..., segment.positions, :] += segment.key_gradient(key_rows, features, grad)
     grads[2][..., segment.positions, :] += segment.value_gradient(grad_v)
     return LinearState(*(x[:, 0].unflatten(0, segment.inputs.k.shape[:2]) for x in running))
-
-
-def _read_queries(keys: Features, values: Tensor, later: LinearState) -> tuple[Features, Tensor]:
-    """Gradients of keys' features and of values, from a state of queries that all see them."""
-    scaled = at_reference(keys, floor(later.log_scale))
-    return feature_gradients(scaled, values @ later.sums.mT), scaled.weights @ later.sums[..., :-1]
 
 
 def _gradients(weights: Tensor, grad_weights: Tensor, features: Features, lift: float) -> Features:

@@ -1,7 +1,7 @@
 """State algebra of linear attention: a running sum that merges, for every feature map.
 
 Σ_j φ(q)·φ(k_j) v_j / Σ_j φ(q)·φ(k_j) depends on the keys only through the state Σ_j φ(k_j) [v_j, 1].
-Three operations suffice: `summarise` keys into a state, `merge` states, `read` a state by queries.
+Two operations make states: `summarise` keys into a state, and `merge` states.
 Features may be as large as exp(1000), so a state is stored relative to its largest key, feature by
 feature, and a query adds that scale back before its own largest weight becomes one.
 
@@ -109,12 +109,6 @@ def merge(left: LinearState, right: LinearState) -> LinearState:
     return LinearState(sums[0] + sums[1], reference)
 
 
-def read(state: LinearState, queries: Features) -> Tensor:
-    """Attention of queries to all keys of a state, [batch kv_heads rows value_dim]."""
-    weights, _ = query_weights(queries, state.log_scale)
-    return divide(weights @ state.sums, sees(state))
-
-
 def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]:
     """Weight of each feature of a state at `reference` in a query row, and its logarithmic scale.
 
@@ -167,7 +161,7 @@ class Scaled(NamedTuple):
     """
 
     weights: Tensor
-    scale: Tensor | None
+    scale: Tensor | None = None
 
 
 class CausalGradients(NamedTuple):
@@ -192,10 +186,10 @@ def at_reference(features: Features, offset: Tensor) -> Scaled:
     return Scaled(scale, None) if features.values is None else Scaled(scale * features.values, scale)
 
 
-def normalised(queries: Features, reference: Tensor, logarithm: Tensor, sign: Tensor) -> Scaled:
-    """Query features at `reference` over the row's normaliser; zeros for a fully-masked row."""
-    weights, scale = at_reference(queries, finite(reference) - logarithm)
-    return Scaled(weights * sign, None if scale is None else scale * sign)
+def normalised(queries: Features, offset: Tensor, sign: Tensor | None) -> Scaled:
+    """Query features times e^offset and the sign of the row's normaliser; None: all are positive."""
+    scaled = at_reference(queries, offset)
+    return scaled if sign is None else Scaled(*(x * sign for x in scaled if x is not None))
 
 
 def feature_gradients(scaled: Scaled, grad_weights: Tensor) -> Features:

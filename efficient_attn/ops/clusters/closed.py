@@ -1,4 +1,4 @@
-"""Softmax over near keys and over summaries of k-means clusters of far keys, in one call of the fused kernel.
+"""Softmax over near keys and over summaries of clusters of far keys, in one call of the fused kernel.
 
 A block of queries reads one slice of keys, the block and half a block on each side. Keys outside the slice
 are summed per cluster, so every key counts once for every query. Assignments are discrete, and no gradient
@@ -40,57 +40,24 @@ _GROUP, _FEWEST, _MOST = 1 << 19, 2, 16
 
 
 @torch.no_grad()
-def kmeans(keys: Tensor, real: Tensor, clusters: int, steps: int) -> Tensor:
-    """Cluster index of every key after some steps of k-means, [batch heads tokens] in 0 … clusters − 1.
-
-    The initial centres are keys evenly spaced in the sequence, one cluster per real key if there are enough.
+def nearest_keys(keys: Tensor, real: Tensor, clusters: int) -> Tensor:
+    """Cluster of every key, the nearest of `clusters` evenly spaced real keys, [batch heads tokens].
 
     Args:
         keys: [batch heads tokens dim].
         real: bool [batch tokens]; the indices of other keys have no meaning.
-        steps: Number of assignments to the nearest centre; centres become means in between.
     """
-    centres = keys.gather(
-        2, _spread(real, clusters)[:, None, :, None].expand(*keys.shape[:2], -1, keys.shape[3])
-    )
-    chosen = _nearest(keys, centres)
-    for _ in range(steps - 1):
-        centres = _means(keys, real, chosen, centres)
-        chosen = _nearest(keys, centres)
-    return chosen
-
-
-@torch.no_grad()
-def segments(real: Tensor, clusters: int) -> Tensor:
-    """Segment index of every key, [batch tokens]: consecutive segments with equal numbers of real keys."""
-    count = real.sum(dim=-1, keepdim=True)
-    rank = (real.cumsum(dim=-1) - 1).clamp_min(0)
-    return rank * clusters // count.clamp_min(clusters)
-
-
-def _spread(real: Tensor, clusters: int) -> Tensor:
-    """Positions of evenly spaced real keys, first to last, [batch clusters]; repeated if too few."""
     last = (real.sum(dim=-1, keepdim=True) - 1).clamp_min(0)
+    # With fewer real keys than clusters, positions are repeated.
     rank = torch.arange(clusters, device=real.device) * last // max(clusters - 1, 1)
-    return torch.searchsorted(real.cumsum(dim=-1), rank + 1).clamp_max(real.shape[-1] - 1)
-
-
-def _nearest(keys: Tensor, centres: Tensor) -> Tensor:
-    """argmin_c |k − c|² = argmax_c k·c − |c|²/2, [batch heads tokens]."""
+    at = torch.searchsorted(real.cumsum(dim=-1), rank + 1).clamp_max(real.shape[-1] - 1)
+    centres = keys.gather(2, at[:, None, :, None].expand(*keys.shape[:2], -1, keys.shape[3]))
+    # argmin_c |k − c|² = argmax_c k·c − |c|²/2
     half_squares = centres.square().sum(dim=-1)[:, :, None] / 2
     products = torch.baddbmm(
         half_squares.flatten(0, 1), keys.flatten(0, 1), centres.flatten(0, 1).mT, beta=-1
     )
     return products.argmax(dim=-1).unflatten(0, keys.shape[:2])
-
-
-def _means(keys: Tensor, real: Tensor, chosen: Tensor, centres: Tensor) -> Tensor:
-    """Mean of every cluster's real keys; the centre of an empty cluster stays."""
-    rows = torch.cat([keys, torch.ones_like(keys[..., :1])], dim=-1) * real[:, None, :, None]
-    sums = rows.new_zeros(*centres.shape[:3], rows.shape[-1])
-    sums.scatter_add_(2, chosen[..., None].expand_as(rows), rows)
-    counts = sums[..., -1:]
-    return torch.where(counts > 0, sums[..., :-1] / counts.clamp_min(1), centres)
 
 
 class QueryMoments(NamedTuple):
@@ -267,7 +234,6 @@ def window_clusters(
     scale: float,
     layout: Layout,
     clusters: int,
-    steps: int | None,
     key_mask: KeyMask | None,
     positions: Sequence[range] | None = None,
     total: Callable[[Tensor], Tensor] | None = None,
@@ -275,7 +241,6 @@ def window_clusters(
     """Softmax attention with one summary for each cluster of far keys; queries and keys are the same tokens.
 
     Args:
-        steps: Steps of k-means; None: clusters are segments of the sequence.
         positions: See `Alignment`.
         total: Sum over the ranks that hold the other queries; None: there are none.
     """
@@ -284,10 +249,7 @@ def window_clusters(
         inputs = alignment(upcast(q) * scale, k, v, key_mask, positions)
         k, v, real = inputs.k, inputs.v, inputs.real
         number = min(clusters, k.shape[2])
-        if steps is None:
-            chosen = segments(real, number)[:, None].expand(k.shape[:3])
-        else:
-            chosen = kmeans(k.detach(), real, number, steps)
+        chosen = nearest_keys(k.detach(), real, number)
         # Summaries are made for the queries of one head, whatever other heads share its keys.
         if q.shape[1] > k.shape[1]:
             k, v, chosen = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, chosen))
