@@ -24,7 +24,7 @@ WITH_SHAPE_CHECKS = (
     "no_keys_give_zeros",
     "parts_of_any_size_are_the_whole",
 )
-# Each takes seconds for one backend; tests/faults.py has the faults that they are for.
+# Each takes seconds for one backend; tests/faults_of_calls.py has the faults that they are for.
 SLOW = ("no_state_between_calls", "frozen_inputs")
 # Of calls that global tokens do not change, but for their numbers.
 OF_CALLS = (
