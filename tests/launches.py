@@ -2,13 +2,8 @@
 
 The path of a device other than the CPU runs on the CPU (`other_device`), and a dispatch mode sees its
 operators, also inside registered operators and backward passes. Views and allocations launch nothing.
-
-    python tests/launches.py [--tokens N] [BACKEND …]
-
-prints the table of backends; named backends also have their operators and the lines that synchronise.
 """
 
-import argparse
 import os
 import sys
 from collections import Counter
@@ -184,53 +179,3 @@ def step(backend: ea.Backend, inputs: list[torch.Tensor]) -> Count:
         _, state = backend.extend(*(x[..., :-2, :] for x in inputs))
         _, state = backend.extend(*(x[..., -2:-1, :] for x in inputs), state)
         return counted(lambda: backend.extend(*(x[..., -1:, :] for x in inputs), state))
-
-
-def _at(tokens: int, verb: Callable[..., Count], name: str, causal: bool) -> tuple[int, int]:
-    """Launches and synchronisations, extrapolated where 512, 1024 and 2048 tokens lie on a line."""
-
-    def at(length: int) -> tuple[int, int]:
-        count = verb(*prepared(name, causal=causal, tokens=length, heads=8, head_dim=64))
-        return count.launches, count.syncs.total()
-
-    found = zip(at(512), at(1024), at(2048), strict=True)
-    steps = [(b, b - a, c - b) for a, b, c in found]
-    if tokens <= 2048 or any(2 * one != other for _, one, other in steps):
-        return at(tokens)
-    launches, syncs = (b + other * (tokens - 1024) // 1024 for b, _, other in steps)
-    return launches, syncs
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=16_384, help="Sequence length.")
-    parser.add_argument("backends", nargs="*", metavar="BACKEND")
-    given = parser.parse_args()
-    print(f"Launches (host synchronisations) at {given.tokens} tokens, batch 1, 8 heads of 64.")
-    print("\n| backend | mask | forward | forward + backward | step after 255 |\n|---|---|---|---|---|")
-    for name in given.backends or ea.list_backends():
-        for causal in (False, True):
-            if causal and not ea.spec(name).capabilities.causal:
-                continue
-            with other_device():
-                cells = [
-                    _at(given.tokens, forward, name, causal),
-                    _at(given.tokens, forward_backward, name, causal),
-                ]
-                if causal and ea.spec(name).capabilities.streaming:
-                    count = step(*prepared(name, causal=True, tokens=256, heads=8, head_dim=64))
-                    cells.append((count.launches, count.syncs.total()))
-            row = [f"{launches} ({syncs})" if syncs else str(launches) for launches, syncs in cells]
-            row = [name, "causal" if causal else "full", *row, *["–"] * (3 - len(row))]
-            print("|", " | ".join(row), "|", flush=True)
-    for name in given.backends:
-        with other_device():
-            causal = ea.spec(name).capabilities.causal
-            count = forward_backward(*prepared(name, causal=causal, tokens=1024, heads=8, head_dim=64))
-        print(f"\n{name}, {'causal' if causal else 'full'}, 1024 tokens, forward and backward")
-        for title, found in (("operators", count.operators), ("synchronisations", count.syncs)):
-            print(f"{title}:", ", ".join(f"{key} {number}" for key, number in found.most_common()) or "none")
-
-
-if __name__ == "__main__":
-    main()
