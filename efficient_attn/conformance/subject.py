@@ -48,11 +48,8 @@ class Subject:
     seed: int
     long: bool = False
 
-    def cases(self, cases: tuple[Case, ...]) -> list[Case]:
-        """Cases that the backend promises to support."""
-        return [case for case in cases if self.serves(case)]
-
     def serves(self, case: Case) -> bool:
+        """Whether the backend promises to support the case."""
         can = self.promises
         fits = case.causal or can.cross or case.k_tokens == case.tokens
         masks = can.key_mask or not case.masked

@@ -83,13 +83,11 @@ class Check:
 
     def inputs(self, subject: Subject) -> list[Case]:
         """Inputs that the subject promises to support."""
-        drawn = (
-            *self.drawn(subject.seed),
-            *(self.long(subject.seed) if subject.long or self.is_long else ()),
-        )
+        long = self.long(subject.seed) if subject.long or self.is_long else ()
+        drawn = (*self.drawn(subject.seed), *long)
         if not subject.grouped:
             drawn = tuple(case for case in drawn if case.heads == case.kv_heads)
-        return subject.cases((*self.cases, *drawn))
+        return [case for case in (*self.cases, *drawn) if subject.serves(case)]
 
 
 # Noun phrases for capabilities, for reasons.
