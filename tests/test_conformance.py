@@ -19,10 +19,10 @@ LONG = ("exact", "linformer", "performer-positive", "performer-trig", "window", 
 # Checks that visit every path of `ops`, of one of each kind. Shape checks double the time, and only repeat
 # themselves in others.
 WITH_SHAPE_CHECKS = (
+    "any_number_of_sequences_go_on_from_a_state",
     "gradients_hold_at_every_shape",
     "grouped_queries_are_repeated_heads",
     "no_keys_give_zeros",
-    "parts_of_any_size_are_the_whole",
 )
 # Each takes seconds for one backend; tests/faults_of_calls.py has the faults that they are for.
 SLOW = ("no_state_between_calls", "frozen_inputs")

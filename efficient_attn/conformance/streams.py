@@ -75,7 +75,9 @@ def extend_honours_its_mask(subject: Subject, case: Case) -> Iterator[Finding]:
 )
 def parts_of_any_size_are_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
     tokens = case.tokens
-    splits = [[split, tokens - split] for split in range(tokens + 1)] if tokens < 10 else []
+    # Narrow dtypes take the same steps.
+    split_anywhere = tokens < 10 and case.dtype == "float64"
+    splits = [[split, tokens - split] for split in range(tokens + 1)] if split_anywhere else []
     singles = [[1] * tokens] if tokens < 10 or case in everywhere(70, causal=[True]) else []
     drawn = _parts(tokens, random.Random(f"{subject.seed} {case}"))
     yield from _streamed(subject, case, *splits, *singles, drawn)
