@@ -61,8 +61,8 @@ _results = runpy.run_path(str(HERE / "results.py"))
 
 def setup(app: Any) -> None:
     """The list of public names and the page of tables are written anew, every time."""
-    for made in (_api, _results):
-        made["PAGE"].write_text(made["page"](), encoding="utf-8")
+    for script in (_api, _results):
+        script["PAGE"].write_text(script["page"](), encoding="utf-8")
     app.connect("source-read", _link)
     # Before napoleon, which makes markup of sections.
     app.connect("autodoc-process-docstring", _escape, priority=100)

@@ -44,8 +44,10 @@ _RARE = 3
 def page() -> str:
     """The whole page: a table of promises, then a section per backend of this package."""
     specs = [spec(name) for name in list_backends()]
-    own = [one for one in specs if one.builder.__module__.startswith("efficient_attn.backends.")]
-    return "\n".join([_HEAD, *promises(own), "", *dtypes(own), "", *(section(one) for one in own)])
+    shipped = [spec for spec in specs if spec.builder.__module__.startswith("efficient_attn.backends.")]
+    return "\n".join(
+        [_HEAD, *promises(shipped), "", *dtypes(shipped), "", *(section(spec) for spec in shipped)]
+    )
 
 
 def promises(specs: list[BackendSpec]) -> list[str]:
@@ -67,24 +69,24 @@ def promises(specs: list[BackendSpec]) -> list[str]:
             columns.setdefault(tuple(about.name for about in members), []).append(_PROMISES[promise])
     rows = [
         [
-            f"[`{one.name}`](#{one.name})",
-            *("yes" if one.name in names else "–" for names in columns),
-            _growth(one.capabilities.time_growth),
-            _growth(one.capabilities.memory_growth),
+            f"[`{spec.name}`](#{spec.name})",
+            *("yes" if spec.name in names else "–" for names in columns),
+            _growth(spec.capabilities.time_growth),
+            _growth(spec.capabilities.memory_growth),
         ]
-        for one in specs
+        for spec in specs
     ]
     return [*lines, "", *table(["backend", *map(", ".join, columns.values()), "time", "memory"], rows)]
 
 
 def dtypes(specs: list[BackendSpec]) -> list[str]:
     """Dtypes, once for all backends that have the same."""
-    found: dict[tuple[str, ...], list[str]] = {}
-    for one in specs:
-        found.setdefault(tuple(one.capabilities.dtypes), []).append(f"`{one.name}`")
-    if len(found) == 1:
-        return [f"Dtypes of all backends: {', '.join(*found)}."]
-    return [f"- Dtypes of {', '.join(names)}: {', '.join(kinds)}." for kinds, names in found.items()]
+    backends_of: dict[tuple[str, ...], list[str]] = {}
+    for backend in specs:
+        backends_of.setdefault(tuple(backend.capabilities.dtypes), []).append(f"`{backend.name}`")
+    if len(backends_of) == 1:
+        return [f"Dtypes of all backends: {', '.join(*backends_of)}."]
+    return [f"- Dtypes of {', '.join(names)}: {', '.join(kinds)}." for kinds, names in backends_of.items()]
 
 
 def section(backend: BackendSpec) -> str:

@@ -49,18 +49,18 @@ def page() -> str:
         rows = list(csv.DictReader(file, delimiter="\t"))
     lines = ["| mapping | entries | " + " | ".join(_VERDICTS) + " |", "|---|--:|" + "--:|" * len(_VERDICTS)]
     for mapping, title in _MAPPINGS.items():
-        own = [row for row in rows if row["mapping"] == mapping]
-        counts = Counter(row["verdict"] for row in own)
+        members = [row for row in rows if row["mapping"] == mapping]
+        counts = Counter(row["verdict"] for row in members)
         cells = [str(counts[verdict]) for verdict in _VERDICTS]
-        lines.append(f"| {title} | {len(own)} | " + " | ".join(cells) + " |")
+        lines.append(f"| {title} | {len(members)} | " + " | ".join(cells) + " |")
     lines.append("")
     for mapping, title in _MAPPINGS.items():
         lines += [f"## {title.capitalize()}", "", "| verdict | architectures |", "|---|---|"]
-        found: dict[str, list[str]] = {}
+        models: dict[str, list[str]] = {}
         for row in rows:
             if row["mapping"] == mapping:
-                found.setdefault(_verdict(row), []).append(row["model"])
-        lines += [f"| {verdict} | {', '.join(found[verdict])} |" for verdict in sorted(found, key=_order)]
+                models.setdefault(_verdict(row), []).append(row["model"])
+        lines += [f"| {verdict} | {', '.join(models[verdict])} |" for verdict in sorted(models, key=_order)]
         lines.append("")
     return _HEAD + "\n".join(lines)
 
@@ -77,7 +77,7 @@ def _verdict(row: dict[str, str]) -> str:
 
 
 def _order(verdict: str) -> tuple[int, str]:
-    return next(place for place, known in enumerate(_VERDICTS) if verdict.startswith(known)), verdict
+    return next(place for place, prefix in enumerate(_VERDICTS) if verdict.startswith(prefix)), verdict
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ def names() -> list[str]:
 
 def runs(name: str) -> list[Path]:
     """Folders of the records of a picture."""
-    found = RECORDS[name]
-    return [RUNS / run for run in ((found,) if isinstance(found, str) else found)]
+    runs = RECORDS[name]
+    return [RUNS / run for run in ((runs,) if isinstance(runs, str) else runs)]
 
 
 def sources(name: str) -> Iterator[Path]:
@@ -60,10 +60,10 @@ def sources(name: str) -> Iterator[Path]:
 
 def digest(name: str) -> str:
     """Digest of the sources of a picture."""
-    found = hashlib.sha256()
+    content_hash = hashlib.sha256()
     for path in sources(name):
-        found.update(hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()
+        content_hash.update(hashlib.sha256(path.read_bytes()).digest())
+    return content_hash.hexdigest()
 
 
 def content(name: str, drawn: Any) -> str:
@@ -75,8 +75,8 @@ def content(name: str, drawn: Any) -> str:
     axes = drawn.get_axes()
     ticks = {
         id(part)
-        for one in axes
-        for axis in (one.xaxis, one.yaxis)
+        for panel in axes
+        for axis in (panel.xaxis, panel.yaxis)
         for tick in (*axis.majorTicks, *axis.minorTicks)
         for part in tick.findobj()
     }
@@ -106,7 +106,7 @@ def figure(name: str) -> Any:
     if name == "advise":
         return runpy.run_path(str(HERE / "readme.py"))["draw"](results)
     # Options that all variants share.
-    long = {one.case.label for one in results.records if ", clusters=64" in one.case.label}
+    long = {record.case.label for record in results.records if ", clusters=64" in record.case.label}
     labels = {label: label.replace(", clusters=64", "") for label in long}
     if len(runs(name)) == 1:
         return results.plot(labels=labels).figure
@@ -123,13 +123,13 @@ def main(chosen: list[str]) -> None:
 
     # Sums of parallel threads would differ in their last digits.
     torch.set_num_threads(1)
-    known = json.loads(SOURCES.read_text(encoding="utf-8")) if SOURCES.exists() else {}
+    digests = json.loads(SOURCES.read_text(encoding="utf-8")) if SOURCES.exists() else {}
     for name in chosen or names():
         drawn = figure(name)
-        known[name] = {"records": digest(name), "content": content(name, drawn)}
+        digests[name] = {"records": digest(name), "content": content(name, drawn)}
         (IMAGES / f"{name}.png").write_bytes(to_bytes(drawn, "png", salt=name))
-    kept = {name: known[name] for name in names() if name in known}
-    SOURCES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    current = {name: digests[name] for name in names() if name in digests}
+    SOURCES.write_text(json.dumps(current, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ def names() -> list[str]:
 
 def read(name: str) -> dict[str, Any]:
     """The notebook as a JSON object of nbformat 4."""
-    found: dict[str, Any] = json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))
-    return found
+    notebook: dict[str, Any] = json.loads((FOLDER / f"{name}.ipynb").read_text(encoding="utf-8"))
+    return notebook
 
 
 def text(lines: str | list[str]) -> str:

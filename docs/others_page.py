@@ -29,7 +29,6 @@ _NARROW = 2
 NOT_ASKED = {
     "equals_softmax_attention",
     "equals_softmax_attention_at_every_scale",
-    "extreme_scores_stay_softmax",
     "a_window_reads_its_neighbourhood",
 }
 
@@ -52,9 +51,9 @@ def findings(name: str) -> list[dict[str, Any]]:
     package = others.PACKAGES[name]
     if version(name) != others.PINNED[name]:
         raise SystemExit(f"{name} is {version(name)}; this page is of {others.PINNED[name]}.")
-    asked = [check for check in check_names() if check not in OURS | NOT_ASKED]
+    checks = [check for check in check_names() if check not in OURS | NOT_ASKED]
     rows = []
-    for record in check(others.spec_of(name, package), on_fail="collect", only=asked):
+    for record in check(others.spec_of(name, package), on_fail="collect", only=checks):
         outcome, detail = NOT_OFFERED, record.detail
         if record.check in package.lacks:
             detail = package.lacks[record.check]
@@ -75,14 +74,14 @@ def _is_wrong(detail: str) -> bool:
     return not detail.startswith("It raised") or "GradcheckError" in detail
 
 
-def page(found: dict[str, Any]) -> str:
+def page(results: dict[str, Any]) -> str:
     """The page of what was found."""
-    packages = found["packages"]
+    packages = results["packages"]
     names = [f"{name} {others.PINNED[name]}" for name in packages]
-    parts = [INTRODUCTION.format(date=found["date"], python=found["python"], torch=found["torch"])]
+    parts = [INTRODUCTION.format(date=results["date"], python=results["python"], torch=results["torch"])]
     parts += [_table(["", *names], [_counts(outcome, packages) for outcome in (KEPT, BROKEN, NOT_OFFERED)])]
     rows = zip(*packages.values(), strict=True)
-    outcomes = [[row[0]["promise"], *(one["outcome"] for one in row)] for row in rows]
+    outcomes = [[row[0]["promise"], *(record["outcome"] for record in row)] for row in rows]
     parts += ["## Promise by promise", _table(["promise", *names], outcomes)]
     for name, title in zip(packages, names, strict=True):
         parts += [f"## {title}", "The adapter:", _code(others.PACKAGES[name].adapter)]
@@ -116,7 +115,10 @@ Found on {date} with Python {python} and torch {torch}, on the CPU, by `python d
 
 
 def _counts(outcome: str, packages: dict[str, Any]) -> list[str]:
-    return [outcome, *(str(Counter(one["outcome"] for one in rows)[outcome]) for rows in packages.values())]
+    return [
+        outcome,
+        *(str(Counter(record["outcome"] for record in rows)[outcome]) for rows in packages.values()),
+    ]
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
@@ -149,15 +151,15 @@ def _shown(row: dict[str, Any]) -> str:
 def main() -> None:
     file = FOLDER / "findings.json"
     if sys.argv[1:] != ["page"]:
-        found = {
+        results = {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "python": platform.python_version(),
             "torch": torch.__version__.partition("+")[0],
             "packages": {name: findings(name) for name in others.PINNED},
         }
-        file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    found = json.loads(file.read_text(encoding="utf-8"))
-    (FOLDER / "README.md").write_text(page(found), encoding="utf-8")
+        file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    results = json.loads(file.read_text(encoding="utf-8"))
+    (FOLDER / "README.md").write_text(page(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,11 +24,11 @@ def commands() -> list[str]:
 
 def options() -> list[str]:
     """Every option with the commands that take it, and its default there."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    places_of: dict[tuple[str, str], dict[str, str]] = {}
     for name, command in _commands().items():
-        for one in _shown(command):
-            found.setdefault((_form(one), _line(one.help)), {})[name] = _default(one.default)
-    rows = [[form, about, _places(places)] for (form, about), places in sorted(found.items())]
+        for option in _shown(command):
+            places_of.setdefault((_form(option), _line(option.help)), {})[name] = _default(option.default)
+    rows = [[form, about, _places(places)] for (form, about), places in sorted(places_of.items())]
     return table(["option", "meaning", "commands (default)"], rows)
 
 
@@ -38,14 +38,18 @@ def quantities() -> list[str]:
     from efficient_attn.studies import studies
 
     studies()
-    rows = [[one, one.better or "–", one.scatter or "–"] for one in QUANTITIES.values()]
-    rows += [[one, "–", f"condition: {one.condition}"] for one in CONDITIONS.values()]
-    named = [[_quantity(one), one.unit, one.meaning, better, scatter] for one, better, scatter in rows]
+    rows = [[quantity, quantity.better or "–", quantity.scatter or "–"] for quantity in QUANTITIES.values()]
+    rows += [[quantity, "–", f"condition: {quantity.condition}"] for quantity in CONDITIONS.values()]
+    named = [
+        [_quantity(quantity), quantity.unit, quantity.meaning, better, scatter]
+        for quantity, better, scatter in rows
+    ]
     return table(["name", "unit", "meaning", "better", "scatter"], named)
 
 
-def _quantity(one: Any) -> str:
-    return f"`{one.name}`" if one.field == one.name else f"`{one.name}` (field `{one.field}`)"
+def _quantity(quantity: Any) -> str:
+    field = "" if quantity.field == quantity.name else f" (field `{quantity.field}`)"
+    return f"`{quantity.name}`{field}"
 
 
 def fields() -> list[str]:
@@ -54,7 +58,7 @@ def fields() -> list[str]:
     from efficient_attn.studies import records_schema
 
     listed = records_schema()["properties"]
-    rows = [[f"`{name}`", one["description"]] for name, one in listed.items() if name not in FIELDS]
+    rows = [[f"`{name}`", field["description"]] for name, field in listed.items() if name not in FIELDS]
     return table(["field", "meaning"], rows)
 
 
@@ -64,11 +68,11 @@ def kinds() -> list[str]:
 
     rows = [
         [
-            f"`{one.name}`",
-            ", ".join(f"`{kind}`" for kind in one.kinds),
-            ", ".join(f"`{field.name}`" for quantity in one.quantities for field in quantity.fields),
+            f"`{study.name}`",
+            ", ".join(f"`{kind}`" for kind in study.kinds),
+            ", ".join(f"`{field.name}`" for quantity in study.quantities for field in quantity.fields),
         ]
-        for one in studies().values()
+        for study in studies().values()
     ]
     return table(["study", "kinds", "fields"], rows)
 
@@ -84,13 +88,13 @@ def _commands() -> dict[str, Any]:
 
 def _shown(command: Any) -> Iterator[Any]:
     """Options in the help text."""
-    return (one for one in command.params if one.param_type_name == "option" and not one.hidden)
+    return (option for option in command.params if option.param_type_name == "option" and not option.hidden)
 
 
-def _form(one: Any) -> str:
+def _form(option: Any) -> str:
     """The flag, with its negation or the form of its value."""
-    flags = "/".join([*one.opts, *one.secondary_opts])
-    return f"`{flags}`" if one.is_flag else f"`{flags}` {one.metavar or 'VALUE'}"
+    flags = "/".join([*option.opts, *option.secondary_opts])
+    return f"`{flags}`" if option.is_flag else f"`{flags}` {option.metavar or 'VALUE'}"
 
 
 def _default(value: Any) -> str:
@@ -108,7 +112,7 @@ def _line(text: str | None) -> str:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
-    one.__name__: one for one in (commands, options, quantities, fields, kinds)
+    function.__name__: function for function in (commands, options, quantities, fields, kinds)
 }
 
 

@@ -56,11 +56,11 @@ def texts(*, tuning: bool = False) -> Iterator[str]:
         yield resources.files("efficient_attn.data").joinpath(f"{book}.txt").read_text(encoding="utf-8")
 
 
-def chunks(tokenizer: Any, found: Iterator[str], *, tokens: int = TOKENS) -> Tensor:
+def chunks(tokenizer: Any, passages: Iterator[str], *, tokens: int = TOKENS) -> Tensor:
     """Ids of the first chunks of every text, [chunks tokens]; each begins with [CLS] and ends with [SEP]."""
     body, first, last = tokens - 2, tokenizer.cls_token_id, tokenizer.sep_token_id
     rows = []
-    for text in found:
+    for text in passages:
         ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         parts = [ids[start : start + body] for start in range(0, len(ids) - body + 1, body)]
         rows += [[first, *part, last] for part in parts[:PER_TEXT]]
@@ -77,7 +77,7 @@ def compare(hidden: Tensor, exact: Tensor) -> dict[str, float]:
     """Cosines of the embeddings with the exact ones, and agreement of the nearest chunks."""
     embeddings, expected = (F.normalize(states.double().mean(dim=1), dim=-1) for states in (hidden, exact))
     cosines = (embeddings * expected).sum(dim=-1)
-    nearest, correct = (_neighbours(one) for one in (embeddings, expected))
+    nearest, correct = (_neighbours(vectors) for vectors in (embeddings, expected))
     shared = (nearest[:, :, None] == correct[:, None]).any(dim=-1)
     return {
         "cosine": float(cosines.mean()),
@@ -105,10 +105,10 @@ def measure(model: Any, ids: Tensor, sizes: Sequence[dict[str, float]]) -> Itera
         (variant,) = select(["window-clusters"], settings)
         case: Case = variant.case(kind="error", **shape, **machine)
         with swapped(model, variant.target, **variant.options):
-            found = compare(hidden_states(model, ids), exact)
+            errors = compare(hidden_states(model, ids), exact)
             counted = [attention_flops(case, layer.spec) or 0 for layer in backends_in(model)]
         operations = fmean(counted) / exact_operations(case)
-        yield {"backend": variant.label, "chunks": len(ids), "operations": operations, **found}
+        yield {"backend": variant.label, "chunks": len(ids), "operations": operations, **errors}
 
 
 HEAD = ("backend", "operations", "cosine, mean", "least", "top-10 overlap", "same nearest", "hidden states")
@@ -130,28 +130,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="Folder of the records and the table.")
     parser.add_argument("--tuning", action="store_true", help="Texts that served to choose the sizes.")
-    given = parser.parse_args()
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or not found.submodule_search_locations:
+    arguments = parser.parse_args()
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None or not package.submodule_search_locations:
         raise SystemExit(f"{PACKAGE} is missing; the head of this file installs it.")
     from transformers import AutoModel, AutoTokenizer
 
-    folder = Path(found.submodule_search_locations[0]) / "model"
+    folder = Path(package.submodule_search_locations[0]) / "model"
     about = environment(command=["python", *sys.argv])
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = chunks(tokenizer, texts(tuning=given.tuning))
+    ids = chunks(tokenizer, texts(tuning=arguments.tuning))
     records, lines = [], [f"| {' | '.join(HEAD)} |", f"|{' --- |' * len(HEAD)}"]
     print(f"{len(ids)} chunks", *lines, sep="\n")
     for record in measure(AutoModel.from_pretrained(folder).eval(), ids, SIZES):
         records.append(record)
         lines.append(row(record))
         print(lines[-1], flush=True)
-    if given.out:
-        given.out.mkdir(parents=True, exist_ok=True)
-        kept = "".join(json.dumps(record) + "\n" for record in records)
-        (given.out / "cosines.jsonl").write_text(kept, encoding="utf-8")
-        (given.out / "environment.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        (given.out / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        lines_of_json = "".join(json.dumps(record) + "\n" for record in records)
+        (arguments.out / "cosines.jsonl").write_text(lines_of_json, encoding="utf-8")
+        (arguments.out / "environment.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        (arguments.out / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

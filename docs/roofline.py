@@ -77,11 +77,11 @@ def _product_s(func: Any, args: Any, kwargs: Any, out: Any) -> float:
 def counted_s(name: str, tokens: int, *, causal: bool, backward: bool) -> float:
     """Seconds of a call by PyTorch's operators, counted up to 32 768 tokens and extrapolated beyond."""
     if tokens > _COUNTED[-1]:
-        (short, long), (one, other) = (
+        (short, long), (short_s, long_s) = (
             _COUNTED,
             (counted_s(name, length, causal=causal, backward=backward) for length in _COUNTED),
         )
-        return one + (tokens - short) / (long - short) * (other - one)
+        return short_s + (tokens - short) / (long - short) * (long_s - short_s)
     backend = ea.build(name, head_dim=HEAD_DIM, num_heads=HEADS, max_tokens=tokens, causal=causal).to("meta")
     q, k, v = (
         torch.empty(1, HEADS, tokens, HEAD_DIM, device="meta", dtype=torch.bfloat16, requires_grad=backward)

@@ -18,8 +18,8 @@ WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def package() -> Path | None:
     """The folder of the package; None if it or a reader of its weights is not installed."""
-    found = [importlib.util.find_spec(name) for name in (PACKAGE, "gguf", "accelerate")]
-    return Path(str(found[0].submodule_search_locations[0])) if all(found) else None
+    packages = [importlib.util.find_spec(name) for name in (PACKAGE, "gguf", "accelerate")]
+    return Path(str(packages[0].submodule_search_locations[0])) if all(packages) else None
 
 
 def make_folder(folder: str | Path) -> None:

@@ -20,7 +20,7 @@ OF_A_KIND = {
     *("exact-dense", "performer-hyperbolic", "performer-oprf", "performer-full"),
     *("linear-relu", "linear-elu", "linear-hedgehog", "linear-taylor-1", "linear-taylor-2"),
 }
-FOR_EVERY_BACKEND = {"test_conformance.py", "test_reproducible.py", "test_stack.py"}
+FOR_EVERY_BACKEND = {"test_conformance.py", "test_reproducible.py"}
 
 
 @pytest.fixture
@@ -85,7 +85,11 @@ def pytest_configure(config: pytest.Config) -> None:
         install_import_hook("efficient_attn.ops", "beartype.beartype")
 
 
-@pytest.fixture(params=["cpu", "few large steps", "many small steps"])
+# Tests marked `gpu` take few large steps on the CPU too; many small ones are the path with all its borders.
+STEPS = ("cpu", pytest.param("few large steps", marks=pytest.mark.slow), "many small steps")
+
+
+@pytest.fixture(params=STEPS)
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The path of the CPU, and that of other devices in steps of all that fits or of one part each."""
     if request.param != "cpu":

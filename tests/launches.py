@@ -2,13 +2,8 @@
 
 The path of a device other than the CPU runs on the CPU (`other_device`), and a dispatch mode sees its
 operators, also inside registered operators and backward passes. Views and allocations launch nothing.
-
-    python tests/launches.py [--tokens N] [BACKEND …]
-
-prints the table of backends; named backends also have their operators and the lines that synchronise.
 """
 
-import argparse
 import os
 import sys
 from collections import Counter
@@ -184,35 +179,3 @@ def step(backend: ea.Backend, inputs: list[torch.Tensor]) -> Count:
         _, state = backend.extend(*(x[..., :-2, :] for x in inputs))
         _, state = backend.extend(*(x[..., -2:-1, :] for x in inputs), state)
         return counted(lambda: backend.extend(*(x[..., -1:, :] for x in inputs), state))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=2048, help="Sequence length.")
-    parser.add_argument("backends", nargs="*", metavar="BACKEND")
-    given = parser.parse_args()
-    print(f"Launches (host synchronisations) at {given.tokens} tokens, batch 1, 8 heads of 64.")
-    print("\n| backend | mask | forward | forward + backward | step |\n|---|---|---|---|---|")
-    for name in given.backends or ea.list_backends():
-        for causal in (False, True):
-            if causal and not ea.spec(name).capabilities.causal:
-                continue
-            task = prepared(name, causal=causal, tokens=given.tokens, heads=8, head_dim=64)
-            with other_device():
-                counts = [forward(*task), forward_backward(*task)]
-                if causal and ea.spec(name).capabilities.streaming:
-                    counts.append(step(*task))
-            row = [f"{x.launches} ({x.syncs.total()})" if x.syncs else str(x.launches) for x in counts]
-            row = [name, "causal" if causal else "full", *row, *["–"] * (3 - len(row))]
-            print("|", " | ".join(row), "|", flush=True)
-    for name in given.backends:
-        with other_device():
-            causal = ea.spec(name).capabilities.causal
-            count = forward_backward(*prepared(name, causal=causal, tokens=1024, heads=8, head_dim=64))
-        print(f"\n{name}, {'causal' if causal else 'full'}, 1024 tokens, forward and backward")
-        for title, found in (("operators", count.operators), ("synchronisations", count.syncs)):
-            print(f"{title}:", ", ".join(f"{key} {number}" for key, number in found.most_common()) or "none")
-
-
-if __name__ == "__main__":
-    main()

@@ -19,52 +19,47 @@ LONG = ("exact", "linformer", "performer-positive", "performer-trig", "window", 
 # Checks that visit every path of `ops`, of one of each kind. Shape checks double the time, and only repeat
 # themselves in others.
 WITH_SHAPE_CHECKS = (
+    "any_number_of_sequences_go_on_from_a_state",
     "gradients_hold_at_every_shape",
     "grouped_queries_are_repeated_heads",
     "no_keys_give_zeros",
-    "parts_of_any_size_are_the_whole",
 )
-# Each takes seconds for one backend; tests/faults.py has the faults that they are for.
+# Each takes seconds for one backend; tests/faults_of_calls.py has the faults that they are for.
 SLOW = ("no_state_between_calls", "frozen_inputs")
-# Of calls that global tokens do not change, but for their numbers.
-OF_CALLS = (
-    "hundreds_of_calls_wear_nothing_out",
-    "no_call_leaves_bytes_behind",
-    "tensors_are_read_anew",
-    "threads_do_not_disturb_each_other",
-)
-# The quick check of causality is that of gradients.
-CAUSALITY = ("later_values_move_no_output", "queries_are_the_last_positions")
+# Modules of checks of how a backend is called, which variants of one algorithm pass by the same code.
+OF_CALLS = ("calls", "modules", "settings")
 RANKS = "parts_on_several_ranks_are_the_whole"
-# performer-full is performer-positive behind linear maps of queries and keys, by the same causal code. All
-# but exact, linformer, window and signed features exchange states by the same code.
 SLOW_ALONE = {
-    *(("performer-full", check) for check in ("no_output_depends_on_a_later_token", *CAUSALITY)),
+    # The quick check of causality is that of gradients.
     ("performer-trig", "later_values_move_no_output"),
     # 65 537 short sequences of blocks that are padded.
     ("window-clusters", "every_sequence_is_its_single_call"),
-    *((name, RANKS) for name in {*ea.list_backends()} - {"exact", "linformer", "performer-trig", "window"}),
+    # Exact, linformer, window and signed features are one of each kind of exchange.
+    ("performer-positive", RANKS),
+    ("window-clusters", RANKS),
 }
 
 
-def marks(backend: str, check: str) -> list[pytest.MarkDecorator]:
-    slow = check in SLOW or (backend, check) in SLOW_ALONE
+def marks(backend: str, check: str, *, variant: bool = False) -> list[pytest.MarkDecorator]:
+    of_calls = variant and TABLE[check].body.__module__.rpartition(".")[2] in OF_CALLS
+    slow = check in SLOW or (backend, check) in SLOW_ALONE or of_calls
     return [pytest.mark.compile] * (check in WITHOUT_SHAPE_CHECKS) + [pytest.mark.slow] * slow
 
 
 CHECKS = [
-    pytest.param(backend, check, id=f"{backend}-{check}", marks=marks(backend, check))
+    pytest.param(
+        backend,
+        check,
+        id=f"{backend}-{check}",
+        marks=marks(backend, check, variant=backend == "performer-trig"),
+    )
     for backend in ea.list_backends()
     for check in check_names()
 ]
 
 
 @pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param(name, id=name, marks=marks("window", name) + [pytest.mark.slow] * (name in OF_CALLS))
-        for name in check_names()
-    ],
+    "check", [pytest.param(name, marks=marks("window", name, variant=True)) for name in check_names()]
 )
 def test_a_window_with_global_tokens_keeps_what_a_window_promises(
     check: str, monkeypatch: pytest.MonkeyPatch

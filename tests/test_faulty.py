@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from faults import EXCHANGED, FAULTS, GROWING, LEARNED, LONG, OF_POSITIVE, OF_SOFTMAX, OF_WINDOW, scores
+from fault_steps import scores
+from faults import EXCHANGED, FAULTS, GROWING, LEARNED, LONG, OF_POSITIVE, OF_SOFTMAX, OF_WINDOW
+from faults_of_calls import OF_CALLS
 from torch import Tensor, nn
 from twins import Kernel, LinearMemory, Positive, Softmax, Tempered, Window, WindowOptions, with_gradient
 
@@ -73,6 +75,7 @@ QUICK = {
 }
 TABLES = (
     ("kernel", FAULTS),
+    ("kernel", OF_CALLS),
     ("softmax", OF_SOFTMAX),
     ("positive", OF_POSITIVE),
     ("window", OF_WINDOW),

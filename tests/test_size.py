@@ -69,7 +69,7 @@ def test_every_folder_of_the_packages_has_a_budget() -> None:
 
 def test_names_are_nouns_of_the_field() -> None:
     counts: Counter[str] = Counter()
-    for path in sources():
+    for path in [*sources(), *files_of("docs")]:
         parts = path.relative_to(ROOT).parts
         folder = "/".join(parts[:2]) if len(parts) > 2 else parts[0]
         names = bound_names(ast.parse(path.read_text()))

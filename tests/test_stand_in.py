@@ -27,7 +27,7 @@ import efficient_attn as ea
 from efficient_attn.ops import dtypes
 from efficient_attn.ops.dtypes import float64_device
 from efficient_attn.ops.linear.kernel import moments
-from efficient_attn.transformer.positions import SinusoidalPositions, rotate
+from efficient_attn.transformer.positions import add_sinusoidal_positions, rotate
 
 STAND_IN = "standin"
 HEADS, HEAD_DIM = 2, 8
@@ -157,7 +157,7 @@ def test_a_call_on_meta_mixes_no_devices_and_makes_no_float64(call):
 def test_positions_make_no_float64_on_a_device_without_it():
     x = torch.empty(1, 5, 8, device="meta", dtype=torch.bfloat16)
     with patch.object(dtypes, "WITHOUT_FLOAT64", {"meta"}), Watch("meta", weak=False) as watch:
-        made = [rotate(x, 3), SinusoidalPositions()(x, 3)]
+        made = [rotate(x, 3), add_sinusoidal_positions(x, 3)]
     assert not watch.faults
     assert {(y.device.type, y.dtype) for y in made} == {("meta", torch.bfloat16)}
 

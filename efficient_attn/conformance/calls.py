@@ -1,17 +1,18 @@
-"""Repeated calls: no call affects another, earlier outputs, or its inputs."""
+"""Repeated calls: no call affects another, and memory and time grow as declared."""
 
 import gc
 import itertools
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 
 import torch
 
 from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import LONG_KEYS, Case, Inputs, both, joint
-from efficient_attn.conformance.compare import same_bits
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.subject import Subject, learn, run
-from efficient_attn.conformance.table import Check
+from efficient_attn.conformance.subject import Named, Subject, agree, learn, run, same_bits
+from efficient_attn.conformance.table import CannotCheck, Check
 from efficient_attn.measure import memory
 
 CALLS = 100
@@ -55,7 +56,7 @@ def no_state_between_calls(subject: Subject, case: Case) -> Iterator[Finding]:
             expected: dict[tuple[int, bool], torch.Tensor] = {}
         filled = buffers[variant].fill(inputs)
         asks = subject.promises.gradients and number % 3 == 0
-        out = _answer(backend, filled, asks)
+        out = _output(backend, filled, asks)
         if asks:
             out.square().sum().backward()
         # Calls without gradients may take another kernel, whose last bits differ.
@@ -63,14 +64,14 @@ def no_state_between_calls(subject: Subject, case: Case) -> Iterator[Finding]:
         if key not in expected:
             fresh = subject.build(case)
             fresh.load_state_dict(backend.state_dict())
-            expected[key] = _answer(fresh, inputs, asks).detach()
+            expected[key] = _output(fresh, inputs, asks).detach()
         yield same_bits(f"Call {number + 1}", out, expected[key])
         outputs.append((number, out, expected[key]))
     for number, out, before in outputs:
         yield same_bits(f"The output of call {number + 1} after the last call", out, before)
 
 
-def _answer(backend: Backend, inputs: Inputs, gradients: bool) -> torch.Tensor:
+def _output(backend: Backend, inputs: Inputs, gradients: bool) -> torch.Tensor:
     with torch.set_grad_enabled(gradients):
         return run(backend, inputs.of(*(x.detach().requires_grad_(gradients) for x in inputs[:3])))
 
@@ -92,7 +93,7 @@ def hundreds_of_calls_wear_nothing_out(subject: Subject, case: Case) -> Iterator
 
 @Check(
     "Tensors are read at every call: new contents of the same tensors change the output as a fresh copy's.",
-    cases=(*both(ONE), *both(ONE.but(tokens=130, batch=2, dtype="float32"))),
+    cases=both(ONE, ONE.but(tokens=130, batch=2, dtype="float32")),
 )
 def tensors_are_read_anew(subject: Subject, case: Case) -> Iterator[Finding]:
     backend, shared = subject.build(case), subject.inputs(case)
@@ -114,18 +115,18 @@ def tensors_are_read_anew(subject: Subject, case: Case) -> Iterator[Finding]:
                     out = _results(subject, backend, shared)
                     copies = apart.of(*(x.requires_grad_(gradients) for x in apart[:3]))
                     expected = _results(subject, subject.build(case), copies)
-                for part, actual, fresh in zip(("Output", "Output of extend"), out, expected, strict=False):
-                    yield same_bits(f"{part} after new contents of {name}", actual.detach(), fresh.detach())
+                yield from agree(f"after new contents of {name}", out, expected)
         for x in asking:
             x.requires_grad_(False)
 
 
-def _results(subject: Subject, backend: Backend, inputs: Inputs) -> list[torch.Tensor]:
-    """The output, and that of a second step of `extend` with the same tensors."""
-    outputs = [run(backend, inputs)]
+def _results(subject: Subject, backend: Backend, inputs: Inputs) -> list[Named]:
+    """The output, and the output of a second step of `extend` with the same tensors."""
+    outputs = [("Output", run(backend, inputs))]
     if subject.promises.streaming and backend.problem.causal:
         _, state = backend.extend(*inputs[:3], key_mask=inputs.key_mask)
-        outputs.append(backend.extend(*inputs[:3], state, key_mask=inputs.key_mask)[0])
+        out, _ = backend.extend(*inputs[:3], state, key_mask=inputs.key_mask)
+        outputs.append(("Output of extend", out))
     return outputs
 
 
@@ -142,7 +143,7 @@ def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Findin
             with torch.set_grad_enabled(asks):
                 _results(subject, backend, inputs.of(*(x.requires_grad_(asks).clone() for x in inputs[:3])))
         with torch.no_grad():
-            for tokens in range(case.tokens - less, 2, -4):
+            for tokens in range(case.tokens - less, 2, -8):
                 copies = inputs.part(slice(tokens))
                 run(backend, copies if tokens % 3 else copies._replace(key_mask=None))
         gc.collect()
@@ -155,7 +156,7 @@ def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Findin
 
 @Check(
     "Outputs do not alias: overwriting inputs changes no output, and overwriting an output no later call.",
-    cases=(*both(Case(tokens=1)), *both(Case(tokens=1, batch=1, heads=1, kv_heads=1)), *both(Case(tokens=7))),
+    cases=both(Case(tokens=1), Case(tokens=1, batch=1, heads=1, kv_heads=1), Case(tokens=7)),
     drawn=lambda seed: (*joint(seed, 1, 9), *LONG_KEYS),
 )
 def outputs_are_the_callers(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -181,3 +182,113 @@ def _aliases(subject: Subject, case: Case) -> Iterator[Finding]:
     out.fill_(torch.nan)
     yield same_bits("After an output was overwritten", run(backend, inputs), expected)
     yield same_bits("Another call then", run(backend, subject.inputs(case, variant=1)), later)
+
+
+# A multiple of every block, and long enough that scores of all pairs outweigh the scratch of a block.
+LONG = Case(tokens=1024, batch=1, heads=1, kv_heads=1, dtype="float32")
+BATCH = LONG.but(batch=2, heads=2)
+# Tolerance of the exponents: for tables besides the tensors in bytes, and for CPU caches in time.
+BYTES_POWER, TIME_POWER = 0.1, 0.2
+# Tolerance of a single doubling, where stages bend the curve: halfway to a further √tokens.
+DOUBLING_POWER = 0.25
+# Lengths of the long form, as multiples of the shortest.
+DOUBLINGS = (1, 2, 4, 8)
+REPEATS = 5
+
+
+@Check(
+    "Memory grows no faster than declared, forward and in training: peak bytes at twice the tokens.",
+    cases=both(LONG),
+)
+def memory_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
+    _needs_growth(subject)
+    # Fixed costs and partly filled blocks only lower the ratio.
+    most = 2.0 ** (subject.promises.memory_growth + BYTES_POWER)
+    for where, backward in _passes(subject):
+        once, twice = (_peak_bytes(subject, case.but(tokens=n * case.tokens), backward) for n in (1, 2))
+        ratio = twice / max(once, 1)
+        yield Finding(f"{where}, bytes at {2 * case.tokens} tokens over those at {case.tokens}", ratio, most)
+
+
+@Check(
+    "The growth of memory is not hidden by fixed costs, nor by length: bytes at each doubling of the tokens.",
+    long=lambda seed: both(LONG, BATCH, BATCH.but(masked=True)),
+)
+def growth_of_memory_is_not_hidden(subject: Subject, case: Case) -> Iterator[Finding]:
+    _needs_growth(subject)
+    growth = subject.promises.memory_growth
+    most, lengths = 2.0 ** (growth + BYTES_POWER), _lengths(growth, case)
+    for where, backward in _passes(subject):
+        peaks = [_peak_bytes(subject, case.but(tokens=n), backward) for n in lengths]
+        for tokens, (shorter, longer) in zip(lengths, itertools.pairwise(peaks), strict=False):
+            ratio = longer / max(shorter, 1)
+            at = f"bytes at {2 * tokens} tokens over those at {tokens}"
+            yield Finding(f"{where}, {at}", ratio, 2.0 ** (growth + DOUBLING_POWER))
+        whole = f"bytes at {lengths[-1]} tokens over those at {lengths[0]}"
+        ratio = peaks[-1] / max(peaks[0], 1)
+        yield Finding(f"{where}, {whole}", ratio, most ** (len(peaks) - 1))
+        if case.batch > 1:
+            continue  # several workspaces fill up, one after the other
+        added = [longer - shorter for shorter, longer in itertools.pairwise(peaks)]
+        # A workspace that fills up bends the curve once; excess growth shows at every doubling.
+        least = min(b / max(a, 1) for a, b in itertools.pairwise(added))
+        yield Finding(f"{where}, bytes added by a doubling over the doubling before", least, most)
+
+
+@Check(
+    "Time grows no faster than declared, forward and in training.",
+    long=lambda seed: both(LONG),
+)
+def time_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
+    _needs_growth(subject)
+    declared = subject.promises.time_growth
+    shortest, *_, longest = _lengths(declared, case)
+    for where, backward in _passes(subject):
+        early, late = (
+            [_seconds(call) for _ in range(REPEATS)]
+            for call in (_call(subject, case.but(tokens=n), backward) for n in (shortest, longest))
+        )
+        # The smallest exponent consistent with the samples: background load is not growth.
+        power = math.log(min(late) / max(early)) / math.log(longest / shortest)
+        yield Finding(
+            f"{where}, exponent of the tokens from {shortest} to {longest}", power, declared + TIME_POWER
+        )
+
+
+def _needs_growth(subject: Subject) -> None:
+    if subject.bare:
+        raise CannotCheck("The backend declares no growth.")
+
+
+def _passes(subject: Subject) -> list[tuple[str, bool]]:
+    return [("Forward", False), *([("In training", True)] if subject.promises.gradients else [])]
+
+
+def _lengths(declared: int, case: Case) -> list[int]:
+    """Lengths long enough to measure, and short enough for the declared power."""
+    return [case.tokens * n // (1 if declared == 1 else 4) for n in DOUBLINGS]
+
+
+def _call(subject: Subject, case: Case, backward: bool) -> Callable[[], object]:
+    backend, inputs = subject.build(case), subject.inputs(case)
+    leaves = [x.requires_grad_(backward) for x in inputs[:3]]
+
+    def call() -> object:
+        with torch.set_grad_enabled(backward):
+            out = run(backend, inputs)
+            return torch.autograd.grad(out.sum(), leaves) if backward else out
+
+    return call
+
+
+def _peak_bytes(subject: Subject, case: Case, backward: bool) -> int:
+    call = _call(subject, case, backward)
+    # Caches that the first call fills are excluded, provided that a short call fills them.
+    _call(subject, case.but(tokens=8), backward)()
+    return memory.peak(call, device="cpu").peak_bytes
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.thread_time()
+    call()
+    return time.thread_time() - start

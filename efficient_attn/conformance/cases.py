@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -70,6 +70,10 @@ class Inputs(NamedTuple):
         mask = None if self.key_mask is None else change(self.key_mask)
         return Inputs(change(self.q), change(self.k), change(self.v), mask)
 
+    def leaves(self, asks: bool = True) -> "Inputs":
+        """Copies of q, k and v that require gradients, and the same mask."""
+        return self.of(*(x.detach().clone().requires_grad_(asks) for x in self[:3]))
+
     def part(self, tokens: slice) -> "Inputs":
         """Consecutive tokens, each with its query."""
         q, k, v = (x[:, :, tokens] for x in self[:3])
@@ -81,6 +85,12 @@ class Inputs(NamedTuple):
             if x is not None and content is not None:
                 x.detach().copy_(content)
         return self
+
+    def padded(self, filling: float) -> "Inputs":
+        """`filling` in the masked keys and values."""
+        assert self.key_mask is not None
+        hidden = ~self.key_mask[:, None, :, None]
+        return self._replace(k=self.k.masked_fill(hidden, filling), v=self.v.masked_fill(hidden, filling))
 
     def double(self) -> "Inputs":
         return Inputs(self.q.double(), self.k.double(), self.v.double(), self.key_mask)
@@ -114,14 +124,10 @@ def _mask(case: Case) -> Tensor:
     return mask
 
 
-def _transposed(x: Tensor) -> Tensor:
-    """The same values, laid out in memory as [batch, tokens, heads, dim]."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1).transpose(1, -2).contiguous().transpose(1, -2)
-
-
 # The same values in other layouts of memory.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "Transposed": _transposed,
+    # [batch, tokens, heads, dim]
+    "Transposed": lambda x: x.transpose(1, -2).contiguous().transpose(1, -2),
     # Every second entry of a larger tensor; the others are zero.
     "Sliced": lambda x: torch.stack([torch.zeros_like(x), x], dim=-1).flatten(-2)[..., 1::2],
     # [batch, heads, dim, tokens]
@@ -130,22 +136,27 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 # One token, no multiples of a block size, and more than a block of 64.
 LENGTHS = (1, 2, 3, 7, 16, 65)
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+BOTH = (False, True)
 
 
-def both(case: Case) -> tuple[Case, ...]:
-    """The case with and without causality."""
-    return case, case.but(causal=True)
+def vary(*cases: Case, **values: Sequence[Any]) -> tuple[Case, ...]:
+    """Each case with each combination of the values of some fields."""
+    combinations = list(itertools.product(*values.values()))
+    return tuple(
+        case.but(**dict(zip(values, fields, strict=True))) for case in cases for fields in combinations
+    )
 
 
-def everywhere(*lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
-    """Every length, with and without causality and with and without a key mask."""
-    cases = [Case(tokens=n, masked=masked, dtype=dtype) for n in lengths for masked in (False, True)]
-    return tuple(variant for case in cases for variant in both(case))
+def both(*cases: Case) -> tuple[Case, ...]:
+    """Each case with and without causality."""
+    return vary(*cases, causal=BOTH)
 
 
-def causally(*lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
-    """Every length, causal, with and without a key mask."""
-    return tuple(case for case in everywhere(*lengths, dtype=dtype) if case.causal)
+def everywhere(*lengths: int, **values: Sequence[Any]) -> tuple[Case, ...]:
+    """Every length, with and without a key mask and with and without causality, or with these values."""
+    fields = {"dtype": ("float64",), "tokens": lengths, "masked": BOTH, "causal": BOTH}
+    return vary(Case(tokens=1), **(fields | values))
 
 
 # Most tokens · heads · head_dim² of a case.
@@ -187,27 +198,21 @@ BORDERS = (63, 64, 65, 127, 128, 129, 192, 200, 255, 256, 257, 511, 512, 513)
 LONG_BORDERS = (1023, 1024, 1025, 2047, 2048, 2049, 2100)
 
 # Few queries with more keys than a tile holds, and a last tile of a few keys.
-LONG_KEYS = tuple(
-    Case(tokens=3, keys=keys, batch=1, kv_heads=1, value_dim=3, causal=causal)
-    for keys in (1025, 2052)
-    for causal in (False, True)
-)
+LONG_KEYS = vary(Case(tokens=3, batch=1, kv_heads=1, value_dim=3), keys=(1025, 2052), causal=BOTH)
 # More queries than a tile holds, and few keys.
 LONG_QUERIES = Case(tokens=1100, keys=5, batch=1, kv_heads=1, value_dim=3)
 # More heads than a tile holds, in small and large groups, and vectors beyond 512 entries.
 MANY_HEADS = Case(tokens=3, batch=1, heads=130, kv_heads=130, norm=0.5)
 WIDE_KEYS = Case(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=521, value_dim=3, norm=0.5)
 WIDE_VALUES = Case(tokens=3, batch=1, head_dim=3, value_dim=521, norm=0.5)
+# A batch, heads, groups and widths beyond the vectors, warps and tiles of kernels.
+LARGE_BATCH = Case(tokens=3, batch=260, heads=8, kv_heads=2, masked=True, pattern=7)
+GROUPS = Case(tokens=3, batch=2, heads=36, kv_heads=3, norm=0.5)
+WIDE = Case(tokens=3, batch=1, head_dim=160, value_dim=136, norm=0.5)
 # Beyond any table or tile, and small in all but one respect.
 LARGE = (*LONG_KEYS, LONG_QUERIES, MANY_HEADS, MANY_HEADS.but(kv_heads=1), WIDE_KEYS, WIDE_VALUES)
 # More pairs of batch and head than a grid has rows, and 2²⁰ entries of each tensor.
 MANY_PAIRS = Case(tokens=2, batch=65_537)
-
-
-def longest() -> tuple[Case, ...]:
-    """As many queries as keys, beyond a tile of 1024, with and without causality and a mask."""
-    case = Case(tokens=1030, batch=1, kv_heads=1, value_dim=3)
-    return *both(case), *both(case.but(masked=True, pattern=2))
 
 
 def spread(count: int) -> list[int]:

@@ -1,7 +1,9 @@
-"""Gradients and second derivatives against finite differences."""
+"""Gradients and second derivatives: finite differences, narrow dtypes, frozen inputs."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,28 +11,52 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.gradcheck import GradcheckError
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import Case, Inputs, both, joint
-from efficient_attn.conformance.compare import distance, largest
-from efficient_attn.conformance.joint import DIRECTIONS, along
-from efficient_attn.conformance.precision import BETWEEN, DRAWS, noisy
+from efficient_attn.conformance.cases import (
+    GROUPS,
+    LARGE,
+    LARGE_BATCH,
+    WIDE,
+    Case,
+    Inputs,
+    both,
+    joint,
+    vary,
+)
+from efficient_attn.conformance.numerics import BETWEEN, DRAWS, noisy
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.subject import Subject, run
+from efficient_attn.conformance.subject import (
+    Named,
+    Subject,
+    agree,
+    distance,
+    gradients,
+    largest,
+    plain_call,
+    rounding,
+    run,
+)
 from efficient_attn.conformance.table import Check, Refused, SilentlyWrong
 
 # Short vectors keep signed features from cancelling; ill-conditioned rows have no good difference quotient.
-TINY = Case(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=2, value_dim=2, norm=0.5)
+GENTLE = 0.5
+TINY = Case(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=2, value_dim=2, norm=GENTLE)
 # Factors on Gaussian keys; at 50, exponents of positive features exceed the digits of float32.
 LENGTHS = {"float64": (8.0, 50.0), "float32": (8.0,)}
 # Upstream gradients under loss scaling, and of a mean over many tokens.
 FLOWING = {"float16": (1.0, 2.0**14, 2.0**-13), "bfloat16": (1.0, 2.0**40, 2.0**-40), "float32": (1.0,)}
-_KINDS = (
+KINDS = both(
     TINY,
     TINY.but(masked=True),
     TINY.but(heads=2, tokens=4),
     TINY.but(tokens=2, keys=4),
     TINY.but(tokens=5),
 )
-KINDS = tuple(variant for case in _KINDS for variant in both(case))
+
+# Step and number of directions of difference quotients.
+STEP, DIRECTIONS = 1e-5, 3
+BORDER = Case(tokens=129, batch=1, heads=2, kv_heads=1, value_dim=3, norm=GENTLE)
+# Lengths at and beyond usual block sizes, with every setting that affects gradients.
+BEYOND = both(BORDER.but(masked=True), BORDER.but(tokens=256), BORDER.but(tokens=513, masked=True))
 
 
 @Check(
@@ -71,33 +97,34 @@ def second_derivatives_are_right_or_refused(subject: Subject, case: Case) -> Ite
 
 @Check(
     "An input that is changed before the backward pass raises an error, or changes no gradient.",
-    cases=(*both(Case(tokens=7, norm=0.5)), *both(Case(tokens=130, batch=1, norm=0.5, dtype="float32"))),
+    cases=both(Case(tokens=7, norm=0.5), Case(tokens=130, batch=1, norm=0.5, dtype="float32")),
     needs=("gradients",),
 )
 def a_change_before_the_backward_pass_is_noticed(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    expected = _gradients(backend, inputs)
+    expected = gradients(partial(run, backend), inputs, upstream=1.0)
     # Another address may take another path of a kernel, which rounds differently.
     eps = 64 * torch.finfo(inputs.q.dtype).eps
-    for changed in range(3):
-        leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
-        copies = [x.clone() for x in leaves]
-        total = run(backend, inputs.of(*copies)).sum()
-        copies[changed].detach().mul_(2.0)
+    for name in "qkv":
+
+        def changed(traced: Inputs, name: str = name) -> Tensor:
+            copies = traced.each(torch.clone)
+            out = run(backend, copies)
+            copies._asdict()[name].detach().mul_(2.0)
+            return out
+
         with suppress(RuntimeError):
-            actual = torch.autograd.grad(total, leaves)
-            for name, x, y in zip("qkv", actual, expected, strict=True):
-                where = f"Gradient w.r.t. {name} after a change of {'qkv'[changed]}"
-                yield Finding(where, distance(x, y), eps * max(1.0, largest(y)))
+            actual = gradients(changed, inputs, upstream=1.0)
+            yield from agree(f"after a change of {name}", actual, expected, eps)
 
 
 @Check(
     "Gradients in half precision are close to float64 on the same inputs, for any size of the upstream one.",
-    cases=(
-        variant
-        for dtype in ("bfloat16", "float16", "float32")
-        for case in (Case(tokens=7, dtype=dtype), Case(tokens=130, batch=1, value_dim=8, dtype=dtype))
-        for variant in both(case.but(norm=0.5))
+    cases=vary(
+        Case(tokens=7, norm=0.5),
+        Case(tokens=130, batch=1, value_dim=8, norm=0.5),
+        dtype=("bfloat16", "float16", "float32"),
+        causal=(False, True),
     ),
     drawn=lambda seed: tuple(
         case.but(norm=0.5, batch=min(case.batch, 2))
@@ -120,8 +147,8 @@ def gradients_in_narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) 
             _gradients(module, x, factor) for module, x in ((backend, inputs), (wide, inputs.double()))
         )
         # Entries beyond the largest number have no comparison.
-        actual = tuple(x.where(y.abs() < limits.max / 2, 0) for x, y in zip(actual, expected, strict=True))
-        expected = tuple(y.where(y.abs() < limits.max / 2, 0) for y in expected)
+        actual = [x.where(y.abs() < limits.max / 2, 0) for x, y in zip(actual, expected, strict=True)]
+        expected = [y.where(y.abs() < limits.max / 2, 0) for y in expected]
         gaps = [distance(x, y) for x, y in zip(actual, expected, strict=True)]
         least = limits.smallest_normal * limits.eps * case.k_tokens
         bounds = [steps * max(factor, largest(y)) + least for y in expected]
@@ -131,7 +158,7 @@ def gradients_in_narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) 
             yield Finding(f"Gradient w.r.t. {name}, upstream {factor:g}", gap, bound)
 
 
-def _jumps(backend: Backend, inputs: Inputs, expected: tuple[Tensor, ...]) -> list[float]:
+def _jumps(backend: Backend, inputs: Inputs, expected: list[Tensor]) -> list[float]:
     """Twice the largest change of each gradient that changes in the fifth digit of the inputs cause.
 
     A backend that chooses keys may choose others after rounding, where two of them are nearly tied.
@@ -145,10 +172,9 @@ def _jumps(backend: Backend, inputs: Inputs, expected: tuple[Tensor, ...]) -> li
 
 @Check(
     "Gradients of values sum thousands of queries in float32 or better.",
-    cases=tuple(
-        # A third has no short binary fraction, so that every addition rounds.
-        Case(tokens=3000, keys=3, batch=1, heads=1, kv_heads=1, dtype=dtype, norm=0.0)
-        for dtype in ("bfloat16", "float16")
+    # A third has no short binary fraction, so that every addition rounds.
+    cases=vary(
+        Case(tokens=3000, keys=3, batch=1, heads=1, kv_heads=1, norm=0.0), dtype=("bfloat16", "float16")
     ),
     needs=("gradients", "cross"),
     beyond="low-precision dtypes",
@@ -163,7 +189,7 @@ def gradients_of_values_do_not_stall(subject: Subject, case: Case) -> Iterator[F
 
 @Check(
     "No entry of a query or key is left out, at any head dimension.",
-    cases=tuple(Case(tokens=4, batch=1, head_dim=size, norm=0.5) for size in (3, 71, 160, 256, 257)),
+    cases=vary(Case(tokens=4, batch=1, norm=0.5), head_dim=(3, 71, 160, 256, 257)),
     needs=("gradients",),
 )
 def every_entry_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -176,11 +202,11 @@ def every_entry_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @Check(
     "Gradients at long keys match finite differences in float64, and float64 in float32.",
-    cases=tuple(
-        variant
-        for dtype in ("float64", "float32")
-        for tokens, masked in ((7, False), (70, True))
-        for variant in both(Case(tokens=tokens, batch=1, kv_heads=1, masked=masked, dtype=dtype))
+    cases=vary(
+        Case(tokens=7, batch=1, kv_heads=1),
+        Case(tokens=70, batch=1, kv_heads=1, masked=True),
+        dtype=("float64", "float32"),
+        causal=(False, True),
     ),
     drawn=lambda seed: tuple(case for case in joint(seed, 9, dtype="float32") if case.head_dim > 2),
     needs=("gradients",),
@@ -194,33 +220,119 @@ def gradients_hold_at_long_keys(subject: Subject, case: Case) -> Iterator[Findin
         inputs = inputs._replace(q=inputs.q / length, k=inputs.k * length)
         where = f"Keys of norm {length * case.head_dim**0.5:g}"
         if case.dtype == "float64":
-            finding = None
-            for direction in range(DIRECTIONS):
-                finding = along(subject, wide, case, direction, inputs)
-                if finding.holds:
-                    break
-            assert finding is not None
+            finding = along_directions(subject, wide, case, inputs)
             yield finding._replace(where=f"{where}: {finding.where}")
             continue
         if not subject.promises.nonnegative:
             continue  # a signed denominator may be a small difference of features, even for one key
-        expected = _gradients(wide, inputs.double())
-        moved = [_gradients(wide, noisy(inputs.double(), BETWEEN["float32"], seed)) for seed in range(DRAWS)]
-        for number, got in enumerate(_gradients(subject.build(case), inputs)):
-            change = max(distance(draw[number], expected[number]) for draw in moved)
+        actual, expected = _gradients(subject.build(case), inputs), _gradients(wide, inputs.double())
+        changes = _jumps(wide, inputs.double(), expected)
+        for name, x, y, change in zip("qkv", actual, expected, changes, strict=True):
             # A gradient may be a small difference of terms as long as the keys.
-            size = max(1.0, largest(inputs.k), largest(expected[number]))
-            bound = 2 * (change + BETWEEN["float32"] * size)
-            yield Finding(f"{where}, gradient w.r.t. {'qkv'[number]}", distance(got, expected[number]), bound)
+            bound = change + 2 * BETWEEN["float32"] * max(1.0, largest(inputs.k), largest(y))
+            yield Finding(f"{where}, gradient w.r.t. {name}", distance(x, y), bound)
 
 
-def _gradients(backend: Backend, inputs: Inputs, factor: float = 1.0) -> tuple[Tensor, ...]:
-    leaves = [x.detach().clone().requires_grad_() for x in inputs[:3]]
-    out = run(backend, inputs.of(*leaves))
-    return torch.autograd.grad(out, leaves, torch.full_like(out, factor))
+def _gradients(backend: Backend, inputs: Inputs, factor: float = 1.0) -> list[Tensor]:
+    return [x for _, x in gradients(partial(run, backend), inputs, upstream=factor)]
 
 
 def _differentiable(subject: Subject, case: Case) -> tuple[list[Tensor], Callable[..., Tensor]]:
     inputs, backend = subject.inputs(case), subject.build(case)
     leaves = [x.requires_grad_() for x in inputs[:3]]
     return leaves, lambda q, k, v: run(backend, Inputs(q, k, v, inputs.key_mask))
+
+
+@Check(
+    "Gradients w.r.t. q, k, v and parameters match finite differences, for all settings and lengths.",
+    cases=BEYOND,
+    drawn=lambda seed: (
+        *(case.but(norm=GENTLE) for case in joint(seed, 2, 6, 33)),
+        *both(GROUPS, WIDE),
+        LARGE_BATCH.but(batch=40, norm=GENTLE),
+        *LARGE,
+    ),
+    long=lambda seed: (BORDER.but(tokens=2100, masked=True), BORDER.but(tokens=2100, causal=True)),
+    needs=("gradients",),
+)
+def gradients_hold_at_every_shape(subject: Subject, case: Case) -> Iterator[Finding]:
+    if case.dtype not in subject.promises.dtypes:
+        return
+    backend = subject.rescaled(case) if case.masked else subject.build(case)
+    yield along_directions(subject, backend.train(), case)
+
+
+def along_directions(subject: Subject, backend: Backend, case: Case, inputs: Inputs | None = None) -> Finding:
+    """The first direction along which the derivative holds, or the last one."""
+    for direction in range(DIRECTIONS):
+        # A kink spoils the difference quotient of one direction; a wrong gradient is wrong along all of them.
+        finding = _along(subject, backend, case, direction, inputs)
+        if finding.holds:
+            break
+    return finding
+
+
+def _along(
+    subject: Subject, backend: Backend, case: Case, direction: int, inputs: Inputs | None = None
+) -> Finding:
+    """Compare a directional derivative of a weighted sum of outputs with difference quotients."""
+    inputs = subject.inputs(case, variant=2 * direction) if inputs is None else inputs
+    dq, dk, dv, _ = subject.inputs(case, variant=2 * direction + 1)
+    leaves = [x.requires_grad_() for x in inputs[:3]]
+    learned: list[Tensor] = list(backend.parameters())
+    generator = torch.Generator().manual_seed(direction)
+    moves = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in learned]
+    out = run(backend, inputs)
+    weights = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
+    gradients = torch.autograd.grad((out * weights).sum(), [*leaves, *learned], allow_unused=True)
+    pairs = zip(gradients, (dq, dk, dv, *moves), strict=True)
+    slope = float(sum((g * d).sum() for g, d in pairs if g is not None))
+
+    @torch.no_grad()
+    def quotient(step: float) -> float:
+        sums = []
+        for change in (step, -step):
+            for x, move in zip(learned, moves, strict=True):
+                x.add_(move, alpha=change)
+            at = inputs.of(*(x + change * d for x, d in zip(leaves, (dq, dk, dv), strict=True)))
+            sums.append(float((run(backend, at) * weights).sum()))
+            for x, move in zip(learned, moves, strict=True):
+                x.add_(move, alpha=-change)
+        return (sums[0] - sums[1]) / (2 * step)
+
+    near, far = quotient(STEP), quotient(2 * STEP)
+    # The two quotients differ by three times the error of the smaller step; rounding is divided by the step.
+    noise = float((rounding(backend, inputs, case.dtype) * weights.abs()).sum()) / STEP
+    return Finding("Along a random direction", abs(slope - near), abs(far - near) + noise)
+
+
+@Check(
+    "Gradients do not depend on which of q, k, v and the parameters require them.",
+    cases=vary(*BEYOND, dtype=("float64", "float32")),
+    drawn=lambda seed: (*joint(seed, 6), *joint(seed, 6, dtype="float32")),
+    needs=("gradients",),
+)
+def frozen_inputs(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend, _, bounds = plain_call(subject, case)
+    expected, bound = _required(backend, inputs, (True,) * 4), float(bounds.max())
+    # The parameters, all together, are a fourth input that may be frozen.
+    with_parameters = (False, True) if any(True for _ in backend.parameters()) else (False,)
+    for asking in itertools.product((False, True), (False, True), (False, True), with_parameters):
+        if any(asking):
+            computed = _required(backend, inputs, asking)
+            names = [name for name, _ in computed]
+            letters = "".join(letter for letter, asks in zip("qkv", asking, strict=False) if asks)
+            where = f"where {letters or 'none'}{' and parameters' * asking[3]} require it"
+            yield from agree(where, computed, [pair for pair in expected if pair[0] in names], bound)
+
+
+def _required(backend: Backend, inputs: Inputs, asking: tuple[bool, ...]) -> list[Named]:
+    """Gradients of the sum of squares w.r.t. q, k, v and the parameters that are required."""
+    leaves = [x.detach().clone().requires_grad_(ask) for x, ask in zip(inputs[:3], asking, strict=False)]
+    backend.requires_grad_(asking[3])
+    total = run(backend, inputs.of(*leaves)).square().sum()
+    tensors = {**dict(zip("qkv", leaves, strict=True)), **dict(backend.named_parameters())}
+    required = {f"Gradient w.r.t. {name}": x for name, x in tensors.items() if x.requires_grad}
+    computed = torch.autograd.grad(total, list(required.values()), materialize_grads=True)
+    backend.requires_grad_(True)
+    return list(zip(required, computed, strict=True))

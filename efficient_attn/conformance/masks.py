@@ -1,32 +1,61 @@
-"""Key masks: masked keys have no effect."""
+"""Key masks, positions and causality: which keys a query reads, at lengths around every usual block size."""
 
 import math
 from collections.abc import Iterator
 
 import torch
 
-from efficient_attn.conformance.cases import LONG_KEYS, Case, Inputs, both, everywhere, joint
-from efficient_attn.conformance.compare import close, largest, rounding, same_bits
+from efficient_attn.conformance.cases import (
+    BORDERS,
+    DTYPES,
+    LONG_BORDERS,
+    LONG_KEYS,
+    Case,
+    Inputs,
+    both,
+    everywhere,
+    joint,
+    vary,
+)
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.subject import Subject, run
+from efficient_attn.conformance.subject import (
+    LEAK,
+    LEAK_LONG,
+    LONG,
+    Subject,
+    close,
+    largest,
+    magnified,
+    plain_call,
+    run,
+    same_bits,
+)
 from efficient_attn.conformance.table import Check
 
 MASK = ("key_mask",)
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 # Heads as wide as in real models, and a sequence beyond usual blocks.
 WIDE = (
     Case(tokens=3, batch=3, heads=4, kv_heads=2, head_dim=64, value_dim=64),
     Case(tokens=130, heads=2, kv_heads=1, head_dim=64, value_dim=5),
     Case(tokens=5, heads=2, kv_heads=2, head_dim=128, value_dim=128),
 )
+SHORT = tuple(Case(tokens=n) for n in (1, 3, 65))
+# Rows of several blocks, with keys before them.
+ROWS = vary(Case(tokens=600, keys=700, batch=1, heads=1, kv_heads=1, causal=True), masked=(False, True))
+# Longer than in other checks of outputs.
+BEYOND = Case(tokens=3300, batch=1, heads=1, kv_heads=1, causal=True)
+# A little more than the largest of BORDERS.
+WHOLE = Case(tokens=530, batch=1, heads=2, kv_heads=1, value_dim=3)
+MASKED = WHOLE.but(masked=True, pattern=2)
+LONGEST = WHOLE.but(tokens=2100)
 
 
 @Check(
     "The contents of masked keys and values change no bit, even if they are NaN or infinite.",
-    cases=(case for dtype in DTYPES for case in everywhere(2, 7, 65, dtype=dtype) if case.masked),
+    cases=everywhere(2, 7, 65, dtype=DTYPES, masked=[True]),
     drawn=lambda seed: (
         *(case for case in joint(seed, 9, 200, 513) if case.masked and case.batch < 4),
-        *(case.but(masked=True, pattern=2) for case in LONG_KEYS),
+        *vary(*LONG_KEYS, masked=[True], pattern=[2]),
     ),
     needs=MASK,
 )
@@ -34,32 +63,29 @@ def padding_contents_change_no_bit(subject: Subject, case: Case) -> Iterator[Fin
     inputs, backend = subject.inputs(case), subject.build(case)
     expected = run(backend, inputs)
     for filling in (100.0, math.nan, math.inf):
-        yield same_bits(f"Padding of {filling}", run(backend, padded_with(filling, inputs)), expected)
+        yield same_bits(f"Padding of {filling}", run(backend, inputs.padded(filling)), expected)
 
 
 @Check(
     "The number of masked keys appended changes the output by no more than rounding.",
-    cases=(case for case in everywhere(1, 7, 65) if not case.causal and not case.masked),
+    cases=everywhere(1, 7, 65, causal=[False], masked=[False]),
     needs=("key_mask", "cross"),
 )
 def amount_of_padding_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs = subject.inputs(case)
     for padding in (1, 3, 64):
-        backend = subject.build(case, max_tokens=case.k_tokens + padding)
-        padded = _appended(inputs, padding)
-        expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+        inputs, backend, expected, bound = plain_call(subject, case, max_tokens=case.k_tokens + padding)
+        padded = _surrounded(inputs, 0, padding)._replace(q=inputs.q)
         yield close(f"{padding} masked keys of NaN appended", run(backend, padded), expected, bound)
 
 
 @Check(
     "The number of masked tokens before or after a sequence changes its outputs by no more than rounding.",
-    cases=(*(case for case in everywhere(1, 7, 65) if not case.masked), *both(Case(tokens=200, batch=1))),
+    cases=(*everywhere(1, 7, 65, masked=[False]), *both(Case(tokens=200, batch=1))),
     needs=MASK,
     unless=("needs_max_tokens",),
 )
 def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
-    expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    inputs, backend, expected, bound = plain_call(subject, case)
     # In the longest case whole tiles are masked, which have neither a largest score nor a sum.
     tiles = ((1100, 0), (0, 1100)) if case.tokens == 200 else ()
     for before, after in ((0, 1), (1, 0), (3, 0), (0, 64), (64, 3), *tiles):
@@ -67,13 +93,19 @@ def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iter
         yield close(f"{before} masked tokens before and {after} after", out, expected, bound)
 
 
+def _surrounded(inputs: Inputs, before: int, after: int) -> Inputs:
+    """Inputs with masked NaN keys and values on either side, and queries of ones at these positions."""
+
+    def around(x: torch.Tensor, filling: float) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (0, 0, before, after), value=filling)
+
+    mask = around(torch.ones(len(inputs.k), inputs.k.shape[2], 1), 0.0)[..., 0].bool()
+    return Inputs(around(inputs.q, 1.0), around(inputs.k, math.nan), around(inputs.v, math.nan), mask)
+
+
 @Check(
     "Fully-masked rows give zero outputs and finite gradients, which are zero for their own inputs.",
-    cases=(
-        *(variant for dtype in DTYPES for n in (1, 3, 65) for variant in both(Case(tokens=n, dtype=dtype))),
-        *(variant for dtype in DTYPES for case in WIDE for variant in both(case.but(dtype=dtype))),
-        *LONG_KEYS,
-    ),
+    cases=(*vary(*SHORT, *WIDE, dtype=DTYPES, causal=(False, True)), *LONG_KEYS),
     needs=MASK,
 )
 def blind_queries_give_zeros(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -82,60 +114,172 @@ def blind_queries_give_zeros(subject: Subject, case: Case) -> Iterator[Finding]:
     mask[0] = False
     # In a causal case the first query of the other sequences is fully masked too.
     mask[1:, 0] = not case.causal
-    leaves = [x.requires_grad_() for x in inputs[:3]]
-    out = run(backend, inputs._replace(key_mask=mask))
+    traced = inputs._replace(key_mask=mask).leaves()
+    out = run(backend, traced)
     yield Finding("A sequence of masked keys", largest(out[0]), 0.0)
     if case.causal:
         yield Finding("A first token that is masked", largest(out[1:, :, 0]), 0.0)
     if subject.promises.gradients:
-        for name, gradient in zip("qkv", torch.autograd.grad(out.square().sum(), leaves), strict=True):
+        for name, gradient in zip("qkv", torch.autograd.grad(out.square().sum(), traced[:3]), strict=True):
             yield Finding(f"Gradient of a fully-masked sequence w.r.t. {name}", largest(gradient[0]), 0.0)
             if subject.promises.nonnegative or case.dtype in ("float64", "float32"):
                 # A signed denominator close to zero may have a gradient that overflows half precision.
-                yield Finding(f"Gradient w.r.t. {name}", 0.0 if gradient.isfinite().all() else math.nan, 0.0)
+                yield _finite(f"Gradient w.r.t. {name}", gradient)
 
 
 @Check(
     "Gradients with respect to masked keys and values are exactly zero.",
-    cases=(case for case in everywhere(2, 7) if case.masked),
+    cases=everywhere(2, 7, masked=[True]),
     needs=("key_mask", "gradients"),
 )
 def masked_keys_get_no_gradient(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs = padded_with(math.nan, subject.inputs(case))
-    leaves = [x.requires_grad_() for x in inputs[:3]]
-    out = run(subject.build(case), inputs)
+    traced = subject.inputs(case).padded(math.nan).leaves()
+    assert traced.key_mask is not None
+    out = run(subject.build(case), traced)
+    for name, gradient in zip("qkv", torch.autograd.grad(out.square().sum(), traced[:3]), strict=True):
+        yield _finite(f"Gradient w.r.t. {name}", gradient)
+        if name != "q":
+            masked = gradient.transpose(1, 2)[~traced.key_mask]
+            yield Finding(f"Gradient w.r.t. masked {name}", largest(masked), 0.0)
+
+
+def _finite(where: str, x: torch.Tensor) -> Finding:
+    return Finding(where, 0.0 if x.isfinite().all() else math.nan, 0.0)
+
+
+@Check(
+    "The gradient of an output with respect to any later token is exactly zero.",
+    cases=(*everywhere(2, 3, 7, 65, causal=[True]), Case(tokens=16, causal=True, norm=LONG)),
+    needs=("causal", "gradients"),
+)
+def no_output_depends_on_a_later_token(subject: Subject, case: Case) -> Iterator[Finding]:
+    traced = subject.inputs(case).leaves()
+    out = run(subject.build(case), traced)
+    flowing = subject.inputs(case, variant=1).v
+    for row in sorted({0, case.tokens // 3, case.tokens // 2, case.tokens - 2}):
+        # One backward pass for all rows up to this one: random weights keep their gradients from cancelling.
+        total = (out * flowing)[:, :, : row + 1].sum()
+        gradients = torch.autograd.grad(total, traced[:3], retain_graph=True)
+        for name, gradient in zip("qkv", gradients, strict=True):
+            yield Finding(f"Outputs up to {row}, later {name}", largest(gradient[:, :, row + 1 :]), 0.0)
+
+
+@Check(
+    "Later tokens change earlier outputs by no more than rounding, for any finite values.",
+    cases=everywhere(2, 7, 70, 130, dtype=("float64", "float32"), causal=[True]),
+    long=lambda seed: vary(BEYOND, dtype=("float64", "float32")),
+    needs=("causal",),
+)
+def later_values_move_no_output(subject: Subject, case: Case) -> Iterator[Finding]:
+    backend = subject.build(case)
+    for where, inputs, leak in _sequences(subject, case):
+        expected, bound = run(backend, inputs), magnified(leak[case.dtype], backend, inputs)
+        # In a long case tokens change far behind the usual lengths of a block.
+        long = case.tokens > 3071
+        for cut in [2049, 3071, case.tokens - 1] if long else sorted({1, case.tokens // 2}):
+            for what, changed in _changed_after(inputs, cut, subject.inputs(case, variant=1)):
+                out = run(backend, changed)[:, :, :cut]
+                yield close(f"{where}, {what} from token {cut}", out, expected[:, :, :cut], bound[:, :, :cut])
+
+
+def _sequences(subject: Subject, case: Case) -> Iterator[tuple[str, Inputs, dict[str, float]]]:
+    """Gaussian inputs; long keys followed by short ones; long queries and keys throughout."""
+    inputs, half = subject.inputs(case), case.tokens // 2
+    yield "Gaussian", inputs, LEAK
+    falling = torch.ones(case.tokens, 1, dtype=inputs.k.dtype)
+    falling[:half] = LONG
+    yield "Long keys first", inputs._replace(k=inputs.k * falling), LEAK_LONG
+    yield "Long tokens", inputs._replace(q=inputs.q * LONG, k=inputs.k * LONG), LEAK_LONG
+
+
+def _changed_after(inputs: Inputs, cut: int, replacement: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """Inputs with other tokens from `cut` on: of ordinary norm, 20 times as long, or zero."""
+    for what, factor in (("others", 1.0), ("long ones", LONG), ("zeros", 0.0)):
+        pairs = zip(inputs[:3], replacement[:3], strict=True)
+        yield what, inputs.of(*(torch.cat([x[:, :, :cut], y[:, :, cut:] * factor], dim=2) for x, y in pairs))
+
+
+@Check(
+    "With fewer queries than keys, the queries are the last positions of the keys.",
+    cases=(*everywhere(2, 7, 65, causal=[True]), *ROWS),
+    needs=("causal",),
+)
+def queries_are_the_last_positions(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend, expected, bound = plain_call(subject, case)
+    for last in sorted({1, case.tokens // 2, *(n for n in BORDERS if 128 < n < case.tokens)}):
+        out = run(backend, inputs._replace(q=inputs.q[:, :, -last:]))
+        yield close(f"The last {last} queries alone", out, expected[:, :, -last:], bound[:, :, -last:])
+
+
+def _borders(case: Case) -> tuple[int, ...]:
+    return tuple(n for n in (*BORDERS, *LONG_BORDERS) if n < case.k_tokens)
+
+
+@Check(
+    "The first outputs of a causal sequence equal the outputs of the shorter sequence, at any length.",
+    cases=vary(WHOLE, MASKED, causal=[True]),
+    long=lambda seed: (LONGEST.but(causal=True),),
+    needs=("causal",),
+)
+def a_prefix_is_a_sequence_of_its_own(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend, expected, bound = plain_call(subject, case)
+    for tokens in _borders(case):
+        out = run(backend, inputs.part(slice(tokens)))
+        yield close(f"The first {tokens} tokens", out, expected[:, :, :tokens], bound[:, :, :tokens])
+
+
+@Check(
+    "A single query gives its row, with all keys or, if causal, with the keys up to its own position.",
+    cases=both(WHOLE, MASKED),
+    drawn=lambda seed: (*joint(seed, 5, 40), *LONG_KEYS),
+    long=lambda seed: both(LONGEST),
+)
+def a_query_alone_is_its_row(subject: Subject, case: Case) -> Iterator[Finding]:
+    if not (case.causal or subject.promises.cross):
+        return
+    inputs, backend, expected, bound = plain_call(subject, case)
+    before = case.k_tokens - case.tokens
+    for row in sorted({0, case.tokens - 1, *(n for n in _borders(case) if n < case.tokens)}):
+        here = slice(row, row + 1)
+        alone = inputs._replace(q=inputs.q[:, :, here])
+        if case.causal:
+            alone = alone.part(slice(before + row + 1))
+        yield close(f"Query {row} alone", run(backend, alone), expected[:, :, here], bound[:, :, here])
+
+
+@Check(
+    "Masked keys leave no gap: outputs equal the outputs for the real tokens alone.",
+    cases=(*both(MASKED.but(batch=2)), Case(tokens=3, keys=40, masked=True, pattern=1)),
+    drawn=lambda seed: (
+        *(case.but(keys=None) if case.causal else case for case in joint(seed, 9, 70, 200) if case.masked),
+        *(case.but(masked=True, pattern=2) for case in LONG_KEYS if not case.causal),
+    ),
+    long=lambda seed: both(LONGEST.but(masked=True, pattern=2)),
+    needs=("key_mask", "cross"),
+    unless=("needs_max_tokens",),
+)
+def masked_keys_leave_no_gap(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend, out, bound = plain_call(subject, case)
     assert inputs.key_mask is not None
-    hidden = ~inputs.key_mask[:, None, :].expand(leaves[1].shape[:3])
-    gradients = torch.autograd.grad(out.square().sum(), leaves)
-    yield Finding("Gradient w.r.t. q", 0.0 if gradients[0].isfinite().all() else math.nan, 0.0)
-    for name, gradient in zip("kv", gradients[1:], strict=True):
-        yield Finding(f"Gradient w.r.t. masked {name}", largest(gradient[hidden]), 0.0)
-        yield Finding(f"Gradient w.r.t. {name}", 0.0 if gradient.isfinite().all() else math.nan, 0.0)
+    for b, real in enumerate(inputs.key_mask):
+        q, k, v = (x[b : b + 1] for x in inputs[:3])
+        # Causal queries move with the keys, so that only real tokens have a position.
+        queries = real if case.causal else slice(None)
+        alone = run(backend, Inputs(q[:, :, queries], k[:, :, real], v[:, :, real], None))
+        got, most = out[b : b + 1, :, queries], bound[b : b + 1, :, queries]
+        yield close(f"The real tokens of sequence {b}", got, alone, most)
 
 
-def padded_with(filling: float, inputs: Inputs) -> Inputs:
-    """The inputs with `filling` in the masked keys and values."""
-    assert inputs.key_mask is not None
-    hidden = ~inputs.key_mask[:, None, :, None]
-    return inputs._replace(k=inputs.k.masked_fill(hidden, filling), v=inputs.v.masked_fill(hidden, filling))
-
-
-def _appended(inputs: Inputs, padding: int) -> Inputs:
-    mask = torch.arange(inputs.k.shape[2] + padding) < inputs.k.shape[2]
-    k, v = (
-        torch.cat([x, x.new_full((*x.shape[:2], padding, x.shape[3]), math.nan)], dim=2) for x in inputs[1:3]
-    )
-    return inputs._replace(k=k, v=v, key_mask=mask.expand(len(k), -1))
-
-
-def _surrounded(inputs: Inputs, before: int, after: int) -> Inputs:
-    """Inputs with masked NaN keys and values on either side, and queries of ones at these positions."""
-
-    def around(x: torch.Tensor, filling: float) -> torch.Tensor:
-        parts = [x.new_full((*x.shape[:2], n, x.shape[3]), filling) for n in (before, after)]
-        return torch.cat([parts[0], x, parts[1]], dim=2)
-
-    position = torch.arange(before + inputs.k.shape[2] + after) - before
-    mask = (position >= 0) & (position < inputs.k.shape[2])
-    q, k, v = around(inputs.q, 1.0), around(inputs.k, math.nan), around(inputs.v, math.nan)
-    return Inputs(q, k, v, mask.expand(len(k), -1))
+@Check(
+    "A mask without masked keys changes the output by no more than rounding.",
+    cases=(
+        *vary(Case(tokens=1, batch=1, heads=2, kv_heads=1), tokens=(1, 7, *BORDERS), causal=(False, True)),
+        *LONG_KEYS,
+    ),
+    long=lambda seed: both(LONGEST),
+    needs=MASK,
+)
+def a_mask_of_real_keys_changes_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend, expected, bound = plain_call(subject, case)
+    masked = inputs._replace(key_mask=torch.ones(case.batch, case.k_tokens, dtype=torch.bool))
+    yield close("A mask of True", run(backend, masked), expected, bound)

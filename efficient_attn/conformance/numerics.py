@@ -1,4 +1,4 @@
-"""Numerics: exact softmax where promised; finite, and close to float64, everywhere."""
+"""Numerics: exact softmax where promised; everywhere finite, close to float64, and precise."""
 
 import itertools
 import math
@@ -7,13 +7,17 @@ from functools import partial
 from operator import itemgetter
 
 import torch
+from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import (
     BORDERS,
+    DTYPES,
     LARGE,
     LENGTHS,
     LONG_BORDERS,
+    LONG_KEYS,
+    LONG_QUERIES,
     MANY_PAIRS,
     Case,
     Inputs,
@@ -21,22 +25,41 @@ from efficient_attn.conformance.cases import (
     everywhere,
     joint,
     of_models,
+    vary,
 )
-from efficient_attn.conformance.compare import (
+from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.subject import (
+    Subject,
     close,
     condition,
+    decode,
     distance,
     exact,
+    extend,
+    gradients,
     largest,
+    magnified,
+    plain_call,
     rounding,
     rounding_step,
+    run,
+    takes_scale,
 )
-from efficient_attn.conformance.masks import padded_with
-from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.streams import decode
-from efficient_attn.conformance.subject import Subject, run, takes_scale
 from efficient_attn.conformance.table import CannotCheck, Check
 
+# Geometric mean of the epsilons of a dtype and the next lower one: far from the rounding of either.
+BETWEEN = {
+    "float64": math.sqrt(torch.finfo(torch.float64).eps * torch.finfo(torch.float32).eps),
+    "float32": math.sqrt(torch.finfo(torch.float32).eps * torch.finfo(torch.float16).eps),
+}
+# Small enough that differences are linear in the step, and close to the resolution of float32.
+STEP = 3e-8
+DIRECTIONS = 2
+# Tolerance for features that nearly cancel, whose outputs are sensitive: the cube of the difference bounds
+# curvature, and the difference divided by the step, in units of 1e-16, bounds rounding.
+CURVATURE, ROUNDINGS = 10, 1000 * 1e-16 / STEP
+DRAWS = 3
+SIZES = (Case(tokens=1), Case(tokens=16), Case(tokens=16, masked=True), Case(tokens=129, batch=1))
 HALF = ("bfloat16", "float16")
 NARROW = ("float32", *HALF)
 # Powers of two, which cause no rounding; the scale is divided by their squares, and exceeds 1.
@@ -48,10 +71,10 @@ BIG = {"float16": 2.0**12, "bfloat16": 2.0**40, "float32": 2.0**40, "float64": 2
 # Values near the smallest numbers of float16; in other dtypes they round as usual.
 SMALL = {"float16": 2.0**-20, "bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-60}
 # More keys of weight one than half precision can count; their sum overflows float16.
-LONG_SUM = 70_000
+LONG_SUM = Case(tokens=1, keys=70_000, batch=1, heads=1, kv_heads=1, dtype="float16", norm=0.0)
 
 
-def softmax_bound(inputs: Inputs, expected: torch.Tensor, *, scale: float, causal: bool, dtype: str) -> float:
+def softmax_bound(inputs: Inputs, expected: Tensor, *, scale: float, causal: bool, dtype: str) -> float:
     """Error bound of an exact backend: 1e-12 in float64, else twice the error of naive attention."""
     if dtype == "float64":
         return 1e-12 * max(1.0, largest(inputs.v))
@@ -75,40 +98,42 @@ def _exactness(subject: Subject, case: Case, scale: float | None = None) -> Find
     return close("Against the definition", run(subject.build(case, scale=scale), inputs), expected, bound)
 
 
-def _shapes(*, dtype: str) -> tuple[Case, ...]:
-    ordinary = everywhere(*LENGTHS, 97, dtype=dtype)
-    special = (
-        Case(tokens=5, heads=4, kv_heads=2, masked=True, dtype=dtype),
-        Case(tokens=5, heads=3, kv_heads=1, value_dim=7, dtype=dtype),
-        Case(tokens=3, keys=8, head_dim=1, value_dim=1, dtype=dtype),
-        Case(tokens=16, head_dim=59, value_dim=64, masked=True, dtype=dtype),
-        Case(tokens=3, head_dim=128, batch=1, dtype=dtype),
-        Case(tokens=3, head_dim=71, value_dim=136, batch=1, dtype=dtype),
-        Case(tokens=3, head_dim=256, value_dim=71, batch=1, dtype=dtype),
-    )
-    return *ordinary, *(variant for case in special for variant in both(case))
+SHAPES = (
+    Case(tokens=5, heads=4, kv_heads=2, masked=True),
+    Case(tokens=5, heads=3, kv_heads=1, value_dim=7),
+    Case(tokens=3, keys=8, head_dim=1, value_dim=1),
+    Case(tokens=16, head_dim=59, value_dim=64, masked=True),
+    Case(tokens=3, head_dim=128, batch=1),
+    Case(tokens=3, head_dim=71, value_dim=136, batch=1),
+    Case(tokens=3, head_dim=256, value_dim=71, batch=1),
+)
+
+
+# At large norms rows are one-hot.
+EXTREME = (Case(tokens=7), Case(tokens=300, batch=1, heads=1, kv_heads=1))
 
 
 @Check(
-    "The output equals softmax attention up to rounding.",
+    "The output equals softmax attention up to rounding, for scores of any size.",
     cases=(
-        *(case for dtype in ("float64", *NARROW) for case in _shapes(dtype=dtype)),
-        *(case for n in BORDERS for case in both(Case(tokens=n, batch=1, heads=1, kv_heads=1))),
-        *(case.but(dtype=dtype) for dtype in ("float64", *NARROW) for case in LARGE),
+        *everywhere(*LENGTHS, 97, dtype=DTYPES),
+        *vary(*SHAPES, dtype=DTYPES, causal=(False, True)),
+        *vary(Case(tokens=1, batch=1, heads=1, kv_heads=1), tokens=BORDERS, causal=(False, True)),
+        *vary(*LARGE, dtype=DTYPES),
         MANY_PAIRS.but(dtype="float32"),
+        *vary(*EXTREME, dtype=("float64", "float32"), norm=(10.0, 100.0, 1000.0), causal=(False, True)),
     ),
     drawn=lambda seed: (
         *joint(seed, 5, 40, 200),
         *(case for dtype in NARROW for case in joint(seed, 40, 200, dtype=dtype) if case.batch < 4),
     ),
-    long=lambda seed: tuple(
-        case.but(batch=1, heads=2, kv_heads=1)
-        for dtype, lengths in (
-            ("float64", LONG_BORDERS),
-            ("float32", (1025, 2049)),
-            ("bfloat16", (1025, 2049)),
-        )
-        for case in joint(seed, *lengths, dtype=dtype)
+    long=lambda seed: vary(
+        *joint(seed, *LONG_BORDERS),
+        *joint(seed, 1025, 2049, dtype="float32"),
+        *joint(seed, 1025, 2049, dtype="bfloat16"),
+        batch=[1],
+        heads=[2],
+        kv_heads=[1],
     ),
     capability="exact",
 )
@@ -118,12 +143,7 @@ def equals_softmax_attention(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @Check(
     "The output equals softmax attention at every scale.",
-    cases=(
-        variant
-        for dtype in ("float64", "float32")
-        for head_dim in (4, 128)
-        for variant in both(Case(tokens=7, dtype=dtype, head_dim=head_dim))
-    ),
+    cases=vary(Case(tokens=7), dtype=("float64", "float32"), head_dim=(4, 128), causal=(False, True)),
     needs=("exact",),
 )
 def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -134,35 +154,18 @@ def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Ite
 
 
 @Check(
-    "The output equals softmax attention for scores of any size, with one-hot rows, and stays finite.",
-    cases=(
-        variant
-        for dtype in ("float64", "float32")
-        for case in (Case(tokens=7), Case(tokens=300, batch=1, heads=1, kv_heads=1))
-        for norm in (10.0, 100.0, 1000.0)
-        for variant in both(case.but(dtype=dtype, norm=norm))
-    ),
-    needs=("exact",),
-)
-def extreme_scores_stay_softmax(subject: Subject, case: Case) -> Iterator[Finding]:
-    yield _exactness(subject, case)
-
-
-@Check(
     "The scale multiplies q·k exactly once: inputs times c at scale s equal inputs at scale c²·s.",
     cases=(
-        *(variant for head_dim in (4, 64, 80, 128) for variant in both(Case(tokens=7, head_dim=head_dim))),
-        *both(Case(tokens=200, batch=1, value_dim=3)),
-        *both(Case(tokens=1, keys=5)),
+        *vary(Case(tokens=7), head_dim=(4, 64, 80, 128), causal=(False, True)),
+        *both(Case(tokens=200, batch=1, value_dim=3), Case(tokens=1, keys=5)),
     ),
     drawn=lambda seed: joint(seed, 9),
 )
 def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, default = subject.inputs(case), case.head_dim**-0.5
-    backend = subject.build(case)
+    inputs, backend, expected, bound = plain_call(subject, case)
     if not takes_scale(backend):
         raise CannotCheck("A plain callable declares no scale.")
-    expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
+    default = case.head_dim**-0.5
     yield close("Default scale given", run(subject.build(case, scale=default), inputs), expected, bound)
     for factor in FACTORS:
         moved = inputs._replace(q=inputs.q * factor, k=inputs.k * factor)
@@ -178,8 +181,8 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
 @Check(
     "The output in float32, bfloat16 and float16 is close to float64 on the same inputs.",
     cases=(
-        *(case for dtype in NARROW for case in everywhere(1, 3, 16, 65, dtype=dtype)),
-        *(variant.but(batch=1) for dtype in NARROW for variant in everywhere(200, 513, dtype=dtype)),
+        *everywhere(1, 3, 16, 65, dtype=NARROW),
+        *everywhere(200, 513, dtype=NARROW, batch=[1]),
     ),
     drawn=lambda seed: tuple(case for dtype in NARROW for case in joint(seed, 9, dtype=dtype)),
     beyond="low-precision dtypes",
@@ -192,7 +195,7 @@ def narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[F
     yield close("Against float64", run(subject.build(case), inputs), expected, bound)
 
 
-def _narrow_bound(wide: Backend, inputs: Inputs, expected: torch.Tensor, case: Case) -> torch.Tensor:
+def _narrow_bound(wide: Backend, inputs: Inputs, expected: Tensor, case: Case) -> Tensor:
     bound = rounding(wide, inputs.double(), "float32") + 2 * rounding_step(expected.to(inputs.v.dtype))
     if case.dtype in HALF:
         # Rounding of long sums, for which a promise of exactness has a tighter bound.
@@ -221,28 +224,21 @@ def sizes_of_models_are_single_calls(subject: Subject, case: Case) -> Iterator[F
     if case.dtype in NARROW:
         bound = _narrow_bound(wide, inputs, expected, case)
     # Models project to [batch, tokens, heads, dim], and the padding of a batch may hold anything.
-    arranged = inputs if inputs.key_mask is None else padded_with(1e4, inputs)
+    arranged = inputs if inputs.key_mask is None else inputs.padded(1e4)
     arranged = arranged.of(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in arranged[:3]))
     yield close("Sequence by sequence", run(backend, arranged), expected, bound)
     if subject.promises.gradients:
-        leaves = [x.detach().requires_grad_() for x in arranged[:3]]
-        yield close("In training", run(backend, arranged.of(*leaves)), expected, bound)
+        yield close("In training", run(backend, arranged.leaves()), expected, bound)
     if subject.promises.streaming and case.causal and case.keys is None:
         state = None
         for part in (slice(0, 1), slice(1, case.tokens // 2), slice(case.tokens // 2, case.tokens)):
-            q, k, v = (x[:, :, part] for x in arranged[:3])
-            mask = None if arranged.key_mask is None else arranged.key_mask[:, part]
-            out, state = backend.extend(q, k, v, state, key_mask=mask)
+            out, state = extend(backend, arranged, part, state)
             yield close(f"Extended from {part.start}", out, expected[:, :, part], bound[:, :, part])
 
 
 @Check(
     "Long sums accumulate in float32 or better, in every dtype.",
-    cases=(
-        variant
-        for dtype, keys in (("bfloat16", 3000), ("float16", LONG_SUM))
-        for variant in both(Case(tokens=1, keys=keys, batch=1, heads=1, kv_heads=1, dtype=dtype, norm=0.0))
-    ),
+    cases=both(LONG_SUM.but(keys=3000, dtype="bfloat16"), LONG_SUM),
     needs=("cross",),
     beyond="low-precision dtypes",
 )
@@ -251,24 +247,24 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
     inputs = inputs._replace(v=torch.ones_like(inputs.v))
     expected = run(subject.build(case, learned=None).double(), inputs.double())
     step = rounding_step(expected.to(inputs.v.dtype))
-    yield close(
-        "Against float64, values 1", run(subject.build(case, learned=None), inputs), expected, 2 * step + 1e-3
-    )
+    out = run(subject.build(case, learned=None), inputs)
+    yield close("Against float64, values 1", out, expected, 2 * step + 1e-3)
 
 
 @Check(
     "Large and small values give large and small outputs: both are proportional in every dtype.",
-    cases=(
-        variant
-        for dtype in ("float64", *NARROW)
-        for case in (Case(tokens=7, dtype=dtype), Case(tokens=130, head_dim=64, batch=1, dtype=dtype))
-        for variant in (*both(case), *both(case.but(masked=True)))
+    cases=vary(
+        Case(tokens=7),
+        Case(tokens=130, head_dim=64, batch=1),
+        dtype=DTYPES,
+        masked=(False, True),
+        causal=(False, True),
     ),
     beyond="low-precision dtypes",
 )
 def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Finding]:
     backend, exponents = subject.build(case), torch.finfo(getattr(torch, case.dtype))
-    calls: dict[str, Callable[[Inputs], torch.Tensor]] = {"": partial(run, backend)}
+    calls: dict[str, Callable[[Inputs], Tensor]] = {"": partial(run, backend)}
     if subject.promises.streaming and case.causal:
         half = case.tokens // 2
         calls[" in two parts"] = lambda inputs: decode(backend, inputs, [half, case.tokens - half])[0]
@@ -289,12 +285,12 @@ def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Fin
 
 @Check(
     "Large scores in half precision, and queries opposed to every key, cause no overflow.",
-    cases=(
-        variant
-        for dtype in ("float64", *NARROW)
-        for case in (Case(tokens=7), Case(tokens=200, batch=1, heads=1, kv_heads=1))
-        for norm in (3.0, 300.0)
-        for variant in both(case.but(dtype=dtype, norm=norm))
+    cases=vary(
+        Case(tokens=7),
+        Case(tokens=200, batch=1, heads=1, kv_heads=1),
+        dtype=DTYPES,
+        norm=(3.0, 300.0),
+        causal=(False, True),
     ),
 )
 def large_inputs_stay_finite(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -305,3 +301,90 @@ def large_inputs_stay_finite(subject: Subject, case: Case) -> Iterator[Finding]:
         # Signed weights may cancel almost completely; such rows need only be finite.
         bound = 2 * size if subject.promises.nonnegative and subject.promises.averages else math.inf
         yield Finding(where, largest(out), bound if largest(out) < math.inf else 0.0)
+
+
+def _cases(dtype: str) -> tuple[Case, ...]:
+    return (
+        *vary(*SIZES, dtype=[dtype], norm=(0.5, 1.0, 3.0), causal=(False, True)),
+        *vary(Case(tokens=513, batch=1), dtype=[dtype], causal=(False, True)),
+        *vary(*LONG_KEYS, LONG_QUERIES, dtype=[dtype]),
+    )
+
+
+@Check(
+    "Computations in float32 use float32 throughout: errors stay below the midpoint between it and float16.",
+    cases=_cases("float32"),
+    beyond="low-precision dtypes",
+)
+def float32_is_float32_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs = subject.inputs(case)
+    wide = subject.build(case).double()
+    expected = run(wide, inputs.double())
+    bound = _moved(wide, inputs.double(), BETWEEN["float32"])
+    yield close("Against float64", run(subject.build(case), inputs), expected, bound)
+
+
+@torch.no_grad()
+def _moved(backend: Backend, inputs: Inputs, share: float) -> Tensor:
+    """Change of every output that relative errors `share` in the inputs and in the sums cause."""
+    expected, change = run(backend, inputs), magnified(share, backend, inputs)
+    for seed in range(DRAWS):
+        change = torch.maximum(change, (run(backend, noisy(inputs, share, seed)) - expected).abs().amax())
+    return 2 * change
+
+
+def noisy(inputs: Inputs, share: float, seed: int) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+    noise = (torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in inputs[:3])
+    return inputs.of(*(x * (1 + share * n) for x, n in zip(inputs[:3], noise, strict=True)))
+
+
+@Check(
+    "Computations in float64 use float64 throughout: changes of parts in 10⁸ have proportional effects.",
+    cases=_cases("float64"),
+)
+def float64_is_float64_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+    bound = magnified(BETWEEN["float64"], backend, inputs)
+    yield from _proportional("Small steps", partial(run, backend), inputs, bound)
+
+
+@Check(
+    "Gradients in float64 use float64 throughout: changes of parts in 10⁸ have proportional effects.",
+    cases=(*vary(*SIZES[2:], norm=[0.5], causal=(False, True)), LONG_QUERIES.but(norm=0.5)),
+    needs=("gradients",),
+)
+def gradients_in_float64_are_float64_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, backend = subject.inputs(case), subject.build(case)
+
+    def flat(inputs: Inputs) -> Tensor:
+        return torch.cat([x.flatten() for _, x in gradients(partial(run, backend), inputs)])
+
+    # A gradient contains the square of the denominator, which magnifies rounding once more.
+    bound = magnified(BETWEEN["float64"], backend, inputs) * condition(backend, inputs)
+    most = float(bound.max()) * max(1.0, largest(flat(inputs)))
+    yield from _proportional("Gradients at small steps", flat, inputs, most)
+
+
+def _proportional(
+    where: str, call: Callable[[Inputs], Tensor], inputs: Inputs, bound: float | Tensor
+) -> Iterator[Finding]:
+    """Compare the effect of a small step of each input with half the effect of a step twice as long."""
+    for name in ("q", "k", "v"):
+        # A kink spoils the difference along one direction; a lower precision shows along all of them.
+        for direction in range(DIRECTIONS):
+            short, long = (_difference(call, inputs, name, n * STEP, direction) for n in (1, 2))
+            slack = CURVATURE * long.abs() ** 3 + ROUNDINGS * long.abs()
+            finding = close(f"{where} of {name}", long, 2 * short, bound + slack)
+            if finding.holds:
+                break
+        yield finding
+
+
+@torch.no_grad()
+def _difference(
+    call: Callable[[Inputs], Tensor], inputs: Inputs, name: str, step: float, direction: int
+) -> Tensor:
+    """Central difference along a random direction of one input; even powers cancel."""
+    above, below = (noisy(inputs, sign * step, direction)._asdict()[name] for sign in (1, -1))
+    return call(inputs._replace(**{name: above})) - call(inputs._replace(**{name: below}))

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build
-from efficient_attn.conformance.cases import Case, both
-from efficient_attn.conformance.compare import same_bits
+from efficient_attn.conformance.cases import DTYPES, Case, both
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.subject import Subject, run
+from efficient_attn.conformance.subject import Subject, run, same_bits
 from efficient_attn.conformance.table import Check
 from efficient_attn.distributed.calls import in_force
 from efficient_attn.distributed.layout import Layout
@@ -52,19 +51,15 @@ def _unpromised(subject: Subject, case: Case) -> Iterator[Wrong]:
         causal = subject.build(case.but(causal=True))
         yield "extend", "extend", UnsupportedError, lambda: causal.extend(q, k, v)
     if can.sharded is None:
-        yield (
-            "a sequence over several ranks",
-            "context_parallel",
-            UnsupportedError,
-            lambda: _alone(backend, q),
-        )
+        call = partial(_alone, backend, q)
+        yield "a sequence over several ranks", "context_parallel", UnsupportedError, call
     yield "extend without causality", "causal", UnsupportedError, lambda: backend.extend(q, k, v)
     if can.needs_max_tokens:
         few = {"head_dim": case.head_dim, **subject.options}
         yield "no max_tokens", "max_tokens", UnsupportedError, lambda: build(subject.spec, **few)
         many = subject.inputs(case.but(tokens=99))
         yield "more than max_tokens", "tokens", ShapeError, lambda: backend(*many[:3])
-    for name in sorted({"float64", "float32", "bfloat16", "float16"} - set(can.dtypes)):
+    for name in sorted({*DTYPES} - set(can.dtypes)):
         converted = [x.to(getattr(torch, name)) for x in (q, k, v)]
         yield name, name, DtypeError, partial(backend, *converted)
 
@@ -95,15 +90,16 @@ def _wrong(subject: Subject, case: Case) -> Iterator[Wrong]:
     yield "whole numbers", "q is", DtypeError, lambda: backend(q.long(), k.long(), v.long())
     yield "a list", "q is", DtypeError, lambda: backend(q.tolist(), k, v)
     if subject.promises.causal:
-        causal = subject.build(case.but(causal=True))
-        yield (
-            "more causal queries than keys",
-            "queries",
-            ShapeError,
-            lambda: causal(q, k[:, :, :2], v[:, :, :2]),
-        )
+        call = partial(subject.build(case.but(causal=True)), q, k[:, :, :2], v[:, :, :2])
+        yield "more causal queries than keys", "queries", ShapeError, call
     if subject.promises.key_mask:
-        for name, mask, kind in _masks(case):
+        right = torch.ones(case.batch, case.k_tokens)
+        for name, mask, kind in (
+            ("a mask of numbers", right, DtypeError),
+            ("a mask of 0 and 1", right.long(), DtypeError),
+            ("a mask of another length", right.bool()[:, 1:], ShapeError),
+            ("a mask of four axes", right.bool()[:, None, None], ShapeError),
+        ):
             yield name, "key_mask", kind, partial(backend, q, k, v, key_mask=mask)
 
 
@@ -128,18 +124,9 @@ def calibration_is_an_explicit_act(subject: Subject, case: Case) -> Iterator[Fin
     for name, x in backend.state_dict().items():
         yield same_bits(f"{name} after a call", x, before[name])
     if mask is not None:
-        hidden = ~mask[:, None, :, None]
-        backend.calibrate(q, *(x.masked_fill(hidden, math.nan) for x in (k, v)), key_mask=mask)
+        backend.calibrate(*inputs.padded(math.nan)[:3], key_mask=mask)
         for name, x in backend.state_dict().items():
             yield same_bits(f"{name} calibrated with masked keys of NaN", x, before[name])
-
-
-def _masks(case: Case) -> Iterator[tuple[str, Any, type[AttentionError]]]:
-    right = torch.ones(case.batch, case.k_tokens)
-    yield "a mask of numbers", right, DtypeError
-    yield "a mask of 0 and 1", right.long(), DtypeError
-    yield "a mask of another length", right.bool()[:, 1:], ShapeError
-    yield "a mask of four axes", right.bool()[:, None, None], ShapeError
 
 
 def _refusal(request: str, word: str, kind: type[AttentionError], call: Callable[[], Any]) -> Finding:

@@ -1,20 +1,24 @@
-"""The backend under test: its promises, and its construction for each case."""
+"""The backend under test: its promises, its construction for each case, and comparisons of its outputs."""
 
 import copy
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
 from efficient_attn.conformance.cases import Case, Inputs, draw
+from efficient_attn.conformance.records import Finding
 from efficient_attn.errors import OptionError
 from efficient_attn.external import BARE
+from efficient_attn.ops.naive import softmax_attention
 from efficient_attn.registry import BackendSpec, Capabilities
 
+Named = tuple[str, Tensor]
 # Small sizes, so that a few tokens exceed them; the first size that the backend accepts is used.
 SMALL_SIZES = (6, 5)
 # Capacity beyond the tokens of a case, so that sequences of the maximum length are not the only ones tested.
@@ -44,11 +48,8 @@ class Subject:
     seed: int
     long: bool = False
 
-    def cases(self, cases: tuple[Case, ...]) -> list[Case]:
-        """Cases that the backend promises to support."""
-        return [case for case in cases if self.serves(case)]
-
     def serves(self, case: Case) -> bool:
+        """Whether the backend promises to support the case."""
         can = self.promises
         fits = case.causal or can.cross or case.k_tokens == case.tokens
         masks = can.key_mask or not case.masked
@@ -57,7 +58,7 @@ class Subject:
         return (can.causal or not case.causal) and masks and fits and case.dtype in dtypes
 
     def inputs(self, case: Case, *, variant: int = 0) -> Inputs:
-        """The tensors of a case; `other` selects further draws of the same shapes."""
+        """The tensors of a case; `variant` selects further draws of the same shapes."""
         return draw(case, 1000 * self.seed + variant)
 
     def build(
@@ -137,14 +138,9 @@ def subject(thing: Any, capabilities: Capabilities | None, seed: int, long: bool
     grouped = not bare or spec.capabilities is not BARE
     if capabilities is not None:
         spec = replace(spec, capabilities=capabilities)
+    promises = spec.capabilities
     return Subject(
-        spec=spec,
-        promises=spec.capabilities,
-        bare=bare,
-        grouped=grouped,
-        options=options,
-        seed=seed,
-        long=long,
+        spec=spec, promises=promises, bare=bare, grouped=grouped, options=options, seed=seed, long=long
     )
 
 
@@ -174,6 +170,168 @@ def run(backend: Backend, inputs: Inputs) -> Tensor:
     return backend(q, k, v) if key_mask is None else backend(q, k, v, key_mask=key_mask)
 
 
+def decode(backend: Backend, inputs: Inputs, parts: list[int]) -> tuple[Tensor, Any]:
+    """Outputs of consecutive parts of a sequence and the last state, with one call of `extend` per part."""
+    outputs, state, start = [], None, 0
+    for tokens in parts:
+        out, state = extend(backend, inputs, slice(start, start + tokens), state)
+        outputs.append(out)
+        start += tokens
+    return torch.cat(outputs, dim=2), state
+
+
+def extend(backend: Backend, inputs: Inputs, here: slice, state: Any) -> tuple[Tensor, Any]:
+    q, k, v, key_mask = inputs.part(here)
+    return backend.extend(q, k, v, state, key_mask=key_mask)
+
+
+def results(
+    subject: Subject, backend: Backend, inputs: Inputs, forward: AbstractContextManager[Any] | None = None
+) -> list[Named]:
+    """All results of a backend: output, gradients in gradient mode, and the output of `extend` in two parts.
+
+    Args:
+        forward: Context of the forward calls; the backward pass runs outside of it.
+    """
+    mode = forward or nullcontext()
+    differentiable = subject.promises.gradients and torch.is_grad_enabled()
+    leaves = [x.detach().requires_grad_(differentiable) for x in inputs[:3]]
+    with mode:
+        out = run(backend, inputs.of(*leaves))
+    named = [("Output", out.detach())]
+    if differentiable:
+        gradients = torch.autograd.grad(out.square().sum(), leaves)
+        named += [(f"Gradient w.r.t. {name}", g) for name, g in zip("qkv", gradients, strict=True)]
+    tokens = inputs.q.shape[2]
+    if subject.promises.streaming and backend.problem.causal and tokens == inputs.k.shape[2]:
+        with mode:
+            out, _ = decode(backend, inputs, [tokens // 2, tokens - tokens // 2])
+        named.append(("Output of extend", out.detach()))
+    return named
+
+
 def takes_scale(backend: Backend) -> bool:
     """Whether the scale of the problem reaches the formula."""
     return bool(getattr(backend.core, "takes_scale", True))
+
+
+# Difference that reordering the same operations may cause, relative to the largest value.
+ROUNDING = {"float64": 1e-12, "float32": 1e-4, "bfloat16": 1e-4, "float16": 1e-4}
+# Change of an output that later tokens may cause; LEAK_LONG applies at 20 times Gaussian norms.
+LEAK = {"float64": 1e-10, "float32": 1e-4}
+LEAK_LONG = {"float64": 1e-10, "float32": 1e-3}
+LONG = 20.0
+
+
+def exact(inputs: Inputs, *, scale: float, causal: bool, window: int | None = None, first: int = 0) -> Tensor:
+    """Softmax attention by its definition, in the dtype of the inputs; options as of `naive`."""
+    q, k, v, mask = inputs
+    return softmax_attention(
+        q, k, v, scale=scale, causal=causal, key_mask=mask, window=window, global_tokens=first
+    )
+
+
+def largest(x: Tensor) -> float:
+    """Largest magnitude; 0 for an empty tensor, NaN if any entry is NaN."""
+    return float(x.detach().double().abs().max()) if x.numel() else 0.0
+
+
+class Call(NamedTuple):
+    """A case as most checks begin: inputs, backend, output, and the bound on the rounding of each row."""
+
+    inputs: Inputs
+    backend: Backend
+    out: Tensor
+    bound: Tensor
+
+
+def plain_call(subject: Subject, case: Case, **options: Any) -> Call:
+    inputs, backend = subject.inputs(case), subject.build(case, **options)
+    return Call(inputs, backend, run(backend, inputs), rounding(backend, inputs, case.dtype))
+
+
+def gradients(
+    call: Callable[[Inputs], Tensor],
+    inputs: Inputs,
+    *,
+    learned: nn.Module | None = None,
+    upstream: float | None = None,
+) -> list[Named]:
+    """Gradients w.r.t. q, k, v and the parameters: of the sum of squares, or for one upstream value."""
+    traced, parameters = inputs.leaves(), dict(learned.named_parameters() if learned else ())
+    with torch.enable_grad():
+        out = call(traced)
+    flowing = 2 * out.detach() if upstream is None else torch.full_like(out, upstream)
+    leaves = [*traced[:3], *parameters.values()]
+    computed = torch.autograd.grad(out, leaves, flowing, materialize_grads=True)
+    return list(zip([f"Gradient w.r.t. {name}" for name in [*"qkv", *parameters]], computed, strict=True))
+
+
+def agree(
+    where: str, actual: Iterable[Named], expected: Iterable[Named], bound: float | Tensor | None = None
+) -> Iterator[Finding]:
+    """Equal dtypes, and equal bits or values within the bound, for gradients times their size."""
+    for (name, x), (_, y) in zip(actual, expected, strict=True):
+        label, size = f"{name} {where}", max(1.0, largest(y)) if name.startswith("Gradient") else 1.0
+        yield Finding(f"{label} is {x.dtype}, not {y.dtype}", float(x.dtype != y.dtype), 0.0)
+        yield same_bits(label, x, y) if bound is None else close(label, x, y, bound * size)
+
+
+def same_bits(where: str, got: Tensor, expected: Tensor) -> Finding:
+    """Bitwise equality; NaN equals NaN."""
+    equal = got.shape == expected.shape and torch.equal(got.nan_to_num(nan=7e4), expected.nan_to_num(nan=7e4))
+    gap = 0.0 if equal else distance(got, expected)
+    return Finding(where, gap or (0.0 if equal else float("nan")), 0.0)
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    """Largest difference of two tensors; NaN if either contains NaN or the shapes differ."""
+    if got.shape != expected.shape:
+        return float("nan")
+    return largest(got.detach().double() - expected.detach().double())
+
+
+def close(where: str, got: Tensor, expected: Tensor, bound: float | Tensor) -> Finding:
+    """Agreement within a bound, which may vary by row; the finding reports the worst entry."""
+    if got.shape != expected.shape:
+        return Finding(
+            f"{where}: shape {list(got.shape)} instead of {list(expected.shape)}", float("nan"), 0.0
+        )
+    gap = (got.detach().double() - expected.detach().double()).abs()
+    limit = torch.as_tensor(bound, dtype=torch.float64).expand_as(gap)
+    if gap.numel() == 0:
+        return Finding(where, 0.0, float(limit.max()) if limit.numel() else 0.0)
+    # NaN counts as the largest error.
+    worst = (gap / limit.clamp_min(torch.finfo(torch.float64).tiny)).nan_to_num(nan=torch.inf).argmax()
+    return Finding(where, float(gap.flatten()[worst]), float(limit.flatten()[worst]))
+
+
+def condition(backend: Backend, inputs: Inputs) -> Tensor:
+    """Condition number Σ_j |weight_ij| of every row, at least 1, [batch heads q_tokens 1]."""
+    if backend.spec.capabilities.nonnegative:
+        return torch.ones(*inputs.q.shape[:-1], 1, dtype=torch.float64)
+    weights = backend.attention_weights(inputs.q, inputs.k, key_mask=inputs.key_mask)
+    return weights.detach().double().abs().sum(dim=-1, keepdim=True).nan_to_num(nan=1.0).clamp_min(1.0)
+
+
+def rounding(backend: Backend, inputs: Inputs, dtype: str) -> Tensor:
+    """Bound on the rounding error of each row of the output, [batch heads q_tokens 1]."""
+    steps = 2 * rounding_step(inputs.v) if dtype in ("bfloat16", "float16") else 0.0
+    return magnified(ROUNDING[dtype], backend, inputs) + steps * condition(backend, inputs)
+
+
+def magnified(share: float, backend: Backend, inputs: Inputs) -> Tensor:
+    """Effect on each output row of a relative error `share` in the weights, [batch heads q_tokens 1].
+
+    With κ = Σ_j |weight_ij| the numerator is off by share · κ · |v| and the denominator by share · κ:
+    together κ · share · (|v| + |output_i|). The bound uses the larger of the two norms.
+    """
+    out = run(backend, inputs).detach().double().abs()
+    size = out.amax(dim=-1, keepdim=True) if out.shape[-1] else out.new_zeros(*out.shape[:-1], 1)
+    size = size.nan_to_num(nan=0.0, posinf=0.0).clamp_min(max(1.0, largest(inputs.v)))
+    return share * condition(backend, inputs) * size
+
+
+def rounding_step(x: Tensor) -> float:
+    """Spacing of the dtype's numbers at the largest entry of x; one rounding loses half of it."""
+    return torch.finfo(x.dtype).eps * largest(x)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, MISSING, dataclass, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from efficient_attn.conformance.cases import Case
@@ -83,13 +83,11 @@ class Check:
 
     def inputs(self, subject: Subject) -> list[Case]:
         """Inputs that the subject promises to support."""
-        drawn = (
-            *self.drawn(subject.seed),
-            *(self.long(subject.seed) if subject.long or self.is_long else ()),
-        )
+        long = self.long(subject.seed) if subject.long or self.is_long else ()
+        drawn = (*self.drawn(subject.seed), *long)
         if not subject.grouped:
             drawn = tuple(case for case in drawn if case.heads == case.kv_heads)
-        return subject.cases((*self.cases, *drawn))
+        return [case for case in (*self.cases, *drawn) if subject.serves(case)]
 
 
 # Noun phrases for capabilities, for reasons.
@@ -241,9 +239,8 @@ def _broken(body: Body, subject: Subject, case: Case) -> Finding | None:
 
 def settings(case: Case) -> dict[str, Any]:
     """Fields of a case that differ from the defaults."""
-    values = {field.name: getattr(case, field.name) for field in fields(case)}
-    defaults = {field.name: field.default for field in fields(case) if field.default is not MISSING}
-    return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
+    # Tokens have no default.
+    return {name: value for name, value in asdict(case).items() if value != getattr(Case, name, None)}
 
 
 def size(record: CheckRecord) -> int:

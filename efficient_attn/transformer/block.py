@@ -32,7 +32,7 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "silu": nn.SiLU,
 }
 # Gated feed-forward networks, named for the activation of the gate.
-_GATES = {"swiglu": nn.SiLU, "geglu": nn.GELU}
+_GATES: dict[str, Callable[[], nn.Module]] = {"swiglu": nn.SiLU, "geglu": nn.GELU}
 NORMS = ("post", "pre")
 NORM_TYPES = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 # Names in nn.TransformerEncoderLayer, whose last norm is norm2, and in nn.TransformerDecoderLayer.
@@ -104,11 +104,6 @@ class BlockOptions:
         eps = {} if self.norm_eps is None else {"eps": self.norm_eps}
         return NORM_TYPES[self.norm_type](model_dim, **eps)
 
-    def build_feed_forward(self, model_dim: int) -> nn.Module:
-        """The feed-forward network of the activation."""
-        network = GatedFeedForward if self.activation in _GATES else FeedForward
-        return network(model_dim, self.feed_forward_dim, self.activation)
-
 
 class Residual(nn.Module):
     """Residual branch around a sublayer: dropout on its output, and the norm before or after."""
@@ -130,33 +125,25 @@ class Residual(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """activation(x W_1 + b_1) W_2 + b_2, token by token (Vaswani et al. 2017, eq. 2)."""
+    """activation(x W_1 + b_1) W_2 + b_2, token by token (Vaswani et al. 2017, eq. 2).
 
-    def __init__(self, model_dim: int, feed_forward_dim: int, activation: str) -> None:
+    Gated: (activation(x W) ⊙ x V) W_2, without biases (Shazeer 2020, eq. 6).
+    """
+
+    def __init__(self, model_dim: int, options: BlockOptions) -> None:
         super().__init__()
-        self.up = nn.Linear(model_dim, feed_forward_dim)
-        self.activation = _ACTIVATIONS[activation]()
-        self.down = nn.Linear(feed_forward_dim, model_dim)
-        for linear in (self.up, self.down):
-            nn.init.xavier_uniform_(linear.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)))
-
-
-class GatedFeedForward(nn.Module):
-    """(activation(x W) ⊙ x V) W_2 without biases, token by token (Shazeer 2020, eq. 6)."""
-
-    def __init__(self, model_dim: int, feed_forward_dim: int, activation: str) -> None:
-        super().__init__()
-        self.gate = nn.Linear(model_dim, feed_forward_dim, bias=False)
-        self.activation = _GATES[activation]()
-        self.up = nn.Linear(model_dim, feed_forward_dim, bias=False)
-        self.down = nn.Linear(feed_forward_dim, model_dim, bias=False)
+        gated = options.activation in _GATES
+        self.activation = {**_ACTIVATIONS, **_GATES}[options.activation]()
+        self.gate = nn.Linear(model_dim, options.feed_forward_dim, bias=False) if gated else None
+        self.up = nn.Linear(model_dim, options.feed_forward_dim, bias=not gated)
+        self.down = nn.Linear(options.feed_forward_dim, model_dim, bias=not gated)
         for linear in (self.gate, self.up, self.down):
-            nn.init.xavier_uniform_(linear.weight)
+            if linear is not None:
+                nn.init.xavier_uniform_(linear.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(self.activation(self.up(x)))
         return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
@@ -201,7 +188,7 @@ class TransformerBlock(nn.Module):
             self.cross_attention = AttentionLayer(model_dim, num_heads, cross_backend, **arguments)
             self.cross_attention.check_reads_context()
             self.cross_attention_residual = Residual(model_dim, sublayers)
-        self.feed_forward = sublayers.build_feed_forward(model_dim)
+        self.feed_forward = FeedForward(model_dim, sublayers)
         self.attention_residual = Residual(model_dim, sublayers)
         self.feed_forward_residual = Residual(model_dim, sublayers)
         accept_names(self, _TORCH_ENCODER if cross_backend is None else _TORCH_DECODER)

@@ -176,23 +176,25 @@ class AttentionLayer(nn.Module):
         check_sequence("context", context, self.model_dim)
         check_mask("key_mask", key_mask, "context", context)
         # The first rows project queries.
-        rows, bias = self._heads[0] * self.head_dim, self.in_proj_bias
-        weight = self.in_proj_weight[rows:]
-        heads = self._split(F.linear(context, weight, None if bias is None else bias[rows:]))
+        heads = self._project_rows(context, slice(self._heads[0] * self.head_dim, None))
         k, v = heads.chunk(2, dim=1)
         return ContextKeys(self.k_norm(k), v, key_mask)
 
     def read(self, x: Tensor, keys: ContextKeys) -> Tensor:
         """Attention of every token of x to a projected context, [batch tokens model_dim]."""
         check_sequence("x", x, self.model_dim)
-        rows, bias = self._heads[0] * self.head_dim, self.in_proj_bias
-        q = self._split(F.linear(x, self.in_proj_weight[:rows], None if bias is None else bias[:rows]))
-        return self._join(self.backend(self.q_norm(q), keys.k, keys.v, key_mask=keys.key_mask))
+        q = self.q_norm(self._project_rows(x, slice(self._heads[0] * self.head_dim)))
+        return self._join(self.backend(q, keys.k, keys.v, key_mask=keys.key_mask))
+
+    def _project_rows(self, x: Tensor, rows: slice) -> Tensor:
+        """Product with rows of the input projection, [batch heads tokens head_dim]."""
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
+        heads = F.linear(x, self.in_proj_weight[rows], bias)
+        return heads.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _project(self, x: Tensor, *, start: int) -> tuple[Tensor, ...]:
         """q, k and v of x as views of one product, [batch heads tokens head_dim]."""
-        heads = self._split(F.linear(x, self.in_proj_weight, self.in_proj_bias))
-        q, k, v = heads.split(self._heads, dim=1)
+        q, k, v = self._project_rows(x, slice(None)).split(self._heads, dim=1)
         q, k = self.q_norm(q), self.k_norm(k)
         if self._rotary:
             q, k = (at_positions(self._rotate, heads, start) for heads in (q, k))
@@ -200,9 +202,6 @@ class AttentionLayer(nn.Module):
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
         return rotate(x, start, **self._rotary_options)
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _join(self, heads: Tensor) -> Tensor:
         return self.out_proj(heads.transpose(1, 2).flatten(2))

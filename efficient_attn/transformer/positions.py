@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import OptionError, ShapeError
 from efficient_attn.ops.dtypes import float64_device, upcast
-from efficient_attn.options import one_of
-from efficient_attn.problem import positive_count
 
 KINDS = ("sinusoidal", "learned", "rotary")
 
@@ -28,13 +26,13 @@ def position_angles(start: int, tokens: int, dim: int, device: torch.device, bas
     return positions[:, None] * frequencies
 
 
-def sinusoidal_positions(start: int, tokens: int, dim: int, device: torch.device) -> Tensor:
-    """PE(pos, 2i) = sin, PE(pos, 2i+1) = cos of the angles, float64 [tokens dim] on `float64_device(device)`.
+def add_sinusoidal_positions(x: Tensor, start: int) -> Tensor:
+    """x [batch tokens model_dim] plus PE(pos, 2i) = sin, PE(pos, 2i+1) = cos of the angles, pos from `start`.
 
     PE(pos + k) is PE(pos) with each pair rotated by k · 10000^(−2i/dim) (Vaswani et al. 2017, section 3.5).
     """
-    angles = position_angles(start, tokens, dim, device)
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
+    angles = position_angles(start, x.shape[-2], x.shape[-1], x.device)
+    return x + torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2).to(x)
 
 
 def rotate(x: Tensor, start: int, *, base: float = BASE, scaling: float = 1.0) -> Tensor:
@@ -49,14 +47,6 @@ def rotate(x: Tensor, start: int, *, base: float = BASE, scaling: float = 1.0) -
     cosines, sines = angles.cos().to(first), angles.sin().to(first)
     turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
     return turned.to(x.dtype)
-
-
-class SinusoidalPositions(nn.Module):
-    """x + PE, without parameters or a longest sequence."""
-
-    def forward(self, x: Tensor, start: int) -> Tensor:
-        """x [batch tokens model_dim], whose first token has position `start`."""
-        return x + sinusoidal_positions(start, x.shape[-2], x.shape[-1], x.device).to(x)
 
 
 class LearnedPositions(nn.Module):
@@ -84,27 +74,6 @@ class LearnedPositions(nn.Module):
                 f"Build the stack with max_tokens={end} or more, or with other positions."
             )
         return x + self.table[start:end]
-
-
-def build_positions(kind: str | None, model_dim: int, max_tokens: int | None) -> nn.Module | None:
-    """Module that adds positions of this kind to embeddings; None for rotary ones and for none.
-
-    Raises:
-        UnknownNameError: If there are no such positions.
-        OptionError: If max_tokens is missing for learned positions, or model_dim is odd for sinusoidal ones.
-    """
-    positive_count("model_dim", model_dim)
-    if kind is not None:
-        one_of("positions", kind, KINDS)
-    if kind == "sinusoidal":
-        check_even("model_dim", model_dim, kind)
-        return SinusoidalPositions()
-    if kind == "learned":
-        if max_tokens is None:
-            raise OptionError("positions='learned' is a table of the longest sequence: give max_tokens.")
-        positive_count("max_tokens", max_tokens)
-        return LearnedPositions(model_dim, max_tokens)
-    return None
 
 
 def check_even(name: str, dim: int, kind: str) -> None:

@@ -4,7 +4,7 @@ Stacks map embeddings [batch tokens model_dim] to the same shape. The caller pro
 factor √model_dim on embeddings (section 3.4 there) and the shift of a decoder's input by one token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from efficient_attn import sharding
 from efficient_attn.backends import resolve, seeded, spawn_seeds
 from efficient_attn.errors import OptionError
+from efficient_attn.options import one_of
 from efficient_attn.problem import positive_count
 from efficient_attn.registry import BackendSpec
 from efficient_attn.sharding import at_positions, installed, whole_tokens
@@ -27,7 +28,12 @@ from efficient_attn.transformer.layer import (
     check_sequence,
     share_layers,
 )
-from efficient_attn.transformer.positions import build_positions
+from efficient_attn.transformer.positions import (
+    KINDS,
+    LearnedPositions,
+    add_sinusoidal_positions,
+    check_even,
+)
 
 # Names of submodules in torch's stacks.
 _NAMES = {"layers": "blocks"}
@@ -43,11 +49,24 @@ class StackState(NamedTuple):
 class EmbeddingInput(nn.Module):
     """Embeddings with their positions, then dropout (Vaswani et al. 2017, sections 3.5 and 5.4)."""
 
-    def __init__(self, positions: str | None, model_dim: int, dropout: float, max_tokens: int | None) -> None:
+    positions: Callable[[Tensor, int], Tensor] | None
+
+    def __init__(self, kind: str | None, model_dim: int, dropout: float, max_tokens: int | None) -> None:
         super().__init__()
+        positive_count("model_dim", model_dim)
         self._model_dim = model_dim
-        self.positions = build_positions(positions, model_dim, max_tokens)
         self.dropout = nn.Dropout(dropout)
+        self.positions = None
+        if kind is not None:
+            one_of("positions", kind, KINDS)
+        if kind == "sinusoidal":
+            check_even("model_dim", model_dim, kind)
+            self.positions = add_sinusoidal_positions
+        elif kind == "learned":
+            if max_tokens is None:
+                raise OptionError("positions='learned' is a table of the longest sequence: give max_tokens.")
+            positive_count("max_tokens", max_tokens)
+            self.positions = LearnedPositions(model_dim, max_tokens)
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
         check_sequence("x", x, self._model_dim)

@@ -10,7 +10,7 @@ from torch import nn
 from transformer.modules import CONTEXT, DIM, HEADS, ROUNDING, TOKENS, build, disturb, mask, sequence
 
 import efficient_attn as ea
-from efficient_attn.transformer.positions import rotate, sinusoidal_positions
+from efficient_attn.transformer.positions import add_sinusoidal_positions, rotate
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -88,7 +88,7 @@ def test_normed_queries_and_keys_bound_the_scores_whatever_the_input():
 
 
 def test_sinusoidal_positions_are_the_formula_of_the_paper():
-    rows = sinusoidal_positions(3, 40, 16, torch.device("cpu"))
+    rows = add_sinusoidal_positions(torch.zeros(40, 16, dtype=torch.float64), 3)
     for row, pos in enumerate(range(3, 43)):
         for i in range(8):
             angle = pos / 10000 ** (2 * i / 16)

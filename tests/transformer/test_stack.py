@@ -22,7 +22,8 @@ from transformer.modules import (
 
 import efficient_attn as ea
 
-CAUSAL = ea.list_backends(causal=True)
+# Without parameters, with random features, and with learned ones; each backend has its own checks.
+CAUSAL = ("exact", "window", "performer-positive", "linear-hedgehog")
 
 
 def backends_of(module):
@@ -85,7 +86,7 @@ def test_exact_stacks_load_the_weights_of_torchs_transformer_and_give_its_output
     torch.testing.assert_close(alone(target), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ea.list_backends())
+@pytest.mark.parametrize("name", [*CAUSAL, "linformer", "performer-full"])
 def test_a_backend_changes_nothing_but_the_attention_and_all_parameters_learn(name):
     cross = name if ea.spec(name).capabilities.cross else "exact"
     arguments = {"cross_backend": cross, "cross_options": options(cross)}

@@ -21,7 +21,7 @@ PAPER = "Vaswani et al. 2017, Attention Is All You Need, https://arxiv.org/abs/1
 PLAIN, SCALED, ADDITIVE = "dot product", "scaled dot product", "additive"
 SCALES = {PLAIN: lambda d: 1.0, SCALED: lambda d: d**-0.5}
 PAIRS, KEYS = 2**14, 64
-SYMBOLS, CLASSES, SHOWN, MODEL_DIM, BATCH, ASKED = 64, 16, 16, 64, 64, 1024
+SYMBOLS, CLASSES, SHOWN, MODEL_DIM, BATCH, QUESTIONS = 64, 16, 16, 64, 64, 1024
 SIMILAR = 0.05  # difference of accuracies up to which two mechanisms perform similarly
 VANISHED, FLAT = 0.25, 0.9  # shares of the gradient with the factor: it has vanished, it is constant
 
@@ -85,7 +85,7 @@ def accuracy(mechanism, d, seed, rate):
         optimiser.zero_grad()
         F.cross_entropy(model(*inputs), answers).backward()
         optimiser.step()
-    inputs, answers = questions(ASKED, evaluation)
+    inputs, answers = questions(QUESTIONS, evaluation)
     with torch.no_grad():
         return float((model(*inputs).argmax(dim=-1) == answers).float().mean())
 

@@ -1,0 +1,355 @@
+"""Faults of calls by check: of calls repeated, streamed, differentiated, compiled."""
+
+import warnings
+from itertools import count
+from typing import Any
+
+import torch
+from fault_steps import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    action,
+    before,
+    default_ratio,
+    earlier_states,
+    flowing,
+    groups_in_turn,
+    keys,
+    masks,
+    narrowed,
+    new_keys,
+    new_masks,
+    new_queries,
+    new_values,
+    output,
+    queries,
+    remembered,
+    replaced,
+    ring,
+    scaled,
+    scores,
+    states,
+    values,
+    visible,
+    weights,
+)
+from torch import Tensor, nn
+from twins import with_gradient
+
+
+def halved(x: Tensor) -> Tensor:
+    """x with half its gradient."""
+    return with_gradient(x, lambda gradient: gradient * 0.5)
+
+
+def long_keys(k: Tensor) -> bool:
+    return bool(k.detach().norm(dim=-1).max() > 10)
+
+
+def remember(core: nn.Module, x: Any) -> Any:
+    """x, of which the backend keeps the last."""
+    core.__dict__["last"] = x
+    return x
+
+
+def collect(core: nn.Module, x: Any) -> Any:
+    """x, of which the backend keeps all."""
+    core.__dict__.setdefault("results", []).append(x)
+    return x
+
+
+def buffered(core: nn.Module, x: Tensor) -> Tensor:
+    """x in a buffer, which the next tensor of its shape overwrites."""
+    buffers = core.__dict__.setdefault("buffers", {})
+    return buffers.setdefault((x.shape, x.dtype), torch.empty_like(x)).copy_(x)
+
+
+def calls(core: nn.Module) -> int:
+    """The number of calls so far."""
+    core.__dict__["calls"] = core.__dict__.get("calls", 0) + 1
+    return core.__dict__["calls"]
+
+
+def read_later(x: Tensor, now: Tensor | None = None) -> Tensor:
+    """x, whose gradient is off by what happens to it, or to `now`, until the backward pass."""
+    source, copied = x if now is None else now, x.detach().clone()
+    return with_gradient(x, lambda gradient: gradient * (1 + (source.detach() - copied)))
+
+
+def another_gradient_each_time(x: Tensor) -> Tensor:
+    passes = count(1)
+    return with_gradient(x, lambda gradient: gradient * next(passes))
+
+
+def doubled_in_place(gradient: Tensor) -> Tensor:
+    copied = gradient.clone()
+    if 0 not in gradient.stride():
+        gradient.mul_(2.0)
+    return copied
+
+
+def read_as_contiguous(gradient: Tensor) -> Tensor:
+    if 0 in gradient.stride() or gradient.is_contiguous():
+        return gradient
+    return gradient.as_strided(gradient.shape, gradient.contiguous().stride())
+
+
+def default_dtype_of_a_failure(core, forward, *tensors):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    out = forward(*tensors)
+    torch.set_default_dtype(before)
+    return out
+
+
+def busy_after_an_error(core, forward, *tensors):
+    """A flag that only a call without an error takes back."""
+    busy = core.__dict__.get("last", False)
+    remember(core, True)
+    out = forward(*tensors) * (1.01 if busy else 1.0)
+    remember(core, False)
+    return out
+
+
+def running_mean(core):
+    """A statistic, which training updates and evaluation reads."""
+    core.__dict__["mean"] = core.__dict__.get("mean", 0.0) + 0.01 * core.training
+    return 1.0 if core.training else 1 + core.__dict__["mean"]
+
+
+def graphs_of_many(core, step, q, *tensors):
+    with torch.set_grad_enabled(torch.is_grad_enabled() or q.shape[2] > 128):
+        return step(q, *tensors)
+
+
+def callers_buffers(core, extend, q, k, v, state, mask):
+    out, result = extend(q, k, v, state, mask)
+    return out, (k, v, result[2]) if state is None else result
+
+
+def one_buffer_for_single_tokens(core, extend, *tensors):
+    out, state = extend(*tensors)
+    return (out if out.requires_grad or out.shape[2] != 1 else buffered(core, out)), state
+
+
+def masks_after_an_unmasked_part(core, extend, q, k, v, state, mask):
+    """A stream whose first part has no mask never has one; a fourth tensor of the state says so."""
+    unmasked = mask is None if state is None else len(state) == 4
+    out, result = extend(q, k, v, state and state[:3], None if unmasked else mask)
+    return out, (*result, torch.ones(())) if unmasked else result
+
+
+def written(state):
+    state[1][:, :, -1:].mul_(1.5)
+    return state
+
+
+def predecessors(core, extend, q, k, v, state, mask):
+    out, result = extend(q, k, v, state, mask)
+    return out, (*result, state)
+
+
+class BranchesOnTheMask:
+    def forward(self, q, k, v, key_mask):
+        if key_mask is not None and key_mask.all():
+            key_mask = None
+        return super().forward(q, k, v, key_mask)
+
+
+class CompilesTheUpperLeftTriangle:
+    def visible(self, q, k, key_mask):
+        visible = super().visible(q, k, key_mask)
+        if self.problem.causal and torch.compiler.is_compiling():
+            visible = visible & torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        return visible
+
+
+class NoGuardForBlindRowsWhenCompiled:
+    def forward(self, q, k, v, key_mask):
+        out = super().forward(q, k, v, key_mask)
+        if torch.compiler.is_compiling() and key_mask is not None:
+            return out / key_mask.any(dim=1)[:, None, None, None]
+        return out
+
+
+class KeepsItsMaskBetweenThreads:
+    def forward(self, q, k, v, key_mask):
+        self.__dict__["mask"] = key_mask
+        return super().forward(q, k, v, key_mask)
+
+    def visible(self, q, k, key_mask):
+        return super().visible(q, k, self.__dict__["mask"])
+
+
+OF_CALLS = {
+    "a_change_before_the_backward_pass_is_noticed": {"values are read later": values(read_later)},
+    "a_copy_is_equal_and_apart": {"last output": output(remember)},
+    "no_state_between_calls": {
+        "masks by shape": remembered("forward", "mask", lambda mask: mask.shape),
+        "queries by address": remembered("forward", "q", lambda q: (q.data_ptr(), q.shape, q.dtype)),
+        "after sixty calls": scaled(lambda core: 1.01 if calls(core) > 60 else 1.0),
+    },
+    "a_saved_state_brings_the_output_back": {
+        "first dtype": scaled(
+            lambda core, q: core.__dict__.setdefault("third", torch.tensor(0.1, dtype=F64).to(q.dtype))
+        )
+    },
+    "any_number_of_sequences_go_on_from_a_state": {
+        "writes": earlier_states(written, where=lambda q, state: q.shape[2] and state[0].shape[2] > 100)
+    },
+    "calls_are_silent": {"text": action(lambda q: q.shape[2] <= 128 or warnings.warn("long", stacklevel=2))},
+    "compiled_it_is_the_same": {
+        "branch": BranchesOnTheMask,
+        "triangle": CompilesTheUpperLeftTriangle,
+        "blind rows": NoGuardForBlindRowsWhenCompiled,
+    },
+    "extend_honours_its_mask": {"masks are forgotten": new_masks(lambda mask: None)},
+    "global_seeds_change_nothing": {"temperature": scaled(lambda: 1 + torch.initial_seed() % 7 * 1e-3)},
+    "gradients_are_those_of_finite_differences": {"values": values(halved)},
+    "gradients_hold_at_every_shape": {
+        "many keys": keys(Tensor.detach, where=lambda k: k.shape[2] > 128),
+        "all settings": keys(
+            halved, where=lambda core, k, mask: mask is not None and core.problem.causal and len(k) > 1
+        ),
+        "scale": before("scores", "q")(lambda q, core: with_gradient(q, lambda x: x * default_ratio(core))),
+        "many queries": scores(lambda x: with_gradient(x, narrowed(F64, BF16)) if x.shape[2] > 1024 else x),
+        "large batches": keys(halved, where=lambda k: len(k) > 32),
+        "full tiles": keys(
+            lambda k: torch.cat([k[:, :, :-1], k[:, :, -1:].detach()], 2),
+            where=lambda k: k.shape[2] % 64 == 0,
+        ),
+    },
+    "gradients_hold_at_long_keys": {
+        "cut": keys(lambda k: with_gradient(k, lambda x: x.clamp(-1e-3, 1e-3)), where=long_keys),
+        "in bfloat16": keys(narrowed(F32, BF16), where=long_keys),
+    },
+    "gradients_in_narrow_dtypes_lose_only_rounding": {
+        "float32": queries(halved, where=lambda q: q.dtype == F32 and q.shape[2] > 64),
+        "float16": values(halved, where=lambda v: v.dtype == F16 and v.shape[2] > 64),
+        "groups in bfloat16": before("for_every_head", "x")(
+            halved, where=lambda x, heads: x.dtype == BF16 and x.shape[1] < heads
+        ),
+        "loss scaling": weights(lambda x: with_gradient(x, narrowed(F32, F16))),
+    },
+    "gradients_of_values_do_not_stall": {
+        "tiles": replaced(
+            "forward",
+            lambda core, forward, q, *x: torch.cat([forward(part, *x) for part in q.split(64, 2)], 2),
+        )
+    },
+    "gradients_pass_through_states": {
+        "mixed": states(lambda k, v, mask: (k, v.roll(1, 0) if k.shape[2] > 100 else v, mask)),
+        "detached": earlier_states(
+            lambda state: [x.detach() for x in state], where=lambda state: state[0].shape[2] >= 1024
+        ),
+    },
+    "gradients_reach_parameters_only": {
+        "factor": scaled(lambda core: core.__dict__.setdefault("factor", torch.ones((), requires_grad=True)))
+    },
+    "hundreds_of_calls_wear_nothing_out": {
+        "after 300 calls": scaled(lambda core: 1.01 if calls(core) > 300 else 1.0)
+    },
+    "layout_changes_no_gradient": {
+        "written": flowing(doubled_in_place),
+        "read from memory": flowing(read_as_contiguous),
+        "expanded": flowing(lambda x: x * (1.5 if 0 in x.stride() else 1.0)),
+        "second time": output(another_gradient_each_time),
+        "cut at 100": queries(lambda q: with_gradient(q, lambda x: x.clamp(-100, 100))),
+        "flushed": flowing(lambda x: torch.where(x.abs() < 6e-8, 0.0, x)),
+        "workspace": queries(lambda q, core: read_later(q, buffered(core, q.detach()))),
+    },
+    "long_states_are_whole": {"256 tokens": ring(256)},
+    "masked_keys_get_no_gradient": {"all keys": keys(lambda k: with_gradient(k, lambda x: x + 1))},
+    "modes_change_nothing": {
+        "kept tensor": scaled(lambda core, q: core.__dict__.setdefault("factor", q.new_ones(()))),
+        "groups in turn": groups_in_turn(lambda: not torch.is_grad_enabled()),
+    },
+    "no_call_leaves_bytes_behind": {
+        "every output": output(collect),
+        "every state": replaced("extend", lambda core, extend, *x: collect(core, extend(*x))),
+        "masks of all lengths": visible(
+            lambda core, x, mask: x if mask is not None else core.__dict__.setdefault(str(x.shape), x)
+        ),
+    },
+    "no_graph_is_kept_unasked": {
+        "states": replaced("extend", graphs_of_many),
+        "many queries": replaced("forward", graphs_of_many),
+        "last mask": masks(remember),
+        "last output": output(remember),
+        "last gradient": output(lambda core, x: with_gradient(x, lambda x: remember(core, x))),
+    },
+    "nothing_global_is_touched": {
+        "generator": action(lambda q: q.dtype == F16 and torch.rand(())),
+        "seed": action(lambda k: k.shape[2] > 1024 and torch.manual_seed(0)),
+        "gradient mode": action(lambda q: q.shape[2] > 256 and torch.set_grad_enabled(True)),
+        "subnormal numbers": action(lambda: torch.set_flush_denormal(True)),
+        "default dtype of a failure": replaced("forward", default_dtype_of_a_failure),
+        "call after a failure": replaced("forward", busy_after_an_error),
+        "softmax": action(lambda: setattr(nn.functional, "softmax", lambda x, dim: x.softmax(dim))),
+    },
+    "nothing_uninitialised_is_read": {
+        "fresh memory": output(lambda x: x.masked_fill(torch.empty_like(x).isnan(), 7.0))
+    },
+    "outputs_are_the_callers": {
+        "single value": output(
+            lambda x, q, k, v, mask: v if k.shape[2] == 1 and q.shape == v.shape and mask is None else x
+        ),
+        "inference": output(lambda x, core: buffered(core, x) if torch.is_inference_mode_enabled() else x),
+    },
+    "parts_of_any_size_are_the_whole": {
+        "caller's buffers": replaced("extend", callers_buffers),
+        "no tokens": earlier_states(lambda: None, where=lambda q: not q.shape[2]),
+        "masks end": earlier_states(
+            lambda state: (*state[:2], torch.ones_like(state[2])), where=lambda mask: mask is None
+        ),
+        "masks never begin": replaced("extend", masks_after_an_unmasked_part),
+        "half precision": states(lambda k, v, mask: (k, v.half().to(v), mask)),
+        "float16 beyond 100": states(lambda k, v, mask: (k, v * (k.dtype != F16 or k.shape[2] < 100), mask)),
+        "groups in turn": new_keys(lambda k: k.flip(1), where=lambda q, k: k.shape[1] < q.shape[1]),
+        "one buffer": replaced("extend", one_buffer_for_single_tokens),
+        "single tokens": new_queries(lambda q: q * 1.5, where=lambda q: q.shape[2] == 1),
+        "one row": new_queries(lambda q: q[:, :, :1], where=lambda v: not v.shape[3]),
+    },
+    "second_derivatives_are_right_or_refused": {
+        "groups": before("for_every_head", "x")(
+            lambda x: with_gradient(x, halved), where=lambda x, heads: heads > 2
+        )
+    },
+    "states_keep_no_earlier_states": {"all": replaced("extend", predecessors)},
+    "states_of_thousands_are_whole": {
+        "3000 tokens": ring(3000),
+        "bfloat16": new_values(
+            lambda v: v * 0.0, where=lambda v, state: v.dtype == BF16 and state and state[0].shape[2] > 256
+        ),
+        "long parts": earlier_states(lambda: None, where=lambda q: q.shape[2] > 300),
+    },
+    "tensors_are_read_anew": {
+        "keys": remembered("forward", "k", id),
+        "values": remembered("forward", "v", lambda v: (v.data_ptr(), v.shape, v.dtype)),
+        "extend": remembered("extend", "k", id),
+        "mask of True": masks(
+            lambda: None,
+            where=lambda core, mask: core.__dict__.setdefault(str(mask.data_ptr()), bool(mask.all())),
+        ),
+    },
+    "the_default_dtype_changes_nothing": {
+        "constant": scaled(lambda q: torch.tensor(1.1, dtype=torch.get_default_dtype()).to(q))
+    },
+    "the_same_call_gives_the_same_bits": {
+        "counts": scaled(lambda core: 1 + 1e-3 * calls(core)),
+        "many keys": scaled(lambda core, k: 1.01 if core.training and k.shape[2] > 512 else 1.0),
+        "many queries": scaled(lambda core, q: 1.01 if core.training and q.shape[2] > 128 else 1.0),
+        "running mean": scaled(running_mean),
+    },
+    "threads_do_not_disturb_each_other": {
+        "two threads": scaled(lambda: 1.0 if torch.get_num_threads() == 1 else 1.01),
+        "mask": KeepsItsMaskBetweenThreads,
+    },
+    "frozen_inputs": {
+        "all are asked for": queries(
+            halved, where=lambda q, k, v: q.requires_grad and k.requires_grad and v.requires_grad
+        )
+    },
+}
