@@ -24,7 +24,7 @@ def test_pairs_have_the_norm_and_angle_that_was_asked_for():
     torch.testing.assert_close((x * y).sum(dim=-1), norms**2 * math.cos(math.radians(120)))
 
 
-@pytest.mark.parametrize("projection", ["iid", "orthogonal"])
+@pytest.mark.parametrize("projection", ["iid", "orthogonal", "simplex"])
 @pytest.mark.parametrize("head_dim", [4, 64])
 def test_measured_errors_are_those_of_theory(projection, head_dim):
     options = {name: {"projection": [projection]} for name in RANDOM}

@@ -39,7 +39,7 @@ class RandomFeatureOptions:
     """Options of all backends with random features."""
 
     num_features: int = option(256, "Outputs of the feature map.")
-    projection: str = option("orthogonal", "How the random directions are drawn: orthogonal or iid.")
+    projection: str = option("orthogonal", "How the random directions are drawn: orthogonal, simplex or iid.")
     seed: int = option(0, "Seed of the draw; the same seed gives the same features on every device.")
 
     def __post_init__(self) -> None:

@@ -50,7 +50,7 @@ def squared_error(kind, draw, x, y):
     together, apart, kernel = (x + y).square().sum(), (x - y).square().sum(), (x @ y).exp()
     if draw != "iid":
         sizes = {"num_directions": DIRECTIONS, "head_dim": DIM}
-        return math.exp(log_coupled_error(float(together), kind=kind, **sizes)) * kernel**2
+        return math.exp(log_coupled_error(float(together), kind=kind, projection=draw, **sizes)) * kernel**2
     if kind == "positive":
         return together.exp() * kernel**2 * (1 - (-together).exp()) / DIRECTIONS
     if kind == "hyperbolic":
@@ -89,14 +89,16 @@ def test_rotations_are_uniform_to_fourth_moments_and_have_no_preferred_sign_as_a
 
 
 @pytest.mark.parametrize("num_directions", [3, 20])
-def test_rows_are_orthogonal_within_blocks_and_as_long_as_gaussian_vectors(num_directions):
+@pytest.mark.parametrize(("kind", "cosine"), [("orthogonal", 0.0), ("simplex", -1 / 7)])
+def test_rows_have_one_angle_within_blocks_and_are_as_long_as_gaussian_vectors(kind, cosine, num_directions):
     dim, lengths = 8, []
     for seed in range(500):
-        rows = draw_directions("orthogonal", num_directions, dim, seed=seed)
+        rows = draw_directions(kind, num_directions, dim, seed=seed)
         assert rows.shape == (num_directions, dim) and rows.dtype is torch.float64
         for block in rows.split(dim):
             units = block / block.norm(dim=-1, keepdim=True)
-            assert (units @ units.mT - torch.eye(len(block), dtype=torch.float64)).abs().max() < 1e-12
+            expected = torch.full((len(block), len(block)), cosine, dtype=torch.float64)
+            assert (units @ units.mT - expected.fill_diagonal_(1.0)).abs().max() < 1e-12
         lengths.append(rows.square().sum(-1))
     squares = torch.stack(lengths)
     # The square of a chi variable with d degrees has mean d and variance 2 d.

@@ -30,6 +30,7 @@ ERRORS = {
     "hyperbolic": log_hyperbolic_error,
     "trigonometric": log_trigonometric_error,
 }
+COUPLINGS = ("orthogonal", "simplex")
 
 
 def oprf_estimate(w, z, a):
@@ -80,7 +81,7 @@ def test_the_standard_error_is_infinite_where_no_number_holds_it_and_zero_where_
     assert standard_error("positive", 0.0, 4.0, num_directions=64, draws=1000) == 0.0
 
 
-def integrated_pair_moment(kind, square, head_dim, a=0.0):
+def integrated_pair_moment(kind, square, head_dim, cosine, a=0.0):
     """E[X₁X₂]/SM² from its definition: over both lengths, and over two coordinates of a unit vector.
 
     OPRF has one exponent `a` for all axes.
@@ -91,7 +92,9 @@ def integrated_pair_moment(kind, square, head_dim, a=0.0):
     weights = weights / weights.sum() * np.exp(2 * a * radii**2) * (1 - 4 * a) ** (head_dim / 2)
     nodes, node_weights = roots_jacobi(60, (head_dim - 4) / 2, 0)
     angles = np.arange(96) * 2 * np.pi / 96
-    first, second = (np.sqrt((nodes[:, None] + 1) / 2) * turn(angles) for turn in (np.cos, np.sin))
+    first = np.sqrt((nodes[:, None] + 1) / 2) * np.cos(angles)
+    second = np.sqrt((nodes[:, None] + 1) / 2) * np.sin(angles)
+    second = cosine * first + np.sqrt(1 - cosine**2) * second
 
     def over_lengths(coordinate):
         along = np.sqrt(square * (1 - 4 * a)) * coordinate[..., None] * radii
@@ -101,12 +104,16 @@ def integrated_pair_moment(kind, square, head_dim, a=0.0):
     return mean_over_angles @ node_weights / node_weights.sum()
 
 
-def pair_moment(square, *, kind, head_dim):
+def pair_moment(square, *, kind, projection, head_dim):
     """1 + (c − 1)/u from the error of two directions at ρ₂ − 1 = u, where u is the size that c reaches."""
     unit = np.zeros_like(square) if kind == "positive" else square
     sizes = {"num_directions": 2, "head_dim": head_dim}
-    error = log_coupled_error(square, kind=kind, log_single=unit, **sizes)
+    error = log_coupled_error(square, kind=kind, projection=projection, log_single=unit, **sizes)
     return 2 * np.exp(error - unit)
+
+
+def cosine_of(projection, head_dim):
+    return 0.0 if projection == "orthogonal" else -1 / (head_dim - 1)
 
 
 @pytest.mark.parametrize("head_dim", [4, 5, 64])
@@ -114,38 +121,44 @@ def pair_moment(square, *, kind, head_dim):
 def test_pairs_have_the_moment_of_its_definition_up_to_long_vectors(head_dim, square):
     for kind in ESTIMATES:
         unit = 1.0 if kind == "positive" else math.exp(square)
-        moment = pair_moment(square, kind=kind, head_dim=head_dim)
-        expected = integrated_pair_moment(kind, square, head_dim)
-        # Gauss rules of this order leave the rounding of exponents up to a hundred, and of 1 + (c − 1).
-        np.testing.assert_allclose(moment, 1 + (expected - 1) / unit, rtol=1e-11, atol=1e-14)
+        for projection in COUPLINGS:
+            moment = pair_moment(square, kind=kind, projection=projection, head_dim=head_dim)
+            expected = integrated_pair_moment(kind, square, head_dim, cosine_of(projection, head_dim))
+            # Gauss rules of this order leave the rounding of exponents up to a hundred, and of 1 + (c − 1).
+            np.testing.assert_allclose(moment, 1 + (expected - 1) / unit, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.parametrize("projection", COUPLINGS)
 @pytest.mark.parametrize("kind", ESTIMATES)
-def test_the_error_of_blocks_counts_the_pairs_within_each(kind):
+def test_the_error_of_blocks_counts_the_pairs_within_each(kind, projection):
     head_dim, square = 16, 1.0
     single = np.exp(ERRORS[kind](square))
-    excess = integrated_pair_moment(kind, square, head_dim) - 1
+    excess = integrated_pair_moment(kind, square, head_dim, cosine_of(projection, head_dim)) - 1
     for m in (1, 8, 16, 24, 48):
         block = np.arange(m) // head_dim
         pairs = (block == block[:, None]).sum() - m
-        error = log_coupled_error(square, kind=kind, num_directions=m, head_dim=head_dim)
+        error = log_coupled_error(
+            square, kind=kind, projection=projection, num_directions=m, head_dim=head_dim
+        )
         assert np.exp(error) == pytest.approx(single / m + pairs / m**2 * excess, rel=1e-10)
 
 
-def test_oprf_adds_the_same_for_every_pair_whatever_its_parameter():
-    moment = pair_moment(2.0, kind="positive", head_dim=8)
+@pytest.mark.parametrize("projection", COUPLINGS)
+def test_oprf_adds_the_same_for_every_pair_whatever_its_parameter(projection):
+    cosine = cosine_of(projection, 8)
+    moment = pair_moment(2.0, kind="positive", projection=projection, head_dim=8)
     for a in (-0.3, -0.05):
-        assert integrated_pair_moment("positive", 2.0, 8, a) == pytest.approx(moment, rel=1e-11)
+        assert integrated_pair_moment("positive", 2.0, 8, cosine, a) == pytest.approx(moment, rel=1e-11)
 
 
 @pytest.mark.parametrize("head_dim", [2, 3, 8, 33, 64])
 def test_orthogonal_pairs_have_the_confluent_function_of_scipy(head_dim):
     w = np.array([0.0, 1e-3, 0.5, 0.999, 1.001, 2.0, 10.0])
-    half = head_dim / 2
+    half, sizes = head_dim / 2, {"projection": "orthogonal", "head_dim": head_dim}
     positive = np.exp(-2 * w) * hyp1f1(head_dim, half, w)
-    np.testing.assert_allclose(pair_moment(2 * w, kind="positive", head_dim=head_dim), positive, rtol=1e-12)
+    np.testing.assert_allclose(pair_moment(2 * w, kind="positive", **sizes), positive, rtol=1e-12)
     trigonometric = np.exp(-w) * hyp1f1(-half, half, w)
-    moment = pair_moment(2 * w, kind="trigonometric", head_dim=head_dim)
+    moment = pair_moment(2 * w, kind="trigonometric", **sizes)
     np.testing.assert_allclose(moment, 1 + trigonometric - np.exp(-2 * w), rtol=0, atol=1e-13)
 
 
@@ -153,8 +166,21 @@ def test_orthogonal_pairs_have_the_confluent_function_of_scipy(head_dim):
 def test_what_a_pair_adds_keeps_its_digits_near_zero(head_dim):
     excess = 2 * 1e-8**2 / (head_dim + 2)
     sizes = {"num_directions": 2, "head_dim": head_dim, "log_single": math.log(2 * excess)}
-    error = log_coupled_error(2e-8, kind="positive", **sizes)
+    error = log_coupled_error(2e-8, kind="positive", projection="orthogonal", **sizes)
     assert np.exp(error) == pytest.approx(excess / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "square", "orthogonal", "simplex"),
+    [(16, 0.25, 0.259, 0.0218), (16, 8.0, 2970, 2968), (64, 1.0, 1.26, 0.293), (64, 4.0, 47.1, 43.8)],
+)
+def test_simplex_blocks_are_below_orthogonal_ones_by_the_published_amount(
+    head_dim, square, orthogonal, simplex
+):
+    sizes = {"kind": "positive", "num_directions": head_dim, "head_dim": head_dim}
+    errors = [log_coupled_error(square, projection=name, **sizes) for name in COUPLINGS]
+    # Three digits are published.
+    np.testing.assert_allclose(head_dim * np.exp(errors), [orthogonal, simplex], rtol=5e-3)
 
 
 def test_the_ratio_of_both_errors_turns_round_where_published_curves_do():
@@ -168,8 +194,10 @@ def test_the_ratio_of_both_errors_turns_round_where_published_curves_do():
 def test_every_error_is_a_number_from_zero_to_lengths_that_overflow(kind):
     squares = np.array([0.0, 1e-12, 1.0, 600.0, 2000.0])
     errors = [ERRORS[kind](squares)]
-    for head_dim in (2, 7, 64):
-        errors.append(log_coupled_error(squares, kind=kind, num_directions=2, head_dim=head_dim))
+    for projection in COUPLINGS:
+        for head_dim in (2, 7, 64):
+            sizes = {"num_directions": 2, "head_dim": head_dim}
+            errors.append(log_coupled_error(squares, kind=kind, projection=projection, **sizes))
     for error in errors:
         assert error[0] == -np.inf and np.isfinite(error[1:]).all()
 
@@ -189,6 +217,11 @@ def test_the_fits_that_calibrations_are_compared_with_minimise_their_objective()
     assert objective(turned, x, y) > objective(full, x, y)
 
 
+def coupled(**changes):
+    arguments = {"kind": "positive", "projection": "simplex", "num_directions": 1, "head_dim": 4}
+    return lambda: log_coupled_error(1.0, **{**arguments, **changes})
+
+
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
@@ -196,11 +229,9 @@ def test_the_fits_that_calibrations_are_compared_with_minimise_their_objective()
         (lambda: log_positive_error(np.inf), OptionError, "square must be finite"),
         (lambda: log_positive_error(1.0, num_directions=0), OptionError, "whole number of at least 1, not 0"),
         (lambda: log_oprf_error([1.0], a=0.125), OptionError, r"a must be below 1/8, not 0\.125"),
-        (
-            lambda: log_coupled_error(1.0, kind="positiv", num_directions=1, head_dim=4),
-            UnknownNameError,
-            "'positive'",
-        ),
+        (coupled(head_dim=1), OptionError, "head_dim must be at least 2 for simplex directions"),
+        (coupled(kind="positiv"), UnknownNameError, "'positive'"),
+        (coupled(projection="simplexes"), UnknownNameError, "'simplex'"),
     ],
 )
 def test_wrong_arguments_are_refused(request_, error, message):

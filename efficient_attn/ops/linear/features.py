@@ -237,6 +237,21 @@ def orthogonal_directions(num_directions: int, head_dim: int, generator: Generat
     return rotations * lengths
 
 
+def simplex_directions(num_directions: int, head_dim: int, generator: Generator) -> Tensor:
+    """Rows at angles of cosine −1/(head_dim − 1) within blocks of head_dim, with Gaussian lengths.
+
+    Reid et al. 2023, "Simplex Random Features": each block is a rotated regular simplex, whose rows are
+    scaled as in `orthogonal_directions`.
+    """
+    if head_dim == 1:
+        return iid_directions(num_directions, head_dim, generator)
+    corners = torch.eye(head_dim, dtype=torch.float64, device="cpu") - 1 / head_dim
+    corners /= corners.norm(dim=-1, keepdim=True)
+    blocks = -(-num_directions // head_dim)
+    rotated = (corners @ haar_rotations(blocks, head_dim, generator)).flatten(0, 1)[:num_directions]
+    return rotated * iid_directions(num_directions, head_dim, generator).norm(dim=-1, keepdim=True)
+
+
 def haar_rotations(blocks: int, dim: int, generator: Generator) -> Tensor:
     """Uniformly distributed orthogonal matrices, float64 [blocks dim dim].
 
@@ -251,6 +266,7 @@ def haar_rotations(blocks: int, dim: int, generator: Generator) -> Tensor:
 
 DRAWS: dict[str, Callable[[int, int, Generator], Tensor]] = {
     "orthogonal": orthogonal_directions,
+    "simplex": simplex_directions,
     "iid": iid_directions,
 }
 

@@ -159,6 +159,7 @@ def _log_errors(kind: str, projection: str, x: Floats, y: Floats, m: int, a: Flo
     return log_coupled_error(
         square,
         kind=kind,
+        projection=projection,
         num_directions=m,
         head_dim=x.shape[1],
         log_single=None if a is None else log_oprf_error(x + y, a=a),
