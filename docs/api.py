@@ -47,8 +47,8 @@ def public_names() -> Iterator[tuple[str, str, bool]]:
     """Every public name with its whole path, the module behind it, and whether it is a class."""
     for name, module in _assigned("__init__", "_HOME").items():
         yield f"efficient_attn.{name}", module, _is_class(name, module)
-    for folder in sorted(plan.parent for plan in PACKAGE.glob("studies/*/plan.py")):
-        yield f"efficient_attn.{folder.name}", f"studies.{folder.name}.plan", False
+    for folder in sorted(init.parent for init in PACKAGE.glob("studies/*/__init__.py")):
+        yield f"efficient_attn.{folder.name}", f"studies.{folder.name}", False
     modules = {name: name for name in ("testing", "distributed")}
     modules |= {_INTERCEPT: "intercept", _HUGGING_FACE: _HUGGING_FACE}
     for module, shown in modules.items():

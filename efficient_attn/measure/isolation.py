@@ -67,12 +67,6 @@ class Process:
         self._requests: Any = None
         self._answers: Any = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
     def start(self) -> None:
         """Start the process, unless it is running."""
         if self.child is not None:
@@ -267,9 +261,9 @@ def check_isolated(
         if len(hangs) >= _MOST_HANGS:
             return lost(outcome=UNKNOWN, detail=f"Not tried: {len(hangs)} earlier checks did not end.")
         request = {"target": backend, "check": name, "seed": seed, "long": long, "declared": declared}
-        process = processes.get()
+        child = processes.get()
         try:
-            return CheckRecord(**json.loads(process.ask("check", request, limit_s=timeout_s)))
+            return CheckRecord(**json.loads(child.ask("check", request, limit_s=timeout_s)))
         except TimeoutError:
             hangs.append(name)
             detail = f"The check took longer than {show_seconds(timeout_s)} (raise it with --timeout)."
@@ -277,10 +271,10 @@ def check_isolated(
         except CrashError as ending:
             return lost(outcome=BROKEN, detail=f"The check did not end: {ending}.", failed=True)
         finally:
-            processes.put(process)
+            processes.put(child)
 
     with contextlib.ExitStack() as stack:
-        first = stack.enter_context(Process())
+        first = stack.enter_context(contextlib.closing(Process()))
         place = backend.rpartition(":")[0] or backend
         try:
             refusal = json.loads(first.ask("load", {"target": backend}, limit_s=timeout_s))
@@ -292,8 +286,9 @@ def check_isolated(
             raise DataError(refusal)
         # Each check uses one thread.
         count = min(usable_cores(), _MOST_PROCESSES, len(chosen))
-        for process in (first, *(stack.enter_context(Process()) for _ in range(count - 1))):
-            processes.put(process)
+        processes.put(first)
+        for _ in range(count - 1):
+            processes.put(stack.enter_context(contextlib.closing(Process())))
         pool = ThreadPoolExecutor(count)
         try:
             return list(pool.map(record_of, chosen))

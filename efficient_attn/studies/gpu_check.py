@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -275,7 +276,7 @@ def judge(
     for tile in tiles or verdict.TILES[kernel]:
         request = {"kernel": kernel, "precision": precision, "device": device, "tile": tile}
         try:
-            with Process(variables=variables) as process:
+            with closing(Process(variables=variables)) as process:
                 answer = json.loads(process.ask("kernel", request, limit_s=limit_s))
         except TimeoutError:
             answer = {"failures": [f"took longer than {show_seconds(limit_s)}"]}
