@@ -88,11 +88,15 @@ def _target(environment: Mapping[str, Any]) -> tuple[str, Targets]:
     """Quantity of the loss, and the targets; its limit is the first."""
     entry = environment.get(LIMIT)
     entry = entry if isinstance(entry, Mapping) else {}
-    values = [entry.get(name) for name in ("limit", "max_loss", "min_recall")]
-    largest = sys.float_info.max
-    sound = (isinstance(value, (int, float)) and 0 <= value <= largest and float(value) for value in values)
     quantity = entry.get("quantity")
-    return quantity if quantity in (KL, OUTPUT_COSINE) else MEAN_POOL, Targets(*(x or 0.0 for x in sound))
+    targets = (_number(entry.get(name)) for name in ("limit", "max_loss", "min_recall"))
+    return quantity if quantity in (KL, OUTPUT_COSINE) else MEAN_POOL, Targets(*targets)
+
+
+def _number(value: Any) -> float:
+    """A target, 0 if it is missing or damaged."""
+    sound = isinstance(value, (int, float)) and 0 <= value <= sys.float_info.max
+    return float(value) if sound else 0.0
 
 
 def outcomes_of(records: Sequence[Record], environment: Mapping[str, Any]) -> list[Outcome]:

@@ -29,7 +29,7 @@ from efficient_attn.report.text import (
     show_ratio,
 )
 from efficient_attn.stats.candidates import missing
-from efficient_attn.stats.estimates import RUN_SHIFT, Typical, grouped, time_ratio
+from efficient_attn.stats.estimates import Typical, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.studies.advise.outcomes import (
@@ -268,21 +268,18 @@ def _in_words(row: Row) -> str:
 
 def _attention_plot(records: Sequence[Record], max_error: float) -> Plot:
     """For each shape times of calls and errors of the worst layer, with one legend for all."""
-    plots = []
+    title, rows, conditions = "Time and error of attention alone", [], []
     for shape in grouped(records, *SHAPE):
         if times := [record for record in shape if is_time(record)]:
             plot = cost_plot(times)
-            plots.append(plot._replace(rows=(_charts(plot.charts[0], rows_of(shape), max_error),)))
-    first, *further = plots
-    if not further:
-        return first._replace(title="Time and error of attention alone")
-    rows = []
-    for plot in plots:
-        time, errors = plot.rows[0]
-        assert time is not None
-        rows.append((time._replace(notes=(plot.conditions.partition(";")[0],)), errors))
-    conditions = f"median with its 95 % interval, with a shift of {100 * RUN_SHIFT:.0f} % between runs"
-    return Plot("Time and error of attention alone", conditions, tuple(rows))
+            conditions.append(plot.conditions)
+            rows.append(_charts(plot.charts[0], rows_of(shape), max_error))
+    if len(rows) == 1:
+        return Plot(title, conditions[0], tuple(rows))
+    settings, intervals = zip(*(text.split("; ") for text in conditions), strict=True)
+    pairs = zip(rows, settings, strict=True)
+    noted = ((time._replace(notes=(words,)), errors) for (time, errors), words in pairs)
+    return Plot(title, intervals[0], tuple(noted))
 
 
 def _heads_plot(records: Sequence[Record]) -> Plot:
