@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy.special import hyp1f1, roots_jacobi, roots_legendre
+from scipy.special import roots_jacobi, roots_legendre
 from theory.dense_exponential import fitted_full, fitted_oprf, objective
 
 from efficient_attn.errors import OptionError, UnknownNameError
@@ -149,17 +149,6 @@ def test_oprf_adds_the_same_for_every_pair_whatever_its_parameter(projection):
     moment = pair_moment(2.0, kind="positive", projection=projection, head_dim=8)
     for a in (-0.3, -0.05):
         assert integrated_pair_moment("positive", 2.0, 8, cosine, a) == pytest.approx(moment, rel=1e-11)
-
-
-@pytest.mark.parametrize("head_dim", [2, 3, 8, 33, 64])
-def test_orthogonal_pairs_have_the_confluent_function_of_scipy(head_dim):
-    w = np.array([0.0, 1e-3, 0.5, 0.999, 1.001, 2.0, 10.0])
-    half, sizes = head_dim / 2, {"projection": "orthogonal", "head_dim": head_dim}
-    positive = np.exp(-2 * w) * hyp1f1(head_dim, half, w)
-    np.testing.assert_allclose(pair_moment(2 * w, kind="positive", **sizes), positive, rtol=1e-12)
-    trigonometric = np.exp(-w) * hyp1f1(-half, half, w)
-    moment = pair_moment(2 * w, kind="trigonometric", **sizes)
-    np.testing.assert_allclose(moment, 1 + trigonometric - np.exp(-2 * w), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("head_dim", [3, 64])
