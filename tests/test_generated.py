@@ -22,13 +22,14 @@ IMAGES = runpy.run_path(str(DOCS / "images.py"))
 PICTURES: list[str] = IMAGES["names"]()
 
 
-@pytest.mark.parametrize(("script", "page"), [("generate", "backends"), ("choosing", "choosing")])
-def test_a_page_is_what_its_script_makes_of_backends_and_records(script: str, page: str) -> None:
+def test_a_page_is_what_its_script_makes_of_backends_and_records() -> None:
+    scripts = {"backends": "generate", "choosing": "choosing"}
     # In a process of its own: other tests put backends into the table of this one.
-    code = f"import runpy; print(runpy.run_path({str(DOCS / script) + '.py'!r})['page'](), end='')"
+    code = f"""import json, runpy
+print(json.dumps([runpy.run_path(f"{DOCS}/{{script}}.py")["page"]() for script in {[*scripts.values()]}]))"""
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    written = (DOCS / f"{page}.md").read_text(encoding="utf-8")
-    assert written == child.stdout, f"run: python docs/{script}.py"
+    for (page, script), text in zip(scripts.items(), json.loads(child.stdout), strict=True):
+        assert (DOCS / f"{page}.md").read_text(encoding="utf-8") == text, f"run: python docs/{script}.py"
 
 
 def test_every_picture_is_drawn_by_the_script_and_stands_on_a_page() -> None:
