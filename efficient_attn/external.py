@@ -183,7 +183,7 @@ def plugins() -> dict[str, Plugin]:
     """All plug-ins by backend name; none is imported."""
     by_name = {}
     for point in entry_points(group=GROUP):
-        assert point.dist is not None, "entry points are those of installed packages"
+        assert point.dist is not None, "entry points belong to installed packages"
         by_name[point.name] = Plugin(point.name, point.value, point.dist.name, point.dist.version)
     return by_name
 
