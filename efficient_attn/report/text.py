@@ -185,9 +185,13 @@ def failure_notes(records: Iterable[Record]) -> tuple[str, ...]:
     failed = [record for record in records if record.status != "ok"]
     unaffordable = [r for r in failed if r.status == "skipped" and "--budget" in (r.reason or "")]
     notes = dict.fromkeys(f"{r.case.label}: {r.status}: {r.reason}" for r in failed if r not in unaffordable)
-    count = len(unaffordable)
-    skipped = f"{count} point{'s' * (count > 1)} skipped (budget). Continue: --resume with a larger --budget."
-    return (*notes, skipped) if count else (*notes,)
+    return (*notes, *skipped_notes(len(unaffordable)))
+
+
+def skipped_notes(count: int) -> list[str]:
+    """Remark on so many points beyond the budget, if there are any."""
+    points = f"{count} point{'s' * (count > 1)}"
+    return [f"{points} skipped (budget). Continue: --resume with a larger --budget."] if count else []
 
 
 def calibration_note(records: Iterable[Record]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from efficient_attn.errors import DataError
 from efficient_attn.limits import read_object
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
-from efficient_attn.report.text import compared, rounded
+from efficient_attn.report.text import compared, rounded, skipped_notes
 from efficient_attn.stats.estimates import Typical, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.advise.plan import BOUND, LIMIT, LOSSLESS, RANDOM_HEADS, RETRIEVAL, SLIDING
@@ -311,8 +311,4 @@ def skipped_note(records: Sequence[Record]) -> str:
     """A remark on points that did not fit; empty if all did."""
     # Of a resumed run the skipped plan may be another plan than the measured one.
     count = sum(record.status == "skipped" for record in records if record.case.backend != PLAN)
-    return (
-        f" {count} point{'s' * (count > 1)} skipped (budget). Continue: --resume with a larger --budget."
-        if count
-        else ""
-    )
+    return "".join(f" {note}" for note in skipped_notes(count))
