@@ -181,8 +181,8 @@ def test_a_gpu_has_a_second_pair_of_tables_a_sentence_and_a_plot_of_device_times
     assert [row["speed, exact 1×"] for row in rows(device)] == ["1×", "2×?"]
     assert "with a cold L2 cache" in " ".join(device.notes)
     latency, queued = sentences(made, {})
-    assert latency.startswith("Speed at 1024 tokens") and "window 1.00×" in latency
-    assert queued.startswith("Speed by device time at 1024 tokens") and "window 2.00×" in queued
+    assert latency.startswith("Speed at 1024 tokens") and "window 1×?" in latency
+    assert queued.startswith("Speed by device time at 1024 tokens") and "window 2×?" in queued
     assert [*plots(made, {})] == ["time", "device-time"]
     assert "Device times are" in how_measured(made, {})
     assert "Device times are" not in how_measured([record()], {})

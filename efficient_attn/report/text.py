@@ -121,11 +121,11 @@ def inverse(ratio: Typical) -> Typical:
 
 
 def show_growth(power: Typical | None) -> str:
-    """Cell `n^2.0` with its interval, undecided for one wider than 1, or nothing."""
+    """Cell `n^2.0` with its interval, undecided for an unknown one or one wider than 1, or nothing."""
     if power is None:
         return ""
-    low, high = power.low or 0.0, power.high or 0.0
-    if high - low > 1:
+    low, high = power.low, power.high
+    if low is None or high is None or high - low > 1:
         return UNDECIDED
     text = f"n^{power.median:.{1 if high - low > _NOISY else 2}f}"
     return text if low == high else f"{text}\t{low:.2f} to {high:.2f}"

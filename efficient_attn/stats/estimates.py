@@ -216,14 +216,15 @@ class Curve(NamedTuple):
     @property
     def growth(self) -> Typical | None:
         """Power of the tokens with which the cost grows from the third longest to the longest length."""
-        costs = [
-            (point.tokens, point.value, point.high or point.value) for point in self.measured if point.value
-        ]
-        if len(costs) < 2:
+        points = [point for point in self.measured if point.value]
+        if len(points) < 2:
             return None
+        costs = [(point.tokens, point.value or 0.0, point.high or point.value or 0.0) for point in points]
         (first, cost, high), (last, last_cost, last_high) = costs[-3:][0], costs[-1]
         step = math.log(last / first)
         power = math.log(last_cost / cost) / step
+        if self.quantity == "time_s" and not all(point.high for point in points[-3:]):
+            return Typical(power, None, None, len(costs))
         half = math.hypot(math.log(high / cost), math.log(last_high / last_cost)) / step
         return Typical(power, power - half, power + half, len(costs))
 

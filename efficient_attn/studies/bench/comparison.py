@@ -8,6 +8,7 @@ from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, joint_name, single_names
 from efficient_attn.stats.estimates import Middle, call_time, grouped, middle, time_ratio
 from efficient_attn.studies.bench import DEFAULT_MAX_ERROR, MAX_ERROR
+from efficient_attn.studies.run_folder import over_budget
 
 # Relative errors below this, or below twice the error of exact attention in the same dtype, are rounding
 # and count as equal.
@@ -148,9 +149,13 @@ def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:
                 models.setdefault(name.rpartition("(")[0] if inputs == GAUSSIAN else "", []).append(name)
         if any(record.case.kind == "time" for record in group):
             pairs += [(group, {name: measured[name] for name in names}) for names in models.values()]
-    return tuple(
-        sorted((_comparison(*pair) for pair in pairs), key=lambda comparison: comparison.case.tokens)
-    )
+    # Where the budget did not reach the error of exact attention, there is nothing to compare.
+    complete = [
+        comparison
+        for comparison in (_comparison(*pair) for pair in pairs)
+        if comparison.exact or not any(map(over_budget, comparison.records))
+    ]
+    return tuple(sorted(complete, key=lambda comparison: comparison.case.tokens))
 
 
 def by_setting(all_comparisons: Iterable[Comparison]) -> list[list[Comparison]]:

@@ -10,7 +10,7 @@ from efficient_attn.measure.units import show_bytes, show_seconds
 from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, single_names
 from efficient_attn.report.figures import GRID, LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import full
-from efficient_attn.report.text import compared, edges, inverse, rounded, setting, show_error
+from efficient_attn.report.text import compared, edges, inverse, rounded, setting, show_error, show_ratio
 from efficient_attn.stats.candidates import missing, operations_sentence
 from efficient_attn.stats.estimates import (
     DEVICE_TIME,
@@ -19,6 +19,7 @@ from efficient_attn.stats.estimates import (
     TIME,
     Curve,
     SpeedUp,
+    Typical,
     by_clock,
     by_subject,
     curves,
@@ -96,13 +97,15 @@ def _speed_sentences(place: str, times: Sequence[Curve], settled: str) -> list[s
         for side, words in _SIDES.items():
             ordered = sorted(rows.get(side, []), key=lambda row: -row.last.median)
             ratios = [inverse(row.last) if side == -1 else row.last for row in ordered]
-            names = (
-                f"{row.label} {rounded(*ratio[:3])}×" for row, ratio in zip(ordered, ratios, strict=True)
-            )
+            names = (f"{row.label} {_times(ratio)}" for row, ratio in zip(ordered, ratios, strict=True))
             parts += [f"{words}: {', '.join(names)}"] if ordered else []
         sentence = f"Speed{place} at {tokens} tokens ({where}): {'; '.join(parts)}."
         sentences.append(f"{sentence} {settled}" if settled and 0 in rows else sentence)
     return sentences
+
+
+def _times(ratio: Typical) -> str:
+    return show_ratio(ratio) if ratio.low is None else f"{rounded(*ratio[:3])}×"
 
 
 def _verdict(comparison: Comparison, environment: Environment) -> str:
