@@ -212,8 +212,9 @@ def error_point(
     case = error_case(variant, subject, "output", threads=threads)
     question: dict[str, Any] = {"metric": metric, "threads": threads}
     if variant is MEAN:
-        # The baseline computes the exact output.
-        cost, measure = float(case.tokens) ** 2, partial(measure_mean, subject, **question)
+        # The baseline computes the exact output, in float64.
+        cost = float(case.tokens) ** 2 * case.model_dim
+        measure = partial(measure_mean, subject, **question)
     else:
         operations = attention_flops(case, variant.target) or case.tokens**2 * case.model_dim
         compared = _METRIC * case.tokens * case.model_dim
