@@ -190,8 +190,8 @@ def failure_notes(records: Iterable[Record]) -> tuple[str, ...]:
 
 def skipped_notes(count: int) -> list[str]:
     """Remark on so many points beyond the budget, if there are any."""
-    points = f"{count} point{'s' * (count > 1)}"
-    return [f"{points} skipped (budget). Continue: --resume with a larger --budget."] if count else []
+    text = f"{count} point{'s' * (count > 1)} skipped (budget). Continue: --resume with a larger --budget."
+    return [text] if count else []
 
 
 def calibration_note(records: Iterable[Record]) -> tuple[str, ...]:
