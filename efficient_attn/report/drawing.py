@@ -261,7 +261,7 @@ def _name_lines(ax: Any, chart: Chart, height: float, sizes: Style) -> None:
         places[:-1] -= close
         places = np.clip(places, 0, 1)
     for place, index in zip(places, order, strict=True):
-        line, colour = lines[index], lines[index].style["color"]
+        line, colour = lines[index], lines[index].style.get("color", INK)
         ax.annotate(
             plain(short(line.label, _LONGEST_NAME)),
             xy=(line.x[-1] if len(line.x) else ax.get_xlim()[1], line.y[-1]),
