@@ -145,13 +145,15 @@ class Costs:
         if limit is not None and needed > limit:
             skip = f"needs about {show_bytes(needed)}, the limit is {show_bytes(limit)}"
             skip = f"{skip} (raise memory_limit in Python)"
+        # Every error is one against the exact output.
+        growth = 2 if kind == "error" else variant.time_growth
         return Point(
             case=case,
             measure=partial(self.measure, case, target=variant.target),
             rounds=self.rounds if kind == "time" else 0,
             label=f"{variant.label}, {tokens} tokens of {case.inputs}, error" if kind == "error" else None,
             series=(case.label, case.of),
-            cost=case.batch * float(tokens) ** variant.time_growth,
+            cost=case.batch * float(tokens) ** growth,
             skip=skip,
         )
 
