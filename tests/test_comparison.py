@@ -256,3 +256,10 @@ def test_the_sentence_of_a_swap_goes_no_further_than_the_measurements(seconds, c
     records = [*swapped(OWN, None), *swapped("window", 0.2, seconds)]
     (text,) = swap_sentences(records, {CANDIDATES: candidates})
     assert all(part in text for part in parts) and ("so far" in text) == (len(candidates) > 1)
+
+
+def test_the_first_error_predicts_that_of_exact_attention():
+    """Uniform attention is linear, but its error is one against exact attention, as all are."""
+    points = points_of(find("bench").plan(["exact", "linformer"], seq_lens=(512,)))
+    errors = {point.case.backend: point.cost for point in points if point.case.kind == "error"}
+    assert len(errors) == 3 and len({*errors.values()}) == 1
