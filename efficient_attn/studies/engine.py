@@ -44,7 +44,7 @@ from efficient_attn.studies.study import CODE, STUDY, Plan, Point, Study, refuse
 _ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
 
 # Seconds that tables, plots and the page take after the last point, at most this share of a budget.
-_SAVING_S, _SHARE_OF_SAVING = 4.0, 0.15
+_SAVING_S, _SHARE_OF_SAVING = 6.0, 0.3
 
 # Backends that the note on an interruption names before it counts the others.
 _NAMED = 6
