@@ -41,9 +41,13 @@ def output(table: Any) -> str:
 
     from efficient_attn.report.table import to_rich
 
+    shown = [number for number, row in enumerate(table.rows) if row[0] in _ROWS]
+    # Marks move with their rows.
+    best = tuple((shown.index(row), column) for row, column in table.best if row in shown)
+    excerpt = table._replace(rows=[table.rows[number] for number in shown], best=best, worse=())
     console = Console(width=_WIDTH, color_system=None)
     with console.capture() as drawn:
-        console.print(to_rich(table._replace(rows=[row for row in table.rows if row[0] in _ROWS]), _WIDTH))
+        console.print(to_rich(excerpt, _WIDTH))
     lines = [line.rstrip() for line in drawn.get().splitlines() if line.strip()]
     return "\n".join(lines[1:]) + "\n"
 
