@@ -53,7 +53,7 @@ def output(table: Any) -> str:
 
 
 def draw(results: ea.Results) -> Any:
-    """Times on the encoder's shape, with errors of the worst layer in the legend."""
+    """Times on the encoder's shape; names have the error of the worst layer."""
     from efficient_attn.report.drawing import draw
 
     records = [record for record in results.records if not record.case.causal]
