@@ -95,7 +95,7 @@ def distance_point(subject: Subject, variant: Variant, layer: int | None = None,
         measure=partial(answer, case, partial(distance, case, variant, subject, draws)),
         label=f"{variant.label}, {case.tokens} tokens, {'all layers' if layer is None else f'layer {layer}'}",
         series=variant.label,
-        cost=repeats * float(case.tokens) ** variant.time_growth,
+        cost=repeats * _work(case, variant.time_growth),
     )
 
 
@@ -108,8 +108,13 @@ def pass_point(subject: Subject, variant: Variant, kind: str = "time", *, rounds
         rounds=rounds,
         label=f"{variant.label}, {case.tokens} tokens, {kind}",
         series=variant.label,
-        cost=float(case.tokens) ** variant.time_growth,
+        cost=_work(case, variant.time_growth),
     )
+
+
+def _work(case: Case, growth: int = 1) -> float:
+    """Products of a layer per head entry: 12 d² for each token in linear layers, 2 n d in attention."""
+    return case.tokens * (6.0 * case.model_dim + float(case.tokens) ** (growth - 1))
 
 
 def plan_point(subject: Subject, variant: Variant, chosen: Mapping[Any, str], **values: Any) -> Point:
@@ -125,7 +130,7 @@ def plan_point(subject: Subject, variant: Variant, chosen: Mapping[Any, str], **
         measure=partial(answer, case, partial(_plan_record, case, variant, subject, chosen, values)),
         label=f"{variant.label}, {case.tokens} tokens",
         series=OWN,
-        cost=float(case.tokens),
+        cost=_work(case),
     )
 
 
