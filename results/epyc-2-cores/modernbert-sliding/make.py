@@ -38,20 +38,20 @@ def model() -> Any:
     return ModernBertModel(config).eval()
 
 
-def run_model(made: Any, tokens: int) -> Callable[[], torch.Tensor]:
+def run_model(module: Any, tokens: int) -> Callable[[], torch.Tensor]:
     ids = torch.randint(
-        4, made.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(tokens)
+        4, module.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(tokens)
     )
-    return lambda: made(input_ids=ids).last_hidden_state
+    return lambda: module(input_ids=ids).last_hidden_state
 
 
-def run_attention(made: Any, mask_function: Callable, tokens: int) -> Callable[[], torch.Tensor]:
-    module, width = made.layers[1].attn, made.config.sliding_window
+def run_attention(encoder: Any, mask_function: Callable, tokens: int) -> Callable[[], torch.Tensor]:
+    module, width = encoder.layers[1].attn, encoder.config.sliding_window
     generator = torch.Generator().manual_seed(tokens)
     q, k, v = torch.randn(3, 1, 12, tokens, 64, generator=generator).unbind()
     pattern = sliding_window_bidirectional_mask_function(width)
     mask = mask_function(1, tokens, tokens, 0, 0, mask_function=pattern, local_size=width, device="cpu")
-    attend = AttentionInterface()[made.config._attn_implementation]
+    attend = AttentionInterface()[encoder.config._attn_implementation]
     return lambda: attend(module, q, k, v, mask, scaling=0.125, sliding_window=width + 1)[0]
 
 
@@ -73,7 +73,7 @@ def compare(of: str, tokens: int, theirs: Callable[[], Any], ours: Callable[[], 
         "window_cpu_s": [pair[1][0] for pair in pairs],
         "sdpa_wall_s": [pair[0][1] for pair in pairs],
         "window_wall_s": [pair[1][1] for pair in pairs],
-        "median_ratio": median(one[0] / other[0] for one, other in pairs),
+        "median_ratio": median(sdpa[0] / window[0] for sdpa, window in pairs),
         "sdpa_peak_bytes": peak(theirs, device="cpu").peak_bytes,
         "window_peak_bytes": peak(ours, device="cpu").peak_bytes,
     }
@@ -83,7 +83,9 @@ def row(record: dict[str, Any]) -> str:
     names = ("sdpa", "window")
     times = [1e3 * median(record[f"{name}_cpu_s"]) for name in names]
     mebibytes = [record[f"{name}_peak_bytes"] / 2**20 for name in names]
-    ratios = [one / other for one, other in zip(*(record[f"{name}_cpu_s"] for name in names), strict=True)]
+    ratios = [
+        sdpa / window for sdpa, window in zip(*(record[f"{name}_cpu_s"] for name in names), strict=True)
+    ]
     cells = (
         record["of"],
         record["tokens"],
@@ -110,8 +112,8 @@ def main() -> None:
             "attention": (run_attention(theirs, sdpa_mask, tokens), run_attention(ours, make_mask, tokens)),
             "model": (run_model(theirs, tokens), run_model(ours, tokens)),
         }
-        for of, (one, other) in pairs.items():
-            records.append(compare(of, tokens, one, other))
+        for of, calls in pairs.items():
+            records.append(compare(of, tokens, *calls))
             print(row(records[-1]), flush=True)
     (HERE / "pairs.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (HERE / "environment.json").write_text(json.dumps(about, indent=2) + "\n")

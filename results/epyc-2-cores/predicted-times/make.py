@@ -43,37 +43,39 @@ def processor_time(call: Callable[[], object]) -> float:
 
 
 def measure_missing(path: Path, *, causal: bool, dtype: str) -> None:
-    known = {record.case.key for record in read(path).records} if path.exists() else set()
-    variants = [one for one in select(None) if one.backend != "exact-dense"]
+    stored = {record.case.key for record in read(path).records} if path.exists() else set()
+    variants = [variant for variant in select(None) if variant.backend != "exact-dense"]
     for batch, heads, dim in (*PROBE, *UNSEEN):
         for tokens in LENGTHS:
             shape = {"batch": batch, "num_heads": heads, "head_dim": dim, "tokens": tokens}
             setting = {"causal": causal, "dtype": dtype, "device": "cpu", "threads": 1}
-            cases = [(one, one.case(kind="time", **shape, **setting)) for one in variants]
+            cases = [(variant, variant.case(kind="time", **shape, **setting)) for variant in variants]
             if 4 * batch * heads * dim * tokens**2 > MOST:
                 continue
             parts: dict[str, list[Record]] = {}
-            missing = [(variant, case) for variant, case in cases if case.key not in known]
+            missing = [(variant, case) for variant, case in cases if case.key not in stored]
             for number in range(ROUNDS):
                 for variant, case in missing[::-1] if number % 2 else missing:
                     record = measure(case, target=variant.target, seconds=ROUND_S)
                     if record.status == "ok":
                         parts.setdefault(case.key, []).append(record)
-            for found in parts.values():
-                append(path, merge_rounds(found))
+            for rounds in parts.values():
+                append(path, merge_rounds(rounds))
 
 
 def shape_of(case: Case) -> tuple[int, int, int]:
     return case.batch, case.num_heads, case.head_dim
 
 
-def crossover(own: dict[int, float], exact: dict[int, float]) -> float | None:
+def crossover(times: dict[int, float], exact: dict[int, float]) -> float | None:
     """The last length at which the line through the differences of the medians per token falls below zero.
 
     Three rounds have no interval, so that the crossovers of `bench` do not exist here.
     """
-    lags = [(tokens, (own[tokens] - exact[tokens]) / tokens) for tokens in sorted(own.keys() & exact.keys())]
-    falls = [(one, two) for one, two in pairwise(lags) if one[1] > 0 >= two[1]]
+    lags = [
+        (tokens, (times[tokens] - exact[tokens]) / tokens) for tokens in sorted(times.keys() & exact.keys())
+    ]
+    falls = [(left, right) for left, right in pairwise(lags) if left[1] > 0 >= right[1]]
     if not falls or lags[-1][1] > 0:
         return None
     (start, here), (end, there) = falls[-1]
@@ -83,38 +85,41 @@ def crossover(own: dict[int, float], exact: dict[int, float]) -> float | None:
 def report(name: str, records: list[Record]) -> None:
     groups: dict[tuple[int, int, int], list[Record]] = {}
     # Nothing is counted of a form that is no longer built, causal clusters that stay closed.
-    records = [one for one in records if attention_flops(one.case, one.case.backend) is not None]
+    records = [record for record in records if attention_flops(record.case, record.case.backend) is not None]
     for record in records:
         groups.setdefault(shape_of(record.case), []).append(record)
-    short = [one for shape in PROBE for one in groups[shape] if one.case.tokens <= LONGEST_PROBE]
+    short = [record for shape in PROBE for record in groups[shape] if record.case.tokens <= LONGEST_PROBE]
     models = time_models(short)
-    others = [one for one in records if one not in short]
-    inside = sum(is_inside(models, one) for one in others)
-    held = crossed = own_inside = own_times = faster = speeds = 0
+    others = [record for record in records if record not in short]
+    inside = sum(is_inside(models, record) for record in others)
+    covered = crossed = inside_of_shape = times_of_shape = faster = speeds = 0
     for (batch, heads, dim), group in groups.items():
         sizes = {"batch": batch, "num_heads": heads, "head_dim": dim}
         times: dict[str, dict[int, float]] = {}
-        for one in group:
-            times.setdefault(one.case.label, {})[one.case.tokens] = call_time(one).median
+        for record in group:
+            times.setdefault(record.case.label, {})[record.case.tokens] = call_time(record).median
         for label in times.keys() - {YARDSTICK} if (batch, heads, dim) in UNSEEN else ():
             if (tokens := crossover(times[label], times[YARDSTICK])) is not None:
                 predicted = (models[label].speed(models[YARDSTICK], tokens=n, **sizes) for n in SOUGHT)
                 _, low, high = crossover_of(dict(zip(SOUGHT, predicted, strict=True)))
                 crossed += 1
-                held += low is not None and low <= tokens <= (high or float("inf"))
+                covered += low is not None and low <= tokens <= (high or float("inf"))
         # The use of `advise`: calls of one shape predict longer ones of this shape.
-        own = time_models([one for one in group if one.case.tokens <= LONGEST_PROBE])
-        for one in (one for one in group if one.case.tokens > LONGEST_PROBE and one.case.label in own):
-            label, tokens = one.case.label, one.case.tokens
-            own_times += 1
-            own_inside += is_inside(own, one)
+        of_shape = time_models([record for record in group if record.case.tokens <= LONGEST_PROBE])
+        for record in (
+            record for record in group if record.case.tokens > LONGEST_PROBE and record.case.label in of_shape
+        ):
+            label, tokens = record.case.label, record.case.tokens
+            times_of_shape += 1
+            inside_of_shape += is_inside(of_shape, record)
             if label != YARDSTICK:
-                _, low, high = own[label].speed(own[YARDSTICK], tokens=tokens)
+                _, low, high = of_shape[label].speed(of_shape[YARDSTICK], tokens=tokens)
                 speeds += 1
                 faster += low <= times[YARDSTICK][tokens] / times[label][tokens] <= high
     print(
-        f"{name}: three shapes: {inside} of {len(others)} times, {held} of {crossed} crossovers of unseen "
-        f"shapes inside; one shape: {own_inside} of {own_times} times, {faster} of {speeds} speed-ups inside"
+        f"{name}: three shapes: {inside} of {len(others)} times, {covered} of {crossed} crossovers of unseen "
+        f"shapes inside; one shape: {inside_of_shape} of {times_of_shape} times, "
+        f"{faster} of {speeds} speed-ups inside"
     )
 
 

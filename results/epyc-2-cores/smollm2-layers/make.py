@@ -24,15 +24,15 @@ STEP = 16
 def properties(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> dict[str, float]:
     """Errors of backends and of uniform attention, entropy of a row in nats, weight of the first token."""
     exact = exact_output(q, k, v, scale=scale, causal=True)
-    found = {"uniform attention": output_error(mean_of_values(q, v.double(), causal=True), exact).relative}
+    measured = {"uniform attention": output_error(mean_of_values(q, v.double(), causal=True), exact).relative}
     for name in BACKENDS:
         backend = ea.build(name, head_dim=q.shape[-1], num_heads=q.shape[1], causal=True, scale=scale)
-        found[name] = output_error(backend(q, k, v), exact).relative
+        measured[name] = output_error(backend(q, k, v), exact).relative
     rows = torch.arange(STEP - 1, q.shape[2], STEP)
     scores = scale * q[:, :, rows] @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
     weights = scores.masked_fill(torch.arange(k.shape[2]) > rows[:, None], -torch.inf).softmax(dim=-1)
-    found["entropy"] = float(-(weights * weights.clamp_min(1e-30).log()).sum(dim=-1).mean())
-    return found | {"first token": float(weights[..., 0].mean())}
+    measured["entropy"] = float(-(weights * weights.clamp_min(1e-30).log()).sum(dim=-1).mean())
+    return measured | {"first token": float(weights[..., 0].mean())}
 
 
 def main(file: str) -> None:
