@@ -81,6 +81,7 @@ class BackendSpec:
         outside: Whether it wraps a function without a table of capabilities: undeclared ones are unknown.
         function: Registered function of q, k and v; None: a builder is registered.
         composed: Whether it is made of other backends, which its options name; listings leave it out.
+        compared: Whether comparisons measure it unless backends are named.
     """
 
     name: str
@@ -96,6 +97,7 @@ class BackendSpec:
     outside: bool = False
     function: Callable[..., Any] | None = None
     composed: bool = False
+    compared: bool = True
 
     def flops(self, problem: Any, options: Any, tokens: int) -> int | None:
         """Operations of one head's forward pass, two for each multiplication with its addition.
@@ -123,6 +125,7 @@ def register(
     operations: Callable[[Any, Any, int, int], OperationCounts | None] | None = None,
     also: tuple[Mapping[str, Any], ...] = (),
     composed: bool = False,
+    compared: bool = True,
 ) -> Callable[[Callable], Callable]:
     """Register the decorated builder under `name`.
 
@@ -144,6 +147,7 @@ def register(
                 operations=operations,
                 also=also,
                 composed=composed,
+                compared=compared,
             )
         )
         return builder

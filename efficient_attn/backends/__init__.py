@@ -26,6 +26,12 @@ def list_backends(*, causal: bool | None = None) -> tuple[str, ...]:
     return tuple(name for name in listed if causal in (None, SPECS[name].capabilities.causal))
 
 
+def compared_backends() -> list[str]:
+    """Names of the backends that comparisons with softmax attention measure unless backends are named."""
+    specs = map(spec, list_backends())
+    return [x.name for x in specs if x.compared and x.capabilities.approximates_softmax]
+
+
 def spec(name: str) -> BackendSpec:
     """Specification of a backend: name, promises and options.
 

@@ -98,17 +98,15 @@ def select(
 ) -> tuple[Variant, ...]:
     """The variants of the named backends, one per combination of the set options.
 
-    None selects all softmax-approximating backends, for which alone errors and speed-ups against exact
-    attention are meaningful.
+    None selects those of `compared_backends`: errors and speed-ups against exact attention are meaningful for
+    backends that approximate it alone.
 
     Args:
         also: Whether None selects the further variants of the backends too, unless options of theirs are set.
     """
-    from efficient_attn.backends import list_backends, resolve, spec
+    from efficient_attn.backends import compared_backends, resolve
 
-    targets = backends
-    if targets is None:
-        targets = [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
+    targets = compared_backends() if backends is None else backends
     named = []
     for target in targets:
         name = getattr(target, "name", None) or getattr(target, "__name__", None)

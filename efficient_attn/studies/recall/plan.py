@@ -241,7 +241,6 @@ def _variants(
 
 def _default_names() -> list[str]:
     """Softmax-approximating backends except naive attention; then other kernels."""
-    from efficient_attn.backends import list_backends, spec
+    from efficient_attn.backends import compared_backends
 
-    near = [name for name in list_backends() if spec(name).capabilities.approximates_softmax]
-    return [*(name for name in near if name != DENSE), *_OTHER_KERNELS]
+    return [*(name for name in compared_backends() if name != DENSE), *_OTHER_KERNELS]
