@@ -159,6 +159,8 @@ STANDARD_ERRORS = 4.5
 DRAWS = 150
 FEW, MANY = 64, 4096
 LITTLE = Case(tokens=7)
+# Mean square of the rounding of outputs.
+ROUNDING = 1e-24
 # Equal to 1 modulo every usual power of two.
 LARGE_SEED = 2**31 + 1
 # One query and two keys along the diagonal, where the sign convention of a QR decomposition shows most.
@@ -172,7 +174,8 @@ def _needs_redraw(subject: Subject, case: Case) -> None:
 
 @Check(
     "The seed determines the random features: equal seeds give equal bits, different seeds do not.",
-    cases=both(LITTLE.but(dtype="float32")),
+    # Enough tokens for a random choice among blocks of them.
+    cases=both(Case(tokens=66, dtype="float32")),
 )
 def a_seed_fixes_the_draw(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
@@ -232,8 +235,9 @@ def more_features_come_nearer_to_softmax(subject: Subject, case: Case) -> Iterat
     inputs = subject.inputs(case)
     expected = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal)
     few, many = (_mean_square(subject, case, size, expected) for size in (FEW, MANY))
-    # The squared error of an unbiased kernel falls as 1/size; ten times the limit leaves room for chance.
-    yield Finding(f"Mean square with {MANY} features", many, 10 * few * FEW / MANY)
+    # The squared error of an unbiased kernel falls as 1/size; ten times the limit leaves room for chance, and
+    # what remains is rounding.
+    yield Finding(f"Mean square with {MANY} features", many, 10 * few * FEW / MANY + ROUNDING)
 
 
 def _mean_square(subject: Subject, case: Case, size: int, expected: Tensor) -> float:

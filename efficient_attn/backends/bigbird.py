@@ -1,0 +1,140 @@
+"""Softmax over a window, the first and a few random blocks of keys; without random ones, Longformer."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from efficient_attn.errors import OptionError
+from efficient_attn.operation_counts import OperationCounts, softmax_matmuls
+from efficient_attn.ops.blocks import Blocks, Pattern, block_attention, keys_read
+from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
+from efficient_attn.options import option, whole_number
+from efficient_attn.problem import AttentionProblem, positive_count
+from efficient_attn.registry import Capabilities, register
+
+# x → x⁵ permutes the numbers below this prime, since 5 does not divide one less.
+_PRIME = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class BigBirdOptions:
+    """Options of `bigbird`."""
+
+    block: int = option(64, "Number of tokens in a block.")
+    window: int = option(3, "Number of near blocks, its own included: odd and centred; causal: the last.")
+    global_blocks: int = option(1, "Number of first blocks that all queries read; not causal, they read all.")
+    random_blocks: int = option(3, "Number of random blocks of each block of queries; causal: of its past.")
+    seed: int = option(0, "Seed of the random blocks; the same seed gives the same blocks on every device.")
+
+    def __post_init__(self) -> None:
+        positive_count("block", self.block)
+        positive_count("window", self.window)
+        whole_number("global_blocks", self.global_blocks)
+        whole_number("random_blocks", self.random_blocks)
+        whole_number("seed", self.seed)
+
+    @property
+    def most(self) -> int:
+        """Largest number of blocks that a block of queries reads."""
+        return self.window + self.global_blocks + self.random_blocks
+
+
+class BigBird(nn.Module):
+    """Attention to the blocks of a window, to the first blocks and to random ones, which all heads share."""
+
+    def __init__(self, problem: AttentionProblem, options: BigBirdOptions) -> None:
+        super().__init__()
+        self._scale, self._options, self._seed = problem.factor, options, options.seed
+        readers = 0 if problem.causal else options.global_blocks
+        self._pattern = Pattern(options.block, readers, self._choose, problem.causal)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        return block_attention(q, k, v, self._pattern, scale=self._scale, key_mask=key_mask)
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, KVCache]:
+        cache = append_tokens(state, k, v, key_mask)
+        if q.shape[2] == 0:
+            return q.new_zeros(*q.shape[:-1], v.shape[-1]), cache
+        return self(q, cache.k, cache.v, mask_of(cache)), cache
+
+    def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
+        return keys_read(q, k, key_mask, rows, self._pattern)
+
+    def redraw(self, seed: int) -> None:
+        whole_number("seed", seed)
+        self._seed = seed
+
+    def _choose(self, blocks: Blocks) -> Tensor:
+        (own, real, none), causal = blocks, self._pattern.causal
+        first, side = self._options.global_blocks, self._options.window // 2
+        back, ahead = (self._options.window - 1, 0) if causal else (side, side)
+        steps = torch.tensor([x for x in range(-back, ahead + 1) if x], dtype=torch.long, device=own.device)
+        near = own[:, None] + steps
+        near = near.masked_fill(near < first, none)
+        begin = torch.arange(first, device=own.device).expand(len(own), -1)
+        begin = begin.masked_fill(begin >= own[:, None], none)
+
+        # Floyd's draw of some of the blocks outside: `before` ones, and the others after the window.
+        before = (own - back - first).clamp_min(0)
+        number = before if causal else before + (real - own - ahead - 1).clamp_min(0)
+        of_block = _mixed(_mixed(own.new_tensor(self._seed % _PRIME)) + own)
+        drawn: list[Tensor] = []
+        for position in range(self._options.random_blocks):
+            last = number - self._options.random_blocks + position
+            at = _mixed(of_block + position) % (last + 1).clamp_min(1)
+            for earlier in drawn:
+                at = torch.where(at == earlier, last, at)
+            drawn.append(torch.where(last < 0, -1, at))
+        places = [torch.where(x < before, first + x, own + ahead + 1 + x - before) for x in drawn]
+        places = [torch.where(x < 0, none, place) for x, place in zip(drawn, places, strict=True)]
+        read = [x.expand(*number.shape[:-1], -1, -1) for x in (near, begin)]
+        read += [x.unsqueeze(-1) for x in places]
+        return torch.cat([x.expand(len(real), 1, -1, -1) for x in read], dim=3)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Numbers below `_PRIME` that look random, different for different x below it."""
+    for constant in (0x2545F491, 0x3C6EF372):
+        x = (x + constant) % _PRIME
+        x = x * (x * x % _PRIME * (x * x % _PRIME) % _PRIME) % _PRIME
+    return x
+
+
+def operations(
+    problem: AttentionProblem, options: BigBirdOptions, tokens: int, value_dim: int
+) -> OperationCounts:
+    """Products of every query with the keys of its blocks, all random blocks counted as full."""
+    size, total, pairs = options.block, -(-tokens // options.block), 0
+    for number in range(total):
+        rows = min(size, tokens - number * size)
+        if problem.causal:
+            pairs += rows * (min(options.most - 1, number) * size) + rows * (rows + 1) // 2
+        elif number < options.global_blocks:
+            pairs += rows * tokens
+        else:
+            pairs += rows * min(options.most * size, tokens)
+    return OperationCounts(softmax_matmuls(pairs, problem.head_dim, value_dim))
+
+
+@register(
+    "bigbird",
+    summary="Softmax over a window, the first and a few random blocks of keys.",
+    formula="softmax over the keys of the blocks N(b): those around block b, global and random ones; "
+    "without causality the queries of global blocks read all keys",
+    paper="https://arxiv.org/abs/2007.14062",
+    options=BigBirdOptions,
+    size_option="block",
+    capabilities=Capabilities(causal=True, cross=False, second_derivatives=True),
+    operations=operations,
+    compared=False,
+)
+def build(problem: AttentionProblem, options: BigBirdOptions) -> BigBird:
+    if not problem.causal and options.window % 2 == 0:
+        raise OptionError(
+            f"window={options.window} has no middle; a window that is not causal is odd: "
+            f"{options.window - 1} or {options.window + 1}."
+        )
+    return BigBird(problem, options)

@@ -1,0 +1,176 @@
+"""Exact softmax of blocks of queries over the blocks of keys that they read: O(tokens · keys read).
+
+The tokens from the first real one on are cut into blocks of equal length. The queries of a block share the
+keys that they read, which are gathered. A causal block reads itself, up to each query, and earlier blocks.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.ops.clusters.slices import (
+    MASKED,
+    Alignment,
+    after,
+    aligned,
+    alignment,
+    biased_rows,
+    padded_rows,
+)
+from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
+from efficient_attn.ops.softmax.partial import partial_softmax
+from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
+
+# Numbers of gathered keys and values in a step on the CPU, so that they stay in cache.
+_STEP = 1 << 18
+
+
+class Blocks(NamedTuple):
+    """Blocks of queries and keys.
+
+    Attributes:
+        queries: Numbers of the blocks of queries, [blocks].
+        real: Number of blocks of keys up to the last real one, [batch 1 1].
+        total: Number of all blocks of keys.
+    """
+
+    queries: Tensor
+    real: Tensor
+    total: int
+
+
+class Pattern(NamedTuple):
+    """Which keys a query reads.
+
+    Attributes:
+        block: Number of tokens in a block.
+        readers: Number of first blocks whose queries read all keys; not causal.
+        choose: Numbers of the blocks that are read besides the own one, each once, and the total or more in
+            place of none, [batch or 1, heads or 1, blocks, most].
+        causal: Whether a query reads no later key.
+    """
+
+    block: int
+    readers: int
+    choose: Callable[[Blocks], Tensor]
+    causal: bool
+
+
+def block_attention(
+    q: Queries, k: Keys, v: Values, pattern: Pattern, *, scale: float, key_mask: KeyMask | None
+) -> Output:
+    """softmax(scale · q kᵀ) v over the keys of the blocks that a pattern chooses."""
+    inputs = alignment(upcast(q) * scale, k, v, key_mask, None)
+    ((rows, span),) = inputs.runs()
+    end = min(pattern.readers * pattern.block, span.stop)
+    outs = []
+    if span.start < end:
+        outs.append(_read_all(inputs, rows[:, :, : end - span.start]))
+    if end < span.stop:
+        start = max(span.start, end)
+        outs.append(_read(inputs, rows[:, :, start - span.start :], start, pattern))
+    return inputs.restored([torch.cat(outs, dim=2)], causal=pattern.causal).to(q.dtype)
+
+
+def keys_read(q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor, pattern: Pattern) -> Tensor:
+    """Keys of the blocks that queries read, bool [batch heads rows k_tokens]; later keys count too.
+
+    Args:
+        rows: Index of the queries, [rows].
+    """
+    tokens = k.shape[2]
+    at = aligned(rows + tokens - q.shape[2], tokens, key_mask) // pattern.block
+    keys = aligned(torch.arange(tokens, device=k.device), tokens, key_mask) // pattern.block
+    total = -(-tokens // pattern.block)
+    real = torch.ones(len(k), tokens, dtype=torch.bool, device=k.device) if key_mask is None else key_mask
+    real = real.gather(1, keys.expand(len(k), -1).argsort(dim=1, stable=True))
+    read = _numbers(range(total), real, pattern)
+    reads = torch.zeros(*read.shape[:3], total + 1, dtype=torch.bool, device=k.device).scatter_(3, read, True)
+    reads = reads[..., :total].expand(len(k), -1, -1, -1) | (keys.unique() < pattern.readers)[:, None]
+    by_rows = reads.gather(2, at[:, None, :, None].expand(len(k), reads.shape[1], -1, total))
+    return by_rows.gather(3, keys[:, None, None].expand(*by_rows.shape[:3], -1))
+
+
+def _numbers(queries: range, real: Tensor, pattern: Pattern) -> Tensor:
+    """Numbers of the blocks that blocks of queries read, [… blocks most], their own first.
+
+    Args:
+        real: Whether a key is real, bool [batch tokens].
+    """
+    tokens, size = real.shape[1], pattern.block
+    count = (torch.arange(1, tokens + 1, device=real.device) * real).amax(dim=1)[:, None, None]
+    total, own = -(-tokens // size), torch.arange(queries.start, queries.stop, device=real.device)
+    read = pattern.choose(Blocks(own, (count + size - 1) // size, total)).clamp_max(total)
+    if read.shape[3] >= total:
+        # A short sequence has fewer blocks.
+        read = read.sort(dim=3).values[..., : total - 1]
+    return torch.cat([own[:, None].expand(*read.shape[:3], 1), read], dim=3)
+
+
+def _read_all(inputs: Alignment, q: Tensor) -> Tensor:
+    """Outputs of queries that read all keys."""
+    width = max(inputs.k.shape[3], inputs.v.shape[3]) + 1
+    k = biased_rows(inputs.k, _bias(inputs)[..., None], width)
+    rows = biased_rows(q.unflatten(1, (k.shape[1], -1)).flatten(2, 3), q.new_ones(()), width)
+    out, _ = partial_softmax(rows, k, padded_rows(inputs.v, width), None)
+    return out[..., : inputs.v.shape[3]].unflatten(2, (-1, q.shape[2])).flatten(1, 2)
+
+
+def _bias(inputs: Alignment) -> Tensor:
+    """Score bias of each key, [batch 1 tokens]."""
+    return torch.zeros_like(inputs.real, dtype=inputs.k.dtype).masked_fill(~inputs.real, MASKED)[:, None]
+
+
+def _read(inputs: Alignment, q: Tensor, start: int, pattern: Pattern) -> Tensor:
+    """Outputs of consecutive queries from a position on, [batch heads queries value_dim]."""
+    (batch, kv_heads, tokens, _), size = inputs.k.shape, pattern.block
+    queries = range(start // size, -(-(start + q.shape[2]) // size))
+    before = start - queries.start * size
+    read = _numbers(queries, inputs.real, pattern)
+    heads = kv_heads if read.shape[1] == 1 else q.shape[1]
+
+    # Rows of all blocks: [batch heads blocks rows width], where a block alone needs no padding.
+    width, length = max(inputs.k.shape[3], inputs.v.shape[3]) + 1, q.shape[2] if len(queries) == 1 else size
+    rows = q if len(queries) == 1 else after(q, before)
+    rows = biased_rows(F.pad(rows, (0, 0, 0, len(queries) * length - rows.shape[2])), q.new_ones(()), width)
+    rows = rows.unflatten(1, (heads, -1)).unflatten(3, (len(queries), length)).transpose(2, 3)
+    group = rows.shape[3]
+    rows = rows.flatten(3, 4)
+
+    # Keys and values by blocks, the last one without real keys: [batch · kv_heads · blocks, size · width].
+    total = -(-tokens // size)
+    room = (total + 1) * size - tokens
+    bias = F.pad(_bias(inputs), (0, room), value=MASKED)[..., None]
+    by_blocks = [
+        x.unflatten(2, (total + 1, size)).flatten(3).flatten(0, 2)
+        for x in (
+            biased_rows(F.pad(inputs.k, (0, 0, 0, room)), bias, width),
+            padded_rows(F.pad(inputs.v, (0, 0, 0, room)), width),
+        )
+    ]
+    of_heads = torch.arange(heads, device=q.device) // (heads // kv_heads)
+    first = torch.arange(batch, device=q.device)[:, None] * kv_heads + of_heads
+    at = read + first[:, :, None, None] * (total + 1)
+
+    later = None
+    if pattern.causal:
+        offset = before if len(queries) == 1 else 0
+        # Below the bias of a masked key, so that a query without real keys does not average later ones.
+        later = q.new_full((length, size), 2 * MASKED).triu(1 + offset).repeat(group, 1)
+        later = F.pad(later, (0, (read.shape[3] - 1) * size))
+    numbers = batch * heads * read.shape[3] * size * 2 * width
+    step = max(_STEP // numbers, 1) if tuned_for_cpu(q) else step_capacity(numbers)
+    outs = []
+    for some_rows, some in zip(rows.split(step, dim=2), at.split(step, dim=2), strict=True):
+        k, v = (
+            x.index_select(0, some.flatten()).view(batch * heads, some.shape[2], -1, width) for x in by_blocks
+        )
+        out, _ = partial_softmax(some_rows.flatten(0, 1), k, v, later)
+        outs.append(out[..., : inputs.v.shape[3]].unflatten(0, (batch, heads)))
+    out = torch.cat(outs, dim=2).unflatten(3, (group, length)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    skipped = 0 if len(queries) == 1 else before
+    return out[:, :, skipped : skipped + q.shape[2]]
