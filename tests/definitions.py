@@ -8,6 +8,7 @@ from torch import Tensor
 
 import efficient_attn as ea
 from efficient_attn.ops import naive
+from efficient_attn.ops.blocks import Blocks
 
 
 def by_definition(
@@ -25,6 +26,11 @@ def by_definition(
     if name == "window":
         sizes = {"window": backend.options.window, "global_tokens": backend.options.global_tokens}
         return naive.softmax_attention(q, k, v, **masked, **sizes)
+    if name == "oracle-topk":
+        read = naive.top_keys(q, k, keys=backend.options.keys, **masked)
+        return naive.softmax_over(q, k, v, read, scale=problem.factor, key_mask=key_mask)
+    if name == "bigbird":
+        return bigbird(backend, q, k, v, key_mask)
     if name in ("performer-oprf", "performer-full"):
         return dense_exponential(core.features, q, k, v, **masked)
     if name == "linear-hedgehog":
@@ -82,3 +88,18 @@ def hedgehog(maps, q, k, v, **options):
         one_head = (x[:, head : head + 1] for x in (q, k, v))
         outs.append(naive.linear_attention(*one_head, of_queries, key_features=of_keys, **options))
     return torch.cat(outs, dim=1)
+
+
+def bigbird(backend, q, k, v, key_mask):
+    """The random blocks are those that the backend draws; tests/ops/test_blocks.py looks at the draw."""
+    options, causal = backend.options, backend.problem.causal
+    sizes = {"block": options.block, "window": options.window, "global_blocks": options.global_blocks}
+    real = k.new_ones(len(k), k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+    first = real.long().argmax(dim=1, keepdim=True)
+    last = (torch.arange(1, k.shape[2] + 1) * real).amax(dim=1, keepdim=True)
+    total = -(-k.shape[2] // options.block)
+    real_blocks = -(-(last - first).clamp_min(0)[..., None] // options.block)
+    numbers = backend.core.pattern.choose(Blocks(torch.arange(total), real_blocks, total)).clamp_max(total)
+    drawn = torch.zeros(*numbers.shape[:3], total + 1, dtype=torch.bool).scatter_(3, numbers, True)
+    read = naive.bigbird_keys(k, drawn=drawn[..., :total], causal=causal, key_mask=key_mask, **sizes)
+    return naive.softmax_over(q, k, v, read, scale=backend.problem.factor, key_mask=key_mask)

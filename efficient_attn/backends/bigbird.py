@@ -47,10 +47,10 @@ class BigBird(nn.Module):
         super().__init__()
         self._scale, self._options, self._seed = problem.factor, options, options.seed
         readers = 0 if problem.causal else options.global_blocks
-        self._pattern = Pattern(options.block, readers, self._choose, problem.causal)
+        self.pattern = Pattern(options.block, readers, self._choose, problem.causal)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return block_attention(q, k, v, self._pattern, scale=self._scale, key_mask=key_mask)
+        return block_attention(q, k, v, self.pattern, scale=self._scale, key_mask=key_mask)
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: KVCache | None, key_mask: Tensor | None
@@ -61,14 +61,14 @@ class BigBird(nn.Module):
         return self(q, cache.k, cache.v, mask_of(cache)), cache
 
     def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
-        return keys_read(q, k, key_mask, rows, self._pattern)
+        return keys_read(q, k, key_mask, rows, self.pattern)
 
     def redraw(self, seed: int) -> None:
         whole_number("seed", seed)
         self._seed = seed
 
     def _choose(self, blocks: Blocks) -> Tensor:
-        (own, real, none), causal = blocks, self._pattern.causal
+        (own, real, none), causal = blocks, self.pattern.causal
         first, side = self._options.global_blocks, self._options.window // 2
         back, ahead = (self._options.window - 1, 0) if causal else (side, side)
         steps = torch.tensor([x for x in range(-back, ahead + 1) if x], dtype=torch.long, device=own.device)

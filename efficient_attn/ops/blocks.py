@@ -73,7 +73,8 @@ def block_attention(
     if end < span.stop:
         start = max(span.start, end)
         outs.append(_read(inputs, rows[:, :, start - span.start :], start, pattern))
-    return inputs.restored([torch.cat(outs, dim=2)], causal=pattern.causal).to(q.dtype)
+    # Padding before the first real token has no block, and the output 0.
+    return inputs.restored([torch.cat(outs, dim=2)], causal=True).to(q.dtype)
 
 
 def keys_read(q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor, pattern: Pattern) -> Tensor:
@@ -82,17 +83,21 @@ def keys_read(q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor, patte
     Args:
         rows: Index of the queries, [rows].
     """
-    tokens = k.shape[2]
-    at = aligned(rows + tokens - q.shape[2], tokens, key_mask) // pattern.block
-    keys = aligned(torch.arange(tokens, device=k.device), tokens, key_mask) // pattern.block
-    total = -(-tokens // pattern.block)
-    real = torch.ones(len(k), tokens, dtype=torch.bool, device=k.device) if key_mask is None else key_mask
-    real = real.gather(1, keys.expand(len(k), -1).argsort(dim=1, stable=True))
-    read = _numbers(range(total), real, pattern)
-    reads = torch.zeros(*read.shape[:3], total + 1, dtype=torch.bool, device=k.device).scatter_(3, read, True)
-    reads = reads[..., :total].expand(len(k), -1, -1, -1) | (keys.unique() < pattern.readers)[:, None]
-    by_rows = reads.gather(2, at[:, None, :, None].expand(len(k), reads.shape[1], -1, total))
-    return by_rows.gather(3, keys[:, None, None].expand(*by_rows.shape[:3], -1))
+    tokens, device = k.shape[2], k.device
+    real = torch.ones(len(k), tokens, dtype=torch.bool, device=device) if key_mask is None else key_mask
+    position, numbers = rows + tokens - q.shape[2], torch.arange(tokens, device=device)
+    of_rows, of_keys = (aligned(x, tokens, key_mask).expand(len(k), -1) for x in (position, numbers))
+    # A pair of blocks is read, [batch heads blocks blocks].
+    read = _numbers(range(-(-tokens // pattern.block)), real.gather(1, of_keys.argsort(dim=1)), pattern)
+    total = read.shape[2]
+    pairs = torch.zeros(*read.shape[:3], total + 1, dtype=torch.bool, device=device).scatter_(3, read, True)
+    pairs[:, :, : pattern.readers] = True
+    by_rows = pairs.expand(len(k), -1, -1, -1).gather(
+        2, (of_rows // pattern.block)[:, None, :, None].expand(-1, pairs.shape[1], -1, total + 1)
+    )
+    by_keys = by_rows.gather(3, (of_keys // pattern.block)[:, None, None].expand(*by_rows.shape[:3], -1))
+    # Padding before the first real token reads nothing.
+    return by_keys & (position >= real.long().argmax(dim=1, keepdim=True))[:, None, :, None]
 
 
 def _numbers(queries: range, real: Tensor, pattern: Pattern) -> Tensor:

@@ -33,8 +33,15 @@ def softmax_attention(
         global_tokens: Number of first real tokens that every query sees.
     """
     visible = visible_keys(q, k, causal=causal, key_mask=key_mask, window=window, global_tokens=global_tokens)
+    return softmax_over(q, k, v, visible, scale=scale, key_mask=key_mask)
+
+
+def softmax_over(
+    q: Tensor, k: Tensor, v: Tensor, read: Tensor, *, scale: float, key_mask: Tensor | None = None
+) -> Tensor:
+    """Softmax attention over the keys that each query reads, bool [batch heads or 1, q_tokens k_tokens]."""
     scores = scale * (q @ for_query_heads(masked_to_zero(k, key_mask), q).mT)
-    scores = scores.masked_fill(~visible, -torch.inf)
+    scores = scores.masked_fill(~read, -torch.inf)
     largest = scores.detach().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
     return weighted_mean((scores - largest).exp(), masked_to_zero(v, key_mask))
 
@@ -59,6 +66,50 @@ def visible_keys(
         return past & real
     near = i - j < window if causal else (i - j).abs() <= window // 2
     return past & real & (near | (real.cumsum(dim=-1) <= global_tokens))
+
+
+def top_keys(
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float,
+    keys: int,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """Visible keys with the `keys` largest scores, bool [batch heads q_tokens k_tokens] (`oracle-topk`)."""
+    visible = visible_keys(q, k, causal=causal, key_mask=key_mask)
+    scores = scale * (q @ for_query_heads(masked_to_zero(k, key_mask), q).mT)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    return visible & (scores >= scores.sort(dim=-1, descending=True).values[..., :keys][..., -1:])
+
+
+def bigbird_keys(
+    k: Tensor,
+    *,
+    block: int,
+    window: int,
+    global_blocks: int,
+    drawn: Tensor,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """Keys of near, global and random blocks, bool [batch 1 tokens tokens] (Zaheer et al. 2020, section 2).
+
+    Blocks are counted from the first real token; the queries are those of the same tokens.
+
+    Args:
+        drawn: Whether block i reads block j at random, bool [batch 1 blocks blocks].
+    """
+    real = k.new_ones(len(k), k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+    position = torch.arange(k.shape[2]) - real.long().argmax(dim=1, keepdim=True)
+    i, j = (position // block)[:, None, :, None], (position // block)[:, None, None]
+    near = (i - j < window) if causal else (i - j).abs() <= window // 2
+    everything = (j < global_blocks) | (torch.zeros_like(near) if causal else i < global_blocks)
+    batch = torch.arange(len(k))[:, None, None, None]
+    read = near | everything | drawn.expand(len(k), -1, -1, -1)[batch, 0, i.clamp_min(0), j.clamp_min(0)]
+    past = position[:, None, :, None] >= position[:, None, None] if causal else torch.ones_like(near)
+    return read & past & real[:, None, None] & (position >= 0)[:, None, :, None]
 
 
 def weighted_mean(weights: Tensor, v: Tensor) -> Tensor:

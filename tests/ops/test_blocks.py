@@ -1,0 +1,105 @@
+"""Attention over chosen blocks of keys: which blocks are read and drawn, and what padding changes."""
+
+from collections import Counter
+
+import pytest
+import torch
+from reference import random_qkv, reference_attention
+
+import efficient_attn as ea
+from efficient_attn.ops.blocks import Blocks
+
+TOTAL = 12
+PATTERNS = [(1, 0, 0), (3, 1, 2), (5, 2, 3), (3, 0, 40)]
+
+
+def built(*, causal, window=3, global_blocks=1, random_blocks=2, block=4, **options):
+    sizes = {"window": window, "global_blocks": global_blocks, "random_blocks": random_blocks, "block": block}
+    return ea.build("bigbird", head_dim=8, causal=causal, **sizes, **options)
+
+
+def blocks_read(backend, real=TOTAL) -> list[list[int]]:
+    """Blocks that each block reads besides itself, for a sequence with `real` blocks of real keys."""
+    blocks = Blocks(torch.arange(TOTAL), torch.full((1, 1, 1), real), TOTAL)
+    numbers = backend.core.pattern.choose(blocks)[0, 0].tolist()
+    return [[number for number in row if number < TOTAL] for row in numbers]
+
+
+@pytest.mark.parametrize("real", [7, TOTAL])
+@pytest.mark.parametrize(("window", "first", "random"), PATTERNS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_reads_its_neighbours_the_first_blocks_and_random_ones(causal, window, first, random, real):
+    back, ahead = (window - 1, 0) if causal else (window // 2, window // 2)
+    backend = built(causal=causal, window=window, global_blocks=first, random_blocks=random)
+    for own, read in enumerate(blocks_read(backend, real)):
+        if not causal and (own < first or own >= real):
+            continue  # its queries read all keys, or are padding
+        assert own not in read and len(read) == len(set(read))
+        end = own if causal else TOTAL
+        always = {x for x in range(end) if own - back <= x <= own + ahead or x < first} - {own}
+        possible = set(range(first, own if causal else real)) - always - {own}
+        drawn = set(read) - always
+        assert always <= set(read) and drawn <= possible
+        assert len(drawn) == min(random, len(possible))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_block_and_every_pair_of_blocks_is_drawn_as_often(causal):
+    draws, own, counts, pairs = 4000, 9, Counter(), Counter()
+    backend, always = built(causal=causal, random_blocks=2), {0, 7, 8} if causal else {0, 8, 10}
+    for seed in range(draws):
+        backend.redraw(seed)
+        drawn = sorted(set(blocks_read(backend)[own]) - always)
+        counts.update(drawn)
+        pairs[tuple(drawn)] += 1
+    possible = range(1, 7) if causal else [*range(1, 8), 11]
+    number = len(possible) * (len(possible) - 1) // 2
+    assert set(counts) == set(possible) and len(pairs) == number
+    for times, share in ((counts, 2 / len(possible)), (pairs, 1 / number)):
+        error = (draws * share * (1 - share)) ** 0.5
+        assert all(abs(count - draws * share) <= 5 * error for count in times.values())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_it_is_softmax_over_the_blocks_of_the_papers_pattern(causal):
+    # The paper's construction has global blocks, read by all and reading all; the window; random blocks.
+    backend, (q, k, v) = built(causal=causal), random_qkv(2, 4, 2, 4 * TOTAL - 1, 4 * TOTAL - 1, 8)
+    read = blocks_read(backend)
+
+    def visible(i, j):
+        row, column = i // 4, j // 4
+        return column == row or column in read[row] or (row == 0 and not causal)
+
+    expected = reference_attention(q, k, v, scale=8**-0.5, visible=visible, causal=causal)
+    torch.testing.assert_close(backend.double()(q, k, v), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_around_a_sequence_changes_no_output(causal):
+    backend, alone = built(causal=causal).double(), random_qkv(2, 4, 2, 45, 45, 8)
+    expected = backend(*alone)
+    for before, after in ((0, 30), (7, 0), (5, 9)):
+        q, k, v = (torch.nn.functional.pad(x, (0, 0, before, after), value=torch.nan) for x in alone)
+        mask = torch.zeros(2, before + 45 + after, dtype=torch.bool)
+        mask[:, before : before + 45] = True
+        out = backend(q.nan_to_num(3.0), k, v, key_mask=mask)
+        torch.testing.assert_close(out[:, :, before : before + 45], expected, rtol=0, atol=1e-12)
+        assert not out[:, :, :before].any()
+
+
+@pytest.mark.parametrize(("name", "options"), [("bigbird", {"block": 4}), ("oracle-topk", {"keys": 5})])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_keys_read_are_those_of_the_softmax(name, options, causal):
+    backend = ea.build(name, head_dim=8, causal=causal, **options).double()
+    q, k, _ = random_qkv(2, 4, 2, 45, 45, 8)
+    mask = torch.arange(45) >= torch.tensor([[0], [3]])
+    read = backend.keys_read(q, k, key_mask=mask, rows=[0, 20, 44])
+    weights = backend.attention_weights(q, k, key_mask=mask, rows=[0, 20, 44])
+    assert torch.equal(read & mask[:, None, None], weights > 0)
+
+
+def test_equal_keys_at_the_end_of_the_choice_are_all_read():
+    backend = ea.build("oracle-topk", head_dim=4, keys=2).double()
+    k = torch.eye(4, dtype=torch.float64)[[0, 1, 1, 2]][None, None]
+    read = backend.keys_read(torch.tensor([[[[3.0, 2, 1, 0]]]], dtype=torch.float64), k)
+    assert read.tolist() == [[[[True, True, True, False]]]]
