@@ -126,6 +126,11 @@ def _check_tokens(
             f"Backend {spec.name!r} needs as many queries as keys where it is not causal; "
             f"q has {queries} tokens and k has {keys}."
         )
+    if spec.capabilities.needs_all_queries and queries != keys:
+        raise UnsupportedError(
+            f"Backend {spec.name!r} chooses keys by earlier queries and needs as many queries as keys; q has "
+            f"{queries} tokens and k has {keys}. `extend`, and `StateCache` in a model, keep what it needs."
+        )
     if spec.capabilities.needs_max_tokens and problem.max_tokens is not None and keys > problem.max_tokens:
         raise ShapeError(
             f"This {spec.name!r} was built for at most {problem.max_tokens} tokens and k has {keys}. "

@@ -26,6 +26,8 @@ class Capabilities:
         compile: Whether `torch.compile(fullgraph=True)` works.
         needs_max_tokens: Whether max_tokens is required.
         needs_calibration: Whether `calibrate` is required before the first call.
+        needs_all_queries: Whether causal calls need as many queries as keys, since earlier queries decide
+            which keys a query reads; `extend` keeps what it needs of them.
         sharded: Name of the exchange between ranks inside `distributed.context_parallel`, in
             `distributed.calls.EXCHANGES`: "states", "sums", "neighbours", "keys" or "clusters". None: not
             supported.
@@ -47,6 +49,7 @@ class Capabilities:
     compile: bool = True
     needs_max_tokens: bool = False
     needs_calibration: bool = False
+    needs_all_queries: bool = False
     sharded: str | None = None
     approximates_softmax: bool = True
     dtypes: tuple[str, ...] = ALL_DTYPES

@@ -68,7 +68,7 @@ class BigBird(nn.Module):
         self._seed = seed
 
     def _choose(self, blocks: Blocks) -> Tensor:
-        (own, real, none), causal = blocks, self.pattern.causal
+        (own, real, none), causal = blocks[:3], self.pattern.causal
         first, side = self._options.global_blocks, self._options.window // 2
         back, ahead = (self._options.window - 1, 0) if causal else (side, side)
         steps = torch.tensor([x for x in range(-back, ahead + 1) if x], dtype=torch.long, device=own.device)

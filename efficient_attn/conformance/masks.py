@@ -203,6 +203,7 @@ def _changed_after(inputs: Inputs, cut: int, replacement: Inputs) -> Iterator[tu
     "With fewer queries than keys, the queries are the last positions of the keys.",
     cases=(*everywhere(2, 7, 65, causal=[True]), *ROWS),
     needs=("causal",),
+    unless=("needs_all_queries",),
 )
 def queries_are_the_last_positions(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend, expected, bound = plain_call(subject, case)
@@ -233,6 +234,7 @@ def a_prefix_is_a_sequence_of_its_own(subject: Subject, case: Case) -> Iterator[
     cases=both(WHOLE, MASKED),
     drawn=lambda seed: (*joint(seed, 5, 40), *LONG_KEYS),
     long=lambda seed: both(LONGEST),
+    unless=("needs_all_queries",),
 )
 def a_query_alone_is_its_row(subject: Subject, case: Case) -> Iterator[Finding]:
     if not (case.causal or subject.promises.cross):

@@ -45,6 +45,10 @@ def _unpromised(subject: Subject, case: Case) -> Iterator[Wrong]:
         yield "causal=True", "causal", UnsupportedError, lambda: subject.build(case.but(causal=True))
     if not can.cross:
         yield "more keys than queries", "queries", UnsupportedError, lambda: backend(q, longer.k, longer.v)
+    if can.needs_all_queries and can.causal:
+        causal = subject.build(case.but(causal=True))
+        fewer = "fewer queries than keys"
+        yield fewer, "queries", UnsupportedError, lambda: causal(q, longer.k, longer.v)
     if not can.key_mask:
         yield "a key mask", "key_mask", UnsupportedError, lambda: backend(q, k, v, key_mask=mask)
     if not can.streaming and can.causal:

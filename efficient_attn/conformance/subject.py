@@ -51,7 +51,7 @@ class Subject:
     def serves(self, case: Case) -> bool:
         """Whether the backend promises to support the case."""
         can = self.promises
-        fits = case.causal or can.cross or case.k_tokens == case.tokens
+        fits = case.k_tokens == case.tokens or (not can.needs_all_queries if case.causal else can.cross)
         masks = can.key_mask or not case.masked
         # A callable without declared capabilities is assumed to support float32 and float64.
         dtypes = [name for name in can.dtypes if "32" in name or "64" in name] if self.bare else can.dtypes

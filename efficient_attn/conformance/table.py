@@ -103,6 +103,7 @@ _WORDS = {
     "approximates_softmax": "softmax attention",
     "sharded": "exchange between processes",
     "needs_max_tokens": "a longest sequence and positions of its own",
+    "needs_all_queries": "a choice of keys by earlier queries",
 }
 
 CHECKS: dict[str, Check] = {}

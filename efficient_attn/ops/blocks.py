@@ -17,16 +17,29 @@ from efficient_attn.ops.clusters.slices import (
     after,
     aligned,
     alignment,
+    alike,
     biased_rows,
     padded_rows,
 )
-from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
-from efficient_attn.ops.softmax.partial import partial_softmax
+from efficient_attn.ops.softmax.partial import eager, partial_softmax
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Numbers of gathered keys and values in a step on the CPU, so that they stay in cache.
 _STEP = 1 << 18
+
+
+class Sums(NamedTuple):
+    """Sums of the real queries and keys of each block.
+
+    Attributes:
+        q: Of scaled queries, [batch heads blocks head_dim].
+        k: Of keys and of 1, the number of real keys, [batch kv_heads blocks head_dim+1].
+    """
+
+    q: Tensor
+    k: Tensor
 
 
 class Blocks(NamedTuple):
@@ -36,11 +49,13 @@ class Blocks(NamedTuple):
         queries: Numbers of the blocks of queries, [blocks].
         real: Number of blocks of keys up to the last real one, [batch 1 1].
         total: Number of all blocks of keys.
+        sums: Of all blocks, for a pattern that asks for them.
     """
 
     queries: Tensor
     real: Tensor
     total: int
+    sums: Sums | None = None
 
 
 class Pattern(NamedTuple):
@@ -60,11 +75,67 @@ class Pattern(NamedTuple):
     causal: bool
 
 
+def block_sums(x: Tensor, key_mask: Tensor | None, block: int, earlier: Tensor | None = None) -> Tensor:
+    """Sums of the real tokens of each block, [batch heads blocks dim], in float32 or better.
+
+    Args:
+        x: The last tokens, [batch heads tokens dim].
+        key_mask: bool [batch tokens], of earlier tokens too.
+        earlier: Sums of the earlier tokens; None: there are none.
+    """
+    if key_mask is None:
+        key_mask = torch.ones(len(x), x.shape[2], dtype=torch.bool, device=x.device)
+    tokens, new = key_mask.shape[1], x.shape[2]
+    if tokens == 0:
+        return upcast(x)
+    position = aligned(torch.arange(tokens - new, tokens, device=x.device), tokens, key_mask)
+    sums = upcast(x.new_empty(0)).new_zeros(*x.shape[:2], -(-tokens // block), x.shape[3])
+    if earlier is not None:
+        sums[:, :, : earlier.shape[2]] = earlier
+    number = (position // block)[:, None, :, None].expand_as(x)
+    return sums.scatter_add(2, number, upcast(zero_masked(x, key_mask[:, tokens - new :])))
+
+
 def block_attention(
-    q: Queries, k: Keys, v: Values, pattern: Pattern, *, scale: float, key_mask: KeyMask | None
+    q: Queries,
+    k: Keys,
+    v: Values,
+    pattern: Pattern,
+    *,
+    scale: float,
+    key_mask: KeyMask | None,
+    sums: Sums | None = None,
 ) -> Output:
-    """softmax(scale · q kᵀ) v over the keys of the blocks that a pattern chooses."""
-    inputs = alignment(upcast(q) * scale, k, v, key_mask, None)
+    """softmax(scale · q kᵀ) v over the keys of the blocks that a pattern chooses.
+
+    Padding before the first real token is in no block, and has the output 0.
+    """
+    q, dtype = upcast(q) * scale, q.dtype
+    if key_mask is None or not (tuned_for_cpu(q) and eager(q, k, v)):
+        inputs = alignment(q, k, v, key_mask, None)
+        return inputs.restored([_attend(inputs, pattern, sums)], causal=True).to(dtype)
+    # Batch entries with one first real token have the same blocks.
+    tokens, outs = k.shape[2], []
+    for rows, start in alike(key_mask):
+        padding = min(max(start - tokens + q.shape[2], 0), q.shape[2])
+        if start == tokens:
+            zero = sum(x[rows, ..., :0].sum() for x in (q, k, v))
+            outs.append(q.new_zeros(*q[rows].shape[:3], v.shape[3]) + zero)
+            continue
+        part = q[rows, :, padding:]
+        span = [range(tokens - start - part.shape[2], tokens - start)]
+        some_k, some_v = (x[rows, :, start:] for x in (k, v))
+        inputs = alignment(part, some_k, some_v, key_mask[rows, start:], span)
+        some = None
+        if sums is not None:
+            total = -(-(tokens - start) // pattern.block)
+            some = Sums(*(x[rows, :, :total] for x in sums))
+        outs.append(F.pad(_attend(inputs, pattern, some), (0, 0, padding, 0)))
+    return torch.cat(outs).to(dtype)
+
+
+def _attend(inputs: Alignment, pattern: Pattern, sums: Sums | None) -> Tensor:
+    """Outputs of the queries."""
     ((rows, span),) = inputs.runs()
     end = min(pattern.readers * pattern.block, span.stop)
     outs = []
@@ -72,12 +143,18 @@ def block_attention(
         outs.append(_read_all(inputs, rows[:, :, : end - span.start]))
     if end < span.stop:
         start = max(span.start, end)
-        outs.append(_read(inputs, rows[:, :, start - span.start :], start, pattern))
-    # Padding before the first real token has no block, and the output 0.
-    return inputs.restored([torch.cat(outs, dim=2)], causal=True).to(q.dtype)
+        outs.append(_read(inputs, rows[:, :, start - span.start :], start, pattern, sums))
+    return torch.cat(outs, dim=2)
 
 
-def keys_read(q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor, pattern: Pattern) -> Tensor:
+def keys_read(
+    q: Tensor,
+    k: Tensor,
+    key_mask: Tensor | None,
+    rows: Tensor,
+    pattern: Pattern,
+    sums: Sums | None = None,
+) -> Tensor:
     """Keys of the blocks that queries read, bool [batch heads rows k_tokens]; later keys count too.
 
     Args:
@@ -88,7 +165,7 @@ def keys_read(q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor, patte
     position, numbers = rows + tokens - q.shape[2], torch.arange(tokens, device=device)
     of_rows, of_keys = (aligned(x, tokens, key_mask).expand(len(k), -1) for x in (position, numbers))
     # A pair of blocks is read, [batch heads blocks blocks].
-    read = _numbers(range(-(-tokens // pattern.block)), real.gather(1, of_keys.argsort(dim=1)), pattern)
+    read = _numbers(range(-(-tokens // pattern.block)), real.gather(1, of_keys.argsort(dim=1)), pattern, sums)
     total = read.shape[2]
     pairs = torch.zeros(*read.shape[:3], total + 1, dtype=torch.bool, device=device).scatter_(3, read, True)
     pairs[:, :, : pattern.readers] = True
@@ -100,7 +177,8 @@ def keys_read(q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor, patte
     return by_keys & (position >= real.long().argmax(dim=1, keepdim=True))[:, None, :, None]
 
 
-def _numbers(queries: range, real: Tensor, pattern: Pattern) -> Tensor:
+@torch.no_grad()
+def _numbers(queries: range, real: Tensor, pattern: Pattern, sums: Sums | None) -> Tensor:
     """Numbers of the blocks that blocks of queries read, [… blocks most], their own first.
 
     Args:
@@ -109,7 +187,7 @@ def _numbers(queries: range, real: Tensor, pattern: Pattern) -> Tensor:
     tokens, size = real.shape[1], pattern.block
     count = (torch.arange(1, tokens + 1, device=real.device) * real).amax(dim=1)[:, None, None]
     total, own = -(-tokens // size), torch.arange(queries.start, queries.stop, device=real.device)
-    read = pattern.choose(Blocks(own, (count + size - 1) // size, total)).clamp_max(total)
+    read = pattern.choose(Blocks(own, (count + size - 1) // size, total, sums)).clamp_max(total)
     if read.shape[3] >= total:
         # A short sequence has fewer blocks.
         read = read.sort(dim=3).values[..., : total - 1]
@@ -130,12 +208,12 @@ def _bias(inputs: Alignment) -> Tensor:
     return torch.zeros_like(inputs.real, dtype=inputs.k.dtype).masked_fill(~inputs.real, MASKED)[:, None]
 
 
-def _read(inputs: Alignment, q: Tensor, start: int, pattern: Pattern) -> Tensor:
+def _read(inputs: Alignment, q: Tensor, start: int, pattern: Pattern, sums: Sums | None) -> Tensor:
     """Outputs of consecutive queries from a position on, [batch heads queries value_dim]."""
     (batch, kv_heads, tokens, _), size = inputs.k.shape, pattern.block
     queries = range(start // size, -(-(start + q.shape[2]) // size))
     before = start - queries.start * size
-    read = _numbers(queries, inputs.real, pattern)
+    read = _numbers(queries, inputs.real, pattern, sums)
     heads = kv_heads if read.shape[1] == 1 else q.shape[1]
 
     # Rows of all blocks: [batch heads blocks rows width], where a block alone needs no padding.

@@ -1,0 +1,143 @@
+"""Softmax over the blocks of keys that earlier queries of the sequence point to, and over near ones."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
+from efficient_attn.ops.blocks import Blocks, Pattern, Sums, block_attention, block_sums, keys_read
+from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
+from efficient_attn.options import option
+from efficient_attn.problem import AttentionProblem, positive_count
+from efficient_attn.registry import Capabilities, register
+
+# Blocks of queries that choose at a time.
+_QUERIES = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTopKOptions:
+    """Options of `block-topk`."""
+
+    block: int = option(64, "Number of tokens in a block, of queries and of keys.")
+    blocks: int = option(8, "Number of chosen blocks; causal: besides its own, the one before and the first.")
+
+    def __post_init__(self) -> None:
+        positive_count("block", self.block)
+        positive_count("blocks", self.blocks)
+
+
+class BlockCache(NamedTuple):
+    """KV cache, and the sums of `ops.blocks.Sums` over the tokens of each block, from the first real one on.
+
+    Attributes:
+        k: [batch kv_heads tokens head_dim], zero where masked.
+        v: [batch kv_heads tokens value_dim], zero where masked.
+        key_mask: bool [batch tokens], as of `KVCache`.
+        sum_q: [batch heads blocks head_dim].
+        sum_k: [batch kv_heads blocks head_dim+1].
+    """
+
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor
+    sum_q: Tensor
+    sum_k: Tensor
+
+
+class BlockTopK(nn.Module):
+    """Attention to the blocks whose mean key has the largest product with a mean query."""
+
+    def __init__(self, problem: AttentionProblem, options: BlockTopKOptions) -> None:
+        super().__init__()
+        self._scale, self._blocks, self._block = problem.factor, options.blocks, options.block
+        self.pattern = Pattern(options.block, 0, self._choose, problem.causal)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
+        sums = self._sums(q, k, key_mask)
+        return block_attention(q, k, v, self.pattern, scale=self._scale, key_mask=key_mask, sums=sums)
+
+    def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
+        return keys_read(q, k, key_mask, rows, self.pattern, self._sums(q, k, key_mask))
+
+    def extend(
+        self, q: Tensor, k: Tensor, v: Tensor, state: BlockCache | None, key_mask: Tensor | None
+    ) -> tuple[Tensor, BlockCache]:
+        cache = append_tokens(None if state is None else KVCache(*state[:3]), k, v, key_mask)
+        mask = mask_of(cache)
+        sums = self._sums(q, k, cache.key_mask, None if state is None else Sums(*state[3:]))
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        if q.shape[2]:
+            out = block_attention(
+                q, cache.k, cache.v, self.pattern, scale=self._scale, key_mask=mask, sums=sums
+            )
+        return out, BlockCache(*cache, *sums)
+
+    @torch.no_grad()
+    def _sums(self, q: Tensor, k: Tensor, key_mask: Tensor | None, earlier: Sums | None = None) -> Sums:
+        sum_q, sum_k = earlier or (None, None)
+        return Sums(
+            block_sums(upcast(q) * self._scale, key_mask, self._block, sum_q),
+            block_sums(F.pad(upcast(k), (0, 1), value=1.0), key_mask, self._block, sum_k),
+        )
+
+    def _choose(self, blocks: Blocks) -> Tensor:
+        own, none, sums = blocks.queries[:, None], blocks.total, blocks.sums
+        assert sums is not None
+        number = torch.arange(none, device=own.device)
+        if self.pattern.causal:
+            # Queries before the block choose, so that none of its outputs depends on a later query.
+            query = sums.q[:, :, (blocks.queries - 1).clamp_min(0)]
+            possible = (number > 0) & (number < own - 1)
+            # The first tokens take most weight of many heads, but the mean of their block does not show it.
+            always = torch.cat([torch.where(own > 0, 0, none), torch.where(own > 1, own - 1, none)], dim=1)
+        else:
+            query, always = sums.q[:, :, blocks.queries], own[:, :0]
+            possible = (number != own) & (number < blocks.real[..., None])
+        mean = sums.k[..., :-1] / sums.k[..., -1:].clamp_min(1.0)
+        mean = mean.repeat_interleave(query.shape[1] // mean.shape[1], dim=1).mT
+        chosen = []
+        # Some blocks of queries at a time: all scores would grow with the square of the tokens.
+        for some, allowed in zip(query.split(_QUERIES, dim=2), possible.split(_QUERIES, dim=-2), strict=True):
+            scores = (some @ mean).masked_fill(~allowed, -torch.inf)
+            best = scores.topk(min(self._blocks, none), dim=3)
+            chosen.append(best.indices.masked_fill(best.values == -torch.inf, none))
+        read = torch.cat(chosen, dim=2)
+        return torch.cat([always.expand(*read.shape[:3], -1), read], dim=3)
+
+
+def operations(
+    problem: AttentionProblem, options: BlockTopKOptions, tokens: int, value_dim: int
+) -> OperationCounts:
+    """Products of mean queries with mean keys, and of every query with the keys of its blocks."""
+    size, total, pairs = options.block, -(-tokens // options.block), 0
+    for number in range(total):
+        rows = min(size, tokens - number * size)
+        if problem.causal:
+            pairs += rows * min(options.blocks + 2, number) * size + rows * (rows + 1) // 2
+        else:
+            pairs += rows * min((options.blocks + 1) * size, tokens)
+    choice = MatMul(total * total * problem.head_dim, gradients=0)
+    return OperationCounts((choice, *softmax_matmuls(pairs, problem.head_dim, value_dim)))
+
+
+@register(
+    "block-topk",
+    summary="Softmax over the blocks of keys that a mean query of the sequence prefers, and near ones.",
+    formula="softmax over the keys of the blocks N(b): causal b, b − 1, the first one and those with "
+    "the largest q̄_(b−1)·k̄_c; otherwise b and those with the largest q̄_b·k̄_c",
+    paper="https://arxiv.org/abs/2406.10774",
+    options=BlockTopKOptions,
+    size_option="block",
+    capabilities=Capabilities(
+        causal=True, cross=False, second_derivatives=True, needs_all_queries=True, time_growth=2
+    ),
+    operations=operations,
+    compared=False,
+)
+def build(problem: AttentionProblem, options: BlockTopKOptions) -> BlockTopK:
+    return BlockTopK(problem, options)
