@@ -14,7 +14,7 @@ from efficient_attn.ops.blocks import Blocks
 def by_definition(
     backend: ea.Backend, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Output of any backend but `window-clusters`, differentiable in inputs and parameters."""
+    """Output of any backend but those of clusters and of chosen blocks, differentiable in all tensors."""
     name, problem, core = backend.spec.name, backend.problem, backend.core
     masked = {"scale": problem.factor, "key_mask": key_mask}
     if name == "linformer":

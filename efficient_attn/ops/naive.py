@@ -112,6 +112,31 @@ def bigbird_keys(
     return read & past & real[:, None, None] & (position >= 0)[:, None, :, None]
 
 
+def block_topk_keys(
+    q: Tensor, k: Tensor, *, scale: float, block: int, blocks: int, causal: bool = False
+) -> Tensor:
+    """Keys of near and of chosen blocks, bool [batch heads tokens tokens] (`block-topk`).
+
+    The queries are those of the same tokens, all of them real. Causal blocks are chosen for by the mean query
+    of the block before, and read the first block and the block before besides.
+    """
+    mean_q, mean_k = (
+        torch.stack([part.mean(dim=2) for part in x.split(block, dim=2)], dim=2)
+        for x in (scale * q, for_query_heads(k, q))
+    )
+    b = torch.arange(mean_q.shape[2])
+    own, other = b[:, None], b
+    if causal:
+        mean_q, near = mean_q.roll(1, dims=2), (own - other <= 1) | (other == 0)
+        near, possible = near & (other <= own), ~near & (other <= own)
+    else:
+        near, possible = own == other, own != other
+    scores = (mean_q @ mean_k.mT).masked_fill(~possible, -torch.inf)
+    chosen = possible & (scores >= scores.sort(dim=-1, descending=True).values[..., :blocks][..., -1:])
+    at = torch.arange(q.shape[2]) // block
+    return (near | chosen)[:, :, at][..., at] & visible_keys(q, k, causal=causal)
+
+
 def weighted_mean(weights: Tensor, v: Tensor) -> Tensor:
     """Σ_j w_ij v_j / Σ_j w_ij, [batch heads q_tokens value_dim]; 0 for rows of zeros."""
     total = weights.sum(dim=-1, keepdim=True)

@@ -7,9 +7,15 @@ import torch
 from reference import random_qkv, reference_attention
 
 import efficient_attn as ea
+from efficient_attn.ops import naive
 from efficient_attn.ops.blocks import Blocks
 
 TOTAL = 12
+BACKENDS = [
+    ("bigbird", {"block": 4}),
+    ("block-topk", {"block": 4, "blocks": 2}),
+    ("oracle-topk", {"keys": 5}),
+]
 PATTERNS = [(1, 0, 0), (3, 1, 2), (5, 2, 3), (3, 0, 40)]
 
 
@@ -87,7 +93,7 @@ def test_padding_around_a_sequence_changes_no_output(causal):
         assert not out[:, :, :before].any()
 
 
-@pytest.mark.parametrize(("name", "options"), [("bigbird", {"block": 4}), ("oracle-topk", {"keys": 5})])
+@pytest.mark.parametrize(("name", "options"), BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_keys_read_are_those_of_the_softmax(name, options, causal):
     backend = ea.build(name, head_dim=8, causal=causal, **options).double()
@@ -96,6 +102,37 @@ def test_the_keys_read_are_those_of_the_softmax(name, options, causal):
     read = backend.keys_read(q, k, key_mask=mask, rows=[0, 20, 44])
     weights = backend.attention_weights(q, k, key_mask=mask, rows=[0, 20, 44])
     assert torch.equal(read & mask[:, None, None], weights > 0)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_chosen_blocks_are_those_of_the_definition(causal, kv_heads):
+    sizes, (q, k, v) = {"block": 4, "blocks": 2}, random_qkv(2, 4, kv_heads, 46, 46, 8)
+    backend = ea.build("block-topk", head_dim=8, causal=causal, **sizes).double()
+    read = naive.block_topk_keys(q, k, scale=8**-0.5, causal=causal, **sizes)
+    assert torch.equal(backend.keys_read(q, k), read)
+    expected = naive.softmax_over(q, k, v, read, scale=8**-0.5)
+    torch.testing.assert_close(backend(q, k, v), expected, rtol=0, atol=1e-12)
+    # Most keys of a long sequence are not read, and no head reads what another one does.
+    assert not read[:, :, -1].all() and not torch.equal(read[:, 0], read[:, 1])
+
+
+def test_padding_and_holes_move_no_block_of_the_choice():
+    backend = ea.build("block-topk", head_dim=8, block=4, blocks=2, causal=True).double()
+    q, k, v = random_qkv(2, 4, 2, 60, 60, 8)
+    mask = torch.ones(2, 60, dtype=torch.bool)
+    mask[0, :9], mask[1, 50:], mask[1, 20] = False, False, False
+    out = backend(q, k.masked_fill(~mask[:, None, :, None], torch.nan), v, key_mask=mask)
+    alone = backend(*(x[:1, :, 9:] for x in (q, k, v)))
+    torch.testing.assert_close(out[:1, :, 9:], alone, rtol=0, atol=1e-12)
+    shorter = backend(*(x[1:, :, :50] for x in (q, k, v)), key_mask=mask[1:, :50])
+    torch.testing.assert_close(out[1:, :, :50], shorter, rtol=0, atol=1e-12)
+
+
+def test_fewer_queries_than_keys_are_refused_where_earlier_ones_choose():
+    backend, (q, k, v) = ea.build("block-topk", head_dim=8, causal=True), random_qkv(1, 2, 2, 9, 9, 8)
+    with pytest.raises(ea.UnsupportedError, match=r"needs as many queries as keys; q has 1 .*StateCache"):
+        backend(q[:, :, -1:], k, v)
 
 
 def test_equal_keys_at_the_end_of_the_choice_are_all_read():
