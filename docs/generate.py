@@ -39,6 +39,7 @@ _PROMISES = {
 }
 # Promises of at most so many backends, or of all but so many, are sentences, no columns.
 _RARE = 3
+_SWEPT = " `mse` varies it."
 
 
 def page() -> str:
@@ -106,11 +107,11 @@ def section(backend: BackendSpec) -> str:
 
 def options(backend: BackendSpec) -> list[str]:
     """A table of the options, or a sentence where there is nothing to choose."""
-    rows = [[f"`{field.name}`", _default(field), _help(field)] for field in fields(backend.options_type)]
-    if not rows:
-        return ["It has no options."]
-    size = f"A sweep of accuracy varies `{backend.size_option}`." if backend.size_option else ""
-    return [*table(["option", "default", "meaning"], rows), *(["", size] if size else [])]
+    rows = [
+        [f"`{field.name}`", _default(field), _help(field) + _SWEPT * (field.name == backend.size_option)]
+        for field in fields(backend.options_type)
+    ]
+    return table(["option", "default", "meaning"], rows) if rows else ["It has no options."]
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -54,9 +54,7 @@ class NystromAttention(nn.Module):
         """A, [batch heads landmarks landmarks], with rows and columns of zeros for empty segments."""
         keys, both = alive[:, None, None], alive[:, None, None] & alive[:, None, :, None]
         scores = self.scale * landmark_q @ landmark_k.mT
-        # The least number in place of −inf: a row of −inf alone would be NaN, and its gradient too.
-        scores = scores.masked_fill(~keys, torch.finfo(scores.dtype).min)
-        return scores.softmax(dim=-1).masked_fill(~both, 0.0)
+        return scores.masked_fill(~keys, -torch.inf).softmax(dim=-1).masked_fill(~both, 0.0)
 
 
 def _segments(q: Tensor, key_mask: Tensor | None, landmarks: int) -> tuple[Tensor, Tensor]:
