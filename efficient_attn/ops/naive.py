@@ -124,7 +124,7 @@ def nystrom(
     visible = q.new_ones(len(q), q.shape[2]).bool() if key_mask is None else key_mask
     for entry in visible.any(dim=1).nonzero().flatten().tolist():
         real = visible[entry].nonzero().flatten()
-        segment = torch.arange(len(real)) * min(landmarks, len(real)) // len(real)
+        segment = torch.arange(len(real), device=q.device) * min(landmarks, len(real)) // len(real)
         parts = [real[segment == index] for index in segment.unique()]
         queries, keys, values = q[entry], *(for_query_heads(x[[entry]], q)[0] for x in (k, v))
         few_q, few_k = (torch.stack([x[:, j].mean(dim=1) for j in parts], dim=1) for x in (queries, keys))
