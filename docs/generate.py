@@ -37,8 +37,9 @@ _PROMISES = {
     "needs_calibration": "needs calibration",
     "approximates_softmax": "near softmax",
 }
-# Promises of at most so many backends are sentences, no columns.
+# Promises of at most so many backends, or of all but so many, are sentences, no columns.
 _RARE = 3
+_SWEPT = " `mse` varies it."
 
 
 def page() -> str:
@@ -51,7 +52,7 @@ def page() -> str:
 
 
 def promises(specs: list[BackendSpec]) -> list[str]:
-    """Promises of all and of few backends, then one row per backend with the others."""
+    """Promises of nearly all and of few backends, then one row per backend with the others."""
     holders = {
         promise: [about for about in specs if getattr(about.capabilities, promise)] for promise in _PROMISES
     }
@@ -62,11 +63,14 @@ def promises(specs: list[BackendSpec]) -> list[str]:
             lines.append(
                 f"- {_PROMISES[promise].capitalize()}: {', '.join(f'`{about.name}`' for about in members)}."
             )
-    # Promises that the same backends keep share a column.
+    # Promises that the same backends keep share a sentence or a column.
     columns: dict[tuple[str, ...], list[str]] = {}
     for promise, members in holders.items():
         if _RARE < len(members) < len(specs):
             columns.setdefault(tuple(about.name for about in members), []).append(_PROMISES[promise])
+    for names in [names for names in columns if len(names) >= len(specs) - _RARE]:
+        missing = ", ".join(f"`{about.name}`" for about in specs if about.name not in names)
+        lines.insert(1, f"- All but {missing}: {', '.join(columns.pop(names))}.")
     rows = [
         [
             f"[`{spec.name}`](#{spec.name})",
@@ -103,11 +107,11 @@ def section(backend: BackendSpec) -> str:
 
 def options(backend: BackendSpec) -> list[str]:
     """A table of the options, or a sentence where there is nothing to choose."""
-    rows = [[f"`{field.name}`", _default(field), _help(field)] for field in fields(backend.options_type)]
-    if not rows:
-        return ["It has no options."]
-    size = f"A sweep of accuracy varies `{backend.size_option}`." if backend.size_option else ""
-    return [*table(["option", "default", "meaning"], rows), *(["", size] if size else [])]
+    rows = [
+        [f"`{field.name}`", _default(field), _help(field) + _SWEPT * (field.name == backend.size_option)]
+        for field in fields(backend.options_type)
+    ]
+    return table(["option", "default", "meaning"], rows) if rows else ["It has no options."]
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:

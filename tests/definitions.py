@@ -20,6 +20,8 @@ def by_definition(
     if name == "linformer":
         mixing = {"mix_keys": core.mix_keys, "mix_values": core.mix_values}
         return naive.linformer(q, k, v, **mixing, **masked)
+    if name == "nystrom":
+        return naive.nystrom(q, k, v, **masked, **vars(backend.options))
     masked["causal"] = problem.causal
     if name in ("exact", "exact-dense"):
         return naive.softmax_attention(q, k, v, **masked)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from mpmath import cos, exp, inf, log, mp, mpf, sqrt
+from mpmath import cos, exp, eye, inf, log, matrix, mp, mpf, sqrt
 
 import efficient_attn as ea
 
@@ -22,6 +22,7 @@ OPTIONS = {
     "window": {"window": WINDOW},
     "window-clusters": {"clusters": CLUSTERS, "window": 2 * BLOCK},
     "linformer": {"rank": 3},
+    "nystrom": {"landmarks": 3, "iterations": 4},
     "linear-relu": {"num_features": 4, "seed": 5},
     "performer-positive": {"num_features": 4, "seed": 1},
     "performer-hyperbolic": {"num_features": 4, "seed": 2, "projection": "iid"},
@@ -209,6 +210,26 @@ def linformer_row(kept: dict, q: list, k: list, v: list, real: list, scale):
     return softmax_row(scores, values) if scores else None
 
 
+def nystrom_row(q: list, queries: list, k: list, v: list, real: list, scale):
+    """Softmax to landmarks, the iterated inverse between them, softmax to real keys; and the condition."""
+    count, steps = min(OPTIONS["nystrom"]["landmarks"], len(real)), OPTIONS["nystrom"]["iterations"]
+    parts = [[j for r, j in enumerate(real) if r * count // len(real) == s] for s in range(count)]
+    few_q, few_k = ([average([1] * len(part), [x[j] for j in part]) for part in parts] for x in (queries, k))
+
+    def softmax(rows: list, columns: list):
+        unit = [[mpf(i == j) for j in range(len(columns))] for i in range(len(columns))]
+        return matrix([softmax_row([scale * dot(x, y) for y in columns], unit) for x in rows])
+
+    a = softmax(few_q, few_k)
+    z = a.T / (mp.mnorm(a, 1) * mp.mnorm(a, inf))
+    for _ in range(steps):
+        az = a * z
+        z = z * (13 * eye(count) - az * (15 * eye(count) - az * (7 * eye(count) - az))) / 4
+    first, last, values = softmax([q], few_k), softmax(few_q, [k[j] for j in real]), [v[j] for j in real]
+    condition = first * z.apply(abs) * last * matrix([1] * len(real))
+    return list(first * z * last * matrix(values)), condition[0]
+
+
 def moments(queries: list) -> tuple[list, list]:
     """Mean and variance of every entry."""
     columns = list(zip(*queries, strict=True))
@@ -261,6 +282,8 @@ def row(name: str, case: Case, kept: dict, given: dict, head: int, i: int):
         return softmax_row([scale * dot(q, key) for key in keys], values), mpf(1)
     if name == "linformer":
         return linformer_row(kept, q, k, v, seen, scale) or [mpf(0)] * case.value_dim, mpf(1)
+    if name == "nystrom":
+        return nystrom_row(q, given["q"][head], k, v, seen, scale)
     if name == "window-clusters":
         return clusters_row(position, q, k, v, given["q"][head], scale), mpf(1)
     return linear_row(name, kept, q, keys, values, scale)
@@ -290,9 +313,10 @@ def golden() -> dict:
                 {key: x if key == "mask" else exact_numbers(x) for key, x in some.items()}
                 for some in (given, kept[case.head_dim])
             )
+            # Queries of another sequence are refused.
+            heads = 0 if name == "nystrom" and case.queries != case.keys else case.heads
             rows = [
-                [row(name, case, exact_kept, given, h, i) for i in range(case.queries)]
-                for h in range(case.heads)
+                [row(name, case, exact_kept, given, h, i) for i in range(case.queries)] for h in range(heads)
             ]
             outputs.append(hexes([[out for out, _ in head] for head in rows]))
             assert all(condition < inf for head in rows for _, condition in head)

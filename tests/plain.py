@@ -41,7 +41,8 @@ class Sizes:
 
     def options(self, name: str) -> dict[str, int]:
         """The size of a backend."""
-        sizes = {"num_features": self.num_features, "window": self.window, "rank": self.rank}
+        sizes = {"num_features": self.num_features, "window": self.window}
+        sizes |= {"rank": self.rank, "landmarks": self.rank}
         option = ea.spec(name).size_option
         return {option: sizes[option]} if option in sizes else {}
 
@@ -81,6 +82,10 @@ class Problem:
     def plain(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The formula in the dtype of q; softmax attention for mixtures and clusters of keys."""
         core = (self.wide if q.dtype is torch.float64 else self.backend).core
+        if self.name == "nystrom":
+            mask = None if self.key_mask is None else self.key_mask.to(q.device)
+            scale = self.backend.problem.factor
+            return naive.nystrom(q, k, v, scale=scale, key_mask=mask, **vars(self.backend.options))
         visible = self.visible(q, k)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if not isinstance(core, LinearAttention):

@@ -182,6 +182,44 @@ def linformer(
     return scores.softmax(dim=-1).nan_to_num(0.0) @ mixed[1]
 
 
+def nystrom(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    landmarks: int,
+    iterations: int,
+    scale: float,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """softmax(s q k̃ᵀ) A⁺ softmax(s q̃ kᵀ) v with A = softmax(s q̃ k̃ᵀ) (Xiong et al. 2021, eq. 13).
+
+    A landmark, of q̃ or k̃, is the mean of a segment of real tokens.
+    """
+    out = q.new_zeros(*q.shape[:3], v.shape[-1])
+    visible = q.new_ones(len(q), q.shape[2]).bool() if key_mask is None else key_mask
+    for entry in visible.any(dim=1).nonzero().flatten().tolist():
+        real = visible[entry].nonzero().flatten()
+        segment = torch.arange(len(real), device=q.device) * min(landmarks, len(real)) // len(real)
+        parts = [real[segment == index] for index in segment.unique()]
+        queries, keys, values = q[entry], *(for_query_heads(x[[entry]], q)[0] for x in (k, v))
+        few_q, few_k = (torch.stack([x[:, j].mean(dim=1) for j in parts], dim=1) for x in (queries, keys))
+        first = (scale * queries @ few_k.mT).softmax(dim=-1)
+        last = (scale * few_q @ keys[:, real].mT).softmax(dim=-1)
+        inverse = pseudo_inverse((scale * few_q @ few_k.mT).softmax(dim=-1), iterations)
+        out[entry] = first @ inverse @ last @ values[:, real]
+    return out
+
+
+def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
+    """Z ← ¼ Z (13 I − A Z (15 I − A Z (7 I − A Z))) from Aᵀ / (‖A‖₁ ‖A‖∞) (eq. 11 and 12), per matrix."""
+    norms = [torch.linalg.matrix_norm(a, order, keepdim=True) for order in (1, torch.inf)]
+    z, identity = a.mT / (norms[0] * norms[1]), torch.eye(a.shape[-1]).to(a)
+    for _ in range(iterations):
+        z = z @ (13 * identity - a @ z @ (15 * identity - a @ z @ (7 * identity - a @ z))) / 4
+    return z
+
+
 def linear_attention(
     q: Tensor,
     k: Tensor,

@@ -23,6 +23,7 @@ _COLOURS = {
     "performer-oprf": ("#7b4fb5", "p"),
     "performer-full": ("#d55e00", "X"),
     "window-clusters": ("#00573f", "8"),
+    "nystrom": ("#9c2f3b", "H"),
     CEILING: (MUTED, ""),
 }
 _FURTHER_COLOURS = (("#8a6d00", ">"), ("#008b8b", "h"), ("#8b4513", "d"), ("#5f6f1f", "*"))

@@ -28,6 +28,7 @@ OTHERS = {
     ("exact-dense", False): Bound(4, 10),
     ("exact-dense", True): Bound(12, 20, 14),
     ("linformer", False): Bound(20, 33),
+    ("nystrom", False): Bound(96, 223),
     ("window", False): Bound(22, 46),
     ("window", True): Bound(22, 46, 3),
     ("window-clusters", False): Bound(96, 185),

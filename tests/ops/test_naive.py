@@ -66,6 +66,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(name, causal, masked)
         ("linformer", {"sharing": "none"}),
         ("linformer", {"sharing": "key-value"}),
         ("linear-hedgehog", {"num_heads": None}),
+        ("nystrom", {"landmarks": 4, "iterations": 2}),
         ("performer-oprf", {"a": -0.1}),
     ],
 )

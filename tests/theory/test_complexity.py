@@ -23,6 +23,7 @@ OPTIONS = {
     "window": {"window": 5},
     "window-clusters": {"window": 4, "clusters": 3},
     "linformer": {"rank": 6},
+    "nystrom": {"landmarks": 6},
     "performer-positive": {"num_features": 6},
     "performer-trig": {"num_features": 6},
     "performer-hyperbolic": {"num_features": 6},
@@ -69,7 +70,7 @@ def counted_passes(attention: Callable[..., Tensor], *, backward: bool, value_di
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("exact", {}), ("exact-dense", {})]
+    [("exact", {}), ("exact-dense", {}), ("nystrom", {})]
     + [("linformer", {"sharing": sharing}) for sharing in ("heads", "none", "key-value")],
 )
 def test_attention_made_of_products_does_what_torch_counts(name, options, backward) -> None:
