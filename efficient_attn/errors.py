@@ -8,6 +8,9 @@ from contextlib import contextmanager
 _ELSEWHERE = {
     "exact": "softmax sdpa scaled_dot_product_attention flash flash_attention vanilla full",
     "exact-dense": "math eager dense",
+    "oracle-topk": "topk top-k",
+    "bigbird": "longformer big-bird block-sparse random",
+    "block-topk": "quest moba nsa",
     "window": "local local-attention natten sliding_window sliding-window window_size",
     "performer-positive": "favor favor+ performer positive",
     "performer-oprf": "favor++ oprf gerf",

@@ -23,6 +23,9 @@ OPTIONS = {
     "window-clusters": {"clusters": CLUSTERS, "window": 2 * BLOCK},
     "linformer": {"rank": 3},
     "nystrom": {"landmarks": 3, "iterations": 4},
+    "oracle-topk": {"keys": 2},
+    "bigbird": {"block": 2, "random_blocks": 0},
+    "block-topk": {"block": 2, "blocks": 1},
     "linear-relu": {"num_features": 4, "seed": 5},
     "performer-positive": {"num_features": 4, "seed": 1},
     "performer-hyperbolic": {"num_features": 4, "seed": 2, "projection": "iid"},
@@ -30,6 +33,10 @@ OPTIONS = {
     "performer-oprf": {"num_features": 4, "seed": 4, "a": -0.25},
     "performer-full": {"num_features": 4, "seed": 6},
 }
+
+
+# Backends of which the row is a softmax over some keys.
+SOFTMAX = ("exact", "exact-dense", "window", "oracle-topk", "bigbird", "block-topk")
 
 
 class Case(NamedTuple):
@@ -230,6 +237,28 @@ def nystrom_row(q: list, queries: list, k: list, v: list, real: list, scale):
     return list(first * z * last * matrix(values)), condition[0]
 
 
+def keys_of_blocks(name: str, causal: bool, given: dict, heads: tuple, position: int, real: list) -> list:
+    """Keys of the blocks of two tokens that a query reads, counted from the first real token."""
+    own, last = ((j - real[0]) // 2 for j in (position, real[-1]))
+    members = {b: [j for j in real if (j - real[0]) // 2 == b] for b in range(last + 1)}
+    if position < real[0]:
+        return []
+    if name == "bigbird":
+        read = [b for b in members if abs(own - b) <= 1 + causal or b == 0 or (own == 0 and not causal)]
+    else:
+        chooser = own - causal
+        read = [b for b in members if (b in (0, own - 1) if causal else False) or b == own]
+        others = [b for b in members if b not in read and (b < own or not causal)]
+        if others:
+            queries, keys = given["q"][heads[0]], given["k"][heads[1]]
+            mean = average([1] * len(members[chooser]), [queries[j] for j in members[chooser]])
+            score = {
+                b: dot(mean, average([1] * len(members[b]), [keys[j] for j in members[b]])) for b in others
+            }
+            read.append(max(others, key=score.__getitem__))
+    return [j for b in read for j in members[b]]
+
+
 def moments(queries: list) -> tuple[list, list]:
     """Mean and variance of every entry."""
     columns = list(zip(*queries, strict=True))
@@ -274,11 +303,18 @@ def row(name: str, case: Case, kept: dict, given: dict, head: int, i: int):
     if name == "window":
         back, ahead = (WINDOW - 1, 0) if causal else (WINDOW // 2, WINDOW // 2)
         seen = [j for j in seen if position - back <= j <= position + ahead]
+    if name in ("bigbird", "block-topk"):
+        sign = -1 if scale < 0 else 1
+        turned = {**given, "q": [[[sign * x for x in query] for query in some] for some in given["q"]]}
+        read = keys_of_blocks(name, causal, turned, (head, kv_head), position, real)
+        seen = [j for j in seen if j in read]
+    if name == "oracle-topk":
+        seen = sorted(seen, key=lambda j: -scale * dot(q, k[j]))[: OPTIONS[name]["keys"]]
     if not seen:
         return [mpf(0)] * case.value_dim, mpf(1)
     keys, values = [k[j] for j in seen], [v[j] for j in seen]
     # Causal queries open both clusters.
-    if name in ("exact", "exact-dense", "window") or (name == "window-clusters" and causal):
+    if name in SOFTMAX or (name == "window-clusters" and causal):
         return softmax_row([scale * dot(q, key) for key in keys], values), mpf(1)
     if name == "linformer":
         return linformer_row(kept, q, k, v, seen, scale) or [mpf(0)] * case.value_dim, mpf(1)
@@ -314,7 +350,8 @@ def golden() -> dict:
                 for some in (given, kept[case.head_dim])
             )
             # Queries of another sequence are refused.
-            heads = 0 if name == "nystrom" and case.queries != case.keys else case.heads
+            apart = name in ("nystrom", "block-topk") and case.queries != case.keys
+            heads = 0 if apart else case.heads
             rows = [
                 [row(name, case, exact_kept, given, h, i) for i in range(case.queries)] for h in range(heads)
             ]

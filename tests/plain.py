@@ -101,8 +101,10 @@ class Problem:
         return self.name not in ("linformer", "window-clusters")
 
     def visible(self, q: Tensor, k: Tensor) -> Tensor:
-        """True where a query reads a key, [batch 1 q_tokens k_tokens]."""
+        """True where a query reads a key, [batch heads or 1, q_tokens k_tokens]."""
         mask = None if self.key_mask is None else self.key_mask.to(q.device)
+        if self.name in ("bigbird", "block-topk", "oracle-topk"):
+            return self.backend.keys_read(q, k, key_mask=mask)
         window = self.backend.options.window if self.name == "window" else None
         return naive.visible_keys(q, k, causal=self.causal, key_mask=mask, window=window)
 

@@ -81,17 +81,15 @@ class BigBird(nn.Module):
         before = (own - back - first).clamp_min(0)
         number = before if causal else before + (real - own - ahead - 1).clamp_min(0)
         of_block = _mixed(_mixed(own.new_tensor(self._seed % _PRIME)) + own)
-        drawn: list[Tensor] = []
-        for position in range(self._options.random_blocks):
-            last = number - self._options.random_blocks + position
-            at = _mixed(of_block + position) % (last + 1).clamp_min(1)
-            for earlier in drawn:
-                at = torch.where(at == earlier, last, at)
-            drawn.append(torch.where(last < 0, -1, at))
-        places = [torch.where(x < before, first + x, own + ahead + 1 + x - before) for x in drawn]
-        places = [torch.where(x < 0, none, place) for x, place in zip(drawn, places, strict=True)]
-        read = [x.expand(*number.shape[:-1], -1, -1) for x in (near, begin)]
-        read += [x.unsqueeze(-1) for x in places]
+        position = torch.arange(self._options.random_blocks, device=own.device)
+        last = number.expand(len(real), 1, len(own))[..., None] - len(position) + position
+        drawn = _mixed(of_block[:, None] + position) % (last + 1).clamp_min(1)
+        for later in range(1, len(position)):
+            seen = (drawn[..., later, None] == drawn[..., :later]).any(dim=-1)
+            drawn[..., later] = torch.where(seen, last[..., later], drawn[..., later])
+        before, after = before[:, None], (own + ahead + 1)[:, None]
+        place = torch.where(drawn < before, first + drawn, after + drawn - before)
+        read = (near, begin, torch.where(last < 0, none, place))
         return torch.cat([x.expand(len(real), 1, -1, -1) for x in read], dim=3)
 
 

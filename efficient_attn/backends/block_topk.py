@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.blocks import Blocks, Pattern, Sums, block_attention, block_sums, keys_read
 from efficient_attn.ops.dtypes import upcast
+from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.options import option
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
-# Blocks of queries that choose at a time.
+# Blocks of queries that choose at a time on the CPU.
 _QUERIES = 32
 
 
@@ -102,7 +103,8 @@ class BlockTopK(nn.Module):
         mean = mean.repeat_interleave(query.shape[1] // mean.shape[1], dim=1).mT
         chosen = []
         # Some blocks of queries at a time: all scores would grow with the square of the tokens.
-        for some, allowed in zip(query.split(_QUERIES, dim=2), possible.split(_QUERIES, dim=-2), strict=True):
+        step = _QUERIES if tuned_for_cpu(query) else step_capacity(query.shape[0] * query.shape[1] * none)
+        for some, allowed in zip(query.split(step, dim=2), possible.split(step, dim=-2), strict=True):
             scores = (some @ mean).masked_fill(~allowed, -torch.inf)
             best = scores.topk(min(self._blocks, none), dim=3)
             chosen.append(best.indices.masked_fill(best.values == -torch.inf, none))

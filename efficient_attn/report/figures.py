@@ -24,6 +24,9 @@ _COLOURS = {
     "performer-full": ("#d55e00", "X"),
     "window-clusters": ("#00573f", "8"),
     "nystrom": ("#9c2f3b", "H"),
+    "oracle-topk": ("#8c8c00", "*"),
+    "bigbird": ("#a0522d", "d"),
+    "block-topk": ("#1f5f8b", "h"),
     CEILING: (MUTED, ""),
 }
 _FURTHER_COLOURS = (("#8a6d00", ">"), ("#008b8b", "h"), ("#8b4513", "d"), ("#5f6f1f", "*"))

@@ -47,9 +47,10 @@ CASES = [
 LINEAR = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
 STREAMING = [name for name in ea.list_backends() if ea.spec(name).capabilities.streaming]
 # Outputs that CUDA adds by atomics, in any order: the sums over clusters (`scatter_add_`, `index_add_`).
-ATOMIC_OUTPUTS = {("window-clusters", False)}
+ATOMIC_OUTPUTS = {("window-clusters", False), ("block-topk", False), ("block-topk", True)}
 # Gradients too: those of queries in fused attention, and of repeated factors (`index_add`).
 ATOMIC_GRADIENTS = {"exact", "linformer", "nystrom", "window", "window-clusters", "linear-taylor-2"}
+ATOMIC_GRADIENTS |= {"bigbird", "block-topk"}
 # Tensors of a step: exponents, features and states, and those of the rows that are computed again.
 STEP_TENSORS = 48
 # Memory of all tokens beside a step: q, k, v and the output in float32.

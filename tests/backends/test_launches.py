@@ -93,7 +93,7 @@ def test_launches_of_other_backends_grow_by_the_levels_of_trees_alone(name, caus
     short, long = (counts(name, causal, tokens=tokens) for tokens in (2 * TOKENS, 8 * TOKENS))
     # A causal past has a longer run of keys for each of two doublings, which a tree of its own sorts.
     levels = 2 * 48 if (name, causal) == ("window-clusters", True) else 0
-    assert long["forward"].launches == short["forward"].launches + levels
+    assert long["forward"].launches <= short["forward"].launches + levels
     assert not COUNTED or long["gradients"].launches <= short["gradients"].launches + levels
     if "step" in short:
         assert long["step"].launches == short["step"].launches

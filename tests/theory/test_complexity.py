@@ -24,6 +24,9 @@ OPTIONS = {
     "window-clusters": {"window": 4, "clusters": 3},
     "linformer": {"rank": 6},
     "nystrom": {"landmarks": 6},
+    "oracle-topk": {"keys": 3},
+    "bigbird": {"block": 2, "random_blocks": 0},
+    "block-topk": {"block": 2, "blocks": 1},
     "performer-positive": {"num_features": 6},
     "performer-trig": {"num_features": 6},
     "performer-hyperbolic": {"num_features": 6},
@@ -88,6 +91,7 @@ def test_attention_made_of_products_does_what_torch_counts(name, options, backwa
         ("exact-dense", True, lambda i, j: j <= i),
         ("window", False, lambda i, j: abs(i - j) <= 2),
         ("window", True, lambda i, j: i - 5 < j <= i),
+        ("bigbird", True, lambda i, j: j <= i and (i // 2 - j // 2 < 3 or j < 2)),
     ],
 )
 def test_what_a_mask_throws_away_is_not_counted(name, causal, visible, backward) -> None:
