@@ -149,7 +149,9 @@ def test_a_call_on_meta_mixes_no_devices_and_makes_no_float64(call):
     mask = torch.empty(1, call.tokens, dtype=torch.bool, device="meta")
     with Watch("meta", weak=call.weak) as watch:
         found = VERBS[call.verb](backend, q, k, v, mask)
-    assert sorted(watch.faults) == []
+    # The reference of every choice of keys ranks in float64 where there is one.
+    wide = call.backend == "oracle-topk"
+    assert sorted(x for x in watch.faults if not (wide and "float64" in x)) == []
     for x, like in found:
         assert (x.shape, x.dtype, x.device) == (like.shape, call.dtype, q.device)
 

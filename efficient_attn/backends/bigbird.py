@@ -68,26 +68,26 @@ class BigBird(nn.Module):
         self._seed = seed
 
     def _choose(self, blocks: Blocks) -> Tensor:
-        (own, real, none), causal = blocks[:3], self.pattern.causal
+        (row, real, none), causal = blocks[:3], self.pattern.causal
         first, side = self._options.global_blocks, self._options.window // 2
         back, ahead = (self._options.window - 1, 0) if causal else (side, side)
-        steps = torch.tensor([x for x in range(-back, ahead + 1) if x], dtype=torch.long, device=own.device)
-        near = own[:, None] + steps
+        steps = torch.tensor([x for x in range(-back, ahead + 1) if x], dtype=torch.long, device=row.device)
+        near = row[:, None] + steps
         near = near.masked_fill(near < first, none)
-        begin = torch.arange(first, device=own.device).expand(len(own), -1)
-        begin = begin.masked_fill(begin >= own[:, None], none)
+        begin = torch.arange(first, device=row.device).expand(len(row), -1)
+        begin = begin.masked_fill(begin >= row[:, None], none)
 
         # Floyd's draw of some of the blocks outside: `before` ones, and the others after the window.
-        before = (own - back - first).clamp_min(0)
-        number = before if causal else before + (real - own - ahead - 1).clamp_min(0)
-        of_block = _mixed(_mixed(own.new_tensor(self._seed % _PRIME)) + own)
-        position = torch.arange(self._options.random_blocks, device=own.device)
-        last = number.expand(len(real), 1, len(own))[..., None] - len(position) + position
+        before = (row - back - first).clamp_min(0)
+        number = before if causal else before + (real - row - ahead - 1).clamp_min(0)
+        of_block = _mixed(_mixed(row.new_tensor(self._seed % _PRIME)) + row)
+        position = torch.arange(self._options.random_blocks, device=row.device)
+        last = number.expand(len(real), 1, len(row))[..., None] - len(position) + position
         drawn = _mixed(of_block[:, None] + position) % (last + 1).clamp_min(1)
         for later in range(1, len(position)):
             seen = (drawn[..., later, None] == drawn[..., :later]).any(dim=-1)
             drawn[..., later] = torch.where(seen, last[..., later], drawn[..., later])
-        before, after = before[:, None], (own + ahead + 1)[:, None]
+        before, after = before[:, None], (row + ahead + 1)[:, None]
         place = torch.where(drawn < before, first + drawn, after + drawn - before)
         read = (near, begin, torch.where(last < 0, none, place))
         return torch.cat([x.expand(len(real), 1, -1, -1) for x in read], dim=3)

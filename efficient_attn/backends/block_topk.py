@@ -87,25 +87,25 @@ class BlockTopK(nn.Module):
         )
 
     def _choose(self, blocks: Blocks) -> Tensor:
-        own, none, sums = blocks.queries[:, None], blocks.total, blocks.sums
+        row, none, sums = blocks.queries[:, None], blocks.total, blocks.sums
         assert sums is not None
-        number = torch.arange(none, device=own.device)
+        number = torch.arange(none, device=row.device)
         if self.pattern.causal:
             # Queries before the block choose, so that none of its outputs depends on a later query.
             query = sums.q[:, :, (blocks.queries - 1).clamp_min(0)]
-            possible = (number > 0) & (number < own - 1)
+            possible = (number > 0) & (number < row - 1)
             # The first tokens take most weight of many heads, but the mean of their block does not show it.
-            always = torch.cat([torch.where(own > 0, 0, none), torch.where(own > 1, own - 1, none)], dim=1)
+            always = torch.cat([torch.where(row > 0, 0, none), torch.where(row > 1, row - 1, none)], dim=1)
         else:
-            query, always = sums.q[:, :, blocks.queries], own[:, :0]
-            possible = (number != own) & (number < blocks.real[..., None])
+            query, always = sums.q[:, :, blocks.queries], row[:, :0]
+            possible = (number != row) & (number < blocks.real[..., None])
         mean = sums.k[..., :-1] / sums.k[..., -1:].clamp_min(1.0)
         mean = mean.repeat_interleave(query.shape[1] // mean.shape[1], dim=1).mT
         chosen = []
         # Some blocks of queries at a time: all scores would grow with the square of the tokens.
         step = _QUERIES if tuned_for_cpu(query) else step_capacity(query.shape[0] * query.shape[1] * none)
-        for some, allowed in zip(query.split(step, dim=2), possible.split(step, dim=-2), strict=True):
-            scores = (some @ mean).masked_fill(~allowed, -torch.inf)
+        for part, allowed in zip(query.split(step, dim=2), possible.split(step, dim=-2), strict=True):
+            scores = (part @ mean).masked_fill(~allowed, -torch.inf)
             best = scores.topk(min(self._blocks, none), dim=3)
             chosen.append(best.indices.masked_fill(best.values == -torch.inf, none))
         read = torch.cat(chosen, dim=2)

@@ -98,8 +98,8 @@ def select(
 ) -> tuple[Variant, ...]:
     """The variants of the named backends, one per combination of the set options.
 
-    None selects those of `compared_backends`: errors and speed-ups against exact attention are meaningful for
-    backends that approximate it alone.
+    None selects `compared_backends`: errors and speed-ups against exact attention are meaningful for backends
+    that approximate it alone.
 
     Args:
         also: Whether None selects the further variants of the backends too, unless options of theirs are set.

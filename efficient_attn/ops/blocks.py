@@ -124,13 +124,13 @@ def block_attention(
             continue
         part = q[rows, :, padding:]
         span = [range(tokens - start - part.shape[2], tokens - start)]
-        some_k, some_v = (x[rows, :, start:] for x in (k, v))
-        inputs = alignment(part, some_k, some_v, key_mask[rows, start:], span)
-        some = None
+        part_k, part_v = (x[rows, :, start:] for x in (k, v))
+        inputs = alignment(part, part_k, part_v, key_mask[rows, start:], span)
+        part_sums = None
         if sums is not None:
             total = -(-(tokens - start) // pattern.block)
-            some = Sums(*(x[rows, :, :total] for x in sums))
-        outs.append(F.pad(_attend(inputs, pattern, some), (0, 0, padding, 0)))
+            part_sums = Sums(*(x[rows, :, :total] for x in sums))
+        outs.append(F.pad(_attend(inputs, pattern, part_sums), (0, 0, padding, 0)))
     return torch.cat(outs).to(dtype)
 
 
@@ -186,12 +186,12 @@ def _numbers(queries: range, real: Tensor, pattern: Pattern, sums: Sums | None) 
     """
     tokens, size = real.shape[1], pattern.block
     count = (torch.arange(1, tokens + 1, device=real.device) * real).amax(dim=1)[:, None, None]
-    total, own = -(-tokens // size), torch.arange(queries.start, queries.stop, device=real.device)
-    read = pattern.choose(Blocks(own, (count + size - 1) // size, total, sums)).clamp_max(total)
+    total, row = -(-tokens // size), torch.arange(queries.start, queries.stop, device=real.device)
+    read = pattern.choose(Blocks(row, (count + size - 1) // size, total, sums)).clamp_max(total)
     if read.shape[3] >= total:
         # A short sequence has fewer blocks.
         read = read.sort(dim=3).values[..., : total - 1]
-    return torch.cat([own[:, None].expand(*read.shape[:3], 1), read], dim=3)
+    return torch.cat([row[:, None].expand(*read.shape[:3], 1), read], dim=3)
 
 
 def _read_all(inputs: Alignment, q: Tensor) -> Tensor:
@@ -248,11 +248,12 @@ def _read(inputs: Alignment, q: Tensor, start: int, pattern: Pattern, sums: Sums
     numbers = batch * heads * read.shape[3] * size * 2 * width
     step = max(_STEP // numbers, 1) if tuned_for_cpu(q) else step_capacity(numbers)
     outs = []
-    for some_rows, some in zip(rows.split(step, dim=2), at.split(step, dim=2), strict=True):
+    for part, places in zip(rows.split(step, dim=2), at.split(step, dim=2), strict=True):
         k, v = (
-            x.index_select(0, some.flatten()).view(batch * heads, some.shape[2], -1, width) for x in by_blocks
+            x.index_select(0, places.flatten()).view(batch * heads, places.shape[2], -1, width)
+            for x in by_blocks
         )
-        out, _ = partial_softmax(some_rows.flatten(0, 1), k, v, later)
+        out, _ = partial_softmax(part.flatten(0, 1), k, v, later)
         outs.append(out[..., : inputs.v.shape[3]].unflatten(0, (batch, heads)))
     out = torch.cat(outs, dim=2).unflatten(3, (group, length)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     skipped = 0 if len(queries) == 1 else before

@@ -96,7 +96,7 @@ def bigbird_keys(
 ) -> Tensor:
     """Keys of near, global and random blocks, bool [batch 1 tokens tokens] (Zaheer et al. 2020, section 2).
 
-    Blocks are counted from the first real token; the queries are those of the same tokens.
+    Blocks are counted from the first real token; queries have the same tokens.
 
     Args:
         drawn: Whether block i reads block j at random, bool [batch 1 blocks blocks].
@@ -117,20 +117,20 @@ def block_topk_keys(
 ) -> Tensor:
     """Keys of near and of chosen blocks, bool [batch heads tokens tokens] (`block-topk`).
 
-    The queries are those of the same tokens, all of them real. Causal blocks are chosen for by the mean query
-    of the block before, and read the first block and the block before besides.
+    Queries have the same tokens, all of them real. The mean query of a block chooses for the next block if
+    causal, which reads the first block and the block before besides.
     """
     mean_q, mean_k = (
         torch.stack([part.mean(dim=2) for part in x.split(block, dim=2)], dim=2)
         for x in (scale * q, for_query_heads(k, q))
     )
     b = torch.arange(mean_q.shape[2])
-    own, other = b[:, None], b
+    i, j = b[:, None], b
     if causal:
-        mean_q, near = mean_q.roll(1, dims=2), (own - other <= 1) | (other == 0)
-        near, possible = near & (other <= own), ~near & (other <= own)
+        mean_q, near = mean_q.roll(1, dims=2), (i - j <= 1) | (j == 0)
+        near, possible = near & (j <= i), ~near & (j <= i)
     else:
-        near, possible = own == other, own != other
+        near, possible = i == j, i != j
     scores = (mean_q @ mean_k.mT).masked_fill(~possible, -torch.inf)
     chosen = possible & (scores >= scores.sort(dim=-1, descending=True).values[..., :blocks][..., -1:])
     at = torch.arange(q.shape[2]) // block
