@@ -120,8 +120,8 @@ def operations(
 @register(
     "bigbird",
     summary="Softmax over a window, the first and a few random blocks of keys.",
-    formula="softmax over the keys of the blocks N(b): those around block b, global and random ones; "
-    "without causality the queries of global blocks read all keys",
+    formula="softmax over the keys of N(b): blocks around block b, the first blocks and random ones; "
+    "without causality the queries of the first blocks read all keys",
     paper="https://arxiv.org/abs/2007.14062",
     options=BigBirdOptions,
     size_option="block",

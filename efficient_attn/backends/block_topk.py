@@ -130,8 +130,8 @@ def operations(
 @register(
     "block-topk",
     summary="Softmax over the blocks of keys that a mean query of the sequence prefers, and near ones.",
-    formula="softmax over the keys of the blocks N(b): causal b, b − 1, the first one and those with "
-    "the largest q̄_(b−1)·k̄_c; otherwise b and those with the largest q̄_b·k̄_c",
+    formula="softmax over the keys of N(b): causal, the blocks b, b − 1, the first one and the largest "
+    "q̄_(b−1)·k̄_c; otherwise block b and the largest q̄_b·k̄_c",
     paper="https://arxiv.org/abs/2406.10774",
     options=BlockTopKOptions,
     size_option="block",

@@ -60,7 +60,7 @@ class NystromAttention(nn.Module):
 def _segments(q: Tensor, key_mask: Tensor | None, landmarks: int) -> tuple[Tensor, Tensor]:
     """Means over segments, [1|batch landmarks tokens], and which have tokens, bool [batch landmarks].
 
-    Of R real tokens the r-th belongs to segment ⌊r m / R⌋ with m = min(landmarks, R). Masked tokens take no
+    The r-th of R real tokens belongs to segment ⌊r m / R⌋ with m = min(landmarks, R). Masked tokens take no
     part, so that padding and gaps change no mean.
     """
     real = torch.ones_like(q[:1, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask

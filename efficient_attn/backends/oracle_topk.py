@@ -25,7 +25,7 @@ _TIE = 1e-12
 class OracleTopKOptions:
     """Options of `oracle-topk`."""
 
-    keys: int = option(64, "Number of keys per query, those with the largest scores; more where weights tie.")
+    keys: int = option(64, "Number of keys per query, of the largest scores; more where weights tie.")
 
     def __post_init__(self) -> None:
         positive_count("keys", self.keys)

@@ -34,8 +34,8 @@ class Sums(NamedTuple):
     """Sums of the real queries and keys of each block.
 
     Attributes:
-        q: Of scaled queries, [batch heads blocks head_dim].
-        k: Of keys and of 1, the number of real keys, [batch kv_heads blocks head_dim+1].
+        q: Sums of scaled queries, [batch heads blocks head_dim].
+        k: Sums of keys, and numbers of real keys, [batch kv_heads blocks head_dim+1].
     """
 
     q: Tensor
@@ -49,7 +49,7 @@ class Blocks(NamedTuple):
         queries: Numbers of the blocks of queries, [blocks].
         real: Number of blocks of keys up to the last real one, [batch 1 1].
         total: Number of all blocks of keys.
-        sums: Of all blocks, for a pattern that asks for them.
+        sums: Sums of all blocks, for a pattern that asks for them.
     """
 
     queries: Tensor
@@ -249,10 +249,8 @@ def _read(inputs: Alignment, q: Tensor, start: int, pattern: Pattern, sums: Sums
     step = max(_STEP // numbers, 1) if tuned_for_cpu(q) else step_capacity(numbers)
     outs = []
     for part, places in zip(rows.split(step, dim=2), at.split(step, dim=2), strict=True):
-        k, v = (
-            x.index_select(0, places.flatten()).view(batch * heads, places.shape[2], -1, width)
-            for x in by_blocks
-        )
+        shape = (batch * heads, places.shape[2], -1, width)
+        k, v = (x.index_select(0, places.flatten()).view(shape) for x in by_blocks)
         out, _ = partial_softmax(part.flatten(0, 1), k, v, later)
         outs.append(out[..., : inputs.v.shape[3]].unflatten(0, (batch, heads)))
     out = torch.cat(outs, dim=2).unflatten(3, (group, length)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
