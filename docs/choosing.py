@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import efficient_attn as ea
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.measure.variants import sized
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.report.table import full
 from efficient_attn.report.text import describe, show_error, three_digits
 from efficient_attn.stats.candidates import operations_share
-from efficient_attn.stats.estimates import SpeedUp, curves, speed_ups
+from efficient_attn.stats.estimates import SpeedUp, call_time, curves, speed_ups
 from efficient_attn.studies.bench.comparison import Comparison, Contender, comparisons
 from efficient_attn.studies.bench.tables import crossover_cells
 from efficient_attn.studies.recall.view import Contest, Learned, contests, show_accuracy
@@ -45,6 +45,8 @@ _VERIFIED = (
     "recall of copies",
     "planted numbers",
 )
+# Published methods that choose keys, or stand for all of them, beside what reads as many keys.
+METHODS = ("bench-methods-causal", "bench-methods")
 TOLERATED = (0.01, 0.05, 0.1, 0.3, 0.5)
 
 _HEAD = """\
@@ -107,6 +109,24 @@ Within an error, on layer 19, and opened clusters (the text of 8192 tokens is no
 
 _DRAWN = """\
 ![Relative output error against time and memory at 2048, 4096 and 8192 tokens of a decoder](images/opened.png)
+"""
+
+_METHODS = """\
+### Published methods that choose keys
+
+Layer 19 of the decoder, then the encoder (largest error of three layers), default options, median speeds of
+a shared machine:
+"""
+
+_CHOSEN = """\
+![Error against tokens on the decoder](images/methods.png)
+
+- `oracle-topk` bounds every choice of 64 keys by score: on this layer no such choice beats a window of 257
+  with 4 first keys by much, since weights are spread.
+- `bigbird` reads more keys than that window and errs more: random blocks carry little weight.
+- `block-topk` errs least for its speed from 4096 tokens on; in short sequences it reads everything.
+- `nystrom` errs nearly as much as uniform attention without training.
+
 """
 
 _RECALL = """\
@@ -228,6 +248,9 @@ def page() -> str:
         _by_error([*causal, *causal_opened]),
         _opened(causal_opened),
         _DRAWN,
+        _METHODS,
+        *map(_methods, METHODS),
+        _CHOSEN,
         _RECALL,
         table([*_VERIFIED], verified),
         _RECALLED,
@@ -352,6 +375,26 @@ def _by_error(compared: list[Comparison]) -> str:
 
 def _inputs(comparison: Comparison) -> tuple[str, int]:
     return comparison.case.inputs, comparison.case.tokens
+
+
+def _methods(name: str) -> str:
+    """Errors by length, keys read at the longest of them, and speeds of a run."""
+    records = ea.read(RESULTS / name).records
+    compared = [row for row in comparisons(records) if row.errors.kind == "error"]
+    times = {(x.case.label, x.case.tokens): call_time(x).median for x in records if x.times_s}
+    lengths = [row.case.tokens for row in compared]
+    timed = sorted({tokens for _, tokens in times})[-2:]
+    rows = []
+    for label in dict.fromkeys(row.label for row in compared[-1].contenders):
+        cells = [comparison.row(label) for comparison in compared]
+        errors = [_range([x.worst]) if x and x.error else "–" for x in cells]
+        shares = (cells[-1] and cells[-1].shares) or ()
+        read = [f"{share:.0%}" for share in shares] or ["–", "–"]
+        pairs = [(times["exact", tokens], times.get((label, tokens))) for tokens in timed]
+        speeds = [f"{three_digits(exact_s / time_s)}x" if time_s else "–" for exact_s, time_s in pairs]
+        rows.append([f"`{label}`" if label != UNIFORM_ATTENTION else label, *errors, *read, *speeds])
+    heads = [f"error at {tokens}" for tokens in lengths] + ["keys read", "weight read"]
+    return table(["backend", *heads, *(f"speed at {tokens}" for tokens in timed)], rows)
 
 
 def _opened(compared: list[Comparison]) -> str:

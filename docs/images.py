@@ -25,6 +25,7 @@ RECORDS: dict[str, str | tuple[str, ...]] = {
     "advise": "advise",
     "compare": "compare",
     "heads": "advise-smollm2-4096",
+    "methods": "bench-methods-causal",
     "mse": "mse-default",
     "opened": (
         "compare-probes-decoder-2048",
@@ -105,6 +106,8 @@ def figure(name: str) -> Any:
     results = ea.read(*runs(name))
     if name == "advise":
         return runpy.run_path(str(HERE / "readme.py"))["draw"](results)
+    if name == "methods":
+        return results.plot("error").figure
     # Options that all variants share.
     long = {record.case.label for record in results.records if ", clusters=64" in record.case.label}
     labels = {label: label.replace(", clusters=64", "") for label in long}

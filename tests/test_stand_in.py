@@ -33,7 +33,7 @@ STAND_IN = "standin"
 HEADS, HEAD_DIM = 2, 8
 # Two chunks of every backend.
 TOKENS = 66
-SIZES = {"rank": 2, "window": 5, "num_features": 16}
+SIZES = {"rank": 2, "window": 5, "num_features": 16, "block": 2, "keys": 2}
 
 
 class Call(NamedTuple):

@@ -63,6 +63,12 @@ def test_further_variants_are_selected_where_no_backend_is_named_and_no_option_o
     assert labels(None, {"window-clusters": {"probes": [4]}}, also=True) == ["window-clusters(probes=4)"]
 
 
+def test_references_and_methods_that_lose_are_measured_only_where_they_are_named():
+    apart = {"oracle-topk", "bigbird", "block-topk", "nystrom"}
+    assert not apart & {variant.backend for variant in select(None)}
+    assert {variant.backend for variant in select(sorted(apart))} == apart
+
+
 def test_functions_and_files_are_variants_without_their_folders(tmp_path):
     def mine(q, k, v):
         return v
