@@ -44,6 +44,9 @@ def report_command(
             "--style", metavar="screen|paper", help="Style of figures; paper: small letters, no title."
         ),
     ] = "screen",
+    interactive: Annotated[
+        bool, typer.Option("--interactive", help="Also write interactive.html, for a browser; needs plotly.")
+    ] = False,
 ) -> None:
     """Redraw runs from their records: page, plots and tables.
 
@@ -53,7 +56,16 @@ def report_command(
     """
     from efficient_attn.studies.results import report
 
-    for path in report(*folders, html=html, out=out, labels=_labels(label or ()), width=width, style=style):
+    paths = report(
+        *folders,
+        html=html,
+        out=out,
+        labels=_labels(label or ()),
+        width=width,
+        style=style,
+        interactive=interactive,
+    )
+    for path in paths:
         console.put(path)
 
 

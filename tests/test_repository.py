@@ -115,7 +115,10 @@ def test_every_direct_dependency_has_a_tested_version() -> None:
     lines = text_of("constraints.txt").splitlines()
     pins = dict(line.split("==") for line in lines if not line.startswith("#"))
     groups = [PROJECT["dependencies"], *PROJECT["optional-dependencies"].values()]
-    assert {name.lower() for name in pins} == set().union(*map(requirement_names, groups)) | {"setuptools"}
+    assert {name.lower() for name in pins} == set().union(*map(requirement_names, groups)) | {
+        "setuptools",
+        "narwhals",
+    }
     # A local version such as 2.13.0+cpu would tie the file to one kind of machine.
     assert re.fullmatch(r"[\d.]+", pins["torch"])
 
@@ -133,7 +136,8 @@ def test_pages_and_comments_know_the_oldest_torch() -> None:
 
 def test_every_package_that_is_imported_is_declared() -> None:
     core = requirement_names(PROJECT["dependencies"])
-    optional = requirement_names(PROJECT["optional-dependencies"]["hf"])
+    extras = PROJECT["optional-dependencies"]
+    optional = requirement_names([*extras["hf"], *extras["interactive"]])
     undeclared = {}
     for file in package_files():
         if file.suffix == ".py":

@@ -49,6 +49,7 @@ class Series(NamedTuple):
         style: Keyword arguments of matplotlib's `plot`.
         low, high: Edges of an interval; None leaves a gap.
         bars: The interval is drawn as error bars, not as a band.
+        hints: Status of each point on interactive pages; empty: all are measured.
     """
 
     label: str
@@ -58,6 +59,7 @@ class Series(NamedTuple):
     low: Sequence[float | None] = ()
     high: Sequence[float | None] = ()
     bars: bool = False
+    hints: Sequence[str] = ()
 
 
 class Axis(NamedTuple):
@@ -113,7 +115,8 @@ class Chart(NamedTuple):
                     for edges in (line.low, line.high)
                 )
                 x, y = tuple(compress(line.x, places)), tuple(compress(line.y, places))
-                line = line._replace(x=x, y=y, low=low, high=high)
+                hints = tuple(compress(line.hints, places))
+                line = line._replace(x=x, y=y, low=low, high=high, hints=hints)
             elif not (all(map(self.x.holds, line.x)) and all(map(self.y.holds, line.y))):
                 continue
             if len(line.x) or len(line.y):
@@ -159,10 +162,15 @@ class Plot(NamedTuple):
         return tuple({line.label: line for line in series if line.label}.values())
 
     def drawable(self, labels: Mapping[str, str]) -> "Plot":
-        """Copy with {label: text} applied to series and ticks, and the points that the axes can hold."""
+        """Renamed copy with the points that the axes can hold."""
+        rows = self.renamed(labels).rows
+        return self._replace(rows=tuple(tuple(chart and chart.drawable() for chart in row) for row in rows))
+
+    def renamed(self, labels: Mapping[str, str]) -> "Plot":
+        """Copy with {label: text} applied to series and ticks."""
         texts = {**DISPLAY_NAMES, **labels}
 
-        def drawn(chart: Chart) -> Chart:
+        def with_texts(chart: Chart) -> Chart:
             series = tuple(line._replace(label=texts.get(line.label, line.label)) for line in chart.series)
             x, y = (
                 axis._replace(ticks={tick: texts.get(text, text) for tick, text in axis.ticks.items()})
@@ -170,9 +178,10 @@ class Plot(NamedTuple):
                 else axis
                 for axis in (chart.x, chart.y)
             )
-            return chart._replace(x=x, y=y, series=series).drawable()
+            return chart._replace(x=x, y=y, series=series)
 
-        return self._replace(rows=tuple(tuple(chart and drawn(chart) for chart in row) for row in self.rows))
+        rows = tuple(tuple(chart and with_texts(chart) for chart in row) for row in self.rows)
+        return self._replace(rows=rows)
 
 
 def in_rows(charts: Sequence[Chart], columns: int = 2) -> tuple[tuple[Chart | None, ...], ...]:

@@ -70,13 +70,19 @@ def save(figure: Any, folder: Path, name: str) -> list[Path]:
 
 
 def write_all(
-    runs: Sequence[Run], path: Path, look: Mapping[str, Any], *, page_only: bool = False
+    runs: Sequence[Run],
+    path: Path,
+    look: Mapping[str, Any],
+    *,
+    page_only: bool = False,
+    interactive: bool = False,
 ) -> list[Path]:
     """Write all files to a folder, of several runs with the run's label as prefix.
 
     Args:
         path: The folder, or the file of the page with `page_only`.
         look: Arguments of `draw`.
+        interactive: Also write the page drawn by plotly.
     """
     runs = _renamed(runs, look.get("labels") or {})
     figures = [
@@ -99,20 +105,21 @@ def write_all(
         for table in run.tables
     ]
     paths.append(write(path / MARKDOWN, "\n\n".join(map(to_markdown, tables)) + "\n"))
-    return [*paths, write(path / REPORT, page(runs, figures))]
+    paths.append(write(path / REPORT, page(runs, figures)))
+    if interactive:
+        from plotly.offline import get_plotlyjs
+
+        from efficient_attn.report.interactive import PAGE, sections
+
+        labels = look.get("labels") or {}
+        parts = [sections(run.plots.values(), labels, f"chart-{n}") for n, run in enumerate(runs)]
+        text = render(PAGE, title=_title(runs), runs=runs, sections=parts, plotlyjs=get_plotlyjs())
+        paths.append(write(path / PAGE, text))
+    return paths
 
 
 def page(runs: Sequence[Run], figures: Sequence[_Figure]) -> str:
     """Text of the page."""
-    from jinja2 import Environment, StrictUndefined
-
-    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_printable)
-    # Words are shortened too, such as names of foreign backends.
-    jinja.filters["brief"] = lambda text, most=_LONGEST_CELL: short(
-        _LONG_WORD.sub(lambda word: short(word[0]), text), most
-    )
-    jinja.filters["full"] = full
-    jinja.filters["base64"] = lambda data: b64encode(data).decode()
     drawings = [
         (label, f"{plot.title}: {plot.conditions}", to_bytes(figure, "svg", salt=name))
         for label, name, plot, figure in figures
@@ -125,20 +132,36 @@ def page(runs: Sequence[Run], figures: Sequence[_Figure]) -> str:
     values = [dict(flat(run.environment)) for run in runs]
     names = dict.fromkeys(name for column in values for name in column if name != "command")
     rows = tuple((name, *(column.get(name, "–") for column in values)) for name in names)
-    template, css = (
-        files(__package__).joinpath(name).read_text("utf-8") for name in ("page.html", "page.css")
-    )
-    return jinja.from_string(template).render(
-        title=short(runs[0].label) if len(runs) == 1 else f"{len(runs)} runs side by side",
-        css=css,
+    return render(
+        "page.html",
+        title=_title(runs),
         runs=runs,
-        many=len(runs) > 1,
         drawings=drawings,
         tables=tables,
         right=right_aligned,
         environment=Table("Environment", ("", *(run.label for run in runs)), rows),
-        version=efficient_attn.__version__,
     )
+
+
+def render(template: str, *, runs: Sequence[Run], **values: Any) -> str:
+    """Text of a template of this folder, with every value escaped."""
+    from jinja2 import Environment, StrictUndefined
+
+    jinja = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, finalize=_printable)
+    # Words are shortened too, such as names of foreign backends.
+    jinja.filters["brief"] = lambda text, most=_LONGEST_CELL: short(
+        _LONG_WORD.sub(lambda word: short(word[0]), text), most
+    )
+    jinja.filters["full"] = full
+    jinja.filters["base64"] = lambda data: b64encode(data).decode()
+    text, css = (files(__package__).joinpath(name).read_text("utf-8") for name in (template, "page.css"))
+    return jinja.from_string(text).render(
+        css=css, version=efficient_attn.__version__, runs=runs, many=len(runs) > 1, **values
+    )
+
+
+def _title(runs: Sequence[Run]) -> str:
+    return short(runs[0].label) if len(runs) == 1 else f"{len(runs)} runs side by side"
 
 
 def _renamed(runs: Sequence[Run], labels: Mapping[str, str]) -> list[Run]:

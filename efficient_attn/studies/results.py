@@ -1,10 +1,11 @@
 """Results: records read from run folders, as data frame, tables, plots, sentences, files and reports."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.errors import DataError, OptionError, UnknownNameError
+from efficient_attn.errors import DataError, OptionError, UnknownNameError, naming_missing
 from efficient_attn.measure.record import Case, Record, append, merge_rows, write
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.report.drawing import draw
@@ -278,6 +279,7 @@ def report(
     labels: Mapping[str, str] | None = None,
     width: float | None = None,
     style: str = "screen",
+    interactive: bool = False,
 ) -> list[Path]:
     """Draw runs again from their records: into the folder of the only run, or into `out`; the files.
 
@@ -288,13 +290,20 @@ def report(
         labels: {name: text}: texts for legends and tables in place of the names of lines and rows.
         width: Width of figures in inches, at which letters have their stated sizes.
         style: `screen`, or `paper`: small letters and no title.
+        interactive: Also write `interactive.html`, drawn by plotly.
 
     Raises:
+        MissingPackageError: If plotly is not installed, which `interactive` needs.
         DataError: If there is nothing to read, or a file cannot be read or written.
         OptionError: If figures cannot be drawn so, or nothing drawn has a name of `labels`.
     """
     if html is not None and out is not None:
         raise OptionError("html and out exclude each other: out also receives the page.")
+    if interactive:
+        if html is not None:
+            raise OptionError("html writes only the static page: for interactive.html, name a folder by out.")
+        with naming_missing("report --interactive"):
+            import_module("plotly")
     look = {"labels": labels, "width": width, "style": style}
     paths = list(map(Path, folders))
     # Perhaps only the records of a run are named.
@@ -307,4 +316,4 @@ def report(
     if html is not None:
         return write_all(runs, Path(html), look, page_only=True)
     only = homes[0] if len(homes) == 1 else run_folder("report")
-    return write_all(runs, open_folder(out or only, name="out"), look)
+    return write_all(runs, open_folder(out or only, name="out"), look, interactive=interactive)

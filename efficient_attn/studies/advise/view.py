@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -325,6 +325,7 @@ def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, 
             tuple(tokens for tokens, _ in row.errors),
             tuple(min(max(errors), HIGHEST) for errors in row.errors.values()),
             styles[row.label],
+            hints=tuple(f"measured: {show_error(max(errors))}" for errors in row.errors.values()),
         )
         for row in rows
         if row.errors and row.backend not in (YARDSTICK, DENSE)
@@ -343,5 +344,18 @@ def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, 
         tokens_axis, Axis("relative output error, worst layer", "log", show_error, marks), tuple(series)
     )
     doublings = [tokens for tokens in time.x.ticks if math.log2(tokens).is_integer()]
-    timed = tuple(line._replace(style=styles[line.label]) for line in time.series)
+    speeds = {row.label: row.speeds for row in rows}
+    timed = tuple(
+        _with_predictions(line, speeds[line.label])._replace(style=styles[line.label]) for line in time.series
+    )
     return time._replace(x=time.x._replace(ticks=doublings or time.x.ticks), series=timed), errors
+
+
+def _with_predictions(line: Series, speeds: Mapping[int, Typical]) -> Series:
+    """Line of times with lengths that were only predicted, which have no place on its axis."""
+    predicted = {
+        tokens: speed for tokens, speed in speeds.items() if not speed.samples and tokens not in line.x
+    }
+    texts = tuple(f"predicted against exact: {compared(speed)}" for speed in predicted.values())
+    y = (*line.y, *(None for _ in predicted))
+    return line._replace(x=(*line.x, *predicted), y=y, hints=(*line.hints, *texts))

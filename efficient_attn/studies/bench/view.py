@@ -10,7 +10,17 @@ from efficient_attn.measure.units import show_bytes, show_seconds
 from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, single_names
 from efficient_attn.report.figures import GRID, LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import full
-from efficient_attn.report.text import compared, edges, inverse, rounded, setting, show_error, show_ratio
+from efficient_attn.report.text import (
+    compared,
+    edges,
+    interval_words,
+    inverse,
+    is_wide,
+    rounded,
+    setting,
+    show_error,
+    show_ratio,
+)
 from efficient_attn.stats.candidates import missing, operations_sentence
 from efficient_attn.stats.estimates import (
     DEVICE_TIME,
@@ -18,6 +28,7 @@ from efficient_attn.stats.estimates import (
     RUN_SHIFT,
     TIME,
     Curve,
+    Point,
     SpeedUp,
     Typical,
     by_clock,
@@ -208,9 +219,17 @@ def _limits(group: Sequence[Curve]) -> tuple[float, float] | None:
 
 
 def _series(curve: Curve, style: dict[str, object]) -> Series:
-    x, y = (tuple(getattr(point, name) for point in curve.measured) for name in ("tokens", "value"))
-    low, high = edges(point[1:4] for point in curve.measured)
-    return Series(curve.label, x, y, style, low, high)
+    x, y = (tuple(getattr(point, name) for point in curve.points) for name in ("tokens", "value"))
+    low, high = edges(point[1:4] for point in curve.points)
+    return Series(curve.label, x, y, style, low, high, hints=tuple(map(_status, curve.points)))
+
+
+def _status(point: Point) -> str:
+    """Status of a point, with what its drawing leaves out."""
+    if point.value is None:
+        return f"{point.record.status}: {point.record.reason}"
+    wide = is_wide(point.value, point.low, point.high)
+    return f"measured, {interval_words(point.value, point.low, point.high)}" if wide else "measured"
 
 
 def comparison_plot(groups: Sequence[Sequence[Comparison]], max_error: float) -> Plot:
@@ -249,16 +268,17 @@ def error_plot(groups: Sequence[Sequence[Comparison]]) -> Plot:
         series = []
         for label, style in styles.items():
             points = [
-                (comparison.case.tokens, row.error)
+                (comparison.case.tokens, row.error.median, row.worst > comparison.rounding)
                 for comparison in group
-                if (row := comparison.row(label)) is not None
-                and row.error
-                and row.worst > comparison.rounding
+                if (row := comparison.row(label)) is not None and row.error
             ]
             if points:
-                x = tuple(tokens for tokens, _ in points)
-                y = tuple(min(error.median, HIGHEST) for _, error in points)
-                series.append(Series(label, x, y, style))
+                x = tuple(tokens for tokens, *_ in points)
+                y = tuple(min(error, HIGHEST) if far else None for _, error, far in points)
+                hints = tuple(
+                    f"{'measured' if far else 'rounding'}: {show_error(error)}" for _, error, far in points
+                )
+                series.append(Series(label, x, y, style, hints=hints))
         drawn = [y for line in series for y in line.y if y is not None]
         marks = {mark: f"{mark:g}" for mark in MARKS if mark > min(drawn, default=1) / 2}
         marks |= {HIGHEST: f"> {HIGHEST:g}"} if HIGHEST in drawn else {}

@@ -104,6 +104,7 @@ def _series(label: str, line: Sequence[Entry], style: dict[str, Any]) -> list[Se
             [entry.size for entry in line],
             [entry.expected for entry in line],
             theory,
+            hints=["theory"] * len(line),
         ),
         Series(
             label,

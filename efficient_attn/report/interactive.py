@@ -1,0 +1,290 @@
+"""Plots for a browser, drawn by plotly from the declarations of the static plots."""
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from itertools import zip_longest
+from textwrap import wrap
+from typing import Any, NamedTuple
+
+from efficient_attn.measure.units import show_seconds
+from efficient_attn.measure.variants import YARDSTICK
+from efficient_attn.report.figures import GRID, INK, MUTED, Axis, Chart, Plot, Series
+from efficient_attn.report.table import plain, short
+from efficient_attn.report.text import three_digits
+
+PAGE = "interactive.html"
+
+# Symbols and dashes of plotly by the names of matplotlib.
+_SYMBOLS: dict[Any, str] = {
+    **{"o": "circle", "s": "square", "D": "diamond", "d": "diamond-tall", "P": "cross", "X": "x"},
+    **{"^": "triangle-up", "v": "triangle-down", "<": "triangle-left", ">": "triangle-right"},
+    **{"p": "pentagon", "h": "hexagon", "8": "octagon", "*": "star", (4, 1, 0): "star-diamond"},
+}
+_DASHES = {"-": "solid", "--": "dash", "none": "solid"}
+# Letters of a line on hover and of a name in the legend, and ticks, that a telephone has room for.
+_HOVER_LETTERS, _LEGEND_LETTERS, _TICKS_ACROSS, _TICKS_UPWARDS = 38, 40, 5, 11
+# Height of a row of points off the axis, as a share of the chart.
+_ROW_SHARE = 0.035
+# Without plotly's toolbar, which covers the buttons on a telephone.
+_CONFIG = {"displayModeBar": False, "responsive": True}
+_LAYOUT: dict[str, Any] = {
+    **{"template": "none", "hovermode": "closest", "font": {"family": "system-ui, sans-serif", "color": INK}},
+    **{"font_size": 13, "hoverlabel_align": "left", "hoverlabel_bgcolor": "white", "margin_r": 14},
+    **{"margin_l": 10, "margin_b": 10, "legend_orientation": "h", "legend_yref": "container"},
+    **{"legend_xref": "container", "legend_x": 0, "legend_y": 0, "legend_yanchor": "bottom"},
+}
+_AXIS = {"automargin": True, "gridcolor": GRID, "zeroline": False, "linecolor": MUTED, "ticks": "outside"}
+_ABOVE: dict[str, Any] = {"y": 1, "yanchor": "bottom", "pad": {"t": 0, "b": 8}}
+_BUTTONS = {**_ABOVE, "type": "buttons", "direction": "right"}
+
+
+class _Point(NamedTuple):
+    x: Any
+    y: Any = None
+    low: Any = None
+    high: Any = None
+    status: str = ""
+
+
+def sections(plots: Iterable[Plot], labels: Mapping[str, str], name: str) -> list[tuple[Plot, list[Any]]]:
+    """Plots and their charts in HTML, after errors against times where both were measured.
+
+    Args:
+        labels: {name: text} for lines.
+        name: Prefix of the ids of the charts.
+    """
+    exact, plots = labels.get(YARDSTICK, YARDSTICK), [plot.renamed(labels) for plot in plots]
+    # Each chart by the positions of its slider.
+    parts = [(plot, [{"": chart} for chart in plot.charts]) for plot in plots]
+    if sliders := list(filter(None, _trade_offs(plots, exact))):
+        parts.insert(0, (Plot("Error against time", "vertical line: exact attention", ()), sliders))
+    drawn = []
+    for number, (plot, groups) in enumerate(parts):
+        # Areas are drawn by matplotlib alone.
+        texts = (text for text in re.split("; |\n", plot.conditions) if not text.startswith("shaded"))
+        plot = plot._replace(conditions="; ".join(filter(None, texts)))
+        ids = (f"{name}-{number}-{place}" for place in range(len(groups)))
+        drawn.append((plot, [_drawing(group, exact, plot.legend, next(ids)) for group in groups]))
+    return drawn
+
+
+def _points(line: Series) -> list[_Point]:
+    columns = zip_longest(line.x, line.y, line.low, line.high, line.hints)
+    return [_Point(*point[:4], "measured" if point[4] is None else point[4]) for point in columns]
+
+
+def _around(values: Iterable[float | None]) -> tuple[float, float]:
+    numbers = [value for value in values if value is not None]
+    return min(numbers, default=1.0) / 1.5, max(numbers, default=1.0) * 1.5
+
+
+def _trade_offs(plots: Sequence[Plot], exact: str) -> Iterator[dict[str, Chart]]:
+    """Charts of errors against times, each as {length: chart}."""
+    times = [chart for plot in plots for chart in plot.charts if chart.y.show is show_seconds]
+    for row in (row for plot in plots for row in plot.rows):
+        # Times of the same row have the shape of its errors.
+        time = next((chart for chart in [*row, *times] if chart in times), None)
+        for errors in filter(None, row):
+            if time and "error" in errors.y.label and errors.x.label == time.x.label:
+                yield _trade_off(time, errors, exact)
+
+
+def _trade_off(time: Chart, errors: Chart, exact: str) -> dict[str, Chart]:
+    times = {line.label: {point.x: point for point in _points(line)} for line in time.drawable().series}
+    lines = {line.label: line for line in errors.series if line.label in times and line.label != exact}
+    lengths = sorted({x for label, line in lines.items() for x in line.x if x in times[label]})
+    # All lengths share their axes.
+    costs = (times[label][x].y for label in lines for x in lengths if x in times[label])
+    x_axis = time.y._replace(label="time of one call", limits=_around(costs))
+    values = (y for line in errors.series for y in line.y if errors.y.holds(y))
+    y_axis = errors.y._replace(limits=_around(values))
+    notes = (*time.notes, *(f"{tokens:.0f} tokens" for tokens in lengths if len(lengths) == 1))
+    charts = {}
+    for tokens in lengths:
+        series = [line for line in errors.series if not len(line.x)]
+        for label, line in lines.items():
+            seconds = times[label].get(tokens, _Point(tokens))
+            error = next((point for point in _points(line) if point.x == tokens), _Point(tokens))
+            hint = f"{error.status}; time{_interval(time.y, seconds)}"
+            # A logarithmic axis cannot hold 0: a line that lacks this length has no point.
+            x = seconds.y if seconds.y and error.status else 0.0
+            series.append(line._replace(x=(x,), y=(error.y,), low=(), high=(), hints=(hint,)))
+        if tokens in times.get(exact, ()):
+            style = {"color": INK, "marker": "", "linewidth": 1.5}
+            series.append(Series(exact, (times[exact][tokens].y,), (), style))
+        charts[f"{tokens:.0f}"] = Chart(x_axis, y_axis, tuple(series), errors.title, notes)
+    return charts
+
+
+def _drawing(charts: Mapping[str, Chart], exact: str, legend: bool, name: str) -> dict[str, Any]:
+    """Title, HTML and number of names of a chart, or of several under a slider at the last one."""
+    from plotly.graph_objects import Figure
+
+    rows: dict[str, int] = {}
+    chart, steps = list(charts.values())[-1], [_traces(step, exact, rows) for step in charts.values()]
+    # Without such points there is no axis for them.
+    steps = [[trace for trace in step if rows or "yaxis" not in trace] for step in steps]
+    lines = [trace for trace in steps[-1] if "yaxis" not in trace]
+    across, upwards = ([value for line in lines for value in line[name] if value] for name in ("x", "y"))
+    x_axis, y_axis = _axis(chart.x, across, _TICKS_ACROSS), _axis(chart.y, upwards, _TICKS_UPWARDS)
+    layout = {**_LAYOUT, "showlegend": legend, "margin_t": 44, "xaxis": x_axis, "yaxis": y_axis}
+    if rows:
+        strip, last = _ROW_SHARE * len(rows), len(rows) - 1
+        ticks = {"tickvals": [last / 2], "ticktext": ["off axis"], "ticks": "", "showgrid": False}
+        ends = {"domain": [0, strip], "range": [-0.5, last + 0.5], "fixedrange": True}
+        layout |= {"yaxis2": {**_AXIS, **ticks, **ends}, "yaxis_domain": [strip + 0.02, 1]}
+        layout["xaxis_anchor"] = "y2"
+    menus, ratios = [], [line.pop("relative") for line in lines]
+    if chart.y.scale != "linear":
+        kinds = {"log": "array", "linear": "auto"}
+        states = [
+            _state(kind, "relayout", {"yaxis.type": kind, "yaxis.tickmode": mode, "yaxis.autorange": True})
+            for kind, mode in kinds.items()
+        ]
+        menus.append({**_BUTTONS, "buttons": states, "x": 0, "xanchor": "left"})
+    if any(map(any, ratios)):
+        ratio = Axis(scale=chart.y.scale, show="{:g}×".format)
+        values = [value for line in ratios for value in line if value]
+        views = {
+            "absolute": (y_axis, [line["y"] for line in lines]),
+            "vs exact": (_axis(ratio, values, _TICKS_UPWARDS), ratios),
+        }
+        places = [place for place, trace in enumerate(steps[-1]) if "yaxis" not in trace]
+        states = []
+        for label, (axis, y) in views.items():
+            ticks = {f"yaxis.{name}": axis[name] for name in axis if name.startswith("tick")}
+            shown = {"y": y, "error_y.visible": axis is y_axis}
+            states.append(_state(label, "update", shown, {**ticks, "yaxis.autorange": True}, places))
+        menus.append({**_BUTTONS, "buttons": states, "x": 1, "xanchor": "right"})
+    if len(charts) > 1:
+        moved = [{name: [line[name] for line in step] for name in ("x", "y", "hovertext")} for step in steps]
+        states = [_state(length, "restyle", step) for length, step in zip(charts, moved, strict=True)]
+        slider = {**_ABOVE, "steps": states, "active": len(states) - 1, "x": 0.45, "len": 0.55, "ticklen": 0}
+        layout |= {"sliders": [{**slider, "currentvalue": {"prefix": "tokens: "}}], "margin_t": 80}
+    figure = Figure(steps[-1]).update_layout(**layout, updatemenus=menus)
+    html = figure.to_html(full_html=False, include_plotlyjs=False, config=_CONFIG, div_id=name)
+    title = "; ".join(filter(None, (chart.title, *chart.notes)))
+    return {"title": title, "html": html, "names": sum(line["showlegend"] for line in lines) * legend}
+
+
+def _state(label: str, method: str, *arguments: Any) -> dict[str, Any]:
+    """Button of a menu, or step of a slider."""
+    return {"label": label, "method": method, "args": list(arguments)}
+
+
+def _interval(axis: Axis, point: _Point) -> str:
+    """` (11 ms to 13 ms)`, or nothing without an interval."""
+    if point.low is None or point.high is None or point.low == point.high:
+        return ""
+    return f" ({axis.show(point.low)} to {axis.show(point.high)})"
+
+
+def _traces(chart: Chart, exact: str, rows: dict[str, int]) -> list[dict[str, Any]]:
+    """Each line, and its points off the axis of values in a row, which is added to `rows`."""
+    complete = [line for line in chart.series if len(line.x) and len(line.y)]
+    drawn = [point for line in complete for point in _points(line) if chart.x.holds(point.x)]
+    across = sorted({point.x for point in drawn}) or chart.x.limits or (0, 1)
+    upwards = chart.y.limits or _around(point.y for point in drawn if chart.y.holds(point.y))
+    shared = {x for line in complete if line.label != exact for x in line.x}
+    baseline = [point for line in complete if line.label == exact for point in _points(line)]
+    base = {point.x: point.y for point in baseline if chart.y.holds(point.y) and point.x in shared}
+    traces: list[dict[str, Any]] = []
+    for number, line in enumerate(chart.series):
+        points = _points(line)
+        if line not in complete:
+            points = [_Point(x, line.y[0]) for x in across] if len(line.y) else []
+            points = points or [_Point(line.x[0], y) for y in upwards]
+        x = [point.x for point in points]
+        y = [point.y if chart.x.holds(point.x) and chart.y.holds(point.y) else None for point in points]
+        texts = [_hover(chart, line, point, base) for point in points]
+        group = {"legendgroup": line.label or str(number), "hoverinfo": "text"}
+        trace = {
+            **{"name": _text(line.label), "showlegend": bool(line.label), "hovertext": texts},
+            **{"x": x, "y": y, "connectgaps": True, **group, **_look(line)},
+            "relative": [value and base.get(x) and value / base[x] for x, value in zip(x, y, strict=True)],
+        }
+        if any(point.low is not None for point in points):
+            above = [point.high and point.high - point.y for point in points]
+            below = [point.low and point.y - point.low for point in points]
+            trace["error_y"] = {"array": above, "arrayminus": below, "symmetric": False, "thickness": 1}
+        off = [n for n, value in enumerate(y) if value is None and chart.x.holds(x[n])]
+        row = rows.setdefault(line.label, len(rows)) if off else 0
+        marks = {"symbol": "x-thin-open", "color": line.style.get("color", INK), "size": 8}
+        lost: dict[str, Any] = {
+            "x": [x[n] for n in off],
+            "y": [row] * len(off),
+            "hovertext": [texts[n] for n in off],
+        }
+        lost |= {**group, "yaxis": "y2", "mode": "markers", "marker": marks, "showlegend": False}
+        traces += [trace, lost]
+    return traces
+
+
+def _hover(chart: Chart, line: Series, point: _Point, base: Mapping[Any, Any]) -> str:
+    """Label, place, value with its interval and ratio to exact attention, and status of a point."""
+    lines = [line.label, ": ".join(filter(None, (chart.x.label, _shown(chart.x, point.x))))]
+    if point.y is not None:
+        value = f"{_shown(chart.y, point.y)}{_interval(chart.y, point)}"
+        lines.append(": ".join(filter(None, (chart.y.label, value))))
+        lines += [f"{three_digits(point.y / base[point.x])}× exact"] if point.x in base else []
+    wrapped = [part for text in (*lines, point.status) for part in wrap(plain(text), _HOVER_LETTERS)]
+    return "<br>".join(map(escape, wrapped))
+
+
+def _shown(axis: Axis, value: float) -> str:
+    return axis.ticks[value] if isinstance(axis.ticks, Mapping) and value in axis.ticks else axis.show(value)
+
+
+def _text(text: str) -> str:
+    return escape(plain(short(text, _LEGEND_LETTERS)))
+
+
+def _look(line: Series) -> dict[str, Any]:
+    """Mode, stroke and markers of plotly from a style of matplotlib."""
+    style, width = line.style, line.style.get("linewidth", 1.5)
+    colour, stroke = style.get("color", INK), style.get("linestyle", "-")
+    symbol = _SYMBOLS.get(style.get("marker"))
+    drawn = symbol is None or (stroke != "none" and len(line.x) != 1)
+    # matplotlib counts dashes in widths of the line.
+    dash = stroke if isinstance(stroke, str) else ",".join(f"{part * width:g}px" for part in stroke[1])
+    edge = {"color": colour, "width": 1.5}
+    marker = {"symbol": symbol, "size": 8, "line": edge, "color": style.get("markerfacecolor", colour)}
+    return {
+        "mode": "+".join(["lines"] * drawn + ["markers"] * (symbol is not None)),
+        "line": {"color": colour, "width": width, "dash": _DASHES.get(dash, dash)},
+        "marker": marker if symbol else {},
+    }
+
+
+def _axis(axis: Axis, values: Sequence[float], most: int) -> dict[str, Any]:
+    """Axis of plotly with at most so many ticks; a linear one chooses them itself."""
+    unit, ticks, log = axis.show(1.0).lstrip("1").strip(), axis.ticks, axis.scale != "linear"
+    low, high = axis.limits or (min(values, default=1.0), max(values, default=1.0))
+    if log and not ticks:
+        ticks = _log_ticks(low, high, 2 if axis.scale == "log2" else 10, most)
+    if not isinstance(ticks, Mapping):
+        ticks = {tick: axis.show(tick) for tick in sorted(ticks)}
+    marks = {"tickvals": list(ticks), "ticktext": list(map(_text, ticks.values())), "tickmode": "array"}
+    shown = {
+        **{**_AXIS, "type": "log" if log else "linear", "title": {"text": _text(axis.label)}},
+        **{"tickformat": "~s" if unit.isalpha() else "~g", "ticksuffix": unit, **(marks if ticks else {})},
+    }
+    if axis.limits:
+        low, high = (math.log10(end) if log else end for end in axis.limits)
+        # Room for markers at the ends.
+        shown["range"] = [low - 0.03 * (high - low), high + 0.03 * (high - low)]
+    return {**shown, "ticklabelposition": "inside"} if axis.inside else shown
+
+
+def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
+    """Powers of the base, with steps between them where there is room."""
+    powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
+    ticks: list[float] = []
+    for steps in ((1, 2, 5), (1, 3), (1,)) if base == 10 else ((1,),):
+        ticks = [step * float(base) ** power for power in powers for step in steps]
+        ticks = [tick for tick in ticks if low / 1.5 <= tick <= high * 1.5]
+        if len(ticks) <= most:
+            return ticks
+    return ticks[:: -(-len(ticks) // most)]

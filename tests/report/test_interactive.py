@@ -1,0 +1,194 @@
+"""The interactive page: values of the records, ratios to exact attention, and use in a browser."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from made_records import case, costs, folder
+from report.browser import chromium, opened
+from report.pages import Page
+
+from efficient_attn.errors import MissingPackageError, OptionError
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.units import show_seconds
+from efficient_attn.stats.estimates import call_time
+from efficient_attn.studies import results as redraw
+from efficient_attn.studies.results import read
+
+ADVISE = Path(__file__).parents[2] / "results" / "epyc-2-cores" / "advise"
+SKIPPED = Record(case=case("time", "window", 4096), status="skipped", reason="would take <about> 3 s")
+
+
+def figures_of(text):
+    """Data and layout of every chart of a page."""
+    decoder, charts = json.JSONDecoder(), []
+    for start in re.finditer(r'Plotly\.newPlot\(\s*"chart-[-\d]+",\s*', text):
+        data, end = decoder.raw_decode(text, start.end())
+        layout, _ = decoder.raw_decode(text, re.compile(r",\s*").match(text, end).end())
+        charts.append((data, layout))
+    return charts
+
+
+def lines_of(figure):
+    return {trace["name"]: trace for trace in figure[0] if "name" in trace}
+
+
+def button(figure, label):
+    buttons = [button for menu in figure[1]["updatemenus"] for button in menu["buttons"]]
+    (found,) = (button for button in buttons if button["label"] == label)
+    return found["args"]
+
+
+@pytest.fixture(scope="module")
+def advise(tmp_path_factory):
+    """The interactive page of a stored run with times, errors, predictions and skipped points."""
+    pytest.importorskip("plotly", reason="the extra [interactive] is missing")
+    out = tmp_path_factory.mktemp("advise")
+    assert out / "interactive.html" in redraw.report(ADVISE, out=out, interactive=True)
+    return out / "interactive.html"
+
+
+def times(**fields):
+    """Times of the stored run by label and length."""
+    records = [record for record in read(ADVISE).records if record.case.kind == "time"]
+    return {
+        (record.case.label, record.case.tokens): record
+        for record in records
+        if all(getattr(record.case, name) == value for name, value in fields.items())
+    }
+
+
+def test_every_record_is_a_point_with_its_value_interval_and_status(advise):
+    charts = figures_of(advise.read_text())
+    for causal, figure in ((False, charts[2]), (True, charts[4])):
+        lines, off = lines_of(figure), [trace for trace in figure[0] if trace.get("yaxis") == "y2"]
+        failures = [text for trace in off for text in trace["hovertext"]]
+        records = times(causal=causal)
+        for (label, tokens), record in records.items():
+            line = lines[label]
+            place = line["x"].index(tokens)
+            if record.status != "ok":
+                start = f"{label}<br>sequence length, tokens: {tokens}<br>predicted against exact: "
+                assert line["y"][place] is None and any(text.startswith(start) for text in failures)
+                continue
+            median, low, high, _ = call_time(record)
+            assert line["y"][place] == median
+            text = line["hovertext"][place].replace("<br>", " ")
+            assert text.startswith(f"{label} sequence length, tokens: {tokens} {show_seconds(median)}")
+            assert "measured" in text
+            if high < 3 * median:
+                assert f"({show_seconds(low)} to {show_seconds(high)})" in text
+        assert any("predicted against exact" in text for text in failures)
+
+
+def test_relative_values_are_ratios_to_exact_attention_at_the_same_length(advise):
+    figure, records = figures_of(advise.read_text())[2], times(causal=False)
+    update, _, places = button(figure, "vs exact")
+    restored, _, _ = button(figure, "absolute")
+    assert len(places) == len(update["y"]) == 8 and not update["error_y.visible"]
+    for place, ratios, values in zip(places, update["y"], restored["y"], strict=True):
+        line = figure[0][place]
+        assert values == line["y"]
+        for tokens, ratio in zip(line["x"], ratios, strict=True):
+            record = records.get((line["name"], tokens))
+            if record is None:
+                assert ratio is None
+                continue
+            expected = call_time(record).median / call_time(records["exact", tokens]).median
+            assert ratio == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_slider_moves_errors_against_times_over_the_lengths(advise):
+    single, slider = figures_of(advise.read_text())[:2]
+    assert "sliders" not in single[1]
+    steps = slider[1]["sliders"][0]["steps"]
+    assert [step["label"] for step in steps] == ["512", "2048"]
+    records, errors = times(causal=True), {}
+    for record in read(ADVISE).records:
+        if record.case.kind == "error" and record.case.causal and record.status == "ok":
+            errors[record.case.label, record.case.tokens] = record.output_relative_error
+    for step in steps:
+        tokens, moved = int(step["label"]), step["args"][0]
+        for trace, x, y in zip(slider[0], moved["x"], moved["y"], strict=True):
+            if trace["name"].startswith("window"):
+                point = (trace["name"], tokens)
+                assert (x, y) == ([call_time(records[point]).median], [errors[point]])
+
+
+def test_the_page_loads_nothing_and_names_stay_text(tmp_path, advise):
+    hostile = "<a href='https://example.org'>x</a></script>"
+    redraw.report(folder(tmp_path / "run", [*costs(("exact", hostile)), SKIPPED]), interactive=True)
+    text = (tmp_path / "run" / "interactive.html").read_text()
+    assert "would take &lt;about&gt; 3 s" in json.dumps(figures_of(text)[0])
+    for html in (advise.read_text(), text):
+        page = Page(html)
+        assert page.references == [] and not {"link", "iframe", "img", "a"} & dict(page.elements).keys()
+        assert "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';" in html
+        traces = [trace for data, _ in figures_of(html) for trace in data]
+        assert len(traces) > 3
+        assert not any("<a " in text for t in traces for text in (t.get("name", ""), *t["hovertext"]))
+    assert "<script" not in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_without_plotly_the_option_is_refused_in_one_line(tmp_path, monkeypatch):
+    run = folder(tmp_path / "run", costs())
+    message = "report --interactive needs plotly, which is not installed: pip install plotly."
+    code = "import sys; sys.modules['plotly'] = None\nfrom efficient_attn_cli.main import main; main()"
+    words = [sys.executable, "-c", code, "report", str(run), "--interactive"]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (2, "", f"error: {message}")
+    assert not (run / "report.html").exists()
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    with pytest.raises(MissingPackageError, match=re.escape(message)):
+        redraw.report(run, interactive=True)
+    with pytest.raises(OptionError, match="html writes only the static page"):
+        redraw.report(run, html=tmp_path / "page.html", interactive=True)
+
+
+# Middle of an element, after it has been scrolled into view.
+MIDDLE = """(() => {{ const element = {}; element.scrollIntoView({{block: 'center'}});
+const box = element.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; }})()"""
+LEGEND = (
+    "[...{}.querySelectorAll('.traces')].find(e => e.textContent === {!r}).querySelector('.legendtoggle')"
+)
+PLOT = "document.getElementById('{}')"
+POINT = """(() => {{ const plot = {0}; plot.scrollIntoView({{block: 'center'}});
+const line = plot._fullData.find(line => line.name === {1!r} && line.yaxis === 'y');
+const area = plot.querySelector('.nsewdrag').getBoundingClientRect(), {{xaxis, yaxis}} = plot._fullLayout;
+return [area.x + xaxis.d2p(line.x[{2}]), area.y + yaxis.d2p(line.y[{2}])]; }})()"""
+PAUSE = "new Promise(resolve => setTimeout(resolve, 700))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.skipif(chromium() is None, reason="no chromium on the PATH")
+def test_in_a_browser_a_line_is_hidden_the_slider_moves_and_a_value_is_read(advise, tmp_path, width):
+    with opened(advise, width, tmp_path / "profile") as page:
+        assert page.value("document.documentElement.scrollWidth <= innerWidth")
+        assert page.value("document.querySelectorAll('.main-svg .scatterlayer .trace').length > 20")
+        time, slider = PLOT.format("chart-0-1-0"), PLOT.format("chart-0-0-1")
+        page.click(*page.value(MIDDLE.format(LEGEND.format(time, "linformer"))))
+        page.value(PAUSE)
+        hidden = f"{time}._fullData.filter(line => line.visible === 'legendonly').map(line => line.name)"
+        assert "linformer" in page.value(hidden)
+        assert not {"window", "exact"} & set(page.value(hidden))
+
+        rail = f"{slider}.querySelector('.slider-rail-touch-rect')"
+        x, y = page.value(MIDDLE.format(rail))
+        page.click(x - page.value(f"{rail}.getBoundingClientRect().width") / 2 + 8, y)
+        page.value(PAUSE)
+        assert page.value(f"{slider}._fullLayout.sliders[0].active") == 0
+        record = times(causal=True)["window", 512]
+        x = f"{slider}._fullData.find(line => line.name === 'window').x[0]"
+        assert page.value(x) == pytest.approx(call_time(record).median, rel=1e-12)
+
+        page.mouse("mouseMoved", *page.value(POINT.format(time, "window", 5)))
+        page.value(PAUSE)
+        text = page.value(f"{time}.querySelector('.hoverlayer').textContent")
+        median, low, high, _ = call_time(times(causal=False)["window", 8192])
+        assert text.startswith(f"windowsequence length, tokens: 8192{show_seconds(median)}")
+        assert f"({show_seconds(low)} to {show_seconds(high)})" in text and text.endswith("measured")
+        assert page.value("performance.getEntriesByType('resource').length") == 0 and page.errors == []
