@@ -114,18 +114,16 @@ _DRAWN = """\
 _METHODS = """\
 ### Published methods that choose keys
 
-Layer 19 of the decoder, then the encoder (largest error of three layers), default options, median speeds of
-a shared machine:
+Layer 19 of the decoder, then the encoder (worst layer), default options, processor time of one thread:
 """
 
 _CHOSEN = """\
 ![Error against tokens on the decoder](images/methods.png)
 
-- `oracle-topk` bounds every choice of 64 keys by score: on this layer no such choice beats a window of 257
-  with 4 first keys by much, since weights are spread.
-- `bigbird` reads more keys than that window and errs more: random blocks carry little weight.
-- `block-topk` errs least for its speed from 4096 tokens on; in short sequences it reads everything.
-- `nystrom` errs nearly as much as uniform attention without training.
+- `oracle-topk`: no choice of 64 keys by score errs less.
+- `bigbird` reads more keys than the window and errs no less: random blocks carry little weight.
+- `block-topk` reads everything in short sequences.
+- `nystrom`, untrained, errs nearly as uniform attention does.
 
 """
 
