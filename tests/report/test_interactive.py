@@ -167,6 +167,7 @@ PAUSE = "new Promise(resolve => setTimeout(resolve, 700))"
 @pytest.mark.skipif(chromium() is None, reason="no chromium on the PATH")
 def test_in_a_browser_a_line_is_hidden_the_slider_moves_and_a_value_is_read(advise, tmp_path, width):
     with opened(advise, width, tmp_path / "profile") as page:
+        page.value(PAUSE)
         assert page.value("document.documentElement.scrollWidth <= innerWidth")
         assert page.value("document.querySelectorAll('.main-svg .scatterlayer .trace').length > 20")
         time, slider = PLOT.format("chart-0-1-0"), PLOT.format("chart-0-0-1")
@@ -185,7 +186,10 @@ def test_in_a_browser_a_line_is_hidden_the_slider_moves_and_a_value_is_read(advi
         x = f"{slider}._fullData.find(line => line.name === 'window').x[0]"
         assert page.value(x) == pytest.approx(call_time(record).median, rel=1e-12)
 
-        page.mouse("mouseMoved", *page.value(POINT.format(time, "window", 5)))
+        x, y = page.value(POINT.format(time, "window", 5))
+        # A pointer that jumps out of nowhere is not over the chart yet.
+        page.mouse("mouseMoved", x - 3, y - 3)
+        page.mouse("mouseMoved", x, y)
         page.value(PAUSE)
         text = page.value(f"{time}.querySelector('.hoverlayer').textContent")
         median, low, high, _ = call_time(times(causal=False)["window", 8192])
