@@ -120,8 +120,9 @@ Layer 19 of the decoder, then the encoder (worst layer), default options, proces
 _CHOSEN = """\
 ![Error against tokens on the decoder](images/methods.png)
 
-- `oracle-topk`: no choice of 64 keys by score errs less.
-- `bigbird` reads more keys than the window and errs no less: random blocks carry little weight.
+- `oracle-topk`: at 4096 tokens the 64 keys of the largest scores hold 93 % of the weight.
+- `bigbird` reads more keys than the window and from 1024 tokens errs no less: random blocks carry little
+  weight.
 - `block-topk` reads everything in short sequences.
 - `nystrom`, untrained, errs nearly as uniform attention does.
 
