@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from efficient_attn.ops.clusters.decoding import keys_at
 from efficient_attn.ops.clusters.slices import (
     MASKED,
     Alignment,
@@ -210,41 +211,32 @@ def _bias(inputs: Alignment) -> Tensor:
 
 def _read(inputs: Alignment, q: Tensor, start: int, pattern: Pattern, sums: Sums | None) -> Tensor:
     """Outputs of consecutive queries from a position on, [batch heads queries value_dim]."""
-    (batch, kv_heads, tokens, _), size = inputs.k.shape, pattern.block
+    size, value_dim = pattern.block, inputs.v.shape[3]
     queries = range(start // size, -(-(start + q.shape[2]) // size))
     before = start - queries.start * size
     read = _numbers(queries, inputs.real, pattern, sums)
-    heads = kv_heads if read.shape[1] == 1 else q.shape[1]
-
-    # Rows of all blocks: [batch heads blocks rows width], where a block alone needs no padding.
-    width, length = max(inputs.k.shape[3], inputs.v.shape[3]) + 1, q.shape[2] if len(queries) == 1 else size
-    rows = q if len(queries) == 1 else after(q, before)
-    rows = biased_rows(F.pad(rows, (0, 0, 0, len(queries) * length - rows.shape[2])), q.new_ones(()), width)
-    rows = rows.unflatten(1, (heads, -1)).unflatten(3, (len(queries), length)).transpose(2, 3)
-    group = rows.shape[3]
-    rows = rows.flatten(3, 4)
-
-    # Keys and values by blocks, the last one without real keys: [batch · kv_heads · blocks, size · width].
-    total = -(-tokens // size)
-    room = (total + 1) * size - tokens
-    bias = F.pad(_bias(inputs), (0, room), value=MASKED)[..., None]
-    by_blocks = [
-        x.unflatten(2, (total + 1, size)).flatten(3).flatten(0, 2)
-        for x in (
-            biased_rows(F.pad(inputs.k, (0, 0, 0, room)), bias, width),
-            padded_rows(F.pad(inputs.v, (0, 0, 0, room)), width),
-        )
-    ]
-    of_heads = torch.arange(heads, device=q.device) // (heads // kv_heads)
-    first = torch.arange(batch, device=q.device)[:, None] * kv_heads + of_heads
-    at = read + first[:, :, None, None] * (total + 1)
+    batch, heads = len(q), inputs.k.shape[1] if read.shape[1] == 1 else q.shape[1]
+    read = read.expand(batch, heads, -1, -1)
 
     later = None
     if pattern.causal:
-        offset = before if len(queries) == 1 else 0
         # Below the bias of a masked key, so that a query without real keys does not average later ones.
-        later = q.new_full((length, size), 2 * MASKED).triu(1 + offset).repeat(group, 1)
+        later = q.new_full((size, size), 2 * MASKED).triu(1)
         later = F.pad(later, (0, (read.shape[3] - 1) * size))
+    if len(queries) == 1:
+        return _read_block(
+            inputs, q, read, None if later is None else later[before : before + q.shape[2]], size
+        )
+
+    # Rows of all blocks: [batch heads blocks rows width].
+    width = max(inputs.k.shape[3], value_dim) + 1
+    rows = F.pad(after(q, before), (0, 0, 0, len(queries) * size - before - q.shape[2]))
+    rows = biased_rows(rows, q.new_ones(()), width).unflatten(1, (heads, -1))
+    rows = rows.unflatten(3, (len(queries), size)).transpose(2, 3)
+    group = rows.shape[3]
+    rows = rows.flatten(3, 4)
+    later = None if later is None else later.repeat(group, 1)
+    by_blocks, at = _by_blocks(inputs, read, size, width)
     numbers = batch * heads * read.shape[3] * size * 2 * width
     step = max(_STEP // numbers, 1) if tuned_for_cpu(q) else step_capacity(numbers)
     outs = []
@@ -252,7 +244,46 @@ def _read(inputs: Alignment, q: Tensor, start: int, pattern: Pattern, sums: Sums
         shape = (batch * heads, places.shape[2], -1, width)
         k, v = (x.index_select(0, places.flatten()).view(shape) for x in by_blocks)
         out, _ = partial_softmax(part.flatten(0, 1), k, v, later)
-        outs.append(out[..., : inputs.v.shape[3]].unflatten(0, (batch, heads)))
-    out = torch.cat(outs, dim=2).unflatten(3, (group, length)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
-    skipped = 0 if len(queries) == 1 else before
-    return out[:, :, skipped : skipped + q.shape[2]]
+        outs.append(out[..., :value_dim].unflatten(0, (batch, heads)))
+    out = torch.cat(outs, dim=2).unflatten(3, (group, size)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    return out[:, :, before : before + q.shape[2]]
+
+
+def _by_blocks(inputs: Alignment, read: Tensor, size: int, width: int) -> tuple[list[Tensor], Tensor]:
+    """Keys with their score bias and values, [batch · kv_heads · blocks, size · width], and rows of blocks.
+
+    The last block of a head holds no real key.
+    """
+    (batch, kv_heads, tokens, _), heads = inputs.k.shape, read.shape[1]
+    total = -(-tokens // size)
+    room = (total + 1) * size - tokens
+    bias = F.pad(_bias(inputs), (0, room), value=MASKED)[..., None]
+    k = biased_rows(F.pad(inputs.k, (0, 0, 0, room)), bias, width)
+    v = padded_rows(F.pad(inputs.v, (0, 0, 0, room)), width)
+    by_blocks = [x.unflatten(2, (total + 1, size)).flatten(3).flatten(0, 2) for x in (k, v)]
+    of_heads = torch.arange(heads, device=k.device) // (heads // kv_heads)
+    first = torch.arange(batch, device=k.device)[:, None] * kv_heads + of_heads
+    return by_blocks, read + first[:, :, None, None] * (total + 1)
+
+
+def _read_block(inputs: Alignment, q: Tensor, read: Tensor, later: Tensor | None, size: int) -> Tensor:
+    """Outputs of queries of one block: a step of decoding copies the keys that it reads, and no others.
+
+    Args:
+        read: Numbers of the blocks that are read, [batch heads 1 most].
+        later: Score bias of later keys, [queries most·size]; None: no key is later.
+    """
+    (batch, kv_heads, tokens, _), heads = inputs.k.shape, read.shape[1]
+    places = (read[:, :, 0, :, None] * size + torch.arange(size, device=q.device)).flatten(2)
+    inside = places.clamp_max(tokens - 1)
+    hidden = ~inputs.real[:, None].expand(-1, heads, -1).gather(2, inside)
+    bias = torch.zeros_like(places, dtype=q.dtype).masked_fill(hidden, MASKED)
+    bias = bias.masked_fill(places >= tokens, 2 * MASKED).flatten(0, 1)[:, None, None]
+    group = q.shape[1] // heads
+    if later is not None:
+        bias = bias + later.repeat(group, 1)
+    by_heads = inside.unflatten(1, (kv_heads, -1)).flatten(2)
+    k, v = (keys_at(x, by_heads).reshape(batch * heads, 1, places.shape[2], x.shape[3]) for x in inputs[1:3])
+    rows = q.unflatten(1, (heads, group)).flatten(2, 3).flatten(0, 1)[:, None]
+    out, _ = partial_softmax(rows, k, v, bias)
+    return out.view(*q.shape[:3], inputs.v.shape[3])

@@ -251,7 +251,7 @@ def _read(
     at = positions.gather(2, of.expand(*of.shape[:3], positions.shape[3])).flatten(2)
     hidden = ~counted[:, None].expand(-1, k.shape[1], -1).gather(2, at)
     hidden = hidden.view(*chosen.shape, -1) | (chosen == clusters)[..., None]
-    far_k, far_v = (upcast(_keys_at(x, at)).unflatten(2, (rows.shape[2], -1)) for x in (k, v))
+    far_k, far_v = (upcast(keys_at(x, at)).unflatten(2, (rows.shape[2], -1)) for x in (k, v))
     far = (rows.unsqueeze(3) @ far_k.mT).squeeze(3).masked_fill(hidden.flatten(3), MASKED)
     log_sum = torch.cat([scores, far], dim=3).logsumexp(dim=3, keepdim=True)
     total = torch.logaddexp(log_sum, closed_sum)
@@ -260,7 +260,7 @@ def _read(
     return out.unflatten(2, (-1, new)).flatten(1, 2)
 
 
-def _keys_at(x: Tensor, at: Tensor) -> Tensor:
+def keys_at(x: Tensor, at: Tensor) -> Tensor:
     """Rows of `x` [batch heads tokens dim] at the positions of each head [batch heads rows]."""
     if not tuned_for_cpu(x):
         return x.gather(2, at[..., None].expand(*at.shape, x.shape[3]))
