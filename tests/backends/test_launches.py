@@ -29,6 +29,12 @@ OTHERS = {
     ("exact-dense", True): Bound(12, 20, 14),
     ("linformer", False): Bound(20, 33),
     ("nystrom", False): Bound(96, 223),
+    ("oracle-topk", False): Bound(19, 40),
+    ("oracle-topk", True): Bound(29, 52, 31),
+    ("bigbird", False): Bound(152, 196),
+    ("bigbird", True): Bound(140, 165, 134),
+    ("block-topk", False): Bound(79, 103),
+    ("block-topk", True): Bound(96, 121, 91),
     ("window", False): Bound(22, 46),
     ("window", True): Bound(22, 46, 3),
     ("window-clusters", False): Bound(96, 185),
@@ -96,7 +102,7 @@ def test_launches_of_other_backends_grow_by_the_levels_of_trees_alone(name, caus
     assert long["forward"].launches <= short["forward"].launches + levels
     assert not COUNTED or long["gradients"].launches <= short["gradients"].launches + levels
     if "step" in short:
-        assert long["step"].launches == short["step"].launches
+        assert long["step"].launches <= short["step"].launches
 
 
 def test_launches_of_linear_backends_depend_on_neither_length_nor_values():
