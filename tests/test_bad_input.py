@@ -87,7 +87,7 @@ WRONG_CALLS = {
         ),
         (
             lambda: built("perfomer-trig"),
-            r"No backend is called 'perfomer-trig'\. Did you mean 'performer-trig'\? Known: by-head, exact,",
+            r"No backend is called 'perfomer-trig'\. Did you mean 'performer-trig'\? Known: bigbird,",
         ),
         (lambda: built("FAVOR+"), r"Called 'performer-positive' in this package"),
         (
