@@ -66,6 +66,23 @@ def test_every_block_and_every_pair_of_blocks_is_drawn_as_often(causal):
         assert all(abs(count - draws * share) <= 5 * error for count in times.values())
 
 
+def test_blocks_draw_independently():
+    backend, draws, equal = built(causal=False), 200, 0
+    for seed in range(draws):
+        backend.redraw(seed)
+        read = blocks_read(backend)
+        # Blocks 1 to 7 are among the eight that either draws from.
+        equal += set(read[9]) - {0, 8, 10} == set(read[10]) - {0, 9, 11}
+    assert equal <= draws / 10
+
+
+def test_a_query_without_a_real_key_in_its_blocks_reads_no_later_one():
+    backend = built(causal=True, window=1, global_blocks=0, random_blocks=0).double()
+    mask = torch.tensor([[True] * 4 + [False] * 2 + [True] * 4])
+    out = backend(*random_qkv(1, 2, 2, 10, 10, 8), key_mask=mask)
+    assert not out[:, :, 4:6].any() and out[:, :, [3, 6, 9]].any(dim=-1).all()
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_it_is_softmax_over_the_blocks_of_the_papers_pattern(causal):
     # The paper's construction has global blocks, read by all and reading all; the window; random blocks.
@@ -133,6 +150,12 @@ def test_fewer_queries_than_keys_are_refused_where_earlier_ones_choose():
     backend, (q, k, v) = ea.build("block-topk", head_dim=8, causal=True), random_qkv(1, 2, 2, 9, 9, 8)
     with pytest.raises(ea.UnsupportedError, match=r"needs as many queries as keys; q has 1 .*StateCache"):
         backend(q[:, :, -1:], k, v)
+
+
+def test_keys_are_ranked_in_float64():
+    q, k = torch.tensor([[[[1.0, 1e-4]]]]), torch.tensor([[[[1.0, 0.0], [1.0, 1e-4]]]])
+    read = ea.build("oracle-topk", head_dim=2, keys=1).keys_read(q, k)
+    assert read.tolist() == [[[[False, True]]]]
 
 
 def test_equal_keys_at_the_end_of_the_choice_are_all_read():
