@@ -1,4 +1,4 @@
-"""Softmax over the keys with the largest scores: the least error of any choice of so many keys by score."""
+"""Softmax over the keys with the largest scores: the most weight that so many keys can hold."""
 
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ class OracleTopKOptions:
 
 
 class OracleTopK(nn.Module):
-    """Attention to the keys of the largest weights, of all which are computed."""
+    """Attention to the keys of the largest weights."""
 
     def __init__(self, problem: AttentionProblem, options: OracleTopKOptions) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def operations(
 
 @register(
     "oracle-topk",
-    summary="Exact softmax over the keys with the largest scores, all of which are computed: a reference.",
+    summary="Exact softmax over the keys with the largest scores: a reference, never faster.",
     formula="out_i = Σ_{j ∈ T(i)} softmax_j(s q_i·k_j) v_j, T(i) the keys of the `keys` largest scores",
     paper="https://arxiv.org/abs/2106.06899",
     options=OracleTopKOptions,

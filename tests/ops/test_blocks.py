@@ -37,13 +37,13 @@ def blocks_read(backend, real=TOTAL) -> list[list[int]]:
 def test_a_block_reads_its_neighbours_the_first_blocks_and_random_ones(causal, window, first, random, real):
     back, ahead = (window - 1, 0) if causal else (window // 2, window // 2)
     backend = built(causal=causal, window=window, global_blocks=first, random_blocks=random)
-    for own, read in enumerate(blocks_read(backend, real)):
-        if not causal and (own < first or own >= real):
+    for row, read in enumerate(blocks_read(backend, real)):
+        if not causal and (row < first or row >= real):
             continue  # its queries read all keys, or are padding
-        assert own not in read and len(read) == len(set(read))
-        end = own if causal else TOTAL
-        always = {x for x in range(end) if own - back <= x <= own + ahead or x < first} - {own}
-        possible = set(range(first, own if causal else real)) - always - {own}
+        assert row not in read and len(read) == len(set(read))
+        end = row if causal else TOTAL
+        always = {x for x in range(end) if row - back <= x <= row + ahead or x < first} - {row}
+        possible = set(range(first, row if causal else real)) - always - {row}
         drawn = set(read) - always
         assert always <= set(read) and drawn <= possible
         assert len(drawn) == min(random, len(possible))
@@ -51,11 +51,11 @@ def test_a_block_reads_its_neighbours_the_first_blocks_and_random_ones(causal, w
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_block_and_every_pair_of_blocks_is_drawn_as_often(causal):
-    draws, own, counts, pairs = 4000, 9, Counter(), Counter()
+    draws, row, counts, pairs = 4000, 9, Counter(), Counter()
     backend, always = built(causal=causal, random_blocks=2), {0, 7, 8} if causal else {0, 8, 10}
     for seed in range(draws):
         backend.redraw(seed)
-        drawn = sorted(set(blocks_read(backend)[own]) - always)
+        drawn = sorted(set(blocks_read(backend)[row]) - always)
         counts.update(drawn)
         pairs[tuple(drawn)] += 1
     possible = range(1, 7) if causal else [*range(1, 8), 11]

@@ -38,8 +38,8 @@ def lines_of(figure):
 
 def button(figure, label):
     buttons = [button for menu in figure[1]["updatemenus"] for button in menu["buttons"]]
-    (found,) = (button for button in buttons if button["label"] == label)
-    return found["args"]
+    (match,) = (button for button in buttons if button["label"] == label)
+    return match["args"]
 
 
 @pytest.fixture(scope="module")
