@@ -48,10 +48,10 @@ def _describe(spec: Any) -> None:
     options = {f"option {name}": value for name, value in _options(spec).items()}
     promises = {name.replace("_", " "): value for name, value in asdict(spec.capabilities).items()}
     about = {"formula": spec.formula, "paper": spec.paper, "size": spec.size_option}
-    console.put(f"{spec.name}: {spec.summary}")
+    console.tell(f"{spec.name}: {spec.summary}")
     for name, value in {**about, **options, **promises}.items():
         if value is not None:
-            console.put(f"  {name:21}{_cell(value)}")
+            console.tell(f"{name:21}{_cell(value)}", indent="  ")
 
 
 def _cell(value: Any) -> str:
