@@ -7,8 +7,8 @@ worst row ten times.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ _BITS = {"bfloat16": 7, "float16": 10, "tf32": -10}
 _FACTOR, _FACTOR_OF_GRADIENTS, _FACTOR_OF_ROWS = 2.0, 4.0, 10.0
 _FLOAT32 = 1e-6
 _BATCH, _HEADS, _KV_HEADS, _LONGEST_BATCH = 2, 4, 2, 1024
-_WINDOW, _TOLD = 257, 5
+_TOLD = 5
 # A race between warps shows in few calls. One of `causal-linear` on an H100 showed in 1 of 300.
 _OFTEN_FROM, _OFTEN = 1000, 16
 
@@ -61,30 +61,33 @@ class Subject:
         bits: Mantissa bits of operands by precision; None: the backend on the CPU is the measure.
         causal: Whether calls are causal; None: only with grouped heads.
         streams: Whether the kernel serves `extend`.
-        global_tokens: Of a window; with them the kernel serves inference alone.
+        options: Options of the backend; none: as many features as the check asks for.
+        trained: Whether the kernel serves calls with gradients.
         module: Function of the backend, whose result takes its place.
     """
 
     backend: str
     note: str
     lengths: Sequence[int]
-    bits: dict[str, int | None]
+    bits: Mapping[str, int | None]
     causal: bool | None = False
     streams: bool = False
-    global_tokens: int = 0
+    options: Mapping[str, int] = field(default_factory=dict)
+    trained: bool = True
     module: Callable[..., Any] | None = None
 
     def build(self, case: Case, precision: str, head_dim: int, features: int) -> Any:
         """The backend, with directions that both half precisions can hold."""
-        size = {"num_features": features}
-        if self.backend == "window":
-            size = {"window": _WINDOW, "global_tokens": self.global_tokens}
+        size = self.options or {"num_features": features}
         causal = case.grouped if self.causal is None else self.causal
         backend = build(self.backend, head_dim=head_dim, num_heads=_HEADS, causal=causal, **size)
         for x in backend.buffers() if precision.endswith("16") else ():
             x.copy_(_rounded(x.double(), _BITS["bfloat16"]))
         return backend
 
+
+# Kernels that visit some blocks of the scores.
+_scores = partial(Subject, note="flex", bits=_BITS, causal=None)
 
 # The slowest first: they are checked beside one another.
 SUBJECTS = {
@@ -105,11 +108,12 @@ SUBJECTS = {
         lengths=(1, 63, 65, 127, 129, 1000),
         bits={name: _BITS[name] for name in ("bfloat16", "float16")},
     ),
-    "window-flex": Subject(
-        backend="window", note="flex", lengths=(129, 300, 1000), bits={**_BITS}, causal=None
+    "window-flex": _scores(backend="window", lengths=(129, 300, 1000), options={"window": 257}),
+    "window-global": _scores(
+        backend="window", lengths=(300, 1000), options={"window": 257, "global_tokens": 4}, trained=False
     ),
-    "window-global": Subject(
-        backend="window", note="flex", lengths=(300, 1000), bits={**_BITS}, causal=None, global_tokens=4
+    "blocks-flex": _scores(
+        backend="block-topk", lengths=(129, 300, 1000), options={"block": 32, "blocks": 3}, trained=False
     ),
 }
 
@@ -198,12 +202,13 @@ def _findings(
         module = subject.module(module)
     inputs = _draw(case, head_dim, dtype, device)
     with_nan = inputs.with_nan()
-    trained = not subject.global_tokens
     try:
         results = []
         for _ in range(2 if case.tokens < _OFTEN_FROM else _OFTEN):
             poison(device)
-            results.append(with_nan.results(lambda *x: module(*x, key_mask=with_nan.mask), trained=trained))
+            results.append(
+                with_nan.results(lambda *x: module(*x, key_mask=with_nan.mask), trained=subject.trained)
+            )
         poison(device)
         streamed = [_streamed(module, with_nan)] if subject.streams else []
     except Exception as failure:  # A failing launch is a result of the check.
@@ -341,11 +346,14 @@ def _formula(
     q, k, v = tensors
     k, v = (naive.for_query_heads(naive.masked_to_zero(x, mask), q) for x in (k, v))
     window, causal = getattr(backend.options, "window", None), backend.problem.causal
-    count = getattr(backend.options, "global_tokens", 0)
+    count, block = (getattr(backend.options, name, 0) for name in ("global_tokens", "block"))
     visible = naive.visible_keys(q, k, causal=causal, key_mask=mask, window=window, global_tokens=count)
     factor = backend.problem.factor
+    if block:
+        sizes = {"block": block, "blocks": backend.options.blocks}
+        visible = naive.block_topk_keys(q, k, scale=factor, causal=causal, **sizes)
     mean = partial(_mean, bits=bits, dtype=dtype)
-    if window is not None:
+    if window is not None or block:
         scores = (factor * _product(q, k.mT, outer)).masked_fill(~visible, -torch.inf)
         return mean((scores - _largest(scores)).exp(), v)
     w = backend.core.features.projection.to(q)

@@ -5,7 +5,8 @@ keys that they read, which are gathered. A causal block reads itself, up to each
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +24,17 @@ from efficient_attn.ops.clusters.slices import (
     padded_rows,
 )
 from efficient_attn.ops.dtypes import upcast, zero_masked
-from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
+from efficient_attn.ops.operators import transformed
+from efficient_attn.ops.paths import note_kernel, step_capacity, tuned_for_cpu
+from efficient_attn.ops.softmax import flex
+from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.softmax.partial import eager, partial_softmax
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Numbers of gathered keys and values in a step on the CPU, so that they stay in cache.
 _STEP = 1 << 18
+# Numbers of tokens in a block that FlexAttention takes for a block of scores, and most rows of its tiles.
+_FLEX_BLOCKS, _FLEX_ROWS = (16, 32, 64, 128), 64
 
 
 class Sums(NamedTuple):
@@ -111,6 +117,11 @@ def block_attention(
 
     Padding before the first real token is in no block, and has the output 0.
     """
+    if key_mask is None and _one_call(q, k, v, pattern):
+        try:
+            return _by_flex(q, k, v, pattern, scale, sums)
+        except flex.NotCompiledError:
+            pass
     q, dtype = upcast(q) * scale, q.dtype
     if key_mask is None or not (tuned_for_cpu(q) and eager(q, k, v)):
         inputs = alignment(q, k, v, key_mask, None)
@@ -133,6 +144,73 @@ def block_attention(
             part_sums = Sums(*(x[rows, :, :total] for x in sums))
         outs.append(F.pad(_attend(inputs, pattern, part_sums), (0, 0, padding, 0)))
     return torch.cat(outs).to(dtype)
+
+
+def _one_call(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> bool:
+    """Whether FlexAttention serves a call without a key mask: on CUDA, whole, without gradients."""
+    # An exported program may run without a compiler, and would then write all scores.
+    whole = q.shape[2] == k.shape[2] and not torch.compiler.is_exporting() and not transformed(q, k, v)
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    listed = whole and not trained and pattern.block in _FLEX_BLOCKS
+    return listed and flex.available(q, k, v, kernel="blocks-flex")
+
+
+def _by_flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, sums: Sums | None) -> Tensor:
+    """Outputs of all queries by one call of FlexAttention, which visits the blocks that they read.
+
+    Raises:
+        NotCompiledError: If the kernel cannot be compiled.
+    """
+    if scale <= 0:
+        q, scale = q * scale, 1.0
+    tokens, size = q.shape[2], pattern.block
+    total = -(-tokens // size)
+    every = torch.ones(1, tokens, dtype=torch.bool, device=q.device)
+    read = _numbers(range(total), every, pattern, sums).sort(dim=3).values
+    number, listed = (read < total).sum(dim=3, dtype=torch.int32), read.clamp_max(total - 1).int()
+    tensors = (q.detach(), k.detach(), v.detach(), number, listed)
+    if torch.compiler.is_compiling():
+        out = _flex_attention(*tensors, size, pattern.causal, scale)
+    else:
+        # Sizes are marked on tensors, which must not be the caller's.
+        for x, sizes in zip(tensors, ((0, 2), (0, 2), (0, 2), (2,), (2, 3)), strict=True):
+            torch._dynamo.maybe_mark_dynamic(x, sizes)
+        call = _compiled(q.device, q.dtype, q.shape[1], *k.shape[1::2], v.shape[3], len(number), size)
+        out = call(*tensors, size, pattern.causal, scale)
+    note_kernel("flex")
+    end = min(pattern.readers * size, tokens)
+    if end == 0:
+        return out
+    rows = fused_attention(q[:, :, :end], k, v, scale=scale, causal=False, key_mask=None, dropout=0.0)
+    return torch.cat([rows, out[:, :, end:]], dim=2)
+
+
+@cache
+def _compiled(*key: Any) -> Any:
+    """The compiled attention of one configuration of heads, dimensions and blocks."""
+    return flex.compiled(_flex_attention, *key)
+
+
+def _flex_attention(
+    q: Tensor, k: Tensor, v: Tensor, number: Tensor, listed: Tensor, size: int, causal: bool, scale: float
+) -> Tensor:
+    """softmax(scale · q kᵀ) v over `number` of the `listed` blocks of each block of queries."""
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    def visible(entry: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return key <= query if causal else key >= 0
+
+    tokens, grouped = q.shape[2], q.shape[1] != k.shape[1]
+    # The queries of each block of keys serve the backward pass alone.
+    nothing: tuple[None, None, None, None] = (None, None, None, None)
+    listed_only = (number, listed, None, None)
+    mask = BlockMask((tokens, tokens), *listed_only, *nothing, BLOCK_SIZE=(size, size), mask_mod=visible)
+    rows = min(size, _FLEX_ROWS)
+    options: Any = {"FORCE_USE_FLEX_ATTENTION": True, "BLOCK_M": rows, "BLOCK_N": rows}
+    out: Any = flex_attention(
+        q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped, kernel_options=options
+    )
+    return out
 
 
 def _attend(inputs: Alignment, pattern: Pattern, sums: Sums | None) -> Tensor:

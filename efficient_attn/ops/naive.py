@@ -124,7 +124,7 @@ def block_topk_keys(
         torch.stack([part.mean(dim=2) for part in x.split(block, dim=2)], dim=2)
         for x in (scale * q, for_query_heads(k, q))
     )
-    b = torch.arange(mean_q.shape[2])
+    b = torch.arange(mean_q.shape[2], device=q.device)
     i, j = b[:, None], b
     if causal:
         mean_q, near = mean_q.roll(1, dims=2), (i - j <= 1) | (j == 0)
@@ -133,7 +133,7 @@ def block_topk_keys(
         near, possible = i == j, i != j
     scores = (mean_q @ mean_k.mT).masked_fill(~possible, -torch.inf)
     chosen = possible & (scores >= scores.sort(dim=-1, descending=True).values[..., :blocks][..., -1:])
-    at = torch.arange(q.shape[2]) // block
+    at = torch.arange(q.shape[2], device=q.device) // block
     return (near | chosen)[:, :, at][..., at] & visible_keys(q, k, causal=causal)
 
 
