@@ -234,7 +234,6 @@ def test_the_most_promising_candidates_are_measured_first(decoder):
     assert labels[:6] == [OWN, "exact", UNIFORM_ATTENTION, *first]
 
 
-
 def test_a_run_of_a_model_with_other_weights_is_not_continued(encoder, tmp_path):
     run_folder = tmp_path / "run"
     swap(encoder, ["window"], out=run_folder)
