@@ -300,7 +300,7 @@ def square(x: Tensor) -> Tensor:
     return x.square().sum(dim=-1, keepdim=True)
 
 
-def closed_clusters(
+def clustered_softmax(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, near: Tensor, cluster: Tensor
 ) -> Tensor:
     """Softmax of a head over near keys and one summary per cluster of far keys (`window-clusters`).

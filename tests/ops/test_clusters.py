@@ -44,7 +44,9 @@ def definition(q, k, v, *, clusters=CLUSTERS, global_tokens=0):
     for head in range(q.shape[1]):
         keys, values = (x[0, head * x.shape[1] // q.shape[1]] for x in (k, v))
         cluster = nearest_clusters(keys.detach(), clusters)
-        rows.append(naive.closed_clusters(q[0, head], keys, values, scale=SCALE, near=near, cluster=cluster))
+        rows.append(
+            naive.clustered_softmax(q[0, head], keys, values, scale=SCALE, near=near, cluster=cluster)
+        )
     return torch.stack(rows)[None]
 
 
