@@ -1,8 +1,7 @@
 """Writes docs/choosing.md from the records in results/; to be run after a run there is replaced."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import NamedTuple
 
 import efficient_attn as ea
@@ -10,7 +9,6 @@ from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.report.table import full
 from efficient_attn.report.text import describe, show_error, three_digits
-from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.estimates import SpeedUp, call_time, curves, speed_ups
 from efficient_attn.studies.bench.comparison import Comparison, Contender, comparisons
 from efficient_attn.studies.bench.tables import crossover_cells
@@ -21,18 +19,9 @@ PAGE = HERE / "choosing.md"
 RESULTS = HERE.parent / "results" / "epyc-2-cores"
 
 COMPARED = ("compare-encoder-128", "compare")
-# Opened clusters have sizes for each model, and runs of their own.
-OPENED = (
-    "compare-probes-encoder",
-    "compare-probes-decoder-2048",
-    "compare-probes-decoder-4096",
-    "compare-probes-decoder-8192",
-)
 BENCHED = "bench-256-4096"
 # One backend was made faster after that run and timed again, beside exact attention.
 BENCHED_LATER, LATER, LATER_LABEL = "bench-window-clusters", "window-clusters", "window-clusters(window=64)"
-# Opened clusters relative to exact attention, bidirectional and causal.
-BENCHED_OPENED, OPENED_LABEL = ("bench-probes", "bench-probes-causal"), "window-clusters(probes=8)"
 TRAINED = "recall-default"
 # Plans of key heads that were verified, and their rows.
 PLANNED = ("advise-smollm2-4096", "../h100-80gb/advise-smollm2-8192")
@@ -70,11 +59,6 @@ interval, or `exact`.
 ![Relative output error against time and memory on a text of 512 tokens and one of 4096](images/compare.png)
 """
 
-_OPENED = """\
-[`window-clusters` with `probes`](backends.md#window-clusters) (experimental, off by default) reads the keys
-of a few far clusters one by one. Error, operations and speed relative to `exact`, in runs of its own:
-"""
-
 # Hand-written: no run in results/ holds these numbers. Errors are those of efficient_attn/data/PROVENANCE.md;
 # loss, divergence and recall are of all 30 layers of SmolLM2-135M-Instruct at 4096 tokens.
 _DECODER = """\
@@ -103,12 +87,6 @@ keeps one, `window(global_tokens=1)`, is not. Errors on the shipped layers of Sm
 | window 512, 4 first keys | +0.063 | 0.080 | 0.90 | 0.45 |
 
 The same window with 4 first keys repeats 3 of 18 six-number passkeys in 2000 tokens, `exact` 16.
-
-Within an error, on layer 19, and opened clusters (the text of 8192 tokens is not shipped):
-"""
-
-_DRAWN = """\
-![Relative output error against time and memory at 2048, 4096 and 8192 tokens of a decoder](images/opened.png)
 """
 
 _METHODS = """\
@@ -226,28 +204,18 @@ def _machine(case: Case) -> str:
 
 def page() -> str:
     """The whole page."""
-    compared, opened = _comparisons(COMPARED), _comparisons(OPENED)
-    bench, learned = ea.read(RESULTS / BENCHED), ea.read(RESULTS / TRAINED)
-    (trained,) = contests(learned.records)
-    costs = _costs(bench.records)
+    compared = _comparisons(COMPARED)
+    bench = current(ea.read(RESULTS / BENCHED).records)
+    (trained,) = contests(ea.read(RESULTS / TRAINED).records)
+    costs = _costs(bench)
     again = _costs(ea.read(RESULTS / BENCHED_LATER).records)[LATER_LABEL]
     costs = {name: again if name == LATER else cost for name, cost in costs.items()}
-    near = [_costs(ea.read(RESULTS / name).records)[OPENED_LABEL] for name in BENCHED_OPENED]
-    full, causal = ([row for row in compared if row.case.causal == kind] for kind in (False, True))
-    full_opened, causal_opened = (
-        [row for row in opened if row.case.causal == kind] for kind in (False, True)
-    )
     verified = [row for name in PLANNED for row in _verified(name)]
     parts = [
-        _HEAD + _short_answer(costs, near, compared, verified),
+        _HEAD + _short_answer(costs, compared, verified),
         _ENCODER,
-        _by_error([*full, *full_opened]),
-        _OPENED,
-        _opened(full_opened),
+        _by_error([row for row in compared if not row.case.causal]),
         _DECODER,
-        _by_error([*causal, *causal_opened]),
-        _opened(causal_opened),
-        _DRAWN,
         _METHODS,
         *map(_methods, METHODS),
         _CHOSEN,
@@ -259,23 +227,29 @@ def page() -> str:
         _SHARP,
         _by_promise(compared),
         _AFTER,
-        _LENGTH.format(machine=_machine(bench.records[0].case)),
+        _LENGTH.format(machine=_machine(bench[0].case)),
         table(
             ["backend", "faster from, tokens (95 % interval)", "speed"],
-            [
-                *([f"`{name}`", *cost] for name, cost in costs.items()),
-                [f"`{OPENED_LABEL}`", *near[0]],
-                [f"`{OPENED_LABEL}`, causal", *near[1]],
-            ],
+            [[f"`{name}`", *cost] for name, cost in costs.items()],
         ),
         _OWN,
     ]
     return "\n".join(parts)
 
 
+def current(records: Iterable[Record]) -> list[Record]:
+    """Records without those of removed forms of `window-clusters`: causal, or with opened clusters."""
+    return [
+        record
+        for record in records
+        if record.case.backend != "window-clusters"
+        or not (record.case.causal or record.case.options.get("probes"))
+    ]
+
+
 def _comparisons(names: Sequence[str]) -> list[Comparison]:
     """The comparisons of some runs: the encoder first, each model by length."""
-    rows = [row for name in names for row in comparisons(ea.read(RESULTS / name).records)]
+    rows = [row for name in names for row in comparisons(current(ea.read(RESULTS / name).records))]
     return sorted(rows, key=lambda row: (row.case.causal, row.case.tokens))
 
 
@@ -306,22 +280,15 @@ def _verified(name: str) -> list[list[str]]:
     return [[cell.replace("-", "−") for cell in row] for row in rows]
 
 
-def _short_answer(
-    costs: dict[str, _Cost], near: list[_Cost], compared: list[Comparison], verified: list[list[str]]
-) -> str:
-    """Recommendations; crossovers and errors are those of the tables below.
-
-    Args:
-        near: Costs of opened clusters, bidirectional and causal.
-    """
+def _short_answer(costs: dict[str, _Cost], compared: list[Comparison], verified: list[list[str]]) -> str:
+    """Recommendations; crossovers and errors are those of the tables below."""
     start = {name: _faster(cost.crossover) for name, cost in costs.items()}
     full, plan = _errors([row for row in compared if not row.case.causal]), verified[0]
     rows = [
         [
             "[a trained encoder](#a-trained-encoder)",
-            f"`exact`; long inputs: `{OPENED_LABEL}`, error up to {show_error(max(full[OPENED_LABEL]))}, "
-            f"{_faster(near[0].crossover)}",
-            f"`window-clusters` alone, {start['window-clusters']}, errs by {_range(full['window-clusters'])}",
+            f"`exact`; long inputs: `window-clusters`, {start['window-clusters']}",
+            f"`window-clusters` errs by {_range(full['window-clusters'])}",
         ],
         [
             "[a trained decoder, judged by its text](#a-trained-decoder-by-its-text)",
@@ -379,7 +346,7 @@ def _inputs(comparison: Comparison) -> tuple[str, int]:
 
 def _methods(name: str) -> str:
     """Errors by length, keys read at the longest of them, and speeds of a run."""
-    records = ea.read(RESULTS / name).records
+    records = current(ea.read(RESULTS / name).records)
     compared = [row for row in comparisons(records) if row.errors.kind == "error"]
     times = {(x.case.label, x.case.tokens): call_time(x).median for x in records if x.times_s}
     lengths = [row.case.tokens for row in compared]
@@ -395,36 +362,6 @@ def _methods(name: str) -> str:
         rows.append([f"`{label}`" if label != UNIFORM_ATTENTION else label, *errors, *read, *speeds])
     heads = [f"error at {tokens}" for tokens in lengths] + ["keys read", "weight read"]
     return table(["backend", *heads, *(f"speed at {tokens}" for tokens in timed)], rows)
-
-
-def _opened(compared: list[Comparison]) -> str:
-    """Error, operations and speed of each size, the most accurate first for each input and length."""
-    rows = []
-    for comparison in compared:
-        rows += [
-            (
-                (comparison.case.causal, comparison.case.tokens, row.worst),
-                [
-                    describe(comparison.case.inputs),
-                    str(comparison.case.tokens),
-                    f"`{row.label}`",
-                    _range([row.error.low, row.error.high] if row.layers > 1 else [row.error.median]),
-                    _operations(row, comparison),
-                    _relative_speed(row, comparison) if row.timed else "–",
-                ],
-            )
-            for row in comparison.candidates
-            if row.error
-        ]
-    head = ["inputs", "tokens", "backend", "error", "operations", "speed"]
-    return table(head, [cells for _, cells in sorted(rows)])
-
-
-def _operations(row: Contender, comparison: Comparison) -> str:
-    """Share of the operations of exact attention, the mean over layers."""
-    errors = [x for x in comparison.records if x.case.kind == "error" and x.case.label == row.label]
-    shares = [share for share in map(operations_share, errors) if share is not None]
-    return f"{fmean(shares):.2f}" if shares else "–"
 
 
 def _relative_speed(row: Contender, comparison: Comparison) -> str:

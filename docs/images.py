@@ -20,18 +20,13 @@ DATA = HERE.parent / "efficient_attn" / "data"
 IMAGES = HERE / "images"
 SOURCES = IMAGES / "sources.json"
 
-# Picture: runs whose records it shows.
-RECORDS: dict[str, str | tuple[str, ...]] = {
+# Picture: run whose records it shows.
+RECORDS = {
     "advise": "advise",
     "compare": "compare",
     "heads": "advise-smollm2-4096",
     "methods": "bench-methods-causal",
     "mse": "mse-default",
-    "opened": (
-        "compare-probes-decoder-2048",
-        "compare-probes-decoder-4096",
-        "compare-probes-decoder-8192",
-    ),
     "recall": "recall-default",
     "speed": "bench-others",
     "swap": "swap-encoder",
@@ -45,16 +40,10 @@ def names() -> list[str]:
     return sorted([*RECORDS, SHOWN])
 
 
-def runs(name: str) -> list[Path]:
-    """Folders of the records of a picture."""
-    runs = RECORDS[name]
-    return [RUNS / run for run in ((runs,) if isinstance(runs, str) else runs)]
-
-
 def sources(name: str) -> Iterator[Path]:
     """Files that decide a picture, drawing code aside."""
     if name in RECORDS:
-        yield from (run / file for run in runs(name) for file in ("records.jsonl", "environment.json"))
+        yield from (RUNS / RECORDS[name] / file for file in ("records.jsonl", "environment.json"))
     else:
         yield from sorted(DATA.glob("*.safetensors"))
 
@@ -96,26 +85,15 @@ def content(name: str, drawn: Any) -> str:
 def figure(name: str) -> Any:
     """The picture as a matplotlib figure."""
     import efficient_attn as ea
-    from efficient_attn.report.drawing import draw
-    from efficient_attn.studies.bench import DEFAULT_MAX_ERROR
-    from efficient_attn.studies.bench.comparison import comparisons
-    from efficient_attn.studies.bench.view import comparison_plot
 
     if name == SHOWN:
         return ea.show().plot()
-    results = ea.read(*runs(name))
+    stored = ea.read(RUNS / RECORDS[name])
+    current = runpy.run_path(str(HERE / "choosing.py"))["current"]
+    results = ea.Results(current(stored.records), environment=stored.environment)
     if name == "advise":
         return runpy.run_path(str(HERE / "readme.py"))["draw"](results)
-    if name == "methods":
-        return results.plot("error").figure
-    # Options that all variants share.
-    long = {record.case.label for record in results.records if ", clusters=64" in record.case.label}
-    labels = {label: label.replace(", clusters=64", "") for label in long}
-    if len(runs(name)) == 1:
-        return results.plot(labels=labels).figure
-    # A row for each length.
-    rows = [[comparison] for comparison in comparisons(results.records)]
-    return draw(comparison_plot(rows, DEFAULT_MAX_ERROR), labels=labels)[0].figure
+    return (results.plot("error") if name == "methods" else results.plot()).figure
 
 
 def main(chosen: list[str]) -> None:

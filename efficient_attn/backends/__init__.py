@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnknownNameError, UnsupportedError
 from efficient_attn.external import is_address, load, load_plugin, plugins, spec_of
-from efficient_attn.options import resolved, whole_number
+from efficient_attn.options import whole_number
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec
 
@@ -80,7 +80,6 @@ def build(
         head_dim=head_dim, num_heads=num_heads, max_tokens=max_tokens, causal=causal, scale=scale
     )
     _check_promises(backend, problem)
-    chosen = resolved(chosen, causal=causal)
     return Backend(backend.builder(problem, chosen), backend, problem, chosen)
 
 

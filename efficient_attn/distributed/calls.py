@@ -27,7 +27,7 @@ class Exchange(NamedTuple):
 
     Attributes:
         attend: Returns the output of the queries of this rank.
-        prefill: Returns the output and the state after the tokens of all ranks; None: not supported.
+        prefill: Returns the output and the state after the tokens of all ranks; None: not causal.
     """
 
     attend: Callable[..., Tensor]
@@ -67,11 +67,7 @@ class Calls(NamedTuple):
     ) -> tuple[Tensor, Any]:
         """`Backend.extend` without a state, with the tokens of this rank."""
         prefill = exchange_of(backend).prefill
-        if prefill is None:
-            raise UnsupportedError(
-                f"Backend {backend.spec.name!r} cannot extend inside context_parallel: extend outside, on "
-                "whole sequences."
-            )
+        assert prefill is not None, "only backends that are not causal have no prefill"
         check_agreeing(backend, q, k, v, key_mask, self.layout, call="extend of ")
         check_inputs(backend, q, k, v, key_mask, streaming=True)
         check_segments(backend, q, k, self.layout)

@@ -1,6 +1,5 @@
 """Attention of the tokens of a rank to the keys of all ranks, which every rank receives."""
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from efficient_attn.backend import Backend
 from efficient_attn.distributed.exchange import all_tokens, total
 from efficient_attn.distributed.layout import Layout
-from efficient_attn.ops.clusters.slices import alike
+from efficient_attn.ops.alignment import alike
 from efficient_attn.ops.softmax.kv_cache import KVCache, mask_of, summarise_tokens
 
 
@@ -34,24 +33,20 @@ def attend_clusters(
     """Attention to near keys and clusters.
 
     All ranks have the clusters of one process, and compute the rows of their queries alone. The core takes
-    the positions of the queries, consecutive in each range; the first key is real where any is. Clusters that
-    no query opens depend on moments of all queries: the core takes the sum over ranks besides.
+    the positions of the queries, consecutive in each range, and the sum over ranks, for the moments of all
+    queries; the first key is real where any is.
     """
     k, v, key_mask = all_keys(k, v, key_mask, layout)
-    attend: Callable[..., Tensor] = backend.core
-    if not backend.options.probes:
-        attend = partial(attend, total=partial(total, layout=layout))
+    attend = partial(backend.core, total=partial(total, layout=layout))
     positions = layout.positions(q.shape[2])
     if key_mask is None:
         return attend(q, k, v, None, positions)
-    place = torch.cat([torch.arange(part.start, part.stop, device=q.device) for part in positions])
     outs = []
     for rows, start in alike(key_mask):
         # Tokens before the first real one come last, as in one process.
         keys, values = (x[rows].roll(-start, dims=2) for x in (k, v))
         real = key_mask[rows].roll(-start, dims=1)
-        out = attend(q[rows], keys, values, real, _turned(positions, start, k.shape[2]))
-        outs.append(out.masked_fill((place < start)[:, None], 0.0) if backend.problem.causal else out)
+        outs.append(attend(q[rows], keys, values, real, _turned(positions, start, k.shape[2])))
     return torch.cat(outs)
 
 

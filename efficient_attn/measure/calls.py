@@ -32,7 +32,6 @@ from efficient_attn.measure.memory import ITEM_BYTES
 from efficient_attn.measure.record import CUDA_GRAPH, DECODED, SAME_INPUTS, Case, replace
 from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION
 from efficient_attn.operation_counts import MatMul, OperationCounts
-from efficient_attn.options import resolved
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.theory.complexity import Cost, block_flops, call_cost
@@ -256,14 +255,10 @@ def _cost(case: Case, spec: BackendSpec) -> Cost | None:
     problem = AttentionProblem(
         head_dim=case.head_dim, num_heads=case.num_heads, max_tokens=case.tokens, causal=case.causal
     )
-    options = spec.options_type(**case.options)
-    if case.options and resolved(options, causal=case.causal) != options:
-        # Cases hold numbers in place of defaults: the record is of defaults that are no longer built.
-        return None
     return call_cost(
         spec,
         problem,
-        options,
+        spec.options_type(**case.options),
         case.tokens,
         batch=case.batch,
         num_kv_heads=case.num_kv_heads,

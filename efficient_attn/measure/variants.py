@@ -14,7 +14,7 @@ import msgspec
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
 from efficient_attn.measure.record import Case
-from efficient_attn.options import SEED, recorded, resolved
+from efficient_attn.options import SEED, recorded
 
 # Types of options that texts are converted to, and that records hold.
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
@@ -67,8 +67,7 @@ class Variant:
 
         options, spec = self.options, SPECS.get(self.target) if isinstance(self.target, str) else None
         if spec is not None:
-            complete = spec.options_type(**options)
-            options = recorded(resolved(complete, causal=fields.get("causal", False)))
+            options = recorded(spec.options_type(**options))
         return Case(
             backend=self.backend,
             label=self.label,

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.clusters.decoding import keys_at
-from efficient_attn.ops.clusters.slices import (
+from efficient_attn.ops.alignment import (
     MASKED,
     Alignment,
     after,
@@ -27,8 +26,8 @@ from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.paths import note_kernel, step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax import flex
+from efficient_attn.ops.softmax.biased import biased_softmax, eager
 from efficient_attn.ops.softmax.fused import fused_attention
-from efficient_attn.ops.softmax.partial import eager, partial_softmax
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Numbers of gathered keys and values in a step on the CPU, so that they stay in cache.
@@ -125,7 +124,7 @@ def block_attention(
     q, dtype = upcast(q) * scale, q.dtype
     if key_mask is None or not (tuned_for_cpu(q) and eager(q, k, v)):
         inputs = alignment(q, k, v, key_mask, None)
-        return inputs.restored([_attend(inputs, pattern, sums)], causal=True).to(dtype)
+        return inputs.restored([_attend(inputs, pattern, sums)], zero_padding=True).to(dtype)
     # Batch entries with one first real token have the same blocks.
     tokens, outs = k.shape[2], []
     for rows, start in alike(key_mask):
@@ -278,7 +277,7 @@ def _read_all(inputs: Alignment, q: Tensor) -> Tensor:
     width = max(inputs.k.shape[3], inputs.v.shape[3]) + 1
     k = biased_rows(inputs.k, _bias(inputs)[..., None], width)
     rows = biased_rows(q.unflatten(1, (k.shape[1], -1)).flatten(2, 3), q.new_ones(()), width)
-    out, _ = partial_softmax(rows, k, padded_rows(inputs.v, width), None)
+    out = biased_softmax(rows, k, padded_rows(inputs.v, width), None)
     return out[..., : inputs.v.shape[3]].unflatten(2, (-1, q.shape[2])).flatten(1, 2)
 
 
@@ -321,7 +320,7 @@ def _read(inputs: Alignment, q: Tensor, start: int, pattern: Pattern, sums: Sums
     for part, places in zip(rows.split(step, dim=2), at.split(step, dim=2), strict=True):
         shape = (batch * heads, places.shape[2], -1, width)
         k, v = (x.index_select(0, places.flatten()).view(shape) for x in by_blocks)
-        out, _ = partial_softmax(part.flatten(0, 1), k, v, later)
+        out = biased_softmax(part.flatten(0, 1), k, v, later)
         outs.append(out[..., :value_dim].unflatten(0, (batch, heads)))
     out = torch.cat(outs, dim=2).unflatten(3, (group, size)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
     return out[:, :, before : before + q.shape[2]]
@@ -361,7 +360,16 @@ def _read_block(inputs: Alignment, q: Tensor, read: Tensor, later: Tensor | None
     if later is not None:
         bias = bias + later.repeat(group, 1)
     by_heads = inside.unflatten(1, (kv_heads, -1)).flatten(2)
-    k, v = (keys_at(x, by_heads).reshape(batch * heads, 1, places.shape[2], x.shape[3]) for x in inputs[1:3])
+    k, v = (_keys_at(x, by_heads).reshape(batch * heads, 1, places.shape[2], x.shape[3]) for x in inputs[1:3])
     rows = q.unflatten(1, (heads, group)).flatten(2, 3).flatten(0, 1)[:, None]
-    out, _ = partial_softmax(rows, k, v, bias)
+    out = biased_softmax(rows, k, v, bias)
     return out.view(*q.shape[:3], inputs.v.shape[3])
+
+
+def _keys_at(x: Tensor, at: Tensor) -> Tensor:
+    """Rows of `x` [batch heads tokens dim] at the positions of each head [batch heads rows]."""
+    if not tuned_for_cpu(x):
+        return x.gather(2, at[..., None].expand(*at.shape, x.shape[3]))
+    # The CPU copies whole rows only from two dimensions.
+    heads = [y.index_select(0, rows) for y, rows in zip(x.flatten(0, 1), at.flatten(0, 1), strict=True)]
+    return torch.stack(heads).unflatten(0, x.shape[:2])

@@ -300,7 +300,7 @@ def square(x: Tensor) -> Tensor:
     return x.square().sum(dim=-1, keepdim=True)
 
 
-def closed_clusters(
+def clustered_softmax(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, near: Tensor, cluster: Tensor
 ) -> Tensor:
     """Softmax of a head over near keys and one summary per cluster of far keys (`window-clusters`).
@@ -325,26 +325,3 @@ def closed_clusters(
     scores = torch.cat([(x @ k.mT).masked_fill(~near, -torch.inf), far.masked_fill(empty, -torch.inf)], dim=1)
     weights = scores.softmax(dim=-1)
     return weights[:, : len(k)] @ v + (weights[:, len(k) :, None] * mean_v).sum(dim=1)
-
-
-def opened_clusters(
-    x: Tensor, k: Tensor, v: Tensor, *, near: list[int], clusters: list[list[int]], probes: int
-) -> Tensor:
-    """Softmax of a query over near keys, the keys of `probes` clusters and a summary of each other cluster.
-
-    The score of a summary is x·k̄_c + log n_c + log(1 + a_c + a_c²/2) with a_c = ½ Σ_d x_d² Var_c k_d. The
-    query opens the clusters with the largest x·k̄_c + log n_c + 3 √(2 a_c).
-
-    Args:
-        x: Scaled query [head_dim]; k [tokens head_dim]; v [tokens value_dim].
-        near: Keys that the query reads by itself; clusters: all other keys that it sees.
-    """
-    a = [x.square() @ k[c].var(dim=0, correction=0) / 2 for c in clusters]
-    means = [x @ k[c].mean(dim=0) + math.log(len(c)) for c in clusters]
-    bounds = [(mean + 3 * (2 * half).sqrt()).item() for mean, half in zip(means, a, strict=True)]
-    ranking = sorted(range(len(clusters)), key=lambda c: -bounds[c])
-    read = near + [j for c in ranking[:probes] for j in clusters[c]]
-    closed = ranking[probes:]
-    scores = [*(k[read] @ x), *(means[c] + (1 + a[c] + a[c] ** 2 / 2).log() for c in closed)]
-    values = [*v[read], *(v[clusters[c]].mean(dim=0) for c in closed)]
-    return torch.stack(scores).softmax(dim=0) @ torch.stack(values)

@@ -10,18 +10,13 @@ import efficient_attn as ea
 TOKENS = 62
 AT = torch.arange(TOKENS)
 PADDED = (torch.tensor([[6], [20]]) <= AT) & ((AT < 30) | (torch.tensor([[42], [34]]) <= AT))
-CLUSTERS = {"window": 8, "global_tokens": 2}
 BOTH, FULL, CAUSAL = (False, True), (False,), (True,)
 BACKENDS = [
     ("exact", {}, BOTH),
     ("window", {"window": 9}, BOTH),
     ("window", {"window": 9, "global_tokens": 3}, BOTH),
     ("window", {"window": 8, "global_tokens": 3}, CAUSAL),
-    ("window-clusters", {**CLUSTERS, "clusters": 1}, FULL),
-    # Clusters of two sizes.
-    ("window-clusters", {**CLUSTERS, "clusters": 6, "probes": 2}, BOTH),
-    ("window-clusters", {**CLUSTERS, "clusters": 12, "probes": 3}, BOTH),
-    ("window-clusters", {**CLUSTERS, "clusters": 12, "probes": 12}, BOTH),
+    ("window-clusters", {"window": 8, "global_tokens": 2, "clusters": 1}, FULL),
     ("by-head", {"heads": {"1": ("window", {"window": 9})}}, BOTH),
 ]
 

@@ -13,16 +13,12 @@ from efficient_attn.distributed.calls import exchange_of, in_force
 from efficient_attn.distributed.exchange import all_tokens
 from efficient_attn.distributed.layout import KINDS, Layout, local_tokens
 from efficient_attn.distributed.neighbours import with_neighbours
-from efficient_attn.ops.clusters import closed, probing, slices
+from efficient_attn.ops import clusters
 from efficient_attn.sharding import at_positions
 
 RANKS, TOKENS, LATER = 3, 66, 5
 # Blocks of 4 tokens, which end on no boundary of a segment.
-CLUSTERS = [
-    (False, {"clusters": 6, "global_tokens": 3}),
-    (False, {"clusters": 6, "probes": 2}),
-    (True, {"clusters": 6, "probes": 2}),
-]
+CLUSTERS = {"window": 8, "clusters": 6, "global_tokens": 3}
 CASES = [
     ("exact", True, {}),
     ("exact", False, {}),
@@ -34,7 +30,7 @@ CASES = [
     ("performer-positive", False, {"num_features": 12}),
     ("performer-trig", True, {"num_features": 64}),
     ("performer-trig", False, {"num_features": 64}),
-    *(("window-clusters", causal, {"window": 8, **options}) for causal, options in CLUSTERS),
+    ("window-clusters", False, CLUSTERS),
 ]
 
 STREAMS = [
@@ -73,7 +69,7 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
     name, causal, options, masked, kind, monkeypatch
 ):
     # One group of blocks for a segment of the layout head-tail, and two for a segment of the other.
-    monkeypatch.setattr(closed, "_MOST", 4)
+    monkeypatch.setattr(clusters, "_MOST", 4)
     torch.manual_seed(0)
     backend = ea.build(name, head_dim=8, causal=causal, **options).double()
     tensors, mask = drawn(TOKENS), torch.rand(2, TOKENS) > 0.3
@@ -82,19 +78,16 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
     assert_ranks_are_the_whole(backend, tensors, None if masked == "no" else mask, ranks=RANKS, kind=kind)
 
 
-@pytest.mark.parametrize(("causal", "options"), CLUSTERS)
-def test_a_rank_computes_the_clusters_of_its_own_queries_alone(causal, options, monkeypatch):
-    beyond = []
+def test_a_rank_computes_the_clusters_of_its_own_queries_alone(monkeypatch):
+    beyond, whole = [], clusters.read_slices
 
-    def near_slices(q, k, v, real, layout, **rest):
+    def read_slices(q, k, v, real, summaries, layout, **rest):
         # A part of a block before the first query of a segment.
         beyond.append(q.shape[2] - (layout.block - 1))
-        return whole(q, k, v, real, layout, **rest)
+        return whole(q, k, v, real, summaries, layout, **rest)
 
-    whole = slices.near_slices
-    for module in (closed, probing):
-        monkeypatch.setattr(module, "near_slices", near_slices)
-    backend = ea.build("window-clusters", head_dim=8, causal=causal, window=8, **options).double()
+    monkeypatch.setattr(clusters, "read_slices", read_slices)
+    backend = ea.build("window-clusters", head_dim=8, **CLUSTERS).double()
     *qkv, _ = drawn(TOKENS)
 
     def call(layout):

@@ -53,11 +53,6 @@ SEGMENTS = of_rank(1, kind="head-tail")
         (lambda: built().attention_weights(*zeros(8, 8)), UnsupportedError, ONLY),
         (lambda: built("performer-oprf").calibrate(*zeros(8, 8)), UnsupportedError, ONLY),
         (
-            lambda: built("window-clusters", causal=True).extend(*zeros(8, 8, 8)),
-            UnsupportedError,
-            "'window-clusters' cannot extend inside context_parallel",
-        ),
-        (
             lambda: built(lambda q, k, v: v)(*zeros(8, 8, 8)),
             UnsupportedError,
             r"cannot read .* other ranks.* exact, .*window-clusters can",

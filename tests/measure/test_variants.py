@@ -55,12 +55,12 @@ def test_options_that_were_added_leave_the_cases_of_former_records_as_they_are()
 def test_further_variants_are_selected_where_no_backend_is_named_and_no_option_of_theirs_is_set():
     def labels(*args, **named):
         variants = select(*args, **named)
-        return [variant.label for variant in variants if variant.backend == "window-clusters"]
+        return [variant.label for variant in variants if variant.backend == "window"]
 
-    assert labels(None) == ["window-clusters"]
-    assert labels(None, also=True) == ["window-clusters", "window-clusters(probes=8)"]
-    assert labels(["window-clusters"], also=True) == ["window-clusters"]
-    assert labels(None, {"window-clusters": {"probes": [4]}}, also=True) == ["window-clusters(probes=4)"]
+    assert labels(None) == ["window"]
+    assert labels(None, also=True) == ["window", "window(global_tokens=4)"]
+    assert labels(["window"], also=True) == ["window"]
+    assert labels(None, {"window": {"window": [65]}}, also=True) == ["window(window=65)"]
 
 
 def test_references_and_methods_that_lose_are_measured_only_where_they_are_named():

@@ -17,9 +17,8 @@ GLOBAL = "window with global tokens"
 SIZES = {
     "window": {"window": 5},
     GLOBAL: {"window": 3, "global_tokens": 2},
-    "window-clusters": {"clusters": 4, "window": 4},
 }
-CACHED = ("exact", "exact-dense", "window-clusters")
+CACHED = ("exact", "exact-dense")
 ALL = pytest.mark.parametrize("name", [*CACHED, "window", GLOBAL])
 
 

@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.softmax import cpu_flash
+from efficient_attn.ops.softmax.biased import eager
 from efficient_attn.ops.softmax.definition import causal_mask
-from efficient_attn.ops.softmax.partial import eager
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Rows per call with a mask per row: the mask of all rows would take tokens² bytes.

@@ -17,7 +17,7 @@ from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.measure.record import COMPILED, CUDA_GRAPH, DECODED
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, is_ours, joint_name, select
-from efficient_attn.options import positive_number, resolved
+from efficient_attn.options import positive_number
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import SPECS
 from efficient_attn.stats.candidates import CANDIDATES
@@ -259,8 +259,7 @@ def _operations(variant: Variant, *, workload: Workload, tokens: int) -> float:
     problem = AttentionProblem(causal=workload.causal, **sizes)
     if workload.causal and not spec.capabilities.causal:
         return math.inf
-    options = resolved(spec.options_type(**variant.options), causal=workload.causal)
-    return spec.flops(problem, options, tokens) or 0
+    return spec.flops(problem, spec.options_type(**variant.options), tokens) or 0
 
 
 def _lengths_of_inputs(lengths: Sequence[int], subjects: Sequence[Any]) -> tuple[int, ...]:

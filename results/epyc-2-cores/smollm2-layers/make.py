@@ -3,7 +3,7 @@
 `python results/epyc-2-cores/smollm2-layers/make.py FILE` takes the activations of all layers, which
 `efficient-attn capture MODEL --text efficient_attn/data/types.txt --max-tokens 4096 --out FILE` writes; MODEL
 is the folder that docs/smollm2.py makes. The layers stand in the order of the summed distances of their ranks
-from the middle rank.
+from the middle rank. The causal form of `window-clusters` has been removed since commit 73d28b5.
 """
 
 import sys

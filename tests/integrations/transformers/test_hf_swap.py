@@ -230,8 +230,8 @@ def test_the_most_promising_candidates_are_measured_first(decoder):
     first, *others = (point.cost for point in points if point.case.kind == "swap" and not point.case.seed)
     assert max(others) <= 10 * first
     labels = list(dict.fromkeys(point.case.label for point in points))
-    opened = "window-clusters(probes=8)"
-    assert labels[:6] == [OWN, "exact", UNIFORM_ATTENTION, "window-clusters", opened, "window"]
+    first = ["window-clusters", "window", "window(global_tokens=4)"]
+    assert labels[:6] == [OWN, "exact", UNIFORM_ATTENTION, *first]
 
 
 def test_a_run_of_a_model_with_other_weights_is_not_continued(encoder, tmp_path):

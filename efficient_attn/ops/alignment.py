@@ -1,0 +1,122 @@
+"""Tokens from the first real one on, and rows of queries and keys with a score bias."""
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from efficient_attn.ops.dtypes import upcast, zero_masked
+
+# Score bias of a masked key: finite, since a gradient multiplies it by zero.
+MASKED = -1e30
+
+
+class Alignment(NamedTuple):
+    """Queries, and keys of which the first is real in every batch entry that has a real one.
+
+    Attributes:
+        q: [batch heads queries head_dim].
+        k: [batch kv_heads tokens head_dim], zero where masked.
+        v: [batch kv_heads tokens value_dim], zero where masked.
+        real: Whether a key is real, bool [batch tokens].
+        positions: Positions of consecutive queries among the keys, in the order of q.
+        shift: Number of tokens before the first real one, which were rotated to the end with their queries,
+            [batch]; None: nothing was rotated.
+        queries: Number of queries of the call, the last tokens if anything was rotated.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    real: Tensor
+    positions: Sequence[range]
+    shift: Tensor | None
+    queries: int
+
+    def runs(self) -> Iterator[tuple[Tensor, range]]:
+        """Consecutive queries with their positions."""
+        # A split has an operator of its own in the backward pass.
+        single = len(self.positions) == 1
+        parts = (self.q,) if single else self.q.split([len(span) for span in self.positions], dim=2)
+        return zip(parts, self.positions, strict=True)
+
+    def restored(self, outs: list[Tensor], *, zero_padding: bool = False) -> Tensor:
+        """Outputs of the queries of the call, from the outputs of `runs`.
+
+        Args:
+            zero_padding: Whether queries before the first real token have the output 0.
+        """
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+        if self.shift is None:
+            return out
+        out = _turn(out, -self.shift)
+        if zero_padding:
+            # Padding before the first real token was rotated to the end.
+            padding = torch.arange(out.shape[2], device=out.device) < self.shift[:, None]
+            out = out.masked_fill(padding[:, None, :, None], 0.0)
+        return out[:, :, out.shape[2] - self.queries :]
+
+
+def alignment(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, positions: Sequence[range] | None
+) -> Alignment:
+    """The queries of a call at their positions, with keys and values in float32 or better.
+
+    Args:
+        positions: Positions of consecutive queries, where every first key is real if any is; None: the
+            queries are the last tokens.
+    """
+    k, v = upcast(zero_masked(k, key_mask)), upcast(zero_masked(v, key_mask))
+    tokens, queries = k.shape[2], q.shape[2]
+    last = [range(tokens - queries, tokens)]
+    if key_mask is None:
+        real = torch.ones(k.shape[0], tokens, dtype=torch.bool, device=k.device)
+        return Alignment(q, k, v, real, positions or last, None, queries)
+    if positions is not None:
+        return Alignment(q, k, v, key_mask, positions, None, queries)
+    # A mask may put the queries anywhere.
+    q, shift = F.pad(q, (0, 0, tokens - queries, 0)), key_mask.long().argmax(dim=-1)
+    q, k, v = (_turn(x, shift) for x in (q, k, v))
+    real = _turn(key_mask[:, None, :, None], shift)[:, 0, :, 0]
+    return Alignment(q, k, v, real, [range(tokens)], shift, queries)
+
+
+def alike(mask: Tensor) -> list[tuple[slice, int]]:
+    """Neighbouring batch entries with one first real token, and this token; the number of tokens: none."""
+    first = torch.where(mask.any(dim=1), mask.long().argmax(dim=1), mask.shape[1]).tolist()
+    groups, begin = [], 0
+    for start, entries in groupby(first):
+        end = begin + len(list(entries))
+        groups.append((slice(begin, end), start))
+        begin = end
+    return groups
+
+
+def after(x: Tensor, tokens: int) -> Tensor:
+    """`x` after so many empty tokens."""
+    return F.pad(x, (0, 0, tokens, 0)) if tokens else x
+
+
+def _turn(x: Tensor, by: Tensor) -> Tensor:
+    """`x` rotated along the tokens: token i of the result is token i + by of x."""
+    index = (torch.arange(x.shape[2], device=x.device) + by[:, None]) % x.shape[2]
+    return x.gather(2, index[:, None, :, None].expand_as(x))
+
+
+def aligned(at: Tensor, tokens: int, key_mask: Tensor | None) -> Tensor:
+    """Positions of tokens in an `Alignment`, [batch tokens], or [1 tokens] without a mask."""
+    shift = 0 if key_mask is None else key_mask.long().argmax(dim=1, keepdim=True)
+    return (at[None] - shift) % tokens
+
+
+def biased_rows(x: Tensor, column: Tensor, width: int) -> Tensor:
+    """`x` [… dim] with an extra column [… 1] and zero columns up to the width."""
+    return padded_rows(torch.cat([x, column.expand(*x.shape[:-1], 1)], dim=-1), width)
+
+
+def padded_rows(x: Tensor, width: int) -> Tensor:
+    """`x` with zero columns up to the width; F.pad would copy even without any."""
+    return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
