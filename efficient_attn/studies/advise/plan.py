@@ -145,20 +145,16 @@ def plan(
         )
     positive_count("rounds", rounds)
 
-    from efficient_attn.integrations.called import is_called, maker_of
     from efficient_attn.studies.advise.model import model_steps
+    from efficient_attn.studies.swap.called import called_pair, is_called
     from efficient_attn.studies.swap.measure import Subject, candidates, has_copies
 
     pairs: Sequence[tuple[Subject, Subject]]
+    left_out: list[str] = []
     decodes = False
     if is_called(model):
-        from efficient_attn.studies.swap.called import inputs_of_lengths
-
         refuse(settings, OF_A_FOLDER, DECIDES)
-        maker = maker_of(model, name=name)
-        if not maker.takes_length:
-            refuse(settings, ("seq_lens",), "with this model; its function has no parameter seq_len")
-        pairs, left_out = inputs_of_lengths(maker, workload, lengths if maker.takes_length else None)
+        pairs = [called_pair(model, name, workload)]
         origin = pairs[0][0].about
     else:
         from efficient_attn.integrations.transformers.loading import positions
