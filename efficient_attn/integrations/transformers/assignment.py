@@ -106,9 +106,9 @@ def _window_options(site: AttentionSite, name: str, options: Mapping[str, Any]) 
             f"full={name!r}) leaves such layers exact."
         )
     if options.get("window", width) != width or options.get("global_tokens"):
-        given = ", ".join(f"{option}={value}" for option, value in options.items())
+        request = ", ".join(f"{option}={value}" for option, value in options.items())
         raise OptionError(
-            f"{given}: {site.path} slides over {width} keys, a width fixed by the model; full=('window', …) "
+            f"{request}: {site.path} slides over {width} keys, as the model does; full=('window', …) "
             "sets the other layers."
         )
     return {"window": width} if name == "exact" else {**options, "window": width}

@@ -171,34 +171,31 @@ def plan(
         hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
         origin = {**opened.about, "texts": hashes}
     first = pairs[0][0]
-    about[MODEL] = origin
     target: dict[str, Any] = {"quantity": first.loss}
     heads = None
+    ranked = decodes and any(has_copies(choosing) for choosing, _ in pairs)
     if first.loss != KL:
         refuse(settings, ("max_kl", *_OF_HEADS), "with this model; its target is min_cosine (--min-cosine)")
         target["limit"] = 1 - (_MIN_COSINE if min_cosine is None else min_cosine)
     else:
         refuse(settings, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
-        ranked = decodes and any(has_copies(choosing) for choosing, _ in pairs)
-        default = _HEADS_MAX_KL if ranked else _MAX_KL
-        target["limit"] = default if max_kl is None else max_kl
-        if ranked:
-            from efficient_attn.studies.advise.heads import head_steps
-            from efficient_attn.studies.advise.outcomes import Targets
+        target["limit"] = (_HEADS_MAX_KL if ranked else _MAX_KL) if max_kl is None else max_kl
+    if ranked:
+        from efficient_attn.studies.advise.heads import head_steps
+        from efficient_attn.studies.advise.outcomes import Targets
 
-            target["max_loss"] = _MAX_LOSS if max_loss is None else max_loss
-            target["min_recall"] = _MIN_RECALL if min_recall is None else min_recall
-            targets = Targets(target["limit"], target["max_loss"], target["min_recall"])
-            heads = partial(head_steps, targets=targets, rounds=rounds)
-        else:
-            refuse(settings, _OF_HEADS, "without a rank of key heads")
+        target["max_loss"] = _MAX_LOSS if max_loss is None else max_loss
+        target["min_recall"] = _MIN_RECALL if min_recall is None else min_recall
+        heads = partial(head_steps, targets=Targets.of({LIMIT: target}), rounds=rounds)
+    elif first.loss == KL:
+        refuse(settings, _OF_HEADS, "without a rank of key heads")
     fitted = candidates(variants, first, options)
     steps = partial(model_steps, pairs, fitted, quantity=first.loss, limit=target["limit"], rounds=rounds)
     return Plan(
         steps=partial(steps, heads=heads),
         device=first.shared["device"],
         notes=[*first.notes, *left_out],
-        about={**about, LIMIT: target},
+        about={**about, MODEL: origin, LIMIT: target},
         fixed=(LIMIT, CANDIDATES),
         budget_s=_MODEL_BUDGET_S,
     )

@@ -27,7 +27,7 @@ NAMES = {
     DISAGREEMENT: "same top token, %",
     PERPLEXITY: "perplexity",
     LOSS: "loss change, nats",
-    RECALL: "copy recall, %",
+    RECALL: "copy recall, % of exact",
     MEAN_POOL: "cosine, mean pool",
     FIRST_TOKEN: "cosine, first token",
     EVERY_TOKEN: "cosine, all tokens",

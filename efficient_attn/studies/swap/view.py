@@ -1,4 +1,4 @@
-"""Models with their attention swapped: tables, sentences and the figure."""
+"""Models with their attention swapped: tables, a sentence and the figure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +21,8 @@ from efficient_attn.report.text import (
     show_error,
     three_digits,
 )
-from efficient_attn.stats.candidates import missing, operations_sentence, operations_share
+from efficient_attn.stats.candidates import missing, operations_share
 from efficient_attn.stats.estimates import grouped, time_ratio
-from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.swap.plan import (
     DISAGREEMENT,
     EVERY_TOKEN,
@@ -41,7 +40,7 @@ from efficient_attn.studies.swap.plan import (
 from efficient_attn.studies.view import Environment, Plots, cost_cells
 
 _ROW_INCHES = 0.48
-# Names stand above their lines; distances are in rows.
+# Names stand above their points; distances are in rows.
 _ABOVE_LINE = 0.4
 # How far an axis reaches beyond the differences.
 _MARGIN = 1.3
@@ -52,6 +51,9 @@ _DISTANCES = {**NAMES, MEAN_POOL: "1 − cosine, mean pool"}
 
 # Quantities that decide, in order of preference.
 _DECISIVE = (KL, MEAN_POOL, HIDDEN, OUTPUT)
+
+# Standard errors from the mean to the ends of an interval of 95 %.
+_WIDTH = 1.96
 
 # Rounding of float32 hidden states and outputs; errors of cosines and divergences are of the order of its
 # square.
@@ -117,17 +119,15 @@ class Swap:
         return next((row.timed for row in self.rows if row.backend == OWN), None)
 
     @cached_property
-    def rounding(self) -> float:
-        """Largest difference that is rounding: twice the difference of exact attention in another kernel."""
-        least = _ROUNDING if self.quantity in (HIDDEN, OUTPUT) else _ROUNDING**2
-        spreads = [row.spread(self.quantity) for row in self.rows if row.backend == YARDSTICK]
-        return max([least, *(2 * value.mean for value in spreads if value is not None)])
-
-    @cached_property
     def changed(self) -> list[tuple[float, SwapRow]]:
-        """Rows that differ from the original model by more than rounding, the nearest first."""
-        pairs = [(value.mean, row) for row in self.rows if (value := row.spread(self.quantity)) is not None]
-        return sorted((pair for pair in pairs if pair[0] > self.rounding), key=lambda pair: pair[0])
+        """Replaced attention that changes the model by more than rounding, the nearest first."""
+        rounding = _ROUNDING if self.quantity in (HIDDEN, OUTPUT) else _ROUNDING**2
+        pairs = [
+            (value.mean, row)
+            for row in self.rows
+            if row.backend not in (OWN, YARDSTICK) and (value := row.spread(self.quantity)) is not None
+        ]
+        return sorted((pair for pair in pairs if pair[0] > rounding), key=lambda pair: pair[0])
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -179,23 +179,18 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """The nearest backend to each model, and backends that save no operations."""
-    texts = []
-    for swap in swaps(records):
-        texts += [_nearest(swap, environment), operations_sentence(swap.records)]
-    return [sentence for sentence in texts if sentence]
+    """The nearest backend to each model."""
+    return [sentence for swap in swaps(records) if (sentence := _nearest(swap, environment))]
 
 
 def show_quantity(quantity: str, value: float) -> str:
     """A distance as the cosine, a disagreement as the agreement in percent, others unchanged."""
     if quantity == PERPLEXITY:
         return three_digits(value)
-    if quantity == DISAGREEMENT:
-        return f"{100 * (1 - value):.1f}"
+    if quantity in (DISAGREEMENT, RECALL):
+        return f"{100 * (value if quantity == RECALL else 1 - value):.1f}"
     if quantity == LOSS:
         return f"{value:+.4f}"
-    if quantity == RECALL:
-        return f"{100 * value:.1f}"
     if quantity in (MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN, OUTPUT_COSINE):
         return f"{1 - value:.{4 if value > 1e-4 else 7}f}"
     return show_error(value)
@@ -215,6 +210,9 @@ def _name(row: SwapRow) -> str:
 def _whole(swap: Swap) -> Table:
     wholes = [row.whole for row in swap.rows if row.whole is not None]
     measured = [name for name in NAMES if any(getattr(whole, name) is not None for whole in wholes)]
+    if swap.quantity == KL:
+        # Next tokens say more on a decoder than its hidden states.
+        measured = [name for name in measured if name in (KL, DISAGREEMENT, PERPLEXITY, LOSS, RECALL)]
     rows = tuple(
         (
             _name(row),
@@ -227,8 +225,8 @@ def _whole(swap: Swap) -> Table:
     texts = max((whole.texts or 0 for whole in wholes), default=0)
     notes = (
         f"Attention replaced in all layers without training, against the {ORIGINAL} model. Mean over "
-        f"{f'{texts} text' + 's' * (texts > 1) if texts else 'draws'}. Interval: standard deviation over "
-        "draws of random features. Time and memory: one "
+        f"{f'{texts} text' + 's' * (texts > 1) if texts else 'draws'}. Intervals: standard deviation over "
+        "draws of random features; of loss and recall 95 %. Time and memory: one "
         f"{'forward pass of the first text' if texts else 'run'}.",
         f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than {UNIFORM_ATTENTION}.",
         *mark_notes(rows),
@@ -247,11 +245,16 @@ def _whole(swap: Swap) -> Table:
 
 
 def _cell(row: SwapRow, quantity: str) -> str:
-    """The mean and its standard deviation from draw to draw, or why there is none."""
+    """The mean and its interval, or why there is none."""
     value = row.spread(quantity)
     if value is None:
         return next((bad.status for bad in row.failed if bad.case.kind == "swap"), NOT_MEASURED)
-    shown = show_quantity(quantity, value.mean)
+    shown, whole = show_quantity(quantity, value.mean), row.whole
+    if quantity == LOSS and whole is not None and whole.loss_difference_error is not None:
+        return f"{shown}\t±{_WIDTH * whole.loss_difference_error:.4f}"
+    if quantity == RECALL and whole is not None and whole.copy_recall_exact and whole.copy_recall_error:
+        share, width = value.mean / whole.copy_recall_exact, whole.copy_recall_error / whole.copy_recall_exact
+        return f"{100 * share:.1f}\t±{100 * _WIDTH * width:.1f}"
     if not value.over_seeds:
         return shown
     return f"{shown}\t±{(100 if quantity == DISAGREEMENT else 1) * value.over_seeds:.2g}"
@@ -277,22 +280,17 @@ def _alone(swap: Swap) -> list[Table]:
 
 
 def _nearest(swap: Swap, environment: Environment) -> str:
-    near = [(mean, row) for mean, row in swap.changed if row.backend not in (OWN, UNIFORM_ATTENTION)]
     left = missing(environment, {row.label for row in swap.rows if row.whole is not None or row.failed})
-    if not near:
+    value, row = next((pair for pair in swap.changed if pair[1].backend != UNIFORM_ATTENTION), (0.0, None))
+    if row is None:
         return left.strip()
-    value, row = near[0]
-    plainest = next((mean for mean, row in swap.changed if row.backend == UNIFORM_ATTENTION), float("inf"))
-    worse = [row.label for mean, row in near if mean >= plainest]
-    no_better = f" No better than uniform attention: {', '.join(worse)}." if worse else ""
-    speed, settled = "", ""
+    speed = ""
     if row.timed is not None and swap.reference is not None:
-        ratio = time_ratio(row.timed, swap.reference)
-        speed, settled = f", {compared(ratio)}", "" if ratio.side_of_one else f" {remedy(environment)}"
+        speed = f", {compared(time_ratio(row.timed, swap.reference))}"
     return (
         f"{swap.case.inputs} at {swap.case.tokens} tokens is changed least by {row.label}"
         f"{' among the candidates measured so far' if left else ''}: "
-        f"{quantity_words(swap.quantity, value)}{speed}.{settled}{no_better}{left}"
+        f"{quantity_words(swap.quantity, value)}{speed}.{left}"
     )
 
 
@@ -329,18 +327,15 @@ def _charts(swap: Swap, head: str) -> list[Chart]:
 
 
 def _end_to_end(swap: Swap, styles: dict[str, dict[str, Any]]) -> Chart:
-    """One line for each backend up to its mean."""
+    """One point for each backend at its mean, below its name."""
     rows = swap.changed[:_MOST_ROWS]
     limits = (rows[0][0] / _MARGIN, rows[-1][0] * _MARGIN) if rows else None
-    series, names = [], {}
-    for height, (mean, row) in enumerate(rows):
-        # The line style of a name is the one of the other chart.
-        style, start = styles[row.label], limits[0] if limits else mean
-        series += [
-            Series("", (start, mean), (height, height), {**style, "marker": ""}),
-            Series("", (mean,), (height,), {**style, "linestyle": "none", "markersize": 8, "clip_on": False}),
-        ]
-        names[height - _ABOVE_LINE] = row.label
+    # The line style of a name is the one of the other chart.
+    series = [
+        Series(row.label, (mean,), (height,), {**styles[row.label], "linestyle": "none", "markersize": 8})
+        for height, (mean, row) in enumerate(rows)
+    ]
+    names = {height - _ABOVE_LINE: row.label for height, (_, row) in enumerate(rows)}
     x = Axis(f"{_DISTANCES[swap.quantity]}, all layers replaced", "log", limits=limits)
     y = Axis(ticks=names, limits=(len(rows) - 0.4, -0.9), inside=True)
     return Chart(x, y, tuple(series), height=_ROW_INCHES * len(rows))
