@@ -1,5 +1,6 @@
 """Steps of an advice for a model: the bound, losses, a plan of layers and its verification."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -29,9 +30,6 @@ from efficient_attn.studies.workload import Costs
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)
-
-# Losses of single layers are counted in this many parts of the limit, each rounded up.
-_PARTS = 200
 
 # Losses below this are rounding of float32 in another kernel, and below the square of this many epsilons of
 # other dtypes.
@@ -163,7 +161,7 @@ def _length_steps(
 
     chosen: Mapping[int, str] = {}
     for number, share in enumerate(ATTEMPTS, start=1):
-        layers = _best_plan(losses, losses_of_all, gains_s, share * limit)
+        layers = best_layers(losses, losses_of_all, gains_s, share * limit)
         if not layers:
             break
         record = yield _planned(choosing, f"{PLAN} {number}", {**windows, **layers}, working)
@@ -200,44 +198,28 @@ def _gains_s(reference: Record, times: Sequence[tuple[Variant, Record]], num_lay
     return gains_s
 
 
-def _best_plan(
+def best_layers(
     losses: Mapping[int, Mapping[str, float]],
     losses_of_all: Mapping[str, float],
     gains_s: Mapping[str, float],
     limit: float,
-) -> Mapping[int, str]:
-    """The layers that gain most: of mixed ones, and of one backend in all layers."""
-    if limit <= 0:
-        return {}
-    whole = [label for label, loss in losses_of_all.items() if loss <= limit and label in gains_s]
-    plans = [best_layers(losses, gains_s, limit), *(dict.fromkeys(losses, label) for label in whole)]
-    return max(plans, key=lambda plan: sum(gains_s[label] for label in plan.values()))
-
-
-def best_layers(
-    losses: Mapping[int, Mapping[str, float]], gains_s: Mapping[str, float], limit: float
 ) -> dict[int, str]:
-    """{layer: label} of the largest sum of gains whose losses add up to no more than the limit.
+    """{layer: label} of the largest gain: one backend in all layers, or in those that lose least.
 
-    Losses are added as if the errors that two layers make were independent and small: a first guess, which
-    the run checks with all chosen layers replaced together.
+    Losses of single layers are added as if the errors that two layers make were independent and small: a
+    first guess, which the run checks with all chosen layers replaced together.
 
     Args:
         losses: Loss of each layer replaced alone, by layer and label; they may exceed the limit.
+        losses_of_all: Loss of all layers replaced, by label.
         gains_s: Seconds that one layer gains, by label; labels without a gain are left out.
     """
-    # The best choice of every used part of the limit, layer by layer (the knapsack problem).
-    best: dict[int, tuple[float, dict[int, str]]] = {0: (0.0, {})}
-    for layer, by_label in losses.items():
-        extended = dict(best)
-        for used, (gain_s, chosen) in best.items():
-            for label in [name for name, loss in by_label.items() if name in gains_s and loss <= limit]:
-                total = used + max(math.ceil(by_label[label] / limit * _PARTS), 0)
-                total_s = gain_s + gains_s[label]
-                if total <= _PARTS and total_s > extended.get(total, (gain_s, {}))[0]:
-                    extended[total] = total_s, {**chosen, layer: label}
-        best = extended
-    return max(best.values(), key=lambda choice: choice[0])[1]
+    plans = [dict.fromkeys(losses, label) for label in gains_s if losses_of_all[label] <= limit]
+    for label in gains_s:
+        layers = sorted(losses, key=lambda layer: losses[layer][label])
+        sums = itertools.accumulate(losses[layer][label] for layer in layers)
+        plans.append({layer: label for layer, total in zip(layers, sums, strict=True) if total <= limit})
+    return max(plans, key=lambda plan: sum(gains_s[label] for label in plan.values()), default={})
 
 
 def _plan_variant(label: str, layers: Mapping[int, str], variants: Sequence[Variant]) -> Variant:

@@ -102,9 +102,9 @@ def plan(
 ) -> Plan:
     """Find the length from which an efficient attention pays, and at what loss.
 
-    Without a model, attention alone on shipped activations decides. With one, each layer gets the backend
-    that gains most within the target; the plan is verified on other texts, and written to layers.json for
-    `attach`.
+    Without a model, attention alone on shipped activations decides. With one, as many layers as the target
+    allows get the backend that gains most; the plan is verified on other texts, and written to layers.json
+    for `attach`.
 
     Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
     """
