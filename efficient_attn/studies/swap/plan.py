@@ -19,7 +19,7 @@ from efficient_attn.studies.workload import Workload, settle
 # Quantities of a swap, and their names in tables.
 KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
 LOSS, RECALL = "loss_difference", "copy_recall"
-MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN = "mean_pool_distance", "first_token_distance", "token_distance"
+MEAN_POOL, FIRST_TOKEN = "mean_pool_distance", "first_token_distance"
 HIDDEN = "hidden_relative_error"
 OUTPUT, OUTPUT_COSINE = "output_relative_error", "output_distance"
 NAMES = {
@@ -30,7 +30,6 @@ NAMES = {
     RECALL: "copy recall, % of exact",
     MEAN_POOL: "cosine, mean pool",
     FIRST_TOKEN: "cosine, first token",
-    EVERY_TOKEN: "cosine, all tokens",
     HIDDEN: "error, hidden states",
     OUTPUT_COSINE: "cosine, output",
     OUTPUT: "error, output",

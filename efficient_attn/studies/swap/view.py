@@ -23,7 +23,6 @@ from efficient_attn.stats.candidates import missing, operations_share
 from efficient_attn.stats.estimates import grouped, time_ratio
 from efficient_attn.studies.swap.plan import (
     DISAGREEMENT,
-    EVERY_TOKEN,
     FIRST_TOKEN,
     HIDDEN,
     KL,
@@ -178,7 +177,7 @@ def show_quantity(quantity: str, value: float) -> str:
         return f"{100 * (value if quantity == RECALL else 1 - value):.1f}"
     if quantity == LOSS:
         return f"{value:+.4f}"
-    if quantity in (MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN, OUTPUT_COSINE):
+    if quantity in (MEAN_POOL, FIRST_TOKEN, OUTPUT_COSINE):
         return f"{1 - value:.{4 if value > 1e-4 else 7}f}"
     return show_error(value)
 
