@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -18,9 +17,7 @@ import torch
 from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
-from efficient_attn.contained import running
-from efficient_attn.errors import DataError, OptionError, UnknownNameError, UnsupportedError
-from efficient_attn.integrations.called import CalledModel
+from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.intercept.calls import CALL_SDPA, Call, Site, SiteMode
 from efficient_attn.integrations.masks import FULL, ShownKeys
 from efficient_attn.measure.inputs import CAUSAL, Activations, Captured
@@ -35,14 +32,6 @@ FORMAT = "efficient-attn activations 1"
 # Files of long texts and large models grow quickly.
 MOST_BYTES = 1 << 30
 _HALF_BYTES = 2
-
-
-def capture_called(called: CalledModel, layers: Sequence[int] | None = None) -> Captured:
-    """Capture a model with inputs at the numbers of its call sites; None: all of them."""
-    with running(called.name), capture(called.module) as capturing:
-        called.seeded()
-    captured = capturing.captured(layers)
-    return replace(captured, about={**captured.about, "model": called.name})
 
 
 def save_activations(captured: Captured, path: str | Path) -> None:
@@ -136,20 +125,16 @@ def capture_text(
 
 
 def _chosen_sites(sites: Sequence[Any], layers: Sequence[int] | None) -> list[Any]:
+    """Sites of the requested layers in order. None requests all."""
     by_layer = {site.layer: site for site in sites}
     if len(by_layer) < len(sites):
         raise UnsupportedError("Two attentions of this model share a layer number; capture cannot name them.")
-    return [by_layer[layer] for layer in _chosen_numbers(by_layer, layers)]
-
-
-def _chosen_numbers(numbers: Mapping[int, Any], layers: Sequence[int] | None) -> list[int]:
-    """Requested numbers in order. None requests all."""
-    chosen = sorted(numbers if layers is None else set(layers))
-    unknown = [layer for layer in chosen if layer not in numbers]
+    chosen = sorted(by_layer if layers is None else set(layers))
+    unknown = [layer for layer in chosen if layer not in by_layer]
     if unknown or not chosen:
         request = ", ".join(map(str, unknown)) or "none"
-        raise OptionError(f"layers are from {min(numbers)} to {max(numbers)} in this model, not {request}.")
-    return chosen
+        raise OptionError(f"layers are from {min(by_layer)} to {max(by_layer)} in this model, not {request}.")
+    return [by_layer[layer] for layer in chosen]
 
 
 class Capturing(SiteMode):
@@ -201,43 +186,36 @@ class Capturing(SiteMode):
         self.sites[site] = Activations(q.clone(), k.clone(), v.clone())
         self._causal[site], self._scales[site] = shown.causal, float(call.factor)
 
-    def captured(self, layers: Sequence[int] | None = None) -> Captured:
+    def captured(self, sites: Mapping[int, str] | None = None) -> Captured:
         """Activations with a layer number for each site.
 
         Args:
-            layers: Numbers of the sites to keep; None keeps all.
+            sites: Numbers and names of the sites to keep; None: all, in the order of calls.
 
         Raises:
             DataError: If no call was captured, or the sites have different scales.
-            OptionError: If a number belongs to no site.
         """
-        if not self.sites:
+        names = {str(site): site for site in self.sites}
+        if not names:
             left = (f"{site} cannot be stored: {why}" for site, why in self.left_out.items())
             why = next(left, CALL_SDPA)
             raise DataError(f"No call of F.scaled_dot_product_attention was captured: {why}.")
-        sites = dict(enumerate(self.sites))
-        chosen = {number: sites[number] for number in _chosen_numbers(sites, layers)}
+        numbered = dict(enumerate(names)) if sites is None else sites
+        chosen = {number: names[name] for number, name in numbered.items()}
         scales = {self._scales[site] for site in chosen.values()}
-        usual = all(self._scales[site] == self.sites[site].q.shape[-1] ** -0.5 for site in chosen.values())
-        if len(scales) > 1 and not usual:
-            raise DataError(
-                "The sites have different scales; capture sites of one scale with only or layers."
-            )
-        about = {
-            "format": FORMAT,
-            "model": type(self._model).__name__ if self._model is not None else "unnamed",
-            "sites": json.dumps([str(site) for site in self.sites]),
-            "torch": torch.__version__,
-        }
-        if self.left_out:
-            about["left_out"] = json.dumps({str(site): why for site, why in self.left_out.items()})
+        if len(scales) > 1:
+            raise DataError("The sites have different scales; capture those of one scale.")
         return Captured(
             layers={number: self.sites[site] for number, site in chosen.items()},
             tokens=(),
-            # A reader takes 1/√head_dim of each layer where the file names no scale.
-            scale=scales.pop() if len(scales) == 1 else None,
+            scale=scales.pop(),
             patterns={number: CAUSAL for number, site in chosen.items() if self._causal[site]},
-            about=about,
+            about={
+                "format": FORMAT,
+                "model": type(self._model).__name__ if self._model is not None else "unnamed",
+                "sites": json.dumps(list(numbered.values())),
+                "torch": torch.__version__,
+            },
         )
 
     def save(self, path: str | Path) -> None:
@@ -254,12 +232,5 @@ def capture(model: nn.Module | None = None, *, only: str = "*", entry: int = 0) 
         model: Module whose names name the sites; None: all calls belong to one unnamed module.
         only: Shell-style pattern of the sites to keep.
         entry: Index of the batch entry to keep.
-
-    Raises:
-        UnknownNameError: If the model has no module of a name that `only` spells out.
     """
-    if model is not None and not any(letter in only for letter in "*?[#"):
-        names = dict(model.named_modules())
-        if only not in names:
-            raise UnknownNameError("module", only, names)
     return Capturing(model, only, entry)

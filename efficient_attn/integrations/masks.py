@@ -84,23 +84,6 @@ def read_mask(mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> Show
     return ShownKeys(key_mask, causal=True)
 
 
-def read_compiled_mask(mask: Tensor, *, causal: bool, is_causal: bool, batch: int, k_tokens: int) -> Tensor:
-    """Key mask in compiled code, checked when the code runs.
-
-    Args:
-        causal: Whether the call is causal, by its mask or by `is_causal`.
-        is_causal: Whether torch hides later keys in addition to the mask.
-    """
-    shown, legible = _shown_entries(mask[(None,) * (4 - mask.ndim)])
-    torch._assert_async(legible, "the mask has entries other than 0 and -inf")
-    keys = shown[:, 0, -1].expand(batch, k_tokens)
-    if is_causal:
-        shown = shown & causal_mask(k_tokens, k_tokens, mask.device)
-    fits = _fits_triangle(shown, keys, k_tokens) if causal else shown == keys[:, None, None]
-    torch._assert_async(fits.all(), "the mask has another pattern than the mask of the example")
-    return keys
-
-
 def _shown_entries(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Visible keys, and whether all entries show or hide a key."""
     if mask.dtype is torch.bool:

@@ -91,12 +91,11 @@ def test_what_several_ranks_cannot_answer_is_refused(request_, error, message):
 
 
 @torch.no_grad()
-def test_models_of_other_libraries_are_refused_replaced_measured_or_captured():
+def test_models_of_other_libraries_are_refused_replaced_or_captured():
     """Their positions and masks would be of the tokens of one process."""
     model, run = written_model()
     for block in (
         ea.intercept.replace(model, "exact", only="layers.1", example=run),
-        ea.intercept.measure(model),
         ea.intercept.capture(model),
     ):
         with block, in_force(of_rank(0)), pytest.raises(UnsupportedError, match=ONLY):

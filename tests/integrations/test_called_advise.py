@@ -12,13 +12,9 @@ from integrations.hf_advice import TIMES_S
 import efficient_attn as ea
 from efficient_attn.errors import DataError
 from efficient_attn.external import object_at
-from efficient_attn.integrations.called import maker_of
 from efficient_attn.measure.error import cosine_distance
-from efficient_attn.studies.swap.called import inputs_of_lengths
-from efficient_attn.studies.workload import Workload, settle
 
 PLAN = "layers.json"
-WORKLOAD = settle(Workload(threads=1))
 
 
 @pytest.fixture(autouse=True)
@@ -33,18 +29,18 @@ def advise(model, backend="window", **changes):
     return ea.advise(model, [backend], **given)
 
 
-def plans(results):
-    """{length: record} of the verified plans."""
-    records = [one for one in results.records if (one.case.kind, one.case.label) == ("swap", "plan")]
-    return {record.case.tokens: record for record in records}
+def plan_of(results):
+    """The verified plan."""
+    (plan,) = [one for one in results.records if (one.case.kind, one.case.label) == ("swap", "plan")]
+    return plan
 
 
-def made(name, seed, **arguments):
+def made(name, seed):
     """What a function makes after torch.manual_seed(seed)."""
     _, make = object_at(f"models.py:{name}")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return make(**arguments)
+        return make()
 
 
 def distance(output, exact):
@@ -60,34 +56,26 @@ def distance(output, exact):
     ],
 )
 @torch.no_grad()
-def test_the_plan_of_every_length_is_verified_on_other_inputs_and_reproduced_by_replace(
-    backend, options, folder
-):
-    results = advise("models.py:make_lengths", backend, options={backend: options}, seq_lens=(12, 20))
-    verified = plans(results)
-    assert list(verified) == [12, 20]
-    assert {record.case.inputs for record in verified.values()} == {"models.py:make_lengths, held out"}
-    sentence, code = results.sentences()
-    assert sentence.startswith("Faster from 12 tokens") and "At 12 tokens 2.0 ± 0.2 times faster" in sentence
-    assert f"{backend}(" in sentence and "in layers 0–1" in sentence
-    assert f'efficient_attn.intercept.replace(model, "{PLAN}", example=' in code
+def test_the_plan_is_verified_on_other_inputs_and_reproduced_by_replace(backend, options, folder):
+    results = advise("models.py:make_drawn", backend, options={backend: options})
+    verified = plan_of(results)
+    assert (verified.case.tokens, verified.case.inputs) == (20, "models.py:make_drawn, held out")
+    assert "Faster from 20 tokens" in results.sentences()[0]
+    assert f'ea.attach(model, "{PLAN}", example=lambda: model(*inputs))' in results.sentences()[1]
     (folder / PLAN).write_text(results.files()[PLAN])
     layers = json.loads(results.files()[PLAN])["layers"].values()
     assert len({layer["options"].get("seed", number) for number, layer in enumerate(layers)}) == 2
-    model, choosing = made("make_lengths", 0, seq_len=20)
-    _, held_out = made("make_lengths", 1, seq_len=20)
+    model, choosing = made("make_drawn", 0)
+    _, held_out = made("make_drawn", 1)
     exact = model(*held_out)
     replaced = ea.intercept.replace(model, PLAN, example=lambda: model(*choosing), strict=True)
     assert replaced.served == {"0": backend, "1": backend}
     expected = distance(model(*held_out), exact)
-    assert verified[20].output_distance == pytest.approx(expected, abs=1e-6) and expected > 1e-4
+    assert verified.output_distance == pytest.approx(expected, abs=1e-6) and expected > 1e-4
 
 
-def test_a_model_without_lengths_is_verified_on_the_inputs_that_choose_and_says_so():
-    plan = ea.studies.find("advise").plan("models.py:make_same", ["window"])
-    note = "has the same output at 10 tokens whatever the random numbers are"
-    assert any(note in line for line in plan.notes)
-    assert plans(advise("models.py:make_same"))[10].case.inputs == "models.py:make_same, again"
+def test_a_model_without_random_inputs_is_verified_on_the_inputs_that_choose():
+    assert plan_of(advise("models.py:make_same")).case.inputs == "models.py:make_same, again"
 
 
 @pytest.mark.parametrize(
@@ -104,7 +92,7 @@ def test_a_model_without_lengths_is_verified_on_the_inputs_that_choose_and_says_
     ],
 )
 def test_a_foreign_plan_is_refused_in_one_line(layer, message, folder):
-    (model, inputs) = made("make_lengths", 0)
+    (model, inputs) = made("make_drawn", 0)
     text = json.dumps({"format": 1, "layers": {"0": {"max_tokens": None, **layer}}})
     (folder / PLAN).write_text(text)
     with pytest.raises(ea.errors.AttentionError, match=message) as raised:
@@ -113,19 +101,11 @@ def test_a_foreign_plan_is_refused_in_one_line(layer, message, folder):
     assert not any("efficient_attn" in name for name, _ in model.named_modules())
 
 
-def test_the_model_of_all_lengths_is_that_of_the_longest_and_repeated_ones_are_noted():
-    pairs, notes = inputs_of_lengths(maker_of("models.py:make_sized"), WORKLOAD, (12, 16, 24))
-    assert [choosing.shared["tokens"] for choosing, _ in pairs] == [12, 16]
-    assert len({subject.model for pair in pairs for subject in pair}) == 1
-    assert pairs[0][0].model.size == 24
-    assert notes == ["Not measured at 24 tokens: the first attention has 16, as before."]
-
-
 def test_a_resumed_advice_has_the_same_model(folder):
-    given = {"seq_lens": (12,), "out": folder / "run"}
-    first = advise("models.py:make_lengths", **given)
-    assert advise("models.py:make_lengths", **given, resume=True).sentences() == first.sentences()
+    given = {"out": folder / "run"}
+    first = advise("models.py:make_drawn", **given)
+    assert advise("models.py:make_drawn", **given, resume=True).sentences() == first.sentences()
     models = folder / "models.py"
     models.write_text(models.read_text().replace("2 * torch.randn", "9 * torch.randn"))
     with pytest.raises(DataError, match=r"another model or other inputs \(.*digest"):
-        advise("models.py:make_lengths", **given, resume=True)
+        advise("models.py:make_drawn", **given, resume=True)

@@ -1,11 +1,7 @@
-"""Interception of `F.scaled_dot_product_attention` in any model: measure, capture, replace.
+"""Interception of `F.scaled_dot_product_attention` in any model: capture, replace.
 
 Libraries, nn.MultiheadAttention and hand-written models compute attention by that function. A call site is
 named by the module whose forward calls it; a call that a backend cannot serve stays exact, with its reason.
-
-    with ea.intercept.measure(model, ["window"]) as measured:
-        model(x)
-    measured.to_pandas()
 
     with ea.intercept.capture(model) as captured:
         model(x)
@@ -17,13 +13,12 @@ named by the module whose forward calls it; a call that a backend cannot serve s
 from typing import TYPE_CHECKING, Any
 
 from efficient_attn.errors import naming_missing
-from efficient_attn.integrations.intercept.measured import measure
 from efficient_attn.integrations.intercept.replaced import replace
 
 if TYPE_CHECKING:
     from efficient_attn.integrations.capture import capture as capture
 
-__all__ = ["capture", "measure", "replace"]
+__all__ = ["capture", "replace"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,5 @@
 """Calls of `F.scaled_dot_product_attention`: arguments, call sites, and the mode that receives them."""
 
-import math
 import types
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,12 +14,14 @@ from torch.overrides import TorchFunctionMode
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, seeded, spawn_seeds
+from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import ShownKeys, read_mask
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
 
 SDPA = F.scaled_dot_product_attention
 PATTERN = "its mask is no key mask and not causal"
+IN_COMPILED_CODE = "masks are not read in a whole compiled graph: compile without fullgraph=True, or no mask"
 _OUTER = "a module inside this one calls attention too"
 _UNEVEN = "the runs of its module differ in their number of calls"
 WEIGHTS_ASKED = "its caller asks for the weights (pass need_weights=False)"
@@ -73,32 +74,22 @@ class Call:
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [batch heads tokens dim] in autocast's dtype.
-
-        Tensors without heads get one; a batch of one entry serves all entries of the others.
-        """
-        q, k, v = (x[:, None] if x.ndim == 3 else x for x in (self.query, self.key, self.value))
+        """q, k and v [batch heads tokens dim] in autocast's dtype."""
+        q, k, v = self.query, self.key, self.value
         if torch.is_autocast_enabled(q.device.type):
             q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-        if q.ndim == k.ndim == v.ndim == 4:
-            batch = torch.broadcast_shapes(q.shape[:1], k.shape[:1], v.shape[:1])
-            q, k, v = (x.expand(*batch, *x.shape[1:]) for x in (q, k, v))
         return q, k, v
-
-    @property
-    def mask(self) -> Tensor | None:
-        """`attn_mask` with the axis of heads that `tensors` have."""
-        mask = self.attn_mask
-        return mask[:, None] if mask is not None and self.query.ndim == mask.ndim == 3 else mask
 
     def shown_keys(self) -> ShownKeys | str:
         """Visible keys, or the reason why no backend serves the call."""
         if self.refusal is not None:
             return self.refusal
-        if self.mask is None:
+        if self.attn_mask is None:
             return ShownKeys(None, causal=self.is_causal)
-        q, k, _ = self.tensors
-        shown = read_mask(self.mask, batch=q.shape[0], q_tokens=q.shape[-2], k_tokens=k.shape[-2])
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(IN_COMPILED_CODE)
+        q_tokens, k_tokens = self.query.shape[-2], self.key.shape[-2]
+        shown = read_mask(self.attn_mask, batch=self.query.shape[0], q_tokens=q_tokens, k_tokens=k_tokens)
         return PATTERN if shown is None else ShownKeys(shown.key_mask, shown.causal or self.is_causal)
 
     def problem(self, shown: ShownKeys, max_tokens: int | None) -> AttentionProblem:
@@ -132,24 +123,19 @@ class Call:
         return backend
 
     def served(self, backend: Backend, shown: ShownKeys) -> Tensor:
-        """Output of a backend without a mismatch, with the scale of the call."""
-        q, k, v = self.tensors
-        if self.factor != backend.problem.factor:
-            # As in feature maps, queries and keys each take the square root, and queries the sign.
-            ratio = self.factor / backend.problem.factor
-            root = math.sqrt(abs(ratio))
-            q, k = q * math.copysign(root, ratio), k * root
-        output = backend(q, k, v, key_mask=shown.key_mask)
-        return output[:, 0] if self.query.ndim == 3 else output
+        """Output of a backend.
 
-    def mismatch(self, problem: AttentionProblem, causal: bool) -> str | None:
-        """Reason why a backend of a problem cannot serve the call."""
+        Raises:
+            UnsupportedError: If it was built for another causality or scale.
+        """
         # The only query of a decoding step sees all keys, causal or not.
-        if causal != problem.causal and self.query.shape[-2] != 1:
-            return "its causality is not that of its backend"
-        if problem.factor == 0 and self.factor != 0:
-            return f"its scale is {self.factor:g}, that of the example 0"
-        return None
+        if shown.causal != backend.problem.causal and self.query.shape[-2] != 1:
+            raise UnsupportedError("its causality is not that of its backend")
+        if self.factor != backend.problem.factor:
+            raise UnsupportedError(
+                f"its scale is {self.factor:g}, that of its backend {backend.problem.factor:g}"
+            )
+        return backend(*self.tensors, key_mask=shown.key_mask)
 
     @property
     def refusal(self) -> str | None:
@@ -157,11 +143,9 @@ class Call:
         if self.query.is_nested:
             return "its tensors are nested"
         q_tokens, k_tokens = self.query.shape[-2], self.key.shape[-2]
-        if not self.query.ndim == self.key.ndim == self.value.ndim:
-            axes = f"{self.query.ndim}, {self.key.ndim} and {self.value.ndim}"
-            return f"its queries, keys and values have {axes} axes"
-        if self.query.ndim not in (3, 4):
-            return f"its tensors have {self.query.ndim} axes"
+        tensors = (self.query, self.key, self.value)
+        if any(x.ndim != 4 or x.shape[0] != tensors[0].shape[0] for x in tensors):
+            return "its tensors are not [batch heads tokens dim] with one batch size"
         if self.attn_mask is not None and self.attn_mask.requires_grad:
             return "its mask is learned (it requires a gradient)"
         if self.dropout_p:
@@ -211,11 +195,14 @@ def unsure_modules(calls: Mapping[Site, int]) -> dict[str, str]:
 
 
 class AttentionMode(TorchFunctionMode):
-    """Passes calls of attention to `attend`, also inside `nn.MultiheadAttention`."""
+    """Passes calls of attention to `attend`, also inside `nn.MultiheadAttention`.
+
+    The fused path of torch's layers is off.
+    """
 
     def attend(self, call: Call) -> Tensor:
         """Output of a call, computed outside of the mode."""
-        raise NotImplementedError
+        return call.exact()
 
     def unreached(self, reason: str) -> None:
         """Take notice of an attention that does not call `F.scaled_dot_product_attention`."""
@@ -251,15 +238,8 @@ class _Again(TorchFunctionMode):
 
 
 def _composite(function: Any) -> Callable[..., Any]:
-    """A function of torch that is computed under a mode.
-
-    Its check of the mask's shape, which the compiler cannot follow under a mode, is left to the operators.
-    """
-    names = {
-        **function.__globals__,
-        "has_torch_function": lambda tensors: False,
-        "_check_key_padding_mask": lambda mask, k_tokens, batch: None,
-    }
+    """A function of torch that is computed under a mode."""
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
     code, defaults = function.__code__, function.__defaults__
     return types.FunctionType(code, names, function.__name__, defaults, function.__closure__)
 

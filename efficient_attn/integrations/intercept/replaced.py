@@ -28,7 +28,6 @@ from efficient_attn.integrations.intercept.calls import (
     seed_of,
     unsure_modules,
 )
-from efficient_attn.integrations.masks import ShownKeys, read_compiled_mask
 from efficient_attn.integrations.plan_files import check_size, is_plan_file, read_plan
 from efficient_attn.sharding import check_alone
 
@@ -47,10 +46,12 @@ class ReplacedSites:
     Attributes:
         served: {site: name of its backend}.
         left: {site: reason why it stays exact}.
+        backends: {site: its backend}.
     """
 
     served: dict[str, str]
     left: dict[str, str]
+    backends: dict[str, Backend] = field(repr=False)
     _owners: dict[str, nn.Module] = field(repr=False)
     _restore: list[Callable[[], None]] = field(repr=False)
 
@@ -90,9 +91,9 @@ def replace(
     """Serve the attention of a model of any library by backends.
 
     The example shows the call sites and their shapes; it is run once without gradients, in evaluation.
-    A site keeps its backend at other lengths and scales. Calls that a backend cannot serve stay exact and are
-    counted with their reason. A run of a module that skips a call of the example raises `UnsupportedError`.
-    `torch.compile(model, fullgraph=True)` keeps the whole graph; masks are then checked when the graph runs.
+    A site keeps its backend at other lengths. Calls that a backend cannot serve, such as with another scale,
+    stay exact and are counted with their reason. A run of a module that skips a call of the example raises
+    `UnsupportedError`. `torch.compile(model, fullgraph=True)` keeps the whole graph of a model without masks.
 
     Args:
         model: The model, changed in place; `undo()` of the result reverts it.
@@ -129,6 +130,7 @@ def replace(
     replaced = ReplacedSites(
         served={str(site): backend.spec.name for site, backend in search.built.items()},
         left={str(site): why for site, why in search.reasons.items() if why is not None},
+        backends={str(site): backend for site, backend in search.built.items()},
         _owners={},
         _restore=[],
     )
@@ -265,19 +267,12 @@ class SiteBackends(nn.ModuleDict):
         self.owner, self.num_calls, self.strict = owner, num_calls, strict
         self.calls: dict[str, Counter[str]] = {number: Counter() for number in backends}
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A state dict of the model without backends has no entries for them, which keep their state.
-        stored = {f"{prefix}{name}": value for name, value in self.state_dict().items()}
-        if stored.keys().isdisjoint(state_dict):
-            state_dict.update(stored)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
     def attend(self, number: str, call: Call) -> Tensor:
         """Output of the backend, or else of torch's function."""
         if number not in self:
             return call.exact() if int(number) < self.num_calls else self._exact(number, call, UNSEEN)
         backend: Any = self[number]
-        shown = self._shown_keys(backend, call)
+        shown = call.shown_keys()
         if isinstance(shown, str):
             return self._exact(number, call, shown)
         if torch.compiler.is_compiling():
@@ -288,25 +283,6 @@ class SiteBackends(nn.ModuleDict):
             return self._exact(number, call, str(error))
         self.calls[number]["served"] += 1
         return output
-
-    def _shown_keys(self, backend: Backend, call: Call) -> ShownKeys | str:
-        """Visible keys, or the reason why the backend cannot serve them."""
-        mask = call.mask
-        if call.refusal is not None or mask is None or not torch.compiler.is_compiling():
-            shown = call.shown_keys()
-            return shown if isinstance(shown, str) else call.mismatch(backend.problem, shown.causal) or shown
-        if backend.spec.capabilities.exact and not self.strict:
-            return "its mask is not read in compiled code"
-        # A mask in a compiled graph has the causality of the backend, or else the graph fails.
-        causal = backend.problem.causal or call.is_causal
-        mismatch = call.mismatch(backend.problem, causal)
-        if mismatch is not None:
-            return mismatch
-        q, k, _ = call.tensors
-        keys = read_compiled_mask(
-            mask, causal=causal, is_causal=call.is_causal, batch=q.shape[0], k_tokens=k.shape[-2]
-        )
-        return ShownKeys(keys, causal)
 
     def _exact(self, number: str, call: Call, reason: str) -> Tensor:
         if self.strict:

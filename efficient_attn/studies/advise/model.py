@@ -1,10 +1,10 @@
 """Steps of an advice for a model: the bound, losses, a plan of layers and its verification."""
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from efficient_attn.measure import worker
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import DENSE, PLAN, UNIFORM_ATTENTION, YARDSTICK, Variant
 from efficient_attn.stats.estimates import call_time, time_ratio
-from efficient_attn.stats.predicted_time import Predicted, time_models
+from efficient_attn.stats.predicted_time import time_models
 from efficient_attn.studies.advise.attention import PROBE
 from efficient_attn.studies.advise.plan import BOUND, LOSSLESS, SLIDING
 from efficient_attn.studies.study import Point, Request, Steps
@@ -30,12 +30,6 @@ from efficient_attn.studies.workload import Costs
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)
-
-# A default that misses the limit by this factor ends the further variants of its backend.
-_HOPELESS = 10.0
-
-# Losses of single layers are counted in this many parts of the limit, each rounded up.
-_PARTS = 200
 
 # Losses below this are rounding of float32 in another kernel, and below the square of this many epsilons of
 # other dtypes.
@@ -57,7 +51,7 @@ def model_steps(
     rounds: int,
     heads: Callable[[Any, Any], Steps] | None = None,
 ) -> Steps:
-    """Windows in sliding layers, short calls of attention alone, then all points of each length.
+    """Short calls of attention alone, then all points of each length.
 
     Args:
         heads: Steps of a decoder whose key heads can be ranked, after the bound and in place of all others.
@@ -70,24 +64,23 @@ def model_steps(
     if not pairs:
         return
     first = pairs[0][0]
-    windows = yield from _lossless_windows(first, quantity)
     shared = {key: value for key, value in first.shared.items() if key not in ("tokens", "inputs")}
     costs = Costs(shared={**shared, "inputs": "gaussian"}, measure=worker.measure, rounds=rounds)
     called = [variant for variant in variants if variant.backend != UNIFORM_ATTENTION]
     probes = [costs.point(variant, tokens) for tokens in PROBE for variant in called]
     short = (yield probes) if _free(first) else []
     models = time_models(short, {variant.label: variant.target for variant in called})
+    exact = models.get(YARDSTICK)
     for choosing, held_out in pairs:
-        if choosing is not first:
-            windows = yield from _lossless_windows(choosing, quantity)
-        tokens = choosing.shared["tokens"]
-        speeds: dict[str, Predicted] = {}
-        if YARDSTICK in models and tokens >= PROBE[0]:
-            speeds = {label: model.speed(models[YARDSTICK], tokens=tokens) for label, model in models.items()}
+        tokens, speeds = choosing.shared["tokens"], {}
+        if exact is not None and tokens >= PROBE[0]:
+            speeds = {label: model.speed(exact, tokens=tokens) for label, model in models.items()}
         slower = {label for label, speed in speeds.items() if speed.high is not None and speed.high < 1}
         may_be_faster = [variant for variant in variants if variant.label not in slower - {YARDSTICK}]
-        fastest_first = sorted(may_be_faster, key=partial(_rank, speeds))
-        yield from _length_steps(choosing, held_out, windows, fastest_first, quantity, limit, rounds)
+        # Baselines, then the fastest by prediction.
+        values = {label: -(speed.value or 0.0) for label, speed in speeds.items() if label not in _BASELINES}
+        fastest_first = sorted(may_be_faster, key=lambda variant: values.get(variant.label, -math.inf))
+        yield from _length_steps(choosing, held_out, fastest_first, quantity, limit, rounds)
 
 
 def _lossless_windows(subject: Subject, quantity: str) -> Generator[Request, Any, dict[int, str]]:
@@ -121,67 +114,54 @@ def _bound_excludes(
     return time_ratio(bound, reference).side_of_one < 1
 
 
-def _rank(speeds: Mapping[str, Predicted], variant: Variant) -> float:
-    """Place in the order of measurement: baselines, then the fastest by prediction."""
-    speed = speeds.get(variant.label)
-    return -math.inf if variant.backend in _BASELINES or speed is None else -(speed.value or 0.0)
-
-
 def _length_steps(
     choosing: Subject,
     held_out: Subject,
-    windows: Mapping[int, str],
     variants: Sequence[Variant],
     quantity: str,
     limit: float,
     rounds: int,
 ) -> Steps:
-    """The bound, all layers, single layers, plans until the loss is near, verification."""
+    """Windows in sliding layers, the bound, all layers, single layers, plans, verification."""
 
     def loss_of(record: Record) -> float:
         loss = getattr(record, quantity) if record.status == "ok" else None
         return math.inf if loss is None or math.isnan(loss) else float(loss)
 
-    timed = partial(pass_point, rounds=rounds)
-
-    free, skipped = _free(choosing), False
+    windows = yield from _lossless_windows(choosing, quantity)
     if choosing.sliding and not windows:
         choosing, held_out = (replace(cast(Any, part), base={}) for part in (choosing, held_out))
     references = [OWN_ATTENTION, _LOSSLESS] if windows else [OWN_ATTENTION]
-    if (yield from _bound_excludes(choosing, references, variants, rounds)):
-        free = []
-    if windows:
-        # The plan of a run that ends early.
-        yield _planned(held_out, PLAN, windows, [])
+    excluded = yield from _bound_excludes(choosing, references, variants, rounds)
+    free = [] if excluded else _free(choosing)
 
     losses_of_all: dict[str, float] = {}
     working: list[Variant] = []
+    statuses: set[str] = set()
     for variant in variants if free else ():
-        hopeless = losses_of_all.get(variant.backend, 0.0) > _HOPELESS * limit
-        if variant.backend == UNIFORM_ATTENTION or (hopeless and variant.label != variant.backend):
-            continue
-        record = yield distance_point(choosing, variant)
-        if record.status == "ok":
-            working.append(variant)
-            losses_of_all[variant.label] = loss_of(record)
-        skipped |= record.status == "skipped"
+        if variant.backend != UNIFORM_ATTENTION:
+            record = yield distance_point(choosing, variant)
+            statuses.add(record.status)
+            if record.status == "ok":
+                working.append(variant)
+                losses_of_all[variant.label] = loss_of(record)
     gains_s: dict[str, float] = {}
-    losses: dict[int, dict[str, float]] = {layer: {} for layer in free}
     if working:
-        times = yield [timed(choosing, variant) for variant in (*references, *working)]
-        skipped |= any(record.status == "skipped" for record in times)
+        times = yield [pass_point(choosing, variant, rounds=rounds) for variant in (*references, *working)]
+        statuses |= {record.status for record in times}
         reference, *times = times[len(references) - 1 :]
         gains_s = _gains_s(reference, list(zip(working, times, strict=True)), len(free))
+    losses: dict[int, dict[str, float]] = {layer: {} for layer in free}
     for variant in working:
         for layer in free if variant.label in gains_s else ():
             record = yield distance_point(choosing, variant, layer)
+            statuses.add(record.status)
             losses[layer][variant.label] = loss_of(record)
-            skipped |= record.status == "skipped"
     gains_s = {label: gain_s for label, gain_s in gains_s.items() if gain_s > 0}
 
     chosen: Mapping[int, str] = {}
     for number, share in enumerate(ATTEMPTS, start=1):
-        layers = _best_plan(losses, losses_of_all, gains_s, share * limit)
+        layers = best_layers(losses, losses_of_all, gains_s, share * limit)
         if not layers:
             break
         record = yield _planned(choosing, f"{PLAN} {number}", {**windows, **layers}, working)
@@ -191,14 +171,15 @@ def _length_steps(
             chosen = layers
             break
     plan = {**windows, **chosen}
-    if (skipped and not chosen) or not (plan or free):
+    if ("skipped" in statuses and not chosen) or not (plan or free):
         # The budget left out a possible plan, or the bound excludes all of them.
         return
     # Exact outputs of one set of texts are kept at a time.
     vars(choosing).pop("exact", None)
     yield _planned(held_out, PLAN, plan, working)
     if plan:
-        yield [timed(held_out, OWN_ATTENTION), timed(held_out, _plan_variant(PLAN, plan, working))]
+        both = (OWN_ATTENTION, _plan_variant(PLAN, plan, working))
+        yield [pass_point(held_out, variant, rounds=rounds) for variant in both]
     vars(held_out).pop("exact", None)
 
 
@@ -217,44 +198,28 @@ def _gains_s(reference: Record, times: Sequence[tuple[Variant, Record]], num_lay
     return gains_s
 
 
-def _best_plan(
+def best_layers(
     losses: Mapping[int, Mapping[str, float]],
     losses_of_all: Mapping[str, float],
     gains_s: Mapping[str, float],
     limit: float,
-) -> Mapping[int, str]:
-    """The layers that gain most: of mixed ones, and of one backend in all layers."""
-    if limit <= 0:
-        return {}
-    whole = [label for label, loss in losses_of_all.items() if loss <= limit and label in gains_s]
-    plans = [best_layers(losses, gains_s, limit), *(dict.fromkeys(losses, label) for label in whole)]
-    return max(plans, key=lambda plan: sum(gains_s[label] for label in plan.values()))
-
-
-def best_layers(
-    losses: Mapping[int, Mapping[str, float]], gains_s: Mapping[str, float], limit: float
 ) -> dict[int, str]:
-    """{layer: label} of the largest sum of gains whose losses add up to no more than the limit.
+    """{layer: label} of the largest gain: one backend in all layers, or in those that lose least.
 
-    Losses are added as if the errors that two layers make were independent and small: a first guess, which
-    the run checks with all chosen layers replaced together.
+    Losses of single layers are added as if the errors that two layers make were independent and small: a
+    first guess, which the run checks with all chosen layers replaced together.
 
     Args:
         losses: Loss of each layer replaced alone, by layer and label; they may exceed the limit.
+        losses_of_all: Loss of all layers replaced, by label.
         gains_s: Seconds that one layer gains, by label; labels without a gain are left out.
     """
-    # The best choice of every used part of the limit, layer by layer (the knapsack problem).
-    best: dict[int, tuple[float, dict[int, str]]] = {0: (0.0, {})}
-    for layer, by_label in losses.items():
-        extended = dict(best)
-        for used, (gain_s, chosen) in best.items():
-            for label in [name for name, loss in by_label.items() if name in gains_s and loss <= limit]:
-                total = used + max(math.ceil(by_label[label] / limit * _PARTS), 0)
-                total_s = gain_s + gains_s[label]
-                if total <= _PARTS and total_s > extended.get(total, (gain_s, {}))[0]:
-                    extended[total] = total_s, {**chosen, layer: label}
-        best = extended
-    return max(best.values(), key=lambda choice: choice[0])[1]
+    plans = [dict.fromkeys(losses, label) for label in gains_s if losses_of_all[label] <= limit]
+    for label in gains_s:
+        layers = sorted(losses, key=lambda layer: losses[layer][label])
+        sums = itertools.accumulate(losses[layer][label] for layer in layers)
+        plans.append({layer: label for layer, total in zip(layers, sums, strict=True) if total <= limit})
+    return max(plans, key=lambda plan: sum(gains_s[label] for label in plan.values()), default={})
 
 
 def _plan_variant(label: str, layers: Mapping[int, str], variants: Sequence[Variant]) -> Variant:

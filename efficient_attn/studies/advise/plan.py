@@ -102,9 +102,9 @@ def plan(
 ) -> Plan:
     """Find the length from which an efficient attention pays, and at what loss.
 
-    Without a model, attention alone on shipped activations decides. With one, each layer gets the backend
-    that gains most within the target; the plan is verified on other texts, and written to layers.json for
-    `attach`.
+    Without a model, attention alone on shipped activations decides. With one, as many layers as the target
+    allows get the backend that gains most; the plan is verified on other texts, and written to layers.json
+    for `attach`.
 
     Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
     """
@@ -145,20 +145,16 @@ def plan(
         )
     positive_count("rounds", rounds)
 
-    from efficient_attn.integrations.called import is_called, maker_of
     from efficient_attn.studies.advise.model import model_steps
+    from efficient_attn.studies.swap.called import called_pair, is_called
     from efficient_attn.studies.swap.measure import Subject, candidates, has_copies
 
     pairs: Sequence[tuple[Subject, Subject]]
+    left_out: list[str] = []
     decodes = False
     if is_called(model):
-        from efficient_attn.studies.swap.called import inputs_of_lengths
-
         refuse(settings, OF_A_FOLDER, DECIDES)
-        maker = maker_of(model, name=name)
-        if not maker.takes_length:
-            refuse(settings, ("seq_lens",), "with this model; its function has no parameter seq_len")
-        pairs, left_out = inputs_of_lengths(maker, workload, lengths if maker.takes_length else None)
+        pairs = [called_pair(model, name, workload)]
         origin = pairs[0][0].about
     else:
         from efficient_attn.integrations.transformers.loading import positions
@@ -175,34 +171,31 @@ def plan(
         hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
         origin = {**opened.about, "texts": hashes}
     first = pairs[0][0]
-    about[MODEL] = origin
     target: dict[str, Any] = {"quantity": first.loss}
     heads = None
+    ranked = decodes and any(has_copies(choosing) for choosing, _ in pairs)
     if first.loss != KL:
         refuse(settings, ("max_kl", *_OF_HEADS), "with this model; its target is min_cosine (--min-cosine)")
         target["limit"] = 1 - (_MIN_COSINE if min_cosine is None else min_cosine)
     else:
         refuse(settings, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
-        ranked = decodes and any(has_copies(choosing) for choosing, _ in pairs)
-        default = _HEADS_MAX_KL if ranked else _MAX_KL
-        target["limit"] = default if max_kl is None else max_kl
-        if ranked:
-            from efficient_attn.studies.advise.heads import head_steps
-            from efficient_attn.studies.advise.outcomes import Targets
+        target["limit"] = (_HEADS_MAX_KL if ranked else _MAX_KL) if max_kl is None else max_kl
+    if ranked:
+        from efficient_attn.studies.advise.heads import head_steps
+        from efficient_attn.studies.advise.outcomes import Targets
 
-            target["max_loss"] = _MAX_LOSS if max_loss is None else max_loss
-            target["min_recall"] = _MIN_RECALL if min_recall is None else min_recall
-            targets = Targets(target["limit"], target["max_loss"], target["min_recall"])
-            heads = partial(head_steps, targets=targets, rounds=rounds)
-        else:
-            refuse(settings, _OF_HEADS, "without a rank of key heads")
+        target["max_loss"] = _MAX_LOSS if max_loss is None else max_loss
+        target["min_recall"] = _MIN_RECALL if min_recall is None else min_recall
+        heads = partial(head_steps, targets=Targets.of({LIMIT: target}), rounds=rounds)
+    elif first.loss == KL:
+        refuse(settings, _OF_HEADS, "without a rank of key heads")
     fitted = candidates(variants, first, options)
     steps = partial(model_steps, pairs, fitted, quantity=first.loss, limit=target["limit"], rounds=rounds)
     return Plan(
         steps=partial(steps, heads=heads),
         device=first.shared["device"],
         notes=[*first.notes, *left_out],
-        about={**about, LIMIT: target},
+        about={**about, MODEL: origin, LIMIT: target},
         fixed=(LIMIT, CANDIDATES),
         budget_s=_MODEL_BUDGET_S,
     )

@@ -2,25 +2,16 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import DENSE, MODEL, PLAN, UNIFORM_ATTENTION, YARDSTICK
-from efficient_attn.report.figures import (
-    UNIFORM_STYLE,
-    Axis,
-    Chart,
-    Plot,
-    Series,
-    baseline_style,
-    line_styles,
-)
-from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table, brief
+from efficient_attn.report.figures import Axis, Chart, Plot, Series, line_styles
+from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table
 from efficient_attn.report.text import (
     calibration_note,
-    compared,
     describe,
     failure_notes,
     mark_notes,
@@ -30,20 +21,18 @@ from efficient_attn.report.text import (
 )
 from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.estimates import Typical, grouped, time_ratio
-from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.studies.advise.outcomes import (
     LAYERS,
     attached_plan,
     is_time,
-    listed,
     model_sentences,
     outcomes_of,
     skipped_note,
 )
 from efficient_attn.studies.advise.plan import LIMIT, RANDOM_HEADS
 from efficient_attn.studies.bench.comparison import error_limit
-from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
+from efficient_attn.studies.bench.view import cost_plot
 from efficient_attn.studies.swap.view import tables as swap_tables
 from efficient_attn.studies.view import Environment, Plots
 
@@ -56,8 +45,6 @@ _VERIFIED = {PLAN: "the plan, other texts", RANDOM_HEADS: "random heads, other t
 _NOTES = (
     "error: ‖out − exact‖ / ‖exact‖, exact attention in float64, median over layers. "
     f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than {UNIFORM_ATTENTION}.",
-    "Predictions: from calls of at most 1024 tokens and counted operations. Their intervals held 207 of 207 "
-    "measured speed-ups up to 4096 tokens. Backends predicted to be slower are not timed beyond 1024 tokens.",
     "faster from: crossover length with exact, from measured and predicted speed-ups.",
 )
 
@@ -77,18 +64,16 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """Times against tokens: of attention alone, and of the model; errors if there is no model.
+    """Times against tokens: of attention alone, or of the model.
 
     Of a plan of key heads, its divergence and recall in place of the times of one length.
     """
     if streaming := [record for record in records if record.streaming_heads and record.copy_recall_exact]:
         return {"advise": _heads_plot(streaming)}
-    times = [record for record in records if record.case.kind == "time" and record.status == "ok"]
+    times = [record for record in records if is_time(record)]
     if not times:
         return {}
-    if _of_model(records, environment):
-        return {"advise": cost_plot(times)}
-    return {"advise": _attention_plot(records, error_limit(environment))}
+    return {"advise": cost_plot(times) if _of_model(records, environment) else _attention_plot(times)}
 
 
 def files(records: Sequence[Record], environment: Environment) -> dict[str, str]:
@@ -147,10 +132,7 @@ def _attention_tables(records: Sequence[Record]) -> list[Table]:
     rows = rows_of(records)
     places = sorted({place for row in rows for place in row.errors})
     sources = {source for _, source in places}
-    heads = [
-        f"error at {tokens}, {describe(source) if len(sources) > 1 else 'tokens'}"
-        for tokens, source in places
-    ]
+    heads = [f"error at {tokens}, tokens" for tokens, _ in places]
     longest = max((tokens for row in rows for tokens in row.speeds), default=0)
     body = tuple(
         (
@@ -212,74 +194,48 @@ def _two_digits(tokens: float) -> str:
 
 
 def _attention_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """The backends within the error limit, and the length from which each is faster."""
+    """The backends within the error limit on every layer and at every length, or the nearest one."""
     rows, times = rows_of(records), [record for record in records if record.case.kind == "time"]
     if not times:
         return []
-    limit = error_limit(environment)
+    text, limit = f"Attention alone ({setting(times[0].case)})", error_limit(environment)
+    places = {place for row in rows for place in row.errors}
+    if not places:
+        return [f"{text}: nothing measured.{skipped_note(records)}"]
+    # A backend that failed on a layer or at a length is not known to be near.
+    layers = {place: max(len(row.errors.get(place, ())) for row in rows) for place in places}
     candidates = [
         row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE, UNIFORM_ATTENTION)
     ]
-    places = sorted({place for row in rows for place in row.errors})
-    # A backend that failed on a layer or at a length is not known to be near.
-    layers = {place: max(len(row.errors.get(place, ())) for row in rows) for place in places}
-    far = [row for row in candidates if max(map(max, row.errors.values())) > limit]
     near = [
-        row
+        row.label
         for row in candidates
-        if row not in far and {place: len(errors) for place, errors in row.errors.items()} == layers
+        if max(map(max, row.errors.values())) <= limit
+        and {place: len(errors) for place, errors in row.errors.items()} == layers
     ]
-    lengths: dict[str, list[str]] = {}
-    for tokens, source in places:
-        lengths.setdefault(source, []).append(str(tokens))
-    at = listed(f"{listed(sizes)} tokens ({describe(source)})" for source, sizes in lengths.items())
+    if near:
+        text += f" is within {100 * limit:g} % of exact on every layer with {', '.join(near)}."
+    else:
+        nearest = f"; nearest: {candidates[0].label}" if candidates else ""
+        text += f": no backend is within {100 * limit:g} % of exact on every layer{nearest}."
     refused = {record.case.label for record in records if record.status == "unsupported"}
     left = missing(environment, {row.label for row in rows} | refused)
-    text = f"Attention alone ({setting(times[0].case)})"
-    if not at:
-        return [f"{text}: nothing measured.{skipped_note(records)}"]
-    text += f" at {at}: "
-    if not candidates:
-        text += "no error was measured."
-    elif near:
-        text += f"within {100 * limit:g} % of exact on every layer: {', '.join(map(_in_words, near))}."
-        if not all(speed.side_of_one for row in near for speed in list(row.speeds.values())[-1:]):
-            text += f" {remedy(environment)}"
-    else:
-        text += f"no backend is within {100 * limit:g} % of exact on every layer"
-        text += "" if len(far) == len(candidates) and not left else " so far"
-        text += f". Nearest: {_in_words(candidates[0])}."
     return [text + left + skipped_note(records)]
 
 
-def _in_words(row: Row) -> str:
-    """`window (error 0.52; 8 ± 2 times faster at 4096 tokens; faster from 360 tokens)`."""
-    text = f"{row.label} (error {listed(show_error(max(errors)) for errors in row.errors.values())}"
-    if row.speeds:
-        tokens, speed = list(row.speeds.items())[-1]
-        text += f"; {'' if speed.samples else 'predicted '}{compared(speed)} at {tokens} tokens"
-    start = brief(_show_crossover(row))
-    if start.startswith(">"):
-        text += f"; not faster up to {start[1:]} tokens"
-    elif start not in ("", UNDECIDED):
-        text += f"; faster from {start} tokens"
-    return f"{text})"
-
-
-def _attention_plot(records: Sequence[Record], max_error: float) -> Plot:
-    """For each shape times of calls and errors of the worst layer, with one legend for all."""
-    title, rows, conditions = "Time and error of attention alone", [], []
-    for shape in grouped(records, *SHAPE):
-        if times := [record for record in shape if is_time(record)]:
-            plot = cost_plot(times)
-            conditions.append(plot.conditions)
-            rows.append(_charts(plot.charts[0], rows_of(shape), max_error))
-    if len(rows) == 1:
-        return Plot(title, conditions[0], tuple(rows))
-    settings, intervals = zip(*(text.split("; ") for text in conditions), strict=True)
-    pairs = zip(rows, settings, strict=True)
-    noted = ((time._replace(notes=(words,)), errors) for (time, errors), words in pairs)
-    return Plot(title, intervals[0], tuple(noted))
+def _attention_plot(times: Sequence[Record]) -> Plot:
+    """Times of calls of each shape, with one legend for all."""
+    labels = {record.case.label: record.case.backend for record in times}
+    styles, rows, intervals = line_styles([*labels.items()]), [], ""
+    for shape in grouped(times, *SHAPE):
+        plot = cost_plot(shape)
+        conditions, _, intervals = plot.conditions.partition("; ")
+        chart = plot.charts[0]
+        ticks = [tokens for tokens in chart.x.ticks if math.log2(tokens).is_integer()]
+        series = tuple(line._replace(style=styles[line.label]) for line in chart.series)
+        axis = chart.x._replace(ticks=ticks or chart.x.ticks)
+        rows.append((chart._replace(x=axis, series=series, notes=(conditions,)),))
+    return Plot("Time of attention alone", intervals, tuple(rows))
 
 
 def _heads_plot(records: Sequence[Record]) -> Plot:
@@ -314,48 +270,3 @@ def _heads_plot(records: Sequence[Record]) -> Plot:
     )
     title = f"Key heads that stream, {tokens} tokens"
     return Plot(title, setting(here[0].case), ((divergence, recall),))
-
-
-def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, Chart]:
-    styles = line_styles([(row.label, row.backend) for row in rows if row.backend != UNIFORM_ATTENTION])
-    styles[UNIFORM_ATTENTION] = UNIFORM_STYLE
-    series = [
-        Series(
-            row.label,
-            tuple(tokens for tokens, _ in row.errors),
-            tuple(min(max(errors), HIGHEST) for errors in row.errors.values()),
-            styles[row.label],
-            hints=tuple(f"measured: {show_error(max(errors))}" for errors in row.errors.values()),
-        )
-        for row in rows
-        if row.errors and row.backend not in (YARDSTICK, DENSE)
-    ]
-    values = [max_error, *(value or 0.0 for line in series for value in line.y)]
-    series.append(Series(f"{100 * max_error:g} % of exact", (), (max_error,), baseline_style()))
-    marks = {mark: f"{mark:g}" for mark in MARKS if min(values) <= mark}
-    if HIGHEST in values:
-        # A mark just below the word leaves no room for it.
-        marks = {mark: text for mark, text in marks.items() if 2 * mark <= HIGHEST} | {
-            HIGHEST: f"> {HIGHEST:g}"
-        }
-    lengths = sorted({tokens for line in series for tokens in line.x})
-    tokens_axis = Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths)
-    errors = Chart(
-        tokens_axis, Axis("relative output error, worst layer", "log", show_error, marks), tuple(series)
-    )
-    doublings = [tokens for tokens in time.x.ticks if math.log2(tokens).is_integer()]
-    speeds = {row.label: row.speeds for row in rows}
-    timed = tuple(
-        _with_predictions(line, speeds[line.label])._replace(style=styles[line.label]) for line in time.series
-    )
-    return time._replace(x=time.x._replace(ticks=doublings or time.x.ticks), series=timed), errors
-
-
-def _with_predictions(line: Series, speeds: Mapping[int, Typical]) -> Series:
-    """Line of times with lengths that were only predicted, which have no place on its axis."""
-    predicted = {
-        tokens: speed for tokens, speed in speeds.items() if not speed.samples and tokens not in line.x
-    }
-    texts = tuple(f"predicted against exact: {compared(speed)}" for speed in predicted.values())
-    y = (*line.y, *(None for _ in predicted))
-    return line._replace(x=(*line.x, *predicted), y=y, hints=(*line.hints, *texts))

@@ -20,11 +20,6 @@ STUDY = Study(
         error(
             "first_token_distance", "1 − cosine", "1 − cosine of the last hidden state of the first token."
         ),
-        error(
-            "token_distance",
-            "1 − cosine",
-            "1 − cosine of the last hidden states of a token, mean over tokens.",
-        ),
         error("next_token_kl", "nats", "Divergence of exact from computed next-token distributions."),
         error("next_token_disagreement", "share", "Share of positions with another most likely next token."),
         error("perplexity", "", "Perplexity of the texts.", rounding=0),

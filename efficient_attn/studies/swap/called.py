@@ -1,11 +1,18 @@
-"""A model of the user's own with its inputs, whose call sites of attention get the backends."""
+"""A model of the user's own with its inputs, whose call sites of attention get the backends.
 
-from collections.abc import Iterator, Mapping, Sequence
+A function in a file returns a pair (module, inputs) whose inputs are a tuple of positional or a dict of
+keyword arguments. The model is set to evaluation mode, and measured at the length of its inputs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as with_fields
-from functools import cached_property
+from functools import cached_property, partial
 from glob import escape
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,20 +20,20 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.contained import running
-from efficient_attn.errors import DataError, UnsupportedError
-from efficient_attn.integrations.called import SEEDS, CalledModel, Maker, output_vector
+from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.external import is_address, object_at
 from efficient_attn.integrations.intercept.calls import (
     CALL_SDPA,
     AttentionMode,
     Call,
     Site,
+    SiteMode,
     seed_of,
     unsure_modules,
 )
-from efficient_attn.integrations.intercept.measured import MeasuredSite, measure
-from efficient_attn.integrations.intercept.replaced import SiteBackends, replace
+from efficient_attn.integrations.intercept.replaced import ReplacedSites, replace
 from efficient_attn.integrations.plan_files import plan_of_backends
-from efficient_attn.measure.error import backends_in, cosine_distance, relative_error
+from efficient_attn.measure.error import cosine_distance, relative_error
 from efficient_attn.measure.record import SAME_INPUTS
 from efficient_attn.measure.variants import OWN, Variant
 from efficient_attn.options import SEED
@@ -34,10 +41,124 @@ from efficient_attn.studies.swap.measure import HELD_OUT, SAME_AGAIN, choices
 from efficient_attn.studies.swap.plan import OUTPUT_COSINE
 from efficient_attn.studies.workload import Workload
 
+_FORM = "a pair (module, inputs) with a tuple or a dict of inputs"
+
 # Rounding of sums in another order, relative.
 _SAME = 1e-3
 
-_CROSS = "its queries and keys differ in number (cross-attention)"
+
+@dataclass(frozen=True, eq=False)
+class CalledModel:
+    """A model with its inputs.
+
+    Attributes:
+        name: Name in records, `file.py:function`.
+        module: Module whose names name the call sites.
+        call: One run of the module.
+        seed: Seed of random numbers of inputs and runs.
+        source: Digest of the file that makes it; None: made in Python.
+    """
+
+    name: str
+    module: nn.Module
+    call: Callable[[], Any]
+    seed: int
+    source: str | None
+
+    @property
+    def digest(self) -> str:
+        """Digest of the file and of the parameters."""
+        digest = sha256((self.source or "").encode())
+        for name, tensor in self.module.named_parameters():
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    @torch.no_grad()
+    def seeded(self) -> Any:
+        """Output of a run whose random numbers are always the same."""
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            return self.call()
+
+    def output(self) -> Tensor:
+        """Output as one vector, without the fused path of torch's layers, which changes padding."""
+        with running(self.name), AttentionMode():
+            return output_vector(self.seeded())
+
+
+def is_called(model: Any) -> bool:
+    """Whether a model is an address, a pair, or a function that makes one."""
+    if isinstance(model, (str, Path)):
+        name = str(model)
+        return (is_address(name) or name.endswith(".py")) and not Path(name).is_dir()
+    if isinstance(model, tuple):
+        # A model of transformers comes with its tokenizer.
+        return len(model) != 2 or isinstance(model[1], (tuple, Mapping))
+    return callable(model) and not isinstance(model, (nn.Module, type))
+
+
+def called_model(
+    model: Any, *, name: str | None = None, seed: int = 0, module: nn.Module | None = None
+) -> CalledModel:
+    """The model with its inputs: from an address file.py:function, a function, or a pair.
+
+    Args:
+        name: Name in records; None: the file and the function.
+        seed: Seed of the random numbers that the function draws.
+        module: Earlier module that takes the inputs; None: the new one.
+
+    Raises:
+        DataError: If the file cannot be imported, or the function fails.
+        UnknownNameError: If the file has no such object.
+        OptionError: If an address names no function.
+        DtypeError: If the object is no function, or returns another form.
+    """
+    make, source = model, None
+    if isinstance(model, (str, Path)):
+        address = str(model)
+        if not is_address(address):
+            raise OptionError(f"model {address!r} names no function: write {address}:make_model.")
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            place, make = object_at(address, role="a model")
+        name = name or f"{Path(place).name}:{address.rpartition(':')[2]}"
+        source = sha256(Path(place).read_bytes()).hexdigest() if Path(place).is_file() else None
+    name = name or str(getattr(make, "__name__", "model"))
+    with running(name), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        result = make() if callable(make) else make
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)
+    if not is_pair or not isinstance(result[1], (tuple, Mapping)):
+        raise DtypeError(f"{name} is no function that returns {_FORM}, but {type(result).__name__}.")
+    created, inputs = result
+    module = created.eval() if module is None else module
+    call = partial(module, *inputs) if isinstance(inputs, tuple) else partial(module, **inputs)
+    return CalledModel(name, module, call, seed, source)
+
+
+def output_vector(output: Any) -> Tensor:
+    """All floating-point tensors of nested tuples, lists and dicts as one vector, without single numbers.
+
+    Raises:
+        DataError: If there is none.
+    """
+    vectors = [tensor.detach().flatten() for tensor in _tensors(output)]
+    if not vectors:
+        raise DataError(
+            f"The model returns {type(output).__name__} without a floating-point tensor of two numbers or "
+            "more; return its hidden states."
+        )
+    return torch.cat([tensor.to(vectors[0].device) for tensor in vectors])
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        # A loss, a single number, stands first in many outputs.
+        yield from [output] if output.is_floating_point() and output.numel() > 1 else []
+    elif isinstance(output, (tuple, list, Mapping)):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(part)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,65 +166,55 @@ class CallSubject:
     """A model that makes its own inputs.
 
     Attributes:
-        sites: Call sites that get a backend, by their number among the sites that `capture` stores.
+        example: The model on the inputs that build and calibrate backends.
+        sites: Call sites that get a backend, by their number.
         left: {site: reason why it stays exact}.
-        example: The model on the inputs that build and calibrate backends; None: on its own.
     """
 
     called: CalledModel
+    example: CalledModel
     sites: Mapping[int, str]
     left: Mapping[str, str]
     shared: Mapping[str, Any]
     calibrated_on: str = SAME_INPUTS
     num_texts: int | None = None
-    example: CalledModel | None = None
 
     @classmethod
     def of(cls, called: CalledModel, workload: Workload) -> "CallSubject":
         """The model with the call sites that one run shows.
 
         Raises:
+            DataError: If its output is not finite, or is another one in the next run.
             UnsupportedError: If the run makes no call that a backend can serve.
         """
-        with running(called.name), measure(called.module) as measured:
+        search = _Sites(called.module)
+        with running(called.name), search:
             output = output_vector(called.seeded())
-        _check(called, output)
-        unsure = unsure_modules({site: entry.calls for site, entry in measured.sites.items()})
-        numbered = [entry for entry in measured.sites.values() if "all" not in entry.exact_because]
-        chosen: dict[int, MeasuredSite] = {}
-        left = {str(entry.site): entry.exact_because.get("all", "") for entry in measured.sites.values()}
-        for number, entry in enumerate(numbered):
-            if entry.shape[3] != entry.shape[4]:
-                left[str(entry.site)] = _CROSS
-            elif entry.site.module in unsure:
-                left[str(entry.site)] = unsure[entry.site.module]
-            else:
-                chosen[number] = entry
-                del left[str(entry.site)]
-        left |= dict(measured.not_reached)
-        if not chosen:
+        if not output.isfinite().all():
+            raise DataError(f"{called.name} returns numbers that are not finite; return real rows alone.")
+        again = called.output()
+        if again.shape != output.shape or relative_error(again, output) > _SAME:
+            raise DataError(
+                f"{called.name} returns another output in its next run: take random numbers from torch, "
+                "whose seed is set, or fix them."
+            )
+        unsure = unsure_modules(search.calls)
+        left = {site: unsure[site.module] for site in search.calls if site.module in unsure} | search.left
+        served = [site for site in search.shapes if site not in left]
+        if not served:
             why = next((f"{site}: {why}" for site, why in left.items()), CALL_SDPA)
             raise UnsupportedError(
                 f"{called.name} never calls F.scaled_dot_product_attention with self-attention that a "
                 f"backend can serve: {why}."
             )
-        first = next(iter(chosen.values()))
-        batch, num_heads, num_kv_heads, tokens, _, head_dim = first.shape
-        shared = {
-            "batch": batch,
-            "num_heads": num_heads,
-            "num_kv_heads": None if num_kv_heads == num_heads else num_kv_heads,
-            "head_dim": head_dim,
-            "tokens": tokens,
-            "causal": "causal" in first.mask,
-            "dtype": str(first.dtype).removeprefix("torch."),
-            "device": str(first.device),
-            "threads": workload.threads,
-            "inputs": called.name,
-            "seed": workload.seed,
-        }
-        sites = {number: str(entry.site) for number, entry in chosen.items()}
-        return cls(called=called, sites=sites, left=left, shared=shared)
+        run = {"threads": workload.threads, "inputs": called.name, "seed": workload.seed}
+        return cls(
+            called=called,
+            example=called,
+            sites=dict(enumerate(map(str, served))),
+            left={str(site): why for site, why in left.items()},
+            shared={**search.shapes[served[0]], **run},
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -113,12 +224,8 @@ class CallSubject:
     def about(self) -> dict[str, Any]:
         """Names of the model and of its call sites."""
         sites = {str(number): site for number, site in self.sites.items()}
-        return {
-            "model": self.called.name,
-            "digest": self.called.digest,
-            "sites": sites,
-            "left_out": self.left,
-        }
+        named = {"model": self.called.name, "digest": self.called.digest}
+        return {**named, "sites": sites, "left_out": self.left}
 
     @property
     def loss(self) -> str:
@@ -141,14 +248,15 @@ class CallSubject:
 
     @cached_property
     def exact(self) -> tuple[Tensor]:
-        return (self._output(),)
+        return (self.called.output(),)
 
+    @torch.no_grad()
     def forward(self) -> Any:
-        return self.called.run()
+        return self.called.call()
 
     def distances(self, number: int) -> dict[str, float]:
         """Distances of the present output from the exact one."""
-        replaced, exact = self._output(), self.exact[number]
+        replaced, exact = self.called.output(), self.exact[number]
         return {
             "output_relative_error": relative_error(replaced, exact),
             "output_distance": cosine_distance(replaced, exact),
@@ -160,26 +268,13 @@ class CallSubject:
         if variant.backend == OWN:
             yield False
             return
-        chosen = {}
-        for number, (backend, options) in choices(self, variant, layer).items():
-            if SEED in options:
-                # The seed of a site does not depend on the other sites.
-                site_seed = seed_of(self.shared["seed"] + options[SEED] + draw, number)
-                options = {**options, SEED: site_seed}
-            chosen[escape(self.sites[number])] = (backend, dict(options))
-        with replace(self.model, chosen, example=(self.example or self.called).seeded, strict=True):
-            yield any(hasattr(backend.core, "calibrate") for backend in backends_in(self.model))
+        with self._served(variant, draw, layer) as served:
+            yield any(hasattr(backend.core, "calibrate") for backend in served.backends.values())
 
     def build(self, variant: Variant) -> dict[str, Backend]:
         """The backends of all replaced call sites, by name."""
-        with self.replaced(variant):
-            return {
-                str(Site(part.owner, int(number))): backend
-                for part in self.model.modules()
-                if isinstance(part, SiteBackends)
-                for number, backend in part.items()
-                if isinstance(backend, Backend)
-            }
+        with self._served(variant) as served:
+            return served.backends
 
     def plan(self, variant: Variant) -> dict[str, Any] | None:
         """The plan that `ea.intercept.replace` takes; None with a backend without a registered name."""
@@ -188,71 +283,63 @@ class CallSubject:
     def fitted(self, variant: Variant) -> Variant:
         return variant
 
-    def _output(self) -> Tensor:
-        with _Unfused():
-            return output_vector(self.called.seeded())
+    def _served(self, variant: Variant, draw: int = 0, layer: int | None = None) -> ReplacedSites:
+        chosen = {}
+        for number, (backend, options) in choices(self, variant, layer).items():
+            if SEED in options:
+                # The seed of a site does not depend on the other sites.
+                site_seed = seed_of(self.shared["seed"] + options[SEED] + draw, number)
+                options = {**options, SEED: site_seed}
+            chosen[escape(self.sites[number])] = (backend, dict(options))
+        return replace(self.model, chosen, example=self.example.seeded, strict=True)
 
 
-def inputs_of_lengths(
-    maker: Maker, workload: Workload, lengths: Sequence[int] | None
-) -> tuple[list[tuple[CallSubject, CallSubject]], list[str]]:
-    """Inputs that choose and inputs that verify, for each length; and notes on the other lengths.
+def called_pair(model: Any, name: str | None, workload: Workload) -> tuple[CallSubject, CallSubject]:
+    """A model on inputs that choose, and on inputs of another seed that verify."""
+    first = called_model(model, name=name)
+    second = called_model(model, name=name, seed=1, module=first.module)
+    choosing = CallSubject.of(first, workload)
+    ending = SAME_AGAIN if torch.equal(first.output(), second.output()) else HELD_OUT
+    shared = {**choosing.shared, "inputs": f"{first.name}{ending}"}
+    return choosing, with_fields(choosing, called=second, shared=shared)
 
-    Held-out inputs come from another seed of random numbers. The model of all lengths is that of the longest.
 
-    Args:
-        lengths: Lengths of inputs; None: the length that the function makes.
+class _Sites(SiteMode):
+    """Call sites of a run.
 
-    Raises:
-        DataError: If the function or the model fails, or outputs cannot be compared.
-        UnsupportedError: If no module calls attention that a backend can serve.
+    Attributes:
+        calls: Number of calls of each site.
+        shapes: Fields of a case for the first call of each site that a backend can serve.
+        left: {site: reason why it stays exact}.
     """
-    pairs: list[tuple[CallSubject, CallSubject]] = []
-    notes: list[str] = []
-    module = maker.model(seq_len=None if lengths is None else max(lengths)).module
-    for seq_len in (None,) if lengths is None else lengths:
-        first, second = (maker.model(seq_len=seq_len, seed=seed, module=module) for seed in SEEDS)
-        choosing = CallSubject.of(first, workload)
-        tokens = choosing.shared["tokens"]
-        if any(tokens == earlier.shared["tokens"] for earlier, _ in pairs):
-            notes.append(f"Not measured at {seq_len} tokens: the first attention has {tokens}, as before.")
-            continue
-        with running(maker.label):
-            same = torch.equal(output_vector(first.seeded()), output_vector(second.seeded()))
-        inputs = f"{choosing.shared['inputs']}{SAME_AGAIN if same else HELD_OUT}"
-        shared = {**choosing.shared, "inputs": inputs}
-        pairs.append((choosing, with_fields(choosing, called=second, shared=shared, example=first)))
-        if same:
-            notes.append(
-                f"{maker.label} has the same output at {tokens} tokens whatever the random numbers are: its "
-                "plan is verified on the inputs that choose it."
-            )
-    return pairs, notes
 
-
-def _check(called: CalledModel, output: Tensor) -> None:
-    """Refuse outputs that cannot be compared.
-
-    Raises:
-        DataError: If an output is a single number, is not finite, or is another one in the next run.
-    """
-    if output.numel() < 2:
-        raise DataError(
-            f"{called.name} returns a single number, which has no cosine; return its hidden states."
-        )
-    if not output.isfinite().all():
-        raise DataError(f"{called.name} returns numbers that are not finite; return real rows alone.")
-    with running(called.name), _Unfused():
-        again = output_vector(called.seeded())
-    if again.shape != output.shape or relative_error(again, output) > _SAME:
-        raise DataError(
-            f"{called.name} returns another output in its next run: take its inputs and random numbers from "
-            "torch, numpy or random, whose seeds are set, or fix them."
-        )
-
-
-class _Unfused(AttentionMode):
-    """Passes every call to torch; the fused path of torch's layers, which changes padding, is off."""
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.calls: Counter[Site] = Counter()
+        self.shapes: dict[Site, dict[str, Any]] = {}
+        self.left: dict[Site, str] = {}
 
     def attend(self, call: Call) -> Tensor:
+        site = self.next_site()
+        self.calls[site] += 1
+        shown = call.shown_keys()
+        q, k, _ = call.tensors
+        if isinstance(shown, str):
+            self.left.setdefault(site, shown)
+        elif q.shape[-2] != k.shape[-2]:
+            self.left[site] = "its queries and keys differ in number (cross-attention)"
+        elif site not in self.shapes:
+            self.shapes[site] = {
+                "batch": q.shape[0],
+                "num_heads": q.shape[1],
+                "num_kv_heads": None if k.shape[1] == q.shape[1] else k.shape[1],
+                "head_dim": q.shape[-1],
+                "tokens": q.shape[-2],
+                "causal": shown.causal,
+                "dtype": str(q.dtype).removeprefix("torch."),
+                "device": str(q.device),
+            }
         return call.exact()
+
+    def unreached(self, reason: str) -> None:
+        self.left.setdefault(self.next_site(), reason)

@@ -160,7 +160,6 @@ class TextSubject:
         by_name = {
             "hidden_relative_error": distances.relative_error(replaced.hidden, exact.hidden),
             "mean_pool_distance": distances.cosine_distance(*pooled),
-            "token_distance": distances.cosine_distance(replaced.hidden, exact.hidden),
         }
         if replaced.logits is not None and exact.logits is not None:
             begin = copies_begin(ids.shape[1])

@@ -1,6 +1,7 @@
 """Plan of a training-free conversion: all records of a model with replaced attention."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,7 @@ from efficient_attn.studies.workload import Workload, settle
 # Quantities of a swap, and their names in tables.
 KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
 LOSS, RECALL = "loss_difference", "copy_recall"
-MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN = "mean_pool_distance", "first_token_distance", "token_distance"
+MEAN_POOL, FIRST_TOKEN = "mean_pool_distance", "first_token_distance"
 HIDDEN = "hidden_relative_error"
 OUTPUT, OUTPUT_COSINE = "output_relative_error", "output_distance"
 NAMES = {
@@ -26,10 +27,9 @@ NAMES = {
     DISAGREEMENT: "same top token, %",
     PERPLEXITY: "perplexity",
     LOSS: "loss change, nats",
-    RECALL: "copy recall, %",
+    RECALL: "copy recall, % of exact",
     MEAN_POOL: "cosine, mean pool",
     FIRST_TOKEN: "cosine, first token",
-    EVERY_TOKEN: "cosine, all tokens",
     HIDDEN: "error, hidden states",
     OUTPUT_COSINE: "cosine, output",
     OUTPUT: "error, output",
@@ -39,7 +39,7 @@ NAMES = {
 _MOST_SIMILAR = ("window-clusters", "window", "performer-full", "performer-oprf")
 
 # Options of a folder, which a model from a file decides.
-OF_A_FOLDER = ("texts", "dtype", "device")
+OF_A_FOLDER = ("seq_lens", "texts", "dtype", "device")
 DECIDES = "with this model, which decides its inputs, dtype and device"
 
 # Most tokens of saved activations without --seq-len.
@@ -127,16 +127,14 @@ def plan(
     chosen = select(backends, options, also=True)
     chosen = tuple(sorted(chosen, key=promising)) if backends is None else chosen
 
-    from efficient_attn.integrations.called import is_called, maker_of
+    from efficient_attn.studies.swap.called import CallSubject, called_model, is_called
     from efficient_attn.studies.swap.measure import Subject, candidates
 
     subjects: list[Subject]
     lengths = [None] if seq_lens is None else list(parse_sizes(seq_lens, name="seq_lens"))
     if is_called(model):
-        from efficient_attn.studies.swap.called import CallSubject
-
-        refuse(settings, ("seq_lens", *OF_A_FOLDER), DECIDES)
-        called = maker_of(model, name=name).model()
+        refuse(settings, OF_A_FOLDER, DECIDES)
+        called = called_model(model, name=name)
         subjects = [CallSubject.of(called, workload)]
     else:
         from efficient_attn.studies.swap.model import TextSubject, load
@@ -145,17 +143,20 @@ def plan(
         subjects = [TextSubject.of(opened, named, workload, seq_len=tokens) for tokens in lengths]
     first = subjects[0]
     unknown = [layer for layer in layers or () if layer not in first.layers]
-    if by_layer and unknown:
+    if unknown and (by_layer or is_called(model)):
         raise OptionError(
             f"layers that get a backend: {', '.join(map(str, first.layers))}; not {unknown[0]}."
         )
     variants = [candidates(chosen, subject, options) for subject in subjects]
     notes = list(dict.fromkeys(note for subject in subjects for note in subject.notes))
     if save is not None:
-        from efficient_attn.integrations.capture import capture_called, capture_text, save_activations
+        from efficient_attn.integrations.capture import capture, capture_text, save_activations
 
-        if is_called(model):
-            captured = capture_called(called, layers)
+        if isinstance(first, CallSubject):
+            with capture(first.model) as capturing:
+                first.called.seeded()
+            captured = capturing.captured({number: first.sites[number] for number in layers or first.layers})
+            captured = replace(captured, about={**captured.about, "model": first.called.name})
         else:
             text, most = next(iter(named.values())), lengths[-1] or _SAVED_TOKENS
             captured = capture_text(opened, text, layers=layers, max_tokens=most)

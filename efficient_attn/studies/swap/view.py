@@ -1,16 +1,14 @@
-"""Models with their attention swapped: tables, sentences and the figure."""
+"""Models with their attention swapped: tables, a sentence and the figure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from statistics import stdev
+from typing import NamedTuple
 
 import numpy as np
 
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK
-from efficient_attn.report.figures import MUTED, Axis, Chart, Plot, Series, line_styles
+from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import NOT_MEASURED, ORIGINAL, Table
 from efficient_attn.report.text import (
     calibration_note,
@@ -21,12 +19,10 @@ from efficient_attn.report.text import (
     show_error,
     three_digits,
 )
-from efficient_attn.stats.candidates import missing, operations_sentence, operations_share
+from efficient_attn.stats.candidates import missing, operations_share
 from efficient_attn.stats.estimates import grouped, time_ratio
-from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.swap.plan import (
     DISAGREEMENT,
-    EVERY_TOKEN,
     FIRST_TOKEN,
     HIDDEN,
     KL,
@@ -40,18 +36,19 @@ from efficient_attn.studies.swap.plan import (
 )
 from efficient_attn.studies.view import Environment, Plots, cost_cells
 
-_ROW_INCHES = 0.48
-# Names stand above their lines; distances are in rows.
-_ABOVE_LINE = 0.4
-# How far an axis reaches beyond the differences.
-_MARGIN = 1.3
-# More rows are in the tables.
-_MOST_ROWS = 40
+# More lines are in the tables.
+_MOST_LINES = 40
 
 _DISTANCES = {**NAMES, MEAN_POOL: "1 − cosine, mean pool"}
 
 # Quantities that decide, in order of preference.
 _DECISIVE = (KL, MEAN_POOL, HIDDEN, OUTPUT)
+
+# Columns of a decoder, whose next tokens say more than its hidden states.
+_OF_DECODERS = (KL, DISAGREEMENT, PERPLEXITY, LOSS, RECALL)
+
+# Standard errors from the mean to the ends of an interval of 95 %.
+_WIDTH = 1.96
 
 # Rounding of float32 hidden states and outputs; errors of cosines and divergences are of the order of its
 # square.
@@ -62,13 +59,6 @@ _LARGEST = 1e100
 
 # Fields common to the cases of one swap.
 _SHARED = ("inputs", "tokens", "num_heads", "head_dim", "causal", "dtype", "device", "threads", "seed")
-
-
-class Spread(NamedTuple):
-    """Mean over texts and draws, and the standard deviation over draws; None for one draw."""
-
-    mean: float
-    over_seeds: float | None
 
 
 class SwapRow(NamedTuple):
@@ -88,17 +78,13 @@ class SwapRow(NamedTuple):
     peak_bytes: int | None
     failed: tuple[Record, ...]
 
-    def spread(self, quantity: str) -> Spread | None:
-        return None if self.whole is None else spread(self.whole, quantity)
-
     def by_layer(self, quantity: str) -> dict[int, float]:
         """Means of the quantity with one layer swapped, by its number."""
-        spreads = {layer: spread(record, quantity) for layer, record in sorted(self.alone.items())}
-        return {layer: value.mean for layer, value in spreads.items() if value is not None}
+        means = {layer: _mean(record, quantity) for layer, record in sorted(self.alone.items())}
+        return {layer: value for layer, value in means.items() if value is not None}
 
 
-@dataclass(frozen=True, eq=False)
-class Swap:
+class Swap(NamedTuple):
     """All measurements of one model on the same texts.
 
     Attributes:
@@ -116,18 +102,14 @@ class Swap:
         """The times of the original model."""
         return next((row.timed for row in self.rows if row.backend == OWN), None)
 
-    @cached_property
-    def rounding(self) -> float:
-        """Largest difference that is rounding: twice the difference of exact attention in another kernel."""
-        least = _ROUNDING if self.quantity in (HIDDEN, OUTPUT) else _ROUNDING**2
-        spreads = [row.spread(self.quantity) for row in self.rows if row.backend == YARDSTICK]
-        return max([least, *(2 * value.mean for value in spreads if value is not None)])
-
-    @cached_property
+    @property
     def changed(self) -> list[tuple[float, SwapRow]]:
-        """Rows that differ from the original model by more than rounding, the nearest first."""
-        pairs = [(value.mean, row) for row in self.rows if (value := row.spread(self.quantity)) is not None]
-        return sorted((pair for pair in pairs if pair[0] > self.rounding), key=lambda pair: pair[0])
+        """Replaced attention that changes the model by more than rounding, the nearest first."""
+        rounding = _ROUNDING if self.quantity in (HIDDEN, OUTPUT) else _ROUNDING**2
+        rows = [row for row in self.rows if row.backend not in (OWN, YARDSTICK)]
+        means = [(_mean(row.whole, self.quantity), row) for row in rows]
+        pairs = [(value, row) for value, row in means if value is not None and value > rounding]
+        return sorted(pairs, key=lambda pair: pair[0])
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -137,16 +119,6 @@ class Swap:
 def swaps(records: Iterable[Record]) -> tuple[Swap, ...]:
     """One per model, set of texts and setting."""
     return tuple(map(_swap, grouped((record for record in records if record.case.of == MODEL), *_SHARED)))
-
-
-def spread(record: Record, quantity: str) -> Spread | None:
-    """Statistics of a quantity; None if not measured or if a draw has no number."""
-    draws, texts = getattr(record, f"{quantity}_draws") or (), record.texts or 1
-    usable = record.status == "ok" and all(value is not None and value < _LARGEST for value in draws)
-    if not usable or not draws or len(draws) % texts:
-        return None
-    by_seed = np.reshape(draws, (texts, -1)).mean(axis=0).tolist()
-    return Spread(fmean(by_seed), stdev(by_seed) if len(by_seed) > 1 else None)
 
 
 def _swap(records: Sequence[Record]) -> Swap:
@@ -160,17 +132,31 @@ def _swap(records: Sequence[Record]) -> Swap:
 def _row(records: Sequence[Record]) -> SwapRow:
     case, ok = records[0].case, [record for record in records if record.status == "ok"]
     swapped = {record.case.layer: record for record in records if record.case.kind == "swap"}
+    times = [record for record in ok if record.case.kind == "time" and any(record.times_s or ())]
     return SwapRow(
         label=case.label,
         backend=case.backend,
         whole=swapped.pop(None, None),
         alone={layer: record for layer, record in swapped.items() if layer is not None},
-        timed=next(
-            (record for record in ok if record.case.kind == "time" and any(record.times_s or ())), None
-        ),
+        timed=times[0] if times else None,
         peak_bytes=next((record.peak_bytes for record in ok if record.case.kind == "memory"), None),
         failed=tuple(record for record in records if record.status != "ok"),
     )
+
+
+def _mean(record: Record | None, quantity: str) -> float | None:
+    """Mean over texts and draws; None if not measured or not finite."""
+    value = None if record is None or record.status != "ok" else getattr(record, quantity)
+    return value if value is not None and value < _LARGEST else None
+
+
+def _scatter(record: Record, quantity: str) -> float | None:
+    """Standard deviation from draw to draw; None for one draw."""
+    draws, texts = getattr(record, f"{quantity}_draws") or (), record.texts or 1
+    if len(draws) == texts or len(draws) % texts or None in draws:
+        return None
+    by_seed = np.reshape(draws, (texts, -1)).mean(axis=0).tolist()
+    return stdev(by_seed) if len(by_seed) > 1 else None
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
@@ -179,24 +165,19 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """The nearest backend to each model, and backends that save no operations."""
-    texts = []
-    for swap in swaps(records):
-        texts += [_nearest(swap, environment), operations_sentence(swap.records)]
-    return [sentence for sentence in texts if sentence]
+    """The nearest backend to each model."""
+    return [sentence for swap in swaps(records) if (sentence := _nearest(swap, environment))]
 
 
 def show_quantity(quantity: str, value: float) -> str:
     """A distance as the cosine, a disagreement as the agreement in percent, others unchanged."""
     if quantity == PERPLEXITY:
         return three_digits(value)
-    if quantity == DISAGREEMENT:
-        return f"{100 * (1 - value):.1f}"
+    if quantity in (DISAGREEMENT, RECALL):
+        return f"{100 * (value if quantity == RECALL else 1 - value):.1f}"
     if quantity == LOSS:
         return f"{value:+.4f}"
-    if quantity == RECALL:
-        return f"{100 * value:.1f}"
-    if quantity in (MEAN_POOL, FIRST_TOKEN, EVERY_TOKEN, OUTPUT_COSINE):
+    if quantity in (MEAN_POOL, FIRST_TOKEN, OUTPUT_COSINE):
         return f"{1 - value:.{4 if value > 1e-4 else 7}f}"
     return show_error(value)
 
@@ -215,6 +196,8 @@ def _name(row: SwapRow) -> str:
 def _whole(swap: Swap) -> Table:
     wholes = [row.whole for row in swap.rows if row.whole is not None]
     measured = [name for name in NAMES if any(getattr(whole, name) is not None for whole in wholes)]
+    if swap.quantity == KL:
+        measured = [name for name in measured if name in _OF_DECODERS]
     rows = tuple(
         (
             _name(row),
@@ -227,8 +210,8 @@ def _whole(swap: Swap) -> Table:
     texts = max((whole.texts or 0 for whole in wholes), default=0)
     notes = (
         f"Attention replaced in all layers without training, against the {ORIGINAL} model. Mean over "
-        f"{f'{texts} text' + 's' * (texts > 1) if texts else 'draws'}. Interval: standard deviation over "
-        "draws of random features. Time and memory: one "
+        f"{f'{texts} text' + 's' * (texts > 1) if texts else 'draws'}. Intervals: standard deviation over "
+        "draws of random features; of loss and recall 95 %. Time and memory: one "
         f"{'forward pass of the first text' if texts else 'run'}.",
         f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than {UNIFORM_ATTENTION}.",
         *mark_notes(rows),
@@ -247,14 +230,18 @@ def _whole(swap: Swap) -> Table:
 
 
 def _cell(row: SwapRow, quantity: str) -> str:
-    """The mean and its standard deviation from draw to draw, or why there is none."""
-    value = row.spread(quantity)
-    if value is None:
+    """The mean and its interval, or why there is none."""
+    value, whole = _mean(row.whole, quantity), row.whole
+    if value is None or whole is None:
         return next((bad.status for bad in row.failed if bad.case.kind == "swap"), NOT_MEASURED)
-    shown = show_quantity(quantity, value.mean)
-    if not value.over_seeds:
-        return shown
-    return f"{shown}\t±{(100 if quantity == DISAGREEMENT else 1) * value.over_seeds:.2g}"
+    shown = show_quantity(quantity, value)
+    if quantity == LOSS and whole.loss_difference_error is not None:
+        return f"{shown}\t±{_WIDTH * whole.loss_difference_error:.4f}"
+    if quantity == RECALL and whole.copy_recall_exact and whole.copy_recall_error:
+        share, width = (100 * x / whole.copy_recall_exact for x in (value, whole.copy_recall_error))
+        return f"{share:.1f}\t±{_WIDTH * width:.1f}"
+    scatter = _scatter(whole, quantity)
+    return f"{shown}\t±{(100 if quantity == DISAGREEMENT else 1) * scatter:.2g}" if scatter else shown
 
 
 def _operations(record: Record | None) -> str:
@@ -277,70 +264,41 @@ def _alone(swap: Swap) -> list[Table]:
 
 
 def _nearest(swap: Swap, environment: Environment) -> str:
-    near = [(mean, row) for mean, row in swap.changed if row.backend not in (OWN, UNIFORM_ATTENTION)]
     left = missing(environment, {row.label for row in swap.rows if row.whole is not None or row.failed})
-    if not near:
+    value, row = next((pair for pair in swap.changed if pair[1].backend != UNIFORM_ATTENTION), (0.0, None))
+    if row is None:
         return left.strip()
-    value, row = near[0]
-    plainest = next((mean for mean, row in swap.changed if row.backend == UNIFORM_ATTENTION), float("inf"))
-    worse = [row.label for mean, row in near if mean >= plainest]
-    no_better = f" No better than uniform attention: {', '.join(worse)}." if worse else ""
-    speed, settled = "", ""
+    speed = ""
     if row.timed is not None and swap.reference is not None:
-        ratio = time_ratio(row.timed, swap.reference)
-        speed, settled = f", {compared(ratio)}", "" if ratio.side_of_one else f" {remedy(environment)}"
+        speed = f", {compared(time_ratio(row.timed, swap.reference))}"
     return (
         f"{swap.case.inputs} at {swap.case.tokens} tokens is changed least by {row.label}"
         f"{' among the candidates measured so far' if left else ''}: "
-        f"{quantity_words(swap.quantity, value)}{speed}.{settled}{no_better}{left}"
+        f"{quantity_words(swap.quantity, value)}{speed}.{left}"
     )
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """Two charts for each model, one below the other."""
-    models = swaps(records)
+    """One chart for each model with layers replaced alone, one below the other."""
+    models = [swap for swap in swaps(records) if swap.layers]
     if not models:
         return {}
     several = len(models) > 1
-    charts = [chart for swap in models for chart in _charts(swap, heading(swap.case) if several else "")]
     plot = Plot(
-        "Output change after replacing attention",
+        "Output change after replacing the attention of one layer",
         f"{'' if several else heading(models[0].case)}\n"
-        "no training; crosses: uniform attention; differences at rounding level are not drawn",
-        tuple((chart,) for chart in charts),
-        legend=False,
+        "no training; dashed: uniform attention; differences at rounding level are not drawn",
+        tuple((_chart(swap, heading(swap.case) if several else ""),) for swap in models),
     )
     return {"swap": plot}
 
 
-def _charts(swap: Swap, head: str) -> list[Chart]:
-    rows = swap.changed[:_MOST_ROWS]
-    styles = line_styles([(row.label, row.backend) for _, row in rows if row.backend != UNIFORM_ATTENTION])
-    cross = {"color": MUTED, "marker": "x", "linestyle": (0, (1, 2)), "linewidth": 1.2, "markersize": 6}
-    styles[UNIFORM_ATTENTION] = cross
-    alone = [
-        Series(row.label, list(line), list(line.values()), styles[row.label])
-        for _, row in rows
-        if (line := row.by_layer(swap.quantity))
-    ]
+def _chart(swap: Swap, title: str) -> Chart:
+    """One line for each backend over the layers."""
+    rows = [row for _, row in swap.changed[:_MOST_LINES] if row.by_layer(swap.quantity)]
+    styles = line_styles([(row.label, row.backend) for row in rows if row.backend != UNIFORM_ATTENTION])
+    styles[UNIFORM_ATTENTION] = UNIFORM_STYLE
+    lines = [(row.label, row.by_layer(swap.quantity)) for row in rows]
+    series = [Series(label, list(line), list(line.values()), styles[label]) for label, line in lines]
     layers = Axis("replaced layer (all others exact)", show="{:.0f}".format, ticks=swap.layers)
-    second = [Chart(layers, Axis(_DISTANCES[swap.quantity], "log"), tuple(alone))] if swap.layers else []
-    return [_end_to_end(swap, styles)._replace(title=head), *second]
-
-
-def _end_to_end(swap: Swap, styles: dict[str, dict[str, Any]]) -> Chart:
-    """One line for each backend up to its mean."""
-    rows = swap.changed[:_MOST_ROWS]
-    limits = (rows[0][0] / _MARGIN, rows[-1][0] * _MARGIN) if rows else None
-    series, names = [], {}
-    for height, (mean, row) in enumerate(rows):
-        # The line style of a name is the one of the other chart.
-        style, start = styles[row.label], limits[0] if limits else mean
-        series += [
-            Series("", (start, mean), (height, height), {**style, "marker": ""}),
-            Series("", (mean,), (height,), {**style, "linestyle": "none", "markersize": 8, "clip_on": False}),
-        ]
-        names[height - _ABOVE_LINE] = row.label
-    x = Axis(f"{_DISTANCES[swap.quantity]}, all layers replaced", "log", limits=limits)
-    y = Axis(ticks=names, limits=(len(rows) - 0.4, -0.9), inside=True)
-    return Chart(x, y, tuple(series), height=_ROW_INCHES * len(rows))
+    return Chart(layers, Axis(_DISTANCES[swap.quantity], "log"), tuple(series), title=title)

@@ -51,7 +51,7 @@ def test_the_plan_is_within_the_target_faster_and_told_with_its_layers(advised):
         f"Faster from {TOKENS} tokens (cosine, mean pool 0.9000). At {TOKENS} tokens 2.0"
     )
     assert "window(window=" in sentence and "in layers 0–2" in sentence
-    assert f'attach(model, "{LAYERS}")' in code
+    assert f'ea.attach(model, "{LAYERS}")' in code
     # Slower backends are not tried layer by layer.
     alone = {record.case.label for record in swaps(advised) if record.case.layer is not None}
     assert alone == {"window(window=5)", "window(window=15)"}
@@ -181,9 +181,8 @@ def test_sliding_layers_are_windows_first_and_a_plan_that_loses_nothing(make, la
     assert first is results.records[0] and first.case.label == LOSSLESS
     assert 0 <= first.next_token_kl < 1e-9
     (sentence, _) = results.sentences()
-    loss = "divergence 0 nats"
-    assert f"2.0 ± 0.2 times faster, {loss}, with sliding window in layers {layers}" in sentence
-    assert "windows in its sliding layers alone 2.5 ± 0.2 times faster" in sentence
+    assert f"2.0 ± 0.2 times faster, with sliding window in layers {layers}" in sentence
+    assert f"; {LOSSLESS} 2.5 ± 0.2 times faster" in sentence
     ids = torch.arange(20)[None]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     (tmp_path / LAYERS).write_text(results.files()[LAYERS])
@@ -198,11 +197,6 @@ def test_further_gains_are_those_over_windows_in_sliding_layers(tmp_path, monkey
     plan = {"0": SLIDING, "1": SLIDING, "2": "performer-positive"}
     measured = plans(advise(folder, max_kl=100.0, **FEATURES))
     assert measured == {label: json.dumps(plan) for label in ("plan 1", "plan")}
-    # A budget that ends before any of that leaves the windows.
-    with monkeypatch.context() as patch:
-        predict_long(patch, lambda case, rounds: case.backend == "performer-positive" and not rounds)
-        short = advise(folder, max_kl=100.0, budget_s=60.0, **FEATURES)
-    assert "1.7 ± 0.1 times faster, divergence 0 nats, with sliding window" in short.sentences()[0]
     # Slower than the windows, if faster than the model.
     monkeypatch.setitem(TIMES_S, "performer-positive", 0.8)
     measured = plans(advise(folder, max_kl=100.0, **FEATURES))

@@ -50,14 +50,13 @@ def distance(states, exact):
 def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(encoder):
     records = quality(swap(encoder, ["window"], options={"window": {"window": [5]}}, by_layer=True))
     model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
-    hidden, pooled, tokens, first = [], [], [], []
+    hidden, pooled, first = [], [], []
     for ids in tokenized(encoder):
         exact = hidden_states(model, ids)
         with swapped(model, "window", window=5):
             states = hidden_states(model, ids)
         hidden.append(relative_error(states, exact))
         pooled.append(distance(states.mean(0), exact.mean(0)))
-        tokens.append(distance(states, exact))
         first.append(distance(states[0], exact[0]))
     assert min(pooled) > 100 * ROUNDING**2
     record = records["window(window=5)", None]
@@ -65,7 +64,6 @@ def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(en
     # The states are those of two runs of the same model, so only rounding within one run is left.
     assert record.hidden_relative_error_draws == pytest.approx(hidden, rel=1e-4)
     assert record.mean_pool_distance_draws == pytest.approx(pooled, rel=1e-3)
-    assert record.token_distance_draws == pytest.approx(tokens, rel=1e-3)
     assert record.first_token_distance_draws == pytest.approx(first, rel=1e-3)
     assert record.mean_pool_distance == pytest.approx(fmean(pooled), rel=1e-3)
     assert record.next_token_kl is None and record.perplexity is None
@@ -212,8 +210,6 @@ def test_a_run_times_all_variants_and_is_written_read_and_drawn(encoder, tmp_pat
     assert set(rows) == {ORIGINAL, "exact", UNIFORM_ATTENTION} | labels
     distances = quality(again)["window(window=3)", None]
     assert rows["window(window=3)"][1] == show_quantity(MEAN_POOL, distances.mean_pool_distance)
-    remark = again.sentences()[1]
-    assert remark.startswith("Few or no operations saved") and f"window(window={TOKENS + 1}) " in remark
     assert (tmp_path / "run" / "swap.png").is_file()
 
 
