@@ -8,6 +8,8 @@ from transformers import PreTrainedModel
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve, seeded, spawn_seeds
+from efficient_attn.backends.by_head import NAME as BY_HEAD
+from efficient_attn.backends.by_head import parts_of
 from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.plan_files import check_size, plan_of_backends
 from efficient_attn.integrations.transformers.loading import data_errors
@@ -83,7 +85,8 @@ def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, s
     if options.get("sharing") == "layers":
         raise UnsupportedError("sharing='layers' is for ea.Encoder; in a transformers model: 'key-value'.")
     if site.pattern.window is not None:
-        chosen, options = resolve("window"), _window_options(site, chosen.name, options)
+        name, window_options = _within_window(site, chosen.name, options)
+        chosen, options = resolve(name), dict(window_options)
     if seed is not None:
         options = seeded(chosen, options, seed)
     return build(
@@ -97,21 +100,27 @@ def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, s
     )
 
 
-def _window_options(site: AttentionSite, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the window that a sliding layer is, whose width is fixed by the model."""
+def _within_window(site: AttentionSite, name: str, options: Mapping[str, Any]) -> Choice:
+    """The backend that serves a request in a sliding-window layer, whose width is fixed by the model.
+
+    Exact attention is a window of this width there.
+    """
     width = site.pattern.window
+    if name == BY_HEAD:
+        entries = [(resolve(part["backend"]).name, part["options"]) for part in parts_of(options)]
+        rest, *parts = (_within_window(site, *entry) for entry in entries)
+        return Choice(name, {"heads": dict(zip(options["heads"], parts, strict=True)), "rest": rest})
     if name not in ("exact", "window"):
         raise UnsupportedError(
             f"Backend {name!r} does not support {site.pattern}; 'window' and 'exact' do: attach(model, "
             f"full={name!r}) leaves such layers exact."
         )
-    if options.get("window", width) != width or options.get("global_tokens"):
-        request = ", ".join(f"{option}={value}" for option, value in options.items())
+    if options.get("window", width) != width:
         raise OptionError(
-            f"{request}: {site.path} slides over {width} keys, as the model does; full=('window', …) "
-            "sets the other layers."
+            f"window={options['window']}: {site.path} slides over {width} keys, a width fixed by the model; "
+            f"full=('window', {{'window': {options['window']}}}) sets the other layers."
         )
-    return {"window": width} if name == "exact" else {**options, "window": width}
+    return Choice("window", {"window": width} if name == "exact" else {**options, "window": width})
 
 
 def _choices_by_layer(sites: list[AttentionSite], backends: Mapping[Any, Any]) -> dict[int, Choice]:

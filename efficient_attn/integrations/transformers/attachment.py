@@ -33,6 +33,7 @@ from efficient_attn.integrations.transformers.attend import (
     attend,
     make_mask,
 )
+from efficient_attn.integrations.transformers.caches import needs_state, replace_cache_layer
 from efficient_attn.integrations.transformers.loading import (
     data_errors,
     model_class,
@@ -76,7 +77,7 @@ def attach(
     Returns the same model, which may be inside a module of another library, such as a PeftModel.
 
     Layers without a choice stay exact. For sliding-window layers, `exact` and `window` compute softmax over
-    the model's own window; other backends are refused.
+    the model's own window and the global tokens, alone or in `by-head`; other backends are refused.
 
     Args:
         backend: Any argument of `build`, for all layers, with `options`; or a mapping from layers to
@@ -150,8 +151,13 @@ def install(
         model.config.efficient_attn = plan_of(model, backends)
         # A saved model loaded without its backends would silently compute something else.
         setattr(model.config, _FUNCTION, NAME)
-        if not hasattr(model, _HOOK):
-            setattr(model, _HOOK, model.register_forward_pre_hook(_refuse_call, with_kwargs=True))
+        hooks: list[tuple[nn.Module, Callable[..., None]]] = [(model, _refuse_call)]
+        for site in sites:
+            if needs_state(backends[site.path], site.pattern):
+                hooks.append((site.module, replace_cache_layer))
+        for module, hook in hooks:
+            if not hasattr(module, _HOOK):
+                setattr(module, _HOOK, module.register_forward_pre_hook(hook, with_kwargs=True))
     except BaseException:
         restore()
         raise
@@ -230,15 +236,15 @@ def _snapshot(model: PreTrainedModel) -> Callable[[], None]:
     }
     implementations = [(config, config._attn_implementation) for config in configs.values()]
     entries = {name: value for name, value in vars(model.config).items() if name in (NAME, _FUNCTION)}
-    hooked = hasattr(model, _HOOK)
+    hooked = {module for module in model.modules() if hasattr(module, _HOOK)}
 
     def restore() -> None:
         for module in list(model.modules()):
             if isinstance(getattr(module, SUBMODULE, None), Backend):
                 delattr(module, SUBMODULE)
-        if hasattr(model, _HOOK) and not hooked:
-            getattr(model, _HOOK).remove()
-            delattr(model, _HOOK)
+            if hasattr(module, _HOOK) and module not in hooked:
+                getattr(module, _HOOK).remove()
+                delattr(module, _HOOK)
         for module, backend in attached:
             setattr(module, SUBMODULE, backend)
         # Setting a configuration also sets its nested configurations, which come later in this list.

@@ -8,11 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicSlidingWindowLayer,
+    StaticSlidingWindowLayer,
+)
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.transformers.attend import NAME, STATE, SUBMODULE
+from efficient_attn.integrations.masks import Pattern
+from efficient_attn.integrations.transformers.attend import NAME, PATTERN, STATE, SUBMODULE
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, unwrap
 
 
@@ -34,13 +40,15 @@ class StateCache(Cache):
 
 
 class StateLayer(CacheLayerMixin):
-    """The state of one layer."""
+    """The state of one layer.
 
-    is_sliding = False
+    Args:
+        back: Number of earlier keys that masks of sliding layers have beside this one; None: not sliding.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, back: int | None = None) -> None:
         super().__init__()
-        self.seen = 0
+        self.seen, self.back, self.is_sliding = 0, back or 0, back is not None
         # Whether the last keys are not part of the state yet.
         self.unread = False
         # A NamedTuple of tensors, or a tuple of such; None before the first token.
@@ -61,19 +69,22 @@ class StateLayer(CacheLayerMixin):
         return key_states, value_states
 
     def extend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Output of the new tokens. Updates the state."""
+        """Output of the new tokens, the last ones of `key_mask`. Updates the state."""
+        if key_mask is not None:
+            key_mask = key_mask[:, key_mask.shape[1] - k.shape[2] :]
         if not self.unread:
             raise UnsupportedError(
                 "Several layers of this model read the same keys, of which a state has only the new ones; "
-                "use transformers' own cache, or use_cache=False."
+                "use_cache=False works, or no StateCache and no global_tokens in sliding layers."
             )
         self.unread = False
         out, self.state = backend.extend(q, k, v, self.state, key_mask=key_mask)
         return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of keys and position of the first: those of the queries."""
-        return query_length, self.seen
+        """Number of keys and position of the first: those of the queries, and of a sliding layer's cache."""
+        earlier = min(self.seen, self.back)
+        return earlier + query_length, self.seen - earlier
 
     def get_seq_length(self) -> int:
         return self.seen
@@ -96,7 +107,8 @@ class StateLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
             raise UnsupportedError(
-                "A state cannot remove tokens; assisted generation needs transformers' own cache."
+                "A state cannot remove tokens; assisted generation needs transformers' own cache, and no "
+                "global_tokens in sliding layers."
             )
 
     def offload(self) -> None:
@@ -130,3 +142,33 @@ def _check_streams(site: AttentionSite) -> None:
         )
     if not backend.spec.capabilities.streaming:
         raise UnsupportedError(f"The backend of {site.path} has no state; use transformers' own cache.")
+
+
+def needs_state(backend: Backend, pattern: Pattern) -> bool:
+    """Whether the cache of a sliding layer drops keys that the backend reads: its global tokens."""
+    parts = (part for part in backend.modules() if isinstance(part, Backend))
+    streaming = any(getattr(part.options, "global_tokens", 0) for part in parts)
+    return streaming and pattern.sliding and pattern.causal
+
+
+def replace_cache_layer(module: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    """Put a state in place of the cache of a sliding layer, before its first token."""
+    backend: Any = getattr(module, SUBMODULE, None)
+    cache: Any = next((x for x in (*args, *named.values()) if isinstance(x, Cache)), None)
+    attached = backend is not None and module.config._attn_implementation == NAME
+    if cache is None or not attached:
+        return
+    layers, number = getattr(cache, "self_attention_cache", cache).layers, module.layer_idx
+    layer: Any = layers[number] if number < len(layers) else None
+    # Layers that do not slide keep all keys.
+    if isinstance(layer, StateLayer) or not getattr(layer, "is_sliding", False):
+        return
+    if not needs_state(backend, getattr(backend, PATTERN)):
+        return
+    replaceable = type(layer) in (DynamicSlidingWindowLayer, StaticSlidingWindowLayer)
+    if not replaceable or layer.get_seq_length():
+        raise UnsupportedError(
+            f"{type(module).__name__} reads global_tokens, which this {type(layer).__name__} drops; "
+            "use an empty cache of transformers, a StateCache, or use_cache=False."
+        )
+    layers[number] = StateLayer(getattr(backend, PATTERN).back)

@@ -8,25 +8,33 @@ pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is
 
 from integrations.hf_models import (
     DECODERS,
+    GROUPED,
     ROUNDING,
     VOCABULARY,
     WINDOW,
     attended,
     bert,
     gemma3,
+    inputs,
     llama,
     mistral,
+    modernbert,
+    tiny,
 )
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionAndSlidingWindowAttentionLayer
 
 import efficient_attn as ea
 from efficient_attn.errors import DtypeError, UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL
-from efficient_attn.integrations.transformers import StateCache, attach
+from efficient_attn.integrations.transformers import StateCache, attach, swapped
 from efficient_attn.integrations.transformers.caches import StateLayer
 
 NEW = 6
 
 LINEAR = ("performer-positive", {"num_features": 16})
+STREAMING = ("window", {"global_tokens": 2})
+SECOND_HEAD = ("by-head", {"heads": {"1": STREAMING}})
 # Options of a backend by name.
 OPTIONS = {
     "window": {"window": WINDOW},
@@ -45,12 +53,12 @@ def prompt():
     }
 
 
-def generated(model, **choices):
+def generated(model, new=NEW, **choices):
     """Generated tokens and the logits that chose them."""
     out = model.generate(
         **prompt(),
-        max_new_tokens=NEW,
-        min_new_tokens=NEW,
+        max_new_tokens=new,
+        min_new_tokens=new,
         do_sample=False,
         pad_token_id=0,
         output_logits=True,
@@ -60,9 +68,9 @@ def generated(model, **choices):
     return out.sequences, torch.stack(out.logits)
 
 
-def assert_same(actual, expected):
+def assert_same(actual, expected, bound=1e-5):
     """The promised 1e-5, of the largest logit where logits are larger than one."""
-    tolerance = 1e-5 * max(1.0, float(expected[1].abs().max()))
+    tolerance = bound * max(1.0, float(expected[1].abs().max()))
     torch.testing.assert_close(actual[1], expected[1], rtol=0, atol=tolerance)
     assert torch.equal(actual[0], expected[0])
 
@@ -89,10 +97,13 @@ def test_text_is_the_same_without_a_cache_with_the_caches_of_transformers_and_wi
     assert_same(generated(model, cache_implementation="static", disable_compile=True), expected)
 
 
-@pytest.mark.parametrize(("make", "backend"), [(llama, LINEAR), (gemma3, LINEAR), (mistral, "window")])
+@pytest.mark.parametrize(
+    ("make", "backend"),
+    [(llama, LINEAR), (gemma3, LINEAR), (mistral, "window"), (mistral, SECOND_HEAD)],
+)
 def test_the_state_of_linear_attention_and_of_windows_does_not_grow(make, backend):
     model, sizes = attach(make(), **{"sliding" if make is mistral else "full": backend}), []
-    cache = StateCache(model)
+    cache = DynamicCache(config=model.config) if backend is SECOND_HEAD else StateCache(model)
     with torch.no_grad():
         for tokens in [6] * 4 + [1] * 40:
             model(torch.randint(4, VOCABULARY, (1, tokens)), past_key_values=cache)
@@ -153,29 +164,22 @@ def test_a_changed_cache_continues_texts_as_no_cache_does(backend, change):
 
 
 def test_states_are_refused_where_they_cannot_be_kept_shortened_or_offloaded():
-    cache, key = StateCache(attach(llama(), "performer-positive")), torch.zeros(1, 2, 1, 8)
-    cache.layers[0].update(key, key)
-    twice = [ea.build("window", head_dim=8, causal=True)] * 2
+    cache = StateCache(attach(llama(), "performer-positive"))
     for act, error, match in (
         (lambda: StateCache(llama()), UnsupportedError, "attach first"),
         (lambda: StateCache(attach(bert(), "exact")), UnsupportedError, "for decoders"),
         (lambda: StateCache(3), DtypeError, "transformers model, or holds one, not int"),
         (lambda: cache.crop(-1), UnsupportedError, "cannot remove tokens"),
         (lambda: cache.layers[0].offload(), UnsupportedError, "cannot be offloaded"),
-        (
-            lambda: [cache.layers[0].extend(x, key, key, key, None) for x in twice],
-            UnsupportedError,
-            "read the same keys",
-        ),
     ):
         with pytest.raises(error, match=match):
             act()
 
 
-@pytest.mark.parametrize("make", [llama, mistral])
-def test_a_state_that_does_not_reach_the_attention_is_noticed(make, monkeypatch):
-    model = attach(make(), "exact")
-    cache = StateCache(model)
+@pytest.mark.parametrize(("make", "backend"), [(llama, "exact"), (mistral, "exact"), (mistral, STREAMING)])
+def test_a_state_that_does_not_reach_the_attention_is_noticed(make, backend, monkeypatch):
+    model = attach(make(), {"0-2": backend})
+    cache = StateCache(model) if backend == "exact" else DynamicCache(config=model.config)
 
     def without_mark(self, k, v, *_, **__):
         self.seen += k.shape[-2]
@@ -186,6 +190,125 @@ def test_a_state_that_does_not_reach_the_attention_is_noticed(make, monkeypatch)
     model(ids, past_key_values=cache)
     with pytest.raises(UnsupportedError, match="copies or changes the keys of its cache"):
         model(ids, past_key_values=cache)
+
+
+def gemma2():
+    """Layers 0 and 2 slide."""
+    fields = {"sliding_window": WINDOW, "head_dim": 8, "attn_logit_softcapping": None}
+    return tiny("Gemma2ForCausalLM", {**GROUPED, **fields})
+
+
+def qwen2():
+    """Layers 1 and 2 slide."""
+    fields = {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": WINDOW}
+    return tiny("Qwen2ForCausalLM", {**GROUPED, **fields})
+
+
+FIRST_HEAD = ("by-head", {"heads": {"0": STREAMING}, "rest": "window"})
+
+
+@pytest.mark.parametrize(
+    ("backend", "heads"), [(STREAMING, slice(None)), (SECOND_HEAD, 1), (FIRST_HEAD, 0)], ids=str
+)
+@pytest.mark.parametrize("make", [mistral, gemma2, gemma3, qwen2, modernbert])
+def test_global_tokens_in_sliding_layers_are_the_first_real_keys_in_the_mask_of_the_model(
+    make, backend, heads
+):
+    model, batch, causal = make().double(), inputs(), make is not modernbert
+    real = batch["attention_mask"].bool()
+    column = torch.arange(real.shape[1])
+    row, kv_heads = column[:, None], 2 if causal else 4
+    near = (row - column).abs() <= (WINDOW - 1 if causal else 4)
+    window = near.expand(3, kv_heads, *near.shape).clone()
+    window[:, heads] |= (real & (real.cumsum(dim=-1) <= 2)).view(3, *[1] * (window[:, heads].ndim - 2), -1)
+    allowed = real[:, None, None] & (column <= row if causal else row >= 0)
+    # Rows of padding read something, to remain numbers.
+    whole, window = (x | (row == column) for x in (allowed, window & allowed))
+    whole, window = (torch.where(x, 0.0, -torch.inf).double() for x in (whole, window))
+    window = window.repeat_interleave(4 // kv_heads, dim=1)
+    masks = {"sliding_attention": window, "full_attention": whole}
+    with torch.no_grad():
+        expected = model(batch["input_ids"], window if make is mistral else masks).logits
+        attach(model, sliding=backend)
+        actual = model(**batch).logits
+        changed = {**batch, "input_ids": batch["input_ids"].clone()}
+        changed["input_ids"][:, 16:] = 4
+        earlier = model(**changed).logits[:, :16]
+    # Gemma 2 computes its weights in float32.
+    bound = 1e-6 if make is gemma2 else 1e-12
+    torch.testing.assert_close(actual[real], expected[real], rtol=bound, atol=bound)
+    assert not causal or torch.equal(earlier, actual[:, :16])
+
+
+CACHES = {
+    "of transformers": lambda model: {},
+    "of transformers, prompt in pieces": lambda model: {"prefill_chunk_size": 2},
+    "of all keys": lambda model: {"past_key_values": DynamicCache()},
+    "static": lambda model: {"cache_implementation": "static", "disable_compile": True},
+    "states": lambda model: {"past_key_values": StateCache(model)},
+}
+
+
+# In the models of one layer that streams, other sliding layers have the cache of transformers.
+@pytest.mark.parametrize(
+    ("make", "backend"),
+    [
+        *((mistral, {0: SECOND_HEAD}), (mistral, {1: STREAMING})),
+        *((gemma2, SECOND_HEAD), (gemma3, STREAMING), (qwen2, FIRST_HEAD)),
+    ],
+)
+def test_sliding_layers_with_global_tokens_continue_texts_as_without_a_cache(make, backend):
+    model = make().double()
+    attach(model, **({"backend": backend} if isinstance(backend, dict) else {"sliding": backend}))
+    expected = generated(model, new=4 * WINDOW, use_cache=False)
+    for cache in CACHES.values():
+        # `generate` returns logits in float32.
+        assert_same(generated(model, new=4 * WINDOW, **cache(model)), expected, bound=1e-6)
+
+
+def test_global_tokens_reach_a_model_of_sliding_and_full_layers_beams_and_gradients():
+    model, beams = gemma3().double(), {"num_beams": 3, "num_return_sequences": 2}
+    attach(model, SECOND_HEAD[0], **SECOND_HEAD[1])
+    kinds = [layer.self_attn.efficient_attn.core.parts[1].options.window for layer in model.model.layers]
+    assert kinds == [WINDOW, WINDOW, 257]
+    expected = generated(model, new=3 * WINDOW, use_cache=False, **beams)
+    for cache in CACHES.values():
+        assert torch.equal(generated(model, new=3 * WINDOW, **cache(model), **beams)[0], expected[0])
+    gradients = []
+    for use_cache in (True, False):
+        model.zero_grad()
+        model(**inputs(), use_cache=use_cache).logits.square().sum().backward()
+        gradients.append(model.model.embed_tokens.weight.grad.clone())
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
+
+
+def test_the_caches_of_a_model_are_its_own_again_without_global_tokens():
+    model = attach(mistral(), sliding="window")
+    expected = generated(model)
+    with swapped(model, sliding=STREAMING):
+        assert not torch.equal(generated(model)[1], expected[1])
+    assert_same(generated(model), expected)
+    attach(model, sliding=STREAMING).set_attn_implementation("sdpa")
+    assert_same(generated(model), expected)
+
+
+def test_caches_that_drop_the_global_tokens_or_share_keys_are_refused():
+    ids = torch.randint(4, VOCABULARY, (1, 3)).repeat(1, 4)
+    filled = mistral()(ids).past_key_values
+    model, layer, key = attach(mistral(), sliding=STREAMING), StateLayer(), torch.zeros(1, 2, 1, 8)
+    layer.update(key, key)
+    twice = [ea.build("window", head_dim=8, causal=True)] * 2
+    hybrid = DynamicCache(config=model.config)
+    hybrid.layers[0] = LinearAttentionAndSlidingWindowAttentionLayer(WINDOW)
+    assisted = {"prompt_lookup_num_tokens": 2, "max_new_tokens": 9}
+    for act, match in (
+        (lambda: model(ids, past_key_values=filled), "an empty cache of transformers, a StateCache"),
+        (lambda: model(ids, past_key_values=hybrid), "this LinearAttentionAndSliding.* drops"),
+        (lambda: model.generate(ids, **assisted), "no global_tokens in sliding layers"),
+        (lambda: [layer.extend(x, key, key, key, None) for x in twice], "read the same keys.*no StateCache"),
+    ):
+        with pytest.raises(UnsupportedError, match=match):
+            act()
 
 
 @pytest.mark.parametrize("causal", [None, True, False])

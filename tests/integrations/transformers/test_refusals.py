@@ -42,6 +42,10 @@ def fixed():
     return model
 
 
+def by_head(backend):
+    return {"backend": "by-head", "heads": {"1": backend}}
+
+
 @pytest.mark.parametrize(
     ("make", "request_", "error", "match"),
     [
@@ -59,8 +63,9 @@ def fixed():
         (bart, {"backend": "window"}, UnsupportedError, r"has no cross-attention.*cross='exact'"),
         (modernbert, {"backend": "performer-positive"}, UnsupportedError, "full='performer-positive'"),
         (modernbert, {"backend": "window", "window": 65}, OptionError, "slides over 9 keys"),
-        (mistral, {"backend": "window", "global_tokens": 4}, OptionError, "attn slides over 5 keys"),
-        (mistral, {"backend": "by-head", "heads": {}}, UnsupportedError, "does not support causal over 5"),
+        (mistral, by_head("windw"), UnknownNameError, "Did you mean 'window'"),
+        (mistral, by_head(("window", {"window": 9})), OptionError, "attn slides over 5 keys"),
+        (mistral, by_head("linear-elu"), UnsupportedError, "'linear-elu' does not support causal over 5"),
         (indexed, {"backend": "exact"}, UnsupportedError, r"layers\.1\.self_attn reads the keys of an index"),
         (with_indexer, {"backend": "exact"}, UnsupportedError, r"1\.self_attn reads the keys of an index"),
         (on_meta, {"backend": "window"}, UnsupportedError, r"0\.self_attn are on meta; attach backends"),

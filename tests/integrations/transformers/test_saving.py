@@ -54,6 +54,7 @@ MAKERS = {
         llama(), "by-head", heads={"0": ("window", {"window": 7}), "1": POSITIVE_PAIR}, rest="linear-elu"
     ),
     "sliding": lambda: attach(gemma3(), sliding="window", full="performer-positive"),
+    "sliding heads": lambda: attach(gemma3(), "by-head", heads={"1": ("window", {"global_tokens": 2})}),
     "exact": lambda: attach(modernbert(), "exact"),
 }
 
@@ -80,7 +81,7 @@ torch.save(torch.stack(load(sys.argv[1]).generate(**batch, **choices).logits), s
 
 
 def test_another_process_continues_texts_with_the_backends_of_a_saved_model(tmp_path):
-    model, file = MAKERS["by head"](), tmp_path / "file"
+    model, file = MAKERS["sliding heads"](), tmp_path / "file"
     model.save_pretrained(tmp_path / "model")
     choices = {"max_new_tokens": 16, "output_logits": True, "return_dict_in_generate": True}
     torch.save((BATCH, choices), file)
