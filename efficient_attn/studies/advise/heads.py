@@ -1,13 +1,14 @@
 """Steps of an advice for a decoder: key heads that stream, ranked, counted by bisection and verified."""
 
+import itertools
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,122 +22,173 @@ from efficient_attn.integrations.transformers.swapping import (
     AttentionSites,
     backpropagate_loss,
     build_layers,
+    forward,
     replaced_forward,
 )
+from efficient_attn.measure.copies import copies_begin
 from efficient_attn.measure.planted_numbers import PROMPTS
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import OWN, PLAN, Variant
 from efficient_attn.measure.worker import answer
 from efficient_attn.studies.advise.outcomes import Targets
 from efficient_attn.studies.advise.plan import HEADS, RANDOM_HEADS, RETRIEVAL
-from efficient_attn.studies.study import Point, Steps
-from efficient_attn.studies.swap.measure import OWN_ATTENTION, WINDOW, case_of, pass_point, plan_point
+from efficient_attn.studies.study import Point, Request, Steps
+from efficient_attn.studies.swap.measure import (
+    OWN_ATTENTION,
+    WINDOW,
+    Subject,
+    case_of,
+    pass_point,
+    plan_point,
+)
 from efficient_attn.studies.swap.model import TextSubject
 
-# What a streaming head reads.
-STREAMING = Choice(WINDOW, {"window": 512, "global_tokens": 4})
+# What a streaming head may keep, the least first: more is tried where fewer than a third of the heads stream.
+STREAMING = tuple(Choice(WINDOW, {"window": window, "global_tokens": 4}) for window in (512, 1024))
 
-# Score by which key heads are ranked, in the words of the verdict.
-SCORE = "second-order score"
+# Scores by which key heads are ranked, in the words of the verdict: at first, and where that rank fails.
+CHANGE, SECOND_ORDER = "change of outputs", "second-order score"
 
 # Plans that the bisection tries: the count is known to a 32nd of all heads then.
 _TRIALS = 5
 
-# Time of the score over that of a forward pass: 2.9 was measured.
-_SCORE_COST = 3.0
+# Time of a second-order score over that of the change of outputs: 2.9 was measured.
+_SECOND_ORDER_COST = 3.0
 
-# Layer and number of key heads.
-Heads = Sequence[tuple[int, int]]
+
+class HeadPlan(NamedTuple):
+    """Key heads that stream.
+
+    Attributes:
+        heads: Layer and number of each of them.
+        choice: The window that they read.
+        score: Score by which they were ranked.
+    """
+
+    heads: Sequence[tuple[int, int]]
+    choice: Choice
+    score: str
+
+    @property
+    def by_layer(self) -> dict[int, list[int]]:
+        """Numbers of the heads by layer."""
+        layers = sorted({layer for layer, _ in self.heads})
+        return {layer: sorted(head for place, head in self.heads if place == layer) for layer in layers}
+
+    def saving(self, tokens: int) -> float:
+        """Number of streaming heads, times the share of the keys of a sequence that they do not read."""
+        return len(self.heads) * max(1 - sum(self.choice.options.values()) / tokens, 0.0) ** 2
 
 
 def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *, rounds: int) -> Steps:
     """Rank the key heads, let as many stream as the targets allow, and verify on held-out texts."""
-    record = yield _rank_point(choosing)
-    if record.status != "ok":
-        return
-    ranked = _ranked(record, choosing)
-    fewest, most = 0, len(ranked)
-    for number in range(1, _TRIALS + 1):
-        count = max(len(ranked) // 3, 1) if number == 1 else (fewest + most) // 2
-        if count in (fewest, most):
+    heads = [(layer, head) for layer in choosing.layers for head in range(_kv_heads(choosing))]
+    labels = (f"{PLAN} {number}" for number in itertools.count(1))
+    plans: list[HeadPlan] = []
+    for choice in STREAMING:
+        plan = yield from _counted(choosing, targets, choice, labels)
+        if plan is None:
             break
-        record = yield _planned(choosing, f"{PLAN} {number}", ranked[:count])
-        if record.status != "ok":
-            return
-        fewest, most = (fewest, count) if targets.halved().missed(record) else (count, most)
+        plans.append(plan)
+        if 3 * len(plan.heads) >= len(heads):
+            break
+    if not plans:
+        return
+    plan = max(plans, key=lambda plan: plan.saving(choosing.shared["tokens"]))
     vars(choosing).pop("exact", None)
-    heads = ranked[:fewest]
-    yield _planned(held_out, PLAN, heads)
-    if heads:
+    yield _planned(held_out, PLAN, plan)
+    if plan.heads:
         # As many heads, drawn by chance: what the rank is worth.
-        drawn = random.Random(choosing.shared["seed"]).sample(ranked, len(heads))
-        yield _planned(held_out, RANDOM_HEADS, sorted(drawn))
-        variants = (OWN_ATTENTION, _variant(PLAN, heads, held_out))
+        drawn = random.Random(choosing.shared["seed"]).sample(heads, len(plan.heads))
+        yield _planned(held_out, RANDOM_HEADS, plan._replace(heads=drawn))
+        variants = (OWN_ATTENTION, _variant(PLAN, plan, held_out))
         yield [pass_point(held_out, variant, rounds=rounds) for variant in variants]
         yield _retrieved(held_out, variants[1])
     vars(held_out).pop("exact", None)
 
 
-def _rank_point(subject: TextSubject) -> Point:
-    options = {"score": SCORE, **STREAMING.options}
-    case = case_of(subject, HEADS, replace(OWN_ATTENTION, options=options))
+def _counted(
+    subject: TextSubject, targets: Targets, choice: Choice, labels: Iterator[str]
+) -> Generator[Request, Any, HeadPlan | None]:
+    """Rank the heads and bisect the number that may stream; None if that was not measured to the end.
+
+    Where a third of them misses a target, a second-order score ranks them anew.
+    """
+    record = yield _rank_point(subject, choice, CHANGE)
+    if record.status != "ok":
+        return None
+    ranked, score = _ranked(record, subject), CHANGE
+    fewest, most = 0, len(ranked)
+    for number in range(_TRIALS):
+        count = max(len(ranked) // 3, 1) if number == 0 else (fewest + most) // 2
+        if count in (fewest, most):
+            break
+        record = yield _planned(subject, next(labels), HeadPlan(ranked[:count], choice, score))
+        if number == 0 and record.status == "ok" and targets.halved().missed(record):
+            rank = yield _rank_point(subject, choice, SECOND_ORDER)
+            if rank.status == "ok":
+                ranked, score = _ranked(rank, subject), SECOND_ORDER
+                record = yield _planned(subject, next(labels), HeadPlan(ranked[:count], choice, score))
+        if record.status != "ok":
+            return None
+        fewest, most = (fewest, count) if targets.halved().missed(record) else (count, most)
+    return HeadPlan(ranked[:fewest], choice, score)
+
+
+def _rank_point(subject: TextSubject, choice: Choice, score: str) -> Point:
+    case = case_of(subject, HEADS, replace(OWN_ATTENTION, options={"score": score, **choice.options}))
     return Point(
         case=case,
-        measure=partial(answer, case, partial(_scored, case, subject)),
-        label=f"{SCORE} of the key heads, {case.tokens} tokens",
+        measure=partial(answer, case, partial(_scored, case, subject, choice)),
+        label=f"{score} of the key heads, window {choice.options['window']}, {case.tokens} tokens",
         series=OWN,
-        cost=_SCORE_COST * case.tokens,
+        cost=(_SECOND_ORDER_COST if score == SECOND_ORDER else 1.0) * case.tokens,
     )
 
 
-def _ranked(record: Record, subject: TextSubject) -> Heads:
-    """The key heads, the least needed first; in their order where the scores are still to be measured."""
+def _ranked(record: Record, subject: Subject) -> list[tuple[int, int]]:
+    """(layer, key head), the least needed first; in their order where the scores are still to be measured."""
     if record.head_scores is None:
         return [(layer, head) for layer in subject.layers for head in range(_kv_heads(subject))]
     scores = sorted(json.loads(record.head_scores), key=lambda row: row[2])
     return [(layer, head) for layer, head, _ in scores]
 
 
-def _kv_heads(subject: TextSubject) -> int:
+def _kv_heads(subject: Subject) -> int:
     """Key heads of a layer."""
     return int(subject.shared["num_kv_heads"] or subject.shared["num_heads"])
 
 
-def _scored(case: Case, subject: TextSubject) -> Record:
-    scores = second_order_scores(subject.model, subject.sites, subject.texts, STREAMING)
+def _scored(case: Case, subject: TextSubject, choice: Choice) -> Record:
+    score = second_order_scores if case.options["score"] == SECOND_ORDER else head_scores
+    scores = score(subject.model, subject.sites, subject.texts, choice)
     rows = [(layer, head, value) for layer, row in scores.items() for head, value in enumerate(row)]
-    return Record(case=case, head_scores=json.dumps(rows), ranked_by=SCORE)
+    return Record(case=case, head_scores=json.dumps(rows), ranked_by=case.options["score"])
 
 
-def _by_layer(heads: Heads) -> dict[int, list[int]]:
-    """Numbers of the heads by layer."""
-    layers = sorted({layer for layer, _ in heads})
-    return {layer: sorted(head for place, head in heads if place == layer) for layer in layers}
-
-
-def _variant(label: str, heads: Heads, subject: TextSubject) -> Variant:
+def _variant(label: str, plan: HeadPlan, subject: Subject) -> Variant:
     """The plan as one variant; its options tell plans apart."""
     target = {}
-    for layer, numbers in _by_layer(heads).items():
-        part = {"heads": {",".join(map(str, numbers)): tuple(STREAMING)}}
-        target[layer] = STREAMING if len(numbers) == _kv_heads(subject) else Choice(BY_HEAD, part)
-    options = {"layers": json.dumps(_by_layer(heads)), "window": STREAMING.options["window"]}
+    for layer, numbers in plan.by_layer.items():
+        part = {"heads": {",".join(map(str, numbers)): tuple(plan.choice)}}
+        target[layer] = plan.choice if len(numbers) == _kv_heads(subject) else Choice(BY_HEAD, part)
+    options = {"layers": json.dumps(plan.by_layer), "window": plan.choice.options["window"]}
     return Variant(backend=PLAN, label=label, target=target, options=options)
 
 
-def _planned(subject: TextSubject, label: str, heads: Heads) -> Point:
+def _planned(subject: TextSubject, label: str, plan: HeadPlan) -> Point:
     """Loss and recall of a plan; without heads the record is the decision for none."""
     streaming = {
-        str(layer): f"{WINDOW} in key heads {', '.join(map(str, numbers))}"
-        for layer, numbers in _by_layer(heads).items()
+        str(layer): f"{plan.choice.backend} in key heads {', '.join(map(str, numbers))}"
+        for layer, numbers in plan.by_layer.items()
     }
     return plan_point(
         subject,
-        _variant(label, heads, subject),
+        _variant(label, plan, subject),
         streaming,
-        streaming_heads=len(heads),
+        streaming_heads=len(plan.heads),
         key_heads=_kv_heads(subject) * len(subject.layers),
-        ranked_by=SCORE,
+        ranked_by=plan.score,
     )
 
 
@@ -167,6 +219,33 @@ def _retrieval(case: Case, variant: Variant, subject: TextSubject) -> Record:
     )
 
 
+def head_scores(
+    model: Any, sites: AttentionSites, texts: Sequence[Tensor], streaming: Choice
+) -> dict[int, list[float]]:
+    """{layer: score of each key head}, the sum of its shares of the change in text and in copies.
+
+    The change is the norm of the difference that a key head makes in the output of its layer, after the
+    projection, over the norm of that output: what the residual stream sees. One forward pass per text, with
+    exact outputs; scores are changes over the mean change of all heads, added over text and copies.
+
+    Args:
+        texts: Token ids with copies at their end, [1 tokens] each.
+        streaming: The window that a key head would read.
+    """
+    changes: dict[int, Tensor] = {}
+
+    def add(site: AttentionSite, kv_heads: int, difference: Tensor, out: Tensor) -> None:
+        added = _changes(difference, out, kv_heads, _projection(site.module, out))
+        changes[site.layer] = changes.get(site.layer, torch.zeros_like(added)) + added
+
+    with _compared(model, sites, texts, streaming, add):
+        for ids in texts:
+            forward(model, ids)
+    table = torch.stack([changes[layer] for layer in sites.layers])
+    scores = (table / table.mean(dim=(0, 1)).clamp_min(torch.finfo(table.dtype).tiny)).sum(dim=-1)
+    return {layer: row.tolist() for layer, row in zip(sites.layers, scores, strict=True)}
+
+
 def second_order_scores(
     model: Any, sites: AttentionSites, texts: Sequence[Tensor], streaming: Choice
 ) -> dict[int, list[float]]:
@@ -181,34 +260,48 @@ def second_order_scores(
         streaming: The window that a key head would read.
     """
     scores: dict[int, Tensor] = {}
+
+    def add(site: AttentionSite, kv_heads: int, difference: Tensor, out: Tensor) -> None:
+        def see(gradient: Tensor) -> None:
+            products = (gradient.double() * difference).unflatten(1, (kv_heads, -1)).sum(dim=(2, 4))
+            # The backward pass is that of the summed loss.
+            added = (products / (out.shape[2] - 1)).square().sum(dim=(0, 2))
+            scores[site.layer] = scores.get(site.layer, torch.zeros_like(added)) + added
+
+        out.register_hook(see)
+
+    with _compared(model, sites, texts, streaming, add, gradients=True), _recomputed(model, sites):
+        for ids in texts:
+            backpropagate_loss(model, ids)
+    return {layer: scores[layer].tolist() for layer in sites.layers}
+
+
+@contextmanager
+def _compared(
+    model: Any, sites: AttentionSites, texts: Any, streaming: Choice, see: Any, *, gradients: bool = False
+) -> Iterator[None]:
+    """The model with exact attention, each call of which is compared with one of a window.
+
+    Args:
+        see: Receives the site, the number of key heads, the difference of the outputs and the exact output.
+        gradients: Calls with gradients are compared, not the first pass of a block that is recomputed.
+    """
     windows, exact = (
         build_layers(sites, dict.fromkeys(sites.layers, choice), max_tokens=texts[0].shape[1], seed=0)
         for choice in (streaming, EXACT)
     )
 
     def compare(site: AttentionSite, _: nn.Module, args: Any, named: Any, out: Tensor) -> None:
-        # The first pass of a block that is recomputed has no gradients.
-        if not out.requires_grad:
-            return
-        with torch.no_grad():
-            difference = windows[site.path](*args, **named) - out
-        kv_heads, tokens = args[1].shape[1], out.shape[2]
+        if out.requires_grad == gradients:
+            with torch.no_grad():
+                difference = windows[site.path](*args, **named) - out
+            see(site, args[1].shape[1], difference, out)
 
-        def add(gradient: Tensor) -> None:
-            products = (gradient.double() * difference).unflatten(1, (kv_heads, -1)).sum(dim=(2, 4))
-            # The backward pass is that of the summed loss.
-            added = (products / (tokens - 1)).square().sum(dim=(0, 2))
-            scores[site.layer] = scores.get(site.layer, torch.zeros_like(added)) + added
-
-        out.register_hook(add)
-
-    with installed(model, sites.ordered, exact), _recomputed(model, sites):
+    with installed(model, sites.ordered, exact):
         for site in sites.swapped:
             windows[site.path].to(next(site.module.parameters()).device)
             exact[site.path].register_forward_hook(partial(compare, site), with_kwargs=True)
-        for ids in texts:
-            backpropagate_loss(model, ids)
-    return {layer: scores[layer].tolist() for layer in sites.layers}
+        yield
 
 
 @contextmanager
@@ -230,3 +323,29 @@ def _recomputed(model: Any, sites: AttentionSites) -> Iterator[None]:
         hook = embeddings.register_forward_hook(lambda module, args, out: out.requires_grad_())
         stack.callback(hook.remove)
         yield
+
+
+def _changes(difference: Tensor, out: Tensor, kv_heads: int, projection: Tensor | None) -> Tensor:
+    """Changes [kv_heads 2] by key head, in the text and in the copies."""
+    begin = copies_begin(out.shape[2])
+    columns: list[Any] = [None] * kv_heads
+    if projection is not None:
+        columns = list(projection.chunk(kv_heads, dim=1))
+    changes = torch.zeros(kv_heads, 2, dtype=torch.float64)
+    for number, rows in enumerate((slice(begin), slice(begin, None))):
+        norm = _projected(out[:, :, rows], projection).norm()
+        for head, change in enumerate(difference[:, :, rows].chunk(kv_heads, dim=1)):
+            changes[head, number] = _projected(change, columns[head]).norm() / norm
+    return changes
+
+
+def _projected(x: Tensor, weight: Tensor | None) -> Tensor:
+    """[batch heads tokens dim] after its columns of the projection; unchanged without a projection."""
+    return x if weight is None else x.transpose(1, 2).flatten(2) @ weight.to(x.dtype).T
+
+
+def _projection(module: nn.Module, out: Tensor) -> Tensor | None:
+    """Weight of the projection of the outputs, the last linear layer that takes all heads, if any."""
+    width = out.shape[1] * out.shape[3]
+    linear = [x for x in module.children() if isinstance(x, nn.Linear) and x.in_features == width]
+    return linear[-1].weight.detach() if linear else None

@@ -10,7 +10,7 @@ from efficient_attn.errors import DataError
 from efficient_attn.limits import read_object
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
-from efficient_attn.report.text import compared, skipped_notes
+from efficient_attn.report.text import compared, rounded, skipped_notes
 from efficient_attn.stats.estimates import Typical, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.advise.plan import BOUND, LIMIT, RETRIEVAL
@@ -111,6 +111,9 @@ def outcomes_of(records: Sequence[Record], environment: Mapping[str, Any]) -> li
         plan = plans[-1] if plans else None
         bounds = _bounds(ok)
         side, verdict = _verdict(plan, ok, bounds, targets)
+        if bound := bounds.pop(UNIFORM_ATTENTION, None):
+            share = 100 * max(1 - 1 / (bound.median or 1.0), 0.0)
+            verdict += f"; attention takes {share:.0f} % of the time, so at most {rounded(*bound[:3])}×"
         verdict += "".join(f"; {label} {compared(speed)}" for label, speed in bounds.items())
         outcomes.append(Outcome(group[0].case.tokens, side, verdict, plan))
     return sorted(outcomes, key=lambda outcome: outcome.tokens)
@@ -149,11 +152,15 @@ def _verdict(
 
 
 def _described(plan: Record, layers: Mapping[int, str], records: Sequence[Record]) -> str:
-    """`window in layers 0, 2–5`, or the number of key heads that stream, and the planted numbers."""
+    """`window in layers 0, 2–5`, or the number of key heads that stream, their loss and their recall."""
     if plan.streaming_heads is None:
         return in_ranges(layers)
-    window = plan.case.options.get("window")
-    text = f"{plan.streaming_heads} of {plan.key_heads} key heads streaming (window {window})"
+    window, width = plan.case.options.get("window"), _WIDTH * (plan.loss_difference_error or 0.0)
+    text = (
+        f"{plan.streaming_heads} of {plan.key_heads} key heads streaming (window {window}, ranked by the "
+        f"{plan.ranked_by}): loss {plan.loss_difference:+.4f} ± {width:.4f} nats, recall "
+        f"{100 * _recall(plan):.1f} % of exact"
+    )
     for record in records:
         shares = record.retrieval, record.retrieval_exact, record.retrieval_error
         if record.case.kind == RETRIEVAL and None not in shares:

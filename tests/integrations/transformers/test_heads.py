@@ -28,7 +28,7 @@ from efficient_attn.measure.copies import (
 )
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
-from efficient_attn.studies.advise.heads import second_order_scores
+from efficient_attn.studies.advise.heads import head_scores, second_order_scores
 from efficient_attn.studies.advise.plan import LOSSLESS
 
 TOKENS = FEWEST_TOKENS + 100
@@ -76,6 +76,27 @@ def test_recall_counts_the_tokens_of_copies_that_are_predicted_right():
         "copy_recall_exact": 1.0,
         "copy_recall_error": pytest.approx(shares.std().item() / 4),
     }
+
+
+@torch.no_grad()
+def test_the_score_of_a_head_is_its_share_of_the_change_in_the_output_of_its_layer():
+    model = llama().double()
+    sites, ids = sites_of(model), with_copies(text(), seed=0)
+    scores = head_scores(model, sites, [ids], Choice(*WINDOW))
+    assert scores.keys() == {0, 1, 2} and {len(row) for row in scores.values()} == {2}
+    outputs = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda m, args, out: outputs.append(out[0]))
+    model(ids)
+    changes = []
+    for head in ("0", "1"):
+        with swapped(model, {0: ("by-head", {"heads": {head: WINDOW}})}):
+            model(ids)
+        rows = (slice(copies_begin(TOKENS)), slice(copies_begin(TOKENS), None))
+        exact, out = outputs[0][0], outputs[-1][0]
+        changes.append([((out - exact)[part].norm() / exact[part].norm()).item() for part in rows])
+    # Shares in the text and in copies are over different means of all heads: the ratios bound the scores'.
+    ratios = sorted(a / b for a, b in zip(*changes, strict=True))
+    assert ratios[0] - 1e-9 <= scores[0][0] / scores[0][1] <= ratios[1] + 1e-9
 
 
 # Logits of OPT are computed at once for all tokens.
@@ -136,7 +157,7 @@ def advised(folder, texts):
 
 def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(advised):
     (rank,) = [record for record in advised.records if record.case.kind == "heads"]
-    assert rank.ranked_by == "second-order score"
+    assert rank.ranked_by == "change of outputs"
     assert {(layer, head) for layer, head, _ in json.loads(rank.head_scores)} == {
         (layer, head) for layer in range(3) for head in range(2)
     }
@@ -148,41 +169,80 @@ def test_advise_ranks_heads_counts_them_by_bisection_and_verifies_the_plan(advis
     assert final.case.label == "plan" and final.case.inputs.endswith("held out")
     (found,) = [record for record in advised.records if record.case.kind == "planted"]
     assert found.numbers == 16 * 13 and found.status == "ok"
-    count = f"with {final.streaming_heads} of 6 key heads streaming (window 512)"
-    assert f"{count}, 0 % of planted numbers (the model 0 %, ± 0.0)" in advised.sentences()[0]
+    count = f"with {final.streaming_heads} of 6 key heads streaming"
+    assert f"{count} (window 512, ranked by the change of outputs): loss" in advised.sentences()[0]
 
 
-# The least needed heads first.
-ORDER = [(2, 1), (0, 0), (1, 1), (0, 1), (2, 0), (1, 0)]
+ORDER = [(layer, head) for layer in range(3) for head in range(2)]
 
 
-@pytest.mark.parametrize(("streamable", "tried"), [(3, [2, 4, 3]), (1, [2, 1]), (0, [2, 1])])
-def test_as_many_heads_stream_as_the_target_allows_the_least_needed_first(
-    folder, texts, given_times, monkeypatch, streamable, tried
-):
-    def scores(*arguments):
-        return {layer: [float(ORDER.index((layer, head))) for head in range(2)] for layer in range(3)}
+@pytest.fixture
+def planned(monkeypatch, given_times):
+    """Scores that rank heads in ORDER by the change and backwards to second order; heads that may stream."""
+    names = ("head_scores", "second_order_scores")
+    for name, ranked in zip(names, (ORDER, ORDER[::-1]), strict=True):
+        scores = {layer: [float(ranked.index((layer, head))) for head in range(2)] for layer in range(3)}
+        monkeypatch.setattr(
+            f"efficient_attn.studies.advise.heads.{name}", lambda *arguments, scores=scores: scores
+        )
+    monkeypatch.setattr(
+        "efficient_attn.studies.swap.model.TextSubject.right_answers", lambda subject: [True, False]
+    )
+    streamable = {}
 
     def distance(case, *arguments, **named):
         layers = json.loads(case.options.get("layers", "{}"))
         heads = {(int(layer), head) for layer, numbers in layers.items() for head in numbers}
-        lost = {"next_token_kl": float(not heads <= {*ORDER[:streamable]})}
+        lost = {"next_token_kl": float(not heads <= {*streamable.get(case.options.get("window"), ())})}
         recall = {"copy_recall": 0.9, "copy_recall_exact": 0.9, "copy_recall_error": 0.0}
         return Record(case=case, loss_difference=0.0, loss_difference_error=0.0, **lost, **recall)
 
-    monkeypatch.setattr("efficient_attn.studies.advise.heads.second_order_scores", scores)
     monkeypatch.setattr("efficient_attn.studies.swap.measure.distance", distance)
-    answers = "efficient_attn.studies.swap.model.TextSubject.right_answers"
-    monkeypatch.setattr(answers, lambda subject: [True, False])
+    return streamable
+
+
+@pytest.mark.parametrize(
+    ("streamable", "window", "score", "tried"),
+    [
+        ({512: ORDER[:3]}, 512, "change of outputs", [2, 4, 3]),
+        # A third of the heads misses the target: the other rank, and bisection from its beginning.
+        ({512: ORDER[1:]}, 512, "second-order score", [2, 2, 4, 5]),
+        # Less than a third streams: a longer window, of which two heads save more than one.
+        ({512: ORDER[-1:], 1024: ORDER[:2]}, 1024, "change of outputs", [2, 2, 1, 2, 4, 3]),
+        ({512: ORDER[-1:], 1024: ORDER[-1:]}, 512, "second-order score", [2, 2, 1, 2, 2, 1]),
+    ],
+)
+def test_a_third_of_the_heads_that_misses_the_target_is_ranked_anew_and_then_keeps_more_keys(
+    folder, texts, planned, streamable, window, score, tried
+):
+    planned |= streamable
     results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,))
     plans = [record for record in results.records if record.case.label.startswith("plan ")]
     assert [plan.streaming_heads for plan in plans] == tried
+    assert len({plan.case.label for plan in plans}) == len(tried)
+    ranks = [(r.ranked_by, r.case.options["window"]) for r in results.records if r.case.kind == "heads"]
+    assert {*ranks} == {(plan.ranked_by, plan.case.options["window"]) for plan in plans}
+    assert len(ranks) == len({*ranks}) and (score, window) in ranks
     (final,) = [r for r in results.records if (r.case.kind, r.case.label) == ("swap", "plan")]
     chosen = json.loads(final.case.options["layers"])
     heads = sorted((int(layer), head) for layer, numbers in chosen.items() for head in numbers)
-    assert heads == sorted(ORDER[:streamable])
-    count = f"with {streamable} of 6 key heads streaming" if streamable else "no plan"
-    assert count in results.sentences()[0]
+    assert heads == streamable[window] and f'"window": {window}' in final.attached_layers
+    count = f"{len(heads)} of 6 key heads streaming (window {window}, ranked by the {score}): loss"
+    assert f"2.0 ± 0.2 times faster, with {count}" in results.sentences()[0]
+
+
+def test_a_rank_that_fails_leaves_the_plan_to_the_other_rank(folder, texts, planned, monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("no gradient")
+
+    monkeypatch.setattr("efficient_attn.studies.advise.heads.second_order_scores", broken)
+    planned[512] = ORDER[:1]
+    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,))
+    ranks = [record.status for record in results.records if record.case.kind == "heads"]
+    assert ranks == ["ok", "error"] * 2
+    assert (
+        "1 of 6 key heads streaming (window 512, ranked by the change of outputs)" in results.sentences()[0]
+    )
 
 
 def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(folder, texts, advised, tmp_path):
@@ -218,7 +278,10 @@ def test_no_head_is_ranked_unless_uniform_attention_makes_the_model_clearly_fast
     ]
     assert {record.case.kind for record in results.records} == {"swap", "bound"}
     (sentence,) = results.sentences()
-    assert "no attention makes the model clearly faster; uniform attention undecided, 1.00×" in sentence
+    assert (
+        "no attention makes the model clearly faster; attention takes 0 % of the time, so at most 1.00×"
+        in sentence
+    )
 
 
 def test_one_of_two_key_heads_is_tried(tmp_path, texts, given_times):
