@@ -189,7 +189,7 @@ def test_faster_not_faster_and_undecided_are_three_outcomes_of_a_length(times, b
         FASTER: "2.0 ± 0.7 times faster, with window in layer 0",
         SLOWER: "2.0 ± 0.7 times slower, with window in layer 0",
         OPEN: "undecided, ",
-        (): "no plan; uniform attention 3.0 ± 0.2 times faster",
+        (): "no plan; attention takes 67 % of the time, so at most 3.0 ± 0.2×",
         FASTER[:2]: "undecided: 2 times faster",
     }
     for tokens, plan in parts:
@@ -233,7 +233,7 @@ def test_a_plan_of_heads_without_a_finite_loss_or_recall_is_no_verdict(loss):
     finite = {"next_token_kl": 1e-3, "loss_difference": 0.0, "loss_difference_error": 0.0}
     records[0] = replace(plan, **finite)
     (sentence,) = Results(records, environment={"study": "advise", "target": target}).sentences()
-    assert "misses the target on held-out inputs (recall); uniform attention 3" in sentence
+    assert "misses the target on held-out inputs (recall); attention takes 67 % of the time" in sentence
 
 
 def test_the_backend_and_the_layers_that_gain_most_within_the_limit_are_chosen():
