@@ -83,11 +83,6 @@ class Table(NamedTuple):
                     worse.append((number, column))
         return self._replace(best=tuple(best), worse=tuple(worse))
 
-    def renamed(self, labels: Mapping[str, str]) -> "Table":
-        """Copy with {name: text} applied to the names of rows and columns."""
-        rows = tuple((labels.get(row[0], row[0]), *row[1:]) for row in self.rows)
-        return self._replace(columns=tuple(labels.get(name, name) for name in self.columns), rows=rows)
-
     def _repr_html_(self) -> str:
         return to_html(self)
 

@@ -203,10 +203,7 @@ def _runs(side: Run | Sequence[Run], name: str) -> list[Results]:
     runs: Sequence[Run] = [side] if isinstance(side, (str, Path, Results)) else side
     if not runs:
         raise OptionError(f"{name} has no run; name at least one.")
-    results = [run if isinstance(run, Results) else read_one(run) for run in runs]
-    for run in results:
-        run.check_drawable()
-    return results
+    return [run if isinstance(run, Results) else read_one(run) for run in runs]
 
 
 def _other_kernels(old: Sequence[Results], new: Sequence[Results]) -> list[str]:

@@ -17,8 +17,8 @@ from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes, read_object
 from efficient_attn.measure.record import NO_LINK, Case, Record, append, merge_rows
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.variants import MODEL
-from efficient_attn.report.methods import flat
 from efficient_attn.report.table import short
+from efficient_attn.report.text import flat
 from efficient_attn.studies import studies
 from efficient_attn.studies.study import CODE, STUDY, Point
 

@@ -11,7 +11,7 @@ from made_records import case, costs, folder
 from report.browser import chromium, opened
 from report.pages import Page
 
-from efficient_attn.errors import MissingPackageError, OptionError
+from efficient_attn.errors import MissingPackageError
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.stats.estimates import call_time
@@ -144,8 +144,6 @@ def test_without_plotly_the_option_is_refused_in_one_line(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(MissingPackageError, match=re.escape(message)):
         redraw.report(run, interactive=True)
-    with pytest.raises(OptionError, match="html writes only the static page"):
-        redraw.report(run, html=tmp_path / "page.html", interactive=True)
 
 
 # Middle of an element, after it has been scrolled into view.
