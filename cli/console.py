@@ -122,8 +122,7 @@ def live_bar(points: int) -> Iterator[Callable[[Any], None]]:
         task = bar.add_task("", total=points, text="starting")
 
         def show(step: Any) -> None:
-            spent = "" if step.spent is None else f"{100 * step.spent:.0f} % of the budget · "
-            words = plain(f"{spent}{step.left} · {step.current}")
+            words = plain(f"{step.left} · {step.current}")
             bar.update(task, total=step.total, completed=step.done, text=words, refresh=True)
 
         yield show
