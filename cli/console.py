@@ -7,10 +7,8 @@ import json
 import os
 import sys
 import textwrap
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import typer
@@ -44,13 +42,6 @@ def refuse(message: str) -> None:
     """Print an error in red."""
     text = _wrapped(f"error: {' '.join(message.split())}", err=True)
     typer.secho(text, fg="red", err=True, color=colours())
-
-
-def fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of an internal error without control characters."""
-    for part in traceback.format_exception(kind, error, trace):
-        for row in part.splitlines():
-            say(row)
 
 
 def print_tables(tables: Sequence[Any]) -> None:
@@ -101,16 +92,11 @@ def _console(*, err: bool = False) -> Any:
     return console
 
 
-def show_step(step: Any) -> None:
-    """Print a line of progress to stderr for every finished point, with the predicted time left."""
-    say(str(step))
-
-
 @contextmanager
-def live_bar(points: int) -> Iterator[Callable[[Any], None]]:
+def live_bar() -> Iterator[Callable[[Any], None]]:
     """Progress as one bar on a terminal, as lines elsewhere."""
     if not sys.stderr.isatty() or colours() is False:
-        yield show_step
+        yield lambda step: say(str(step))
         return
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -119,7 +105,7 @@ def live_bar(points: int) -> Iterator[Callable[[Any], None]]:
     # A thread that redraws the bar would disturb measurements.
     text = TextColumn("{task.completed}/{task.total} · {task.fields[text]}", markup=False)
     with Progress(BarColumn(20), text, console=_console(err=True), auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("", total=points, text="starting")
+        task = bar.add_task("", total=None, text="starting")
 
         def show(step: Any) -> None:
             words = plain(f"{step.left} · {step.current}")

@@ -108,14 +108,11 @@ def figure(name: str) -> Any:
         return runpy.run_path(str(HERE / "readme.py"))["draw"](results)
     if name == "methods":
         return results.plot("error").figure
-    # Options that all variants share.
-    long = {record.case.label for record in results.records if ", clusters=64" in record.case.label}
-    labels = {label: label.replace(", clusters=64", "") for label in long}
     if len(runs(name)) == 1:
-        return results.plot(labels=labels).figure
+        return results.plot().figure
     # A row for each length.
     rows = [[comparison] for comparison in comparisons(results.records)]
-    return draw(comparison_plot(rows, DEFAULT_MAX_ERROR), labels=labels)[0].figure
+    return draw(comparison_plot(rows, DEFAULT_MAX_ERROR))[0].figure
 
 
 def main(chosen: list[str]) -> None:

@@ -22,7 +22,7 @@ _ALONE, _BESIDE = 0.46, 0.68
 # Share of a chart's width that its axes take, next to the texts of ticks.
 _AXES_SHARE = 0.78
 
-_LONGEST_NAME, _LONGEST_TEXT = 48, 240
+_LONGEST_NAME, _LONGEST_TEXT = 60, 240
 _POINT = 1 / 72
 # Width of a letter, of the line before a name in a legend, and height of a line of text, in letters' heights.
 _LETTER, _HANDLE, _LINE = 0.56, 4.7, 1.35

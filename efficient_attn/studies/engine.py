@@ -37,7 +37,7 @@ from efficient_attn.studies.run_folder import (
     over_budget,
     stored_run,
 )
-from efficient_attn.studies.study import CODE, STUDY, Plan, Point, Study, refuse_several
+from efficient_attn.studies.study import CODE, STUDY, Plan, Point, Study
 
 # Seconds of timed calls in a round; the rounds of a run take at most this share of its budget.
 _ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
@@ -77,7 +77,7 @@ class Engine:
     """One run of a study.
 
     Args:
-        budget_s: Seconds from `start_s`, by default now; points that would not fit are skipped.
+        budget_s: Seconds from now on; points that would not fit are skipped.
         executor: Object with `submit` that measures points without rounds; None: this process.
         report: Receives the progress after every finished point.
     """
@@ -88,7 +88,6 @@ class Engine:
         store: Store,
         *,
         budget_s: float | None = None,
-        start_s: float | None = None,
         executor: Any = None,
         report: Callable[[Progress], None] | None = None,
     ) -> None:
@@ -100,8 +99,8 @@ class Engine:
                 "executor: the rounds of this run are interleaved in one process; leave it out."
             )
         self._budget_s = math.inf if budget_s is None else budget_s
-        start_s = time.monotonic() if start_s is None else start_s
-        self._end_s = start_s + self._budget_s - min(_SAVING_S, _SHARE_OF_SAVING * self._budget_s)
+        saving_s = min(_SAVING_S, _SHARE_OF_SAVING * self._budget_s)
+        self._end_s = time.monotonic() + self._budget_s - saving_s
         rounds = sum(point.rounds for point in self._missing.values())
         self._round_s = min(_ROUND_S, _SHARE_OF_BUDGET * self._budget_s / max(rounds, 1))
         self._durations = Durations(self._round_s)
@@ -237,22 +236,15 @@ def run_plan(
     out: str | Path | None = None,
     resume: bool = False,
     budget_s: float | None = None,
-    start_s: float | None = None,
     command: Sequence[str] = (),
     executor: Any = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Results:
-    """Measure the points that are missing; with `out` every record is on the disk before the next begins.
-
-    Args:
-        start_s: Time by `time.monotonic` from which the budget counts; None: the first point's.
-    """
+    """Measure the points that are missing; with `out` every record is on the disk before the next begins."""
     if resume and out is None:
         raise OptionError("resume needs out, the folder of the run to go on with.")
     if budget_s is not None and not budget_s > 0:
         raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
-    if out is not None:
-        refuse_several(study.name)
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
     cases = [point.case for point in foreseen(plan, Store()).values()]
     code = {case.backend: external.CODE[case.backend] for case in cases if case.backend in external.CODE}
@@ -273,7 +265,6 @@ def run_plan(
             plan,
             store,
             budget_s=plan.budget_s if budget_s is None else budget_s,
-            start_s=start_s,
             executor=executor,
             report=progress,
         )

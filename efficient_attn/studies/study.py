@@ -4,8 +4,6 @@ import importlib.util
 import inspect
 import itertools
 import math
-import os
-import sys
 import typing
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,7 +12,6 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure.quantities import Quantity, register
 from efficient_attn.measure.record import Case, Record
 
@@ -180,19 +177,3 @@ class Study:
                 if isinstance(option, Option):
                     flag = option.flag or f"--{name.replace('_', '-')}"
                     yield Parameter(name=name, flag=flag, type=kind, default=parameter.default, option=option)
-
-
-def refuse_several(name: str) -> None:
-    """Refuse to run in several processes, which would all write the same files; one of them explains.
-
-    Raises:
-        UnsupportedError: In the first of several processes; the others exit with code 2.
-    """
-    processes, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
-    if not processes.isdecimal() or int(processes) == 1:
-        return
-    if rank.isdecimal() and int(rank) > 0:
-        sys.exit(2)
-    raise UnsupportedError(
-        f"{name} runs in one process, and WORLD_SIZE is {processes}: start it without torchrun."
-    )
