@@ -200,18 +200,17 @@ def _label_axis(axis: Any, spec: Axis, inches: float, *, across: bool) -> None:
     if spec.scale == "linear" and not spec.ticks:
         return
     low, high = sorted(axis.get_view_interval())
+    place = axis.get_transform().transform
     base, candidates = (2, _STEPS[-1:]) if spec.scale == "log2" else (10, _STEPS)
-    ticks, shown = sorted(spec.ticks), [low]
+    shown: list[float] = []
     for steps in candidates:
-        if not spec.ticks:
-            marks = LogLocator(base, steps, numticks=1000).tick_values(low, high)
-            ticks = [tick for tick in marks if low <= tick <= high] or [low, high]
-        places = inches * axis.get_transform().transform(ticks)
-        places /= np.ptp(axis.get_transform().transform([low, high]))
+        marks = [] if spec.ticks else LogLocator(base, steps, numticks=1000).tick_values(low, high)
+        ticks = sorted(spec.ticks) or [tick for tick in marks if low <= tick <= high] or [low, high]
         letters = max(len(spec.show(tick)) for tick in ticks) + 1.2 if across else 2.4
-        shown = [ticks[-1]]
-        for tick, place in zip(ticks[-2::-1], places[-2::-1], strict=True):
-            if places[ticks.index(shown[-1])] - place >= letters * _LETTER * SMALL * _POINT:
+        gap = letters * _LETTER * SMALL * _POINT / inches * np.ptp(place([low, high]))
+        shown = []
+        for tick in reversed(ticks):
+            if not shown or np.ptp(place([tick, shown[-1]])) >= gap:
                 shown.append(tick)
         if len(shown) == len(ticks):
             break

@@ -1,6 +1,6 @@
 """A study: its options, the plan that they make, and the points that the plan measures."""
 
-import importlib.util
+import importlib
 import inspect
 import itertools
 import math
@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, M
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
 from typing import Any
 
 from efficient_attn.measure.quantities import Quantity, register
@@ -162,11 +161,9 @@ class Study:
         # Help texts are shown without numpy.
         from efficient_attn.studies.view import view_of
 
-        module: ModuleType | None = importlib.import_module(self.module)
-        if hasattr(module, "__path__"):
-            name = f"{self.module}.view"
-            module = importlib.import_module(name) if importlib.util.find_spec(name) else None
-        return view_of(module)
+        module = importlib.import_module(self.module)
+        is_folder = hasattr(module, "__path__")
+        return view_of(importlib.import_module(f"{self.module}.view") if is_folder else module)
 
     def parameters(self) -> Iterator[Parameter]:
         """Declared options, in the order of the planning function."""
