@@ -103,7 +103,7 @@ def figure(name: str) -> Any:
 
     if name == SHOWN:
         return ea.show().plot()
-    results = ea.read(*runs(name))
+    results = ea.read(runs(name)[0])
     if name == "advise":
         return runpy.run_path(str(HERE / "readme.py"))["draw"](results)
     if name == "methods":
@@ -111,7 +111,8 @@ def figure(name: str) -> Any:
     if len(runs(name)) == 1:
         return results.plot().figure
     # A row for each length.
-    rows = [[comparison] for comparison in comparisons(results.records)]
+    records = [record for run in runs(name) for record in ea.read(run).records]
+    rows = [[comparison] for comparison in comparisons(records)]
     return draw(comparison_plot(rows, DEFAULT_MAX_ERROR))[0].figure
 
 

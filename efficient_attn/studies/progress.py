@@ -15,7 +15,7 @@ _CALLS = 3
 
 
 class _Duration(NamedTuple):
-    """Last duration of a series: of a point, or of one round with its shortest call."""
+    """Last duration of a series: of a point, or of one round, and its shortest call."""
 
     cost: float
     seconds: float
@@ -31,7 +31,7 @@ class Durations:
 
     def learn(self, point: Point, record: Record, seconds: float) -> None:
         """Take in the duration of a point or of one of its rounds."""
-        call_s = min(record.times_s) if point.rounds and record.times_s else 0.0
+        call_s = min(record.times_s) if point.rounds and record.times_s else seconds
         self._last[point.series, point.case.kind] = _Duration(point.cost, seconds, call_s)
 
     def next_s(self, point: Point) -> float:
@@ -46,8 +46,8 @@ class Durations:
         kind = [duration for (_, kind), duration in durations if kind == point.case.kind]
         alike = [last] if last is not None else series or kind or list(self._last.values())
         cost = sum(duration.cost for duration in alike)
-        seconds = sum(duration.seconds for duration in alike) * point.cost / cost if cost else 0.0
-        return max(seconds, self._round_s) if point.rounds else seconds
+        call_s = sum(duration.call_s for duration in alike) * point.cost / cost if cost else 0.0
+        return max(_CALLS * call_s, self._round_s) if point.rounds else call_s
 
 
 @dataclass(frozen=True, kw_only=True)
