@@ -23,7 +23,7 @@ from efficient_attn.measure.environment import between, environment, moment
 from efficient_attn.measure.record import Record, write
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.stats.noise_warnings import DURING
-from efficient_attn.studies.progress import Durations, Progress, notebook_bar
+from efficient_attn.studies.progress import Durations, Progress, notebook_line
 from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import (
     COMMAND,
@@ -291,7 +291,7 @@ _OF_A_RUN = {
     "resume": "Continue the run in `out`; measured points are kept.",
     "budget_s": "Seconds of measuring; points that do not fit are skipped.",
     "executor": "Object with submit, such as a ProcessPoolExecutor; it measures runs without timed points.",
-    "progress": "Function of a `Progress` after each record; a bar in notebooks if omitted.",
+    "progress": "Function of a `Progress` after each record; a line in notebooks if omitted.",
 }
 
 
@@ -300,7 +300,8 @@ def function_of(study: Study) -> Callable[..., Results]:
 
     def run(*args: Any, **options: Any) -> Results:
         of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
-        of_run.setdefault("progress", notebook_bar())
+        if "progress" not in of_run:
+            of_run["progress"] = notebook_line()
         return run_plan(study, study.plan(*args, **options), **of_run)
 
     signature = inspect.signature(study.plan)

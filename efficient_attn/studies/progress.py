@@ -1,10 +1,10 @@
-"""Progress of a run: predicted durations, learnt while it measures, and a bar in notebooks."""
+"""Progress of a run: predicted durations, learnt while it measures, and a line in notebooks."""
 
-import html
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import NamedTuple
 
 from efficient_attn.measure.record import Record
 from efficient_attn.report.table import plain
@@ -44,6 +44,8 @@ class Durations:
         durations = self._last.items()
         series = [duration for (series, _), duration in durations if series == point.series]
         kind = [duration for (_, kind), duration in durations if kind == point.case.kind]
+        if point.rounds and kind and not series:
+            return fmean(duration.seconds for duration in kind)
         alike = [last] if last is not None else series or kind or list(self._last.values())
         cost = sum(duration.cost for duration in alike)
         call_s = sum(duration.call_s for duration in alike) * point.cost / cost if cost else 0.0
@@ -75,26 +77,11 @@ class Progress:
         return f"{minutes}:{rest:02} left"
 
 
-def notebook_bar() -> Callable[[Progress], None] | None:
-    """A progress function that draws one bar below the cell; None outside of notebooks."""
+def notebook_line() -> Callable[[Progress], None] | None:
+    """A progress function that keeps one line below the cell; None outside of notebooks."""
     # A notebook has imported IPython before any of its cells; a terminal's IPython has no kernel.
     ipython = sys.modules.get("IPython")
     if ipython is None or getattr(ipython.get_ipython(), "kernel", None) is None:
         return None
-    display: Any = ipython.display.display
-    handle: Any = None
-
-    def show(step: Progress) -> None:
-        nonlocal handle
-        if handle is None:
-            handle = display(_drawn(step), raw=True, display_id=True)
-        else:
-            handle.update(_drawn(step), raw=True)
-
-    return show
-
-
-def _drawn(step: Progress) -> dict[str, str]:
-    line = plain(str(step))
-    bar = f'<progress value="{step.done}" max="{step.total}"></progress>'
-    return {"text/plain": line, "text/html": f"<div>{bar} {html.escape(line)}</div>"}
+    handle = ipython.display.display({"text/plain": ""}, raw=True, display_id=True)
+    return lambda step: handle.update({"text/plain": plain(str(step))}, raw=True)
