@@ -42,7 +42,7 @@ class Table(NamedTuple):
     Attributes:
         columns: `quantity, unit`: the heading has two rows.
         rows: Cells; a tab separates a value from its interval, which terminals do not show.
-        best, worse: Cells (row, column) of the best values, and of those worse than uniform attention.
+        best, worse: Cells (row, column) of the best values, and of values worse than uniform attention.
     """
 
     title: str

@@ -29,7 +29,7 @@ _COLUMNS = ("kind", "label", "tokens")
 
 
 class Results:
-    """Records, such as those of a run.
+    """Records, for example of a run.
 
     Attributes:
         records: In the order in which they were measured.
