@@ -40,8 +40,7 @@ def put_json(document: Any) -> None:
 
 def refuse(message: str) -> None:
     """Print an error in red."""
-    text = _wrapped(f"error: {' '.join(message.split())}", err=True)
-    typer.secho(text, fg="red", err=True, color=colours())
+    tell(f"error: {' '.join(message.split())}", err=True, fg="red")
 
 
 def print_tables(tables: Sequence[Any]) -> None:
@@ -60,17 +59,12 @@ def print_tables(tables: Sequence[Any]) -> None:
         typer.echo()
 
 
-def tell(text: object, *, indent: str = "", err: bool = False) -> None:
-    """Print a sentence or note."""
-    typer.secho(_wrapped(text, indent=indent, err=err), err=err, color=colours())
-
-
-def _wrapped(text: object, *, indent: str = "", err: bool = False) -> str:
-    """One line, or on a terminal lines that end between words."""
+def tell(text: object, *, indent: str = "", err: bool = False, fg: str | None = None) -> None:
+    """Print a sentence or note: one line, or on a terminal lines that end between words."""
     from efficient_attn.report.table import plain
 
     # Names and paths that are longer than a line stay whole, so that they can be copied.
-    return textwrap.fill(
+    lines = textwrap.fill(
         plain(str(text)),
         _console(err=err).width if (sys.stderr if err else sys.stdout).isatty() else sys.maxsize,
         initial_indent=indent,
@@ -79,6 +73,7 @@ def _wrapped(text: object, *, indent: str = "", err: bool = False) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+    typer.secho(lines, fg=fg, err=err, color=colours())
 
 
 def _console(*, err: bool = False) -> Any:
