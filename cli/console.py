@@ -7,10 +7,8 @@ import json
 import os
 import sys
 import textwrap
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import typer
@@ -42,15 +40,7 @@ def put_json(document: Any) -> None:
 
 def refuse(message: str) -> None:
     """Print an error in red."""
-    text = _wrapped(f"error: {' '.join(message.split())}", err=True)
-    typer.secho(text, fg="red", err=True, color=colours())
-
-
-def fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print the traceback of an internal error without control characters."""
-    for part in traceback.format_exception(kind, error, trace):
-        for row in part.splitlines():
-            say(row)
+    tell(f"error: {' '.join(message.split())}", err=True, fg="red")
 
 
 def print_tables(tables: Sequence[Any]) -> None:
@@ -69,17 +59,12 @@ def print_tables(tables: Sequence[Any]) -> None:
         typer.echo()
 
 
-def tell(text: object, *, indent: str = "", err: bool = False) -> None:
-    """Print a sentence or note."""
-    typer.secho(_wrapped(text, indent=indent, err=err), err=err, color=colours())
-
-
-def _wrapped(text: object, *, indent: str = "", err: bool = False) -> str:
-    """One line, or on a terminal lines that end between words."""
+def tell(text: object, *, indent: str = "", err: bool = False, fg: str | None = None) -> None:
+    """Print a sentence or note: one line, or on a terminal lines that end between words."""
     from efficient_attn.report.table import plain
 
     # Names and paths that are longer than a line stay whole, so that they can be copied.
-    return textwrap.fill(
+    lines = textwrap.fill(
         plain(str(text)),
         _console(err=err).width if (sys.stderr if err else sys.stdout).isatty() else sys.maxsize,
         initial_indent=indent,
@@ -88,6 +73,7 @@ def _wrapped(text: object, *, indent: str = "", err: bool = False) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+    typer.secho(lines, fg=fg, err=err, color=colours())
 
 
 def _console(*, err: bool = False) -> Any:
@@ -101,16 +87,11 @@ def _console(*, err: bool = False) -> Any:
     return console
 
 
-def show_step(step: Any) -> None:
-    """Print a line of progress to stderr for every finished point, with the predicted time left."""
-    say(str(step))
-
-
 @contextmanager
-def live_bar(points: int) -> Iterator[Callable[[Any], None]]:
+def live_bar() -> Iterator[Callable[[Any], None]]:
     """Progress as one bar on a terminal, as lines elsewhere."""
     if not sys.stderr.isatty() or colours() is False:
-        yield show_step
+        yield lambda step: say(str(step))
         return
     from rich.progress import BarColumn, Progress, TextColumn
 
@@ -119,11 +100,10 @@ def live_bar(points: int) -> Iterator[Callable[[Any], None]]:
     # A thread that redraws the bar would disturb measurements.
     text = TextColumn("{task.completed}/{task.total} · {task.fields[text]}", markup=False)
     with Progress(BarColumn(20), text, console=_console(err=True), auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("", total=points, text="starting")
+        task = bar.add_task("", total=None, text="starting")
 
         def show(step: Any) -> None:
-            spent = "" if step.spent is None else f"{100 * step.spent:.0f} % of the budget · "
-            words = plain(f"{spent}{step.left} · {step.current}")
+            words = plain(f"{step.left} · {step.current}")
             bar.update(task, total=step.total, completed=step.done, text=words, refresh=True)
 
         yield show

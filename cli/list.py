@@ -41,7 +41,10 @@ def list_command(
         ]
         console.put_json(rows)
         return
-    console.print_tables([_table(specs), *([_plugin_table(outside)] if outside else [])])
+    console.print_tables([_table(specs)])
+    for plugin in outside:
+        about = f"{plugin.name}: of {plugin.distribution} {plugin.version}, imported on first use."
+        console.tell(f"{about} efficient-attn check NAME lists its promises.")
 
 
 def _describe(spec: Any) -> None:
@@ -65,14 +68,6 @@ def _row(spec: Any) -> dict[str, Any]:
     return {**about, "options": _options(spec), "plugin": None, **asdict(spec.capabilities)}
 
 
-def _plugin_table(others: list[Any]) -> Any:
-    from efficient_attn.report.table import Table
-
-    rows = tuple((plugin.name, plugin.distribution, plugin.version, plugin.module) for plugin in others)
-    note = "Imported on first use; efficient-attn check NAME lists the promises of one."
-    return Table("Backends of other packages", ("backend", "package", "version", "module"), rows, (note,))
-
-
 def _options(spec: Any) -> dict[str, Any]:
     return {
         field.name: None if field.default is MISSING else field.default for field in fields(spec.options_type)
@@ -89,10 +84,5 @@ def _table(specs: list[Any]) -> Any:
         growths = (_POWERS[promises[f"{cost}_growth"]] for cost in ("time", "memory"))
         rows.append((spec.name, *marks, *growths))
     columns = ("backend", *(name.replace("_", " ") for name in _SHOWN), "time", "memory")
-    return Table("Promises of each backend", columns, tuple(rows), tuple(map(_note, specs)))
-
-
-def _note(spec: Any) -> str:
-    options = ", ".join(f"{name}={value}" for name, value in _options(spec).items())
-    parts = (f"{spec.name}: {spec.summary}", options and f"Options: {options}.", spec.paper)
-    return " ".join(filter(None, parts))
+    note = "Formula, paper and options of a backend: efficient-attn list NAME."
+    return Table("Promises of each backend", columns, tuple(rows), (note,))

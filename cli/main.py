@@ -19,7 +19,6 @@ from typer.core import TyperGroup
 
 from efficient_attn.errors import AttentionError
 from efficient_attn.studies import studies
-from efficient_attn.studies.study import refuse_several
 
 from . import console, exits
 from .command import command_of
@@ -67,7 +66,6 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def _options_of_all(
-    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
 ) -> None:
     if version:
@@ -75,7 +73,6 @@ def _options_of_all(
 
         console.put(f"efficient-attn {efficient_attn.__version__}")
         raise typer.Exit
-    refuse_several(str(context.invoked_subcommand))
 
 
 def _register(name: str) -> None:
@@ -126,8 +123,6 @@ def polite() -> Iterator[list[int]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code of its outcome."""
-    if arguments is None:
-        sys.excepthook = console.fault
     code = exits.DONE
     with polite() as codes:
         try:

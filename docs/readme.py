@@ -59,11 +59,13 @@ def draw(results: ea.Results) -> Any:
     records = [record for record in results.records if not record.case.causal]
     shown = [record for record in records if record.case.kind == "time" and record.case.label in NAMES]
     (plot,) = ea.Results(shown).plots().values()
-    labels = {}
-    for name in NAMES[1:]:
+    figure = draw(plot._replace(title=_TITLE))[0].figure
+    for text in figure.legends[0].get_texts():
+        name = text.get_text()
         errors = [record for record in records if record.case.kind == "error" and record.case.label == name]
-        labels[name] = f"{name}: error {max(record.output_relative_error for record in errors):.2g}"
-    return draw(plot._replace(title=_TITLE), labels=labels)[0].figure
+        if name != "exact":
+            text.set_text(f"{name}: error {max(record.output_relative_error for record in errors):.2g}")
+    return figure
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Code of somebody else ends nothing but itself: what it raises is an error, and Ctrl-C is still Ctrl-C."""
 
-import os
 import signal
 import sys
 import threading
@@ -16,7 +15,6 @@ from efficient_attn.external import load
 from efficient_attn.measure.variants import Variant
 from efficient_attn.measure.worker import measure
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
-from efficient_attn.studies.run_folder import uninterrupted
 from efficient_attn.studies.show import show
 
 
@@ -64,18 +62,6 @@ def test_a_signal_passes():
         assert signal.getsignal(signal.SIGTERM) is handle
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_a_signal_that_has_to_wait_comes_after_the_block():
-    came = []
-    before = signal.signal(signal.SIGINT, lambda *_: came.append(len(came)))
-    try:
-        with uninterrupted(), contained():
-            os.kill(os.getpid(), signal.SIGINT)
-            assert came == []
-        assert came == [0]
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_in_another_thread_nothing_is_a_signal():

@@ -13,10 +13,10 @@ from looped import ROUNDS, points, run
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.record import Record, read
-from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
+from efficient_attn.measure.variants import Variant
 from efficient_attn.studies.engine import Engine, foreseen
 from efficient_attn.studies.progress import Durations
-from efficient_attn.studies.run_folder import OVER_BUDGET, Store
+from efficient_attn.studies.run_folder import Store
 from efficient_attn.studies.study import Plan, Point, in_lists
 
 
@@ -164,41 +164,11 @@ def test_a_study_may_ask_for_more_rounds_of_the_same_calls():
     assert [(step.done, step.total) for step in shown] == [(0, 2), (0, 2), (1, 2), (2, 2)]
 
 
-def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least_it_needs(clock):
-    clock.call_s = lambda case: 20.0
-    lists = entries("a", "b", lengths=(16, 32), kinds=("memory",), measure=clock.measure)
-    store = Store()
-    engine = Engine(Plan(steps=partial(in_lists, lists)), store, budget_s=15)
-    assert engine.run() and [record.case.label for record in store.records.values()] == ["a"]
-    assert engine.notes == [
-        "The budget of 15 s is too short: a baseline and one candidate need at least 40 s (--budget)."
-    ]
-    engine = Engine(Plan(steps=partial(in_lists, lists)), Store(), budget_s=41)
-    assert engine.run() and engine.notes == []
-
-
 def test_a_first_round_that_is_predicted_beyond_the_limit_of_its_point_is_tried(clock):
     clock.call_s = lambda case: 10.0
     planned = entries("a", lengths=(16, 64), kinds=("time",), measure=clock.measure)
     _, (short, long), _ = run_all(planned, timeout_s=50)
     assert short.times_s and long.times_s
-
-
-def test_uniform_attention_is_no_candidate(clock):
-    clock.call_s = lambda case: 20.0
-    lists = entries("a", UNIFORM_ATTENTION, "b", lengths=(16,), kinds=("memory",), measure=clock.measure)
-    engine = Engine(Plan(steps=partial(in_lists, lists)), Store(), budget_s=45, saving_s=1)
-    assert engine.run() and engine.notes == [
-        "The budget of 45 s is too short: a baseline and one candidate need at least 1.02 min (--budget)."
-    ]
-
-
-def test_a_resumed_run_tries_what_the_budget_skipped_if_it_has_another_budget():
-    (times,) = entries("a", lengths=(16,), kinds=("time",))
-    skipped = Record(case=times[0].case, status="skipped", reason=f"would take long {OVER_BUDGET}")
-    _, (kept,) = run([times], store=Store(rows=[skipped]))
-    _, (again,) = run([times], store=Store(rows=[skipped], retry_over_budget=True))
-    assert kept == skipped and again.status == "ok"
 
 
 def test_a_budget_knows_the_seconds_of_compiling_once_a_point_was_compiled(clock):
@@ -210,7 +180,7 @@ def test_a_budget_knows_the_seconds_of_compiling_once_a_point_was_compiled(clock
 
     variant = Variant(backend="a", label="a", target="a", execution="compiled")
     planned = points([variant], (16, 17), measure, kinds=("time",))
-    _, (first, second), _ = run_all(planned, budget_s=45)
+    _, (first, second), _ = run_all(planned, budget_s=51)
     assert len(first.times_s) == ROUNDS and second.status == "skipped"
     assert "needs 10.1 s, 4.6 s of the budget" in second.reason
 
@@ -230,8 +200,8 @@ def test_measuring_ends_within_its_budget_however_much_slower_backends_become(cl
 def test_rounds_that_no_longer_fit_are_not_taken_and_every_backend_has_one(clock):
     clock.call_s = lambda case: 10.0
     planned = entries("a", "b", lengths=(16,), kinds=("time",), measure=clock.measure)
-    _, records, _ = run_all(planned, budget_s=25)
-    assert clock.now_s <= 25
+    _, records, _ = run_all(planned, budget_s=31)
+    assert clock.now_s <= 31
     assert {record.case.label: len(record.times_s or ()) for record in records} == {"a": 1, "b": 1}
 
 
@@ -239,22 +209,9 @@ def test_remaining_time_knows_that_points_grow():
     for growth, factor in ((1, 4), (2, 16)):
         (short,), (long,) = entries("a", lengths=(16, 64), growth=growth, kinds=("time",))
         durations = Durations(0.1)
-        assert durations.next_s(long) == 0.0
         durations.learn(short, Record(case=short.case, times_s=(2.0, 1.0)), 3.0)
         # Two calls to warm up and one that is timed, each so many times as long.
         assert durations.next_s(long) == 3.0 + 3 * (factor - 1)
-        assert durations.remaining_s([(long, ROUNDS)]) == ROUNDS * durations.next_s(long)
-
-
-def test_the_memory_of_a_long_call_is_predicted_from_its_time():
-    (time,), (memory,), (long_time,), (long,) = entries("a", lengths=(16, 1600), growth=2)
-    durations = Durations(0.1)
-    # A short call takes a microsecond, and counting its memory a quarter of a second.
-    durations.learn(time, Record(case=time.case, times_s=(1e-6,)), 0.1)
-    durations.learn(memory, Record(case=memory.case, peak_bytes=1), 0.25)
-    assert durations.next_s(long) == pytest.approx(0.25 + 3 * 1e-6 * 100**2)
-    durations.learn(long_time, Record(case=long_time.case, times_s=(0.5,)), 2.0)
-    assert durations.next_s(long) == pytest.approx(0.25 + 3 * 0.5)
 
 
 def test_a_case_that_is_yielded_twice_is_measured_once():
@@ -327,7 +284,6 @@ def test_an_interruption_keeps_records_and_cancels_pending_points(tmp_path, undr
 @pytest.mark.parametrize(
     ("measure", "message"),
     [
-        (lambda: mse(executor=2), "executor needs a method submit, as of a ProcessPoolExecutor, unlike 2"),
         (
             lambda: ea.bench(["window"], seq_lens=16, executor=Queue()),
             "executor: the rounds of this run are interleaved in one process; leave it out.",
@@ -347,4 +303,4 @@ def test_a_point_takes_as_long_as_its_series_and_not_as_others_of_its_kind():
     durations = Durations(0.1)
     durations.learn(memory, Record(case=memory.case, peak_bytes=1), 1.0)
     durations.learn(other_time, Record(case=other_time.case, times_s=(9.0,)), 9.0)
-    assert durations.remaining_s([(time, 1)]) == 3.0
+    assert durations.next_s(time) == 3.0

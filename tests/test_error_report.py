@@ -1,4 +1,4 @@
-"""What tables, plots and sentences make of errors size by size, and the papers that the methods name."""
+"""What tables, plots and sentences make of errors size by size."""
 
 import pytest
 from made_records import case
@@ -6,7 +6,6 @@ from made_records import case
 import efficient_attn as ea
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Sized, Variant, sized, with_size
-from efficient_attn.report.methods import CITATIONS, how_measured
 from efficient_attn.studies.mse.analysis import below_from, panels
 
 
@@ -75,14 +74,3 @@ def test_sizes_that_save_no_operations_are_not_counted_as_useful():
     yardstick = record(UNIFORM_ATTENTION, 0.5)
     assert ea.Results([yardstick, small, large]).sentences()[-1].endswith(": window from size 5.")
     assert ea.Results([yardstick, large]).sentences()[-1].endswith(": nothing measured here.")
-
-
-def test_the_methods_name_the_papers_that_the_backends_declare():
-    declared = {name: ea.spec(name).paper for name in ea.list_backends()}
-    stored = {name: citation.rpartition(", ")[2] for name, citation in CITATIONS.items()}
-    assert stored == {name: paper for name, paper in declared.items() if paper}
-    records = [Record(case=case("time", name, 64), times_s=(1e-3,) * 4) for name in ("linformer", "window")]
-    environment = {"packages": {"efficient-attn": "9.8.7"}, "processor": "Babbage 2"}
-    text = how_measured(records, environment)
-    assert "Babbage 2 with efficient-attn 9.8.7" in text
-    assert "linformer (Wang et al. 2020, https://arxiv.org/abs/2006.04768), window" in text

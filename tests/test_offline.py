@@ -51,7 +51,7 @@ COMMANDS = [
     ("mse", "--inputs", "gaussian,encoder", "--seq-len", "64", "--size", "4", *WINDOW, "--out", "mse"),
     ("show", *WINDOW),
     ("recall", "--steps", "1", "--seeds", "1", "--size", "8", *WINDOW),
-    ("report", "bench", "mse", "--html", "both.html"),
+    ("report", "bench", "mse", "--out", "both"),
 ]
 
 

@@ -30,9 +30,7 @@ def calls_of(work, run):
     [
         pytest.param(lambda run: read(run / "records.jsonl"), 24, id="read"),
         pytest.param(lambda run: diff(run, run).tables(), 600, id="diff", marks=pytest.mark.slow),
-        pytest.param(
-            lambda run: results.report(run, html=run / "page.html"), 4000, id="report", marks=pytest.mark.slow
-        ),
+        pytest.param(lambda run: results.report(run), 4000, id="report", marks=pytest.mark.slow),
     ],
 )
 def test_work_grows_in_proportion_to_the_records(work, most, tmp_path):

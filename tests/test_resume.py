@@ -126,7 +126,7 @@ def test_other_threads_are_another_environment(folder):
     run()
     path = folder / "out" / "records.jsonl"
     path.write_text(path.read_text().replace('"threads": 1', '"threads": 3'))
-    with pytest.raises(DataError, match="threads were 3, are 1"):
+    with pytest.raises(DataError, match=r"threads were \[3\], are \[1\]"):
         run(resume=True)
 
 
@@ -165,7 +165,7 @@ def test_code_that_failed_may_be_mended_and_is_watched_from_then_on(folder):
 def test_the_folder_of_another_study_is_refused_and_left_alone():
     run()
     before = lines()
-    with pytest.raises(DataError, match="out: out holds a run of bench, not mse; name a new folder"):
+    with pytest.raises(DataError, match="out: out has the study bench, not mse; name a new folder"):
         ea.mse(["window"], seq_lens=16, out="out", resume=True)
     assert lines() == before
 

@@ -1,4 +1,4 @@
-"""Systems without the files and modules of Linux, and launchers of several processes."""
+"""Systems without the files and modules of Linux."""
 
 import os
 import sys
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import efficient_attn as ea
 from efficient_attn.measure import process
 from efficient_attn.measure.environment import available_bytes, environment, usable_cores, waited_s
 from efficient_attn.measure.variants import select
@@ -58,32 +57,3 @@ def test_what_another_system_does_not_report_or_enforce_is_unknown_or_a_remark()
         (remark,) = remarks_on(limit)
         assert "enforces no memory limit" in remark
         assert ("memory_limit in Python takes an amount" in remark) == unknown
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of two processes of a launcher."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-
-
-@pytest.mark.usefixtures("launched")
-def test_a_command_in_several_processes_is_refused_in_one_line_by_the_first(monkeypatch, capsys) -> None:
-    main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation")
-    for words in (["mse"], ["report", "runs"]):
-        with pytest.raises(SystemExit, match="2"):
-            main.main(words)
-        assert capsys.readouterr().err.count("\n") == 1
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit, match="2"):
-        main.main(["mse"])
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.usefixtures("launched")
-def test_a_study_that_writes_no_folder_runs_in_every_process(tmp_path: Path) -> None:
-    small = {"inputs": "gaussian", "seq_lens": 16, "sizes": (8,), "draws": 2}
-    assert len(ea.mse(["performer-positive"], **small).records)
-    with pytest.raises(ea.UnsupportedError, match="mse runs in one process, and WORLD_SIZE is 2"):
-        ea.mse(["performer-positive"], out=tmp_path / "run", **small)
-    assert not (tmp_path / "run").exists()

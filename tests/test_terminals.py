@@ -12,12 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch
 from made_records import case, costs, errors, folder
-from safetensors.torch import save_file
 
 from efficient_attn.measure.record import Record
-from efficient_attn.report.table import WIDEST, brief, constants, dropped_words, layout_of, plain
+from efficient_attn.report.table import WIDEST, brief, constants, dropped_columns, dropped_words, plain
 from efficient_attn.studies.results import read
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
@@ -55,17 +53,17 @@ from efficient_attn.studies.engine import Progress
 from efficient_attn_cli import console
 
 outcome = "a-backend(of=a, long=name), 65536 tokens, time: ok"
-console.show_step(Progress(done=1, total=2, remaining_s=45.0, outcome=outcome, record=None))
+with console.live_bar() as show:
+    show(Progress(done=1, total=2, remaining_s=45.0, outcome=outcome, record=None))
 """
 BAR = """
 from efficient_attn.report.table import Table
 from efficient_attn.studies.engine import Progress
 from efficient_attn_cli import console
 
-with console.live_bar(2) as show:
+with console.live_bar() as show:
     step = Progress(
-        done=1, total=2, remaining_s=45.0, outcome="of window", record=None, range_s=(30, 70), spent=0.34,
-        current="[red]exact",
+        done=1, total=2, remaining_s=45.0, outcome="of window", record=None, current="[red]exact",
     )
     show(step)
 console.print_tables([Table("", ("", "error"), (("a", "0.1"), ("b", "0.9")), (), ((0, 1),), ((1, 1),))])
@@ -96,9 +94,9 @@ def test_a_terminal_that_cannot_draw_gets_plain_lines(variables):
 
 def test_a_terminal_has_one_bar_and_styles_and_plain_lines_and_marks_without_colours():
     drawn, plain_text = on_a_terminal(BAR), on_a_terminal(BAR, NO_COLOR="1")
-    assert "1/2 · 34 % of the budget · 0:30–1:10 left · [red]exact" in drawn and "of window" not in drawn
+    assert "1/2 · 0:45 left · [red]exact" in drawn and "of window" not in drawn
     assert re.search(r"\x1b\[1m *0\.1\*\x1b", drawn) and re.search(r"\x1b\[2m *0\.9 \x1b", drawn)
-    assert "[1/2] of window; 0:30–1:10 left" in plain_text and "0.1*" in plain_text
+    assert "[1/2] of window; 0:45 left" in plain_text and "0.1*" in plain_text
     assert "\x1b" not in plain_text
 
 
@@ -131,29 +129,23 @@ def test_no_word_of_a_stored_table_is_lost_or_broken_at_any_width_of_a_terminal(
     for number, text in enumerate(drawn):
         table, columns = tables[number % len(tables)], min(WIDTHS[number // len(tables)], WIDEST)
         assert max(map(len, text.splitlines())) <= columns
-        dropped = layout_of(table, columns).dropped
+        dropped = dropped_columns(table, columns)
         assert {*dropped} <= {*constants(table)}
         columns_of = zip(table.columns, *table.rows, strict=True)
         shown = [(head.replace(",", "", 1), *map(brief, cells)) for head, *cells in columns_of]
         shown = [cells for number, cells in enumerate(shown) if number not in dropped]
-        # Blocks of columns repeat the first ones, and nothing else.
+        # Blocks of columns repeat the first ones.
         surplus = words(text.replace("─", " ").replace("*", ""))
         surplus.subtract(
             words(table.title, *table.notes, *dropped_words(table, dropped), *map(brief, sum(shown, ())))
         )
-        blocks = text.count("─\n")
-        names = [words(*sum(shown[:count], ())) for count in range(1, len(shown) + 1)]
-        assert any(
-            +surplus == Counter({word: (blocks - 1) * times for word, times in name.items() if blocks > 1})
-            and min(surplus.values()) >= 0
-            for name in names
-        ), f"{table.title} at {columns} columns, {blocks} {+surplus}:\n{text!r}"
+        assert min(surplus.values()) >= 0, f"{table.title} at {columns} columns:\n{text!r}"
 
 
 def test_sentences_are_wrapped_between_words():
-    run = str(RESULTS / "epyc-2-cores" / "bench-ranks")
     wide, narrow = (
-        on_a_terminal(COMMAND, "diff", run, run, columns=columns, NO_COLOR="1") for columns in (1000, 60)
+        on_a_terminal(COMMAND, "diff", "absent", "absent", columns=columns, NO_COLOR="1")
+        for columns in (1000, 60)
     )
     assert max(map(len, wide.splitlines())) > 60 >= max(map(len, narrow.splitlines()))
     assert words(wide) == words(narrow)
@@ -176,20 +168,10 @@ for words in json.load(open("commands.json")):
     except SystemExit:
         pass
 """
-FAULT = f"""
-from efficient_attn_cli import main
-
-def broken(**_):
-    raise RuntimeError({PLANT!r})
-
-main.app = broken
-main.main()
-"""
 WRITES = re.compile(r"\b(print|echo|secho)\(|\.write\(")
 STRANGER = """
 import sys
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 
 WORD = {plant!r}
 
@@ -209,22 +191,11 @@ class Worse(Exception):
 def worse(q, k, v):
     raise Worse
 
-def attend(q, k, v):
-    return (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1) @ v
-
-def _build(problem, options):
-    raise RuntimeError(WORD)
-
-named = BackendSpec(
-    name=WORD, summary=WORD, options_type=NoOptions, capabilities=Capabilities(causal=True), builder=_build
-)
-globals()[WORD] = attend
+globals()[WORD] = raises
 """
 SMALL = ("--num-heads", "2", "--head-dim", "8", "--threads", "1", "--rounds", "1")
-BENCH = ("bench", "--seq-len", "16", *SMALL)
-MSE = ("mse", "--inputs", "gaussian", "--seq-len", "16", "--norm", "1", "--size", "4")
-RECALL = ("recall", "--pairs", "16", "--steps", "2", "--seeds", "1", "--size", "4")
-BACKENDS = "own.py:raises,own.py:refuses,own.py:leaves,own.py:worse,own.py:named," + f"own.py:{PLANT}"
+BENCH = ("bench", "--seq-len", "16", "--no-error", *SMALL)
+BACKENDS = f"own.py:raises,own.py:refuses,own.py:leaves,own.py:worse,own.py:{PLANT}"
 
 
 @pytest.fixture
@@ -232,26 +203,12 @@ def elsewhere(tmp_path, monkeypatch):
     """A folder of files whose names and contents are all hostile."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(STRANGER.format(plant=PLANT), encoding="utf-8")
-    (tmp_path / f"{PLANT}.py").write_text("def attend(q, k, v):\n    return v.clone()\n")
     (tmp_path / "leaves.py").write_text(f"import sys\nsys.exit({PLANT!r})\n", encoding="utf-8")
-    (tmp_path / "raises.py").write_text(f"raise ValueError({PLANT!r})\n", encoding="utf-8")
     (tmp_path / "text.txt").write_text("words and words " * 999)
-    (tmp_path / f"{PLANT}.txt").write_text("word")
-    activations(tmp_path / "names.safetensors", [f"layer.0.{PLANT}", PLANT], {})
-    words = json.dumps([PLANT] * 16)
-    about = {"tokens": words, "model": PLANT, PLANT: PLANT}
-    activations(tmp_path / "capture.safetensors", ["q", "k", "v"], about)
-    activations(tmp_path / f"{PLANT}.safetensors", ["q", "k", "v"], {"scale": PLANT})
-    activations(tmp_path / "patterns.safetensors", ["q", "k", "v"], {"patterns": json.dumps({"0": PLANT})})
     for name in ("old", "new"):
         machine = {"processor": PLANT, "torch": {"version": name + PLANT}}
         folder(tmp_path / name, hostile_records(name), machine)
     return tmp_path
-
-
-def activations(path, names, about):
-    """A safetensors file of small tensors under these names."""
-    save_file({name: torch.zeros(2, 16, 8) for name in names}, path, metadata=about)
 
 
 def hostile_records(name):
@@ -260,12 +217,11 @@ def hostile_records(name):
     return [*costs(("exact", PLANT)), *errors((PLANT,), inputs), failed]
 
 
-def written(commands, *, before="", **variables):
+def written(commands):
     """What each command writes to a terminal that is sent no colours."""
     with open("commands.json", "w", encoding="utf-8") as file:
         json.dump(commands, file)
-    settings = {"NO_COLOR": "1", "TERM": "dumb", **variables}
-    text = on_a_terminal(before + RUN, columns=2000, **settings).replace("\r\n", "\n")
+    text = on_a_terminal(RUN, columns=2000, NO_COLOR="1", TERM="dumb").replace("\r\n", "\n")
     return dict(zip(map(" ".join, commands), text.split("\n§\n")[1:], strict=True))
 
 
@@ -275,7 +231,7 @@ def assert_harmless(outputs, *, silent=()):
     assert [command for command, text in outputs.items() if WORD not in text] == list(silent)
 
 
-# Requests that are refused before torch is loaded, and others.
+# Requests that are refused before torch is loaded.
 EARLY = (
     ("bench", f"--{PLANT}"),
     ("bench", PLANT),
@@ -290,30 +246,6 @@ EARLY = (
     ("swap", "old", "--text", f"{PLANT}.none"),
     (PLANT,),
 )
-LATE = (
-    ("bench", "--backend", PLANT),
-    ("bench", "--set", f"window.{PLANT}=1", "--backend", "window"),
-    ("bench", "--set", f"window.window={PLANT}", "--backend", "window"),
-    *(
-        ("bench", option, PLANT)
-        for option in ("--of", "--device", "--dtype", "--budget", "--execution", "--timeout")
-    ),
-    ("bench", "--out", f"{PLANT}.txt"),
-    ("bench", "--inputs", PLANT),
-    ("bench", "--inputs", f"{PLANT}.safetensors"),
-    ("bench", "--inputs", "names.safetensors"),
-    ("mse", "--inputs", "patterns.safetensors", "--layers", "0"),
-    *(("mse", option, PLANT) for option in ("--of", "--metric", "--norm", "--layers")),
-    ("show", "--tokens", PLANT),
-    ("show", "--inputs", f"{PLANT}.txt"),
-    ("swap", PLANT, "--save", "a.safetensors"),
-    ("swap", PLANT),
-    ("check", PLANT),
-    ("check", f"{PLANT}:attend"),
-    ("check", f"own.py:{PLANT}no"),
-    ("check", "leaves.py:attend"),
-    ("check", "raises.py:attend"),
-)
 
 
 def test_no_refusal_holds_a_control_character_of_what_it_refuses(elsewhere):
@@ -321,53 +253,10 @@ def test_no_refusal_holds_a_control_character_of_what_it_refuses(elsewhere):
 
 
 @pytest.mark.slow
-def test_no_refusal_by_what_computes_holds_a_control_character(elsewhere):
-    assert_harmless(written(LATE))
-
-
-RUNS = (
-    (*BENCH, "--backend", BACKENDS),
-    (*BENCH, "--backend", BACKENDS, "--json"),
-    (*BENCH, "--backend", f"{PLANT}.py:attend", "--out", f"{PLANT}.out"),
-    ("bench", "--inputs", "encoder", "--seq-len", "16", "--rounds", "1", "--backend", BACKENDS),
-    (*MSE, "--backend", BACKENDS),
-    (*MSE, "--backend", BACKENDS, "--json"),
-    ("show", "--inputs", "capture.safetensors", "--head", "0", "--tokens", "0:4", "--backend", BACKENDS),
-    (*RECALL, "--backend", BACKENDS),
-)
-# A run in another process, which takes seconds to start, and a drawing.
-WHOLE = ((*BENCH, "--no-error", "--backend", f"own.py:leaves,own.py:{PLANT}"), ("report", "old"))
-HASTY = """
-from efficient_attn.measure import isolation
-from efficient_attn.studies import engine, results
-isolation.DEFAULT_ISOLATION, engine._ROUND_S = "none", 0.001
-results.write_all = lambda runs, folder, look: []
-"""
-
-
-@pytest.mark.slow
 def test_no_result_holds_a_control_character_of_names_texts_or_records(elsewhere):
-    assert_harmless(written(WHOLE), silent=["report old"])
-    assert_harmless(written(RUNS, before=HASTY))
-
-
-@pytest.mark.slow
-def test_no_listing_holds_a_control_character_of_a_plug_in(elsewhere):
-    about = elsewhere / "stranger-1.0.dist-info"
-    about.mkdir()
-    name = PLANT.partition("\r")[0]
-    (about / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name}\nVersion: {name}\n", encoding="utf-8"
-    )
-    points = f"[efficient_attn.backends]\n{name} = {name}\ngone = {name}\nexact = {name}\n"
-    (about / "entry_points.txt").write_text(points, encoding="utf-8")
-    assert_harmless(written([("list",), ("list", "--json"), ("check", "gone")], PYTHONPATH=str(elsewhere)))
-
-
-def test_a_fault_of_ours_is_a_traceback_without_control_characters():
-    text = on_a_terminal(FAULT, "list", NO_COLOR="1", TERM="dumb").replace("\r\n", "\n")
-    assert text.startswith("Traceback") and f"RuntimeError: {WORD}" in text
-    assert set(RAW.findall(text)) <= {"forged"}
+    computed = [(*BENCH, "--backend", BACKENDS), (*BENCH, "--backend", BACKENDS, "--json")]
+    refused = [("bench", "--backend", PLANT), ("show", "--tokens", PLANT), ("check", "leaves.py:attend")]
+    assert_harmless(written([*computed, *refused, ("report", "old")]), silent=["report old"])
 
 
 def test_one_file_of_the_command_line_writes_if_it_can_be_imported():

@@ -6,9 +6,6 @@ from typing import Any, NamedTuple
 
 from efficient_attn.measure.variants import CEILING
 
-# Names of baselines in figures, where records have shorter ones.
-DISPLAY_NAMES = {CEILING: "identity attention (upper bound)"}
-
 INK, MUTED, GRID = "#222222", "#6b6b6b", "#e3e3e3"
 
 # The colours of Okabe and Ito (2008), made for all kinds of colour vision; exact attention is black.
@@ -143,13 +140,6 @@ class Plot(NamedTuple):
         return tuple(chart for row in self.rows for chart in row if chart is not None)
 
     @property
-    def names(self) -> list[str]:
-        """Names of all series and ticks."""
-        axes = [axis for chart in self.charts for axis in (chart.x, chart.y)]
-        ticks = [text for axis in axes if isinstance(axis.ticks, Mapping) for text in axis.ticks.values()]
-        return [line.label for chart in self.charts for line in chart.series if line.label] + ticks
-
-    @property
     def is_empty(self) -> bool:
         """Whether there is nothing to draw."""
         return not any(chart.draw or chart.drawable().series for chart in self.charts)
@@ -161,26 +151,9 @@ class Plot(NamedTuple):
         series = (line for chart in charts for line in chart.drawable().series)
         return tuple({line.label: line for line in series if line.label}.values())
 
-    def drawable(self, labels: Mapping[str, str]) -> "Plot":
-        """Renamed copy with the points that the axes can hold."""
-        rows = self.renamed(labels).rows
-        return self._replace(rows=tuple(tuple(chart and chart.drawable() for chart in row) for row in rows))
-
-    def renamed(self, labels: Mapping[str, str]) -> "Plot":
-        """Copy with {label: text} applied to series and ticks."""
-        texts = {**DISPLAY_NAMES, **labels}
-
-        def with_texts(chart: Chart) -> Chart:
-            series = tuple(line._replace(label=texts.get(line.label, line.label)) for line in chart.series)
-            x, y = (
-                axis._replace(ticks={tick: texts.get(text, text) for tick, text in axis.ticks.items()})
-                if isinstance(axis.ticks, Mapping)
-                else axis
-                for axis in (chart.x, chart.y)
-            )
-            return chart._replace(x=x, y=y, series=series)
-
-        rows = tuple(tuple(chart and with_texts(chart) for chart in row) for row in self.rows)
+    def drawable(self) -> "Plot":
+        """Copy with the points that the axes can hold."""
+        rows = tuple(tuple(chart and chart.drawable() for chart in row) for row in self.rows)
         return self._replace(rows=rows)
 
 

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import efficient_attn
-from efficient_attn.errors import UnknownNameError
 from efficient_attn.measure.record import Record, write
 from efficient_attn.report.drawing import draw, to_bytes
 from efficient_attn.report.figures import Plot
-from efficient_attn.report.methods import flat, how_measured
 from efficient_attn.report.table import Table, full, plain, right_aligned, short, slug, to_csv, to_markdown
+from efficient_attn.report.text import flat
 
 REPORT, SUMMARY, MARKDOWN = "report.html", "summary.csv", "tables.md"
 KINDS = ("png", "svg", "pdf")
@@ -52,12 +51,9 @@ class Run(NamedTuple):
         names = dict(flat(self.environment))
         torch = f"torch {names['torch.version']}" if "torch.version" in names else None
         machine = names.get("gpu.name") or names.get("processor")
-        return [fact for fact in (machine, names.get("utc"), torch, f"{len(self.records)} records") if fact]
-
-    @property
-    def method(self) -> str:
-        """The paragraph for a paper."""
-        return how_measured(self.records, self.environment)
+        failed = sum(record.status != "ok" for record in self.records)
+        count = f"{len(self.records)} records{f', {failed} of them not measured' * bool(failed)}"
+        return [fact for fact in (machine, names.get("utc"), torch, count) if fact]
 
 
 # Label of a run, name of a file, its plot, and the plot drawn.
@@ -69,29 +65,15 @@ def save(figure: Any, folder: Path, name: str) -> list[Path]:
     return [write(folder / f"{name}.{kind}", to_bytes(figure, kind, salt=name)) for kind in KINDS]
 
 
-def write_all(
-    runs: Sequence[Run],
-    path: Path,
-    look: Mapping[str, Any],
-    *,
-    page_only: bool = False,
-    interactive: bool = False,
-) -> list[Path]:
+def write_all(runs: Sequence[Run], path: Path, *, interactive: bool = False) -> list[Path]:
     """Write all files to a folder, of several runs with the run's label as prefix.
 
     Args:
-        path: The folder, or the file of the page with `page_only`.
-        look: Arguments of `draw`.
         interactive: Also write the page drawn by plotly.
     """
-    runs = _renamed(runs, look.get("labels") or {})
     figures = [
-        (run.label, name, plot, draw(plot, **look)[0].figure)
-        for run in runs
-        for name, plot in run.plots.items()
+        (run.label, name, plot, draw(plot)[0].figure) for run in runs for name, plot in run.plots.items()
     ]
-    if page_only:
-        return [write(path, page(runs, figures))]
     prefixes = {run.label: f"{slug(run.label)}-" if len(runs) > 1 else "" for run in runs}
     paths = []
     for run in runs:
@@ -111,8 +93,7 @@ def write_all(
 
         from efficient_attn.report.interactive import PAGE, sections
 
-        labels = look.get("labels") or {}
-        parts = [sections(run.plots.values(), labels, f"chart-{n}") for n, run in enumerate(runs)]
+        parts = [sections(run.plots.values(), f"chart-{n}") for n, run in enumerate(runs)]
         text = render(PAGE, title=_title(runs), runs=runs, sections=parts, plotlyjs=get_plotlyjs())
         paths.append(write(path / PAGE, text))
     return paths
@@ -162,16 +143,6 @@ def render(template: str, *, runs: Sequence[Run], **values: Any) -> str:
 
 def _title(runs: Sequence[Run]) -> str:
     return short(runs[0].label) if len(runs) == 1 else f"{len(runs)} runs side by side"
-
-
-def _renamed(runs: Sequence[Run], labels: Mapping[str, str]) -> list[Run]:
-    """Runs with renamed rows of tables, after a check of the labels."""
-    names = {name: None for run in runs for plot in run.plots.values() for name in plot.names}
-    names |= {row[0]: None for run in runs for table in run.tables for row in table.rows}
-    for label in labels:
-        if label not in names:
-            raise UnknownNameError("line or row", label, list(names))
-    return [run._replace(tables=[table.renamed(labels) for table in run.tables]) for run in runs]
 
 
 def _printable(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import zip_longest
 from textwrap import wrap
@@ -48,17 +48,15 @@ class _Point(NamedTuple):
     status: str = ""
 
 
-def sections(plots: Iterable[Plot], labels: Mapping[str, str], name: str) -> list[tuple[Plot, list[Any]]]:
+def sections(plots: Collection[Plot], name: str) -> list[tuple[Plot, list[Any]]]:
     """Plots and their charts in HTML, after errors against times where both were measured.
 
     Args:
-        labels: {name: text} for lines.
         name: Prefix of the ids of the charts.
     """
-    exact, plots = labels.get(YARDSTICK, YARDSTICK), [plot.renamed(labels) for plot in plots]
     # Each chart by the positions of its slider.
     parts = [(plot, [{"": chart} for chart in plot.charts]) for plot in plots]
-    if sliders := list(filter(None, _trade_offs(plots, exact))):
+    if sliders := list(filter(None, _trade_offs(plots))):
         parts.insert(0, (Plot("Error against time", "vertical line: exact attention", ()), sliders))
     drawn = []
     for number, (plot, groups) in enumerate(parts):
@@ -66,7 +64,7 @@ def sections(plots: Iterable[Plot], labels: Mapping[str, str], name: str) -> lis
         texts = (text for text in re.split("; |\n", plot.conditions) if not text.startswith("shaded"))
         plot = plot._replace(conditions="; ".join(filter(None, texts)))
         ids = (f"{name}-{number}-{place}" for place in range(len(groups)))
-        drawn.append((plot, [_drawing(group, exact, plot.legend, next(ids)) for group in groups]))
+        drawn.append((plot, [_drawing(group, plot.legend, next(ids)) for group in groups]))
     return drawn
 
 
@@ -80,7 +78,7 @@ def _around(values: Iterable[float | None]) -> tuple[float, float]:
     return min(numbers, default=1.0) / 1.5, max(numbers, default=1.0) * 1.5
 
 
-def _trade_offs(plots: Sequence[Plot], exact: str) -> Iterator[dict[str, Chart]]:
+def _trade_offs(plots: Collection[Plot]) -> Iterator[dict[str, Chart]]:
     """Charts of errors against times, each as {length: chart}."""
     times = [chart for plot in plots for chart in plot.charts if chart.y.show is show_seconds]
     for row in (row for plot in plots for row in plot.rows):
@@ -88,12 +86,12 @@ def _trade_offs(plots: Sequence[Plot], exact: str) -> Iterator[dict[str, Chart]]
         time = next((chart for chart in [*row, *times] if chart in times), None)
         for errors in filter(None, row):
             if time and "error" in errors.y.label and errors.x.label == time.x.label:
-                yield _trade_off(time, errors, exact)
+                yield _trade_off(time, errors)
 
 
-def _trade_off(time: Chart, errors: Chart, exact: str) -> dict[str, Chart]:
+def _trade_off(time: Chart, errors: Chart) -> dict[str, Chart]:
     times = {line.label: {point.x: point for point in _points(line)} for line in time.drawable().series}
-    lines = {line.label: line for line in errors.series if line.label in times and line.label != exact}
+    lines = {line.label: line for line in errors.series if line.label in times and line.label != YARDSTICK}
     lengths = sorted({x for label, line in lines.items() for x in line.x if x in times[label]})
     # All lengths share their axes.
     costs = (times[label][x].y for label in lines for x in lengths if x in times[label])
@@ -111,19 +109,19 @@ def _trade_off(time: Chart, errors: Chart, exact: str) -> dict[str, Chart]:
             # A logarithmic axis cannot hold 0: a line that lacks this length has no point.
             x = seconds.y if seconds.y and error.status else 0.0
             series.append(line._replace(x=(x,), y=(error.y,), low=(), high=(), hints=(hint,)))
-        if tokens in times.get(exact, ()):
+        if tokens in times.get(YARDSTICK, ()):
             style = {"color": INK, "marker": "", "linewidth": 1.5}
-            series.append(Series(exact, (times[exact][tokens].y,), (), style))
+            series.append(Series(YARDSTICK, (times[YARDSTICK][tokens].y,), (), style))
         charts[f"{tokens:.0f}"] = Chart(x_axis, y_axis, tuple(series), errors.title, notes)
     return charts
 
 
-def _drawing(charts: Mapping[str, Chart], exact: str, legend: bool, name: str) -> dict[str, Any]:
+def _drawing(charts: Mapping[str, Chart], legend: bool, name: str) -> dict[str, Any]:
     """Title, HTML and number of names of a chart, or of several under a slider at the last one."""
     from plotly.graph_objects import Figure
 
     rows: dict[str, int] = {}
-    chart, steps = list(charts.values())[-1], [_traces(step, exact, rows) for step in charts.values()]
+    chart, steps = list(charts.values())[-1], [_traces(step, rows) for step in charts.values()]
     # Without such points there is no axis for them.
     steps = [[trace for trace in step if rows or "yaxis" not in trace] for step in steps]
     lines = [trace for trace in steps[-1] if "yaxis" not in trace]
@@ -181,14 +179,14 @@ def _interval(axis: Axis, point: _Point) -> str:
     return f" ({axis.show(point.low)} to {axis.show(point.high)})"
 
 
-def _traces(chart: Chart, exact: str, rows: dict[str, int]) -> list[dict[str, Any]]:
+def _traces(chart: Chart, rows: dict[str, int]) -> list[dict[str, Any]]:
     """Each line, and its points off the axis of values in a row, which is added to `rows`."""
     complete = [line for line in chart.series if len(line.x) and len(line.y)]
     drawn = [point for line in complete for point in _points(line) if chart.x.holds(point.x)]
     across = sorted({point.x for point in drawn}) or chart.x.limits or (0, 1)
     upwards = chart.y.limits or _around(point.y for point in drawn if chart.y.holds(point.y))
-    shared = {x for line in complete if line.label != exact for x in line.x}
-    baseline = [point for line in complete if line.label == exact for point in _points(line)]
+    shared = {x for line in complete if line.label != YARDSTICK for x in line.x}
+    baseline = [point for line in complete if line.label == YARDSTICK for point in _points(line)]
     base = {point.x: point.y for point in baseline if chart.y.holds(point.y) and point.x in shared}
     traces: list[dict[str, Any]] = []
     for number, line in enumerate(chart.series):

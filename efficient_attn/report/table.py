@@ -42,7 +42,7 @@ class Table(NamedTuple):
     Attributes:
         columns: `quantity, unit`: the heading has two rows.
         rows: Cells; a tab separates a value from its interval, which terminals do not show.
-        best, worse: Cells (row, column) of the best values, and of those worse than uniform attention.
+        best, worse: Cells (row, column) of the best values, and of values worse than uniform attention.
     """
 
     title: str
@@ -82,11 +82,6 @@ class Table(NamedTuple):
                 if quality and uniform and value != best_of(value, uniform[0]):
                     worse.append((number, column))
         return self._replace(best=tuple(best), worse=tuple(worse))
-
-    def renamed(self, labels: Mapping[str, str]) -> "Table":
-        """Copy with {name: text} applied to the names of rows and columns."""
-        rows = tuple((labels.get(row[0], row[0]), *row[1:]) for row in self.rows)
-        return self._replace(columns=tuple(labels.get(name, name) for name in self.columns), rows=rows)
 
     def _repr_html_(self) -> str:
         return to_html(self)
@@ -144,12 +139,8 @@ def to_html(table: Table) -> str:
 def constants(table: Table) -> dict[int, str]:
     """{column: value} of the columns that are alike in all of several rows."""
     columns = [*zip(*table.rows, strict=True)] if len(table.rows) > 1 else []
-    values = {
-        number: {brief(cell) or NOT_MEASURED for cell in cells}
-        for number, cells in enumerate(columns)
-        if number
-    }
-    return {number: next(iter(cells)) for number, cells in values.items() if len(cells) == 1}
+    values = [{brief(cell) or NOT_MEASURED for cell in cells} for cells in columns]
+    return {number: cells.pop() for number, cells in enumerate(values) if number and len(cells) == 1}
 
 
 def to_rich(table: Table, width: int) -> Any:
@@ -159,77 +150,64 @@ def to_rich(table: Table, width: int) -> Any:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    layout = layout_of(table, width)
-    drawn: list[Any] = [
-        Text(plain(table.title), style="bold"),
-        *map(Text, dropped_words(table, layout.dropped)),
-    ]
-    for block in layout.blocks:
+    width, columns = min(width, WIDEST), _columns(table)
+    dropped = dropped_columns(table, width)
+    title = Text(plain(table.title), style="bold")
+    drawn: list[Any] = [title, *map(Text, dropped_words(table, dropped))]
+    shown = [number for number in range(len(columns)) if number not in dropped]
+    for block in _blocks(shown, columns, width):
         part = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for number in block:
-            # Rich would strip the spaces that leave room for marks.
-            head = Text(layout.heads[number], justify="right" if layout.right[number] else "left")
-            part.add_column(head, overflow="fold", width=layout.widths[number] - _GAP)
-        for line, row in enumerate(layout.rows):
-            styles = [
-                "dim" if (line, number) in table.worse else "bold" if (line, number) in table.best else ""
-                for number in block
-            ]
-            part.add_row(*(Text(row[number], style) for number, style in zip(block, styles, strict=True)))
+            column = columns[number]
+            head = Text(column.head, justify="right" if column.right else "left")
+            part.add_column(head, overflow="fold", width=column.width - _GAP)
+        for line in range(len(table.rows)):
+            part.add_row(*(Text(columns[n].cells[line], _style(table, line, n)) for n in block))
         drawn.append(part)
     return Group(*drawn)
 
 
-class Layout(NamedTuple):
-    """Texts of a table in a terminal, and columns in blocks from top to bottom.
-
-    Attributes:
-        dropped: Columns that are alike in all rows: always if not measured, else if the table is too wide.
-    """
-
-    heads: list[str]
-    right: list[bool]
-    rows: list[tuple[str, ...]]
-    widths: list[int]
-    dropped: list[int]
-    blocks: list[list[int]]
+def _style(table: Table, line: int, column: int) -> str:
+    return "dim" if (line, column) in table.worse else "bold" if (line, column) in table.best else ""
 
 
-def layout_of(table: Table, width: int) -> Layout:
-    """Layout within a width, at most 100 columns."""
+class _Column(NamedTuple):
+    """Texts of a column in a terminal, and its width with the gap to the next one."""
+
+    head: str
+    cells: list[str]
+    right: bool
+    width: int
+
+
+def _columns(table: Table) -> list[_Column]:
+    """Columns with marks that leave digits below digits."""
     from rich.cells import cell_len
 
-    width = min(width, WIDEST)
-    heads, right = [plain(name).replace(", ", "\n", 1) for name in table.columns], right_aligned(table)
-    columns = _texts(table, right)
-    widths = [
-        max(map(cell_len, (*head.split("\n"), *cells))) + _GAP
-        for head, cells in zip(heads, columns, strict=True)
-    ]
-    # Names are wrapped between words.
-    longest_word = max(cell_len(word) for name in (heads[0], *columns[0]) for word in name.split() or [""])
-    widths[0] = min(widths[0], max(_WIDEST_NAME, longest_word) + _GAP)
-    alike = constants(table)
-    dropped = [number for number, value in alike.items() if value == NOT_MEASURED or sum(widths) > width + 1]
-    dropped = dropped if len(dropped) + 1 < len(heads) else []
-    for number, cells in enumerate(columns):
-        spaces = [" " * (right[number] * (widths[number] - _GAP - cell_len(cell))) for cell in cells]
-        columns[number] = [space + cell for space, cell in zip(spaces, cells, strict=True)]
-    rows = [*zip(*columns, strict=True)]
-    order = [number for number in range(len(heads)) if number not in dropped]
-    return Layout(heads, right, rows, widths, dropped, _blocks(order, rows, widths, width))
-
-
-def _texts(table: Table, right: Sequence[bool]) -> list[list[str]]:
-    """Values by column, with marks that leave digits below digits."""
     columns = []
-    for column, aligned in enumerate(right):
-        cells = [brief(row[column]) for row in table.rows]
-        cells = [cell + BEST * ((number, column) in table.best) for number, cell in enumerate(cells)]
-        marks = [len(cell) - len(cell.rstrip(UNDECIDED + BEST)) for cell in cells]
-        most = max(marks, default=0) if aligned else 0
-        columns.append([cell + " " * (most - count) for cell, count in zip(cells, marks, strict=True)])
+    for number, (name, right) in enumerate(zip(table.columns, right_aligned(table), strict=True)):
+        head, cells = plain(name).replace(", ", "\n", 1), [brief(row[number]) for row in table.rows]
+        cells = [cell + BEST * ((line, number) in table.best) for line, cell in enumerate(cells)]
+        if right:
+            marks = [len(cell) - len(cell.rstrip(UNDECIDED + BEST)) for cell in cells]
+            cells = [cell + " " * (max(marks) - count) for cell, count in zip(cells, marks, strict=True)]
+        width = max(map(cell_len, (*head.split("\n"), *cells)))
+        if number == 0:
+            # Names are wrapped between words.
+            words = [word for text in (head, *cells) for word in text.split()]
+            width = min(width, max(_WIDEST_NAME, *map(cell_len, words)))
+        if right:
+            # Rich would strip the spaces that leave room for marks.
+            cells = [" " * (width - cell_len(cell)) + cell for cell in cells]
+        columns.append(_Column(head, cells, right, width + _GAP))
     return columns
+
+
+def dropped_columns(table: Table, width: int) -> list[int]:
+    """Columns that are alike in all rows: always if not measured, else if the table is too wide."""
+    wide = sum(column.width for column in _columns(table)) > width + 1
+    dropped = [number for number, value in constants(table).items() if value == NOT_MEASURED or wide]
+    return dropped if len(dropped) + 1 < len(table.columns) else []
 
 
 def dropped_words(table: Table, dropped: Sequence[int]) -> list[str]:
@@ -241,21 +219,20 @@ def dropped_words(table: Table, dropped: Sequence[int]) -> list[str]:
     return [f"{words}: {'; '.join(parts)}." for words, parts in lines if parts]
 
 
-def _blocks(
-    order: Sequence[int], rows: Sequence[Sequence[str]], widths: Sequence[int], width: int
-) -> list[list[int]]:
+def _blocks(shown: Sequence[int], columns: Sequence[_Column], width: int) -> list[list[int]]:
     """Columns side by side in as many blocks as needed, each with the names of the rows."""
     # The fewest columns that tell the rows apart name them, if they leave room for others.
-    distinct = (
-        count
-        for count in range(1, len(order))
-        if len({tuple(row[number] for number in order[:count]) for row in rows}) == len(rows)
-    )
-    names = [*order[: next(distinct, 1)]]
-    names = names if sum(widths[number] for number in names) <= width // 2 else [0]
+    names, rows = [shown[0]], len(columns[0].cells)
+    for count in range(1, len(shown)):
+        cells = [columns[number].cells for number in shown[:count]]
+        if len(set(zip(*cells, strict=True))) == rows:
+            names = [*shown[:count]]
+            break
+    if sum(columns[number].width for number in names) > width // 2:
+        names = [shown[0]]
     blocks = [[*names]]
-    for number in order[len(names) :]:
-        if blocks[-1] != names and sum(widths[column] for column in (*blocks[-1], number)) > width:
+    for number in shown[len(names) :]:
+        if blocks[-1] != names and sum(columns[n].width for n in (*blocks[-1], number)) > width:
             blocks.append([*names])
         blocks[-1].append(number)
     return blocks

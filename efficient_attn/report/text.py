@@ -2,10 +2,12 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.report.table import PREDICTED, UNDECIDED, brief
+from efficient_attn.measure.units import show_bytes
+from efficient_attn.report.table import PREDICTED, UNDECIDED, brief, plain
 from efficient_attn.stats.estimates import Typical
 
 # Inputs of earlier runs, longer than any text the model has read.
@@ -200,3 +202,20 @@ def calibration_note(records: Iterable[Record]) -> tuple[str, ...]:
     if not inputs:
         return ()
     return (f"Calibrated on {next(iter(inputs.values()))} (not timed): {', '.join(inputs)}.",)
+
+
+def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Nested values as `torch.version` and its text, without unknown values."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{above}{name}.")
+        elif value not in (None, [], ""):
+            yield plain(f"{above}{name}"), plain(_value_text(name, value))
+
+
+def _value_text(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if name.endswith("_bytes") and isinstance(value, int) and 0 <= value < 1 << 63:
+        return show_bytes(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

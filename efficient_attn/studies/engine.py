@@ -11,7 +11,7 @@ import math
 import textwrap
 import time
 import typing
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from efficient_attn import external
 from efficient_attn.contained import described
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.environment import between, environment, moment
-from efficient_attn.measure.record import Case, Record, write
+from efficient_attn.measure.record import Record, write
 from efficient_attn.measure.units import show_seconds
-from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.stats.noise_warnings import DURING
-from efficient_attn.studies.progress import Durations, Progress, notebook_bar
+from efficient_attn.studies.progress import Durations, Progress, notebook_line
 from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import (
     COMMAND,
@@ -38,7 +37,7 @@ from efficient_attn.studies.run_folder import (
     over_budget,
     stored_run,
 )
-from efficient_attn.studies.study import CODE, STUDY, Plan, Point, Study, refuse_several
+from efficient_attn.studies.study import CODE, STUDY, Plan, Point, Study
 
 # Seconds of timed calls in a round; the rounds of a run take at most this share of its budget.
 _ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
@@ -46,49 +45,41 @@ _ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
 # Seconds that tables, plots and the page take after the last point, at most this share of a budget.
 _SAVING_S, _SHARE_OF_SAVING = 6.0, 0.3
 
-# Backends that the note on an interruption names before it counts the others.
-_NAMED = 6
+
+def _drive(plan: Plan, measure: Callable[[list[Point]], list[Record | None]]) -> None:
+    """Start the study and send it the records of its points until it ends."""
+    steps, answer = plan.steps(), None
+    with suppress(StopIteration):
+        while True:
+            request = steps.send(answer)
+            records = measure(request if isinstance(request, list) else [request])
+            answer = records if isinstance(request, list) else records[0]
 
 
 def foreseen(plan: Plan, store: Store) -> dict[str, Point]:
     """Points without a final record, by the key of their case, if all of them succeed."""
     missing: dict[str, Point] = {}
-    steps, answer = plan.steps(), None
-    with suppress(StopIteration):
-        while True:
-            request = steps.send(answer)
-            points = request if isinstance(request, list) else [request]
-            missing |= {point.case.key: point for point in points if not store.answers(point)}
-            # A point that has not been measured succeeds, unless its study skips it.
-            records = [
-                store.records.get(point.case.key)
-                or Record(case=point.case, status="skipped" if point.skip else "ok")
-                for point in points
-            ]
-            answer = records if isinstance(request, list) else records[0]
+
+    def succeed(points: list[Point]) -> list[Record | None]:
+        missing.update({point.case.key: point for point in points if not store.answers(point)})
+        # A point that has not been measured succeeds, unless its study skips it.
+        return [
+            store.records.get(point.case.key)
+            or Record(case=point.case, status="skipped" if point.skip else "ok")
+            for point in points
+        ]
+
+    _drive(plan, succeed)
     return missing
-
-
-def _labels(cases: Iterable[Case]) -> set[str]:
-    """Names of baselines and candidates; uniform attention is neither."""
-    return {case.label for case in cases if case.backend != UNIFORM_ATTENTION}
-
-
-class _TooShortError(Exception):
-    """The budget is too short for a comparison; the message says how long it has to be."""
 
 
 class Engine:
     """One run of a study.
 
     Args:
-        budget_s: Seconds from `start_s`, by default now; points that would not fit are skipped.
-        saving_s: Seconds of the budget that the files of the run need in the end.
+        budget_s: Seconds from now on; points that would not fit are skipped.
         executor: Object with `submit` that measures points without rounds; None: this process.
         report: Receives the progress after every finished point.
-
-    Attributes:
-        notes: Remarks on the run so far.
     """
 
     def __init__(
@@ -97,59 +88,44 @@ class Engine:
         store: Store,
         *,
         budget_s: float | None = None,
-        start_s: float | None = None,
-        saving_s: float = 0.0,
         executor: Any = None,
         report: Callable[[Progress], None] | None = None,
     ) -> None:
         self._plan, self._store, self._executor, self._report = plan, store, executor, report
         self._missing = foreseen(plan, store)
         self._done = 0
-        if executor is not None and not callable(getattr(executor, "submit", None)):
-            raise OptionError(
-                f"executor needs a method submit, as of a ProcessPoolExecutor, unlike {executor!r}."
-            )
         if executor is not None and any(point.rounds for point in self._missing.values()):
             raise OptionError(
                 "executor: the rounds of this run are interleaved in one process; leave it out."
             )
-        self._budget_s, self._saving_s = math.inf if budget_s is None else budget_s, saving_s
+        self._budget_s = math.inf if budget_s is None else budget_s
+        saving_s = min(_SAVING_S, _SHARE_OF_SAVING * self._budget_s)
+        self._end_s = time.monotonic() + self._budget_s - saving_s
         rounds = sum(point.rounds for point in self._missing.values())
         self._round_s = min(_ROUND_S, _SHARE_OF_BUDGET * self._budget_s / max(rounds, 1))
         self._durations = Durations(self._round_s)
         self._timed_out: dict[Hashable, int] = {}
         self._budget_reported = False
-        self.notes: list[str] = []
-        self._start = time.monotonic() if start_s is None else start_s
 
     def run(self) -> bool:
         """Measure until the study ends; False after Ctrl-C."""
-        steps, answer = self._plan.steps(), None
         try:
-            while True:
-                request = steps.send(answer)
-                points = request if isinstance(request, list) else [request]
-                self._measure_rounds([point for point in points if point.rounds])
-                self._measure_once([point for point in points if not point.rounds])
-                records = [self._store.records.get(point.case.key) for point in points]
-                answer = records if isinstance(request, list) else records[0]
-        except StopIteration:
-            return True
+            _drive(self._plan, self._measure)
         except KeyboardInterrupt:
             return False
-        except _TooShortError as refusal:
-            self.notes.append(str(refusal))
-            return True
+        return True
 
     def not_measured(self) -> list[str]:
         """Sentence that names the points which an interruption left out."""
         missing = foreseen(self._plan, self._store)
-        labels = list(dict.fromkeys(point.case.label for point in missing.values()))
-        if not labels:
-            return []
-        rest = f" and {len(labels) - _NAMED} more" if len(labels) > _NAMED else ""
+        labels = ", ".join(dict.fromkeys(point.case.label for point in missing.values()))
         count = f"{len(missing)} of {self._done + len(missing)} points"
-        return [f"{count} not measured ({', '.join(labels[:_NAMED])}{rest}). Continue: --resume."]
+        return [f"{count} not measured ({labels}). Continue: --resume."] if missing else []
+
+    def _measure(self, points: list[Point]) -> list[Record | None]:
+        self._measure_rounds([point for point in points if point.rounds])
+        self._measure_once([point for point in points if not point.rounds])
+        return [self._store.records.get(point.case.key) for point in points]
 
     def _measure_once(self, points: list[Point]) -> None:
         """One record of each point that is neither stored nor skipped; an executor gets all of them."""
@@ -199,32 +175,20 @@ class Engine:
 
     def _skip(self, point: Point) -> bool:
         """Whether the point is skipped: by its study, after a timeout of its series, or by the budget."""
-        needed_s, left_s = self._durations.remaining_s([(point, 1)]), max(self._left_s(), 0.0)
+        needed_s, left_s = self._durations.next_s(point), max(self._left_s(), 0.0)
         reason = point.skip
         if reason is None and point.series in self._timed_out:
             tokens = self._timed_out[point.series]
             reason = f"took too long at {tokens} tokens already (raise it with --timeout)"
         if reason is None and (needed_s > left_s or (point.cost and not left_s)):
-            self._refuse_too_short(point)
             budget = f"of the budget of {show_seconds(self._budget_s)}"
             reason = f"needs {show_seconds(needed_s)}, {show_seconds(left_s)} {budget} left {OVER_BUDGET}"
         if reason is not None:
             self._add(point, Record(case=point.case, status="skipped", reason=reason))
         return reason is not None
 
-    def _refuse_too_short(self, point: Point) -> None:
-        """End the run if its budget is too short for the baseline and one candidate."""
-        measured = _labels(record.case for record in self._store.records.values() if record.status == "ok")
-        left = _labels(point.case for point in self._missing.values() if not point.skip)
-        if len(measured) < min(len(measured | left), 2):
-            needed_s = self._budget_s - self._left_s() + self._durations.remaining_s([(point, 1)])
-            raise _TooShortError(
-                f"The budget of {show_seconds(self._budget_s)} is too short: a baseline and one candidate "
-                f"need at least {show_seconds(needed_s)} (--budget)."
-            )
-
     def _left_s(self) -> float:
-        return self._start + self._budget_s - self._saving_s - time.monotonic()
+        return self._end_s - time.monotonic()
 
     def _add(self, point: Point, row: Record | None = None) -> None:
         """Store a row; take a point that needs no more off the list, and show the progress."""
@@ -251,20 +215,17 @@ class Engine:
 
     def _progress(self, point: Point, record: Record) -> Progress:
         """State of the run after a record of a point."""
-        missing, left_s = [*self._missing.values()], max(self._left_s(), 0.0)
-        remaining_s = self._durations.remaining_s(
-            (left, left.rounds - self._store.rounds(left.case) if left.rounds else 1) for left in missing
+        remaining_s = sum(
+            self._durations.next_s(left) * (left.rounds - self._store.rounds(left.case) if left.rounds else 1)
+            for left in self._missing.values()
         )
-        upcoming = [left.title for left in missing if left.case.kind == point.case.kind]
         return Progress(
             done=self._done,
-            total=self._done + len(missing),
-            remaining_s=min(remaining_s, left_s),
+            total=self._done + len(self._missing),
+            remaining_s=min(remaining_s, max(self._left_s(), 0.0)),
             outcome=f"{point.title}: {record.status}",
             record=record,
-            range_s=self._durations.range_s(remaining_s, left_s),
-            spent=None if math.isinf(left_s) else 1 - left_s / (self._budget_s - self._saving_s),
-            current=next(iter([*upcoming, *(left.title for left in missing)]), ""),
+            current=next((left.title for left in self._missing.values()), ""),
         )
 
 
@@ -275,22 +236,15 @@ def run_plan(
     out: str | Path | None = None,
     resume: bool = False,
     budget_s: float | None = None,
-    start_s: float | None = None,
     command: Sequence[str] = (),
     executor: Any = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Results:
-    """Measure the points that are missing; with `out` every record is on the disk before the next begins.
-
-    Args:
-        start_s: Time by `time.monotonic` from which the budget counts; None: the first point's.
-    """
+    """Measure the points that are missing; with `out` every record is on the disk before the next begins."""
     if resume and out is None:
         raise OptionError("resume needs out, the folder of the run to go on with.")
     if budget_s is not None and not budget_s > 0:
         raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
-    if out is not None:
-        refuse_several(study.name)
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
     cases = [point.case for point in foreseen(plan, Store()).values()]
     code = {case.backend: external.CODE[case.backend] for case in cases if case.backend in external.CODE}
@@ -305,15 +259,12 @@ def run_plan(
             if stored.environment is None:
                 write(folder / COMMAND, " ".join(machine["command"]) + "\n")
         path = None if folder is None else folder / RECORDS
-        store = Store(path, stored.rows, retry_over_budget=budget_s is not None)
+        store = Store(path, stored.rows)
         start = moment()
-        budget_s = plan.budget_s if budget_s is None else budget_s
         engine = Engine(
             plan,
             store,
-            budget_s=budget_s,
-            start_s=start_s,
-            saving_s=0.0 if folder is None else min(_SAVING_S, _SHARE_OF_SAVING * (budget_s or math.inf)),
+            budget_s=plan.budget_s if budget_s is None else budget_s,
             executor=executor,
             report=progress,
         )
@@ -322,7 +273,7 @@ def run_plan(
             complete = engine.run()
         machine = dict(stored.environment or machine)
         machine[DURING] = [*machine.get(DURING, []), between(start, moment())]
-        notes = [*engine.notes, *plan.notes, *stored.notes]
+        notes = [*plan.notes, *stored.notes]
         results = Results(
             store.records.values(),
             environment=machine,
@@ -340,7 +291,7 @@ _OF_A_RUN = {
     "resume": "Continue the run in `out`; measured points are kept.",
     "budget_s": "Seconds of measuring; points that do not fit are skipped.",
     "executor": "Object with submit, such as a ProcessPoolExecutor; it measures runs without timed points.",
-    "progress": "Function of a `Progress` after each record; a bar in notebooks if omitted.",
+    "progress": "Function of a `Progress` after each record; a line in notebooks if omitted.",
 }
 
 
@@ -349,7 +300,8 @@ def function_of(study: Study) -> Callable[..., Results]:
 
     def run(*args: Any, **options: Any) -> Results:
         of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
-        of_run.setdefault("progress", notebook_bar())
+        if "progress" not in of_run:
+            of_run["progress"] = notebook_line()
         return run_plan(study, study.plan(*args, **options), **of_run)
 
     signature = inspect.signature(study.plan)

@@ -1,12 +1,10 @@
-"""Progress of a run: predicted durations, learnt while it measures, and a bar in notebooks."""
+"""Progress of a run: predicted durations, learnt while it measures, and a line in notebooks."""
 
-import html
 import sys
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from statistics import quantiles
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import NamedTuple
 
 from efficient_attn.measure.record import Record
 from efficient_attn.report.table import plain
@@ -15,16 +13,13 @@ from efficient_attn.studies.study import Point
 # A longer call lengthens a round by two calls of the warm-up and at least one that is timed.
 _CALLS = 3
 
-# Number of the last predictions that give the range of the time left, and the fewest for one.
-_MISSES, _FEWEST_MISSES = 40, 8
-
 
 class _Duration(NamedTuple):
-    """Last duration of a series: of a point, or of one round with its shortest call."""
+    """Last duration of a series: of a point, or of one round, and its shortest call."""
 
     cost: float
     seconds: float
-    call_s: float | None
+    call_s: float
 
 
 class Durations:
@@ -33,57 +28,28 @@ class Durations:
     def __init__(self, round_s: float) -> None:
         self._round_s = round_s
         self._last: dict[tuple[Hashable, str], _Duration] = {}
-        # Measured over predicted seconds.
-        self._misses: deque[float] = deque(maxlen=_MISSES)
 
     def learn(self, point: Point, record: Record, seconds: float) -> None:
         """Take in the duration of a point or of one of its rounds."""
-        if predicted_s := self.next_s(point):
-            self._misses.append(seconds / predicted_s)
-        call_s = min(record.times_s) if point.rounds and record.times_s else None
+        call_s = min(record.times_s) if point.rounds and record.times_s else seconds
         self._last[point.series, point.case.kind] = _Duration(point.cost, seconds, call_s)
 
     def next_s(self, point: Point) -> float:
-        """Seconds of the point, or of its next round; 0 where nothing of its series was measured."""
-        last = self._last.get((point.series, point.case.kind))
-        timed = self._last.get((point.series, "time"))
-        if point.case.kind == "memory" and timed is not None and timed.call_s is not None:
-            # Counting takes most of a short point, calls most of a long one.
-            return (0.0 if last is None else last.seconds) + _CALLS * timed.call_s * point.cost / timed.cost
-        if last is None or not last.cost:
+        """Seconds of the point, or of its next round; a new one is like its series, its kind, or all."""
+        if point.skip is not None:
             return 0.0
-        if not point.rounds:
-            return last.seconds * point.cost / last.cost
-        return last.seconds + _CALLS * (last.call_s or 0.0) * max(point.cost / last.cost - 1, 0.0)
-
-    def remaining_s(self, points: Iterable[tuple[Point, int]]) -> float:
-        """Seconds of all these points, each so many times; a new one is like its series, its kind, or all."""
-        total_s = 0.0
-        for point, times in points:
-            if point.skip is not None:
-                continue
-            if next_s := self.next_s(point):
-                total_s += times * next_s
-                continue
-            last = self._last.items()
-            series = [duration for (series, _), duration in last if series == point.series]
-            kind = [duration for (_, kind), duration in last if kind == point.case.kind]
-            alike = series or kind or list(self._last.values())
-            cost = sum(duration.cost for duration in alike)
-            seconds = sum(duration.seconds for duration in alike)
-            if point.rounds and alike is kind:
-                total_s += times * seconds / len(kind)
-            else:
-                call_s = seconds * point.cost / cost if cost else 0.0
-                total_s += times * (max(_CALLS * call_s, self._round_s) if point.rounds else call_s)
-        return total_s
-
-    def range_s(self, remaining_s: float, left_s: float) -> tuple[float, float]:
-        """Likely range of the time left, by the last predictions and within the budget."""
-        low, high = 0.5, 2.0
-        if len(self._misses) >= _FEWEST_MISSES:
-            low, *_, high = quantiles(self._misses, n=_FEWEST_MISSES)
-        return min(remaining_s * min(low, 1.0), left_s), min(remaining_s * max(high, 1.0), left_s)
+        last = self._last.get((point.series, point.case.kind))
+        if last is not None and last.cost and point.rounds:
+            return last.seconds + _CALLS * last.call_s * max(point.cost / last.cost - 1, 0.0)
+        durations = self._last.items()
+        series = [duration for (series, _), duration in durations if series == point.series]
+        kind = [duration for (_, kind), duration in durations if kind == point.case.kind]
+        if point.rounds and kind and not series:
+            return fmean(duration.seconds for duration in kind)
+        alike = [last] if last is not None else series or kind or list(self._last.values())
+        cost = sum(duration.cost for duration in alike)
+        call_s = sum(duration.call_s for duration in alike) * point.cost / cost if cost else 0.0
+        return max(_CALLS * call_s, self._round_s) if point.rounds else call_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +57,6 @@ class Progress:
     """State of a run after a record.
 
     Attributes:
-        range_s: Shortest and longest likely time left.
-        spent: Share of the budget, if there is one.
         current: Title of the next point, empty after the last.
     """
 
@@ -101,8 +65,6 @@ class Progress:
     remaining_s: float
     outcome: str
     record: Record
-    range_s: tuple[float, float] | None = None
-    spent: float | None = None
     current: str = ""
 
     def __str__(self) -> str:
@@ -110,31 +72,16 @@ class Progress:
 
     @property
     def left(self) -> str:
-        """`0:45 left`, `0:30–1:10 left`."""
-        ends = (divmod(round(seconds), 60) for seconds in self.range_s or (self.remaining_s,))
-        return f"{'–'.join(dict.fromkeys(f'{minutes}:{rest:02}' for minutes, rest in ends))} left"
+        """`0:45 left`."""
+        minutes, rest = divmod(round(self.remaining_s), 60)
+        return f"{minutes}:{rest:02} left"
 
 
-def notebook_bar() -> Callable[[Progress], None] | None:
-    """A progress function that draws one bar below the cell; None outside of notebooks."""
+def notebook_line() -> Callable[[Progress], None] | None:
+    """A progress function that keeps one line below the cell; None outside of notebooks."""
     # A notebook has imported IPython before any of its cells; a terminal's IPython has no kernel.
     ipython = sys.modules.get("IPython")
     if ipython is None or getattr(ipython.get_ipython(), "kernel", None) is None:
         return None
-    display: Any = ipython.display.display
-    handle: Any = None
-
-    def show(step: Progress) -> None:
-        nonlocal handle
-        if handle is None:
-            handle = display(_drawn(step), raw=True, display_id=True)
-        else:
-            handle.update(_drawn(step), raw=True)
-
-    return show
-
-
-def _drawn(step: Progress) -> dict[str, str]:
-    line = plain(str(step))
-    bar = f'<progress value="{step.done}" max="{step.total}"></progress>'
-    return {"text/plain": line, "text/html": f"<div>{bar} {html.escape(line)}</div>"}
+    handle = ipython.display.display({"text/plain": ""}, raw=True, display_id=True)
+    return lambda step: handle.update({"text/plain": plain(str(step))}, raw=True)

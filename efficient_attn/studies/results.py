@@ -1,6 +1,6 @@
 """Results: records read from run folders, as data frame, tables, plots, sentences, files and reports."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,8 @@ from efficient_attn.measure.record import read as read_records
 from efficient_attn.report.drawing import draw
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.files import Run, write_all
-from efficient_attn.report.methods import flat
 from efficient_attn.report.table import Table, plain, to_html
-from efficient_attn.stats.noise_warnings import DURING, doubts
+from efficient_attn.stats.noise_warnings import doubts
 from efficient_attn.studies import studies
 from efficient_attn.studies.run_folder import (
     ENVIRONMENT,
@@ -30,14 +29,12 @@ _COLUMNS = ("kind", "label", "tokens")
 
 
 class Results:
-    """Records of one or several runs.
+    """Records, for example of a run.
 
     Attributes:
         records: In the order in which they were measured.
         environment: Machine and software, where known.
         interrupted: The run was ended from the keyboard; what was measured until then is here.
-        runs: Name of the run of each record; empty: there is one run.
-        conflict: Reason why the records of several runs cannot be drawn as one run.
     """
 
     def __init__(
@@ -47,15 +44,11 @@ class Results:
         environment: Mapping[str, Any] | None = None,
         interrupted: bool = False,
         notes: Iterable[str] = (),
-        runs: Iterable[str] = (),
-        conflict: str | None = None,
     ) -> None:
         self.records = tuple(records)
         self.environment = dict(environment or {})
         self.interrupted = interrupted
         self._notes = tuple(notes)
-        self.runs = tuple(runs)
-        self.conflict = conflict
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -68,16 +61,8 @@ class Results:
     def __repr__(self) -> str:
         return f"Results({len(self)} records; .to_pandas(), .plot(), .sentences(), .save(folder))"
 
-    def _repr_html_(self) -> str | None:
-        return "".join(map(to_html, self.tables())) if self.conflict is None else None
-
-    def check_drawable(self) -> None:
-        """Refuse records of several runs that are no single run."""
-        if self.conflict is not None:
-            raise DataError(
-                f"{self.conflict}. Rows of to_pandas() name their run; `efficient-attn report` shows "
-                "the runs side by side."
-            )
+    def _repr_html_(self) -> str:
+        return "".join(map(to_html, self.tables()))
 
     def to_pandas(self, raw: bool = False, constant: bool = False) -> Any:
         """One row per case, flat, times as a median with its interval.
@@ -88,7 +73,8 @@ class Results:
         """
         import pandas
 
-        frame = pandas.DataFrame(self._rows(sample_rows) if raw else self.summary())
+        samples = [row for record in self.records for row in sample_rows(record)]
+        frame = pandas.DataFrame(samples if raw else self.summary())
         described = [name for name in frame if name in Case.__struct_fields__ and name not in _COLUMNS]
         alike = [name for name in described if len(set(frame[name])) == 1]
         return frame if constant or len(frame) == 1 else frame.drop(columns=alike)
@@ -97,22 +83,11 @@ class Results:
         """What was measured, as tables of text."""
         return self._shown("tables")
 
-    def plot(
-        self,
-        name: str | None = None,
-        *,
-        ax: Any = None,
-        labels: Mapping[str, str] | None = None,
-        width: float | None = None,
-        style: str = "screen",
-    ) -> Any:
+    def plot(self, name: str | None = None, *, ax: Any = None) -> Any:
         """Draw one of `plots()`, the first if no name is given; the first axes.
 
         Args:
             ax: Axes for a plot of one chart; a new figure is made if left out.
-            labels: {name: text}: texts for the legend in place of the names of lines.
-            width: Of the figure, in inches, at which letters have their stated sizes.
-            style: `screen`, or `paper`: small letters and no title.
         """
         plots = self.plots()
         if not plots:
@@ -120,15 +95,15 @@ class Results:
         if name is not None and name not in plots:
             raise UnknownNameError("plot", name, plots)
         plot = plots[name or next(iter(plots))]
-        return draw(plot, ax=ax, labels=labels, width=width, style=style)[0]
+        return draw(plot, ax=ax)[0]
 
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
         return self._shown("sentences")
 
     def summary(self) -> list[dict[str, Any]]:
-        """Flat rows of all measurements; of several runs each row names its own."""
-        return self._rows(lambda record: [flat_row(record)])
+        """Flat rows of all measurements."""
+        return [*map(flat_row, self.records)]
 
     def plots(self) -> dict[str, Plot]:
         """All plots by the name of their files."""
@@ -142,9 +117,8 @@ class Results:
         """Write records, environment and all that is drawn; records that are there already are not touched.
 
         Raises:
-            DataError: If the folder cannot be written, or the records are no single run.
+            DataError: If the folder cannot be written.
         """
-        self.check_drawable()
         folder = open_folder(folder)
         paths = [folder / RECORDS]
         if not paths[0].exists():
@@ -153,7 +127,7 @@ class Results:
         if self.environment:
             paths.append(write(folder / ENVIRONMENT, self.environment))
         try:
-            return paths + write_all([self.as_run(folder.resolve().name)], folder, {})
+            return paths + write_all([self.as_run(folder.resolve().name)], folder)
         # Whatever goes wrong in drawing, the records are safe, and whoever measured them gets them back.
         except Exception as error:
             self._notes += (
@@ -178,15 +152,8 @@ class Results:
             command=" ".join(map(str, command)) if isinstance(command, list) else "",
         )
 
-    def _rows(self, rows_of: Callable[[Record], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        if not self.runs:
-            return [row for record in self.records for row in rows_of(record)]
-        pairs = zip(self.runs, self.records, strict=True)
-        return [{"run": run, **row} for run, record in pairs for row in rows_of(record)]
-
     def _shown(self, name: str) -> list[Any]:
         """Everything that views show by the function of that name: of the named study, or by kinds."""
-        self.check_drawable()
         named = studies().get(str(self.environment.get(STUDY)))
         parts: dict[Study | None, list[Record]] = {} if self.records else {named: []}
         for record in self.records:
@@ -205,35 +172,12 @@ def _smallest(kind: str) -> Study | None:
     return min(able, key=lambda study: (len(study.kinds), study.name != "mse"), default=None)
 
 
-# Entries that identify a machine; times of two are never drawn as one run.
-_MACHINE = ("gpu.name", "processor", "machine", "cores_usable", "torch.version")
-
-
-def read(*paths: str | Path) -> Results:
-    """All records in folders of runs, or in files of records.
-
-    Rows of several runs name their run. Such results are drawn together unless two runs measured one case, or
-    times are of several machines.
+def read(path: str | Path) -> Results:
+    """The results in the folder of a run, or in a file of records.
 
     Raises:
         DataError: If there are none, or a file holds something else.
     """
-    if not paths:
-        raise DataError("Nothing to read: name at least one folder of a run, or a file of records.")
-    runs = {str(path): read_one(path) for path in paths}
-    if len(runs) == 1:
-        return next(iter(runs.values()))
-    return Results(
-        [record for run in runs.values() for record in run.records],
-        environment=_common([run.environment for run in runs.values()]),
-        notes=dict.fromkeys(note for run in runs.values() for note in run._notes),
-        runs=[name for name, run in runs.items() for _ in run.records],
-        conflict=_conflict(runs),
-    )
-
-
-def read_one(path: str | Path) -> Results:
-    """The results in one folder, or in one file of records."""
     studies()
     path = Path(path)
     file = path / RECORDS if path.is_dir() else path
@@ -245,75 +189,28 @@ def read_one(path: str | Path) -> Results:
     return Results(records, environment=environment, notes=torn)
 
 
-def _conflict(runs: Mapping[str, Results]) -> str | None:
-    """Reason why these runs cannot be drawn as one; None: they can."""
-    measured: dict[str, tuple[str, Record]] = {}
-    for name, run in runs.items():
-        for record in run.records:
-            first, earlier = measured.setdefault(record.case.key, (name, record))
-            if earlier != record:
-                case = record.case
-                return f"{first} and {name} both measured {case.label}, {case.tokens} tokens, {case.kind}"
-    timed = [run for run in runs.values() if any(record.times_s for record in run.records)]
-    machines = {}
-    for run in timed:
-        entries = dict(flat(run.environment))
-        parts = [f"{name} {entries[name]}" for name in _MACHINE if name in entries]
-        machines[", ".join(parts) or "unrecorded"] = run
-    return f"The times are of several machines ({'; '.join(machines)})" if len(machines) > 1 else None
-
-
-def _common(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Entries on which all runs agree; conditions during the runs are joined."""
-    first, *others = environments
-    common = {name: value for name, value in first.items() if all(run.get(name) == value for run in others)}
-    lists = [run[DURING] for run in environments if isinstance(run.get(DURING), list)]
-    during = [entry for entries in lists for entry in entries]
-    return {**common, **({DURING: during} if during else {})}
-
-
-def report(
-    *folders: str | Path,
-    html: str | Path | None = None,
-    out: str | Path | None = None,
-    labels: Mapping[str, str] | None = None,
-    width: float | None = None,
-    style: str = "screen",
-    interactive: bool = False,
-) -> list[Path]:
+def report(*folders: str | Path, out: str | Path | None = None, interactive: bool = False) -> list[Path]:
     """Draw runs again from their records: into the folder of the only run, or into `out`; the files.
 
     Args:
         folders: Folders of runs; several are shown side by side on one page.
-        html: Write nothing but the page, to this file.
-        out: A folder for all of it; `runs/…` if there are several runs.
-        labels: {name: text}: texts for legends and tables in place of the names of lines and rows.
-        width: Width of figures in inches, at which letters have their stated sizes.
-        style: `screen`, or `paper`: small letters and no title.
+        out: A folder for the files; `runs/…` if there are several runs.
         interactive: Also write `interactive.html`, drawn by plotly.
 
     Raises:
         MissingPackageError: If plotly is not installed, which `interactive` needs.
         DataError: If there is nothing to read, or a file cannot be read or written.
-        OptionError: If figures cannot be drawn so, or nothing drawn has a name of `labels`.
+        OptionError: If a folder is named twice.
     """
-    if html is not None and out is not None:
-        raise OptionError("html and out exclude each other: out also receives the page.")
     if interactive:
-        if html is not None:
-            raise OptionError("html writes only the static page: for interactive.html, name a folder by out.")
         with naming_missing("report --interactive"):
             import_module("plotly")
-    look = {"labels": labels, "width": width, "style": style}
-    paths = list(map(Path, folders))
     # Perhaps only the records of a run are named.
-    homes = [path.parent if path.name == RECORDS else path for path in paths]
+    homes = [path.parent if path.name == RECORDS else path for path in map(Path, folders)]
     if len({home.resolve() for home in homes}) < len(homes):
         raise OptionError("The same folder is named twice.")
     names = [home.resolve().name for home in homes]
-    labels_of_runs = names if len({*names}) == len(names) else [str(home) for home in homes]
-    runs = [read_one(folder).as_run(label) for folder, label in zip(folders, labels_of_runs, strict=True)]
-    if html is not None:
-        return write_all(runs, Path(html), look, page_only=True)
+    labels = names if len({*names}) == len(names) else [str(home) for home in homes]
+    runs = [read(folder).as_run(label) for folder, label in zip(folders, labels, strict=True)]
     only = homes[0] if len(homes) == 1 else run_folder("report")
-    return write_all(runs, open_folder(out or only, name="out"), look, interactive=interactive)
+    return write_all(runs, open_folder(out or only, name="out"), interactive=interactive)

@@ -1,15 +1,11 @@
 """Run directory: records, other files, lock, resume."""
 
-import json
 import os
-import signal
-import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import DataError
@@ -17,8 +13,8 @@ from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes, read_object
 from efficient_attn.measure.record import NO_LINK, Case, Record, append, merge_rows
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.variants import MODEL
-from efficient_attn.report.methods import flat
 from efficient_attn.report.table import short
+from efficient_attn.report.text import flat
 from efficient_attn.studies import studies
 from efficient_attn.studies.study import CODE, STUDY, Point
 
@@ -26,7 +22,7 @@ RECORDS, ENVIRONMENT, COMMAND = "records.jsonl", "environment.json", "command.tx
 LOCK = ".lock"
 
 # Entries of the environment that change results; a run with another value is another experiment.
-_DECISIVE = ("torch.version", "processor", "gpu.name", "model.weights_sha256")
+_DECISIVE = ("torch.version", "processor", "gpu.name", MODEL)
 
 # Entries of the software of a GPU.
 GPU_SOFTWARE = ("gpu.cuda", "gpu.driver_version", "gpu.clocks.max.sm")
@@ -138,12 +134,7 @@ def stored_run(
     """
     path = folder / RECORDS
     environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
-    study = environment.get(STUDY)
-    if study not in (None, machine[STUDY]):
-        raise DataError(
-            f"out: {folder} holds a run of {short(str(study))}, not {machine[STUDY]}; name a new folder."
-        )
-    for name in fixed if environment else ():
+    for name in (STUDY, *fixed) if environment else ():
         if environment.get(name) != machine[name]:
             was, now = (short(str(run.get(name))) for run in (environment, machine))
             raise DataError(f"out: {folder} has the {name} {was}, not {now}; name a new folder.")
@@ -151,25 +142,18 @@ def stored_run(
         return Stored()
     studies()
     reading = read_records(path)
-    rows, records = reading.records, merge_rows(reading.records).values()
+    records = merge_rows(reading.records).values()
     # Code without a result, of an added backend or a mended one, is that of now.
     measured = {record.case.backend for record in records if record.status == "ok"}
-    code = environment.get(CODE)
-    code = {name: text for name, text in code.items() if name in measured} if isinstance(code, dict) else {}
+    code = {name: text for name, text in environment.get(CODE, {}).items() if name in measured}
+    threads = [{record.case.threads for record in records}, {case.threads for case in cases}]
     edited = [name for name, text in machine[CODE].items() if name in measured and code.get(name) != text]
-    then, now = (json.loads(json.dumps(run.get(MODEL))) for run in (environment, machine))
-    both = isinstance(then, dict) and isinstance(now, dict)
-    models = [name for name in then if name in now and then[name] != now[name]] if both else []
-    threads = [sorted({case.threads for case in side}) for side in ([r.case for r in records], cases)]
-    were, are = (", ".join(map(str, numbers)) for numbers in threads)
     reasons = [
         differences([environment], [machine], _DECISIVE),
-        f"another model or other inputs ({', '.join(models)})" if models else "",
         f"the code of {', '.join(edited)} was edited" if edited else "",
-        "" if {*threads[0]} <= {*threads[1]} else f"threads were {were}, are {are}",
+        "" if threads[0] <= threads[1] else f"threads were {sorted(threads[0])}, are {sorted(threads[1])}",
     ]
-    unlike = "; ".join(filter(None, reasons))
-    if records and unlike:
+    if unlike := "; ".join(filter(None, reasons)):
         raise DataError(f"out: {folder} was measured in another environment: {unlike}. Name a new folder.")
     if reading.torn:
         try:
@@ -178,32 +162,7 @@ def stored_run(
             raise DataError(f"out: cannot write to {path}: {error.strerror}.") from None
     notes = [f"The last line of {RECORDS} was cut off; it was dropped."] if reading.torn else []
     environment = {**environment, CODE: {**machine[CODE], **code}} if environment else environment
-    return Stored(rows, (rows and environment) or None, notes)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Defer SIGINT and SIGTERM until the block is done, so that a row is written whole, exactly once."""
-    # Python handles signals in the main thread only; other threads are never interrupted.
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    waiting: list[tuple[int, FrameType | None]] = []
-    handlers: dict[int, Any] = {
-        number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        for ending in handlers:
-            signal.signal(ending, lambda number, frame: waiting.append((number, frame)))
-        yield
-    finally:
-        for changed, handler in handlers.items():
-            signal.signal(changed, handler or signal.SIG_DFL)
-    for came, frame in waiting[:1]:
-        if callable(handlers[came]):
-            handlers[came](came, frame)
-        else:
-            os.kill(os.getpid(), came)
+    return Stored(reading.records, (reading.records and environment) or None, notes)
 
 
 # End of the reason of points that the budget skipped.
@@ -218,24 +177,17 @@ class Store:
 
     Args:
         path: File that gets a line per row; None: no file.
-        rows: Rows of an earlier run in that file.
-        retry_over_budget: Measure points again that the budget of the earlier run skipped.
+        rows: Rows of an earlier run in that file, whose failures are measured again.
 
     Attributes:
         records: Records by the key of their case, of a timed one with the rounds so far.
     """
 
-    def __init__(
-        self, path: Path | None = None, rows: Iterable[Record] = (), *, retry_over_budget: bool = False
-    ) -> None:
+    def __init__(self, path: Path | None = None, rows: Iterable[Record] = ()) -> None:
         self._path = path
         self.records = merge_rows([*rows])
         self._closed: set[str] = set()
-        self._stale = {
-            key
-            for key, record in self.records.items()
-            if record.status in _FAILURES and (retry_over_budget or not over_budget(record))
-        }
+        self._stale = {key for key, record in self.records.items() if record.status in _FAILURES}
 
     def rounds(self, case: Case) -> int:
         """Number of successful rounds of a timed case."""
@@ -257,10 +209,9 @@ class Store:
         self._stale.discard(key)
         if stored == row and not row.round_sizes:
             return
-        with uninterrupted():
-            self.records |= merge_rows([row] if stored is None else [stored, row])
-            if self._path is not None:
-                append(self._path, row)
+        if self._path is not None:
+            append(self._path, row)
+        self.records |= merge_rows([row] if stored is None else [stored, row])
 
     def close(self, case: Case) -> None:
         """Measure no further rounds of a case in this run."""

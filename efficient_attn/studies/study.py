@@ -1,20 +1,16 @@
 """A study: its options, the plan that they make, and the points that the plan measures."""
 
-import importlib.util
+import importlib
 import inspect
 import itertools
 import math
-import os
-import sys
 import typing
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
 from typing import Any
 
-from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure.quantities import Quantity, register
 from efficient_attn.measure.record import Case, Record
 
@@ -165,11 +161,9 @@ class Study:
         # Help texts are shown without numpy.
         from efficient_attn.studies.view import view_of
 
-        module: ModuleType | None = importlib.import_module(self.module)
-        if hasattr(module, "__path__"):
-            name = f"{self.module}.view"
-            module = importlib.import_module(name) if importlib.util.find_spec(name) else None
-        return view_of(module)
+        module = importlib.import_module(self.module)
+        is_folder = hasattr(module, "__path__")
+        return view_of(importlib.import_module(f"{self.module}.view") if is_folder else module)
 
     def parameters(self) -> Iterator[Parameter]:
         """Declared options, in the order of the planning function."""
@@ -180,19 +174,3 @@ class Study:
                 if isinstance(option, Option):
                     flag = option.flag or f"--{name.replace('_', '-')}"
                     yield Parameter(name=name, flag=flag, type=kind, default=parameter.default, option=option)
-
-
-def refuse_several(name: str) -> None:
-    """Refuse to run in several processes, which would all write the same files; one of them explains.
-
-    Raises:
-        UnsupportedError: In the first of several processes; the others exit with code 2.
-    """
-    processes, rank = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
-    if not processes.isdecimal() or int(processes) == 1:
-        return
-    if rank.isdecimal() and int(rank) > 0:
-        sys.exit(2)
-    raise UnsupportedError(
-        f"{name} runs in one process, and WORLD_SIZE is {processes}: start it without torchrun."
-    )

@@ -107,5 +107,5 @@ def test_a_resumed_advice_has_the_same_model(folder):
     assert advise("models.py:make_drawn", **given, resume=True).sentences() == first.sentences()
     models = folder / "models.py"
     models.write_text(models.read_text().replace("2 * torch.randn", "9 * torch.randn"))
-    with pytest.raises(DataError, match=r"another model or other inputs \(.*digest"):
+    with pytest.raises(DataError, match=r"in another environment: model\..*digest.* was"):
         advise("models.py:make_drawn", **given, resume=True)

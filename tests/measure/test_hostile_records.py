@@ -170,8 +170,8 @@ def test_names_of_folders_are_harmless_on_the_page_and_in_names_of_files(tmp_pat
     names = [payload.replace("/", "_").replace("\0", "")[:60] for payload in PAYLOADS]
     names = sorted({name.encode(errors="ignore").decode() for name in names})
     empty = [folder(tmp_path / name, []) for name in names]
-    redraw.report(*empty, html=tmp_path / "page.html")
-    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    redraw.report(*empty, out=tmp_path / "all")
+    page = Page((tmp_path / "all" / "report.html").read_text(encoding="utf-8"))
     assert not {"script", "iframe", "img"} & {tag for tag, _ in page.elements}
     paths = redraw.report(*empty[:3], out=tmp_path / "out")
     assert all(re.fullmatch(r"[A-Za-z0-9._-]{1,100}", path.name) for path in paths)

@@ -20,7 +20,6 @@ from efficient_attn.measure.record import Record, read
 from efficient_attn.measure.variants import Variant, has_address
 from efficient_attn.registry import SPECS
 from efficient_attn.studies import engine as runs
-from efficient_attn.studies.run_folder import uninterrupted
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="isolation needs process groups, signals and /proc"),
@@ -137,26 +136,3 @@ def test_a_second_interruption_ends_at_once(process):
     # A run that saves its files names their folder.
     assert process.returncode == 130 and out == ""
     assert read("out/records.jsonl").records
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_waits_until_a_row_is_written(number):
-    done = []
-
-    def interrupt(number, frame):
-        done.append(number)
-        raise KeyboardInterrupt
-
-    def write():
-        with uninterrupted():
-            os.kill(os.getpid(), number)
-            done.append("written")
-
-    before = signal.signal(number, interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            write()
-        assert signal.getsignal(number) is interrupt
-    finally:
-        signal.signal(number, before)
-    assert done == ["written", number]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from efficient_attn.report.table import Table
+from efficient_attn.report.table import Table, to_markdown
 from efficient_attn.report.text import compared, rounded, show_ratio, show_spread
 from efficient_attn.stats.estimates import Typical
 
@@ -48,3 +48,9 @@ def test_the_best_value_is_decided_and_no_baseline_and_worse_than_uniform_attent
     table = Table("", ("backend", "error", "speed"), (*rows, ("uniform attention", "0.8", "40×")))
     marked = table.compared(errors=["error"], speeds=["speed"])
     assert (marked.best, marked.worse) == (((2, 1),), ((3, 1),))
+
+
+def test_markdown_keeps_intervals_and_powers_and_aligns_numbers():
+    small = Table("Time", ("backend", "64", "grows as"), (("exact", "1.5 ±20%", "n^1.98 (1.95 to 2.01)"),))
+    assert r"| exact | 1.5 ±20\% | n^1.98 (1.95 to 2.01) |" in to_markdown(small)
+    assert "| --- | ---: | --- |" in to_markdown(small)
