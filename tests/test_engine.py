@@ -303,4 +303,4 @@ def test_a_point_takes_as_long_as_its_series_and_not_as_others_of_its_kind():
     durations = Durations(0.1)
     durations.learn(memory, Record(case=memory.case, peak_bytes=1), 1.0)
     durations.learn(other_time, Record(case=other_time.case, times_s=(9.0,)), 9.0)
-    assert durations.next_s(time) == 3.0
+    assert durations.next_s(time) == 1.0

@@ -1,7 +1,7 @@
 """Results: a frame, a plot, sentences, files; harmless whatever the names are."""
 
 import pytest
-from made_records import costs
+from made_records import costs, errors, folder
 from matplotlib.figure import Figure
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
@@ -68,7 +68,55 @@ def test_what_is_saved_is_read_again_and_drawn(tmp_path):
     assert all(path.stat().st_size > 0 for path in paths)
     again = read(tmp_path / "run")
     assert list(again.records) == costs() and again.environment == {"python": "3"}
-    assert read(tmp_path / "run" / "records.jsonl").records == again.records
+    assert list(read(tmp_path / "run" / "records.jsonl", tmp_path / "run").records) == costs() * 2
+
+
+HERE = {"processor": "Babbage 2", "torch": {"version": "2.13.0"}, "study": "bench"}
+THERE = {**HERE, "processor": "Zuse 3"}
+
+
+def test_several_runs_are_drawn_as_one_and_rows_name_their_run(tmp_path):
+    during = [{"others_share": 0.4}]
+    runs = [
+        folder(tmp_path / name, costs(lengths=lengths), {**HERE, "during": during, "utc": name})
+        for name, lengths in (("a", (256, 512)), ("b", (1024, 2048)))
+    ]
+    results = read(*runs)
+    assert results.to_pandas()["run"].value_counts().to_dict() == {str(run): 8 for run in runs}
+    assert set(results.to_pandas(raw=True)["run"]) == set(map(str, runs))
+    assert "run" not in read(runs[0]).to_pandas()
+    assert results.environment == {**HERE, "during": during * 2}
+    assert [line.x for line in results.plots()["time"].charts[0].series] == [(256, 512, 1024, 2048)] * 2
+    assert len(read(results.save(tmp_path / "whole")[0]).records) == 16
+
+
+@pytest.mark.parametrize(
+    ("lengths", "environment", "factor", "message"),
+    [
+        ((512, 1024), HERE, 3, "a and .*b both measured exact, 512 tokens, time"),
+        ((1024, 2048), THERE, 1, "times are of several machines .*Babbage 2.*; .*Zuse 3"),
+        ((1024, 2048), {**HERE, "torch": {"version": "2.8.0"}}, 1, "times are of several machines"),
+    ],
+)
+def test_unlike_records_of_one_case_and_times_of_two_machines_are_not_read_together(
+    lengths, environment, factor, message, tmp_path
+):
+    slower = [
+        replace(record, times_s=record.times_s and tuple(factor * time_s for time_s in record.times_s))
+        for record in costs(lengths=lengths)
+    ]
+    first = folder(tmp_path / "a", costs(lengths=(256, 512)), HERE)
+    with pytest.raises(DataError, match=message):
+        read(first, folder(tmp_path / "b", slower, environment))
+
+
+def test_errors_of_two_machines_are_drawn_as_one_run(tmp_path):
+    runs = [
+        folder(tmp_path / backend, errors(labels=(backend,)), {**environment, "study": "mse"})
+        for backend, environment in (("performer-trig", HERE), ("performer-positive", THERE))
+    ]
+    (table, *_) = read(*runs).tables()
+    assert {"performer-trig", "performer-positive", "uniform attention"} <= {row[0] for row in table.rows}
 
 
 def test_a_torn_record_is_told(tmp_path):
@@ -81,6 +129,8 @@ def test_a_torn_record_is_told(tmp_path):
 def test_what_cannot_be_read_drawn_or_written_is_named(tmp_path):
     with pytest.raises(UnknownNameError, match="No plot is called 'speed'"):
         Results(costs()).plot("speed")
+    with pytest.raises(DataError, match="name at least one folder"):
+        read()
     with pytest.raises(DataError, match="Cannot read records from"):
         read(tmp_path)
     (tmp_path / "file").touch()

@@ -143,9 +143,9 @@ def test_no_word_of_a_stored_table_is_lost_or_broken_at_any_width_of_a_terminal(
 
 
 def test_sentences_are_wrapped_between_words():
+    run = str(RESULTS / "epyc-2-cores" / "advise")
     wide, narrow = (
-        on_a_terminal(COMMAND, "diff", "absent", "absent", columns=columns, NO_COLOR="1")
-        for columns in (1000, 60)
+        on_a_terminal(COMMAND, "diff", run, run, columns=columns, NO_COLOR="1") for columns in (1000, 60)
     )
     assert max(map(len, wide.splitlines())) > 60 >= max(map(len, narrow.splitlines()))
     assert words(wide) == words(narrow)

@@ -24,7 +24,7 @@ from efficient_attn.stats.diff import (
     names,
 )
 from efficient_attn.studies import studies
-from efficient_attn.studies.results import Results, read
+from efficient_attn.studies.results import Results, read_one
 from efficient_attn.studies.run_folder import GPU_SOFTWARE, differences
 
 # Entries of the environment that identify the machine, and others that affect results.
@@ -203,7 +203,7 @@ def _runs(side: Run | Sequence[Run], name: str) -> list[Results]:
     runs: Sequence[Run] = [side] if isinstance(side, (str, Path, Results)) else side
     if not runs:
         raise OptionError(f"{name} has no run; name at least one.")
-    return [run if isinstance(run, Results) else read(run) for run in runs]
+    return [run if isinstance(run, Results) else read_one(run) for run in runs]
 
 
 def _other_kernels(old: Sequence[Results], new: Sequence[Results]) -> list[str]:

@@ -1,6 +1,6 @@
 """Results: records read from run folders, as data frame, tables, plots, sentences, files and reports."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ from efficient_attn.report.drawing import draw
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.files import Run, write_all
 from efficient_attn.report.table import Table, plain, to_html
-from efficient_attn.stats.noise_warnings import doubts
+from efficient_attn.report.text import flat
+from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies import studies
 from efficient_attn.studies.run_folder import (
     ENVIRONMENT,
@@ -29,12 +30,13 @@ _COLUMNS = ("kind", "label", "tokens")
 
 
 class Results:
-    """Records, for example of a run.
+    """Records of one or several runs.
 
     Attributes:
         records: In the order in which they were measured.
         environment: Machine and software, where known.
         interrupted: The run was ended from the keyboard; what was measured until then is here.
+        runs: Name of the run of each record; empty: there is one run.
     """
 
     def __init__(
@@ -44,11 +46,13 @@ class Results:
         environment: Mapping[str, Any] | None = None,
         interrupted: bool = False,
         notes: Iterable[str] = (),
+        runs: Iterable[str] = (),
     ) -> None:
         self.records = tuple(records)
         self.environment = dict(environment or {})
         self.interrupted = interrupted
         self._notes = tuple(notes)
+        self.runs = tuple(runs)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -73,8 +77,7 @@ class Results:
         """
         import pandas
 
-        samples = [row for record in self.records for row in sample_rows(record)]
-        frame = pandas.DataFrame(samples if raw else self.summary())
+        frame = pandas.DataFrame(self._rows(sample_rows) if raw else self.summary())
         described = [name for name in frame if name in Case.__struct_fields__ and name not in _COLUMNS]
         alike = [name for name in described if len(set(frame[name])) == 1]
         return frame if constant or len(frame) == 1 else frame.drop(columns=alike)
@@ -102,8 +105,8 @@ class Results:
         return self._shown("sentences")
 
     def summary(self) -> list[dict[str, Any]]:
-        """Flat rows of all measurements."""
-        return [*map(flat_row, self.records)]
+        """Flat rows of all measurements; of several runs each row names its own."""
+        return self._rows(lambda record: [flat_row(record)])
 
     def plots(self) -> dict[str, Plot]:
         """All plots by the name of their files."""
@@ -152,6 +155,12 @@ class Results:
             command=" ".join(map(str, command)) if isinstance(command, list) else "",
         )
 
+    def _rows(self, rows_of: Callable[[Record], list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        if not self.runs:
+            return [row for record in self.records for row in rows_of(record)]
+        pairs = zip(self.runs, self.records, strict=True)
+        return [{"run": run, **row} for run, record in pairs for row in rows_of(record)]
+
     def _shown(self, name: str) -> list[Any]:
         """Everything that views show by the function of that name: of the named study, or by kinds."""
         named = studies().get(str(self.environment.get(STUDY)))
@@ -172,12 +181,35 @@ def _smallest(kind: str) -> Study | None:
     return min(able, key=lambda study: (len(study.kinds), study.name != "mse"), default=None)
 
 
-def read(path: str | Path) -> Results:
-    """The results in the folder of a run, or in a file of records.
+# Entries that identify a machine; times of two are never drawn as one run.
+_MACHINE = ("gpu.name", "processor", "machine", "cores_usable", "torch.version")
+
+
+def read(*paths: str | Path) -> Results:
+    """All records in folders of runs, or in files of records.
+
+    Rows of several runs name their run.
 
     Raises:
-        DataError: If there are none, or a file holds something else.
+        DataError: If there are none, a file holds something else, two runs measured one case differently, or
+            times are of several machines.
     """
+    if not paths:
+        raise DataError("Nothing to read: name at least one folder of a run, or a file of records.")
+    runs = {str(path): read_one(path) for path in paths}
+    if len(runs) == 1:
+        return next(iter(runs.values()))
+    _refuse_unlike(runs)
+    return Results(
+        [record for run in runs.values() for record in run.records],
+        environment=_common([run.environment for run in runs.values()]),
+        notes=dict.fromkeys(note for run in runs.values() for note in run._notes),
+        runs=[name for name, run in runs.items() for _ in run.records],
+    )
+
+
+def read_one(path: str | Path) -> Results:
+    """The results in one folder, or in one file of records."""
     studies()
     path = Path(path)
     file = path / RECORDS if path.is_dir() else path
@@ -187,6 +219,38 @@ def read(path: str | Path) -> Results:
     torn = [f"The last line of {file.name} was cut off and is left out."] if reading.torn else []
     environment = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
     return Results(records, environment=environment, notes=torn)
+
+
+def _refuse_unlike(runs: Mapping[str, Results]) -> None:
+    """Refuse cases that two runs measured differently, and times of several machines."""
+    measured: dict[str, tuple[str, Record]] = {}
+    machines: dict[str, str] = {}
+    for name, run in runs.items():
+        entries = dict(flat(run.environment))
+        machine = ", ".join(f"{entry} {entries[entry]}" for entry in _MACHINE if entry in entries)
+        machines |= {machine or "unrecorded": name} if any(record.times_s for record in run.records) else {}
+        for record in run.records:
+            case = record.case
+            first, earlier = measured.setdefault(case.key, (name, record))
+            if earlier != record:
+                both = f"{first} and {name} both measured {case.label}, {case.tokens} tokens, {case.kind}"
+                raise DataError(
+                    f"{both}. Read them one by one; `efficient-attn report` shows them on one page."
+                )
+    if len(machines) > 1:
+        raise DataError(
+            f"The times are of several machines ({'; '.join(machines)}). Read the runs one by one; "
+            "`efficient-attn report` shows them on one page."
+        )
+
+
+def _common(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Entries on which all runs agree; conditions during the runs are joined."""
+    first, *others = environments
+    common = {name: value for name, value in first.items() if all(run.get(name) == value for run in others)}
+    lists = [run[DURING] for run in environments if isinstance(run.get(DURING), list)]
+    during = [entry for entries in lists for entry in entries]
+    return {**common, **({DURING: during} if during else {})}
 
 
 def report(*folders: str | Path, out: str | Path | None = None, interactive: bool = False) -> list[Path]:
@@ -211,6 +275,6 @@ def report(*folders: str | Path, out: str | Path | None = None, interactive: boo
         raise OptionError("The same folder is named twice.")
     names = [home.resolve().name for home in homes]
     labels = names if len({*names}) == len(names) else [str(home) for home in homes]
-    runs = [read(folder).as_run(label) for folder, label in zip(folders, labels, strict=True)]
+    runs = [read_one(folder).as_run(label) for folder, label in zip(folders, labels, strict=True)]
     only = homes[0] if len(homes) == 1 else run_folder("report")
     return write_all(runs, open_folder(out or only, name="out"), interactive=interactive)
