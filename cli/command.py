@@ -3,6 +3,8 @@
 import inspect
 import json
 import sys
+import time
+import webbrowser
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
@@ -35,6 +37,7 @@ _OF_A_RUN = {
     "resume": ("Continue the run in --out; measured points are kept.", "--resume"),
     "dry_run": ("List the points of the run without measuring any.", "--dry-run"),
     "as_json": ("Print one JSON document to stdout.", "--json"),
+    "open_page": ("Open report.html in the browser at the end.", "--open"),
     "quiet": ("Print the folder of the results alone: no progress, tables or notes.", "--quiet", "-q"),
 }
 _BUDGET = typer.Option(metavar="TIME", help="Time for measuring: 90s, 2m or 1h; the rest is skipped.")
@@ -54,12 +57,14 @@ def command_of(study: Study) -> Callable[..., None]:
         resume: bool,
         dry_run: bool,
         as_json: bool,
+        open_page: bool,
         quiet: bool,
         help_all: bool,
         **values: Any,
     ) -> None:
-        from efficient_attn.measure.units import parse_seconds
+        from efficient_attn.measure.units import parse_seconds, show_seconds
 
+        start_s = time.monotonic()
         if context.args:
             # `--seq-len 256 512` would otherwise end in a message that names nothing.
             raise OptionError(
@@ -80,23 +85,31 @@ def command_of(study: Study) -> Callable[..., None]:
             console.print_tables([_points(study.plan(**options))])
             return
 
-        from efficient_attn.studies.engine import run_plan
-        from efficient_attn.studies.run_folder import open_folder, run_folder
+        from efficient_attn.report.files import REPORT
+        from efficient_attn.studies.engine import foreseen, run_plan
+        from efficient_attn.studies.run_folder import Store, open_folder, run_folder
 
         # A wrong request must leave no folder behind, so the plan is made first.
         plan = study.plan(**options)
         folder = open_folder(out or run_folder(study.name), name="--out", fresh=not resume)
+        limit_s = plan.budget_s if budget_s is None else budget_s
+        points = len(foreseen(plan, Store()))
+        if not quiet and limit_s is not None:
+            console.say(f"{points} points; measuring ends within {show_seconds(limit_s)} (--budget).")
         # Text that a backend prints goes to stderr: stdout holds the results alone.
-        with nullcontext() if quiet else console.live_bar() as progress, redirect_stdout(sys.stderr):
+        with nullcontext() if quiet else console.live_bar(points) as progress, redirect_stdout(sys.stderr):
             results = run_plan(
                 study,
                 plan,
                 out=folder,
                 resume=resume,
                 budget_s=budget_s,
+                start_s=start_s,
                 command=[Path(sys.argv[0]).name, *sys.argv[1:]],
                 progress=progress,
             )
+        if open_page:
+            webbrowser.open((folder / REPORT).resolve().as_uri())
         finish(results, options.get("backends"), folder=folder, as_json=as_json, quiet=quiet)
 
     signature: list[tuple[str, Any, Any]] = [

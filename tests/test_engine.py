@@ -13,10 +13,10 @@ from looped import ROUNDS, points, run
 import efficient_attn as ea
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.record import Record, read
-from efficient_attn.measure.variants import Variant
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
 from efficient_attn.studies.engine import Engine, foreseen
 from efficient_attn.studies.progress import Durations
-from efficient_attn.studies.run_folder import Store
+from efficient_attn.studies.run_folder import OVER_BUDGET, Store
 from efficient_attn.studies.study import Plan, Point, in_lists
 
 
@@ -164,6 +164,37 @@ def test_a_study_may_ask_for_more_rounds_of_the_same_calls():
     assert [(step.done, step.total) for step in shown] == [(0, 2), (0, 2), (1, 2), (2, 2)]
 
 
+def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least_it_needs(clock):
+    clock.call_s = lambda case: 20.0
+    lists = entries("a", "b", lengths=(16, 32), kinds=("memory",), measure=clock.measure)
+    store = Store()
+    engine = Engine(Plan(steps=partial(in_lists, lists)), store, budget_s=15)
+    assert engine.run() and [record.case.label for record in store.records.values()] == ["a"]
+    # Of 15 s 4.5 are for the page.
+    assert engine.notes == [
+        "The budget of 15 s is too short: a baseline and one candidate need at least 44.5 s (--budget)."
+    ]
+    engine = Engine(Plan(steps=partial(in_lists, lists)), Store(), budget_s=60)
+    assert engine.run() and engine.notes == []
+
+
+def test_uniform_attention_is_no_candidate(clock):
+    clock.call_s = lambda case: 20.0
+    lists = entries("a", UNIFORM_ATTENTION, "b", lengths=(16,), kinds=("memory",), measure=clock.measure)
+    engine = Engine(Plan(steps=partial(in_lists, lists)), Store(), budget_s=47)
+    assert engine.run() and engine.notes == [
+        "The budget of 47 s is too short: a baseline and one candidate need at least 1.1 min (--budget)."
+    ]
+
+
+def test_a_resumed_run_tries_what_the_budget_skipped_if_it_has_another_budget():
+    (times,) = entries("a", lengths=(16,), kinds=("time",))
+    skipped = Record(case=times[0].case, status="skipped", reason=f"would take long {OVER_BUDGET}")
+    _, (kept,) = run([times], store=Store(rows=[skipped]))
+    _, (again,) = run([times], store=Store(rows=[skipped], retry_over_budget=True))
+    assert kept == skipped and again.status == "ok"
+
+
 def test_a_first_round_that_is_predicted_beyond_the_limit_of_its_point_is_tried(clock):
     clock.call_s = lambda case: 10.0
     planned = entries("a", lengths=(16, 64), kinds=("time",), measure=clock.measure)
@@ -303,4 +334,4 @@ def test_a_point_takes_as_long_as_its_series_and_not_as_others_of_its_kind():
     durations = Durations(0.1)
     durations.learn(memory, Record(case=memory.case, peak_bytes=1), 1.0)
     durations.learn(other_time, Record(case=other_time.case, times_s=(9.0,)), 9.0)
-    assert durations.next_s(time) == 1.0
+    assert durations.next_s(time) == 3.0

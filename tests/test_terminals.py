@@ -53,7 +53,7 @@ from efficient_attn.studies.engine import Progress
 from efficient_attn_cli import console
 
 outcome = "a-backend(of=a, long=name), 65536 tokens, time: ok"
-with console.live_bar() as show:
+with console.live_bar(2) as show:
     show(Progress(done=1, total=2, remaining_s=45.0, outcome=outcome, record=None))
 """
 BAR = """
@@ -61,9 +61,10 @@ from efficient_attn.report.table import Table
 from efficient_attn.studies.engine import Progress
 from efficient_attn_cli import console
 
-with console.live_bar() as show:
+with console.live_bar(2) as show:
     step = Progress(
-        done=1, total=2, remaining_s=45.0, outcome="of window", record=None, current="[red]exact",
+        done=1, total=2, remaining_s=45.0, outcome="of window", record=None, range_s=(30, 70), spent=0.34,
+        current="[red]exact",
     )
     show(step)
 console.print_tables([Table("", ("", "error"), (("a", "0.1"), ("b", "0.9")), (), ((0, 1),), ((1, 1),))])
@@ -94,9 +95,9 @@ def test_a_terminal_that_cannot_draw_gets_plain_lines(variables):
 
 def test_a_terminal_has_one_bar_and_styles_and_plain_lines_and_marks_without_colours():
     drawn, plain_text = on_a_terminal(BAR), on_a_terminal(BAR, NO_COLOR="1")
-    assert "1/2 · 0:45 left · [red]exact" in drawn and "of window" not in drawn
+    assert "1/2 · 34 % of the budget · 0:30–1:10 left · [red]exact" in drawn and "of window" not in drawn
     assert re.search(r"\x1b\[1m *0\.1\*\x1b", drawn) and re.search(r"\x1b\[2m *0\.9 \x1b", drawn)
-    assert "[1/2] of window; 0:45 left" in plain_text and "0.1*" in plain_text
+    assert "[1/2] of window; 0:30–1:10 left" in plain_text and "0.1*" in plain_text
     assert "\x1b" not in plain_text
 
 

@@ -11,7 +11,7 @@ import math
 import textwrap
 import time
 import typing
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from efficient_attn import external
 from efficient_attn.contained import described
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.environment import between, environment, moment
-from efficient_attn.measure.record import Record, write
+from efficient_attn.measure.record import Case, Record, write
 from efficient_attn.measure.units import show_seconds
+from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies.progress import Durations, Progress, notebook_line
 from efficient_attn.studies.results import Results
@@ -73,13 +74,25 @@ def foreseen(plan: Plan, store: Store) -> dict[str, Point]:
     return missing
 
 
+def _labels(cases: Iterable[Case]) -> set[str]:
+    """Names of baselines and candidates; uniform attention is neither."""
+    return {case.label for case in cases if case.backend != UNIFORM_ATTENTION}
+
+
+class _TooShortError(Exception):
+    """The budget is too short for a comparison; the message says how long it has to be."""
+
+
 class Engine:
     """One run of a study.
 
     Args:
-        budget_s: Seconds from now on; points that would not fit are skipped.
+        budget_s: Seconds from `start_s`, by default now; points that would not fit are skipped.
         executor: Object with `submit` that measures points without rounds; None: this process.
         report: Receives the progress after every finished point.
+
+    Attributes:
+        notes: Why the run ended early.
     """
 
     def __init__(
@@ -88,6 +101,7 @@ class Engine:
         store: Store,
         *,
         budget_s: float | None = None,
+        start_s: float | None = None,
         executor: Any = None,
         report: Callable[[Progress], None] | None = None,
     ) -> None:
@@ -100,12 +114,13 @@ class Engine:
             )
         self._budget_s = math.inf if budget_s is None else budget_s
         saving_s = min(_SAVING_S, _SHARE_OF_SAVING * self._budget_s)
-        self._end_s = time.monotonic() + self._budget_s - saving_s
+        self._end_s = (time.monotonic() if start_s is None else start_s) + self._budget_s - saving_s
         rounds = sum(point.rounds for point in self._missing.values())
         self._round_s = min(_ROUND_S, _SHARE_OF_BUDGET * self._budget_s / max(rounds, 1))
         self._durations = Durations(self._round_s)
         self._timed_out: dict[Hashable, int] = {}
         self._budget_reported = False
+        self.notes: list[str] = []
 
     def run(self) -> bool:
         """Measure until the study ends; False after Ctrl-C."""
@@ -113,6 +128,8 @@ class Engine:
             _drive(self._plan, self._measure)
         except KeyboardInterrupt:
             return False
+        except _TooShortError as refusal:
+            self.notes.append(str(refusal))
         return True
 
     def not_measured(self) -> list[str]:
@@ -181,11 +198,22 @@ class Engine:
             tokens = self._timed_out[point.series]
             reason = f"took too long at {tokens} tokens already (raise it with --timeout)"
         if reason is None and (needed_s > left_s or (point.cost and not left_s)):
+            self._refuse_too_short(needed_s - self._left_s())
             budget = f"of the budget of {show_seconds(self._budget_s)}"
             reason = f"needs {show_seconds(needed_s)}, {show_seconds(left_s)} {budget} left {OVER_BUDGET}"
         if reason is not None:
             self._add(point, Record(case=point.case, status="skipped", reason=reason))
         return reason is not None
+
+    def _refuse_too_short(self, more_s: float) -> None:
+        """End the run if its budget is too short for the baseline and one candidate."""
+        measured = _labels(record.case for record in self._store.records.values() if record.status == "ok")
+        left = _labels(point.case for point in self._missing.values() if not point.skip)
+        if len(measured) < min(len(measured | left), 2):
+            raise _TooShortError(
+                f"The budget of {show_seconds(self._budget_s)} is too short: a baseline and one candidate "
+                f"need at least {show_seconds(self._budget_s + more_s)} (--budget)."
+            )
 
     def _left_s(self) -> float:
         return self._end_s - time.monotonic()
@@ -219,10 +247,13 @@ class Engine:
             self._durations.next_s(left) * (left.rounds - self._store.rounds(left.case) if left.rounds else 1)
             for left in self._missing.values()
         )
+        left_s = max(self._left_s(), 0.0)
         return Progress(
             done=self._done,
             total=self._done + len(self._missing),
-            remaining_s=min(remaining_s, max(self._left_s(), 0.0)),
+            remaining_s=min(remaining_s, left_s),
+            range_s=self._durations.range_s(remaining_s, left_s),
+            spent=None if math.isinf(left_s) else 1 - left_s / self._budget_s,
             outcome=f"{point.title}: {record.status}",
             record=record,
             current=next((left.title for left in self._missing.values()), ""),
@@ -236,11 +267,16 @@ def run_plan(
     out: str | Path | None = None,
     resume: bool = False,
     budget_s: float | None = None,
+    start_s: float | None = None,
     command: Sequence[str] = (),
     executor: Any = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Results:
-    """Measure the points that are missing; with `out` every record is on the disk before the next begins."""
+    """Measure the points that are missing; with `out` every record is on the disk before the next begins.
+
+    Args:
+        start_s: Time by `time.monotonic` from which the budget counts; None: the first point's.
+    """
     if resume and out is None:
         raise OptionError("resume needs out, the folder of the run to go on with.")
     if budget_s is not None and not budget_s > 0:
@@ -259,12 +295,13 @@ def run_plan(
             if stored.environment is None:
                 write(folder / COMMAND, " ".join(machine["command"]) + "\n")
         path = None if folder is None else folder / RECORDS
-        store = Store(path, stored.rows)
+        store = Store(path, stored.rows, retry_over_budget=budget_s is not None)
         start = moment()
         engine = Engine(
             plan,
             store,
             budget_s=plan.budget_s if budget_s is None else budget_s,
+            start_s=start_s,
             executor=executor,
             report=progress,
         )
@@ -273,7 +310,7 @@ def run_plan(
             complete = engine.run()
         machine = dict(stored.environment or machine)
         machine[DURING] = [*machine.get(DURING, []), between(start, moment())]
-        notes = [*plan.notes, *stored.notes]
+        notes = [*engine.notes, *plan.notes, *stored.notes]
         results = Results(
             store.records.values(),
             environment=machine,

@@ -1,9 +1,10 @@
 """Progress of a run: predicted durations, learnt while it measures, and a line in notebooks."""
 
 import sys
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, quantiles
 from typing import NamedTuple
 
 from efficient_attn.measure.record import Record
@@ -12,6 +13,9 @@ from efficient_attn.studies.study import Point
 
 # A longer call lengthens a round by two calls of the warm-up and at least one that is timed.
 _CALLS = 3
+
+# Number of the last predictions that give the range of the time left, and the fewest for one.
+_MISSES, _FEWEST_MISSES = 40, 8
 
 
 class _Duration(NamedTuple):
@@ -28,9 +32,13 @@ class Durations:
     def __init__(self, round_s: float) -> None:
         self._round_s = round_s
         self._last: dict[tuple[Hashable, str], _Duration] = {}
+        # Measured over predicted seconds.
+        self._misses: deque[float] = deque(maxlen=_MISSES)
 
     def learn(self, point: Point, record: Record, seconds: float) -> None:
         """Take in the duration of a point or of one of its rounds."""
+        if predicted_s := self.next_s(point):
+            self._misses.append(seconds / predicted_s)
         call_s = min(record.times_s) if point.rounds and record.times_s else seconds
         self._last[point.series, point.case.kind] = _Duration(point.cost, seconds, call_s)
 
@@ -51,12 +59,21 @@ class Durations:
         call_s = sum(duration.call_s for duration in alike) * point.cost / cost if cost else 0.0
         return max(_CALLS * call_s, self._round_s) if point.rounds else call_s
 
+    def range_s(self, remaining_s: float, left_s: float) -> tuple[float, float]:
+        """Likely range of the time left, by the last predictions and within the budget."""
+        low, high = 0.5, 2.0
+        if len(self._misses) >= _FEWEST_MISSES:
+            low, *_, high = quantiles(self._misses, n=_FEWEST_MISSES)
+        return min(remaining_s * min(low, 1.0), left_s), min(remaining_s * max(high, 1.0), left_s)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
     """State of a run after a record.
 
     Attributes:
+        range_s: Shortest and longest likely time left.
+        spent: Share of the budget, if there is one.
         current: Title of the next point, empty after the last.
     """
 
@@ -65,6 +82,8 @@ class Progress:
     remaining_s: float
     outcome: str
     record: Record
+    range_s: tuple[float, float] | None = None
+    spent: float | None = None
     current: str = ""
 
     def __str__(self) -> str:
@@ -72,9 +91,9 @@ class Progress:
 
     @property
     def left(self) -> str:
-        """`0:45 left`."""
-        minutes, rest = divmod(round(self.remaining_s), 60)
-        return f"{minutes}:{rest:02} left"
+        """`0:45 left`, `0:30–1:10 left`."""
+        ends = (divmod(round(seconds), 60) for seconds in self.range_s or (self.remaining_s,))
+        return f"{'–'.join(dict.fromkeys(f'{minutes}:{rest:02}' for minutes, rest in ends))} left"
 
 
 def notebook_line() -> Callable[[Progress], None] | None:

@@ -178,16 +178,23 @@ class Store:
     Args:
         path: File that gets a line per row; None: no file.
         rows: Rows of an earlier run in that file, whose failures are measured again.
+        retry_over_budget: Measure points again that the budget of the earlier run skipped.
 
     Attributes:
         records: Records by the key of their case, of a timed one with the rounds so far.
     """
 
-    def __init__(self, path: Path | None = None, rows: Iterable[Record] = ()) -> None:
+    def __init__(
+        self, path: Path | None = None, rows: Iterable[Record] = (), *, retry_over_budget: bool = False
+    ) -> None:
         self._path = path
         self.records = merge_rows([*rows])
         self._closed: set[str] = set()
-        self._stale = {key for key, record in self.records.items() if record.status in _FAILURES}
+        self._stale = {
+            key
+            for key, record in self.records.items()
+            if record.status in _FAILURES and (retry_over_budget or not over_budget(record))
+        }
 
     def rounds(self, case: Case) -> int:
         """Number of successful rounds of a timed case."""
