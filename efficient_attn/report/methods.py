@@ -28,9 +28,7 @@ _METHODS = {
     "its place and the same weights; cosines, divergences and relative errors compare the two, computed in "
     "float64, and are means over texts and draws of random features.",
     "recall": "Every block began with the same weights for a seed and saw the same sequences in the same "
-    "order, drawn anew for every step; its accuracy was measured on sequences outside the training set. The "
-    "time of a step is the median over all steps of forward pass, backward pass and update, without drawing "
-    "the sequences.",
+    "order, drawn anew for every step; its accuracy was measured on sequences outside the training set.",
 }
 
 
