@@ -247,9 +247,7 @@ OF_SOFTMAX = {
     "equals_softmax_attention": {
         "sharper": scaled(lambda: 1.001),
         "clamped": scores(lambda x: x.clamp(-80, 80)),
-    },
-    "equals_softmax_attention_at_every_scale": {
-        "scales up to 10": scaled(lambda core: 10 / max(abs(core.problem.factor), 10))
+        "scales up to 10": scaled(lambda core: 10 / max(abs(core.problem.factor), 10)),
     },
     "large_inputs_stay_finite": {"scores in float16": replaced("wide", lambda core, wide, x: x)},
     "long_sums_do_not_stall_in_half_precision": {"denominators in float16": weights(float16_denominator)},
@@ -287,11 +285,9 @@ LEARNED = {
     },
 }
 GROWING = {
-    "growth_of_memory_is_not_hidden": {
+    "memory_grows_as_declared": {
         "beyond 4096 tokens": mask_of_all_pairs(lambda q: q.shape[2] >= 4096),
         "in batches": mask_of_all_pairs(lambda q: len(q) > 1 and q.shape[1] > 1),
-    },
-    "memory_grows_as_declared": {
         "a mask of all pairs": mask_of_all_pairs(lambda q: True),
         "in training": flowing(lambda x: x + 0 * (x @ x.mT)[..., :1]),
     },

@@ -190,6 +190,7 @@ OF_CALLS = {
         "masks by shape": remembered("forward", "mask", lambda mask: mask.shape),
         "queries by address": remembered("forward", "q", lambda q: (q.data_ptr(), q.shape, q.dtype)),
         "after sixty calls": scaled(lambda core: 1.01 if calls(core) > 60 else 1.0),
+        "after 300 calls": scaled(lambda core: 1.01 if calls(core) > 300 else 1.0),
     },
     "a_saved_state_brings_the_output_back": {
         "first dtype": scaled(
@@ -245,12 +246,6 @@ OF_CALLS = {
             lambda state: [x.detach() for x in state], where=lambda state: state[0].shape[2] >= 1024
         ),
     },
-    "gradients_reach_parameters_only": {
-        "factor": scaled(lambda core: core.__dict__.setdefault("factor", torch.ones((), requires_grad=True)))
-    },
-    "hundreds_of_calls_wear_nothing_out": {
-        "after 300 calls": scaled(lambda core: 1.01 if calls(core) > 300 else 1.0)
-    },
     "layout_changes_no_gradient": {
         "written": flowing(doubled_in_place),
         "read from memory": flowing(read_as_contiguous),
@@ -279,6 +274,7 @@ OF_CALLS = {
         "last mask": masks(remember),
         "last output": output(remember),
         "last gradient": output(lambda core, x: with_gradient(x, lambda x: remember(core, x))),
+        "factor": scaled(lambda core: core.__dict__.setdefault("factor", torch.ones((), requires_grad=True))),
     },
     "nothing_global_is_touched": {
         "generator": action(lambda q: q.dtype == F16 and torch.rand(())),

@@ -22,7 +22,7 @@ WITH_SHAPE_CHECKS = (
     "any_number_of_sequences_go_on_from_a_state",
     "gradients_hold_at_every_shape",
     "grouped_queries_are_repeated_heads",
-    "no_keys_give_zeros",
+    "empty_inputs_give_empty_outputs",
 )
 # Each takes seconds for one backend; tests/faults_of_calls.py has the faults that they are for.
 SLOW = ("no_state_between_calls", "frozen_inputs")

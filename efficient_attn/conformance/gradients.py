@@ -23,7 +23,7 @@ from efficient_attn.conformance.cases import (
     vary,
 )
 from efficient_attn.conformance.numerics import BETWEEN, DRAWS, noisy
-from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.records import BROKEN, NOT_PROMISED, Finding
 from efficient_attn.conformance.subject import (
     Named,
     Subject,
@@ -35,7 +35,7 @@ from efficient_attn.conformance.subject import (
     rounding,
     run,
 )
-from efficient_attn.conformance.table import Check, Refused, SilentlyWrong
+from efficient_attn.conformance.table import Check, Ended
 
 # Short vectors keep signed features from cancelling; ill-conditioned rows have no good difference quotient.
 GENTLE = 0.5
@@ -87,11 +87,11 @@ def second_derivatives_are_right_or_refused(subject: Subject, case: Case) -> Ite
         first = torch.autograd.grad(call(*leaves).square().sum(), leaves, create_graph=True)
         torch.autograd.grad([x.square().sum() for x in first], leaves)
     except RuntimeError as error:
-        raise Refused("Second derivatives raise an error.") from error
+        raise Ended(NOT_PROMISED, "Second derivatives raise an error.") from error
     try:
         gradgradcheck(call, leaves)
     except GradcheckError as error:
-        raise SilentlyWrong("Second derivatives are returned, but wrong.") from error
+        raise Ended(BROKEN, "Second derivatives are returned, but wrong.") from error
     yield Finding("Finite differences", 0.0, 0.0)
 
 

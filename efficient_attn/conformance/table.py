@@ -27,16 +27,17 @@ _SEARCH_S = 0.5
 _SIZES = (1, 2, 3, 4, 5, 7, 9, 16, 33, 65)
 
 
-class CannotCheck(Exception):
-    """Raised by a check that does not apply; carries the reason."""
+class Ended(Exception):
+    """Raised by a check that is decided without comparisons, with its outcome and the reason."""
+
+    def __init__(self, outcome: str, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
 
 
-class Refused(Exception):
-    """Raised by a check of an unpromised capability if the backend refuses it, as it should."""
-
-
-class SilentlyWrong(Exception):
-    """Raised by a check of an unpromised capability if the backend returns wrong results."""
+def cannot_check(reason: str) -> Ended:
+    """End of a check that does not apply."""
+    return Ended(UNKNOWN, reason)
 
 
 @dataclass(frozen=True)
@@ -157,12 +158,8 @@ def _examine(entry: Check, subject: Subject) -> _Outcome:
                 return _Outcome(wrong, f"{finding.where}: {case}.", finding, case if promised else None)
             if worst is None or finding.share > worst.share:
                 worst = finding
-    except CannotCheck as reason:
-        return _Outcome(UNKNOWN, str(reason))
-    except SilentlyWrong as reason:
-        return _Outcome(BROKEN, str(reason))
-    except Refused as reason:
-        return _Outcome(NOT_PROMISED, str(reason))
+    except Ended as end:
+        return _Outcome(end.outcome, str(end))
     except _Raised as raised:
         if subject.bare and entry.beyond is not None:
             return _Outcome(UNKNOWN, f"It declares no {entry.beyond}. {raised}")
@@ -185,10 +182,8 @@ def _findings(entry: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
         try:
             for finding in entry.body(subject, case):
                 yield case, finding
-        except (CannotCheck, Refused):
-            raise
-        except SilentlyWrong as error:
-            raise SilentlyWrong(f"{error} On {case}.") from error
+        except Ended as end:
+            raise Ended(end.outcome, f"{end} On {case}." if end.outcome == BROKEN else str(end)) from end
         except Exception as error:  # any error on a supported input breaks the promise
             first = (str(error).strip().splitlines() or [""])[0]
             raise _Raised(f"It raised {type(error).__name__}: {first} On {case}.", case) from error
