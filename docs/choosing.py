@@ -474,10 +474,12 @@ def _by_accuracy(contest: Contest) -> str:
     """The best size of each backend, the most accurate first."""
     best: dict[str, Learned] = {}
     for row in contest:
-        best.setdefault(sized(row.case).series, row)
+        best.setdefault(sized(row.first.case).series, row)
     rows = [
         [
-            row.case.label if row.case.label == UNIFORM_ATTENTION else f"`{row.case.label}`",
+            row.first.case.label
+            if row.first.case.label == UNIFORM_ATTENTION
+            else f"`{row.first.case.label}`",
             full(row.text),
             str(row.first.floats_read),
         ]

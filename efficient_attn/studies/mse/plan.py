@@ -1,6 +1,6 @@
 """Plan of error measurements: input by input, the baseline of an input first, then the small sizes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -15,11 +15,8 @@ from efficient_attn.studies import options as shared
 from efficient_attn.studies.study import Option, Plan, Point, in_lists, interleaved
 from efficient_attn.studies.workload import Workload, settle
 
-# Options without an effect, by the error that is measured, or on a figure.
-_NOT_OF = {
-    "output": ("angles",),
-    "kernel": ("inputs", "metric", "seq_lens", "layers", "device", "dtype"),
-}
+# Options without an effect on an error.
+_NOT_OF = {"output": ("angles",), "kernel": ("inputs", "metric", "seq_lens", "layers")}
 
 # Settings of figures of Choromanski et al. 2021, with fewer norms and angles.
 _MAPS = ("performer-trig", "performer-positive")
@@ -78,25 +75,23 @@ def plan(
     head_dim: shared.HeadDim = 16,
     layers: shared.Layers = None,
     options: shared.Settings = None,
-    device: Annotated[str, shared.rarely(shared.Device)] = "cpu",
-    dtype: Annotated[str, shared.rarely(shared.Dtype)] = "auto",
     threads: shared.Threads = None,
     seed: shared.Seed = 0,
 ) -> Plan:
     """Measure errors against exact attention in float64, size by size.
 
-    Layers that are causal in their model are measured causally. An entry of the kernel is exp(x·y) for
-    x = q/d^¼ and y = k/d^¼ of a given norm and angle; its error is compared with theory.
+    Backends compute in float32 on the CPU, layers that are causal in their model causally. An entry of the
+    kernel is exp(x·y) for x = q/d^¼ and y = k/d^¼ of a given norm and angle; its error is compared with
+    theory.
 
     Example: efficient-attn mse --inputs encoder --backend window,my_file.py:my_attention
     """
     settings = locals()
     if figure is not None:
-        run = {name: settings.pop(name) for name in ("device", "dtype", "threads", "seed")}
         if figure not in FIGURES:
-            raise UnknownNameError("figure", settings.pop("figure"), FIGURES)
-        _refuse_without_effect(settings, [name for name in settings if name != "figure"], figure)
-        return plan(**FIGURES[figure], **run)
+            raise UnknownNameError("figure", figure, FIGURES)
+        _refuse_without_effect(settings, settings.keys() - {"figure", "threads", "seed"}, figure)
+        return plan(**FIGURES[figure], threads=threads, seed=seed)
     if of not in _NOT_OF:
         raise OptionError(f"of is output or kernel, not {of!r}.")
     _refuse_without_effect(settings, _NOT_OF[of], f"the error of the {of}")
@@ -111,8 +106,8 @@ def plan(
     positive_count("draws", count)
     all_sizes, lengths = parse_sizes(sizes, name="sizes"), parse_sizes(seq_lens, name="seq_lens")
     variants = select(backends, options)
-    workload = settle(Workload(device=device, dtype=dtype, threads=threads))
-    question: dict[str, Any] = {"draws": count, "threads": workload.threads or 1}
+    threads = settle(Workload(device="cpu", threads=threads)).threads
+    question: dict[str, Any] = {"draws": count, "threads": threads}
     point: Callable[..., Point]
     if of == "kernel":
         if backends is None:
@@ -126,7 +121,6 @@ def plan(
         chosen = list(drawn(names, tokens=lengths[0]))
         for tokens in lengths[1:] if "gaussian" in names else ():
             chosen += drawn(["gaussian"], tokens=tokens)
-        chosen = [subject.converted(dtype=workload.dtype, device=workload.device) for subject in chosen]
         point = partial(error_point, metric=metric, **question)
     if not chosen:
         raise OptionError("norms and angles must not be empty.")
@@ -135,12 +129,12 @@ def plan(
         baseline = [point(MEAN, subject)] if of == "output" else []
         lines = [[point(at, subject) for at in at_sizes(x, subject, all_sizes)] for x in variants]
         lists.append([*baseline, *interleaved(lines)])
-    return Plan(steps=partial(in_lists, lists), device=workload.device)
+    return Plan(steps=partial(in_lists, lists))
 
 
-def _refuse_without_effect(settings: Mapping[str, Any], names: Sequence[str], of: str) -> None:
+def _refuse_without_effect(settings: Mapping[str, Any], names: Collection[str], of: str) -> None:
     """Reject options that have another value than their default."""
-    for name in names:
+    for name in sorted(names):
         # The command line has lists in place of tuples.
         value, default = (
             tuple(x) if isinstance(x, list) else x

@@ -9,7 +9,7 @@ from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.report import text
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
-from efficient_attn.report.table import PREDICTED, UNDECIDED, Table
+from efficient_attn.report.table import PREDICTED, Table
 from efficient_attn.report.text import show_error
 from efficient_attn.stats.candidates import operations_share
 from efficient_attn.stats.estimates import FEWEST_FOR_95, grouped, middle
@@ -103,12 +103,15 @@ def _panel(records: Sequence[Record], quantity: str) -> Panel:
         for label, sizes in series.items()
     }
     plainest = curves.pop(UNIFORM_ATTENTION, None)
+    missing = [record for record in records if record.status != "ok" and not _has_value(record, quantity)]
+    # What a backend does not support is said once for all sizes.
+    failed = {(r.case.backend, r.reason) if r.status == "unsupported" else r.case.key: r for r in missing}
     heads = "1 head" if case.num_heads == 1 else f"{case.num_heads} heads"
     return Panel(
         inputs=case.inputs,
         title=f"{text.describe(case.inputs)}; {case.tokens} tokens, {heads} of {case.head_dim}",
         curves=curves,
-        failed=tuple(r for r in records if r.status != "ok" and not _has_value(r, quantity)),
+        failed=tuple(failed.values()),
         yardstick=plainest[0].value if plainest else None,
     )
 
@@ -160,7 +163,7 @@ def _table(panel: Panel, quantity: str) -> Table:
     columns: list[int | None] = [*([] if quantity == KERNEL else [None]), *sizes]
     rows = [(label, *(_cell(curve, size) for size in columns)) for label, curve in panel.curves.items()]
     if panel.yardstick is not None:
-        rows.insert(0, (UNIFORM_ATTENTION, show_error(panel.yardstick), *[""] * len(sizes)))
+        rows.insert(0, (UNIFORM_ATTENTION, text.three_digits(panel.yardstick), *[""] * len(sizes)))
     meaning = interval(panel.points)
     notes = (
         *([f"{meaning[0].upper()}{meaning[1:]}."] if meaning else []),
@@ -179,23 +182,15 @@ def _even(sizes: Collection[int]) -> list[int]:
 
 
 def _cell(curve: Curve, size: int | None) -> str:
-    """The value, its ratio to theory, and half the width of its interval if it has one."""
+    """The value, its ratio to theory, and a wide interval."""
     sizes = (None,) if size is None else (size, size + 1)
     point = next((point for point in curve if point.size in sizes), None)
     if point is None:
         return ""
-    value, low, high = point[1:4]
-    shown = show_error(value)
     if not point.samples:
-        return f"{PREDICTED}{shown}"
-    if high > low:
-        shown = show_error(float(text.rounded(value, low, high)))
-    ratio = f" ×{value / point.expected:.2f}" if point.expected else ""
-    if high == low or not value:
-        return f"{shown}{ratio}"
-    if text.is_wide(value, low, high):
-        return f"{shown}{ratio}{UNDECIDED}\tinterval beyond ×3"
-    return f"{shown}{ratio}\t±{100 * max(high - value, value - low) / value:.0f} %"
+        return f"{PREDICTED}{show_error(point.value)}"
+    value, tab, words = text.show_spread(*point[1:4], unit=1.0).partition("\t")
+    return f"{value}{f' ×{point.value / point.expected:.2f}' if point.expected else ''}{tab}{words}"
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:

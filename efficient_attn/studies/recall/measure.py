@@ -6,7 +6,6 @@ and the sum of the values, whatever was learned, and no information on their pai
 """
 
 import math
-import time
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -26,9 +25,6 @@ from efficient_attn.studies.recall.plan import BATCH, CLASSES, LEARNED, QUERIES,
 from efficient_attn.transformer.block import TransformerBlock
 
 _TEST_SEQUENCES = 128
-
-# Calibration inputs: typical queries and keys before any step.
-CALIBRATED_ON = "the first batch, untrained"
 
 # The control that looks at nothing.
 MEAN = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=calls.MEAN)
@@ -98,39 +94,33 @@ def _measured(case: Case, target: Any, course: Course) -> Record:
     calibrate(model, keys, values)
     with torch.no_grad(), outputs_checked(model):
         model(keys, values)
-    times_s, loss = _train(model, course, case.seed)
     record = Record(
         case=case,
         chance=1 / CLASSES,
         floats_read=floats_read(model.backend, case),
-        calibrated_on=CALIBRATED_ON if calibrated else None,
-        # A microsecond is below the resolution of a timed step.
-        times_s=tuple(round(time_s, 6) for time_s in times_s),
+        calibrated_on="the first batch, untrained" if calibrated else None,
     )
+    steps, loss = _train(model, course, case.seed)
     if not math.isfinite(loss):
-        return replace(record, status="error", reason=f"step {len(times_s)}: the loss was {loss}.")
+        return replace(record, status="error", reason=f"step {steps}: the loss was {loss}.")
     right = _right(model, course, case.seed)
     return replace(record, accuracy=fmean(right), answers=len(right))
 
 
-def _train(model: Learner, course: Course, seed: int) -> tuple[list[float], float]:
-    """Seconds of every step, and the last loss; training ends with the first that is not finite."""
+def _train(model: Learner, course: Course, seed: int) -> tuple[int, float]:
+    """Number of steps, and the last loss; training ends with the first that is not finite."""
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-    times_s, value = list[float](), 0.0
-    for step in range(course.steps):
+    step, value = 0, 0.0
+    while step < course.steps and math.isfinite(value):
         keys, values, answers = course.draw(BATCH, seed=seed, stream=LEARNED, number=step)
-        start = time.perf_counter()
         loss = F.cross_entropy(model(keys, values).flatten(0, 1), answers.flatten())
         for group in optimiser.param_groups:
             group["lr"] = course.rate_at(step)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        times_s.append(time.perf_counter() - start)
-        value = loss.item()
-        if not math.isfinite(value):
-            break
-    return times_s, value
+        step, value = step + 1, loss.item()
+    return step, value
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from efficient_attn.measure.record import Case, Record
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, sized
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import NOT_MEASURED, Table, full
@@ -33,10 +33,6 @@ class Learned(NamedTuple):
     failed: tuple[Record, ...]
 
     @property
-    def case(self) -> Case:
-        return self.first.case
-
-    @property
     def accuracy(self) -> float:
         """Mean over seeds; −1 without any."""
         return fmean(self.accuracies) if self.accuracies else -1.0
@@ -59,7 +55,9 @@ def contests(records: Iterable[Record]) -> list[Contest]:
     trained = (record for record in records if record.case.kind == "recall")
     groups = (map(_row, grouped(group, "label")) for group in grouped(trained, *_SHARED))
     return [
-        tuple(sorted(rows, key=lambda x: (-x.accuracy, x.case.backend != YARDSTICK, x.case.label)))
+        tuple(
+            sorted(rows, key=lambda x: (-x.accuracy, x.first.case.backend != YARDSTICK, x.first.case.label))
+        )
         for rows in groups
     ]
 
@@ -76,7 +74,9 @@ def tables(records: Sequence[Record], environment: Environment | None = None) ->
 
 
 def _table(contest: Contest) -> Table:
-    rows = tuple((row.case.label, row.text, str(row.first.floats_read or NOT_MEASURED)) for row in contest)
+    rows = tuple(
+        (row.first.case.label, row.text, str(row.first.floats_read or NOT_MEASURED)) for row in contest
+    )
     seeds = max(len(row.accuracies) for row in contest)
     notes = (
         f"accuracy: mean and range over seeds ({seeds}), on held-out sequences. Chance: "
@@ -84,7 +84,7 @@ def _table(contest: Contest) -> Table:
         "state: floats read per query and head.",
         *failure_notes(record for row in contest for record in row.failed),
     )
-    title = f"Recall after training: {heading(contest[0].case)}"
+    title = f"Recall after training: {heading(contest[0].first.case)}"
     return Table(title, ("backend", "accuracy", "state, floats"), rows, notes).compared(scores=("accuracy",))
 
 
@@ -98,10 +98,10 @@ def _conclusions(rows: list[Learned]) -> list[str]:
     learned = sorted(
         (row for row in rows if row.accuracy >= _LEARNED), key=lambda x: x.first.floats_read or 0
     )
-    names = ", ".join(f"{row.case.label} (state {row.first.floats_read} floats)" for row in learned)
-    baselines = [row for row in rows if row.case.backend in (YARDSTICK, UNIFORM_ATTENTION)]
+    names = ", ".join(f"{row.first.case.label} (state {row.first.floats_read} floats)" for row in learned)
+    baselines = [row for row in rows if row.first.case.backend in (YARDSTICK, UNIFORM_ATTENTION)]
     best = [row for row in rows if row not in baselines][:1]
-    compared = "; ".join(f"{row.case.label} {full(row.text)}" for row in (*best, *baselines))
+    compared = "; ".join(f"{row.first.case.label} {full(row.text)}" for row in (*best, *baselines))
     return [
         f"Accuracy {_LEARNED:g} or more, smallest state first: {names or 'none'}.",
         f"Best approximation and baselines: {compared}; chance {rows[0].first.chance or 0:.3g}.",
@@ -113,7 +113,7 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
     shown = [contest for contest in contests(records) if any(row.accuracies for row in contest)]
     if not shown:
         return {}
-    heads = [heading(contest[0].case) for contest in shown]
+    heads = [heading(contest[0].first.case) for contest in shown]
     conditions = f"{heads[0] if len(shown) == 1 else ''}\nmean and range over seeds; dashed: chance"
     charts = [
         (_chart(contest, head if len(shown) > 1 else ""),) for contest, head in zip(shown, heads, strict=True)
@@ -124,10 +124,10 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
 def _chart(contest: Contest, title: str) -> Chart:
     """A line for each backend over its sizes, with the ranges over seeds."""
     groups: dict[str, list[Learned]] = {}
-    for row in sorted(contest, key=lambda row: sized(row.case).size or 0):
+    for row in sorted(contest, key=lambda row: sized(row.first.case).size or 0):
         if row.accuracies and row.first.floats_read:
-            groups.setdefault(sized(row.case).series, []).append(row)
-    styles = line_styles(sorted((name, rows[0].case.backend) for name, rows in groups.items()))
+            groups.setdefault(sized(row.first.case).series, []).append(row)
+    styles = line_styles(sorted((name, rows[0].first.case.backend) for name, rows in groups.items()))
     lines = [
         Series(
             name,
