@@ -148,7 +148,7 @@ def equals_softmax_attention(subject: Subject, case: Case) -> Iterator[Finding]:
 
 
 @Check(
-    "The scale multiplies q·k exactly once: inputs times c at scale s equal inputs at scale c²·s.",
+    "The scale multiplies q·k once, with its sign: inputs times c at scale s equal inputs at scale c²·s.",
     cases=(
         *vary(Case(tokens=7), head_dim=(4, 64, 80, 128), causal=(False, True)),
         *both(Case(tokens=200, batch=1, value_dim=3), Case(tokens=1, keys=5)),
@@ -165,6 +165,11 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
         moved = inputs._replace(q=inputs.q * factor, k=inputs.k * factor)
         scaled = subject.build(case, scale=default / factor**2)
         yield close(f"Inputs times {factor}", run(scaled, moved), expected, bound)
+    minus = subject.build(case, scale=-default)
+    # Calibrated parameters are shared, so that both backends use the same fit.
+    minus.load_state_dict(backend.state_dict())
+    turned = run(minus, inputs._replace(q=-inputs.q))
+    yield close("A negative scale and negated queries", turned, expected, bound)
     still = subject.build(case, scale=0.0, calibrated=False)
     # PyTorch's fused function gives NaN for causal queries at scale 0, which its callers inherit.
     if not (subject.bare or still.needs_calibration):
@@ -231,18 +236,29 @@ def sizes_of_models_are_single_calls(subject: Subject, case: Case) -> Iterator[F
 
 
 @Check(
-    "Long sums accumulate in float32 or better, in every dtype.",
-    cases=both(LONG_SUM.but(keys=3000, dtype="bfloat16"), LONG_SUM),
+    "Long sums accumulate in float32 or better, in every dtype, and in gradients of values.",
+    # A third has no short binary fraction, so that every addition rounds.
+    cases=(
+        *both(LONG_SUM.but(keys=3000, dtype="bfloat16"), LONG_SUM),
+        *vary(LONG_SUM.but(tokens=3000, keys=3), dtype=HALF),
+    ),
     needs=("cross",),
     beyond="low-precision dtypes",
 )
 def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     inputs = inputs._replace(v=torch.ones_like(inputs.v))
-    expected = run(subject.build(case, learned=None).double(), inputs.double())
+    backend, wide = subject.build(case, learned=None), subject.build(case, learned=None).double()
+    expected = run(wide, inputs.double())
     step = rounding_step(expected.to(inputs.v.dtype))
-    out = run(subject.build(case, learned=None), inputs)
-    yield close("Against float64, values 1", out, expected, 2 * step + 1e-3)
+    yield close("Against float64, values 1", run(backend, inputs), expected, 2 * step + 1e-3)
+    if case.tokens > 1 and subject.promises.gradients:
+        (_, got), (_, summed) = (
+            gradients(partial(run, module), x, upstream=1.0)[2]
+            for module, x in ((backend, inputs), (wide, inputs.double()))
+        )
+        bound = 2 * torch.finfo(got.dtype).eps * largest(summed)
+        yield Finding("Gradient w.r.t. v", distance(got, summed), bound)
 
 
 @Check(

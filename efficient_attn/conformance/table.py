@@ -91,22 +91,6 @@ class Check:
         return [case for case in (*self.cases, *drawn) if subject.serves(case)]
 
 
-# Noun phrases for capabilities, for reasons.
-_WORDS = {
-    "causal": "causality",
-    "cross": "keys of another sequence",
-    "key_mask": "key mask",
-    "streaming": "streaming",
-    "exact": "exactness",
-    "nonnegative": "nonnegative weights",
-    "averages": "weights that sum to one",
-    "gradients": "gradients",
-    "approximates_softmax": "softmax attention",
-    "sharded": "exchange between processes",
-    "needs_max_tokens": "a longest sequence and positions of its own",
-    "needs_all_queries": "a choice of keys by earlier queries",
-}
-
 CHECKS: dict[str, Check] = {}
 
 
@@ -140,13 +124,12 @@ def record_of(entry: Check, subject: Subject) -> CheckRecord:
 
 def _examine(entry: Check, subject: Subject) -> _Outcome:
     promises = subject.promises
-    missing = [_WORDS[name] for name in entry.needs if not getattr(promises, name)]
+    missing = ", ".join(name.replace("_", " ") for name in entry.needs if not getattr(promises, name))
+    exempt = [name.replace("_", " ") for name in entry.unless if getattr(promises, name)]
     if missing and subject.bare:
-        return _Outcome(UNKNOWN, f"It declares no {' and no '.join(missing)}.")
-    if missing:
-        return _Outcome(NOT_PROMISED, f"It promises no {' and no '.join(missing)}.")
-    if any(getattr(promises, name) for name in entry.unless):
-        return _Outcome(NOT_PROMISED, f"It is one with {_WORDS[entry.unless[0]]}.")
+        return _Outcome(UNKNOWN, f"Not declared: {missing}.")
+    if missing or exempt:
+        return _Outcome(NOT_PROMISED, f"Not promised: {missing}." if missing else f"Exempt: {exempt[0]}.")
     promised = entry.capability is None or bool(getattr(promises, entry.capability))
     wrong = BROKEN if promised else NOT_PROMISED
     try:
@@ -162,7 +145,7 @@ def _examine(entry: Check, subject: Subject) -> _Outcome:
         return _Outcome(end.outcome, str(end))
     except _Raised as raised:
         if subject.bare and entry.beyond is not None:
-            return _Outcome(UNKNOWN, f"It declares no {entry.beyond}. {raised}")
+            return _Outcome(UNKNOWN, f"Not declared: {entry.beyond}. {raised}")
         return _Outcome(wrong, str(raised), case=raised.case if promised else None)
     if worst is None:
         return _Outcome(UNKNOWN, "The backend supports none of the inputs of this check.")
