@@ -12,7 +12,7 @@ from efficient_attn.report.text import describe, show_error, three_digits
 from efficient_attn.stats.estimates import SpeedUp, call_time, curves, speed_ups
 from efficient_attn.studies.bench.comparison import Comparison, Contender, comparisons
 from efficient_attn.studies.bench.tables import crossover_cells
-from efficient_attn.studies.recall.view import Contest, Learned, contests, show_accuracy
+from efficient_attn.studies.recall.view import Contest, Learned, contests
 
 HERE = Path(__file__).parent
 PAGE = HERE / "choosing.md"
@@ -408,22 +408,22 @@ def _errors(compared: list[Comparison]) -> dict[str, list[float]]:
 
 
 def _by_accuracy(contest: Contest) -> str:
-    """The best size of each backend, the most accurate first; controls by themselves."""
+    """The best size of each backend, the most accurate first."""
     best: dict[str, Learned] = {}
-    for row in contest.rows:
-        best.setdefault(row.label if row in contest.controls else sized(row.case).series, row)
-    head = ["backend", "accuracy after training", "untrained error", "floats read per query"]
+    for row in contest:
+        best.setdefault(sized(row.first.case).series, row)
     rows = [
         [
-            f"{row.label} (control)" if row in contest.controls else f"`{row.label}`",
-            full(show_accuracy(row)),
-            "rounding" if row is contest.exact else show_error(row.untrained or 0.0),
+            row.first.case.label
+            if row.first.case.label == UNIFORM_ATTENTION
+            else f"`{row.first.case.label}`",
+            full(row.text),
             str(row.first.floats_read),
         ]
         for row in best.values()
-        if row.accuracy
+        if row.accuracies
     ]
-    return table(head, rows)
+    return table(["backend", "accuracy after training", "floats read per query"], rows)
 
 
 def _promises(name: str, registered: bool) -> list[str]:

@@ -28,17 +28,14 @@ _NARROW = 2
 # Promises of exact attention, which none of them is, and of our window, which is measured otherwise.
 NOT_ASKED = {
     "equals_softmax_attention",
-    "equals_softmax_attention_at_every_scale",
     "a_window_reads_its_neighbourhood",
 }
 
 # Kept by the shell that this toolkit puts around every backend, whatever is inside.
 OURS = {
     "empty_inputs_give_empty_outputs",
-    "no_keys_give_zeros",
     "autocast_changes_no_result",
     "what_is_not_promised_is_refused",
-    "wrong_input_is_refused_by_name",
     "calibration_is_an_explicit_act",
 }
 

@@ -121,9 +121,6 @@ FAULTS = {
         "gradients are cleaned": flowing(torch.nan_to_num),
         "negative infinity is cleaned": values(lambda v: v.masked_fill(v == -torch.inf, 0.0)),
     },
-    "a_negative_scale_turns_queries_round": {
-        "beyond 128 keys": scaled(lambda core, k: -1 if core.problem.factor < 0 and k.shape[2] > 128 else 1)
-    },
     "a_prefix_is_a_sequence_of_its_own": {"temperature": scaled(lambda k: 1 + 1e-3 * k.shape[2])},
     "a_query_alone_is_its_row": {
         "last row": output(lambda x: torch.cat([x[:, :, :-1], x[:, :, -1:] * row_of(x)], 2))
@@ -228,6 +225,9 @@ FAULTS = {
         "second block": causal_reads(lambda row, key, ahead: (key <= row) | (row < 512))
     },
     "scale_is_a_factor_on_the_scores": {
+        "sign beyond 128 keys": scaled(
+            lambda core, k: -1 if core.problem.factor < 0 and k.shape[2] > 128 else 1
+        ),
         "below one": scaled(lambda core: 1 / max(abs(core.problem.factor), 1.0)),
         "64": scaled(lambda core, q: 1.0 if core.problem.scale else (max(q.shape[3], 64) / 64) ** 0.5),
         "long keys": keys(lambda k: k * (30 / k.norm(dim=-1, keepdim=True).clamp_min(1e-9)).clamp_max(1.0)),
@@ -247,9 +247,7 @@ OF_SOFTMAX = {
     "equals_softmax_attention": {
         "sharper": scaled(lambda: 1.001),
         "clamped": scores(lambda x: x.clamp(-80, 80)),
-    },
-    "equals_softmax_attention_at_every_scale": {
-        "scales up to 10": scaled(lambda core: 10 / max(abs(core.problem.factor), 10))
+        "scales up to 10": scaled(lambda core: 10 / max(abs(core.problem.factor), 10)),
     },
     "large_inputs_stay_finite": {"scores in float16": replaced("wide", lambda core, wide, x: x)},
     "long_sums_do_not_stall_in_half_precision": {"denominators in float16": weights(float16_denominator)},
@@ -287,11 +285,9 @@ LEARNED = {
     },
 }
 GROWING = {
-    "growth_of_memory_is_not_hidden": {
+    "memory_grows_as_declared": {
         "beyond 4096 tokens": mask_of_all_pairs(lambda q: q.shape[2] >= 4096),
         "in batches": mask_of_all_pairs(lambda q: len(q) > 1 and q.shape[1] > 1),
-    },
-    "memory_grows_as_declared": {
         "a mask of all pairs": mask_of_all_pairs(lambda q: True),
         "in training": flowing(lambda x: x + 0 * (x @ x.mT)[..., :1]),
     },

@@ -190,6 +190,7 @@ OF_CALLS = {
         "masks by shape": remembered("forward", "mask", lambda mask: mask.shape),
         "queries by address": remembered("forward", "q", lambda q: (q.data_ptr(), q.shape, q.dtype)),
         "after sixty calls": scaled(lambda core: 1.01 if calls(core) > 60 else 1.0),
+        "after 300 calls": scaled(lambda core: 1.01 if calls(core) > 300 else 1.0),
     },
     "a_saved_state_brings_the_output_back": {
         "first dtype": scaled(
@@ -206,7 +207,10 @@ OF_CALLS = {
         "blind rows": NoGuardForBlindRowsWhenCompiled,
     },
     "extend_honours_its_mask": {"masks are forgotten": new_masks(lambda mask: None)},
-    "global_seeds_change_nothing": {"temperature": scaled(lambda: 1 + torch.initial_seed() % 7 * 1e-3)},
+    "global_settings_change_nothing": {
+        "temperature": scaled(lambda: 1 + torch.initial_seed() % 7 * 1e-3),
+        "constant": scaled(lambda q: torch.tensor(1.1, dtype=torch.get_default_dtype()).to(q)),
+    },
     "gradients_are_those_of_finite_differences": {"values": values(halved)},
     "gradients_hold_at_every_shape": {
         "many keys": keys(Tensor.detach, where=lambda k: k.shape[2] > 128),
@@ -233,23 +237,11 @@ OF_CALLS = {
         ),
         "loss scaling": weights(lambda x: with_gradient(x, narrowed(F32, F16))),
     },
-    "gradients_of_values_do_not_stall": {
-        "tiles": replaced(
-            "forward",
-            lambda core, forward, q, *x: torch.cat([forward(part, *x) for part in q.split(64, 2)], 2),
-        )
-    },
     "gradients_pass_through_states": {
         "mixed": states(lambda k, v, mask: (k, v.roll(1, 0) if k.shape[2] > 100 else v, mask)),
         "detached": earlier_states(
             lambda state: [x.detach() for x in state], where=lambda state: state[0].shape[2] >= 1024
         ),
-    },
-    "gradients_reach_parameters_only": {
-        "factor": scaled(lambda core: core.__dict__.setdefault("factor", torch.ones((), requires_grad=True)))
-    },
-    "hundreds_of_calls_wear_nothing_out": {
-        "after 300 calls": scaled(lambda core: 1.01 if calls(core) > 300 else 1.0)
     },
     "layout_changes_no_gradient": {
         "written": flowing(doubled_in_place),
@@ -261,6 +253,12 @@ OF_CALLS = {
         "workspace": queries(lambda q, core: read_later(q, buffered(core, q.detach()))),
     },
     "long_states_are_whole": {"256 tokens": ring(256)},
+    "long_sums_do_not_stall_in_half_precision": {
+        "tiles": replaced(
+            "forward",
+            lambda core, forward, q, *x: torch.cat([forward(part, *x) for part in q.split(64, 2)], 2),
+        )
+    },
     "masked_keys_get_no_gradient": {"all keys": keys(lambda k: with_gradient(k, lambda x: x + 1))},
     "modes_change_nothing": {
         "kept tensor": scaled(lambda core, q: core.__dict__.setdefault("factor", q.new_ones(()))),
@@ -279,6 +277,7 @@ OF_CALLS = {
         "last mask": masks(remember),
         "last output": output(remember),
         "last gradient": output(lambda core, x: with_gradient(x, lambda x: remember(core, x))),
+        "factor": scaled(lambda core: core.__dict__.setdefault("factor", torch.ones((), requires_grad=True))),
     },
     "nothing_global_is_touched": {
         "generator": action(lambda q: q.dtype == F16 and torch.rand(())),
@@ -333,9 +332,6 @@ OF_CALLS = {
             lambda: None,
             where=lambda core, mask: core.__dict__.setdefault(str(mask.data_ptr()), bool(mask.all())),
         ),
-    },
-    "the_default_dtype_changes_nothing": {
-        "constant": scaled(lambda q: torch.tensor(1.1, dtype=torch.get_default_dtype()).to(q))
     },
     "the_same_call_gives_the_same_bits": {
         "counts": scaled(lambda core: 1 + 1e-3 * calls(core)),

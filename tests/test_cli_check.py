@@ -51,7 +51,7 @@ def test_a_function_in_a_file_is_checked_in_a_table_that_tells_what_could_not_be
     monkeypatch.setenv("COLUMNS", "200")
     code, out = check("attend", "--only", "padding_contents_change_no_bit,equals_softmax_attention")
     assert code == 0, out
-    assert "padding_contents_change_no_bit: skipped, undeclared. It declares no key mask." in out
+    assert "padding_contents_change_no_bit: skipped, undeclared. Not declared: key mask." in out
     assert "equals softmax attention " in out and "passes, undeclared" in out
     assert out.splitlines()[-1].partition(": ")[0].endswith("mine.py:attend") and "broken" not in out
 

@@ -6,7 +6,7 @@ from made_records import case
 import efficient_attn as ea
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Sized, Variant, sized, with_size
-from efficient_attn.studies.mse.analysis import below_from, panels
+from efficient_attn.studies.mse.view import below_from, panels
 
 
 def record(label, error, *, inputs="encoder(layer=0)", options=None, **measured):
@@ -49,8 +49,8 @@ def test_a_curve_is_below_the_yardstick_from_the_size_after_which_it_stays_there
     shown = made_up((0.9, 0.3), (0.2, 0.9), (0.2, 0.1), 0.5)
     # Of equal cases the last one counts.
     shown = [*made_up((0.1, 0.1), (0.1, 0.1), (0.1, 0.1), 0.5), *shown]
-    positive, trig, window = panels(shown, "output_relative_error")[0].curves
-    assert [below_from(curve, 0.5) for curve in (positive, trig, window)] == [32, None, 17]
+    curves = panels(shown, "output_relative_error")[0].curves
+    assert [below_from(curve, 0.5) for curve in curves.values()] == [32, None, 17]
 
 
 def test_the_sentences_are_computed_from_the_rows():

@@ -23,7 +23,7 @@ from efficient_attn.conformance.cases import (
     vary,
 )
 from efficient_attn.conformance.numerics import BETWEEN, DRAWS, noisy
-from efficient_attn.conformance.records import Finding
+from efficient_attn.conformance.records import BROKEN, NOT_PROMISED, Finding
 from efficient_attn.conformance.subject import (
     Named,
     Subject,
@@ -35,7 +35,7 @@ from efficient_attn.conformance.subject import (
     rounding,
     run,
 )
-from efficient_attn.conformance.table import Check, Refused, SilentlyWrong
+from efficient_attn.conformance.table import Check, Ended
 
 # Short vectors keep signed features from cancelling; ill-conditioned rows have no good difference quotient.
 GENTLE = 0.5
@@ -87,11 +87,11 @@ def second_derivatives_are_right_or_refused(subject: Subject, case: Case) -> Ite
         first = torch.autograd.grad(call(*leaves).square().sum(), leaves, create_graph=True)
         torch.autograd.grad([x.square().sum() for x in first], leaves)
     except RuntimeError as error:
-        raise Refused("Second derivatives raise an error.") from error
+        raise Ended(NOT_PROMISED, "Second derivatives raise an error.") from error
     try:
         gradgradcheck(call, leaves)
     except GradcheckError as error:
-        raise SilentlyWrong("Second derivatives are returned, but wrong.") from error
+        raise Ended(BROKEN, "Second derivatives are returned, but wrong.") from error
     yield Finding("Finite differences", 0.0, 0.0)
 
 
@@ -168,23 +168,6 @@ def _jumps(backend: Backend, inputs: Inputs, expected: list[Tensor]) -> list[flo
         moved = _gradients(backend, noisy(inputs, BETWEEN["float32"], seed))
         changes.append(list(map(distance, moved, expected)))
     return [2 * max(column) for column in zip(*changes, strict=True)]
-
-
-@Check(
-    "Gradients of values sum thousands of queries in float32 or better.",
-    # A third has no short binary fraction, so that every addition rounds.
-    cases=vary(
-        Case(tokens=3000, keys=3, batch=1, heads=1, kv_heads=1, norm=0.0), dtype=("bfloat16", "float16")
-    ),
-    needs=("gradients", "cross"),
-    beyond="low-precision dtypes",
-)
-def gradients_of_values_do_not_stall(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs = subject.inputs(case)
-    got = _gradients(subject.build(case, learned=None), inputs)[2]
-    expected = _gradients(subject.build(case, learned=None).double(), inputs.double())[2]
-    bound = 2 * torch.finfo(got.dtype).eps * largest(expected)
-    yield Finding("Gradient w.r.t. v", distance(got, expected), bound)
 
 
 @Check(

@@ -1,11 +1,9 @@
 """A backend as an nn.Module: saving, copying, compiling, threads, no global side effects."""
 
 import copy
-import gc
 import os
 import random
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -277,12 +275,6 @@ def _globals() -> dict[str, Any]:
         "matmul precision": torch.get_float32_matmul_precision(),
         "kernel flags": (cuda.flash_sdp_enabled(), cuda.math_sdp_enabled(), cuda.mem_efficient_sdp_enabled()),
         "flushing of subnormal numbers": _flushes_subnormals(),
-        "print options": vars(torch._tensor_str.PRINT_OPTS).copy(),
-        "garbage collection": (gc.isenabled(), gc.get_threshold()),
-        "the number of Python's threads": threading.active_count(),
-        "Python's limits": (sys.getrecursionlimit(), sys.getswitchinterval()),
-        "the working directory": os.getcwd(),
-        "handling of errors in numpy": np.geterr(),
         "functions of torch": [getattr(holder, name, None) for holder in (torch, F) for name in _FUNCTIONS],
         "filling of new tensors": mode.fill_uninitialized_memory,
         "environment variables": dict(os.environ),

@@ -45,7 +45,7 @@ from efficient_attn.conformance.subject import (
     run,
     takes_scale,
 )
-from efficient_attn.conformance.table import CannotCheck, Check
+from efficient_attn.conformance.table import Check, cannot_check
 
 # Geometric mean of the epsilons of a dtype and the next lower one: far from the rounding of either.
 BETWEEN = {
@@ -109,14 +109,17 @@ SHAPES = (
 )
 
 
+# Every scale is tried on these.
+SCALED = vary(Case(tokens=7), dtype=("float64", "float32"), head_dim=(4, 128), causal=(False, True))
 # At large norms rows are one-hot.
 EXTREME = (Case(tokens=7), Case(tokens=300, batch=1, heads=1, kv_heads=1))
 
 
 @Check(
-    "The output equals softmax attention up to rounding, for scores of any size.",
+    "The output equals softmax attention up to rounding, at every scale and for scores of any size.",
     cases=(
         *everywhere(*LENGTHS, 97, dtype=DTYPES),
+        *SCALED,
         *vary(*SHAPES, dtype=DTYPES, causal=(False, True)),
         *vary(Case(tokens=1, batch=1, heads=1, kv_heads=1), tokens=BORDERS, causal=(False, True)),
         *vary(*LARGE, dtype=DTYPES),
@@ -138,23 +141,14 @@ EXTREME = (Case(tokens=7), Case(tokens=300, batch=1, heads=1, kv_heads=1))
     capability="exact",
 )
 def equals_softmax_attention(subject: Subject, case: Case) -> Iterator[Finding]:
-    yield _exactness(subject, case)
-
-
-@Check(
-    "The output equals softmax attention at every scale.",
-    cases=vary(Case(tokens=7), dtype=("float64", "float32"), head_dim=(4, 128), causal=(False, True)),
-    needs=("exact",),
-)
-def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Iterator[Finding]:
-    if not takes_scale(subject.build(case)):
-        raise CannotCheck("A plain callable takes no scale.")
-    for scale in (0.0, 1e-3, 1.0, 30.0, -1e3):
+    # A plain callable takes no scale.
+    scaled = case in SCALED and takes_scale(subject.build(case))
+    for scale in (None, *((0.0, 1e-3, 1.0, 30.0, -1e3) if scaled else ())):
         yield _exactness(subject, case, scale)
 
 
 @Check(
-    "The scale multiplies q·k exactly once: inputs times c at scale s equal inputs at scale c²·s.",
+    "The scale multiplies q·k once, with its sign: inputs times c at scale s equal inputs at scale c²·s.",
     cases=(
         *vary(Case(tokens=7), head_dim=(4, 64, 80, 128), causal=(False, True)),
         *both(Case(tokens=200, batch=1, value_dim=3), Case(tokens=1, keys=5)),
@@ -164,13 +158,18 @@ def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Ite
 def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend, expected, bound = plain_call(subject, case)
     if not takes_scale(backend):
-        raise CannotCheck("A plain callable declares no scale.")
+        raise cannot_check("A plain callable declares no scale.")
     default = case.head_dim**-0.5
     yield close("Default scale given", run(subject.build(case, scale=default), inputs), expected, bound)
     for factor in FACTORS:
         moved = inputs._replace(q=inputs.q * factor, k=inputs.k * factor)
         scaled = subject.build(case, scale=default / factor**2)
         yield close(f"Inputs times {factor}", run(scaled, moved), expected, bound)
+    minus = subject.build(case, scale=-default)
+    # Calibrated parameters are shared, so that both backends use the same fit.
+    minus.load_state_dict(backend.state_dict())
+    turned = run(minus, inputs._replace(q=-inputs.q))
+    yield close("A negative scale and negated queries", turned, expected, bound)
     still = subject.build(case, scale=0.0, calibrated=False)
     # PyTorch's fused function gives NaN for causal queries at scale 0, which its callers inherit.
     if not (subject.bare or still.needs_calibration):
@@ -237,18 +236,29 @@ def sizes_of_models_are_single_calls(subject: Subject, case: Case) -> Iterator[F
 
 
 @Check(
-    "Long sums accumulate in float32 or better, in every dtype.",
-    cases=both(LONG_SUM.but(keys=3000, dtype="bfloat16"), LONG_SUM),
+    "Long sums accumulate in float32 or better, in every dtype, and in gradients of values.",
+    # A third has no short binary fraction, so that every addition rounds.
+    cases=(
+        *both(LONG_SUM.but(keys=3000, dtype="bfloat16"), LONG_SUM),
+        *vary(LONG_SUM.but(tokens=3000, keys=3), dtype=HALF),
+    ),
     needs=("cross",),
     beyond="low-precision dtypes",
 )
 def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     inputs = inputs._replace(v=torch.ones_like(inputs.v))
-    expected = run(subject.build(case, learned=None).double(), inputs.double())
+    backend, wide = subject.build(case, learned=None), subject.build(case, learned=None).double()
+    expected = run(wide, inputs.double())
     step = rounding_step(expected.to(inputs.v.dtype))
-    out = run(subject.build(case, learned=None), inputs)
-    yield close("Against float64, values 1", out, expected, 2 * step + 1e-3)
+    yield close("Against float64, values 1", run(backend, inputs), expected, 2 * step + 1e-3)
+    if case.tokens > 1 and subject.promises.gradients:
+        (_, got), (_, summed) = (
+            gradients(partial(run, module), x, upstream=1.0)[2]
+            for module, x in ((backend, inputs), (wide, inputs.double()))
+        )
+        bound = 2 * torch.finfo(got.dtype).eps * largest(summed)
+        yield Finding("Gradient w.r.t. v", distance(got, summed), bound)
 
 
 @Check(

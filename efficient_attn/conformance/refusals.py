@@ -30,9 +30,12 @@ ONE = Case(tokens=5)
 Wrong = tuple[str, str, type[AttentionError], Callable[[], Any]]
 
 
-@Check("Unpromised capabilities are refused with a one-line error; no argument is ignored.", cases=(ONE,))
+@Check(
+    "Unpromised capabilities and invalid arguments are refused with a one-line error that names them.",
+    cases=(ONE,),
+)
 def what_is_not_promised_is_refused(subject: Subject, case: Case) -> Iterator[Finding]:
-    for request, word, kind, call in _unpromised(subject, case):
+    for request, word, kind, call in (*_unpromised(subject, case), *_wrong(subject, case)):
         yield _refusal(request, word, kind, call)
 
 
@@ -71,12 +74,6 @@ def _unpromised(subject: Subject, case: Case) -> Iterator[Wrong]:
 def _alone(backend: Backend, q: Tensor) -> Tensor:
     with in_force(Layout("", "contiguous", 0, 2)):
         return backend(q, q, q)
-
-
-@Check("Invalid arguments are refused with a one-line error that names the argument.", cases=(ONE,))
-def wrong_input_is_refused_by_name(subject: Subject, case: Case) -> Iterator[Finding]:
-    for request, word, kind, call in _wrong(subject, case):
-        yield _refusal(request, word, kind, call)
 
 
 def _wrong(subject: Subject, case: Case) -> Iterator[Wrong]:

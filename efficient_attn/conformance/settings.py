@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import LAYOUTS, LONG_KEYS, LONG_QUERIES, Case, Inputs, both, joint
+from efficient_attn.conformance.cases import LAYOUTS, LONG_KEYS, LONG_QUERIES, Case, Inputs, both, joint, vary
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import (
     Named,
@@ -23,9 +23,8 @@ from efficient_attn.conformance.subject import (
     rounding,
     run,
     same_bits,
-    takes_scale,
 )
-from efficient_attn.conformance.table import CannotCheck, Check
+from efficient_attn.conformance.table import Check
 from efficient_attn.measure.memory import tensors_in
 
 ONE = Case(tokens=7, value_dim=3)
@@ -33,15 +32,19 @@ ONE = Case(tokens=7, value_dim=3)
 FLOWING = (2.0**20, 2.0**-40)
 LARGER = (*LONG_KEYS, LONG_QUERIES)
 KINDS = both(ONE, ONE.but(masked=True), ONE.but(dtype="float32"))
+HALF = ("bfloat16", "float16")
 
 
-@Check("The default dtype affects neither construction nor calls.", cases=(*KINDS, *LARGER))
-def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs = subject.inputs(case)
-    usual = subject.build(case)
+@Check(
+    "The default dtype and global random state affect no result, neither in training nor in evaluation.",
+    cases=(*KINDS, *LARGER, ONE.but(tokens=200), *vary(ONE, dtype=HALF, causal=(False, True))),
+)
+def global_settings_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
+    inputs, usual, before = subject.inputs(case), subject.build(case), torch.get_default_dtype()
     expected = results(subject, usual, inputs)
-    before = torch.get_default_dtype()
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    # In half precision a calibrated map differs in its last bits under another default.
+    defaults = (torch.float64, torch.float32, torch.bfloat16, torch.float16) if case.dtype not in HALF else ()
+    for dtype in defaults:
         try:
             torch.set_default_dtype(dtype)
             backend = subject.build(case)
@@ -51,21 +54,11 @@ def the_default_dtype_changes_nothing(subject: Subject, case: Case) -> Iterator[
         finally:
             torch.set_default_dtype(before)
         yield from agree(f"with {dtype} as default", got, expected)
-
-
-@Check(
-    "Global random state affects no result, neither in training nor in evaluation.",
-    cases=(*KINDS, ONE.but(tokens=200), *both(ONE.but(dtype="bfloat16"), ONE.but(dtype="float16"))),
-)
-def global_seeds_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case).train()
-    seeded = []
-    with torch.random.fork_rng(devices=[]):
-        for seed in (0, 1):
+    for seed in (0, 1):
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            seeded.append(results(subject, backend, inputs))
-    yield from agree("with another global seed", seeded[1], seeded[0])
-    yield from agree("in evaluation", results(subject, backend.eval(), inputs), seeded[0])
+            got = results(subject, usual.train(), inputs)
+        yield from agree(f"in training with the global seed {seed}", got, expected)
 
 
 @Check(
@@ -89,7 +82,7 @@ def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
 
 
 @Check(
-    "Without gradient mode, or without inputs that require gradients, outputs and states keep no graph.",
+    "Without gradient mode, or without tensors that require gradients, outputs and states keep no graph.",
     cases=both(
         ONE,
         ONE.but(tokens=70, masked=True),
@@ -158,23 +151,6 @@ def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
 
 
 @Check(
-    "A negative scale is equivalent to negated queries at the positive scale.",
-    cases=(*KINDS, *both(ONE.but(tokens=200, batch=1), ONE.but(tokens=1, keys=5))),
-    drawn=lambda seed: joint(seed, 9),
-)
-def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterator[Finding]:
-    plus = subject.build(case, scale=0.7)
-    if not takes_scale(plus):
-        raise CannotCheck("A plain callable takes no scale.")
-    inputs, minus = subject.inputs(case), subject.build(case, scale=-0.7)
-    # Calibrated parameters are shared, so that both backends use the same fit.
-    minus.load_state_dict(plus.state_dict())
-    turned = inputs._replace(q=-inputs.q)
-    bound = rounding(plus, turned, case.dtype)
-    yield close("Scale −0.7", run(minus, inputs), run(plus, turned), bound)
-
-
-@Check(
     "Gradients are proportional to the upstream gradient, in any layout; nothing is modified in place.",
     drawn=lambda seed: (*joint(seed, 9, 70), *joint(seed, 9, dtype="float32")),
     needs=("gradients",),
@@ -216,23 +192,3 @@ def _gradients(backend: Backend, sequences: list[Inputs], flowing: Tensor) -> li
     outputs = [run(backend, inputs.of(*x)) for inputs, x in zip(sequences, leaves, strict=True)]
     gradients = [torch.autograd.grad(out, x, flowing) for out, x in zip(outputs, leaves, strict=True)]
     return [(f"Gradient w.r.t. {name}", x) for each in gradients for name, x in zip("qkv", each, strict=True)]
-
-
-@Check("The leaves of the autograd graph are q, k, v and parameters of the module.", cases=both(ONE))
-def gradients_reach_parameters_only(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
-    leaves = [x.requires_grad_() for x in inputs[:3]]
-    allowed = {id(x) for x in (*leaves, *backend.parameters())}
-    # The output owns its graph: torch 2.8 loses a node of an autograd function with its last tensor.
-    output = run(backend, inputs)
-    todo, seen = [output.grad_fn], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [entry for entry, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            label = f"A tensor {list(leaf.shape)} that is not a parameter"
-            yield Finding(label, float(id(leaf) not in allowed), 0.0)

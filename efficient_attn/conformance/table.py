@@ -27,16 +27,17 @@ _SEARCH_S = 0.5
 _SIZES = (1, 2, 3, 4, 5, 7, 9, 16, 33, 65)
 
 
-class CannotCheck(Exception):
-    """Raised by a check that does not apply; carries the reason."""
+class Ended(Exception):
+    """Raised by a check that is decided without comparisons, with its outcome and the reason."""
+
+    def __init__(self, outcome: str, reason: str) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
 
 
-class Refused(Exception):
-    """Raised by a check of an unpromised capability if the backend refuses it, as it should."""
-
-
-class SilentlyWrong(Exception):
-    """Raised by a check of an unpromised capability if the backend returns wrong results."""
+def cannot_check(reason: str) -> Ended:
+    """End of a check that does not apply."""
+    return Ended(UNKNOWN, reason)
 
 
 @dataclass(frozen=True)
@@ -90,22 +91,6 @@ class Check:
         return [case for case in (*self.cases, *drawn) if subject.serves(case)]
 
 
-# Noun phrases for capabilities, for reasons.
-_WORDS = {
-    "causal": "causality",
-    "cross": "keys of another sequence",
-    "key_mask": "key mask",
-    "streaming": "streaming",
-    "exact": "exactness",
-    "nonnegative": "nonnegative weights",
-    "averages": "weights that sum to one",
-    "gradients": "gradients",
-    "approximates_softmax": "softmax attention",
-    "sharded": "exchange between processes",
-    "needs_max_tokens": "a longest sequence and positions of its own",
-    "needs_all_queries": "a choice of keys by earlier queries",
-}
-
 CHECKS: dict[str, Check] = {}
 
 
@@ -139,13 +124,12 @@ def record_of(entry: Check, subject: Subject) -> CheckRecord:
 
 def _examine(entry: Check, subject: Subject) -> _Outcome:
     promises = subject.promises
-    missing = [_WORDS[name] for name in entry.needs if not getattr(promises, name)]
+    missing = ", ".join(name.replace("_", " ") for name in entry.needs if not getattr(promises, name))
+    exempt = [name.replace("_", " ") for name in entry.unless if getattr(promises, name)]
     if missing and subject.bare:
-        return _Outcome(UNKNOWN, f"It declares no {' and no '.join(missing)}.")
-    if missing:
-        return _Outcome(NOT_PROMISED, f"It promises no {' and no '.join(missing)}.")
-    if any(getattr(promises, name) for name in entry.unless):
-        return _Outcome(NOT_PROMISED, f"It is one with {_WORDS[entry.unless[0]]}.")
+        return _Outcome(UNKNOWN, f"Not declared: {missing}.")
+    if missing or exempt:
+        return _Outcome(NOT_PROMISED, f"Not promised: {missing}." if missing else f"Exempt: {exempt[0]}.")
     promised = entry.capability is None or bool(getattr(promises, entry.capability))
     wrong = BROKEN if promised else NOT_PROMISED
     try:
@@ -157,15 +141,11 @@ def _examine(entry: Check, subject: Subject) -> _Outcome:
                 return _Outcome(wrong, f"{finding.where}: {case}.", finding, case if promised else None)
             if worst is None or finding.share > worst.share:
                 worst = finding
-    except CannotCheck as reason:
-        return _Outcome(UNKNOWN, str(reason))
-    except SilentlyWrong as reason:
-        return _Outcome(BROKEN, str(reason))
-    except Refused as reason:
-        return _Outcome(NOT_PROMISED, str(reason))
+    except Ended as end:
+        return _Outcome(end.outcome, str(end))
     except _Raised as raised:
         if subject.bare and entry.beyond is not None:
-            return _Outcome(UNKNOWN, f"It declares no {entry.beyond}. {raised}")
+            return _Outcome(UNKNOWN, f"Not declared: {entry.beyond}. {raised}")
         return _Outcome(wrong, str(raised), case=raised.case if promised else None)
     if worst is None:
         return _Outcome(UNKNOWN, "The backend supports none of the inputs of this check.")
@@ -185,10 +165,8 @@ def _findings(entry: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
         try:
             for finding in entry.body(subject, case):
                 yield case, finding
-        except (CannotCheck, Refused):
-            raise
-        except SilentlyWrong as error:
-            raise SilentlyWrong(f"{error} On {case}.") from error
+        except Ended as end:
+            raise Ended(end.outcome, f"{end} On {case}." if end.outcome == BROKEN else str(end)) from end
         except Exception as error:  # any error on a supported input breaks the promise
             first = (str(error).strip().splitlines() or [""])[0]
             raise _Raised(f"It raised {type(error).__name__}: {first} On {case}.", case) from error

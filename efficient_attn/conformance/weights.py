@@ -20,7 +20,7 @@ from efficient_attn.conformance.subject import (
     run,
     same_bits,
 )
-from efficient_attn.conformance.table import CannotCheck, Check
+from efficient_attn.conformance.table import Check, cannot_check
 
 # Several perturbations of the parameters, so that no property holds by chance.
 LEARNED = (0, 1, 2)
@@ -109,7 +109,7 @@ def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Find
 )
 def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[Finding]:
     if subject.spec.size_option != "window":
-        raise CannotCheck("The size option is not a window.")
+        raise cannot_check("The size option is not a window.")
     inputs = subject.inputs(case)
     for window in (1, 3, 2 * case.tokens - 1):
         backend = subject.build(case, size=window)
@@ -169,7 +169,7 @@ DIAGONAL = Case(tokens=1, keys=2, batch=1, heads=1, kv_heads=1, head_dim=16)
 
 def _needs_redraw(subject: Subject, case: Case) -> None:
     if not hasattr(subject.build(case).core, "redraw"):
-        raise CannotCheck("The backend has no random features.")
+        raise cannot_check("The backend has no random features.")
 
 
 @Check(
@@ -231,7 +231,7 @@ def the_draw_has_no_preferred_direction(subject: Subject, case: Case) -> Iterato
 def more_features_come_nearer_to_softmax(subject: Subject, case: Case) -> Iterator[Finding]:
     _needs_redraw(subject, case)
     if subject.spec.size_option is None:
-        raise CannotCheck("The backend has no size option.")
+        raise cannot_check("The backend has no size option.")
     inputs = subject.inputs(case)
     expected = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal)
     few, many = (_mean_square(subject, case, size, expected) for size in (FEW, MANY))
@@ -254,7 +254,7 @@ def _mean_square(subject: Subject, case: Case, size: int, expected: Tensor) -> f
 @Check("The size option matters: another size gives another output.", cases=(Case(tokens=160),))
 def the_size_matters(subject: Subject, case: Case) -> Iterator[Finding]:
     if subject.spec.size_option is None:
-        raise CannotCheck("The backend has no size option.")
+        raise cannot_check("The backend has no size option.")
     inputs = subject.inputs(case)
     sizes = (1, 9) if subject.spec.size_option == "window" else (2, 8)
     small, large = (run(subject.build(case, size=size, learned=None), inputs) for size in sizes)

@@ -268,18 +268,16 @@ def subjects(
     layers: Sequence[int] | None = None,
     seq_len: int | None = None,
     seed: int = 0,
-    data_seeds: int = 1,
     causal: bool = False,
 ) -> tuple[Subject, ...]:
-    """One subject per norm and seed of Gaussian inputs, and per layer of model inputs; in float32.
+    """One subject per norm of Gaussian inputs, and per layer of model inputs; in float32.
 
     Args:
-        norms, tokens, num_heads, head_dim, data_seeds: Of Gaussian inputs alone.
+        norms, tokens, num_heads, head_dim: Of Gaussian inputs alone.
         seq_len: Length to which the caller cuts the layers. Unless `layers` names them, shorter shipped
             layers are left out; None leaves out all but the longest.
         causal: Whether layers that are not causal in their model are measured causally too.
     """
-    positive_count("data_seeds", data_seeds)
     if not inputs or not norms:
         raise OptionError(
             f"inputs and norms must not be empty; inputs are {', '.join(WORDS)} or a safetensors file."
@@ -289,9 +287,8 @@ def subjects(
     for source in inputs:
         if source == "gaussian":
             chosen += [
-                Subject(f"gaussian(norm={norm:g})", draw(norm=norm, seed=stream), head_dim**-0.5, stream)
+                Subject(f"gaussian(norm={norm:g})", draw(norm=norm, seed=seed), head_dim**-0.5, seed)
                 for norm in norms
-                for stream in range(seed, seed + data_seeds)
             ]
         else:
             chosen += _of_model(source, layers, seq_len, seed, causal)

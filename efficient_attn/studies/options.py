@@ -148,9 +148,3 @@ def worded(declared: Any, text: str) -> Option:
     """Declaration of a shared option with another help text."""
     option: Option = get_args(declared)[1]
     return replace(option, help=text)
-
-
-def rarely(declared: Any) -> Option:
-    """Declaration of a shared option that --help-all alone shows."""
-    option: Option = get_args(declared)[1]
-    return replace(option, rare=True)

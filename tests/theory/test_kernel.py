@@ -1,12 +1,10 @@
 """Closed forms of the errors of random features: against integration, scipy and published numbers."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy.special import roots_jacobi, roots_legendre
-from theory.dense_exponential import fitted_full, fitted_oprf, objective
 
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.theory.kernel import (
@@ -189,21 +187,6 @@ def test_every_error_is_a_number_from_zero_to_lengths_that_overflow(kind):
             errors.append(log_coupled_error(squares, kind=kind, projection=projection, **sizes))
     for error in errors:
         assert error[0] == -np.inf and np.isfinite(error[1:]).all()
-
-
-def test_the_fits_that_calibrations_are_compared_with_minimise_their_objective():
-    generator = np.random.default_rng(0)
-    scales = np.arange(1, 7) ** -0.5
-    x, y = generator.standard_normal((2, 40, 6)) * np.stack([scales, scales[::-1]])[:, None] + 0.2
-    full, oprf = fitted_full(x, y), fitted_oprf(x, y)
-    assert objective(full, x, y) <= objective(oprf, x, y) + 1e-9
-    for member, steps in ((oprf, np.ones((1, 6))), (full, np.eye(6))):
-        for step in np.concatenate([steps, -steps]) * 1e-3:
-            neighbour = replace(member, parameters=member.parameters + step)
-            assert objective(neighbour, x, y) > objective(member, x, y)
-    turn = generator.standard_normal((6, 6)) * 1e-2
-    turned = replace(full, basis=full.basis @ np.linalg.qr(np.eye(6) + turn - turn.T)[0])
-    assert objective(turned, x, y) > objective(full, x, y)
 
 
 def coupled(**changes):

@@ -1,227 +1,311 @@
-"""Errors as tables, in sentences and as plots, over the size of the approximation."""
+"""Errors over the size of the approximation: curves of records, as tables, in sentences and as plots."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import UNIFORM_ATTENTION
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
+from efficient_attn.report import text
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
-from efficient_attn.report.table import UNDECIDED, Table
-from efficient_attn.report.text import (
-    CONCATENATED,
-    CONCATENATED_NOTE,
-    READ_NOTE,
-    edges,
-    failure_notes,
-    is_wide,
-    mark_notes,
-    rounded,
-    show_error,
-)
+from efficient_attn.report.table import PREDICTED, Table
+from efficient_attn.report.text import show_error
 from efficient_attn.stats.candidates import operations_share
-from efficient_attn.studies.mse import kernel_view
-from efficient_attn.studies.mse.analysis import (
-    NAMES,
-    RELATIVE,
-    ErrorCurve,
-    ErrorPoint,
-    Panel,
-    below_from,
-    interval,
-    panels,
-    quantity_in,
-)
+from efficient_attn.stats.estimates import FEWEST_FOR_95, grouped, middle
 from efficient_attn.studies.view import Environment, Plots
 
-# An error of this many times the baseline is off the scale: a hundred or a million, both are no attention.
-_WORST = 12.0
-# Errors below this share of the baseline are rounding.
-_ROUNDING = 1e-4
+RELATIVE, KERNEL = "output_relative_error", "kernel_mse"
+NAMES = {
+    RELATIVE: "Relative output error",
+    "output_mse": "Mean squared output error",
+    KERNEL: "Mean squared error of one kernel entry over its square",
+}
 
-# Column of the mean squared error.
-_MSE = "MSE, at largest"
+# A 95 % interval of a mean, in standard errors; further from theory than `_SURE` is no chance.
+WIDE, _SURE = 1.96, 4.0
+# Squared errors of kernel entries that are exact are rounding below this.
+_EXACT = 1e-20
+# Errors below this share of the baseline are rounding. From this many times the baseline on errors are off
+# the scale: a hundred or a million, both are no attention.
+_ROUNDING, _WORST = 1e-4, 12.0
 
-Styles = Mapping[str, Mapping[str, Any]]
+
+class ErrorPoint(NamedTuple):
+    """Error at one size.
+
+    Attributes:
+        size: Features, rank or window; None for a backend without a size.
+        value: Median over draws; of a kernel entry the mean, or the theoretical error without draws.
+        low, high: 95 % interval of the value.
+        samples: Number of draws.
+        record: The first of its records.
+        expected: Theoretical error of a kernel entry; None without a closed form.
+    """
+
+    size: int | None
+    value: float
+    low: float
+    high: float
+    samples: int
+    record: Record
+    expected: float | None = None
+
+
+Curve = Sequence[ErrorPoint]
+
+
+class Panel(NamedTuple):
+    """All measurements on one input.
+
+    Attributes:
+        inputs: Name of the inputs, such as `gaussian(norm=0.5)`.
+        title: `gaussian, norm 0.5; 4096 tokens, 1 head of 16`.
+        curves: Points by label, in rising order of size.
+        failed: Records without a value, each with its reason.
+        yardstick: Error of uniform attention.
+    """
+
+    inputs: str
+    title: str
+    curves: dict[str, list[ErrorPoint]]
+    failed: tuple[Record, ...]
+    yardstick: float | None
+
+    @property
+    def points(self) -> list[ErrorPoint]:
+        return [point for points in self.curves.values() for point in points]
+
+
+def quantity_in(records: Sequence[Record]) -> str:
+    """The error that a run measured: of kernel entries, or relative, or the mean squared one alone."""
+    if any(record.case.of == "kernel" for record in records):
+        return KERNEL
+    return RELATIVE if any(record.output_relative_error is not None for record in records) else "output_mse"
+
+
+def panels(records: Iterable[Record], quantity: str) -> list[Panel]:
+    """One panel per input, in the order of the records; the last of equal cases counts."""
+    measured = (record for record in records if record.case.kind == "error")
+    groups = grouped(measured, "inputs", "tokens", "num_heads", "head_dim")
+    return [_panel(group, quantity) for group in groups]
+
+
+def _panel(records: Sequence[Record], quantity: str) -> Panel:
+    case = records[0].case
+    series: dict[str, dict[int | None, list[Record]]] = {}
+    for record in records:
+        if _has_value(record, quantity):
+            label, size = sized(record.case)
+            series.setdefault(label, {}).setdefault(size, []).append(record)
+    curves = {
+        label: sorted((_point(group, quantity) for group in sizes.values()), key=lambda x: x.size or 0)
+        for label, sizes in series.items()
+    }
+    plainest = curves.pop(UNIFORM_ATTENTION, None)
+    missing = [record for record in records if record.status != "ok" and not _has_value(record, quantity)]
+    # What a backend does not support is said once for all sizes.
+    failed = {(r.case.backend, r.reason) if r.status == "unsupported" else r.case.key: r for r in missing}
+    heads = "1 head" if case.num_heads == 1 else f"{case.num_heads} heads"
+    return Panel(
+        inputs=case.inputs,
+        title=f"{text.describe(case.inputs)}; {case.tokens} tokens, {heads} of {case.head_dim}",
+        curves=curves,
+        failed=tuple(failed.values()),
+        yardstick=plainest[0].value if plainest else None,
+    )
+
+
+def _has_value(record: Record, quantity: str) -> bool:
+    if quantity != KERNEL:
+        return getattr(record, quantity) is not None
+    measured = record.kernel_mse is not None or record.expected_kernel_mse is not None
+    return bool(record.kernel_value) and sized(record.case).size is not None and measured
+
+
+def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
+    """One size, from records that differ by the seed of their inputs."""
+    record, size = records[0], sized(records[0].case).size
+    draws = [draw for x in records for draw in getattr(x, f"{quantity}_draws") or () if draw is not None]
+    if quantity != KERNEL:
+        # A non-finite draw is null in the file.
+        return ErrorPoint(size, *middle(draws or [getattr(record, quantity)]), record)
+    square, expected = (record.kernel_value or math.nan) ** 2, record.expected_kernel_mse
+    expected = None if expected is None else expected / square
+    if not draws:
+        value = math.nan if expected is None else expected
+        return ErrorPoint(size, value, value, value, 0, record, expected)
+    mean, count = fmean(draws) / square, len(draws)
+    wide = WIDE * stdev(draws) / square / math.sqrt(count) if count > 1 else 0.0
+    return ErrorPoint(size, mean, mean - wide, mean + wide, count, record, expected)
+
+
+def interval(points: Curve) -> str:
+    """`median of 6 draws and its 95 % interval`; empty if every error was measured once."""
+    most = max(points, key=lambda point: point.samples, default=None)
+    if most is None or most.samples < 2:
+        return ""
+    if most.record.case.of == "kernel":
+        return f"mean of {most.samples} draws and its 95 % interval"
+    edges = "95 % interval" if most.samples >= FEWEST_FOR_95 else "range"
+    return f"median of {most.samples} draws and its {edges}"
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
-    """Errors by input and size, and the mean squared one at the largest size; or kernel entries."""
-    if _of_kernel(records):
-        return kernel_view.tables(records)
+    """Errors by size, one table per input."""
     quantity = quantity_in(records)
-    squared = panels(records, "output_mse") if quantity == RELATIVE else ()
-    shown = []
-    for panel in panels(records, quantity):
-        match = next((match for match in squared if match.title == panel.title), None)
-        shown += [_table(panel, quantity, match), *_share_tables(panel)]
-    return shown
+    return [_table(panel, quantity) for panel in panels(records, quantity) if panel.curves or panel.failed]
+
+
+def _table(panel: Panel, quantity: str) -> Table:
+    sizes = _even({point.size for point in panel.points if point.size is not None})
+    odd = {label for label, curve in panel.curves.items() for x in curve if (x.size or 0) - 1 in sizes}
+    columns: list[int | None] = [*([] if quantity == KERNEL else [None]), *sizes]
+    rows = [(label, *(_cell(curve, size) for size in columns)) for label, curve in panel.curves.items()]
+    if panel.yardstick is not None:
+        rows.insert(0, (UNIFORM_ATTENTION, text.three_digits(panel.yardstick), *[""] * len(sizes)))
+    meaning = interval(panel.points)
+    notes = (
+        *([f"{meaning[0].upper()}{meaning[1:]}."] if meaning else []),
+        *(["×: measured over theory."] if quantity == KERNEL else []),
+        *([f"{', '.join(sorted(odd))} = size + 1."] if odd else []),
+        *text.mark_notes(rows),
+        *text.failure_notes(panel.failed),
+    )
+    heads = ("backend", *("fixed" if size is None else str(size) for size in columns))
+    return Table(f"{NAMES[quantity]}: {panel.title}", heads, tuple(rows), notes).compared(errors=heads[1:])
+
+
+def _even(sizes: Collection[int]) -> list[int]:
+    """Sizes, without an odd one that stands for the even size before it."""
+    return sorted(size for size in sizes if size - 1 not in sizes)
+
+
+def _cell(curve: Curve, size: int | None) -> str:
+    """The value, its ratio to theory, and a wide interval."""
+    sizes = (None,) if size is None else (size, size + 1)
+    point = next((point for point in curve if point.size in sizes), None)
+    if point is None:
+        return ""
+    if not point.samples:
+        return f"{PREDICTED}{show_error(point.value)}"
+    value, tab, words = text.show_spread(*point[1:4], unit=1.0).partition("\t")
+    return f"{value}{f' ×{point.value / point.expected:.2f}' if point.expected else ''}{tab}{words}"
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
     """Backends that are useful; or agreement with theory."""
-    if _of_kernel(records):
-        return kernel_view.sentences(records)
-    shown = panels(records, quantity_in(records))
-    useful = _useful([panel for panel in shown if panel.source != "gaussian"] or shown)
-    return [] if useful is None else [useful]
+    quantity = quantity_in(records)
+    shown = panels(records, quantity)
+    if quantity == KERNEL:
+        return _agreement([point for panel in shown for point in panel.points])
+    return _useful([panel for panel in shown if not panel.inputs.startswith("gaussian")] or shown)
 
 
-def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    if _of_kernel(records):
-        return kernel_view.plots(records)
-    return {"error": error_plot(records)} if any(record.status == "ok" for record in records) else {}
-
-
-def _of_kernel(records: Sequence[Record]) -> bool:
-    return any(record.case.of == "kernel" for record in records)
-
-
-def show_point(point: ErrorPoint) -> str:
-    """Cell of the value, with half the width of its interval where there were several samples."""
-    shown = show_error(point.value)
-    if point.samples == 1 or not point.value:
-        return shown
-    shown = show_error(float(rounded(point.value, point.low, point.high)))
-    spread = max(point.high - point.value, point.value - point.low) / point.value
-    undecided = is_wide(point.value, point.low, point.high)
-    return f"{shown}{UNDECIDED}\tinterval beyond ×3" if undecided else f"{shown}\t±{100 * spread:.0f} %"
-
-
-def _table(panel: Panel, quantity: str, squared: Panel | None) -> Table:
-    points = [point for curve in panel.curves for point in curve.points]
-    sizes = _columns(points)
-    odd = {curve.label for curve in panel.curves for p in curve.points if (p.size or 0) - 1 in sizes}
-    rows = []
-    if panel.yardstick is not None:
-        mean = () if squared is None else (show_error(squared.yardstick or 0.0),)
-        rows.append((UNIFORM_ATTENTION, show_error(panel.yardstick), *[""] * len(sizes), *mean))
-    for curve in panel.curves:
-        match = squared and squared.curve(curve.label)
-        mean = () if squared is None else (show_error(match.points[-1].value) if match else "",)
-        rows.append((*_row(curve, sizes, show_point), *mean))
-    meaning = interval(points)
-    notes = (
-        *([CONCATENATED_NOTE] if panel.source == CONCATENATED else []),
-        *([f"{meaning[0].upper()}{meaning[1:]}."] if meaning else []),
-        *([f"{', '.join(sorted(odd))} = size + 1."] if odd else []),
-        *mark_notes(rows),
-        *failure_notes(panel.failed),
-    )
-    columns = ("backend", "fixed", *map(str, sizes), *(() if squared is None else (_MSE,)))
-    table = Table(f"{NAMES[quantity]}: {panel.title}", columns, tuple(rows), notes)
-    return table.compared(errors=columns[2:])
-
-
-def _row(curve: ErrorCurve, sizes: Sequence[int], show: Callable[[ErrorPoint], str]) -> tuple[str, ...]:
-    """Cells of a curve: its label, its point without a size, then its sizes."""
-    fixed = next((show(point) for point in curve.points if point.size is None), "")
-    return curve.label, fixed, *(show(point) if (point := curve.at(size)) else "" for size in sizes)
-
-
-def _show_shares(point: ErrorPoint) -> str:
-    mass, density = point.record.covered_mass, point.record.density
-    return f"{100 * mass:.3g} / {100 * density:.3g}" if density else ""
-
-
-def _share_tables(panel: Panel) -> list[Table]:
-    """Softmax weight and keys read at every size; no table where all keys are read."""
-    points = [point for curve in panel.curves for point in curve.points]
-    if all(point.record.density in (None, 1) for point in points):
-        return []
-    sizes = _columns(points)
-    rows = [row for curve in panel.curves if any((row := _row(curve, sizes, _show_shares))[1:])]
-    columns = ("backend", "fixed", *map(str, sizes))
-    return [Table(f"Weight read / keys read, %: {panel.title}", columns, tuple(rows), (READ_NOTE,))]
-
-
-def _columns(points: Sequence[ErrorPoint]) -> list[int]:
-    """Sizes, without an odd one that stands for the even size before it."""
-    measured = {point.size for point in points if point.size is not None}
-    return sorted(size for size in measured if size - 1 not in measured)
-
-
-def _useful(shown: Sequence[Panel]) -> str | None:
+def _useful(shown: Sequence[Panel]) -> list[str]:
     """What is below uniform attention on every input, and from which size on."""
     if not shown or any(panel.yardstick is None for panel in shown):
-        return None
+        return []
     texts = []
-    for label in dict.fromkeys(curve.label for panel in shown for curve in panel.curves):
-        pairs = [(panel.curve(label), panel.yardstick or 0.0) for panel in shown]
-        sizes = [below_from(curve, yardstick) if curve else None for curve, yardstick in pairs]
+    for label in dict.fromkeys(label for panel in shown for label in panel.curves):
+        curves = [panel.curves.get(label, []) for panel in shown]
+        sizes = [below_from(x, panel.yardstick or 0.0) for x, panel in zip(curves, shown, strict=True)]
         if None not in sizes:
-            points = [point for curve, _ in pairs if curve for point in curve.points]
-            counted = all(operations_share(point.record) is not None for point in points)
+            counted = all(operations_share(x.record) is not None for curve in curves for x in curve)
             remark = "" if counted else " (operations not counted)"
             texts.append(f"{label} from size {max(size for size in sizes if size is not None)}{remark}")
     names = ", ".join(texts) or "nothing measured here"
-    return f"Below uniform attention on every input, with fewer operations than exact: {names}."
+    return [f"Below uniform attention on every input, with fewer operations than exact: {names}."]
 
 
-def error_plot(records: Sequence[Record], y: str = RELATIVE) -> Plot:
+def below_from(curve: Curve, yardstick: float) -> int | None:
+    """The smallest size from which on errors are below the baseline, among sizes that save operations."""
+    size = None
+    for point in reversed([point for point in curve if (operations_share(point.record) or 0) < 1]):
+        if point.size is None or point.value >= yardstick:
+            break
+        size = point.size
+    return size
+
+
+def _agreement(points: Curve) -> list[str]:
+    """How many errors of kernel entries are those of theory."""
+    ratios, close = [], 0
+    for _, value, low, high, _, _, expected in points:
+        if high > low and expected and expected > _EXACT:
+            ratios.append(value / expected)
+            close += abs(value - expected) <= _SURE / WIDE * (high - value)
+    if not ratios:
+        return []
+    return [
+        f"Measured errors of a kernel entry are within {_SURE:.0f} standard errors of theory at {close} of "
+        f"{len(ratios)} points (measured over theory {min(ratios):.2f} to {max(ratios):.2f})."
+    ]
+
+
+def plots(records: Sequence[Record], environment: Environment) -> Plots:
     """The error of every backend against its size, a chart for each input."""
-    quantity = quantity_in(records, y)
-    shown = panels(records, quantity)
-    styles = line_styles(
-        list({curve.label: curve.backend for panel in shown for curve in panel.curves}.items())
-    )
-    # Inputs of one source share a scale, so that they can be compared.
-    scales = {
-        source: _limits([panel for panel in shown if panel.source == source])
-        for source in {panel.source for panel in shown}
-    }
-    charts = [_chart(panel, styles, scales[panel.source], quantity) for panel in shown]
-    text = interval([point for panel in shown for curve in panel.curves for point in curve.points])
-    bands = f"; lines and bands: {text}" if text else ""
-    conditions = f"reference in float64{bands}; errors below {_ROUNDING:g} of uniform attention are not drawn"
-    title = f"{NAMES[quantity]} against exact softmax attention"
-    return Plot(title, conditions, in_rows(charts, 1 if len(shown) == 1 else 2))
+    quantity = quantity_in(records)
+    shown = [panel for panel in panels(records, quantity) if panel.curves]
+    if not shown:
+        return {}
+    points = [point for panel in shown for point in panel.points]
+    backends = {label: x[0].record.case.backend for panel in shown for label, x in panel.curves.items()}
+    styles, meaning = line_styles(list(backends.items())), interval(points)
+    if quantity == KERNEL:
+        limits, name = None, quantity
+        conditions = f"lines: theory; points: {meaning or 'one draw'}, where draws suffice"
+    else:
+        limits, name = _limits(points, [panel.yardstick for panel in shown if panel.yardstick]), "error"
+        bands = f"; lines and bands: {meaning}" if meaning else ""
+        conditions = f"reference in float64{bands}; errors below {_ROUNDING:g} of uniform attention not drawn"
+    charts = [_chart(panel, styles, limits, quantity) for panel in shown]
+    return {name: Plot(NAMES[quantity], conditions, in_rows(charts, 1 if len(shown) == 1 else 2))}
 
 
-def _chart(panel: Panel, styles: Styles, scale: tuple[float, float], quantity: str) -> Chart:
-    low, high = scale
-    above = [curve for curve in panel.curves if min(point.value for point in curve.points) > high]
-    series = []
+def _limits(points: Curve, yardsticks: list[float]) -> tuple[float, float]:
+    """From below the smallest error that is no rounding to above the largest that is no nonsense."""
+    floor, worst = _ROUNDING * min(yardsticks, default=1.0), _WORST * max(yardsticks, default=1.0)
+    edges = [edge for point in points for edge in (point.value, point.low) if floor < edge <= worst]
+    return min(edges + yardsticks, default=1.0) / 1.4, max(edges + yardsticks, default=1.0) * 1.8
+
+
+def _chart(
+    panel: Panel, styles: Mapping[str, Any], limits: tuple[float, float] | None, quantity: str
+) -> Chart:
+    low, high = limits or (0.0, math.inf)
+    series, notes = list[Series](), []
     if panel.yardstick is not None:
         series.append(Series(UNIFORM_ATTENTION, (), (panel.yardstick,), UNIFORM_STYLE))
-    for curve in panel.curves:
-        if curve not in above and max(point.value for point in curve.points) >= low:
-            series.append(_series(curve, styles[curve.label]))
-    sizes = {point.size for curve in panel.curves for point in curve.points if point.size is not None}
-    return Chart(
-        Axis(
-            "features, rank or window",
-            "log2",
-            "{:.0f}".format,
-            [size for size in sizes if size - 1 not in sizes],
-        ),
-        Axis(NAMES[quantity].lower(), "log", show_error, limits=scale),
-        tuple(series),
-        panel.title,
-        tuple(map(_off_scale, above)),
-        apart=True,
-    )
+    for label, curve in panel.curves.items():
+        values = [point.value for point in curve]
+        if min(values) > high:
+            ends = dict.fromkeys((show_error(min(values)), show_error(max(values))))
+            notes.append(f"{label} off scale ({'–'.join(ends)})")
+        elif max(values) >= low:
+            series += _series(label, curve, styles[label])
+    sizes = _even({point.size for point in panel.points if point.size is not None})
+    x = Axis("features, rank or window", "log2", "{:.0f}".format, sizes)
+    y = Axis(NAMES[quantity].lower(), "log", show_error, limits=limits)
+    return Chart(x, y, tuple(series), panel.title, tuple(notes), apart=True)
 
 
-def _series(curve: ErrorCurve, style: Mapping[str, Any]) -> Series:
-    points = [point for point in curve.points if point.size is not None]
+def _series(label: str, curve: Curve, style: Mapping[str, Any]) -> list[Series]:
+    """A line with its band; of kernel entries points with bars, and the line of theory."""
+    points = [point for point in curve if point.size is not None]
     if not points:
-        return Series(curve.label, (), (curve.points[0].value,), {**style, "marker": ""})
-    x, y = (tuple(getattr(point, name) for point in points) for name in ("size", "value"))
-    low, high = edges(point[1:4] for point in points)
-    return Series(curve.label, x, y, {**style, "markersize": 4, "linewidth": 1.5}, low, high)
-
-
-def _off_scale(curve: ErrorCurve) -> str:
-    values = [point.value for point in curve.points]
-    ends = dict.fromkeys((show_error(min(values)), show_error(max(values))))
-    return f"{curve.label} off scale ({'–'.join(ends)})"
-
-
-def _limits(shown: Sequence[Panel]) -> tuple[float, float]:
-    """From below the smallest error that is no rounding to above the largest that is no nonsense."""
-    yardsticks = [panel.yardstick for panel in shown if panel.yardstick]
-    floor, worst = _ROUNDING * min(yardsticks, default=1.0), _WORST * max(yardsticks, default=1.0)
-    lines = [curve.points for panel in shown for curve in panel.curves]
-    points = [point for line in lines if min(point.value for point in line) <= worst for point in line]
-    real = [edge for point in points for edge in (point.value, point.low) if edge > floor] + yardsticks
-    return min(real, default=1.0) / 1.4, min(max(real, default=1.0), worst) * 1.8
+        return [Series(label, (), (curve[0].value,), {**style, "marker": ""})]
+    measured = [point for point in points if point.samples]
+    x, y = ([getattr(point, name) for point in measured] for name in ("size", "value"))
+    low, high = text.edges(point[1:4] for point in measured)
+    shown = {**style, "markersize": 4, "linewidth": 1.5}
+    if points[0].record.case.of != "kernel":
+        return [Series(label, x, y, shown, low, high)]
+    theory = Series(
+        "" if measured else label,
+        [point.size for point in points if point.size],
+        [point.expected for point in points],
+        {**style, "marker": "", "linewidth": 1.3},
+        hints=["theory"] * len(points),
+    )
+    return [theory, Series(label, x, y, {**shown, "linestyle": "none"}, low, high, bars=True)]

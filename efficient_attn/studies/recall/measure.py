@@ -5,7 +5,7 @@ token unchanged, up to a factor and a shift for each entry: a mean over tokens t
 and the sum of the values, whatever was learned, and no information on their pairing.
 """
 
-import time
+import math
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -16,18 +16,15 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend, calibrate
 from efficient_attn.measure import calls
-from efficient_attn.measure.error import exact_output, output_error, outputs_checked
+from efficient_attn.measure.error import outputs_checked
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
 from efficient_attn.measure.worker import answer
 from efficient_attn.options import SEED
-from efficient_attn.studies.recall.plan import LEARNED, TESTED, Course, Sequences, Task
+from efficient_attn.studies.recall.plan import BATCH, CLASSES, LEARNED, QUERIES, TESTED, Course
 from efficient_attn.transformer.block import TransformerBlock
 
-_TEST_BATCHES, _TEST_SEQUENCES = 4, 32
-
-# Calibration inputs: typical queries and keys before any step.
-CALIBRATED_ON = "the first batch, untrained"
+_TEST_SEQUENCES = 128
 
 # The control that looks at nothing.
 MEAN = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=calls.MEAN)
@@ -36,12 +33,11 @@ MEAN = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=calls.
 class Learner(nn.Module):
     """Halves for key and value, one pre-norm block, and a guess of the value at each query."""
 
-    def __init__(self, task: Task, case: Case, target: Any, options: dict[str, Any]) -> None:
+    def __init__(self, course: Course, case: Case, target: Any, options: dict[str, Any]) -> None:
         super().__init__()
         half = case.model_dim // 2
-        self.queries = task.queries
-        self.keys = nn.Embedding(task.keys + 1, half)
-        self.values = nn.Embedding(task.classes + 1, case.model_dim - half)
+        self.keys = nn.Embedding(course.keys + 1, half)
+        self.values = nn.Embedding(CLASSES + 1, case.model_dim - half)
         self.block = TransformerBlock(
             case.model_dim,
             case.num_heads,
@@ -53,7 +49,7 @@ class Learner(nn.Module):
             max_tokens=case.tokens,
             **options,
         )
-        self.guess = nn.Linear(case.model_dim, task.classes)
+        self.guess = nn.Linear(case.model_dim, CLASSES)
         # A query begins nearest to its own key. From unlike projections every backend first has to leave a
         # plateau, and how long that takes is chance more than anything else.
         with torch.no_grad():
@@ -65,22 +61,22 @@ class Learner(nn.Module):
         halves = (
             F.layer_norm(entries, entries.shape[-1:]) for entries in (self.keys(keys), self.values(values))
         )
-        return self.guess(self.block(torch.cat(list(halves), dim=-1))[:, -self.queries :])
+        return self.guess(self.block(torch.cat(list(halves), dim=-1))[:, -QUERIES:])
 
     @property
     def backend(self) -> Backend:
         return self.block.attention.backend
 
 
-def learner(task: Task, case: Case, target: Any) -> Learner:
+def learner(course: Course, case: Case, target: Any) -> Learner:
     """A learner with the initial weights of every backend; random features are drawn from the seed too."""
     options = dict(case.options)
     if SEED in options:
         options[SEED] += case.seed
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(case.seed)
-        shared = Learner(task, case, "exact", {}).state_dict()
-        model = Learner(task, case, target, options)
+        shared = Learner(course, case, "exact", {}).state_dict()
+        model = Learner(course, case, target, options)
     # Every block has the parameters of exact attention; the others are the backend's own.
     model.load_state_dict({**model.state_dict(), **shared})
     return model
@@ -92,72 +88,46 @@ def measure(case: Case, target: Any, course: Course) -> Record:
 
 
 def _measured(case: Case, target: Any, course: Course) -> Record:
-    task = course.task
-    model = learner(task, case, target)
-    first = task.draw(course.batch, seed=case.seed, stream=LEARNED, number=0)
+    model = learner(course, case, target)
+    keys, values, _ = course.draw(BATCH, seed=case.seed, stream=LEARNED, number=0)
     calibrated = model.backend.needs_calibration
-    calibrate(model, first.keys, first.values)
+    calibrate(model, keys, values)
+    with torch.no_grad(), outputs_checked(model):
+        model(keys, values)
     record = Record(
         case=case,
-        chance=task.chance,
+        chance=1 / CLASSES,
         floats_read=floats_read(model.backend, case),
-        calibrated_on=CALIBRATED_ON if calibrated else None,
-        output_relative_error=_untrained(
-            model, task.draw(course.batch, seed=case.seed, stream=TESTED, number=0)
-        ),
+        calibrated_on="the first batch, untrained" if calibrated else None,
     )
-    times_s, loss = _train(model, course, case.seed)
-    # A microsecond is below the resolution of a timed step.
-    record = replace(record, times_s=tuple(round(time_s, 6) for time_s in times_s))
-    if loss is not None:
-        return replace(record, status="error", reason=f"step {len(times_s)}: the loss was {loss}.")
-    right = _right(model, task, case.seed)
+    steps, loss = _train(model, course, case.seed)
+    if not math.isfinite(loss):
+        return replace(record, status="error", reason=f"step {steps}: the loss was {loss}.")
+    right = _right(model, course, case.seed)
     return replace(record, accuracy=fmean(right), answers=len(right))
 
 
-def _untrained(model: Learner, sequences: Sequences) -> float:
-    """The error against exact attention on the q, k, v of the block."""
-    seen: list[Tensor] = []
-    hook = model.backend.register_forward_pre_hook(lambda module, inputs: seen.extend(inputs))
-    with torch.no_grad():
-        with outputs_checked(model):
-            model(sequences.keys, sequences.values)
-        hook.remove()
-        q, k, v = seen
-        problem = model.backend.problem
-        exact = exact_output(q, k, v, scale=problem.factor, causal=problem.causal)
-        return output_error(model.backend(q, k, v), exact).relative
-
-
-def _train(model: Learner, course: Course, seed: int) -> tuple[list[float], float | None]:
-    """Seconds of every step; and the loss that was not finite, if one was."""
+def _train(model: Learner, course: Course, seed: int) -> tuple[int, float]:
+    """Number of steps, and the last loss; training ends with the first that is not finite."""
     optimiser = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-    times_s: list[float] = []
-    for step in range(course.steps):
-        drawn = course.task.draw(course.batch, seed=seed, stream=LEARNED, number=step)
-        start = time.perf_counter()
-        loss = F.cross_entropy(model(drawn.keys, drawn.values).flatten(0, 1), drawn.answers.flatten())
+    step, value = 0, 0.0
+    while step < course.steps and math.isfinite(value):
+        keys, values, answers = course.draw(BATCH, seed=seed, stream=LEARNED, number=step)
+        loss = F.cross_entropy(model(keys, values).flatten(0, 1), answers.flatten())
         for group in optimiser.param_groups:
             group["lr"] = course.rate_at(step)
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        times_s.append(time.perf_counter() - start)
-        if not loss.isfinite():
-            return times_s, loss.item()
-    return times_s, None
+        step, value = step + 1, loss.item()
+    return step, value
 
 
 @torch.no_grad()
-def _right(model: Learner, task: Task, seed: int) -> list[bool]:
+def _right(model: Learner, course: Course, seed: int) -> list[bool]:
     """Whether each answer was right, on sequences drawn for tests alone."""
-    model.eval()
-    right: list[bool] = []
-    for number in range(_TEST_BATCHES):
-        drawn = task.draw(_TEST_SEQUENCES, seed=seed, stream=TESTED, number=number)
-        guessed = model(drawn.keys, drawn.values).argmax(dim=-1)
-        right += (guessed == drawn.answers).flatten().tolist()
-    return right
+    keys, values, answers = course.draw(_TEST_SEQUENCES, seed=seed, stream=TESTED, number=0)
+    return (model.eval()(keys, values).argmax(dim=-1) == answers).flatten().tolist()
 
 
 def floats_read(backend: Backend, case: Case) -> int | None:

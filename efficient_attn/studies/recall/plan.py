@@ -1,75 +1,49 @@
-"""Associative recall: its task, the training configuration, and the plan of trainings seed by seed.
+"""Associative recall: its task, its training, and the plan of trainings seed by seed.
 
-A sequence has `pairs` tokens with a key and a value, `gap` empty tokens, and `queries` tokens with an earlier
-key and no value. No key occurs twice, and each class of values occurs equally often: a model that cannot look
-up a key is right with probability 1 / `classes`, however long it is trained.
+A sequence has `pairs` tokens with a key and a value, GAP empty tokens, and QUERIES tokens with an earlier key
+and no value. No key occurs twice, and each class of values occurs equally often: a model that cannot look up
+a key is right with probability 1 / CLASSES, however long it is trained.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import DENSE, YARDSTICK, Variant, select
-from efficient_attn.options import positive_number, whole_number
 from efficient_attn.problem import positive_count
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.study import Option, Plan, Point, in_lists
 from efficient_attn.studies.workload import Workload, settle
 
+# A window within the gap sees no pair.
+CLASSES = QUERIES = GAP = 16
+# Sequences per step; peak learning rate; heads of the block and their width.
+BATCH, RATE, NUM_HEADS, HEAD_DIM = 4, 0.01, 2, 16
+
 # Kernels that do not approximate softmax and are meant to be trained with.
 _OTHER_KERNELS = ("linear-elu", "linear-taylor-2")
-_WINDOW, _CLUSTERS = "window", "window-clusters"
+_CLUSTERS = "window-clusters"
 
 # Training and test sequences come from random streams that share no number.
 LEARNED, TESTED = 0, 1
 
 
-class Sequences(NamedTuple):
-    """Sequences and the answers of their queries.
+@dataclass(frozen=True)
+class Course:
+    """Task and training of every backend."""
 
-    Attributes:
-        keys: [batch tokens], `task.keys` for no key.
-        values: [batch tokens], `task.classes` for no value.
-        answers: [batch queries], the values of the last keys.
-    """
-
-    keys: Any
-    values: Any
-    answers: Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """Length of the sequences and number of distinct values.
-
-    Attributes:
-        gap: Empty tokens between pairs and queries; a window within the gap sees no pair.
-    """
-
-    pairs: int = 64
-    classes: int = 16
-    queries: int = 16
-    gap: int = 16
+    pairs: int
+    steps: int
 
     def __post_init__(self) -> None:
-        for name in ("pairs", "classes", "queries"):
-            positive_count(name, getattr(self, name))
-        whole_number("gap", self.gap)
-        if self.classes < 2:
+        positive_count("pairs", self.pairs)
+        positive_count("steps", self.steps)
+        if self.pairs % CLASSES:
             raise OptionError(
-                f"classes is at least 2, not {self.classes}: one class leaves nothing to recall."
-            )
-        if self.pairs % self.classes:
-            raise OptionError(
-                f"pairs={self.pairs} is no multiple of classes={self.classes}, so that some values would "
-                "come more often than others."
-            )
-        if self.queries > self.pairs:
-            raise OptionError(
-                f"queries={self.queries} is more than pairs={self.pairs}; no pair is asked for twice."
+                f"pairs={self.pairs} is no multiple of {CLASSES}, so that some values would come more often."
             )
 
     @property
@@ -79,110 +53,74 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        return self.pairs + self.gap + self.queries
-
-    @property
-    def chance(self) -> float:
-        return 1 / self.classes
-
-    def blind_window(self, *, causal: bool) -> int:
-        """The widest window from which no query sees a pair."""
-        return self.gap + 1 if causal else 2 * self.gap + 1
-
-    def draw(self, batch: int, *, seed: int, stream: int, number: int) -> Sequences:
-        """Sequences of one batch, a function of the arguments alone."""
-        import numpy as np
-        import torch
-
-        random = np.random.default_rng([seed, stream, number])
-        keys = _orders(random, batch, self.keys)[:, : self.pairs]
-        values = _orders(random, batch, self.pairs) % self.classes
-        queried = _orders(random, batch, self.pairs)[:, : self.queries]
-        no_key, no_value = self.keys, self.classes
-        silent = np.full((batch, self.gap), no_key)
-        unknown = np.full((batch, self.gap + self.queries), no_value)
-        drawn = (
-            np.concatenate([keys, silent, np.take_along_axis(keys, queried, axis=1)], axis=1),
-            np.concatenate([values, unknown], axis=1),
-            np.take_along_axis(values, queried, axis=1),
-        )
-        return Sequences(*map(torch.from_numpy, drawn))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Course:
-    """Training configuration of every backend.
-
-    Attributes:
-        batch: Sequences per step.
-        rate: Peak learning rate: linear warm-up over a tenth of the steps, then linear decay to 0.
-    """
-
-    task: Task
-    steps: int
-    batch: int
-    rate: float
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch"):
-            positive_count(name, getattr(self, name))
-        positive_number("learning_rate", self.rate)
+        return self.pairs + GAP + QUERIES
 
     @property
     def name(self) -> str:
         """Name of the inputs in records."""
-        task = self.task
         return (
-            f"recall(pairs={task.pairs}, classes={task.classes}, queries={task.queries}, gap={task.gap}, "
-            f"steps={self.steps}, rate={self.rate:g})"
+            f"recall(pairs={self.pairs}, classes={CLASSES}, queries={QUERIES}, gap={GAP}, "
+            f"steps={self.steps}, rate={RATE:g})"
         )
 
     def rate_at(self, step: int) -> float:
+        """Learning rate: linear warm-up over a tenth of the steps, then linear decay to 0."""
         rising = max(self.steps // 10, 1)
-        return self.rate * min((step + 1) / rising, (self.steps - step) / max(self.steps - rising, 1))
+        return RATE * min((step + 1) / rising, (self.steps - step) / max(self.steps - rising, 1))
 
+    def draw(self, batch: int, *, seed: int, stream: int, number: int) -> tuple[Any, Any, Any]:
+        """Keys, values and answers of one batch, a function of the arguments alone.
 
-def _orders(random: Any, batch: int, count: int) -> Any:
-    """0 … count − 1 in a random order for each sequence, [batch count]."""
-    return random.random((batch, count)).argsort(axis=1)
+        Keys and values are [batch tokens], with `keys` for no key and CLASSES for no value; answers are
+        [batch queries], the values of the last keys.
+        """
+        import numpy as np
+        import torch
+
+        random = np.random.default_rng([seed, stream, number])
+
+        def orders(count: int) -> Any:
+            """0 … count − 1 in a random order for each sequence, [batch count]."""
+            return random.random((batch, count)).argsort(axis=1)
+
+        keys = orders(self.keys)[:, : self.pairs]
+        values = orders(self.pairs) % CLASSES
+        queried = orders(self.pairs)[:, :QUERIES]
+        silent = np.full((batch, GAP), self.keys)
+        unknown = np.full((batch, GAP + QUERIES), CLASSES)
+        queries, answers = (np.take_along_axis(x, queried, axis=1) for x in (keys, values))
+        shown = np.concatenate([keys, silent, queries], axis=1), np.concatenate([values, unknown], axis=1)
+        return torch.from_numpy(shown[0]), torch.from_numpy(shown[1]), torch.from_numpy(answers)
 
 
 def plan(
     backends: shared.Backends = None,
     *,
-    pairs: Annotated[int, Option(help="Number of key-value tokens; a multiple of classes.")] = Task.pairs,
+    pairs: Annotated[int, Option(help="Number of key-value tokens; a multiple of 16.")] = 64,
     steps: Annotated[int, Option(help="Training steps of each block.")] = 300,
     seeds: shared.Seeds = 3,
     sizes: shared.Sizes = (32, 64, 128),
     causal: shared.Causal = False,
     options: shared.Settings = None,
-    classes: Annotated[int, Option(help="Distinct values; chance is 1 / classes.", rare=True)] = Task.classes,
-    queries: Annotated[int, Option(help="Keys at the end, which are looked up.", rare=True)] = Task.queries,
-    gap: Annotated[int, Option(help="Empty tokens between pairs and queries.", rare=True)] = Task.gap,
-    batch: int = 4,
-    num_heads: shared.NumHeads = 2,
-    head_dim: shared.HeadDim = 16,
-    learning_rate: float = 0.01,
     threads: shared.Threads = None,
     seed: shared.Seed = 0,
 ) -> Plan:
     """Train one block per backend on associative recall.
 
-    Accuracy is compared with exact attention and with controls. Every backend starts from the same weights
-    and sees the same sequences in the same order. Features are drawn once per seed and calibrated once.
+    Accuracy is compared with exact attention and with uniform attention, which cannot look keys up. Every
+    backend starts from the same weights and sees the same sequences in the same order. Features are drawn
+    once per seed and calibrated once.
 
     Example: efficient-attn recall --causal --backend window,my_file.py:my_attention
     """
-    task = Task(pairs=pairs, classes=classes, queries=queries, gap=gap)
-    course = Course(task=task, steps=steps, batch=batch, rate=learning_rate)
+    course = Course(pairs, steps)
     positive_count("seeds", seeds)
-    all_sizes = parse_sizes(sizes, name="sizes")
     workload = settle(
         Workload(
             of="block",
-            batch=batch,
-            num_heads=num_heads,
-            head_dim=head_dim,
+            batch=BATCH,
+            num_heads=NUM_HEADS,
+            head_dim=HEAD_DIM,
             causal=causal,
             backward=True,
             dtype="float32",
@@ -191,56 +129,45 @@ def plan(
             seed=seed,
         )
     )
-    variants = _variants(backends, task, all_sizes, options, workload)
-    same = {**vars(workload), "tokens": task.tokens, "inputs": course.name}
-    # Seed by seed: an interrupted run has the same seeds of every backend.
-    lists = [
-        [_point(variant, {**same, "seed": seed + number}, course) for variant in variants]
-        for number in range(seeds)
-    ]
-    return Plan(steps=partial(in_lists, lists))
-
-
-def _point(variant: Variant, same: Mapping[str, Any], course: Course) -> Point:
+    variants = _variants(backends, course, parse_sizes(sizes, name="sizes"), options, causal)
     from efficient_attn.studies.recall import measure
 
-    case = variant.case(kind="recall", **same)
-    return Point(
-        case=case,
-        measure=partial(measure.measure, case, variant.target, course),
-        label=f"{case.label}, seed {case.seed}",
-        series=case.label,
-    )
+    lists = []
+    # Seed by seed: an interrupted run has the same seeds of every backend.
+    for number in range(seeds):
+        same = {**vars(workload), "tokens": course.tokens, "inputs": course.name, "seed": seed + number}
+        points = []
+        for variant in variants:
+            case = variant.case(kind="recall", **same)
+            call = partial(measure.measure, case, variant.target, course)
+            label = f"{case.label}, seed {case.seed}"
+            points.append(Point(case=case, measure=call, label=label, series=case.label))
+        lists.append(points)
+    return Plan(steps=partial(in_lists, lists))
 
 
 def _variants(
     backends: Sequence[Any] | None,
-    task: Task,
+    course: Course,
     sizes: Sequence[int],
     options: Mapping[str, Mapping[str, Sequence[Any]]] | None,
-    workload: Workload,
-) -> tuple[Variant, ...]:
-    """Exact attention, the controls, then every backend at every size up to the length of a sequence."""
+    causal: bool,
+) -> list[Variant]:
+    """Exact and uniform attention, then every backend at every size up to the length of a sequence."""
+    from efficient_attn.backends import compared_backends
     from efficient_attn.measure.accuracy import at_sizes
     from efficient_attn.measure.inputs import Subject, gaussian
     from efficient_attn.studies.recall.measure import MEAN
 
     settings = dict(options or {})
-    names = _default_names() if backends is None else list(backends)
-    if _CLUSTERS in names and "window" not in settings.get(_CLUSTERS, {}):
+    if backends is None:
+        backends = [*(name for name in compared_backends() if name != DENSE), *_OTHER_KERNELS]
+    if _CLUSTERS in backends and "window" not in settings.get(_CLUSTERS, {}):
         # A window that reached the pairs would solve the task of the clusters.
-        settings[_CLUSTERS] = {"window": [max(task.gap // 4 * 4, 4)], **settings.get(_CLUSTERS, {})}
-    blind = select([_WINDOW], {_WINDOW: {"window": [task.blind_window(causal=workload.causal)]}})
-    inputs = gaussian(norm=1.0, tokens=task.tokens, head_dim=workload.head_dim, num_heads=workload.num_heads)
-    tried = Subject(name="", activations=inputs, scale=workload.head_dim**-0.5, causal=workload.causal)
-    chosen = [variant for variant in select(names, settings) for variant in at_sizes(variant, tried, sizes)]
-    return tuple(
-        {variant.label: variant for variant in (*select([YARDSTICK]), MEAN, *blind, *chosen)}.values()
-    )
-
-
-def _default_names() -> list[str]:
-    """Softmax-approximating backends except naive attention; then other kernels."""
-    from efficient_attn.backends import compared_backends
-
-    return [*(name for name in compared_backends() if name != DENSE), *_OTHER_KERNELS]
+        settings[_CLUSTERS] = {"window": [GAP], **settings.get(_CLUSTERS, {})}
+    inputs = gaussian(norm=1.0, tokens=course.tokens, head_dim=HEAD_DIM, num_heads=NUM_HEADS)
+    tried = Subject(name="", activations=inputs, scale=HEAD_DIM**-0.5, causal=causal)
+    chosen = [
+        variant for variant in select(backends, settings) for variant in at_sizes(variant, tried, sizes)
+    ]
+    return [*{variant.label: variant for variant in (*select([YARDSTICK]), MEAN, *chosen)}.values()]
