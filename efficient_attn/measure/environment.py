@@ -1,7 +1,7 @@
 """The machine and software of a measurement, without any name of a person or host; conditions meanwhile.
 
-Conditions are background load, CPU steal, clock drift and the state of a GPU. The figures are approximate,
-and depend on the system; unknown figures are None.
+Conditions are background load, CPU steal and clock drift. The figures are approximate, and depend on the
+system; unknown figures are None.
 """
 
 import importlib.metadata
@@ -46,7 +46,6 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
     """Description of machine and software, written with the records."""
     import torch
 
-    blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     folder, git = Path(__file__).resolve().parents[2], None
     # An installed package has no source tree.
     if (folder / ".git").exists():
@@ -62,7 +61,6 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
         "processor": _entry("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "cores_usable": usable_cores(),
-        "memory_bytes": _entry("/proc/meminfo", "MemTotal"),
         "packages": {
             name: next((package.version for package in importlib.metadata.distributions(name=name)), None)
             for name in PACKAGES
@@ -72,7 +70,6 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
         "torch": {
             "version": torch.__version__,
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "blas": blas[1] if blas else None,
             "threads": torch.get_num_threads(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
         },
@@ -114,37 +111,19 @@ def _entry(path: str, name: str) -> Any:
 
 
 def _gpu(device: str) -> dict[str, Any]:
-    """Name, memory, driver, and the kernels of full linear attention: `flex (bfloat16), torch (float32)`."""
+    """Name, memory and driver of a GPU, the latter in the words of nvidia-smi; None if it gives none."""
     import torch
 
-    from efficient_attn.ops import paths, verdict
-
-    kernels: dict[str, list[str]] = {}
-    for name in ("bfloat16", "float16", "float32", "float64"):
-        place, dtype = torch.device(device), getattr(torch, name)
-        kernel = paths.kernels(place, dtype)
-        if kernel == "flex" and not verdict.passed(kernel, place, dtype):
-            kernel = "torch"
-        kernels.setdefault(kernel, []).append(name)
     properties = torch.cuda.get_device_properties(device)
+    # CUDA_VISIBLE_DEVICES renumbers the devices; the driver knows each by its name.
+    query = [f"--id=GPU-{properties.uuid}", f"--query-gpu={','.join(_DRIVER)}", "--format=csv,noheader"]
+    values = (_ask(["nvidia-smi", *query]) or "").split(", ")
     return {
         "name": properties.name,
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda,
-        "kernels": ", ".join(f"{kernel} ({', '.join(names)})" for kernel, names in kernels.items()),
-        **_ask_driver(device, _DRIVER),
+        **dict(zip(_DRIVER, values if len(values) == len(_DRIVER) else [None, None], strict=True)),
     }
-
-
-def _ask_driver(device: str, fields: Sequence[str]) -> dict[str, str | None]:
-    """Answers of the GPU's driver, in the words of nvidia-smi; None if it gives none."""
-    import torch
-
-    # CUDA_VISIBLE_DEVICES renumbers the devices; the driver knows each by its name.
-    device_id = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
-    text = _ask(["nvidia-smi", device_id, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
-    values = (text or "").split(", ")
-    return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else dict.fromkeys(fields)
 
 
 def _ask(command: list[str]) -> str | None:
@@ -207,16 +186,6 @@ def between(before: Moment, after: Moment) -> dict[str, Any]:
         "loop_before_s": before.loop_s,
         "loop_after_s": after.loop_s,
     }
-
-
-def throttle_reasons(device: str) -> int | None:
-    """Reasons that hold the clocks of a GPU down now, as the bit mask of NVML; None without an answer."""
-    if device.startswith("cuda"):
-        name = "clocks_event_reasons.active"
-        # Some devices answer [N/A].
-        with suppress(ValueError):
-            return int(_ask_driver(device, [name])[name] or "", 16)
-    return None
 
 
 def waited_s() -> float | None:

@@ -137,9 +137,6 @@ def condition(name: str, unit: str, meaning: str, part: str, *, type: Type = "nu
     return Quantity(name, unit, meaning, type=type, better=None, condition=part)
 
 
-# Part of conditions in a comparison.
-_CEILING = "reference of shares"
-
 # Costs: `bench`.
 register(
     duration("time_s", "times_s", "Wall-clock time of a call, less the run-queue wait on one CPU thread"),
@@ -176,16 +173,6 @@ register(
     cost("parameter_bytes", "bytes", "Size of the parameters of the backend."),
     cost("state_bytes", "bytes", "Size of the streaming state of a causal backend after all tokens."),
     cost("flops", "FLOP", "Floating-point operations of the matrix products of a call."),
-    cost("moved_bytes", "bytes", "Size of inputs, output, parameters and gradients of attention, each once."),
-    condition("matmul_flops_per_s", "FLOP/s", "Peak rate of large matrix products.", _CEILING),
-    condition("copy_bytes_per_s", "B/s", "Peak rate of a large copy, reads and writes.", _CEILING),
-    condition(
-        "throttle_reasons",
-        "",
-        "Reasons that held clocks down after the first round, as the bit mask of NVML.",
-        "reason for an unclear device time",
-        type="whole number",
-    ),
     setting(
         "calibrated_on",
         "",

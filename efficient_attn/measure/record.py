@@ -40,7 +40,7 @@ SCHEMA = 2
 STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
 
 # Executions of a call other than eager.
-COMPILED, CUDA_GRAPH, DECODED = EXECUTIONS = ("compiled", "cuda-graph", "decoded")
+COMPILED, DECODED = "compiled", "decoded"
 
 # `calibrated_on` of a backend that was calibrated on the inputs of its measurement.
 SAME_INPUTS = "the inputs measured"
@@ -101,7 +101,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     ] = None
     seed: Annotated[_WHOLE, Meta(description="Random seed of the inputs, or of the first draw.")] = 0
     execution: Annotated[
-        str | None, Meta(description="compiled (torch.compile) or cuda-graph (replayed); null: eager.")
+        str | None, Meta(description="compiled (torch.compile) or decoded (one token); null: eager.")
     ] = None
     l2: Annotated[
         str | None,

@@ -50,7 +50,7 @@ class Variant:
         target: Argument of `build`: a name, a path, a module or a callable.
         options: All options, including defaults.
         memory_growth: Declared power of tokens in its memory.
-        execution: One of EXECUTIONS; None: eager.
+        execution: compiled or decoded; None: eager.
     """
 
     backend: str

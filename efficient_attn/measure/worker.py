@@ -8,13 +8,12 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
 from efficient_attn.contained import contained, described, one_line
 from efficient_attn.errors import AttentionError
 from efficient_attn.measure import clock, environment, memory
-from efficient_attn.measure.clock import QueuedCalls, ceilings
+from efficient_attn.measure.clock import QueuedCalls
 from efficient_attn.measure.record import Case, Record, replace
 
 # Seconds of timed calls; bounds on their number per round.
@@ -45,10 +44,6 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
         prepared = calls.prepare(case, case.backend if target is None else target, inputs)
         if case.kind == "time":
             record = time_of(case, prepared.call, seconds=seconds, first=prepared.checked)
-            record = replace(record, flops=prepared.flops, moved_bytes=prepared.moved_bytes)
-            # The state is read first: the product of the ceilings draws more power than most calls.
-            record = replace(record, throttle_reasons=_throttle_reasons(case))
-            record = replace(record, **ceilings(case.device, case.dtype)._asdict())
         else:
             record = memory_of(case, prepared.call, first=prepared.checked)
             parameters, state = memory.parameter_bytes(prepared.module), calls.state_bytes(prepared)
@@ -120,12 +115,6 @@ def time_of(
         round_sizes=(len(times_s),),
         waited_s=None if waited_s is None or waited_before_s is None else waited_s - waited_before_s,
     )
-
-
-@cache
-def _throttle_reasons(case: Case) -> int | None:
-    """Read in the first round of a case alone: the driver takes milliseconds to answer."""
-    return environment.throttle_reasons(case.device)
 
 
 def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:

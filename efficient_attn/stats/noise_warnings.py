@@ -25,9 +25,6 @@ _LOADED, _NOISY = 0.1, 0.1
 # Number of points that are named; further points are only counted.
 _NAMED = 3
 
-# NVML's throttle reasons 4 and 128, power; 8, hardware; 32 and 64, heat.
-_SLOWED = 4 | 8 | 32 | 64 | 128
-
 # Conditions during a run, the shares of all cores that are reported, and who takes them.
 _LOADS = (("others_share", _LOADED, "processes"), ("stolen_share", 0.02, "virtual machines"))
 
@@ -63,12 +60,6 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
     if shares:
         text = f"CPU contention: threads of {_names([*shares])} waited for a processor up to"
         sentences.append(f"{text} {max(shares.values()):.0%} of the time. {_THREADS}")
-    slowed = {record: reasons for record in timed if (reasons := (record.throttle_reasons or 0) & _SLOWED)}
-    if slowed:
-        sentences.append(
-            f"Throttled GPU: power, heat or hardware lowered its clocks after {_names([*slowed])} (reasons "
-            f"{max(slowed.values()):#x}). Cool it or lock its clocks."
-        )
     runs = _runs(environment)
     for name, limit, others in _LOADS:
         taken = max((_number(run, name) for run in runs), default=0.0)

@@ -16,10 +16,8 @@ from efficient_attn.measure.environment import (
     between,
     environment,
     moment,
-    throttle_reasons,
     usable_cores,
 )
-from efficient_attn.ops import paths, verdict
 
 
 def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_other_variables_are_not(
@@ -41,30 +39,20 @@ def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_oth
     assert len(user) < 4 or f"/{user}" not in text
 
 
-@pytest.mark.parametrize(
-    ("text", "reasons"),
-    [("0x0000000000000024", 0x24), *((text, None) for text in (None, "[N/A]", "No devices found", "a, b"))],
-)
-def test_a_gpu_is_throttled_as_its_driver_answers_and_unknown_otherwise(text, reasons, monkeypatch):
+@pytest.mark.parametrize("text", ["570.1, 1980 MHz", None, "No devices found"])
+def test_a_gpu_is_described_by_its_driver_and_unknown_otherwise(text, monkeypatch):
     commands = []
     about = SimpleNamespace(name="GPU", total_memory=2**30, uuid="12ab")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     monkeypatch.setattr(module, "_ask", lambda command: commands.append(command) or text)
-    assert throttle_reasons("cuda:1") == reasons and throttle_reasons("cpu") is None
-    assert len(commands) == 1 and commands[0][:2] == ["nvidia-smi", "--id=GPU-12ab"]
-    assert "clocks_event_reasons.active" in commands[0][2]
-    monkeypatch.setattr(module, "_ask", lambda command: "570.1, 1980 MHz")
-    assert [module._gpu("cuda:1")[name] for name in module._DRIVER] == ["570.1", "1980 MHz"]
-
-
-def test_the_kernels_of_a_gpu_are_named_with_their_dtypes(monkeypatch):
-    about = SimpleNamespace(name="GPU", total_memory=2**30, uuid="12ab")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-    monkeypatch.setattr(paths, "kernels", lambda device, dtype: "torch" if dtype.itemsize == 8 else "flex")
-    assert module._gpu("cuda:1")["kernels"] == "torch (bfloat16, float16, float32, float64)"
-    # Those that passed their check.
-    monkeypatch.setattr(verdict, "passed", lambda kernel, device, dtype: dtype.itemsize == 2)
-    assert module._gpu("cuda:1")["kernels"] == "flex (bfloat16, float16), torch (float32, float64)"
+    gpu = module._gpu("cuda:1")
+    assert commands[0][:2] == ["nvidia-smi", "--id=GPU-12ab"] and (gpu["name"], gpu["memory_bytes"]) == (
+        "GPU",
+        2**30,
+    )
+    assert [gpu[name] for name in module._DRIVER] == (
+        text.split(", ") if text and "," in text else [None] * 2
+    )
 
 
 def test_paths_are_cut_to_what_lies_below_the_current_folder_or_to_their_end(tmp_path, monkeypatch):
