@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.contained import importing
+from efficient_attn.contained import running
 from efficient_attn.errors import DataError, DtypeError, UnknownNameError, UnsupportedError
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec, Capabilities, NoOptions
@@ -140,7 +140,7 @@ def object_at(address: str, *, role: str = "a backend") -> tuple[str, Any]:
     path = Path(place) if place.endswith(".py") else None
     if path is not None and not path.is_file():
         raise DataError(f"There is no file {place!r} to take {role} from.")
-    with importing(place):
+    with running(place, "cannot be imported"):
         module = importlib.import_module(place) if path is None else _file(path)
         thing = getattr(module, attribute, _NOTHING)
     if thing is _NOTHING:
@@ -195,7 +195,7 @@ def load_plugin(name: str) -> None:
         DataError: If the import fails or does not register the declared name.
     """
     plugin = plugins()[name]
-    with importing(f"The {plugin}"):
+    with running(f"The {plugin}", "cannot be imported"):
         EntryPoint(name, plugin.module, GROUP).load()
     if name not in SPECS:
         raise DataError(f"The {plugin} did not register a backend of that name.")

@@ -1,9 +1,7 @@
 """Code of somebody else ends nothing but itself: what it raises is an error, and Ctrl-C is still Ctrl-C."""
 
-import os
 import signal
 import sys
-import threading
 
 import pytest
 from looped import points, run
@@ -16,7 +14,6 @@ from efficient_attn.external import load
 from efficient_attn.measure.variants import Variant
 from efficient_attn.measure.worker import measure
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
-from efficient_attn.studies.run_folder import uninterrupted
 from efficient_attn.studies.show import show
 
 
@@ -26,10 +23,6 @@ def attend(q, k, v):
 
 def leaves(q, k, v):
     sys.exit("goodbye")
-
-
-def interrupted(q, k, v):
-    raise KeyboardInterrupt
 
 
 class Ended(BaseException):
@@ -42,7 +35,6 @@ def ended(q, k, v):
 
 LEAVING = {
     leaves: "SystemExit: goodbye",
-    interrupted: "KeyboardInterrupt",
     ended: "Ended: of its own kind",
 }
 
@@ -53,45 +45,9 @@ def test_what_would_end_a_program_is_an_error_that_says_so(function):
         function(None, None, None)
 
 
-def test_a_signal_passes():
-    def handle(number, frame):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, handle)
-    try:
-        with pytest.raises(KeyboardInterrupt), contained(), contained():
-            signal.raise_signal(signal.SIGTERM)
-        assert signal.getsignal(signal.SIGTERM) is handle
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_a_signal_that_has_to_wait_comes_after_the_block():
-    came = []
-    before = signal.signal(signal.SIGINT, lambda *_: came.append(len(came)))
-    try:
-        with uninterrupted(), contained():
-            os.kill(os.getpid(), signal.SIGINT)
-            assert came == []
-        assert came == [0]
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_in_another_thread_nothing_is_a_signal():
-    errors = []
-
-    def work():
-        try:
-            with contained():
-                raise KeyboardInterrupt
-        except LeftError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert errors == ["KeyboardInterrupt"]
+def test_ctrl_c_passes():
+    with pytest.raises(KeyboardInterrupt), contained(), contained():
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_an_error_is_described_in_one_short_line_whatever_its_text_does():

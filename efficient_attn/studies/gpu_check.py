@@ -1,6 +1,5 @@
 """Check, time and share the fused kernels on the GPU of this machine."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -13,7 +12,8 @@ from typing import Any, NamedTuple
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.environment import available_bytes, environment, usable_cores
-from efficient_attn.measure.isolation import CrashError, Measurer, Process
+from efficient_attn.measure.isolation import Measurer
+from efficient_attn.measure.process import CrashError, Process
 from efficient_attn.measure.record import Record, write
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.units import show_seconds
@@ -255,7 +255,7 @@ def check_kernels(
 
 
 def judge(
-    kernel: str,
+    kernel: Any,
     precision: str,
     *,
     device: str,
@@ -266,18 +266,19 @@ def judge(
     """Outcome of a kernel with the first of its tiles that passes, each tried in a process of its own.
 
     Args:
-        kernel: Name, or address of a `Subject`.
+        kernel: Name, or a `Subject` that can be pickled.
         tiles: Tiles in the order of choice; none: all of the kernel.
     """
+    from efficient_attn.measure.kernel_check import check_kernel
     from efficient_attn.ops import verdict
 
     reasons: list[str] = []
     answer: dict[str, Any] = {}
-    for tile in tiles or verdict.TILES[kernel]:
-        request = {"kernel": kernel, "precision": precision, "device": device, "tile": tile}
+    for tile in tiles or verdict.TILES[str(kernel)]:
+        call = partial(check_kernel, kernel, precision, device=device, tile=tile)
         try:
             with closing(Process(variables=variables)) as process:
-                answer = json.loads(process.ask("kernel", request, limit_s=limit_s))
+                answer = process.ask(call, limit_s=limit_s)
         except TimeoutError:
             answer = {"failures": [f"took longer than {show_seconds(limit_s)}"]}
         except CrashError as ending:
