@@ -113,10 +113,9 @@ def test_cuda_is_refused_where_there_is_none():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_is_timed_with_events_and_its_allocator_is_asked():
+def test_cuda_is_timed_with_events():
     results = bench(["exact-dense"], device="cuda", seq_lens=(128, 256), budget_s=60)
     assert {record.status for record in results.records} == {"ok"}
-    assert {r.memory_method for r in results.records if r.case.kind == "memory"} == {"cuda allocated"}
 
 
 def test_decoding_times_one_token_after_the_state_of_all_before_it():

@@ -67,11 +67,8 @@ class Measurer:
 
     def __call__(self, case: Case, *, target: Any = None, seconds: float = worker.CALLS_S) -> Record:
         """Measure one case; always returns a record, whatever happens to the process."""
-        # torch is loaded by the first measurement.
-        from efficient_attn.measure.accuracy import measure_case
-
         inputs = self.inputs.get(case.inputs)
-        call = partial(measure_case, case, target=target, seconds=seconds, inputs=inputs)
+        call = partial(worker.measure, case, target=target, seconds=seconds, inputs=inputs)
         if self._isolate == NONE:
             return call()
         used = self._process.child is not None

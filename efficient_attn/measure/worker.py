@@ -30,17 +30,20 @@ Call = Callable[[], object]
 
 
 def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs: str | None = None) -> Record:
-    """Measure one case: calls for about `seconds`, or the memory of one call.
+    """Measure the time of calls for about `seconds`, the memory of one call, or its error on given inputs.
 
     Args:
         target: Backend to build, if `case.backend` is not sufficient: an object, or a path.
         inputs: File of the q, k, v that `case.inputs` names; None: a Gaussian draw.
     """
 
-    def measured() -> Record:
-        # torch is loaded by the first measurement.
-        from efficient_attn.measure import calls
+    # torch is loaded by the first measurement.
+    from efficient_attn.measure import accuracy, calls
 
+    if case.kind == "error" and inputs is not None:
+        return accuracy.error_of_case(case, target, inputs)
+
+    def measured() -> Record:
         prepared = calls.prepare(case, case.backend if target is None else target, inputs)
         if case.kind == "time":
             record = time_of(case, prepared.call, seconds=seconds, first=prepared.checked)
@@ -121,8 +124,7 @@ def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:
     """Peak memory of one call; `first` is the same call with checks of its result."""
     # The first call fills caches, which are not part of the measurement.
     (first or call)()
-    peak = memory.peak(call, device=case.device)
-    return Record(case=case, peak_bytes=peak.peak_bytes, memory_method=peak.method)
+    return Record(case=case, peak_bytes=memory.peak(call, device=case.device).peak_bytes)
 
 
 @contextmanager

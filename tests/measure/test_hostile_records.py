@@ -65,8 +65,6 @@ def with_texts(path, replacement):
     texts |= {name for name, field in FIELDS.items() if field.type == "text"}
     rows = []
     for row in (record.row() for record in records):
-        if row["kind"] == "memory":
-            row["memory_method"] = "method"
         for name in sorted((texts - {"kind", "status", "device"}) & row.keys()):
             # The yardsticks keep their names, so that everything that compares is told.
             if isinstance(row[name], str) and row[name] not in ("exact", "uniform attention"):
