@@ -12,6 +12,7 @@ import torch
 
 from efficient_attn.measure import environment as module
 from efficient_attn.measure.environment import (
+    Moment,
     available_bytes,
     between,
     environment,
@@ -81,9 +82,12 @@ def test_available_memory_is_the_smaller_of_machine_and_container(
 
 
 def test_work_of_others_counts_and_work_of_ones_own_children_does_not():
-    before, cores = moment()._replace(own_s=0.0, busy_s=0.0, wall_s=0.0, stolen_s=0.0), os.cpu_count()
-    ours = before._replace(own_s=10.0 * cores, busy_s=10.0 * cores, wall_s=10.0)
-    others = before._replace(own_s=2.0 * cores, busy_s=7.0 * cores, wall_s=10.0, stolen_s=1.0 * cores)
-    assert between(before, ours)["others_share"] == 0.0
-    shares = between(before, others)
-    assert shares["others_share"] == pytest.approx(0.5) and shares["stolen_share"] == pytest.approx(0.1)
+    cores = os.cpu_count()
+    before, ours, others = (
+        Moment(wall_s, own_s * cores, busy_s * cores)
+        for wall_s, own_s, busy_s in ((0.0, 0.0, 0.0), (10.0, 10.0, 10.0), (10.0, 2.0, 7.0))
+    )
+    assert between(before, ours) == {"others_share": 0.0}
+    assert between(before, others) == {"others_share": pytest.approx(0.5)}
+    assert between(before, others._replace(busy_s=None)) == {"others_share": None}
+    assert moment().wall_s > 0

@@ -11,7 +11,7 @@ from efficient_attn.studies import engine as runs
 from efficient_attn.studies.results import read
 
 STEADY = (1.0, 1.001, 1.002, 1.003, 1.002, 1.001, 1.0)
-QUIET = {"others_share": 0.01, "stolen_share": 0.0, "loop_before_s": 1e-3, "loop_after_s": 1.05e-3}
+QUIET = {"others_share": 0.01}
 
 
 def record(times_s=STEADY * 4, *, tokens=256, device="cpu", threads=2, **fields):
@@ -46,17 +46,7 @@ REMARKS = {
     "load": (
         [record()],
         {"others_share": 0.3},
-        ["Background load 30 % (other processes). Rerun on an idle machine"],
-    ),
-    "stolen": (
-        [record()],
-        {"stolen_share": 0.1},
-        ["Background load 10 % (other virtual machines). Rerun on an idle machine"],
-    ),
-    "drift": (
-        [record()],
-        {"loop_after_s": 1.2e-3},
-        ["Clock drift: a fixed loop took 20 % longer after the run than before. Rerun"],
+        ["Background load 30 %. Rerun on an idle machine"],
     ),
 }
 
