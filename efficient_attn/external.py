@@ -90,26 +90,15 @@ def _core_of(built: Backend, problem: AttentionProblem, options: NoOptions) -> n
     return built.core
 
 
-def function_at(function: Any) -> tuple[Callable[..., Any], str]:
-    """A function, or the one at an address, with its name.
-
-    Raises:
-        DtypeError: If it is not callable.
-    """
-    label = None
-    if isinstance(function, str):
-        place, thing = object_at(function)
-        label, function = f"{Path(place).name}:{function.rpartition(':')[2]}", thing
-    if isinstance(function, type) or not callable(function):
-        raise DtypeError(
-            f"A function f(q, k, v, …) or its address file.py:object is wanted, not {function!r}."
-        )
-    return function, label or str(getattr(function, "__name__", type(function).__name__))
-
-
 def is_address(name: str) -> bool:
     """Whether a name reads file.py:object or package.module:object."""
     return ":" in name
+
+
+def label_of(address: str) -> str:
+    """The address without folders, which are specific to one machine."""
+    place, _, attribute = address.rpartition(":")
+    return f"{Path(place).name}:{attribute}"
 
 
 def load(address: str) -> BackendSpec:
@@ -120,7 +109,7 @@ def load(address: str) -> BackendSpec:
         UnknownNameError: If the file or module has no such object.
     """
     place, thing = object_at(address)
-    name = f"{Path(place).name}:{address.rpartition(':')[2]}"
+    name = label_of(address)
     file = place if place.endswith(".py") else getattr(sys.modules[place], "__file__", None)
     CODE[name] = "" if file is None else sha256(Path(file).read_bytes()).hexdigest()
     return spec_of(thing, name=name)

@@ -108,7 +108,7 @@ WRONG_CALLS = {
         (lambda: built(head_dim=0), r"head_dim is at least 1, not 0"),
     ],
     UnsupportedError: [
-        (lambda: built().redraw(1), r"Nothing in backend 'exact' is random"),
+        (lambda: built().redraw(1), r"'exact' has no random features; nothing to redraw"),
         (
             lambda: built().denominators(Q, K),
             r"'exact' has no random features; 'performer-trig' has denomina",
