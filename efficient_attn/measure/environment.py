@@ -135,7 +135,7 @@ class Moment(NamedTuple):
 
     Attributes:
         own_s: Processor seconds of this process and its finished children.
-        busy_s: Processor seconds of all processes, with those that the host gave to other virtual machines.
+        busy_s: Processor seconds of all processes and of other virtual machines.
     """
 
     wall_s: float
