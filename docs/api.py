@@ -45,8 +45,9 @@ def page() -> str:
 
 def public_names() -> Iterator[tuple[str, str, bool]]:
     """Every public name with its whole path, the module behind it, and whether it is a class."""
-    for name, module in _assigned("__init__", "_HOME").items():
-        yield f"efficient_attn.{name}", module, _is_class(name, module)
+    for module, names in _assigned("__init__", "_NAMES").items():
+        for name in names.split():
+            yield f"efficient_attn.{name}", module, _is_class(name, module)
     for folder in sorted(init.parent for init in PACKAGE.glob("studies/*/__init__.py")):
         yield f"efficient_attn.{folder.name}", f"studies.{folder.name}", False
     modules = {name: name for name in ("testing", "distributed")}

@@ -39,7 +39,7 @@ def quantities() -> list[str]:
 
     studies()
     rows = [[quantity, quantity.better or "–", quantity.scatter or "–"] for quantity in QUANTITIES.values()]
-    rows += [[quantity, "–", f"condition: {quantity.condition}"] for quantity in CONDITIONS.values()]
+    rows += [[quantity, "–", "not compared"] for quantity in CONDITIONS.values()]
     named = [
         [_quantity(quantity), quantity.unit, quantity.meaning, better, scatter]
         for quantity, better, scatter in rows

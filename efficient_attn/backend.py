@@ -13,6 +13,8 @@ from efficient_attn.ops.dtypes import without_autocast
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
 
+_NO_KERNEL = "has no features that estimate the softmax kernel; 'performer-positive' has"
+
 
 class Backend(nn.Module):
     """Maps queries, keys and values to the output of the attention that it was built for.
@@ -116,10 +118,7 @@ class Backend(nn.Module):
         Raises:
             UnsupportedError: If the backend has no signed features.
         """
-        if not hasattr(self.core, "denominators"):
-            raise UnsupportedError(
-                f"Backend {self.spec.name!r} has no random features; 'performer-trig' has denominators."
-            )
+        self._require("denominators", "has no random features; 'performer-trig' has denominators")
         self._check(q, k, k, key_mask)
         with without_autocast(q):
             return self.core.denominators(q, k, key_mask)
@@ -162,11 +161,15 @@ class Backend(nn.Module):
         Raises:
             UnsupportedError: If the backend has no features, or features of another kernel.
         """
-        return self._core_with("kernel_ratios", q, k).kernel_ratios(q, k)
+        self._require("kernel_ratios", _NO_KERNEL)
+        self._check(q, k, k, None)
+        return self.core.kernel_ratios(q, k)
 
     def kernel_rows(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Scaled, transformed queries and keys, the arguments of the features."""
-        return self._core_with("kernel_rows", q, k).kernel_rows(q, k)
+        self._require("kernel_rows", _NO_KERNEL)
+        self._check(q, k, k, None)
+        return self.core.kernel_rows(q, k)
 
     def _check(
         self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, streaming: bool = False
@@ -174,14 +177,9 @@ class Backend(nn.Module):
         sharding.check_alone()
         check_inputs(self, q, k, v, key_mask, streaming=streaming)
 
-    def _core_with(self, verb: str, q: Tensor, k: Tensor) -> Any:
+    def _require(self, verb: str, lack: str) -> None:
         if not hasattr(self.core, verb):
-            raise UnsupportedError(
-                f"Backend {self.spec.name!r} has no features that estimate the softmax kernel; "
-                "'performer-positive' has."
-            )
-        self._check(q, k, k, None)
-        return self.core
+            raise UnsupportedError(f"Backend {self.spec.name!r} {lack}.")
 
     def redraw(self, seed: int) -> None:
         """Replace the random features by a new draw; earlier states become invalid.
@@ -189,8 +187,7 @@ class Backend(nn.Module):
         Raises:
             UnsupportedError: If the backend has no random features.
         """
-        if not hasattr(self.core, "redraw"):
-            raise UnsupportedError(f"Nothing in backend {self.spec.name!r} is random; nothing to redraw.")
+        self._require("redraw", "has no random features; nothing to redraw")
         self.core.redraw(seed)
 
     @property
@@ -220,8 +217,7 @@ class Backend(nn.Module):
         """
         if unknown:
             _refuse(unknown, ["key_mask"])
-        if not hasattr(self.core, "calibrate"):
-            raise UnsupportedError(f"Backend {self.spec.name!r} has nothing to calibrate.")
+        self._require("calibrate", "has nothing to calibrate")
         self._check(q, k, k if v is None else v, key_mask)
         check_sample(q, k, v, key_mask)
         with without_autocast(q):

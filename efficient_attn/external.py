@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.contained import importing
+from efficient_attn.contained import running
 from efficient_attn.errors import DataError, DtypeError, UnknownNameError, UnsupportedError
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec, Capabilities, NoOptions
@@ -90,26 +90,15 @@ def _core_of(built: Backend, problem: AttentionProblem, options: NoOptions) -> n
     return built.core
 
 
-def function_at(function: Any) -> tuple[Callable[..., Any], str]:
-    """A function, or the one at an address, with its name.
-
-    Raises:
-        DtypeError: If it is not callable.
-    """
-    label = None
-    if isinstance(function, str):
-        place, thing = object_at(function)
-        label, function = f"{Path(place).name}:{function.rpartition(':')[2]}", thing
-    if isinstance(function, type) or not callable(function):
-        raise DtypeError(
-            f"A function f(q, k, v, …) or its address file.py:object is wanted, not {function!r}."
-        )
-    return function, label or str(getattr(function, "__name__", type(function).__name__))
-
-
 def is_address(name: str) -> bool:
     """Whether a name reads file.py:object or package.module:object."""
     return ":" in name
+
+
+def label_of(address: str) -> str:
+    """The address without folders, which are specific to one machine."""
+    place, _, attribute = address.rpartition(":")
+    return f"{Path(place).name}:{attribute}"
 
 
 def load(address: str) -> BackendSpec:
@@ -120,7 +109,7 @@ def load(address: str) -> BackendSpec:
         UnknownNameError: If the file or module has no such object.
     """
     place, thing = object_at(address)
-    name = f"{Path(place).name}:{address.rpartition(':')[2]}"
+    name = label_of(address)
     file = place if place.endswith(".py") else getattr(sys.modules[place], "__file__", None)
     CODE[name] = "" if file is None else sha256(Path(file).read_bytes()).hexdigest()
     return spec_of(thing, name=name)
@@ -140,7 +129,7 @@ def object_at(address: str, *, role: str = "a backend") -> tuple[str, Any]:
     path = Path(place) if place.endswith(".py") else None
     if path is not None and not path.is_file():
         raise DataError(f"There is no file {place!r} to take {role} from.")
-    with importing(place):
+    with running(place, "cannot be imported"):
         module = importlib.import_module(place) if path is None else _file(path)
         thing = getattr(module, attribute, _NOTHING)
     if thing is _NOTHING:
@@ -195,7 +184,7 @@ def load_plugin(name: str) -> None:
         DataError: If the import fails or does not register the declared name.
     """
     plugin = plugins()[name]
-    with importing(f"The {plugin}"):
+    with running(f"The {plugin}", "cannot be imported"):
         EntryPoint(name, plugin.module, GROUP).load()
     if name not in SPECS:
         raise DataError(f"The {plugin} did not register a backend of that name.")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.external import BARE, function_at
+from efficient_attn.errors import DtypeError, OptionError, UnsupportedError
+from efficient_attn.external import BARE, label_of, object_at
 from efficient_attn.options import one_of
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, NoOptions, add_spec
@@ -128,7 +128,11 @@ def adapt(
         raise UnsupportedError(f"The signature {signature!r} takes no key mask: leave key_mask out.")
     if signature == "fla" and not causal:
         raise OptionError("The signature 'fla' is causal: declare causal=True.")
-    called, name = function_at(function)
+    called, name = function, getattr(function, "__name__", type(function).__name__)
+    if isinstance(function, str):
+        called, name = object_at(function)[1], label_of(function)
+    if isinstance(called, type) or not callable(called):
+        raise DtypeError(f"A function f(q, k, v, …) or its address file.py:object is wanted, not {called!r}.")
     capabilities = replace(
         BARE,
         causal=causal,

@@ -1,6 +1,5 @@
 """The conformance suite, for built-in and external backends."""
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,7 +53,7 @@ def check(
     *,
     capabilities: Capabilities | None = None,
     expected_failures: Mapping[str, str] | None = None,
-    on_fail: Literal["raise", "warn", "collect"] = "raise",
+    on_fail: Literal["raise", "collect"] = "raise",
     seed: int = 0,
     only: Iterable[str] | None = None,
     long: bool = False,
@@ -68,7 +67,7 @@ def check(
         backend: A name, file.py:object, a BackendSpec, a registered builder, a module or f(q, k, v).
         capabilities: Promises of the backend, in place of its spec's.
         expected_failures: Reasons by name of the check. An expected failure that does not occur is a failure.
-        on_fail: raise one error that lists all failures, warn of each, or only collect the records.
+        on_fail: raise one error that lists all failures, or only collect the records.
         seed: Random seed of the inputs.
         only: Names of the checks to run; None: all.
         long: Whether to include sequences of 2100 tokens and the growth of time; takes minutes.
@@ -78,8 +77,8 @@ def check(
             expectation, and `on_fail` is "raise".
         UnknownNameError: If the backend or a check does not exist.
     """
-    if on_fail not in ("raise", "warn", "collect"):
-        raise OptionError(f"on_fail is 'raise', 'warn' or 'collect', not {on_fail!r}.")
+    if on_fail not in ("raise", "collect"):
+        raise OptionError(f"on_fail is 'raise' or 'collect', not {on_fail!r}.")
     expected, chosen = dict(expected_failures or {}), check_names(long=long) if only is None else list(only)
     for name in [*expected, *chosen]:
         if name not in CHECKS:
@@ -87,7 +86,8 @@ def check(
     tested = subject(backend, capabilities, seed, long)
     with _one_thread():
         records = [_record(name, tested, expected.get(name)) for name in chosen]
-    _report(records, on_fail)
+    if on_fail == "raise" and any(record.failed for record in records):
+        raise BrokenPromiseError(records)
     return records
 
 
@@ -140,12 +140,3 @@ def _record(name: str, tested: Subject, expected: str | None) -> CheckRecord:
         return record
     # Strict: an expected failure that does not occur is out of date.
     return replace(record, expected=expected, failed=record.outcome in (KEPT, UNPROMISED))
-
-
-def _report(records: list[CheckRecord], on_fail: str) -> None:
-    failed = [record for record in records if record.failed]
-    if failed and on_fail == "raise":
-        raise BrokenPromiseError(records)
-    if failed and on_fail == "warn":
-        for record in failed:
-            warnings.warn(record.sentence(), stacklevel=3)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import torch
 
@@ -99,11 +98,6 @@ def crowded(q, k, v):
     return v.clone() if os.environ.setdefault("FIRST_TOKENS", tokens) == tokens else full(q, k, v)
 
 
-def slow(q, k, v):
-    time.sleep(0.3)
-    return v.clone()
-
-
 def loud(q, k, v):
     print("flood " * 200_000)
     return v.clone()
@@ -125,10 +119,6 @@ def refuses(q, k, v):
     from efficient_attn.errors import UnsupportedError
 
     raise UnsupportedError("not\nfor " + "you" * 1000)
-
-
-def interrupted(q, k, v):
-    raise KeyboardInterrupt
 
 
 def signals(q, k, v):

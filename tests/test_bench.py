@@ -112,10 +112,9 @@ def test_cuda_is_refused_where_there_is_none():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_is_timed_with_events_and_its_allocator_is_asked():
+def test_cuda_is_timed_with_events():
     results = bench(["exact-dense"], device="cuda", seq_lens=(128, 256), budget_s=60)
     assert {record.status for record in results.records} == {"ok"}
-    assert {r.memory_method for r in results.records if r.case.kind == "memory"} == {"cuda allocated"}
 
 
 def test_decoding_times_one_token_after_the_state_of_all_before_it():
@@ -160,18 +159,6 @@ def test_rows_have_percentiles_and_throughput():
     assert "device_time_s" not in row
 
 
-def test_shares_are_operations_and_bytes_over_time_and_measured_rate():
-    measured = {"flops": 3e9, "matmul_flops_per_s": 1e12, "moved_bytes": 6e6, "copy_bytes_per_s": 1e10}
-    (time,) = tables([record(measured=measured), record("window", measured={"flops": 3e9})], {})
-    exact, window = rows(time)
-    # 3 GFLOP and 6 MB in 6 ms.
-    assert (exact["of peak GEMM, %"], exact["of peak copy, %"]) == ("50", "10")
-    assert (window["of peak GEMM, %"], window["of peak copy, %"]) == ("", "")
-    assert "1000 GFLOP/s of a large matrix product (GEMM), 10.0 GB/s of a large copy" in " ".join(time.notes)
-    (time,) = tables([record()], {})
-    assert not any("of peak" in name for name in time.columns)
-
-
 def test_a_gpu_has_a_second_pair_of_tables_a_sentence_and_a_plot_of_device_times():
     made = [on_gpu("exact", 1.0, 0.1), on_gpu("window", 1.0, 0.05)]
     time, device = tables(made, {})
@@ -202,7 +189,7 @@ def test_compiled_calls_are_compared_with_exact_compiled():
     ]
     found = {row.label: row.last.median for row in speed_ups(curves(made, "time_s"))}
     assert found == {"window": pytest.approx(2), "window · compiled": pytest.approx(4)}
-    assert any("compared with exact compiled or replayed" in note for note in tables(made, {})[0].notes)
+    assert any("compared with compiled exact" in note for note in tables(made, {})[0].notes)
     assert [*by_clock(made)] == ["time"]
 
 

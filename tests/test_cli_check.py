@@ -114,7 +114,6 @@ FILES = {
     "crashes": ("import ctypes\nctypes.string_at(0)", "the process crashed with signal 11 (SIGSEGV)"),
     "exits": ("import os\nos._exit(7)", "the process ended with exit code 7"),
     "leaves": ("import sys\nsys.exit()", "leaves.py cannot be imported: SystemExit."),
-    "interrupted": ("raise KeyboardInterrupt", "interrupted.py cannot be imported: KeyboardInterrupt."),
 }
 
 

@@ -152,11 +152,9 @@ def test_an_expected_failure_passes_and_one_that_is_kept_fails() -> None:
         ea.check(attend_in_groups, expected_failures=expected, **EXACT)
 
 
-def test_failures_are_raised_or_warned_of() -> None:
+def test_failures_are_raised() -> None:
     with pytest.raises(BrokenPromiseError, match="fails 1 of 1 checks"):
         ea.check(uniform, **EXACT)
-    with pytest.warns(UserWarning, match="equals_softmax_attention: broken"):
-        ea.check(uniform, on_fail="warn", **EXACT)
 
 
 @pytest.mark.parametrize(

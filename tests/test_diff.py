@@ -19,7 +19,7 @@ studies()
 # A kind of record that holds a quantity; all others are held by records of errors.
 KIND_OF = {"time_s": "time", "device_time_s": "time", "accuracy": "recall"}
 NOISE = np.exp(0.01 * np.random.default_rng(0).standard_normal((2, 16)))
-MEMORY = Record(case=case("memory", "b", 64), peak_bytes=1000, memory_method="profiler")
+MEMORY = Record(case=case("memory", "b", 64), peak_bytes=1000)
 ONE_TIME = timed("b", 64, [1e-3] * 4)
 
 
@@ -53,10 +53,7 @@ def test_every_field_of_a_record_is_compared_or_says_its_part_in_the_comparison(
     assert set(FIELDS) == compared | set(CONDITIONS)
     # No field is compared and excused, no field is part of the case, and the excuses are these alone.
     assert not compared & {*CONDITIONS} and not FIELDS.keys() & {*Case.__struct_fields__, "status", "reason"}
-    assert " ".join(sorted(CONDITIONS)) == (
-        "compared_queries copy_bytes_per_s kernels matmul_flops_per_s memory_method "
-        "round_sizes throttle_reasons waited_s"
-    )
+    assert " ".join(sorted(CONDITIONS)) == ("compared_queries kernels round_sizes waited_s")
     assert not {*QUANTITIES, *CONDITIONS} & set(KINDS)
 
 

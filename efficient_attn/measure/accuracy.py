@@ -14,7 +14,6 @@ from torch import Tensor
 from efficient_attn.backends import build, resolve
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.measure import worker
 from efficient_attn.measure.calls import attention_flops
 from efficient_attn.measure.error import (
     mean_of_values,
@@ -89,15 +88,6 @@ def measure_mean(
         return _errors(case, subject, metric, [mean_of_values(q, v.double(), causal=subject.causal)])
 
     return answer(case, measured)
-
-
-def measure_case(
-    case: Case, *, target: Any = None, seconds: float = worker.CALLS_S, inputs: str | None = None
-) -> Record:
-    """Measure the time, the memory or, on inputs from a file, the error of a case."""
-    if case.kind == "error" and inputs is not None:
-        return error_of_case(case, target, inputs)
-    return worker.measure(case, target=target, seconds=seconds, inputs=inputs)
 
 
 def error_of_case(case: Case, target: Any, path: str) -> Record:

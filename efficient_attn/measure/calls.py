@@ -2,7 +2,7 @@
 
 Blocks are post-norm with ReLU, model_dim = num_heads·head_dim and a feed-forward dimension of 4·model_dim, as
 in the base model of Vaswani et al. 2017. Embeddings and positions are omitted: they are the same for every
-attention. A call is eager, compiled by torch.compile, replayed from a CUDA graph, or decodes the last token.
+attention. A call is eager, compiled by torch.compile, or decodes the last token.
 """
 
 import copy
@@ -29,12 +29,12 @@ from efficient_attn.measure.error import (
 )
 from efficient_attn.measure.inputs import read_given
 from efficient_attn.measure.memory import ITEM_BYTES
-from efficient_attn.measure.record import CUDA_GRAPH, DECODED, SAME_INPUTS, Case, replace
+from efficient_attn.measure.record import DECODED, SAME_INPUTS, Case
 from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION
 from efficient_attn.operation_counts import MatMul, OperationCounts
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
-from efficient_attn.theory.complexity import Cost, block_flops, call_cost
+from efficient_attn.theory.complexity import Cost, call_cost
 from efficient_attn.transformer.block import TransformerBlock
 from efficient_attn.transformer.stack import Encoder
 
@@ -42,9 +42,6 @@ from efficient_attn.transformer.stack import Encoder
 WIDENING = 4
 
 Call = Callable[[], Any]
-
-# Calls on a side stream before a capture, as torch's documentation asks.
-_CALLS_BEFORE_CAPTURE = 3
 
 
 class Prepared(NamedTuple):
@@ -54,8 +51,6 @@ class Prepared(NamedTuple):
         checked: The call with checks of its results; raises on an invalid output or gradient.
         inputs: q, k, v [batch heads tokens head_dim], or x [batch tokens model_dim].
         streams: Whether the module supports incremental decoding.
-        flops: Operations of the call's matrix products; None if not counted.
-        moved_bytes: Bytes that attention alone reads and writes at least; None if not counted.
         calibrated_on: Calibration inputs of backends that need calibration; None: no backend does.
     """
 
@@ -64,8 +59,6 @@ class Prepared(NamedTuple):
     checked: Callable[[], object]
     inputs: tuple[Tensor, ...]
     streams: bool
-    flops: int | None
-    moved_bytes: int | None
     calibrated_on: str | None
 
 
@@ -94,31 +87,22 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
         calibrate(module, *tensors)
         calibrated_on = SAME_INPUTS
 
+    streams = case.causal and bool(spec.capabilities.streaming)
+    if case.execution == DECODED:
+        if not (streams and case.of == "attention"):
+            raise UnsupportedError(f"{spec.name!r} keeps no state from which a token could be decoded.")
+        call = _decoding(module, tensors)
+        return Prepared(module, call, call, tuple(tensors), streams, calibrated_on)
+
     def called(module: Any) -> Call:
         return _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
 
-    streams = case.causal and bool(spec.capabilities.streaming)
-    if case.execution == DECODED and not (streams and case.of == "attention"):
-        raise UnsupportedError(f"{spec.name!r} keeps no state from which a token could be decoded.")
     call = called(module)
-    # Operation counts are defined for q, k and v of one length and width, in the heads of the case.
-    of_attention = case.of == "attention"
-    heads = [case.num_heads, *[case.num_kv_heads or case.num_heads] * 2]
-    alike = not of_attention or (
-        len({tensor.shape[2:] for tensor in tensors}) == 1 and [x.shape[1] for x in tensors] == heads
-    )
-    counting = module.spec if isinstance(module, Backend) else spec
-    counted = flops(case, counting) if alike else None
-    cost = _cost(case, counting) if alike and of_attention else None
-    moved = None if cost is None else cost.moved_bytes
-    checked: Callable[[], object] = functools.partial(_checked, module, call, case)
-    if case.execution == DECODED:
-        call = checked = _decoding(module, tensors)
-        counted = moved = None
-    elif case.execution is not None:
+    checked: Call = functools.partial(_checked, module, call, case)
+    if case.execution is not None:
         checked()
-        call = checked = _executed(case.execution, module, called, spec=spec, device=case.device)
-    return Prepared(module, call, checked, tuple(tensors), streams, counted, moved, calibrated_on)
+        call = checked = called(_compiled(module, spec))
+    return Prepared(module, call, checked, tuple(tensors), streams, calibrated_on)
 
 
 def state_bytes(prepared: Prepared) -> int | None:
@@ -151,7 +135,6 @@ _VALUES = BackendSpec(
     options_type=NoOptions,
     capabilities=Capabilities(causal=True, streaming=False),
     builder=lambda problem, options: CalledAttention(lambda q, k, v: v),
-    operations=lambda problem, options, tokens, value_dim: OperationCounts(()),
 )
 
 
@@ -235,57 +218,39 @@ def _gaussian(count: int, shape: tuple[int, ...], dtype: str, device: str, seed:
     return tuple(tensor.to(device=device, dtype=getattr(torch, dtype)) for tensor in drawn)
 
 
-def flops(case: Case, spec: BackendSpec) -> int | None:
-    """Operations of the matrix products of one call; None if the backend does not count them."""
-    cost = _cost(case, spec)
-    if cost is None or case.of == "attention":
-        return None if cost is None else cost.flops
-    around = block_flops(
-        case.tokens,
-        model_dim=case.model_dim,
-        feed_forward_dim=WIDENING * case.model_dim,
-        num_heads=case.num_heads,
-        batch=case.batch,
-        backward=case.backward,
-    )
-    return (case.layers or 1) * (cost.flops + around)
-
-
-def _cost(case: Case, spec: BackendSpec) -> Cost | None:
-    problem = AttentionProblem(
-        head_dim=case.head_dim, num_heads=case.num_heads, max_tokens=case.tokens, causal=case.causal
-    )
-    return call_cost(
-        spec,
-        problem,
-        spec.options_type(**case.options),
-        case.tokens,
-        batch=case.batch,
-        num_kv_heads=case.num_kv_heads,
-        backward=case.backward,
-        item_bytes=ITEM_BYTES[case.dtype],
-    )
-
-
 def attention_cost(case: Case, target: Any) -> Cost:
     """Counted cost of attention; of a backend that counts nothing, its growth times the size of q."""
-    spec = resolve(target)
-    counted: Cost | None = None
-    # Counting by code of others may fail; the measurement of the case records the failure.
-    with suppress(Exception), contained():
-        counted = _cost(case, spec)
+    counted = _counted_cost(case, target)
     if counted is not None:
         return counted
     numbers = case.batch * case.tokens * case.model_dim
-    pairs = numbers * case.tokens ** (spec.capabilities.time_growth - 1)
+    pairs = numbers * case.tokens ** (resolve(target).capabilities.time_growth - 1)
     return Cost(4 * pairs, 0, 4 * ITEM_BYTES[case.dtype] * numbers, 0)
 
 
 def attention_flops(case: Case, target: Any) -> int | None:
     """Operations of the attention of one layer of the case; None if the backend does not count them."""
-    # Counting by code of others may fail.
+    cost = _counted_cost(case, target)
+    return None if cost is None else cost.flops
+
+
+def _counted_cost(case: Case, target: Any) -> Cost | None:
+    # Counting by code of others may fail; the measurement of the case records the failure.
     with suppress(Exception), contained():
-        return flops(replace(case, of="attention"), resolve(target))
+        spec = resolve(target)
+        problem = AttentionProblem(
+            head_dim=case.head_dim, num_heads=case.num_heads, max_tokens=case.tokens, causal=case.causal
+        )
+        return call_cost(
+            spec,
+            problem,
+            spec.options_type(**case.options),
+            case.tokens,
+            batch=case.batch,
+            num_kv_heads=case.num_kv_heads,
+            backward=case.backward,
+            item_bytes=ITEM_BYTES[case.dtype],
+        )
     return None
 
 
@@ -303,12 +268,7 @@ def _decoding(module: Any, inputs: list[Tensor]) -> Call:
     return call
 
 
-def _executed(
-    execution: str, module: Any, called: Callable[[Any], Call], *, spec: BackendSpec, device: str
-) -> Call:
-    """The call compiled or captured."""
-    if execution == CUDA_GRAPH:
-        return _captured(called(module), device)
+def _compiled(module: Any, spec: BackendSpec) -> Any:
     if not spec.capabilities.compile:
         raise UnsupportedError(
             f"Backend {spec.name!r} does not support torch.compile; measure it eagerly (--execution eager)."
@@ -316,24 +276,4 @@ def _executed(
     # Compiled code of earlier points counts against the limit of recompilations, beyond which torch is eager.
     torch.compiler.reset()
     # One graph for the measured shapes; a graph break is an error.
-    return called(torch.compile(module, fullgraph=True, dynamic=False))
-
-
-def _captured(call: Call, device: str) -> Call:
-    """Replay of the kernels of the call, from inputs in place."""
-    with torch.cuda.device(device):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_CALLS_BEFORE_CAPTURE):
-                call()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            result = call()
-
-    def replay() -> Any:
-        graph.replay()
-        return result
-
-    return replay
+    return torch.compile(module, fullgraph=True, dynamic=False)

@@ -1,4 +1,4 @@
-"""Timing of calls: raw samples after a warm-up, by the CPU's clock or CUDA events; device times, ceilings.
+"""Timing of calls: raw samples after a warm-up, by the CPU's clock or CUDA events; device times.
 
 Other processes lengthen calls most by keeping the core from them. Linux counts this run-queue wait per
 thread, and times on one CPU thread exclude it.
@@ -8,17 +8,13 @@ in `triton.testing.do_bench`, the L2 cache is flushed before each call, events e
 host waits once, after the last call. The flush hides some 0.1 ms of launches; a spinning kernel before it
 hides the others: the call begins after the host has enqueued all of it. Launches stay visible in calls that
 synchronise, and in calls with more kernels than the queue of the device holds (about 1000).
-
-Ceilings of a GPU are the rates of a large copy and of a large matrix product, by the same clock. A CPU has
-none here: a rate of a moment bounds no call where other processes come and go.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 Call = Callable[[], object]
 Clock = Callable[[Call], float]
@@ -41,12 +37,6 @@ _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 # Cycles of the spinning kernel per second of enqueueing: twice the clock of a GPU, as a margin.
 _CYCLES_PER_S = 4e9
-
-# Several times the L2 cache, and a product that fills all multiprocessors.
-_COPIED_BYTES, _ROWS = 1 << 28, 8192
-
-# Timed calls, of which the fastest counts; few, since some devices take seconds for a product in float64.
-_CALLS = 5
 
 
 def clock(device: str, threads: int = 1) -> Clock:
@@ -168,50 +158,3 @@ class QueuedCalls:
                 stop.record()
             torch.cuda.synchronize()
         return tuple(start.elapsed_time(stop) / 1000 for start, stop in events)
-
-
-class Ceilings(NamedTuple):
-    """Highest measured rates; None on a CPU, and where the memory does not suffice."""
-
-    copy_bytes_per_s: float | None = None
-    matmul_flops_per_s: float | None = None
-
-
-@cache
-def ceilings(device: str, dtype: str) -> Ceilings:
-    """The ceilings of a device, measured once per process; bytes are counted as read and as written."""
-    if not device.startswith("cuda"):
-        return Ceilings()
-    return Ceilings(
-        _rate(2 * _COPIED_BYTES, lambda: _copy(device), device),
-        _rate(2 * _ROWS**3, lambda: _matmul(device, dtype), device),
-    )
-
-
-def _copy(device: str) -> Callable[[], object]:
-    import torch
-
-    source = torch.zeros(_COPIED_BYTES, dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
-
-
-def _matmul(device: str, dtype: str) -> Callable[[], object]:
-    import torch
-
-    # Zeros take less power than data, and let the clocks rise higher.
-    generator = torch.Generator(device).manual_seed(0)
-    factor = torch.randn(_ROWS, _ROWS, generator=generator, device=device, dtype=getattr(torch, dtype))
-    product = torch.empty_like(factor)
-    return lambda: torch.mm(factor, factor, out=product)
-
-
-def _rate(amount: int, prepared: Callable[[], Callable[[], object]], device: str) -> float | None:
-    import torch
-
-    try:
-        queued = QueuedCalls(prepared(), device)
-        queued.warm_up()
-        return amount / min(queued.times(_CALLS))
-    except torch.OutOfMemoryError:
-        return None

@@ -1,11 +1,9 @@
 """The machine and software of a measurement, without any name of a person or host; conditions meanwhile.
 
-Conditions are background load, CPU steal, clock drift and the state of a GPU. The figures are approximate,
-and depend on the system; unknown figures are None.
+Figures are approximate, and depend on the system; unknown figures are None.
 """
 
 import importlib.metadata
-import math
 import os
 import platform
 import re
@@ -38,15 +36,11 @@ _PATH = re.compile(r"(?:(?<=^)|(?<=[=,:\s]))(?:~?/|[A-Za-z]:\\)[^,:\s]*")
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
-# A fixed loop: long enough for the clock, short enough that one of the runs is not preempted.
-_LOOP_STEPS, _LOOPS = 20_000, 100
-
 
 def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str, Any]:
     """Description of machine and software, written with the records."""
     import torch
 
-    blas = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     folder, git = Path(__file__).resolve().parents[2], None
     # An installed package has no source tree.
     if (folder / ".git").exists():
@@ -62,7 +56,6 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
         "processor": _entry("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "cores_usable": usable_cores(),
-        "memory_bytes": _entry("/proc/meminfo", "MemTotal"),
         "packages": {
             name: next((package.version for package in importlib.metadata.distributions(name=name)), None)
             for name in PACKAGES
@@ -72,7 +65,6 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
         "torch": {
             "version": torch.__version__,
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-            "blas": blas[1] if blas else None,
             "threads": torch.get_num_threads(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
         },
@@ -114,37 +106,19 @@ def _entry(path: str, name: str) -> Any:
 
 
 def _gpu(device: str) -> dict[str, Any]:
-    """Name, memory, driver, and the kernels of full linear attention: `flex (bfloat16), torch (float32)`."""
+    """Name, memory and driver of a GPU, the latter in the words of nvidia-smi; None if it gives none."""
     import torch
 
-    from efficient_attn.ops import paths, verdict
-
-    kernels: dict[str, list[str]] = {}
-    for name in ("bfloat16", "float16", "float32", "float64"):
-        place, dtype = torch.device(device), getattr(torch, name)
-        kernel = paths.kernels(place, dtype)
-        if kernel == "flex" and not verdict.passed(kernel, place, dtype):
-            kernel = "torch"
-        kernels.setdefault(kernel, []).append(name)
     properties = torch.cuda.get_device_properties(device)
+    # CUDA_VISIBLE_DEVICES renumbers the devices; the driver knows each by its name.
+    query = [f"--id=GPU-{properties.uuid}", f"--query-gpu={','.join(_DRIVER)}", "--format=csv,noheader"]
+    values = (_ask(["nvidia-smi", *query]) or "").split(", ")
     return {
         "name": properties.name,
         "memory_bytes": properties.total_memory,
         "cuda": torch.version.cuda,
-        "kernels": ", ".join(f"{kernel} ({', '.join(names)})" for kernel, names in kernels.items()),
-        **_ask_driver(device, _DRIVER),
+        **dict(zip(_DRIVER, values if len(values) == len(_DRIVER) else [None, None], strict=True)),
     }
-
-
-def _ask_driver(device: str, fields: Sequence[str]) -> dict[str, str | None]:
-    """Answers of the GPU's driver, in the words of nvidia-smi; None if it gives none."""
-    import torch
-
-    # CUDA_VISIBLE_DEVICES renumbers the devices; the driver knows each by its name.
-    device_id = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
-    text = _ask(["nvidia-smi", device_id, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
-    values = (text or "").split(", ")
-    return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else dict.fromkeys(fields)
 
 
 def _ask(command: list[str]) -> str | None:
@@ -157,66 +131,36 @@ def _ask(command: list[str]) -> str | None:
 
 
 class Moment(NamedTuple):
-    """Counters since boot, and the current speed of the processor.
+    """Counters since boot.
 
     Attributes:
-        busy_s: Seconds of all cores in all processes; `own_s`: of this process and its finished children.
-        stolen_s: CPU steal, seconds that the host gave to other virtual machines.
-        loop_s: Shortest duration of a fixed loop.
+        own_s: Processor seconds of this process and its finished children.
+        busy_s: Processor seconds of all processes and of other virtual machines.
     """
 
     wall_s: float
     own_s: float
     busy_s: float | None
-    stolen_s: float | None
-    loop_s: float
 
 
 def moment() -> Moment:
-    """Current counters and speed; takes about ten milliseconds."""
-    loop_s = math.inf
-    for _ in range(_LOOPS):
-        start = time.perf_counter()
-        for _ in range(_LOOP_STEPS):
-            pass
-        loop_s = min(loop_s, time.perf_counter() - start)
-    busy_s = stolen_s = None
+    """Current counters."""
+    busy_s = None
     with suppress(OSError, ValueError, AttributeError):
         words = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
-        user, nice, system, _, _, irq, softirq, stolen_s = (
-            int(word) / os.sysconf("SC_CLK_TCK") for word in words
-        )
-        busy_s = user + nice + system + irq + softirq
-    return Moment(time.monotonic(), sum(os.times()[:4]), busy_s, stolen_s, loop_s)
+        user, nice, system, _, _, irq, softirq, stolen = map(int, words)
+        busy_s = (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
+    return Moment(time.monotonic(), sum(os.times()[:4]), busy_s)
 
 
 def between(before: Moment, after: Moment) -> dict[str, Any]:
-    """Conditions between two moments, in the form stored with the records.
-
-    `others_share` and `stolen_share` are shares of the time of all cores.
-    """
-    wall_s, own_s, busy_s, stolen_s, _ = (
-        None if then is None or now is None else now - then for then, now in zip(before, after, strict=True)
-    )
-    all_s = max(wall_s or 0.0, 1e-9) * (os.cpu_count() or 1)
-    return {
-        "wall_s": wall_s,
-        # The system counts in hundredths of a second, so that the difference may be slightly negative.
-        "others_share": None if busy_s is None else max(busy_s - (own_s or 0.0), 0.0) / all_s,
-        "stolen_share": None if stolen_s is None else stolen_s / all_s,
-        "loop_before_s": before.loop_s,
-        "loop_after_s": after.loop_s,
-    }
-
-
-def throttle_reasons(device: str) -> int | None:
-    """Reasons that hold the clocks of a GPU down now, as the bit mask of NVML; None without an answer."""
-    if device.startswith("cuda"):
-        name = "clocks_event_reasons.active"
-        # Some devices answer [N/A].
-        with suppress(ValueError):
-            return int(_ask_driver(device, [name])[name] or "", 16)
-    return None
+    """Conditions between two moments: the share of the time of all cores that others took."""
+    if before.busy_s is None or after.busy_s is None:
+        return {"others_share": None}
+    others_s = after.busy_s - before.busy_s - (after.own_s - before.own_s)
+    all_s = max(after.wall_s - before.wall_s, 1e-9) * (os.cpu_count() or 1)
+    # The system counts in hundredths of a second, so that the difference may be slightly negative.
+    return {"others_share": max(others_s, 0.0) / all_s}
 
 
 def waited_s() -> float | None:

@@ -239,14 +239,8 @@ class Subject:
             "causal": self.causal,
         }
 
-    def converted(
-        self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1, causal: bool = False
-    ) -> "Subject":
-        """Copies of the first tokens in a dtype on a device; inputs are never extended.
-
-        Args:
-            causal: Whether inputs that are not causal in their model are measured causally too.
-        """
+    def converted(self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1) -> "Subject":
+        """Copies of the first tokens in a dtype on a device; inputs are never extended."""
         if tokens is not None and tokens > self.tokens:
             raise OptionError(
                 f"{tokens} tokens are more than the {self.tokens} of {self.name}, which cannot be extended."
@@ -255,7 +249,7 @@ class Subject:
             tensor[..., :tokens, :].to(dtype=getattr(torch, dtype), device=device).repeat(batch, 1, 1, 1)
             for tensor in self.activations
         )
-        return replace(self, activations=Activations(*tensors), causal=causal or self.causal)
+        return replace(self, activations=Activations(*tensors))
 
 
 def subjects(

@@ -1,38 +1,27 @@
-"""Process isolation: a backend that crashes, hangs or exhausts memory costs one record.
+"""Measurements and checks of backends in child processes, or measurements in this one."""
 
-A child process answers requests until a backend crashes or blocks it. It is spawned, not forked, and reused
-while it is healthy. Requests and answers are JSON over a private pipe. The conformance suite runs in such
-processes too.
-"""
-
-import contextlib
-import json
 import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from multiprocessing import Pipe
+from contextlib import ExitStack, closing, redirect_stdout
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any, Self
 
-from msgspec import structs
-
 from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
-from efficient_attn.errors import DataError, OptionError, UnknownNameError
-from efficient_attn.measure import process, worker
+from efficient_attn.errors import AttentionError, DataError, OptionError, UnknownNameError
+from efficient_attn.measure import worker
 from efficient_attn.measure.environment import usable_cores
-from efficient_attn.measure.record import Case, Record, parse, replace
+from efficient_attn.measure.process import CrashError, Process
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.units import show_seconds
 
 NONE, REUSE = ISOLATIONS = ("none", "reuse")
 
 # Isolation requires process groups and inherited pipes, which only POSIX has.
 DEFAULT_ISOLATION = REUSE if os.name == "posix" else NONE
-# Time limit of one point or one check; most checks take less than a second on an idle machine.
+# Time limit of one measurement or one check; most checks take less than a second on an idle machine.
 DEFAULT_TIMEOUT_S = 60.0
 
 # Checks that run beside one another.
@@ -40,121 +29,13 @@ _MOST_PROCESSES = 4
 # After this many hanging checks the remaining ones are not tried.
 _MOST_HANGS = 3
 
-# Time limits to start Python and load torch, and for a killed process to end.
-_START_LIMIT_S, _END_LIMIT_S = 120.0, 2.0
-
-# Answers are a few kilobytes.
-_LONGEST_ANSWER = 1 << 22
-_STDERR = 2
-
-
-class CrashError(Exception):
-    """The process ended before it answered; the message describes how."""
-
-
-class Process:
-    """Answers requests in a child process of its own session, started on first use and after every failure.
-
-    Args:
-        limit_bytes: Memory that the process may allocate beyond its start-up; None: unlimited.
-        variables: Environment variables that the process has in addition.
-    """
-
-    def __init__(self, limit_bytes: int | None = None, *, variables: Mapping[str, str] | None = None) -> None:
-        self._limit_bytes = limit_bytes
-        self._variables = dict(variables or {})
-        self.child: subprocess.Popen[bytes] | None = None
-        self._requests: Any = None
-        self._answers: Any = None
-
-    def start(self) -> None:
-        """Start the process, unless it is running."""
-        if self.child is not None:
-            return
-        # A pipe of two directions would be a socket.
-        requests, self._requests = Pipe(duplex=False)
-        self._answers, answers = Pipe(duplex=False)
-        descriptors = requests.fileno(), answers.fileno()
-        # multiprocessing.Process would run the user's main module again.
-        call = f"process.serve({descriptors[0]}, {descriptors[1]}, {self._limit_bytes})"
-        command = [sys.executable, "-P", "-c", f"from efficient_attn.measure import process; {call}"]
-        # The child imports from the same places.
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        with requests, answers:
-            self.child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=_STDERR,
-                pass_fds=descriptors,
-                start_new_session=True,
-                env={**os.environ, **self._variables, "PYTHONPATH": paths},
-            )
-        try:
-            ready = self._answer(_START_LIMIT_S) == process.READY
-        except (TimeoutError, CrashError):
-            ready = False
-        if not ready:
-            self.close()
-            raise CrashError("the process that measures did not start; isolate='none' measures without it")
-
-    def ask(self, job: str, request: Mapping[str, Any], *, limit_s: float) -> bytes:
-        """Answer to a request.
-
-        Raises:
-            TimeoutError: If it does not come in time.
-            CrashError: If the process has ended.
-        """
-        self.start()
-        data = json.dumps({"job": job, "limit_s": limit_s, **request}, allow_nan=False).encode()
-        try:
-            # A process that has ended reads nothing, and its answers end.
-            with contextlib.suppress(BrokenPipeError):
-                self._requests.send_bytes(data)
-            return self._answer(limit_s)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Kill the process and all its children if it is running, and reap it."""
-        child, self.child = self.child, None
-        if child is None:
-            return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_END_LIMIT_S)
-        self._requests.close()
-        self._answers.close()
-
-    def _answer(self, limit_s: float) -> bytes:
-        if not self._answers.poll(limit_s):
-            raise TimeoutError
-        try:
-            return bytes(self._answers.recv_bytes(_LONGEST_ANSWER))
-        except (EOFError, OSError):
-            # The other end is closed, or code of a backend has written to it.
-            raise CrashError(self._ending()) from None
-
-    def _ending(self) -> str:
-        assert self.child is not None, "it was started"
-        try:
-            code = self.child.wait(_END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return "the process stopped answering"
-        if code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else "unnamed"
-            likely = ": likely the system's out-of-memory killer" if code == -signal.SIGKILL else ""
-            return f"the process crashed with signal {-code} ({name}){likely}"
-        return f"the process ended with exit code {code}"
-
 
 class Measurer:
     """Measures cases in a child process that is replaced after every failure, or in this process.
 
     Args:
         isolate: `reuse` keeps the child while it is healthy, `none` measures here.
-        timeout_s: Time limit per point: all rounds of a time together, or one memory, including construction.
+        timeout_s: Time limit of a measurement, including construction.
         limit_bytes: Memory that the child may allocate beyond its start-up.
         variables: Environment variables that the child has in addition.
 
@@ -175,10 +56,8 @@ class Measurer:
         if not timeout_s > 0:
             raise OptionError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}.")
         self.inputs: dict[str, str] = {}
-        self._isolate = isolate
-        self._timeout_s = timeout_s
+        self._isolate, self._timeout_s = isolate, timeout_s
         self._process = Process(limit_bytes, variables=variables)
-        self._spent_s: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -189,40 +68,25 @@ class Measurer:
     def __call__(self, case: Case, *, target: Any = None, seconds: float = worker.CALLS_S) -> Record:
         """Measure one case; always returns a record, whatever happens to the process."""
         inputs = self.inputs.get(case.inputs)
+        call = partial(worker.measure, case, target=target, seconds=seconds, inputs=inputs)
         if self._isolate == NONE:
-            # torch is loaded by the first measurement.
-            from efficient_attn.measure.accuracy import measure_case
+            return call()
+        used = self._process.child is not None
+        record = self._isolated(case, call)
+        # Out of memory in a used process may be due to leaks of earlier points.
+        return self._isolated(case, call) if used and record.status == "oom" else record
 
-            return measure_case(case, target=target, seconds=seconds, inputs=inputs)
-        request = {"case": structs.asdict(case), "target": target, "seconds": seconds, "inputs": inputs}
-        # Out of memory in a used process may be due to leaks of earlier points: retry in a new one.
-        for used in (self._process.child is not None, False):
-            record = self._attempt(case, request)
-            if record.status not in ("ok", "unsupported"):
-                self._process.close()
-            if not (used and record.status == "oom"):
-                break
-        return record
-
-    def _attempt(self, case: Case, request: Mapping[str, Any]) -> Record:
+    def _isolated(self, case: Case, call: Callable[[], Record]) -> Record:
         try:
-            # Its start is no part of the time limit.
-            self._process.start()
-        except CrashError as ending:
-            return Record(case=case, status="crash", reason=str(ending))
-        spent_s, start = self._spent_s.get(case.key, 0.0), time.monotonic()
-        try:
-            answer = self._process.ask("measure", request, limit_s=max(self._timeout_s - spent_s, 0.0))
-            return replace(parse(answer, "The answer"), case=case)
+            record = self._process.ask(call, limit_s=self._timeout_s)
         except TimeoutError:
             reason = f"took longer than {show_seconds(self._timeout_s)} (raise it with --timeout)"
             return Record(case=case, status="timeout", reason=reason)
         except CrashError as ending:
             return Record(case=case, status="crash", reason=str(ending))
-        except DataError:
-            return Record(case=case, status="crash", reason="the process returned an invalid record")
-        finally:
-            self._spent_s[case.key] = spent_s + time.monotonic() - start
+        if record.status not in ("ok", "unsupported"):
+            self._process.close()
+        return record
 
 
 def check_isolated(
@@ -234,7 +98,7 @@ def check_isolated(
     long: bool = False,
     declared: Mapping[str, Any] | None = None,
 ) -> list[CheckRecord]:
-    """Records of `efficient_attn.check` for a name or an address, computed in a child process.
+    """Records of `efficient_attn.check` for a name or an address, computed in child processes.
 
     The time limit holds for one check, and for the import of the backend. `declared` are arguments of
     `testing.adapt` for a function at an address.
@@ -244,8 +108,8 @@ def check_isolated(
 
     if os.name != "posix":
         # Other systems have no process groups; the backend runs in this process.
-        tested = backend if declared is None else testing.adapt(backend, **declared)
-        with contextlib.redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr):
+            tested = _subject(backend, declared)
             return testing.check(tested, on_fail="collect", seed=seed, only=only, long=long)
     # A check of the long form also runs if it is named.
     names = testing.check_names(long=long or only is not None)
@@ -260,10 +124,9 @@ def check_isolated(
         lost = partial(CheckRecord, backend=backend, check=name, promise=CHECKS[name].promise)
         if len(hangs) >= _MOST_HANGS:
             return lost(outcome=UNKNOWN, detail=f"Not tried: {len(hangs)} earlier checks did not end.")
-        request = {"target": backend, "check": name, "seed": seed, "long": long, "declared": declared}
         child = processes.get()
         try:
-            return CheckRecord(**json.loads(child.ask("check", request, limit_s=timeout_s)))
+            return child.ask(partial(_checked, backend, declared, name, seed, long), limit_s=timeout_s)
         except TimeoutError:
             hangs.append(name)
             detail = f"The check took longer than {show_seconds(timeout_s)} (raise it with --timeout)."
@@ -273,24 +136,55 @@ def check_isolated(
         finally:
             processes.put(child)
 
-    with contextlib.ExitStack() as stack:
-        first = stack.enter_context(contextlib.closing(Process()))
+    with ExitStack() as stack:
+        # Each check uses one thread.
+        count = min(usable_cores(), _MOST_PROCESSES, len(chosen))
+        children = [stack.enter_context(closing(Process())) for _ in range(count)]
+        for child in children:
+            processes.put(child)
         place = backend.rpartition(":")[0] or backend
         try:
-            refusal = json.loads(first.ask("load", {"target": backend}, limit_s=timeout_s))
+            refusal = children[0].ask(partial(_refusal, backend), limit_s=timeout_s)
         except TimeoutError:
             refusal = f"{place} cannot be used: its import took longer than {show_seconds(timeout_s)}."
         except CrashError as ending:
             refusal = f"{place} cannot be used: during its import {ending}."
         if refusal is not None:
             raise DataError(refusal)
-        # Each check uses one thread.
-        count = min(usable_cores(), _MOST_PROCESSES, len(chosen))
-        processes.put(first)
-        for _ in range(count - 1):
-            processes.put(stack.enter_context(contextlib.closing(Process())))
         pool = ThreadPoolExecutor(count)
         try:
             return list(pool.map(record_of, chosen))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _refusal(backend: str) -> str | None:
+    """Error message if the backend does not exist; the child makes this call and the next."""
+    try:
+        _resolved(backend)
+    except AttentionError as error:
+        return str(error)
+    return None
+
+
+def _checked(
+    backend: str, declared: Mapping[str, Any] | None, name: str, seed: int, long: bool
+) -> CheckRecord:
+    from efficient_attn import testing
+
+    tested = _subject(backend, declared)
+    (record,) = testing.check(tested, on_fail="collect", seed=seed, only=[name], long=long)
+    return record
+
+
+def _subject(backend: str, declared: Mapping[str, Any] | None) -> Any:
+    from efficient_attn import testing
+
+    return _resolved(backend) if declared is None else testing.adapt(backend, **declared)
+
+
+@cache
+def _resolved(backend: str) -> Any:
+    from efficient_attn.backends import resolve
+
+    return resolve(backend)

@@ -16,9 +16,6 @@ from efficient_attn.errors import UnsupportedError
 
 Call = Callable[[], object]
 
-ALLOCATIONS = "cpu allocation events"
-CUDA_ALLOCATED = "cuda allocated"
-
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -27,7 +24,6 @@ class Peak(NamedTuple):
 
     peak_bytes: int
     kept_bytes: int
-    method: str
 
 
 def peak(call: Call, *, device: str) -> Peak:
@@ -52,7 +48,7 @@ def allocations_are_seen() -> bool:
         return torch.empty(remaining, dtype=torch.uint8)
 
     try:
-        return _allocation_peak(pattern)[:2] == (sum(sizes), remaining)
+        return _allocation_peak(pattern) == (sum(sizes), remaining)
     except (AttributeError, RuntimeError):
         return False
 
@@ -84,7 +80,7 @@ def _allocation_peak(call: Call) -> Peak:
     for size in sizes:
         level += size
         highest = max(highest, level)
-    return Peak(highest, level, ALLOCATIONS)
+    return Peak(highest, level)
 
 
 def _allocations(run: Any) -> Iterator[tuple[int, int]]:
@@ -125,7 +121,7 @@ def _cuda_peak(call: Call, device: str) -> Peak:
     del result
     level = before["allocated_bytes.all.current"]
     highest, current = (after[f"allocated_bytes.all.{name}"] - level for name in ("peak", "current"))
-    return Peak(highest, current, CUDA_ALLOCATED)
+    return Peak(highest, current)
 
 
 def tensors_in(value: Any) -> Iterator[Any]:

@@ -1,34 +1,138 @@
-"""The end of a child process that answers requests, until a backend crashes or blocks it."""
+"""Calls in a child process: a backend that crashes, hangs or exhausts memory ends that process alone.
 
-import faulthandler
-import json
+The child is spawned, not forked, and makes calls until a backend crashes or blocks it. Calls and results are
+pickled over private pipes.
+"""
+
 import os
-import queue
+import pickle
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
-from functools import cache
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
-from efficient_attn.errors import AttentionError
-from efficient_attn.measure.record import Case, line
+T = TypeVar("T")
+
+# Time limits to start Python and load torch, and for a killed process to end.
+_START_LIMIT_S, _END_LIMIT_S = 120.0, 2.0
 
 # First message of a process that has loaded everything.
-READY = b"ready"
+_READY = "ready"
+
+_STDERR = 2
 
 # Address space that threads and libraries reserve without using it; excluded from the limit.
 _RESERVED_BYTES = 1 << 30
 
-# The parent kills late children; if it is gone and C code hangs, the child ends itself this much later.
-_GRACE_S, _LONGEST_S = 5.0, 1e6
+
+class CrashError(Exception):
+    """The process ended before it answered; the message describes how."""
 
 
-def serve(requests: int, answers: int, limit_bytes: int | None) -> None:
-    """Serve requests from a pipe, for ever; both pipes by their descriptors.
+class Process:
+    """Makes calls in a child process of its own session, started on first use and after every failure.
+
+    Args:
+        limit_bytes: Memory that the process may allocate beyond its start-up; None: unlimited.
+        variables: Environment variables that the process has in addition.
+    """
+
+    def __init__(self, limit_bytes: int | None = None, *, variables: Mapping[str, str] | None = None) -> None:
+        self._limit_bytes = limit_bytes
+        self._variables = dict(variables or {})
+        self.child: subprocess.Popen[bytes] | None = None
+        self._calls: Any = None
+        self._results: Any = None
+
+    def start(self) -> None:
+        """Start the process, unless it is running."""
+        if self.child is not None:
+            return
+        # A pipe of two directions would be a socket.
+        calls, self._calls = Pipe(duplex=False)
+        self._results, results = Pipe(duplex=False)
+        descriptors = calls.fileno(), results.fileno()
+        # multiprocessing.Process would run the user's main module again.
+        served = f"process.serve({descriptors[0]}, {descriptors[1]}, {self._limit_bytes})"
+        # The child imports from the same places.
+        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        with calls, results:
+            self.child = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from efficient_attn.measure import process; {served}"],
+                stdin=subprocess.DEVNULL,
+                stdout=_STDERR,
+                pass_fds=descriptors,
+                start_new_session=True,
+                env={**os.environ, **self._variables, "PYTHONPATH": paths},
+            )
+        try:
+            ready = self._result(_START_LIMIT_S) == _READY
+        except (TimeoutError, CrashError):
+            ready = False
+        if not ready:
+            self.close()
+            raise CrashError("the process that measures did not start; isolate='none' measures without it")
+
+    def ask(self, call: Callable[[], T], *, limit_s: float) -> T:
+        """Result of a call that the process makes; its start is no part of the time limit.
+
+        Raises:
+            TimeoutError: If it does not come in time.
+            CrashError: If the process has ended, or an exception has ended it.
+        """
+        self.start()
+        try:
+            # A process that has ended reads nothing, and its results end.
+            with suppress(BrokenPipeError):
+                self._calls.send(call)
+            result: T = self._result(limit_s)
+        except BaseException:
+            self.close()
+            raise
+        return result
+
+    def close(self) -> None:
+        """Kill the process and all its children if it is running, and reap it."""
+        child, self.child = self.child, None
+        if child is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_END_LIMIT_S)
+        self._calls.close()
+        self._results.close()
+
+    def _result(self, limit_s: float) -> Any:
+        if not self._results.poll(limit_s):
+            raise TimeoutError
+        try:
+            return self._results.recv()
+        except Exception:  # The other end is closed, or code of a backend has written to it.
+            raise CrashError(self._ending()) from None
+
+    def _ending(self) -> str:
+        assert self.child is not None, "it was started"
+        try:
+            code = self.child.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return "the process stopped answering"
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else "unnamed"
+            likely = ": likely the system's out-of-memory killer" if code == -signal.SIGKILL else ""
+            return f"the process crashed with signal {-code} ({name}){likely}"
+        return f"the process ended with exit code {code}"
+
+
+def serve(calls: int, results: int, limit_bytes: int | None) -> None:
+    """Make calls from a pipe, for ever; both pipes by their descriptors.
 
     The child process runs this function. Its stdout, which belongs to the backends, is redirected to stderr.
     It ends, with all its children, as soon as the parent is gone.
@@ -36,18 +140,26 @@ def serve(requests: int, answers: int, limit_bytes: int | None) -> None:
     # Ctrl-C is ignored, so that a backend that sends itself SIGINT has no effect.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Started before torch is loaded, so that a parent that exits at once leaves no child behind.
-    received: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-    pipe = Connection(answers, readable=False)
-    source = Connection(requests, writable=False)
-    threading.Thread(target=_receive, args=(source, received), daemon=True).start()
-    # torch is loaded before the first request, since it takes longer than most measurements.
-    from efficient_attn.measure import calls  # noqa: F401  (part of the start-up, not of the first point)
+    received: SimpleQueue[bytes] = SimpleQueue()
+    answers = Connection(results, readable=False)
+    requests = Connection(calls, writable=False)
+    threading.Thread(target=_receive, args=(requests, received), daemon=True).start()
+    # torch is loaded before the first call, since it takes longer than most measurements.
+    import efficient_attn.measure.accuracy  # noqa: F401  (part of the start-up, not of the first call)
 
     if limit_bytes is not None:
         _limit_memory(limit_bytes)
-    pipe.send_bytes(READY)
+    answers.send(_READY)
     while True:
-        pipe.send_bytes(_respond(received.get()).encode())
+        answers.send(pickle.loads(received.get())())
+
+
+def _receive(requests: Connection, received: "SimpleQueue[bytes]") -> None:
+    """Queue calls; runs in a thread of its own, which notices the end of the parent at any time."""
+    with suppress(EOFError, OSError):
+        while True:
+            received.put(requests.recv_bytes())
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _limit_memory(limit_bytes: int) -> None:
@@ -61,67 +173,3 @@ def _limit_memory(limit_bytes: int) -> None:
     most = pages * resource.getpagesize() + limit_bytes + _RESERVED_BYTES
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
-
-
-def _respond(request: dict[str, Any]) -> str:
-    with open(os.devnull, "wb") as nowhere:
-        # faulthandler is the only timer in Python that needs no lock, which a hanging call may hold.
-        end_s = min(request["limit_s"] + _GRACE_S, _LONGEST_S)
-        faulthandler.dump_traceback_later(end_s, exit=True, file=nowhere)
-        try:
-            jobs = {"measure": _measure, "load": _load, "check": _check, "kernel": _kernel}
-            return jobs[request["job"]](request)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-
-
-def _receive(pipe: Connection, received: "queue.SimpleQueue[dict[str, Any]]") -> None:
-    """Queue requests; runs in a thread of its own, which notices the end of the parent at any time."""
-    with suppress(EOFError, OSError):
-        while True:
-            received.put(json.loads(pipe.recv_bytes()))
-    os.killpg(os.getpid(), signal.SIGKILL)
-
-
-def _measure(request: Mapping[str, Any]) -> str:
-    from efficient_attn.measure.accuracy import measure_case
-
-    case = Case(**request["case"])
-    return line(measure_case(case, **{name: request[name] for name in ("target", "seconds", "inputs")}))
-
-
-def _load(request: Mapping[str, Any]) -> str:
-    """Error message if the backend does not exist, else None."""
-    try:
-        _resolved(request["target"])
-    except AttentionError as error:
-        return json.dumps(str(error))
-    return json.dumps(None)
-
-
-def _check(request: Mapping[str, Any]) -> str:
-    from efficient_attn import testing
-
-    target, name, declared = request["target"], request["check"], request["declared"]
-    spec = _resolved(target) if declared is None else testing.adapt(target, **declared)
-    (record,) = testing.check(
-        spec, on_fail="collect", seed=request["seed"], only=[name], long=request["long"]
-    )
-    return json.dumps(asdict(record))
-
-
-def _kernel(request: Mapping[str, Any]) -> str:
-    """Check one fused kernel, by its name or at an address, with one tile."""
-    from efficient_attn.external import is_address, object_at
-    from efficient_attn.measure.kernel_check import check_kernel
-
-    name = request["kernel"]
-    kernel = object_at(name, role="a kernel")[1] if is_address(name) else name
-    return json.dumps(check_kernel(kernel, **{x: request[x] for x in ("precision", "device", "tile")}))
-
-
-@cache
-def _resolved(target: str) -> Any:
-    from efficient_attn.backends import resolve
-
-    return resolve(target)

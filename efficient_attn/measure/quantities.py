@@ -41,7 +41,7 @@ class Quantity:
         samples: Field of the raw values, one per repetition; None: records keep none.
         rounding: The number is rounding error if it is below this power of the precision of its dtype;
             0: never.
-        condition: Part in the comparison of a field without a verdict of its own; None: it is compared.
+        compared: Whether two runs are compared by it; False: the field describes a condition.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Quantity:
     record_field: str | None = None
     samples: str | None = None
     rounding: int = 0
-    condition: str | None = None
+    compared: bool = True
 
     @property
     def field(self) -> str:
@@ -86,7 +86,7 @@ def register(*quantities: Quantity, kinds: Mapping[str, str] | None = None) -> N
     Several studies may declare the same quantity in the same words.
     """
     for quantity in quantities:
-        table = QUANTITIES if quantity.condition is None else CONDITIONS
+        table = QUANTITIES if quantity.compared else CONDITIONS
         if table.setdefault(quantity.name, quantity) != quantity:
             raise RuntimeError(f"Two quantities are called {quantity.name!r}; rename one of them.")
         for field in quantity.fields:
@@ -121,71 +121,36 @@ def error(name: str, unit: str, meaning: str, *, rounding: int = 1) -> Quantity:
 
 
 def setting(
-    name: str,
-    unit: str,
-    meaning: str,
-    *,
-    type: Type = "whole number",
-    threshold: float = 1e-9,
+    name: str, unit: str, meaning: str, *, type: Type = "whole number", threshold: float = 1e-9
 ) -> Quantity:
     """Value that describes the measurement or follows from theory; a change is neither better nor worse."""
     return Quantity(name, unit, meaning, type=type, better=None, threshold=threshold)
 
 
-def condition(name: str, unit: str, meaning: str, part: str, *, type: Type = "number") -> Quantity:
-    """Field without a verdict of its own, with its part in the comparison."""
-    return Quantity(name, unit, meaning, type=type, better=None, condition=part)
+def condition(name: str, unit: str, meaning: str, *, type: Type = "number") -> Quantity:
+    """Field that is not compared."""
+    return Quantity(name, unit, meaning, type=type, better=None, compared=False)
 
-
-# Part of conditions in a comparison.
-_CEILING = "reference of shares"
 
 # Costs: `bench`.
 register(
     duration("time_s", "times_s", "Wall-clock time of a call, less the run-queue wait on one CPU thread"),
     duration("device_time_s", "device_times_s", "Time of a queued call on a GPU without launch overhead"),
     condition(
-        "round_sizes",
-        "",
-        "Number of timed calls in each interleaved round, in order.",
-        "rounds of times_s and device_times_s",
-        type="whole numbers",
+        "round_sizes", "", "Number of timed calls in each interleaved round, in order.", type="whole numbers"
     ),
-    condition(
-        "waited_s",
-        "s",
-        "Run-queue wait during the timed calls, summed over the threads of the process.",
-        "reason for an unclear time",
-    ),
+    condition("waited_s", "s", "Run-queue wait during the timed calls, summed over the process's threads."),
     condition(
         "kernels",
         "",
         "Kernels that served the calls: cpu (algorithms for its caches), flex, varlen, or torch (PyTorch's "
         "operators alone).",
-        "named above the table",
         type="text",
     ),
     cost("peak_bytes", "bytes", "Peak of allocated memory above the level before the call."),
-    condition(
-        "memory_method",
-        "",
-        "Method by which peak_bytes was counted.",
-        "shown nowhere",
-        type="text",
-    ),
     cost("parameter_bytes", "bytes", "Size of the parameters of the backend."),
     cost("state_bytes", "bytes", "Size of the streaming state of a causal backend after all tokens."),
     cost("flops", "FLOP", "Floating-point operations of the matrix products of a call."),
-    cost("moved_bytes", "bytes", "Size of inputs, output, parameters and gradients of attention, each once."),
-    condition("matmul_flops_per_s", "FLOP/s", "Peak rate of large matrix products.", _CEILING),
-    condition("copy_bytes_per_s", "B/s", "Peak rate of a large copy, reads and writes.", _CEILING),
-    condition(
-        "throttle_reasons",
-        "",
-        "Reasons that held clocks down after the first round, as the bit mask of NVML.",
-        "reason for an unclear device time",
-        type="whole number",
-    ),
     setting(
         "calibrated_on",
         "",
@@ -200,18 +165,15 @@ register(
         "Number of floats that a query reads per head: keys and values, their projections, or a state of "
         "features.",
     ),
-    kinds={
-        "time": "wall-clock time",
-        "memory": "peak memory",
-    },
+    kinds={"time": "wall-clock time", "memory": "peak memory"},
 )
 
 # Accuracy of trained models: `recall`.
 register(
     Quantity(
-        name="accuracy",
-        unit="share",
-        meaning="Share of right answers after training.",
+        "accuracy",
+        "share",
+        "Share of right answers after training.",
         better="more",
         scatter="seeds",
         threshold=MATTERS,
@@ -239,13 +201,11 @@ register(
         better="more",
         threshold=MATTERS,
     ),
-    setting("expected_output_mse", "squared", "Theoretical expectation of output_mse.", type="number"),
     setting("expected_kernel_mse", "squared", "Theoretical expectation of kernel_mse.", type="number"),
     condition(
         "compared_queries",
         "",
         "Number of queries of each head in the error, drawn at random; null: all.",
-        "named in the notes",
         type="whole number",
     ),
     kinds={"error": "approximation error"},

@@ -5,12 +5,10 @@ their fields. A measurement that failed is a record too, with its reason.
 """
 
 import dataclasses
-import errno
 import itertools
 import json
 import math
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -40,7 +38,7 @@ SCHEMA = 2
 STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
 
 # Executions of a call other than eager.
-COMPILED, CUDA_GRAPH, DECODED = EXECUTIONS = ("compiled", "cuda-graph", "decoded")
+COMPILED, DECODED = "compiled", "decoded"
 
 # `calibrated_on` of a backend that was calibrated on the inputs of its measurement.
 SAME_INPUTS = "the inputs measured"
@@ -61,7 +59,6 @@ _TYPES: dict[str, Any] = {
     "whole numbers": tuple[_WHOLE, ...],
     "text": str,
 }
-_FIELD = re.compile(r"`\$\.(\w+)")
 # Scalars of NumPy are floats to Python, but not to msgspec.
 _encode = msgspec.json.Encoder(enc_hook=float).encode
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -101,7 +98,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     ] = None
     seed: Annotated[_WHOLE, Meta(description="Random seed of the inputs, or of the first draw.")] = 0
     execution: Annotated[
-        str | None, Meta(description="compiled (torch.compile) or cuda-graph (replayed); null: eager.")
+        str | None, Meta(description="compiled (torch.compile) or decoded (one token); null: eager.")
     ] = None
     l2: Annotated[
         str | None,
@@ -237,12 +234,6 @@ def _finite(value: Any) -> bool:
 def append(path: str | Path, record: Record) -> None:
     """Add one line to the file, whole or not at all, and wait until it is on the disk."""
     path, data = Path(path), f"{line(record)}\n".encode()
-    if len(data) > limits.RECORD_LINE_BYTES:
-        case, most = record.case, limits.RECORD_LINE_BYTES
-        raise DataError(
-            f"{case.label}, {case.tokens} tokens, {case.kind}: a record of {len(data)} bytes; at most {most} "
-            "are written. Measure fewer rounds."
-        )
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o644)
         try:
@@ -269,14 +260,10 @@ def sync_names(folder: Path) -> None:
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
+    # Some file systems of networks do not know the request.
+    with suppress(OSError):
         os.fsync(descriptor)
-    except OSError as error:
-        # Some file systems of networks do not know the request.
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(descriptor)
+    os.close(descriptor)
 
 
 def write(path: Path, content: str | bytes | Mapping[str, Any]) -> Path:
@@ -323,7 +310,7 @@ def parse(text: bytes, source: str) -> Record:
     try:
         row = msgspec.json.decode(text, type=line_type(len(FIELDS), len(KINDS)))
     except _UNREADABLE as error:
-        raise DataError(_refusal(text, source, str(error))) from None
+        raise DataError(f"{source} is no record: {' '.join(str(error).split())[:200]}.") from None
     values = msgspec.structs.asdict(row)
     measured = {name: values[name] for name in FIELDS if values[name] is not None}
     for name in ("times_s", "device_times_s"):
@@ -332,24 +319,6 @@ def parse(text: bytes, source: str) -> Record:
             measured[name] = tuple(time_s for time_s in measured[name] if time_s is not None) or None
     case = msgspec.convert(row, Case, from_attributes=True)
     return Record(case=case, status=row.status, reason=row.reason, measured=measured)
-
-
-def _refusal(text: bytes, source: str, message: str) -> str:
-    try:
-        row = msgspec.json.decode(text)
-    except _UNREADABLE as error:
-        return f"{source} is no strict JSON: {str(error)[:80]}."
-    if not isinstance(row, dict):
-        return f"{source} is no JSON object."
-    if row.get("schema") != SCHEMA:
-        return f"{source} has schema {str(row.get('schema'))[:40]!r}; this version reads {SCHEMA}."
-    # msgspec names the first faulty field alone, and no list of all kinds is short.
-    for name, values in (("kind", tuple(KINDS)), ("status", STATUSES)):
-        if row.get(name) not in values:
-            return f"{source} has {name} {str(row.get(name))[:40]!r}; known: {', '.join(values)}."
-    reason, field = message.partition(" - at ")[0], _FIELD.search(message)
-    value = f"{field[1]} cannot be {str(row[field[1]])[:40]!r}; " if field else ""
-    return f"{source}: {value}{reason[0].lower()}{reason[1:]}."
 
 
 # Declarations are only ever added, so that the numbers of fields and kinds identify the type.

@@ -7,7 +7,6 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import msgspec
@@ -50,7 +49,7 @@ class Variant:
         target: Argument of `build`: a name, a path, a module or a callable.
         options: All options, including defaults.
         memory_growth: Declared power of tokens in its memory.
-        execution: One of EXECUTIONS; None: eager.
+        execution: compiled or decoded; None: eager.
     """
 
     backend: str
@@ -154,6 +153,7 @@ def is_ours(target: Any) -> bool:
 
 def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> Iterator[Variant]:
     from efficient_attn.backends import resolve
+    from efficient_attn.external import is_address, label_of
 
     spec = resolve(target)
     option_types = typing.get_type_hints(spec.options_type)
@@ -164,9 +164,7 @@ def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> 
         [_converted(name, option, value, option_types[option]) for value in values]
         for option, values in settings.items()
     ]
-    # A path without its folders, which are specific to one machine.
-    file, colon, thing = name.rpartition(":")
-    shown = f"{PurePath(file).name}:{thing}" if colon else name
+    shown = label_of(name) if is_address(name) else name
     for values in itertools.product(*choices):
         options = dict(zip(settings, values, strict=True))
         setting = ", ".join(f"{option}={value}" for option, value in options.items())

@@ -8,13 +8,12 @@ import gc
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
 from efficient_attn.contained import contained, described, one_line
 from efficient_attn.errors import AttentionError
 from efficient_attn.measure import clock, environment, memory
-from efficient_attn.measure.clock import QueuedCalls, ceilings
+from efficient_attn.measure.clock import QueuedCalls
 from efficient_attn.measure.record import Case, Record, replace
 
 # Seconds of timed calls; bounds on their number per round.
@@ -31,24 +30,23 @@ Call = Callable[[], object]
 
 
 def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs: str | None = None) -> Record:
-    """Measure one case: calls for about `seconds`, or the memory of one call.
+    """Measure the time of calls for about `seconds`, the memory of one call, or its error on given inputs.
 
     Args:
         target: Backend to build, if `case.backend` is not sufficient: an object, or a path.
         inputs: File of the q, k, v that `case.inputs` names; None: a Gaussian draw.
     """
 
-    def measured() -> Record:
-        # torch is loaded by the first measurement.
-        from efficient_attn.measure import calls
+    # torch is loaded by the first measurement.
+    from efficient_attn.measure import accuracy, calls
 
+    if case.kind == "error" and inputs is not None:
+        return accuracy.error_of_case(case, target, inputs)
+
+    def measured() -> Record:
         prepared = calls.prepare(case, case.backend if target is None else target, inputs)
         if case.kind == "time":
             record = time_of(case, prepared.call, seconds=seconds, first=prepared.checked)
-            record = replace(record, flops=prepared.flops, moved_bytes=prepared.moved_bytes)
-            # The state is read first: the product of the ceilings draws more power than most calls.
-            record = replace(record, throttle_reasons=_throttle_reasons(case))
-            record = replace(record, **ceilings(case.device, case.dtype)._asdict())
         else:
             record = memory_of(case, prepared.call, first=prepared.checked)
             parameters, state = memory.parameter_bytes(prepared.module), calls.state_bytes(prepared)
@@ -122,18 +120,11 @@ def time_of(
     )
 
 
-@cache
-def _throttle_reasons(case: Case) -> int | None:
-    """Read in the first round of a case alone: the driver takes milliseconds to answer."""
-    return environment.throttle_reasons(case.device)
-
-
 def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:
     """Peak memory of one call; `first` is the same call with checks of its result."""
     # The first call fills caches, which are not part of the measurement.
     (first or call)()
-    peak = memory.peak(call, device=case.device)
-    return Record(case=case, peak_bytes=peak.peak_bytes, memory_method=peak.method)
+    return Record(case=case, peak_bytes=memory.peak(call, device=case.device).peak_bytes)
 
 
 @contextmanager

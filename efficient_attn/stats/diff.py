@@ -224,10 +224,6 @@ def _with_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: 
         return replace(change, verdict=UNCOMPARABLE, remark="no value is a usable number"), None
     change = _with_ratio(change, test)
     records = records_of((*old, *new))
-    methods = {record.memory_method for record in records}
-    if quantity.name.endswith("peak_bytes") and len(methods) > 1:
-        remark = f"counted by {' and by '.join(sorted(map(str, methods)))}"
-        return replace(change, verdict=UNCOMPARABLE, remark=remark), None
     precision = _PRECISION.get(records[0].case.dtype, 0.0)
     if quantity.rounding and max(test.old, test.new) < (_ROUNDING * precision) ** quantity.rounding:
         return change, None

@@ -13,9 +13,6 @@ from efficient_attn.stats.estimates import call_time
 # Key of an environment that lists the conditions during the run, one entry per resumption.
 DURING = "during"
 
-# Times of a fixed loop after and before a run differ by more than this share if clocks drift.
-_DRIFTED = 0.15
-
 # Share of the time above which threads that wait for a processor are reported.
 _WAITED = 0.05
 
@@ -25,19 +22,13 @@ _LOADED, _NOISY = 0.1, 0.1
 # Number of points that are named; further points are only counted.
 _NAMED = 3
 
-# NVML's throttle reasons 4 and 128, power; 8, hardware; 32 and 64, heat.
-_SLOWED = 4 | 8 | 32 | 64 | 128
-
-# Conditions during a run, the shares of all cores that are reported, and who takes them.
-_LOADS = (("others_share", _LOADED, "processes"), ("stolen_share", 0.02, "virtual machines"))
-
 _ROUNDS = "Rerun with more --rounds."
 _THREADS = "Rerun on an idle machine or with fewer --threads."
 
 
 def remedy(environment: Mapping[str, Any] | None) -> str:
     """Background load of a run, if any, and what would settle an undecided comparison."""
-    load = max((sum(_number(run, name) for name, *_ in _LOADS) for run in _runs(environment)), default=0.0)
+    load = _load(environment)
     return f"Background load {100 * load:.0f} %. {_THREADS}" if load > _LOADED else _ROUNDS
 
 
@@ -63,29 +54,17 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
     if shares:
         text = f"CPU contention: threads of {_names([*shares])} waited for a processor up to"
         sentences.append(f"{text} {max(shares.values()):.0%} of the time. {_THREADS}")
-    slowed = {record: reasons for record in timed if (reasons := (record.throttle_reasons or 0) & _SLOWED)}
-    if slowed:
-        sentences.append(
-            f"Throttled GPU: power, heat or hardware lowered its clocks after {_names([*slowed])} (reasons "
-            f"{max(slowed.values()):#x}). Cool it or lock its clocks."
-        )
-    runs = _runs(environment)
-    for name, limit, others in _LOADS:
-        taken = max((_number(run, name) for run in runs), default=0.0)
-        if taken > limit:
-            sentences.append(f"Background load {100 * taken:.0f} % (other {others}). {_THREADS}")
-    loops = [(_number(run, "loop_before_s"), _number(run, "loop_after_s")) for run in runs]
-    drift = max((after_s / before_s - 1 for before_s, after_s in loops if before_s and after_s), default=0.0)
-    if drift > _DRIFTED:
-        text = f"Clock drift: a fixed loop took {100 * drift:.0f} % longer after the run than before."
-        sentences.append(f"{text} {_ROUNDS}")
+    load = _load(environment)
+    if load > _LOADED:
+        sentences.append(f"Background load {100 * load:.0f} %. {_THREADS}")
     return sentences
 
 
-def _runs(environment: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Conditions during each run; entries that make no sense are ignored."""
+def _load(environment: Mapping[str, Any] | None) -> float:
+    """Largest share of all cores that others took during a run; entries that make no sense are ignored."""
     listed = (environment or {}).get(DURING)
-    return [run for run in listed if isinstance(run, Mapping)] if isinstance(listed, list) else []
+    runs = [run for run in listed if isinstance(run, Mapping)] if isinstance(listed, list) else []
+    return max((_number(run, "others_share") for run in runs), default=0.0)
 
 
 def _names(records: Sequence[Record]) -> str:

@@ -1,6 +1,5 @@
 """Check, time and share the fused kernels on the GPU of this machine."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -13,14 +12,14 @@ from typing import Any, NamedTuple
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.environment import available_bytes, environment, usable_cores
-from efficient_attn.measure.isolation import CrashError, Measurer, Process
+from efficient_attn.measure.isolation import Measurer
+from efficient_attn.measure.process import CrashError, Process
 from efficient_attn.measure.record import Record, write
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import YARDSTICK, select
 from efficient_attn.report.table import Table, markdown_line, to_markdown
-from efficient_attn.report.text import three_digits
-from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, on_device, time_ratio
+from efficient_attn.stats.estimates import on_device, time_ratio
 from efficient_attn.studies import studies
 from efficient_attn.studies.bench import view as bench
 from efficient_attn.studies.engine import Engine
@@ -38,23 +37,6 @@ _LINEAR, _OPERATORS = "performer-positive", "performer-positive, operators"
 # Kernels that serve the measured calls, by causality, and the precisions for which half precision speaks.
 _TIMED = {False: "flex", True: "causal-linear"}
 _HALF = ("bfloat16", "float16")
-# Milliseconds of the model of docs/roofline.py for an H100 at _LENGTHS from 4096 on, by label, causal and
-# backward. A factor of two either way is a finding.
-PREDICTED_LENGTHS = (4096, 16384, 65536, 262144)
-PREDICTED_MS = {
-    (YARDSTICK, False, False): (0.143, 2.22, 35.4, 566),
-    (YARDSTICK, True, False): (0.111, 1.70, 27.2, 434),
-    ("window", False, False): (0.0249, 0.0845, 0.323, 1.28),
-    (_LINEAR, False, False): (0.143, 0.272, 0.787, 2.85),
-    (_LINEAR, False, True): (1.19, 4.22, 16.4, 65.2),
-    (_LINEAR, True, False): (0.11, 0.35, 1.35, 5.2),
-    (_LINEAR, True, True): (0.36, 1.4, 5.5, 22),
-    (_OPERATORS, False, False): (0.741, 2.83, 11.5, 46.3),
-    (_OPERATORS, False, True): (1.78, 6.78, 27.2, 109),
-    (_OPERATORS, True, False): (2.23, 7.34, 29.2, 117),
-    (_OPERATORS, True, True): (7.12, 24.3, 96.7, 387),
-}
-
 Say = Callable[[str], None]
 
 
@@ -75,7 +57,7 @@ class GpuCheck(NamedTuple):
         return {entry["outcome"] for _, _, entry in _entries(self.verdict["kernels"])}
 
     def tables(self) -> list[Table]:
-        """Outcomes of the check, times and predictions."""
+        """Outcomes of the check, and times."""
         rows, notes = [], [*self.verdict["notes"]]
         for kernel, precision, entry in _entries(self.verdict["kernels"]):
             shares = [f"{verb} {share:.2f}" for verb, share in entry.get("worst", {}).items()]
@@ -85,32 +67,11 @@ class GpuCheck(NamedTuple):
         columns = ("kernel", "precision", "outcome", "tile", "cases served", "largest error / bound")
         title = f"Fused kernels on {self.verdict['machine']['gpu']}"
         tables = [Table(title, columns, tuple(rows), (*notes,))]
-        return [*tables, *bench.tables(self.records, {}), *self._predictions()] if self.records else tables
+        return [*tables, *bench.tables(self.records, {})] if self.records else tables
 
     def sentences(self) -> list[str]:
         """Speeds against exact attention, with crossovers."""
         return bench.sentences(self.records, {}) if self.records else []
-
-    def _predictions(self) -> list[Table]:
-        if "H100" not in self.verdict["machine"]["gpu"]:
-            return []
-        rows = []
-        for record in by_clock(self.records).get(DEVICE_TIME, ()):
-            case = record.case
-            predicted = PREDICTED_MS.get((case.label, case.causal, case.backward))
-            if predicted is None or case.tokens not in PREDICTED_LENGTHS:
-                continue
-            milliseconds = predicted[PREDICTED_LENGTHS.index(case.tokens)]
-            measured = 1000 * call_time(record).median
-            name = ", ".join([case.label, *["causal"] * case.causal, *["with backward"] * case.backward])
-            texts = map(three_digits, (milliseconds, measured, measured / milliseconds))
-            rows.append((name, str(case.tokens), *texts))
-        columns = ("call", "tokens", "predicted", "measured", "measured / predicted")
-        title = "Predicted and measured device time, ms"
-        note = (
-            "Predicted by a model of bytes, products and launches; a factor of two either way is a finding."
-        )
-        return [Table(title, columns, tuple(rows), (note,))] if rows else []
 
     def page(self) -> str:
         """One page of Markdown."""
@@ -255,7 +216,7 @@ def check_kernels(
 
 
 def judge(
-    kernel: str,
+    kernel: Any,
     precision: str,
     *,
     device: str,
@@ -266,18 +227,19 @@ def judge(
     """Outcome of a kernel with the first of its tiles that passes, each tried in a process of its own.
 
     Args:
-        kernel: Name, or address of a `Subject`.
+        kernel: Name, or a `Subject` that can be pickled.
         tiles: Tiles in the order of choice; none: all of the kernel.
     """
+    from efficient_attn.measure.kernel_check import check_kernel
     from efficient_attn.ops import verdict
 
     reasons: list[str] = []
     answer: dict[str, Any] = {}
-    for tile in tiles or verdict.TILES[kernel]:
-        request = {"kernel": kernel, "precision": precision, "device": device, "tile": tile}
+    for tile in tiles or verdict.TILES[str(kernel)]:
+        call = partial(check_kernel, kernel, precision, device=device, tile=tile)
         try:
             with closing(Process(variables=variables)) as process:
-                answer = json.loads(process.ask("kernel", request, limit_s=limit_s))
+                answer = process.ask(call, limit_s=limit_s)
         except TimeoutError:
             answer = {"failures": [f"took longer than {show_seconds(limit_s)}"]}
         except CrashError as ending:

@@ -72,23 +72,3 @@ def call_cost(
 def matmul_flops(matmul: MatMul, *, backward: bool) -> int:
     """Operations of a matrix product, with its gradients if `backward`."""
     return 2 * matmul.multiply_adds * (1 + matmul.gradients if backward else 1)
-
-
-def block_flops(
-    tokens: int,
-    *,
-    model_dim: int,
-    feed_forward_dim: int,
-    num_heads: int,
-    num_kv_heads: int | None = None,
-    batch: int = 1,
-    backward: bool = False,
-) -> int:
-    """Operations of a transformer block without its attention: projections and feed-forward network.
-
-    2 n d (d + 2 d_kv) for q, k and v, 2 n d² for the output, 4 n d d_ff (Vaswani et al. 2017, section 3);
-    the backward pass doubles each, for the gradients of inputs and parameters.
-    """
-    kv_dim = model_dim * (num_kv_heads or num_heads) // num_heads
-    weights = model_dim * (2 * model_dim + 2 * kv_dim + 2 * feed_forward_dim)
-    return matmul_flops(MatMul(batch * tokens * weights), backward=backward)

@@ -38,8 +38,8 @@ COMMANDS = {
 
 # Decided by the machine, or by training steps, in which rounding grows.
 _OF_THE_MACHINE = {
-    *("times_s", "device_times_s", "round_sizes", "waited_s", "kernels", "peak_bytes", "memory_method"),
-    *("matmul_flops_per_s", "copy_bytes_per_s", "accuracy"),
+    *("times_s", "device_times_s", "round_sizes", "waited_s", "kernels", "peak_bytes"),
+    "accuracy",
 }
 # Sums of a few thousand float32 products in another order differ by less; errors below are rounding.
 RELATIVE, ROUNDING = 1e-3, 1e-5

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from made_records import case as made_case
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from efficient_attn.backends import build
 from efficient_attn.measure import calls, worker
@@ -96,40 +94,11 @@ def test_weights_come_from_the_seed_of_the_case_and_leave_the_global_generator_a
     assert torch.equal(first, same) and not torch.equal(first, second)
 
 
-class Operations(TorchDispatchMode):
-    """torch's formulas without FlopCounterMode, whose hooks do not stand autograd.grad."""
-
-    flops = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        if formula := flop_registry.get(function.overloadpacket):
-            self.flops += formula(*args, **(kwargs or {}), out_val=out)
-        return out
-
-
-@pytest.mark.parametrize(
-    ("of", "backend", "changes"),
-    [
-        ("attention", "exact-dense", {}),
-        ("attention", "exact-dense", {"num_heads": 6, "num_kv_heads": 2}),
-        ("attention", "exact-dense", {"backward": True}),
-        ("encoder", "exact-dense", {}),
-        ("encoder", "exact-dense", {"backward": True}),
-        ("block", CEILING, {"backward": True}),
-    ],
-)
-def test_the_operations_of_a_case_are_those_that_torch_counts_in_its_call(of, backend, changes):
-    prepared = prepare(backend, of, batch=2, tokens=16, **changes)
-    with Operations() as counted:
-        prepared.call()
-    assert prepared.flops == counted.flops
-
-
-def test_keys_have_the_heads_of_the_case_and_what_depends_on_keys_alone_is_counted_for_each_of_them():
+def test_keys_have_the_heads_of_the_case_and_products_of_keys_alone_are_counted_for_each():
     few, many = (
-        prepare("linformer", "attention", tokens=16, options={"rank": 4}, num_heads=6, num_kv_heads=heads)
+        case("linformer", "attention", tokens=16, options={"rank": 4}, num_heads=6, num_kv_heads=heads)
         for heads in (2, 6)
     )
-    assert [x.shape[1] for x in few.inputs] == [6, 2, 2]
-    assert many.flops - few.flops == 2 * (6 - 2) * 2 * 16 * 4 * 8
+    assert [x.shape[1] for x in calls.prepare(few, "linformer").inputs] == [6, 2, 2]
+    flops = [calls.attention_flops(planned, "linformer") for planned in (few, many)]
+    assert flops[1] - flops[0] == 2 * (6 - 2) * 2 * 16 * 4 * 8

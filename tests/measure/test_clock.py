@@ -5,17 +5,15 @@ import statistics
 import subprocess
 import sys
 import time
-from itertools import cycle
 from types import SimpleNamespace
 
 import pytest
-import torch
 from device_model import FLUSH_S, Device
 from made_records import case
 
 from efficient_attn.measure import clock as module
 from efficient_attn.measure import worker
-from efficient_attn.measure.clock import Ceilings, QueuedCalls, ceilings, clock, sample, warm_up
+from efficient_attn.measure.clock import QueuedCalls, clock, sample, warm_up
 from efficient_attn.measure.environment import waited_s
 
 
@@ -190,26 +188,3 @@ def test_a_gpu_is_warmed_up_then_timed_alone_then_as_often_in_a_queue(device, l2
     else:
         assert record.device_times_s == pytest.approx([20e-6] * count)
         assert told.endswith("efcew" + timed + "sfece" * count + "s")
-
-
-def test_ceilings_are_amounts_over_the_fastest_call_and_none_without_memory(device, monkeypatch):
-    durations_s = cycle([0.5, 0.25])
-    monkeypatch.setattr(module, "_copy", lambda name: lambda: device.kernel(next(durations_s)))
-    monkeypatch.setattr(module, "_matmul", lambda name, dtype: device.call(1, 0.5, 0.0))
-    rates = ceilings.__wrapped__("cuda", "bfloat16")
-    assert rates == (pytest.approx(2 * 2**28 / 0.25), pytest.approx(2 * 8192**3 / 0.5))
-
-    def exhausted(*about):
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(module, "_matmul", exhausted)
-    assert ceilings.__wrapped__("cuda", "bfloat16") == (pytest.approx(rates.copy_bytes_per_s), None)
-    assert ceilings.__wrapped__("cpu", "float32") == Ceilings(None, None)
-
-
-def test_the_calls_of_ceilings_copy_and_multiply(monkeypatch):
-    monkeypatch.setattr(module, "_COPIED_BYTES", 8)
-    monkeypatch.setattr(module, "_ROWS", 4)
-    assert module._copy("cpu")().tolist() == [0] * 8
-    product = module._matmul("cpu", "float64")()
-    assert product.shape == (4, 4) and product.dtype == torch.float64 and product.any()

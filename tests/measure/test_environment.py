@@ -12,14 +12,13 @@ import torch
 
 from efficient_attn.measure import environment as module
 from efficient_attn.measure.environment import (
+    Moment,
     available_bytes,
     between,
     environment,
     moment,
-    throttle_reasons,
     usable_cores,
 )
-from efficient_attn.ops import paths, verdict
 
 
 def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_other_variables_are_not(
@@ -41,30 +40,20 @@ def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_oth
     assert len(user) < 4 or f"/{user}" not in text
 
 
-@pytest.mark.parametrize(
-    ("text", "reasons"),
-    [("0x0000000000000024", 0x24), *((text, None) for text in (None, "[N/A]", "No devices found", "a, b"))],
-)
-def test_a_gpu_is_throttled_as_its_driver_answers_and_unknown_otherwise(text, reasons, monkeypatch):
+@pytest.mark.parametrize("text", ["570.1, 1980 MHz", None, "No devices found"])
+def test_a_gpu_is_described_by_its_driver_and_unknown_otherwise(text, monkeypatch):
     commands = []
     about = SimpleNamespace(name="GPU", total_memory=2**30, uuid="12ab")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     monkeypatch.setattr(module, "_ask", lambda command: commands.append(command) or text)
-    assert throttle_reasons("cuda:1") == reasons and throttle_reasons("cpu") is None
-    assert len(commands) == 1 and commands[0][:2] == ["nvidia-smi", "--id=GPU-12ab"]
-    assert "clocks_event_reasons.active" in commands[0][2]
-    monkeypatch.setattr(module, "_ask", lambda command: "570.1, 1980 MHz")
-    assert [module._gpu("cuda:1")[name] for name in module._DRIVER] == ["570.1", "1980 MHz"]
-
-
-def test_the_kernels_of_a_gpu_are_named_with_their_dtypes(monkeypatch):
-    about = SimpleNamespace(name="GPU", total_memory=2**30, uuid="12ab")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-    monkeypatch.setattr(paths, "kernels", lambda device, dtype: "torch" if dtype.itemsize == 8 else "flex")
-    assert module._gpu("cuda:1")["kernels"] == "torch (bfloat16, float16, float32, float64)"
-    # Those that passed their check.
-    monkeypatch.setattr(verdict, "passed", lambda kernel, device, dtype: dtype.itemsize == 2)
-    assert module._gpu("cuda:1")["kernels"] == "flex (bfloat16, float16), torch (float32, float64)"
+    gpu = module._gpu("cuda:1")
+    assert commands[0][:2] == ["nvidia-smi", "--id=GPU-12ab"] and (gpu["name"], gpu["memory_bytes"]) == (
+        "GPU",
+        2**30,
+    )
+    assert [gpu[name] for name in module._DRIVER] == (
+        text.split(", ") if text and "," in text else [None] * 2
+    )
 
 
 def test_paths_are_cut_to_what_lies_below_the_current_folder_or_to_their_end(tmp_path, monkeypatch):
@@ -93,9 +82,12 @@ def test_available_memory_is_the_smaller_of_machine_and_container(
 
 
 def test_work_of_others_counts_and_work_of_ones_own_children_does_not():
-    before, cores = moment()._replace(own_s=0.0, busy_s=0.0, wall_s=0.0, stolen_s=0.0), os.cpu_count()
-    ours = before._replace(own_s=10.0 * cores, busy_s=10.0 * cores, wall_s=10.0)
-    others = before._replace(own_s=2.0 * cores, busy_s=7.0 * cores, wall_s=10.0, stolen_s=1.0 * cores)
-    assert between(before, ours)["others_share"] == 0.0
-    shares = between(before, others)
-    assert shares["others_share"] == pytest.approx(0.5) and shares["stolen_share"] == pytest.approx(0.1)
+    cores = os.cpu_count()
+    before, ours, others = (
+        Moment(wall_s, own_s * cores, busy_s * cores)
+        for wall_s, own_s, busy_s in ((0.0, 0.0, 0.0), (10.0, 10.0, 10.0), (10.0, 2.0, 7.0))
+    )
+    assert between(before, ours) == {"others_share": 0.0}
+    assert between(before, others) == {"others_share": pytest.approx(0.5)}
+    assert between(before, others._replace(busy_s=None)) == {"others_share": None}
+    assert moment().wall_s > 0

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import pickle
 import struct
 
 import pytest
@@ -80,37 +79,22 @@ NO_HEADER = "is not a valid safetensors file: it has no header"
 NO_HEADS = r"does not hold q, k, v as \[heads, tokens, head_dim\]"
 REFUSED = [
     (changed(v=None), r"lacks q, k and v of one layer .*; it holds k, q"),
-    (save({"weight": torch.ones(2)}), r"lacks q, k and v .*; it holds weight"),
     (changed(k=torch.ones(2, 6, 5)), r"inconsistent shapes: q \[2, 6, 4\], k \[2, 6, 5\], v \[2, 6, 4\]"),
     (changed(v=torch.ones(2, 7, 4)), "inconsistent shapes"),
     (changed(k=torch.ones(3, 6, 4), v=torch.ones(3, 6, 4)), "inconsistent shapes"),
-    (changed(q=torch.ones(6, 4)), NO_HEADS),
-    (changed(q=torch.ones(2, 2, 6, 4)), NO_HEADS),
     (changed(q=torch.ones(2, 0, 4)), NO_HEADS),
     (changed(q=torch.ones(2, 6, 4).long()), "holds q as torch.int64; dtypes are float64, float32"),
     (changed(k=torch.full((2, 6, 4), torch.nan)), "holds k with non-finite entries"),
-    (changed(v=torch.full((2, 6, 4), torch.inf)), "holds v with non-finite entries"),
-    *(
-        (save(tensors(), metadata={"scale": scale}), "scale in the metadata cannot be read")
-        for scale in ("0", "nan", "many", "true")
-    ),
+    (save(tensors(), metadata={"scale": "nan"}), "scale in the metadata cannot be read"),
     (b"", NO_HEADER),
-    (b"q,k,v\n1,2,3\n", NO_HEADER),
-    (pickle.dumps({"q": 1}), f"{NO_HEADER}. Make one with"),
-    (struct.pack("<Q", 2) + b"[]", NO_HEADER),
-    (struct.pack("<Q", 1 << 40) + b"{}", "has a header of 1099511627776 bytes; at most 4194304 are read"),
+    (struct.pack("<Q", 2) + b"[]", f"{NO_HEADER}. Make one with"),
     *(
         (content, "is not a valid safetensors file")
         for content in (
             struct.pack("<Q", 2) + b"{]",
-            struct.pack("<Q", 500) + b"{}",
-            struct.pack("<Q", 10) + b'{"q": "\xff"}',
+            struct.pack("<Q", 1 << 40) + b"{}",
             header(entries(shape=[2**62, 4])),
-            header(entries(shape=None)),
-            header(entries(dtype="F31")),
-            header(entries(data_offsets=[16, 32])),
             header(entries(data_offsets=[0, 2**62])),
-            header({**entries(), "__metadata__": {"tokens": 3}}),
             header(entries(), b"\0" * 8),
         )
     ),

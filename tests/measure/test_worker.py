@@ -44,7 +44,6 @@ def test_forward_and_backward_hold_the_gradients_of_q_k_v():
     [
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried …"), "oom"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB"), "oom"),
-        (MemoryError(), "oom"),
         (ZeroDivisionError("two\nlines" + "x" * 10_000), "error"),
     ],
 )
@@ -84,12 +83,9 @@ def one_nan(q, k, v):
 # Functions of q, k and v that give no output, and what is said of it for tensors [1, 2, 16, 8] in float32.
 WRONG = {
     "nothing": (lambda q, k, v: None, "output is None; expected a tensor [1, 2, 16, 8] of torch.float32"),
-    "pair": (lambda q, k, v: (v, v), "the output is of type tuple; expected"),
     "broadcast": (lambda q, k, v: v.mean(dim=-2, keepdim=True), "output has shape [1, 2, 1, 8]; expected"),
-    "axes": (lambda q, k, v: v.transpose(1, 2), "the output has shape [1, 16, 2, 8]; expected"),
     "double": (lambda q, k, v: v.double(), "the output has dtype torch.float64; expected"),
     "nan": (one_nan, "1 of 256 entries of the output are not finite"),
-    "infinite": (lambda q, k, v: v / 0, "256 of 256 entries of the output are not finite"),
 }
 
 

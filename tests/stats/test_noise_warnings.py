@@ -11,20 +11,13 @@ from efficient_attn.studies import engine as runs
 from efficient_attn.studies.results import read
 
 STEADY = (1.0, 1.001, 1.002, 1.003, 1.002, 1.001, 1.0)
-QUIET = {"others_share": 0.01, "stolen_share": 0.0, "loop_before_s": 1e-3, "loop_after_s": 1.05e-3}
-THROTTLED = (
-    "Throttled GPU: power, heat or hardware lowered its clocks after window at 256 tokens (reasons {:#x})"
-)
+QUIET = {"others_share": 0.01}
 
 
 def record(times_s=STEADY * 4, *, tokens=256, device="cpu", threads=2, **fields):
     measured = {"round_sizes": (len(times_s) // 4,) * 4, "waited_s": 0.0, **fields}
     about = case("time", "window", tokens, device=device, threads=threads)
     return Record(case=about, times_s=tuple(times_s), **measured)
-
-
-def on_gpu(**state):
-    return record(device="cuda", waited_s=None, **state)
 
 
 POINTS = [record(tokens=tokens, waited_s=50.0) for tokens in (16, 32, 64, 128)]
@@ -50,26 +43,10 @@ REMARKS = {
     ),
     "many points": (POINTS, {}, ["CPU contention: threads of window at 16, 32, 64 tokens and 1 more point"]),
     "one thread": ([record(threads=1, waited_s=50.0)], {}, []),
-    # Idleness (1), chosen clocks (2, 256) and synchronised boost (16) slow no call down.
-    "chosen clocks": ([on_gpu(throttle_reasons=1 | 2 | 16 | 256)], {}, []),
-    **{
-        f"throttled, {reason}": ([on_gpu(throttle_reasons=1 | reason)], {}, [THROTTLED.format(reason)])
-        for reason in (4, 8, 32, 64, 128)
-    },
     "load": (
         [record()],
         {"others_share": 0.3},
-        ["Background load 30 % (other processes). Rerun on an idle machine"],
-    ),
-    "stolen": (
-        [record()],
-        {"stolen_share": 0.1},
-        ["Background load 10 % (other virtual machines). Rerun on an idle machine"],
-    ),
-    "drift": (
-        [record()],
-        {"loop_after_s": 1.2e-3},
-        ["Clock drift: a fixed loop took 20 % longer after the run than before. Rerun"],
+        ["Background load 30 %. Rerun on an idle machine"],
     ),
 }
 

@@ -13,7 +13,7 @@ import efficient_attn as ea
 from efficient_attn.errors import OptionError
 from efficient_attn.ops.linear import causal_exponential, scaled_chunks
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.theory.complexity import Cost, block_flops, call_cost
+from efficient_attn.theory.complexity import Cost, call_cost
 
 BATCH, HEADS, KV_HEADS, TOKENS, HEAD_DIM, VALUE_DIM = 2, 4, 2, 13, 8, 5
 # Of each backend options small enough for the sizes above.
@@ -167,26 +167,6 @@ def test_kept_bytes_are_scores_mixtures_or_the_state_that_is_carried_on() -> Non
     for name in PERFORMERS:
         # Sums of features with the entries of values, and with ones.
         assert cost(name).kept_bytes == 4 * BATCH * KV_HEADS * 6 * (VALUE_DIM + 1)
-
-
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS])
-def test_a_block_adds_projections_and_feed_forward_part(kv_heads, backward) -> None:
-    model_dim, wide = HEADS * HEAD_DIM, 24
-    block = ea.TransformerBlock(model_dim, HEADS, "exact-dense", feed_forward_dim=wide, num_kv_heads=kv_heads)
-    x = torch.randn(BATCH, TOKENS, model_dim, requires_grad=backward)
-
-    def call() -> None:
-        y = block(x)
-        if backward:
-            y.sum().backward()
-
-    sizes = {"batch": BATCH, "num_kv_heads": kv_heads, "backward": backward}
-    around = block_flops(TOKENS, model_dim=model_dim, feed_forward_dim=wide, num_heads=HEADS, **sizes)
-    dense = ea.spec("exact-dense")
-    problem = AttentionProblem(head_dim=HEAD_DIM, num_heads=HEADS)
-    inside = call_cost(dense, problem, dense.options_type(), TOKENS, **sizes)
-    assert around + inside.flops == counted(call)
 
 
 def test_what_nobody_counted_is_unknown_and_what_cannot_be_counted_is_refused() -> None:

@@ -65,10 +65,7 @@ def shipped_layers(workload: Workload) -> list[list[Any]]:
 
 def _layers(layers: Sequence[Any], workload: Workload, tokens: int | None = None) -> list[Any]:
     """q, k and v of layers, in the dtype and on the device of the workload."""
-    return [
-        layer.converted(tokens=tokens, dtype=workload.dtype, device=workload.device, causal=False)
-        for layer in layers
-    ]
+    return [layer.converted(tokens=tokens, dtype=workload.dtype, device=workload.device) for layer in layers]
 
 
 def _errors(

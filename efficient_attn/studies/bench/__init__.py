@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from efficient_attn.contained import trial
-from efficient_attn.errors import OptionError, UnsupportedError
+from efficient_attn.errors import OptionError
 from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, Measurer
 from efficient_attn.measure.quantities import QUANTITIES
-from efficient_attn.measure.record import COMPILED, CUDA_GRAPH, DECODED
+from efficient_attn.measure.record import COMPILED, DECODED
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, is_ours, joint_name, select
 from efficient_attn.options import positive_number
@@ -36,7 +36,7 @@ MAX_ERROR = "max_error"
 DEFAULT_MAX_ERROR = 0.1
 
 EAGER = "eager"
-_EXECUTIONS = (EAGER, COMPILED, CUDA_GRAPH)
+_EXECUTIONS = (EAGER, COMPILED)
 
 _LENGTHS = (256, 512, 1024, 2048, 4096)
 _NUM_HEADS, _HEAD_DIM = 8, 64
@@ -84,7 +84,7 @@ def plan(
     execution: Annotated[
         str | Sequence[str],
         Option(
-            help="eager, compiled by torch.compile, or replayed from a CUDA graph; several: a,b.",
+            help="eager, or compiled by torch.compile; several: a,b.",
             metavar="|".join(_EXECUTIONS),
             rare=True,
         ),
@@ -124,7 +124,7 @@ def plan(
         for subject in dict.fromkeys(of.split(",") if isinstance(of, str) else of)
     ]
     first = settled[0]
-    executions = _executions(execution, first.device)
+    executions = _executions(execution)
     if decode:
         if backward or execution != EAGER or [workload.of for workload in settled] != ["attention"]:
             raise OptionError("decode is of attention alone, eager and without gradients.")
@@ -224,9 +224,7 @@ def _steps(
                     record = yield layer.point(variant, tokens, "error")
                     failed |= {variant.label} if record.status != "ok" else set()
         for variant in variants:
-            # The memory of a graph is allocated when it is captured, none of it in a call.
-            if variant.execution != CUDA_GRAPH:
-                yield costs.point(variant, tokens, "memory")
+            yield costs.point(variant, tokens, "memory")
     yield calls
 
 
@@ -290,14 +288,12 @@ def _handing_over(measurer: Measurer, subjects: Sequence[Any], timed: str) -> It
         yield
 
 
-def _executions(text: str | Sequence[str], device: str) -> list[str | None]:
+def _executions(text: str | Sequence[str]) -> list[str | None]:
     """Executions of every call, None for eager."""
     words = text.split(",") if isinstance(text, str) else list(text)
     for word in words:
         if word not in _EXECUTIONS:
             raise OptionError(f"execution is {', '.join(_EXECUTIONS)}, not {word!r}.")
-    if CUDA_GRAPH in words and not device.startswith("cuda"):
-        raise UnsupportedError(f"{CUDA_GRAPH} needs a CUDA device; device is {device!r}.")
     return [None if word == EAGER else word for word in dict.fromkeys(words)]
 
 

@@ -62,16 +62,9 @@ _CROSSOVER = (
 
 _GROWTH = "growth: power of the tokens, from the third longest to the longest length."
 
-_ALIKE = "Compiled and replayed calls are compared with {} compiled or replayed."
+_ALIKE = "Compiled calls are compared with compiled {}."
 
 _ONE_TOKEN = "decoded: one new token after all tokens before it."
-
-# Heads of the percentages: the fields of the amount and of the measured rate, and the unit of 10⁹ of it.
-_SHARES = {
-    "of peak GEMM, %": ("flops", "matmul_flops_per_s", "GFLOP/s of a large matrix product (GEMM)"),
-    "of peak copy, %": ("moved_bytes", "copy_bytes_per_s", "GB/s of a large copy"),
-}
-_COUNTED = "Operations exclude masked entries; inputs, output and parameters are moved once."
 
 Cells = Mapping[str, str]
 
@@ -220,7 +213,7 @@ def _error_notes(comparison: Comparison) -> tuple[str, ...]:
 
 
 def _time_table(clock: str, place: str, times: Sequence[Curve]) -> Table:
-    """Times at all lengths with speeds, crossovers, and shares of measured rates at the longest length."""
+    """Times at all lengths with speeds and crossovers."""
     compared = speed_ups(times)
     speeds = {row.label: show_ratio(row.last) for row in compared}
     baselines = {curve.label: "1×" for curve in times if speeds and curve.backend == YARDSTICK}
@@ -233,18 +226,6 @@ def _time_table(clock: str, place: str, times: Sequence[Curve]) -> Table:
     executions = {case.execution for case in cases}
     notes += [_ALIKE.format(YARDSTICK)] if executions - {None, DECODED} else []
     notes += [_ONE_TOKEN] if DECODED in executions else []
-    ends = [(curve.label, curve.measured[-1]) for curve in times if curve.measured]
-    peaks = []
-    for head, (amount, rate, unit) in _SHARES.items():
-        columns[head] = {
-            label: show_error(100 * moved / end.value / peak)
-            for label, end in ends
-            if end.value and (moved := getattr(end.record, amount)) and (peak := getattr(end.record, rate))
-        }
-        if columns[head]:
-            peak = max(getattr(end.record, rate) or 0.0 for _, end in ends)
-            peaks.append(f"{three_digits(peak / 1e9)} {unit}")
-    notes += [f"Peaks measured in this run: {', '.join(peaks)}. {_COUNTED}"] if peaks else []
     return _cost_table(f"{clock.capitalize()} per call{place}, ms", times, _MILLISECOND, columns, notes)
 
 

@@ -231,7 +231,7 @@ def test_parameters_of_another_model_are_refused(saved, change, match):
 def test_a_file_that_was_cut_off_or_is_hostile_is_refused(saved, content):
     path = saved / "model.safetensors"
     path.write_bytes(content(path.read_bytes()))
-    refused = r"Cannot load a model|is not a valid safetensors file|has a header of"
+    refused = r"Cannot load a model|is not a valid safetensors file"
     with pytest.raises(DataError, match=refused):
         load(saved)
 
