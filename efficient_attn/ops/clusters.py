@@ -328,10 +328,10 @@ def read_slices(
         near += [biased_rows(few_k, _bias(outside, k), width), padded_rows(few_v, width)]
     parts = zip(*(x.split(group, dim=2) for x in (rows.unflatten(2, (blocks, block)), *near)), strict=True)
     outs = []
-    for (some_rows, *some), clusters in zip(parts, summaries, strict=True):
-        keys = torch.cat([*some[::2], biased_rows(clusters.k, clusters.bias, width)], dim=3)
-        values = torch.cat([*some[1::2], padded_rows(clusters.v, width)], dim=3)
-        queries, keys, values = (x.flatten(0, 1) for x in (some_rows, keys, values))
+    for (queries, *tensors), clusters in zip(parts, summaries, strict=True):
+        keys = torch.cat([*tensors[::2], biased_rows(clusters.k, clusters.bias, width)], dim=3)
+        values = torch.cat([*tensors[1::2], padded_rows(clusters.v, width)], dim=3)
+        queries, keys, values = (x.flatten(0, 1) for x in (queries, keys, values))
         out = F.scaled_dot_product_attention(queries, keys, values, scale=1.0)
         outs.append(out.unflatten(0, (-1, heads))[..., :value_dim])
     return torch.cat(outs, dim=2).flatten(2, 3)[:, :, :tokens]

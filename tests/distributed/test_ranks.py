@@ -33,7 +33,7 @@ lost = fixture_of("ranks_lost", TIMEOUT_S)
 
 @pytest.mark.slow
 def test_outputs_and_gradients_are_those_of_one_process(parts):
-    assert len(parts["attention"]) == 13
+    assert len(parts["attention"]) == 12
     for row in parts["attention"]:
         dtype = row["case"][-1]
         for error, alone in (pair for pairs in row["errors"] for pair in pairs):
