@@ -9,6 +9,7 @@ from choosing import table
 
 from efficient_attn.report.text import three_digits
 from efficient_attn.stats.estimates import DEVICE_TIME, SpeedUp, by_clock, call_time, curves, speed_ups
+from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.studies.gpu_check import PREDICTED_LENGTHS, PREDICTED_MS, GpuCheck, show_gpu_check
 
 HERE = Path(__file__).parent
@@ -55,7 +56,7 @@ def _of_gpu(folder: Path, check: GpuCheck) -> Iterator[str]:
 
 def _start(row: SpeedUp) -> str:
     """Length from which a call is faster than exact attention, with its interval, or "" if undecided."""
-    tokens, low, high = (end and int(float(f"{end:.2g}")) for end in row.crossover)
+    tokens, low, high = (end and int(float(f"{end:.2g}")) for end in crossover(row.ratios))
     return "" if tokens is None else f"{tokens} ({low or ''}–{high or ''})"
 
 

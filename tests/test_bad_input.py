@@ -20,7 +20,6 @@ from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import read
 from efficient_attn.measure.units import parse_bytes, parse_seconds, parse_sizes
 from efficient_attn.measure.variants import CEILING, parse_settings, select
-from efficient_attn.studies.bench import plan
 
 
 def built(name="exact", *, head_dim=8, num_heads=None, **options):
@@ -132,7 +131,6 @@ WRONG_CALLS = {
 
 
 draw = partial(gaussian, **{"norm": 1.0, "tokens": 8, "head_dim": 4})
-plan_on_cpu = partial(plan, device="cpu")
 share_of = partial(parse_bytes, name="--memory-limit", available=1000)
 seconds_of = partial(parse_seconds, name="--budget")
 lengths_of = partial(parse_sizes, name="--seq-len")
@@ -151,7 +149,6 @@ REFUSED = [
     (draw, {"seed": -1}, OptionError, "seed is at least 0, not -1"),
     (Measurer, {"isolate": "fork", "timeout_s": 1}, OptionError, "isolate is none, reuse, not 'fork'"),
     (Measurer, {"isolate": "reuse", "timeout_s": 0}, OptionError, "timeout_s is a number of seconds"),
-    (plan_on_cpu, {"execution": "cuda-graph"}, UnsupportedError, "needs a CUDA device; device is 'cpu'"),
     (read_activations, {"path": "absent.safetensors"}, DataError, "Cannot read absent.* No such file"),
     (read, {"path": "nothing"}, DataError, "Cannot read records from nothing: No such file"),
     (select, {"backends": ["performer-trg"]}, UnknownNameError, "called 'performer-trg'. Did you mean"),
@@ -256,12 +253,7 @@ WRONG_STUDIES = [
     ("bench", {"max_error": float("nan")}, AttentionError, "max_error is a finite number above 0"),
     ("bench", {"layers": [3]}, AttentionError, "layer 3 is not in encoder; it has 0, 1, 5"),
     ("bench", {"inputs": "nowhere"}, AttentionError, "inputs cannot be 'nowhere'"),
-    (
-        "bench",
-        {"execution": "lazy"},
-        AttentionError,
-        "execution is eager, compiled, cuda-graph, not 'lazy'",
-    ),
+    ("bench", {"execution": "lazy"}, AttentionError, "execution is eager, compiled, not 'lazy'"),
     ("mse", {"of": "heads"}, OptionError, "of is output or kernel, not 'heads'"),
     ("mse", {"angles": (60.0,)}, OptionError, "angles has no effect on the error of the output"),
     ("mse", {"of": "kernel"}, OptionError, "inputs has no effect on the error of the kernel"),

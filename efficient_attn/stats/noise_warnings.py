@@ -4,7 +4,7 @@ They are notes beside the numbers. Intervals decide whether a backend is faster.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from efficient_attn.measure.record import Record
@@ -21,9 +21,6 @@ _WAITED = 0.05
 
 # Shares of all cores taken by others, and of a median on one side of its interval, that are reported.
 _LOADED, _NOISY = 0.1, 0.1
-
-# Number of points that are named; further points are only counted.
-_NAMED = 3
 
 # NVML's throttle reasons 4 and 128, power; 8, hardware; 32 and 64, heat.
 _SLOWED = 4 | 8 | 32 | 64 | 128
@@ -59,15 +56,17 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
         text = f"{noisy} of {len(timed)} timings are noisy (95 % intervals {widest})."
         # A load has a sentence of its own.
         sentences.append(f"{text} {_ROUNDS}" if remedy(environment) == _ROUNDS else text)
-    shares = {record: share for record in timed if (share := _waiting(record)) > _WAITED}
+    shares = [share for record in timed if (share := _waiting(record)) > _WAITED]
     if shares:
-        text = f"CPU contention: threads of {_names([*shares])} waited for a processor up to"
-        sentences.append(f"{text} {max(shares.values()):.0%} of the time. {_THREADS}")
-    slowed = {record: reasons for record in timed if (reasons := (record.throttle_reasons or 0) & _SLOWED)}
+        text = (
+            f"CPU contention in {len(shares)} of {len(timed)} timings: threads waited for a processor up to"
+        )
+        sentences.append(f"{text} {max(shares):.0%} of the time. {_THREADS}")
+    slowed = [reasons for record in timed if (reasons := (record.throttle_reasons or 0) & _SLOWED)]
     if slowed:
         sentences.append(
-            f"Throttled GPU: power, heat or hardware lowered its clocks after {_names([*slowed])} (reasons "
-            f"{max(slowed.values()):#x}). Cool it or lock its clocks."
+            f"Throttled GPU: power, heat or hardware lowered its clocks in {len(slowed)} of {len(timed)} "
+            f"timings (reasons {max(slowed):#x}). Cool it or lock its clocks."
         )
     runs = _runs(environment)
     for name, limit, others in _LOADS:
@@ -86,16 +85,6 @@ def _runs(environment: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     """Conditions during each run; entries that make no sense are ignored."""
     listed = (environment or {}).get(DURING)
     return [run for run in listed if isinstance(run, Mapping)] if isinstance(listed, list) else []
-
-
-def _names(records: Sequence[Record]) -> str:
-    """`window at 256, 512 tokens, exact at 256 tokens and 3 more points`."""
-    lengths: dict[str, list[int]] = {}
-    for record in records[:_NAMED]:
-        lengths.setdefault(record.case.label, []).append(record.case.tokens)
-    named = ", ".join(f"{label} at {', '.join(map(str, tokens))} tokens" for label, tokens in lengths.items())
-    further = len(records) - _NAMED
-    return named if further <= 0 else f"{named} and {further} more point{'s' * (further > 1)}"
 
 
 def _samples(record: Record) -> tuple[float, ...]:

@@ -65,20 +65,20 @@ def test_a_graph_is_captured_after_calls_on_a_side_stream_and_then_replayed(monk
     assert [name for name, *_ in cuda.mock_calls] == ["CUDAGraph().replay"]
 
 
-def test_on_a_gpu_times_have_a_cache_and_graphs_no_memory(monkeypatch):
+def test_on_a_gpu_times_have_a_cache(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
-    options = {"of": "attention,block", "execution": "eager,cuda-graph,compiled", "error": False}
+    options = {"of": "attention,block", "execution": "eager,compiled", "error": False}
     planned = plan(["window"], seq_lens=(8, 16), device="cuda", dtype="bfloat16", **options)
     cases = [point.case for point in points_of(planned)]
     assert {(case.kind, case.execution, case.l2) for case in cases} == {
-        *(("time", execution, "cold") for execution in (None, "compiled", "cuda-graph")),
+        *(("time", execution, "cold") for execution in (None, "compiled")),
         *(("memory", execution, None) for execution in (None, "compiled")),
     }
     assert {case.label for case in cases if case.execution == "compiled"} >= {"window · compiled"}
     # Points of one execution, which are compared, are one group; a budget is spent on eager calls first.
     groups = [group for group, _ in groupby((case.execution, case.tokens) for case in cases)]
-    assert groups == list(itertools.product((None, "cuda-graph", "compiled"), (8, 16)))
+    assert groups == list(itertools.product((None, "compiled"), (8, 16)))
 
 
 @pytest.mark.compile

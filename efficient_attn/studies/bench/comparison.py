@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, joint_name, single_names
-from efficient_attn.stats.estimates import Middle, call_time, grouped, middle, time_ratio
+from efficient_attn.stats.estimates import Middle, Typical, call_time, grouped, middle, time_ratio
 from efficient_attn.studies.bench import DEFAULT_MAX_ERROR, MAX_ERROR
 from efficient_attn.studies.run_folder import over_budget
 
@@ -112,11 +112,15 @@ class Comparison(NamedTuple):
         """Nearly exact contenders except exact attention, by time."""
         return [row for row in self.candidates if row.timed and row.worst <= max_error]
 
+    def speed(self, row: Contender) -> Typical:
+        """Speed-up over exact attention; undecided if one of them was not timed."""
+        if row.timed is None or self.exact is None or self.exact.timed is None:
+            return Typical(1.0, None, None, 0)
+        return time_ratio(row.timed, self.exact.timed)
+
     def faster(self, contenders: Iterable[Contender], side: int = 1) -> list[Contender]:
         """Contenders that are significantly faster than exact attention; with side 0 the unclear ones."""
-        exact = self.exact and self.exact.timed
-        speeds = [(row, time_ratio(row.timed, exact)) for row in contenders if row.timed and exact]
-        return [row for row, speed in speeds if speed.side_of_one == side]
+        return [row for row in contenders if row.timed and self.speed(row).side_of_one == side]
 
 
 def error_limit(environment: Mapping[str, Any]) -> float:

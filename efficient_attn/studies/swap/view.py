@@ -21,7 +21,7 @@ from efficient_attn.report.text import (
     show_error,
     three_digits,
 )
-from efficient_attn.stats.candidates import missing, operations_sentence, operations_share
+from efficient_attn.stats.candidates import missing, operations_share
 from efficient_attn.stats.estimates import grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.swap.plan import (
@@ -179,11 +179,8 @@ def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """The nearest backend to each model, and backends that save no operations."""
-    texts = []
-    for swap in swaps(records):
-        texts += [_nearest(swap, environment), operations_sentence(swap.records)]
-    return [sentence for sentence in texts if sentence]
+    """The nearest backend to each model."""
+    return [sentence for swap in swaps(records) if (sentence := _nearest(swap, environment))]
 
 
 def show_quantity(quantity: str, value: float) -> str:
