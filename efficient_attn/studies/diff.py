@@ -109,9 +109,8 @@ class Diff:
             sentences.append("Times within their 95 % interval may be chance. Rerun both with more --rounds.")
         for run, alone in (("old", comparison.missing), ("new", comparison.added)):
             if alone:
-                rest = f"; and {len(alone) - _MOST_NAMES} more" if len(alone) > _MOST_NAMES else ""
-                listed = "; ".join(alone[:_MOST_NAMES])
-                sentences.append(f"Only in the {run} run ({len(alone)}): {listed}{rest}.")
+                listed = "; ".join([*alone[:_MOST_NAMES], *["…"] * (len(alone) > _MOST_NAMES)])
+                sentences.append(f"Only in the {run} run ({len(alone)}): {listed}.")
         return sentences
 
     def to_markdown(self) -> str:

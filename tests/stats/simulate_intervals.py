@@ -80,8 +80,6 @@ def one_sided(generator: np.random.Generator, rounds: int) -> np.ndarray:
 
 MODELS: Mapping[str, Noise] = {
     "independent calls": of_model(),
-    "effects of rounds, 5 %": of_model(rounds=0.05),
-    "effects of rounds, 10 %": of_model(rounds=0.1),
     "effects of rounds, 20 %": of_model(rounds=0.2),
     "the same shared by backends, 20 %": of_shared_rounds,
     "autocorrelated rounds, 10 %, AR(1) 0.7": of_model(rounds=0.1, correlation=0.7),

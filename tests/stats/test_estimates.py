@@ -8,7 +8,6 @@ from made_records import timed
 from scipy import stats
 from stats.simulate_intervals import MODELS, of_model, time_coverage
 
-import efficient_attn as ea
 from efficient_attn.measure.record import replace
 from efficient_attn.stats.estimates import call_time, curves, middle, time_ratio
 
@@ -94,16 +93,3 @@ def test_intervals_of_times_hold_under_every_noise(noise, rounds):
         assert coverage[name].held >= fewest(0.9, coverage[name].printed), (name, str(coverage[name]))
         # Fifty give a coverage of 95 % a standard error of 3 %; where noise is large, most stay unclear.
         assert coverage[name].printed > 50
-
-
-@pytest.mark.slow
-def test_the_speed_of_a_backend_against_itself_is_one():
-    """The same builder under two names, a real run: its ratio may miss 1 as often as the interval says."""
-    again = "efficient_attn.backends.exact:FusedAttention"
-    lengths = [64, 96, 128, 192, 256, 384, 512, 768]
-    results = ea.bench(["exact", again], seq_lens=lengths, rounds=6, threads=1, budget_s=3600)
-    first, second = curves(results.records, "time_s")
-    pairs = zip(first.points, second.points, strict=True)
-    ratios = [time_ratio(point.record, match.record) for point, match in pairs]
-    assert all(ratio.low is not None for ratio in ratios)
-    assert sum(not ratio.side_of_one for ratio in ratios) >= fewest(0.95, len(lengths))

@@ -1,5 +1,6 @@
 """Error, time and peak memory of backends at several lengths, from short to long."""
 
+import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -144,39 +145,16 @@ def plan(
     if inputs is not None:
         timed = {**subjects[0].shape, "inputs": joint_name([subject.name for subject in subjects])}
     l2 = COLD if first.device.startswith("cuda") else None
-    settings = [
-        (
-            costs_of(shared={**vars(workload), **timed}, l2=l2),
-            chosen if workload.of == "attention" else (ceiling(), *chosen),
-        )
-        for workload in workloads
-    ]
-    errors = [
-        (
-            subject.tokens,
-            costs_of(shared={**vars(attention[0]), **subject.shape, **_ERROR, "inputs": subject.name}),
-        )
-        for subject in subjects
-        if error
-    ]
-    # From short to long; compiling, which takes longest, comes last.
-    groups = [
-        (
-            costs,
-            [
-                variant
-                if kind is None
-                else replace(variant, label=f"{variant.label} · {kind}", execution=kind)
-                for variant in variants
-            ],
-            tokens,
-        )
-        for kind in executions
-        for tokens in lengths
-        for costs, variants in settings
-    ]
+    settings = []
+    for workload in workloads:
+        costs = costs_of(shared={**vars(workload), **timed}, l2=l2)
+        settings.append((costs, chosen if workload.of == "attention" else (ceiling(), *chosen)))
+    errors = []
+    for subject in subjects if error else ():
+        of_layer = {**vars(attention[0]), **subject.shape, **_ERROR, "inputs": subject.name}
+        errors.append((subject.tokens, costs_of(shared=of_layer)))
     return Plan(
-        steps=partial(_steps, groups, errors),
+        steps=partial(_steps, executions, lengths, settings, errors),
         device=first.device,
         timeout_s=timeout_s,
         notes=notes,
@@ -186,31 +164,35 @@ def plan(
 
 
 def _steps(
-    groups: Sequence[tuple[Costs, Sequence[Variant], int]], errors: Sequence[tuple[int, Costs]]
+    executions: Sequence[str | None],
+    lengths: Sequence[int],
+    settings: Sequence[tuple[Costs, Sequence[Variant]]],
+    errors: Sequence[tuple[int, Costs]],
 ) -> Steps:
     """One round of every call, its error and its memory, then further rounds of all calls.
 
-    A variant that failed is left out of further layers.
+    Lengths go from short to long. Compiling, which takes longest, comes last. A variant that failed is left
+    out of further layers.
 
     Args:
-        groups: Costs of variants at a length, from short to long.
         errors: Length and errors of every layer, whose exact output is computed once.
     """
     from efficient_attn.measure.accuracy import MEAN
 
     calls: list[Point] = []
-    for costs, variants, tokens in groups:
+    for kind, tokens, (costs, variants) in itertools.product(executions, lengths, settings):
+        if kind is not None:
+            variants = [replace(v, label=f"{v.label} · {kind}", execution=kind) for v in variants]
         times = [costs.point(variant, tokens) for variant in variants]
         records = yield [replace(point, rounds=1) for point in times]
         calls += [point for point, record in zip(times, records, strict=True) if record.status == "ok"]
-        if costs.shared["of"] == "attention" and variants[0].execution is None:
+        if kind is None and costs.shared["of"] == "attention":
             failed = {record.case.label for record in records if record.status != "ok"}
             for layer in (layer for longest, layer in errors if tokens <= longest):
                 for variant in (MEAN, *variants):
-                    if variant.label in failed:
-                        continue
-                    record = yield layer.point(variant, tokens, "error")
-                    failed |= {variant.label} if record.status != "ok" else set()
+                    if variant.label not in failed:
+                        record = yield layer.point(variant, tokens, "error")
+                        failed |= {variant.label} if record.status != "ok" else set()
         for variant in variants:
             yield costs.point(variant, tokens, "memory")
     yield calls

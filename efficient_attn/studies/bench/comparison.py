@@ -143,22 +143,19 @@ def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:
         elif case.kind in ("time", "memory") and case.of == "attention" and case.execution is None:
             shape = tuple(getattr(case, name) for name in _SHAPE)
             costs.setdefault((key, case.inputs, shape, case.threads, case.backward), []).append(record)
-    pairs = []
+    complete = []
     for (key, inputs, *_), group in costs.items():
         measured = errors.get(key, {})
         # Errors on the inputs of the costs, or beside Gaussian ones those of each model.
-        models: dict[str, list[str]] = {}
+        models: dict[str, dict[str, list[Record]]] = {}
         for name in measured if inputs == GAUSSIAN else single_names(inputs):
             if name in measured:
-                models.setdefault(name.rpartition("(")[0] if inputs == GAUSSIAN else "", []).append(name)
-        if any(record.case.kind == "time" for record in group):
-            pairs += [(group, {name: measured[name] for name in names}) for names in models.values()]
-    # Where the budget did not reach the error of exact attention, there is nothing to compare.
-    complete = [
-        comparison
-        for comparison in (_comparison(*pair) for pair in pairs)
-        if comparison.exact or not any(map(over_budget, comparison.records))
-    ]
+                models.setdefault(name.rpartition("(")[0], {})[name] = measured[name]
+        for errors_of_model in models.values() if any(r.case.kind == "time" for r in group) else ():
+            comparison = _comparison(group, errors_of_model)
+            # Where the budget did not reach the error of exact attention, there is nothing to compare.
+            if comparison.exact or not any(map(over_budget, comparison.records)):
+                complete.append(comparison)
     return tuple(sorted(complete, key=lambda comparison: comparison.case.tokens))
 
 
@@ -177,12 +174,11 @@ def by_setting(all_comparisons: Iterable[Comparison]) -> list[list[Comparison]]:
 
 def _comparison(costs: Sequence[Record], errors: Mapping[str, Sequence[Record]]) -> Comparison:
     case = next(record.case for record in costs if record.case.kind == "time")
-    records = [*(record for group in errors.values() for record in group), *costs]
+    records = (*(record for group in errors.values() for record in group), *costs)
     layers = len(errors) if case.inputs == GAUSSIAN else len(single_names(case.inputs))
     rows = [_contender(group, layers) for group in grouped(records, "label")]
-    return Comparison(
-        case, records[0].case, joint_name(list(errors)), tuple(sorted(rows, key=_place)), tuple(records)
-    )
+    contenders = tuple(sorted(rows, key=_place))
+    return Comparison(case, records[0].case, joint_name(list(errors)), contenders, records)
 
 
 def _contender(group: Sequence[Record], layers: int) -> Contender:
