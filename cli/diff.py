@@ -1,33 +1,16 @@
 """`efficient-attn diff`: comparison of runs before and after a change."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperCommand
 
 from . import console, exits
 from .options import JsonOption
 
-# Stands for the `--` between old and new runs, which the parser would swallow; no argument can hold it.
-_NEW_RUNS = "\0"
-
-
-class CommandClass(TyperCommand):
-    """Keeps the place of `--` among the arguments."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse arguments with a sign in the place of `--`."""
-        return super().parse_args(ctx, [_NEW_RUNS if argument == "--" else argument for argument in args])
-
 
 def diff(
-    runs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="OLD NEW",
-            help="Folders of runs, or files of records; several a side: OLD OLD -- NEW NEW.",
-        ),
-    ],
+    old: Annotated[str, typer.Argument(metavar="OLD", help="Folder of a run, or a file of records.")],
+    new: Annotated[str, typer.Argument(metavar="NEW", help="The run to compare with it.")],
     fail_on: Annotated[
         str | None,
         typer.Option(
@@ -44,15 +27,13 @@ def diff(
 ) -> int:
     """Compare runs case by case: exit code 1 on a regression.
 
-    Two runs, or several old runs, --, and several new ones.
-
     Example: efficient-attn diff runs/before runs/after --fail-on time:10%
     """
     from efficient_attn.studies.diff import diff as compare
 
     if as_json and markdown:
         raise typer.BadParameter("--json and --markdown exclude each other.")
-    comparison = compare(*_sides(runs), fail_on=_limits(fail_on))
+    comparison = compare(old, new, fail_on=_limits(fail_on))
     if as_json:
         console.put_json(comparison.as_dict())
     elif markdown:
@@ -68,16 +49,6 @@ def diff(
         console.say("Nothing to compare: no case is in both runs.")
         return exits.NOTHING_MEASURED
     return exits.REGRESSION if comparison.regressions else exits.DONE
-
-
-def _sides(runs: list[str]) -> tuple[list[str], list[str]]:
-    """The old and the new runs: before and behind `--`, or two without it."""
-    at = runs.index(_NEW_RUNS) if runs.count(_NEW_RUNS) == 1 else 1
-    old, new = runs[:at], runs[at + 1 if _NEW_RUNS in runs else at :]
-    if not old or not new or _NEW_RUNS in new or (_NEW_RUNS not in runs and len(new) > 1):
-        typed = " ".join("--" if argument == _NEW_RUNS else argument for argument in runs)
-        raise typer.BadParameter(f"diff {typed}: write OLD NEW, or several on a side, OLD OLD -- NEW NEW.")
-    return old, new
 
 
 def _limits(text: str | None) -> dict[str, float] | None:

@@ -82,9 +82,8 @@ def _register(name: str) -> None:
         return
     function = name.replace("-", "_")
     module = import_module(f".{function}", __package__)
-    parser = getattr(module, "CommandClass", None)
     command = getattr(module, f"{function}_command", None) or getattr(module, function)
-    app.command(name, cls=parser, help=_help(command), context_settings=_WIDE)(command)
+    app.command(name, help=_help(command), context_settings=_WIDE)(command)
 
 
 def _help(command: Callable[..., Any]) -> str:

@@ -9,7 +9,8 @@ from choosing import table
 
 from efficient_attn.report.text import three_digits
 from efficient_attn.stats.estimates import DEVICE_TIME, SpeedUp, by_clock, call_time, curves, speed_ups
-from efficient_attn.studies.gpu_check import LENGTHS, GpuCheck, show_gpu_check
+from efficient_attn.stats.predicted_time import crossover
+from efficient_attn.studies.gpu_check import PREDICTED_LENGTHS, PREDICTED_MS, GpuCheck, show_gpu_check
 
 HERE = Path(__file__).parent
 PAGE, RESULTS = HERE / "gpu.md", HERE.parent / "results/gpu"
@@ -44,15 +45,18 @@ def _of_gpu(folder: Path, check: GpuCheck) -> Iterator[str]:
     for call in dict.fromkeys(key[:3] for key in sorted(times, key=lambda key: key[1:3])):
         label, causal, backward = call
         name = ", ".join([label, *["causal"] * causal, *["with gradients"] * backward])
-        calls_ms = [times.get((*call, tokens)) for tokens in LENGTHS[1:]]
-        cells = ["–" if time is None else three_digits(time) for time in calls_ms]
+        cells = []
+        for n, guess in zip(PREDICTED_LENGTHS, PREDICTED_MS.get(call, [None] * 4), strict=True):
+            time = times.get((*call, n))
+            shown = "–" if time is None else three_digits(time)
+            cells.append(shown if guess is None or time is None else f"{shown} ({three_digits(guess)})")
         rows.append([name, *cells, starts.get(call, "")])
-    yield table(["call, ms", *map(str, LENGTHS[1:]), "faster from, tokens"], rows)
+    yield table(["call, ms (predicted)", *map(str, PREDICTED_LENGTHS), "faster from, tokens"], rows)
 
 
 def _start(row: SpeedUp) -> str:
     """Length from which a call is faster than exact attention, with its interval, or "" if undecided."""
-    tokens, low, high = (end and int(float(f"{end:.2g}")) for end in row.crossover)
+    tokens, low, high = (end and int(float(f"{end:.2g}")) for end in crossover(row.ratios))
     return "" if tokens is None else f"{tokens} ({low or ''}–{high or ''})"
 
 

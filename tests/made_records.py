@@ -12,8 +12,8 @@ LENGTHS = (256, 512, 1024, 2048)
 
 
 def compare(old, new, **options):
-    """Two runs, one on each side."""
-    return compare_runs([tuple(old)], [tuple(new)], **options)
+    """Two runs from any sequences of records."""
+    return compare_runs(tuple(old), tuple(new), **options)
 
 
 def case(kind, label, tokens, **changes):

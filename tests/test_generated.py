@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 import efficient_attn as ea
 from efficient_attn.testing import check_names
@@ -114,4 +115,20 @@ def test_the_page_on_gpus_has_what_was_measured_on_each(gpu):
     written = (DOCS / "gpu.md").read_text(encoding="utf-8")
     assert written == gpu.page(written), "run: python docs/gpu.py"
     (row,) = (line for line in written.splitlines() if line.startswith("| performer-positive, causal |"))
-    assert row.startswith("| performer-positive, causal | 0.227 | 0.553 | 1.82 | – | 9200 (")
+    assert row.startswith(
+        "| performer-positive, causal | 0.227 (0.11) | 0.553 (0.35) | 1.82 (1.35) | – | 8000 ("
+    )
+
+
+def test_the_model_counts_bytes_products_and_launches(docs):
+    model = docs("roofline")
+    x = torch.empty(1 << 20, 64, device="meta", dtype=torch.bfloat16)
+    with model._Timed() as timed:
+        x + x
+        x[:, :1].expand(-1, 64) + 1
+        x[:1] + 1
+        x.mT @ x
+    # 2²⁶ numbers are read twice and written once; an expanded axis is read once; a small launch; a product.
+    moved_s = (3 * 2**27 + 2**21 + 2**27) / model.BYTES_PER_S
+    product_s = max(2 * 64 * 64 * 2**20 / 790e12, (2 * 2**27 + 2 * 64 * 64) / model.BYTES_PER_S)
+    assert timed.time_s == pytest.approx(moved_s + model.LAUNCH_S + product_s)

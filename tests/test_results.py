@@ -6,6 +6,7 @@ from matplotlib.figure import Figure
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.measure.record import append, replace
+from efficient_attn.studies.diff import diff
 from efficient_attn.studies.results import Results, read
 from efficient_attn.studies.run_folder import open_folder
 
@@ -44,6 +45,8 @@ def test_attention_and_block_have_panels_of_their_own_in_which_a_backend_looks_a
         assert [line.get_label() for line in ax.lines] == ["exact", "window"]
         assert ax.get_xscale() == ax.get_yscale() == "log"
     assert [line.get_color() for line in first.lines] == [line.get_color() for line in second.lines]
+    for ax in (first, second):
+        assert {text.get_text() for text in ax.texts} == {"exact", "window"}
     ax = Figure().subplots()
     with pytest.raises(OptionError, match="this plot has 2"):
         results.plot(ax=ax)
@@ -98,7 +101,7 @@ def test_several_runs_are_drawn_as_one_and_rows_name_their_run(tmp_path):
         ((1024, 2048), {**HERE, "torch": {"version": "2.8.0"}}, 1, "times are of several machines"),
     ],
 )
-def test_unlike_records_of_one_case_and_times_of_two_machines_are_not_read_together(
+def test_nothing_draws_unlike_records_of_one_case_or_times_of_two_machines(
     lengths, environment, factor, message, tmp_path
 ):
     slower = [
@@ -106,8 +109,14 @@ def test_unlike_records_of_one_case_and_times_of_two_machines_are_not_read_toget
         for record in costs(lengths=lengths)
     ]
     first = folder(tmp_path / "a", costs(lengths=(256, 512)), HERE)
+    results = read(first, folder(tmp_path / "b", slower, environment))
+    assert len(results) == len(results.to_pandas()) == 16 and results._repr_html_() is None
+    for draw in (results.tables, results.sentences, results.plots, lambda: results.save(tmp_path / "c")):
+        with pytest.raises(DataError, match=message):
+            draw()
+    assert not (tmp_path / "c").exists()
     with pytest.raises(DataError, match=message):
-        read(first, folder(tmp_path / "b", slower, environment))
+        diff(first, results)
 
 
 def test_errors_of_two_machines_are_drawn_as_one_run(tmp_path):

@@ -105,32 +105,15 @@ def compared(ratio: Typical) -> str:
     value, low, high = ratio[:3]
     if low is not None and high is not None and not ratio.side_of_one:
         return f"undecided, {rounded(value, low, high)}× the speed ({interval_words(value, low, high)})"
-    slower = value < 1
-    value, low, high = inverse(ratio)[:3] if slower else ratio[:3]
-    text = f"times {'slower' if slower else 'faster'}"
+    text = f"times {'slower' if value < 1 else 'faster'}"
+    if value < 1:
+        value, low, high = 1 / value, high and 1 / high, low and 1 / low
     if low is None or high is None:
         return f"{float(f'{value:.1g}'):g} {text}"
     half_width = (high - low) / 2
     if half_width > _UNEVEN * value:
         return f"{rounded(value, low, high)} {text} ({interval_words(value, low, high)})"
     return f"{rounded(value, low, high)} ± {half_width:.1g} {text}"
-
-
-def inverse(ratio: Typical) -> Typical:
-    """Slow-down of a speed-up, with its interval."""
-    low, high = (edge and 1 / edge for edge in (ratio.high, ratio.low))
-    return Typical(1 / ratio.median, low, high, ratio.samples)
-
-
-def show_growth(power: Typical | None) -> str:
-    """Cell `n^2.0` with its interval, undecided for an unknown one or one wider than 1, or nothing."""
-    if power is None:
-        return ""
-    low, high = power.low, power.high
-    if low is None or high is None or high - low > 1:
-        return UNDECIDED
-    text = f"n^{power.median:.{1 if high - low > _NOISY else 2}f}"
-    return text if low == high else f"{text}\t{low:.2f} to {high:.2f}"
 
 
 def mark_notes(rows: Iterable[Sequence[str]]) -> tuple[str, ...]:

@@ -1,21 +1,16 @@
-"""Candidates of a comparison that were not measured, or that save no operations.
+"""Candidates of a comparison that were not measured, and operations against exact attention.
 
 Plans import this file for --help, so it must not import numpy.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.measure.variants import DENSE, OWN, YARDSTICK
 from efficient_attn.operation_counts import softmax_matmuls, visible_pairs
 
 # Key of a run's environment that lists the candidate labels.
 CANDIDATES = "candidates"
-
-# Share of the operations of exact attention above which a remark is due: a window wider than the sequence
-# computes three quarters of all pairs and more.
-_SAVES_LITTLE = 0.75
 
 
 def missing(environment: Mapping[str, Any] | None, measured: Collection[str]) -> str:
@@ -39,20 +34,3 @@ def exact_operations(case: Case) -> int:
     pairs = visible_pairs(case.tokens, back=last, ahead=0 if case.causal else last)
     adds = sum(matmul.multiply_adds for matmul in softmax_matmuls(pairs, case.head_dim, case.head_dim))
     return max(2 * case.batch * case.num_heads * adds, 1)
-
-
-def operations_sentence(records: Sequence[Record]) -> str | None:
-    """Approximations with nearly as many operations as exact attention, or more."""
-    shares = {
-        record.case.label: share
-        for record in records
-        if record.case.backend not in (YARDSTICK, DENSE, OWN)
-        and (share := operations_share(record)) is not None
-        and share > _SAVES_LITTLE
-    }
-    if not shares:
-        return None
-    names = ", ".join(
-        f"{label} {100 * shares[label]:.0f} %" for label in sorted(shares, key=shares.__getitem__)
-    )
-    return f"Few or no operations saved at {records[0].case.tokens} tokens (exact: 100 %): {names}."

@@ -1,35 +1,22 @@
-"""Comparison of runs case by case: regressions and improvements of every quantity.
+"""Comparison of two runs case by case: regressions and improvements of every quantity.
 
-A difference of a scattered quantity counts if it exceeds its threshold and is significant after correction
-for the number of cases: a whole comparison of equal runs reports a regression once in a hundred times, and
-an improvement as rarely. Reproducible numbers are compared exactly.
+Times are compared by `time_ratio`, whose interval holds the shift between runs. Draws of random features and
+trainings from several seeds are compared pair by pair, by Student's 95 % interval of the mean difference. All
+other numbers are reproduced by their case and compared exactly.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from efficient_attn.measure.quantities import KINDS, QUANTITIES, Quantity
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.stats import significance
-from efficient_attn.stats.estimates import Namer, namer
-from efficient_attn.stats.scatter import (
-    Noise,
-    Run,
-    Side,
-    Tested,
-    records_of,
-    round_means,
-    seed_scatter,
-    tested,
-    times,
-)
+from efficient_attn.stats.estimates import Namer, call_time, namer, on_device, time_ratio
+from efficient_attn.stats.significance import half_width
 
 REGRESSION, IMPROVEMENT, UNCHANGED = "regression", "improvement", "unchanged"
-CHANGED, UNCLEAR, UNCOMPARABLE = "changed", "unclear", "not comparable"
-
-# Share of comparisons of equal runs that may report a regression, and as many an improvement.
-FALSE_ALARMS = 0.01
+CHANGED, UNCLEAR = "changed", "no evidence of change"
 
 # Trainings from several seeds are repetitions of one measurement.
 _OVER_SEEDS = ("recall",)
@@ -38,7 +25,11 @@ _OVER_SEEDS = ("recall",)
 _PRECISION = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7}
 _ROUNDING = 16
 
-_Cases = Mapping[str, Side]
+# Values beyond this are no measurements.
+_LARGEST = 1e100
+
+# Records of a case by seed.
+_Side = Mapping[int, Record]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +39,9 @@ class Change:
     Attributes:
         name: The label, and the fields other than tokens that distinguish the cases of these runs.
         quantity: `time_s`, `peak_bytes`, … or `status`.
-        old: Geometric mean over rounds for times, else the mean; None: no value.
-        ratio: New over old, with a 95 % interval.
-        p: One-sided p-value in the direction of the change, adjusted for all cases.
-        over: Unit of the test: `rounds`, `runs`, `draws` or `seeds`; None: no repetitions.
-        verdict: `regression`, `improvement`, `unchanged`, `changed`, `unclear` or `not comparable`.
+        old: Median over rounds for times, else the mean; None: no value.
+        ratio: New over old, with a 95 % interval if there are repetitions.
+        verdict: `regression`, `improvement`, `unchanged`, `changed` or `no evidence of change`.
         remark: Explanation that the numbers do not show.
     """
 
@@ -65,33 +54,23 @@ class Change:
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    p: float | None = None
-    over: str | None = None
     verdict: str = UNCHANGED
     remark: str | None = None
 
 
-# A change, and the test that decides it; None: it is decided.
-_Open = tuple[Change, Tested | None]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Differences between the runs of two sides.
+    """Differences between two runs.
 
     Attributes:
         changes: In the order of the old run.
-        missing: Names of cases that only the old side has.
-        added: Names of cases that only the new side has.
-        correlation: Correlation of successive rounds that the intervals allow for.
-        runs: Number of old and of new runs.
+        missing: Names of cases that only the old run has.
+        added: Names of cases that only the new run has.
     """
 
     changes: tuple[Change, ...]
     missing: tuple[str, ...]
     added: tuple[str, ...]
-    correlation: float = 0.0
-    runs: tuple[int, int] = (1, 1)
 
     def of(self, verdict: str) -> tuple[Change, ...]:
         return tuple(change for change in self.changes if change.verdict == verdict)
@@ -103,187 +82,143 @@ def names() -> tuple[str, ...]:
 
 
 def compare_runs(
-    old: Sequence[Sequence[Record]],
-    new: Sequence[Sequence[Record]],
-    *,
-    thresholds: Mapping[str, float] | None = None,
+    old: Sequence[Record], new: Sequence[Record], *, thresholds: Mapping[str, float] | None = None
 ) -> Comparison:
-    """Compare cases present on both sides. Each run is one sample.
+    """Compare cases present in both runs.
 
     Args:
         thresholds: By quantity or by kind of record, the relative change that matters.
     """
     before, after = _by_case(old), _by_case(new)
     name = namer([_case(side) for side in (*before.values(), *after.values())])
-    pairs = [(before[key], after[key]) for key in before if key in after]
-    noise = _noise(pairs)
-    tests = [test for pair in pairs for test in _compared(*pair, name, noise)]
-    return Comparison(
-        changes=tuple(_decided(tests, thresholds or {})),
-        missing=_only_in(before, after, name),
-        added=_only_in(after, before, name),
-        correlation=noise.correlation,
-        runs=(len(old), len(new)),
+    changes = [
+        change
+        for key in before
+        if key in after
+        for change in _changes(before[key], after[key], name, thresholds or {})
+    ]
+    missing, added = (
+        tuple(_words(_case(run[key]), name) for key in run if key not in compared)
+        for run, compared in ((before, after), (after, before))
     )
+    return Comparison(changes=tuple(changes), missing=missing, added=added)
 
 
-def _by_case(runs: Sequence[Sequence[Record]]) -> _Cases:
-    """Records of each case, run by run, without labels and training seeds."""
-    cases: dict[str, list[Run]] = {}
-    for records in runs:
-        # The last record of equal cases counts.
-        in_run: dict[str, dict[int, Record]] = {}
-        for record in records:
-            seed = 0 if record.case.kind in _OVER_SEEDS else record.case.seed
-            key = replace(record.case, label="", seed=seed).key
-            in_run.setdefault(key, {})[record.case.seed] = record
-        for key, by_seed in in_run.items():
-            cases.setdefault(key, []).append(tuple(by_seed.values()))
+def _by_case(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
+    """Records of each case, without labels and training seeds; the last of equal cases counts."""
+    cases: dict[str, dict[int, Record]] = {}
+    for record in records:
+        case = record.case
+        seed = 0 if case.kind in _OVER_SEEDS else case.seed
+        cases.setdefault(replace(case, label="", seed=seed).key, {})[case.seed] = record
     return cases
 
 
-def _case(side: Side) -> Case:
+def _case(side: _Side) -> Case:
     """The case of a side, with the label of its first record."""
-    first = side[0][0].case
-    return replace(first, seed=0) if first.kind in _OVER_SEEDS else first
+    case = next(iter(side.values())).case
+    return replace(case, seed=0) if case.kind in _OVER_SEEDS else case
 
 
-def _only_in(cases: _Cases, compared: _Cases, name: Namer) -> tuple[str, ...]:
-    alone = [_case(side) for key, side in cases.items() if key not in compared]
-    return tuple(f"{name(case)}, {case.tokens} tokens, {case.kind}" for case in alone)
+def _words(case: Case, name: Namer) -> str:
+    return f"{name(case)}, {case.tokens} tokens, {case.kind}"
 
 
-def _noise(pairs: Sequence[tuple[Side, Side]]) -> Noise:
-    """Properties of the scatter that all cases of a comparison show together."""
-    seeds = {
-        quantity.name: seed_scatter(quantity, (side for pair in pairs for side in pair))
-        for quantity in QUANTITIES.values()
-        if quantity.scatter == "seeds"
-    }
-    timed = [
-        (round_means(old[0][0]), round_means(new[0][0]))
-        for old, new in pairs
-        if len(old) == len(new) == 1
-        and all(record.status == "ok" and record.case.kind == "time" for record in records_of((*old, *new)))
-    ]
-    rounds = [side for pair in timed for side in pair]
-    return Noise(significance.noise_ratio(timed), significance.correlation(rounds), seeds)
-
-
-def _compared(old: Side, new: Side, name: Namer, noise: Noise) -> Iterator[_Open]:
-    """All quantities that both sides have, after a change of status."""
+def _changes(old: _Side, new: _Side, name: Namer, thresholds: Mapping[str, float]) -> Iterator[Change]:
+    """Change of status, then changes of all quantities that both runs have."""
     case = _case(old)
     change = Change(name=name(case), kind=case.kind, tokens=case.tokens, quantity="status")
-    status = _status_change(change, old, new)
-    sides = [[[r for r in run if r.status == "ok"] for run in side] for side in (old, new)]
-    before, after = ([run for run in side if run] for side in sides)
-    if status or not (before and after):
-        yield status or change, None
-    if not (before and after):
-        return
-    common = _measured(before) & _measured(after)
-    for quantity in QUANTITIES.values():
+    yield from _status_change(change, old, new)
+    seeds = [seed for seed in old if seed in new and old[seed].status == new[seed].status == "ok"]
+    pairs = [(old[seed], new[seed]) for seed in seeds]
+    for quantity in QUANTITIES.values() if pairs else ():
         named = replace(change, quantity=quantity.name)
         if quantity.type == "text":
             texts = [
-                sorted({str(getattr(record, quantity.name)) for record in records_of(side)}) for side in sides
+                sorted({str(getattr(r, quantity.field)) for r in run}) for run in zip(*pairs, strict=True)
             ]
             if texts[0] != texts[1]:
-                remark = " → ".join(map(", ".join, texts))
-                yield replace(named, verdict=CHANGED, remark=remark), None
-        elif quantity.field in common:
-            yield _with_test(named, quantity, before, after, noise)
+                yield replace(named, verdict=CHANGED, remark=" → ".join(map(", ".join, texts)))
+        elif all(quantity.field in record.measured for pair in pairs for record in pair):
+            threshold = thresholds.get(quantity.name, thresholds.get(case.kind, quantity.threshold))
+            if quantity.scatter == "rounds" and len(pairs) == 1:
+                compared = _compared_times(named, quantity, *pairs[0], threshold)
+            else:
+                compared = _compared(named, quantity, pairs, threshold)
+            if compared is not None:
+                yield compared
 
 
-def _status_change(change: Change, old: Side, new: Side) -> Change | None:
-    """Change of the success rate of a case: always, sometimes or never."""
-    sides = records_of(old), records_of(new)
-    failed = [[record for record in side if record.status != "ok"] for side in sides]
-    if not any(failed):
-        return None
-    shares = [len(bad) / len(side) for bad, side in zip(failed, sides, strict=True)]
-    # Always, sometimes or never: how often does not count.
-    worse = [math.ceil(share) + math.floor(share) for share in shares]
-    statuses = [bad[0].status if bad else "ok" for bad in failed]
-    if worse[0] == worse[1] and statuses[0] == statuses[1]:
-        return change
-    verdict = UNCHANGED if worse[0] == worse[1] else REGRESSION if worse[0] < worse[1] else IMPROVEMENT
+def _status_change(change: Change, old: _Side, new: _Side) -> Iterator[Change]:
+    """Failures on a single side are a change for the worse or the better."""
+    failed = [[record for record in side.values() if record.status != "ok"] for side in (old, new)]
+    statuses = [records[0].status if records else "ok" for records in failed]
+    if statuses[0] == statuses[1]:
+        if any(failed):
+            yield change
+        return
     reason = (failed[1] or failed[0])[0].reason
     remark = " → ".join(statuses) + (f": {reason}" if reason else "")
-    return replace(change, verdict=UNCLEAR if "skipped" in statuses else verdict, remark=remark)
+    verdict = UNCHANGED if all(failed) else REGRESSION if failed[1] else IMPROVEMENT
+    yield replace(change, verdict=UNCLEAR if "skipped" in statuses else verdict, remark=remark)
 
 
-def _measured(side: Side) -> set[str]:
-    return {name for record in records_of(side) for name in record.measured}
+def _compared(
+    change: Change, quantity: Quantity, pairs: Sequence[tuple[Record, Record]], threshold: float
+) -> Change | None:
+    """Values, their ratio and the verdict; None without usable numbers."""
+    samples = [_samples(quantity, [pair[side] for pair in pairs]) for side in (0, 1)]
+    count = min(map(len, samples))
+    if not count:
+        return None
+    before, after = (np.array(values[:count]) for values in samples)
+    old, new = float(before.mean()), float(after.mean())
+    half = half_width(after - before) if quantity.scatter and count > 1 else 0.0
+    change = replace(change, old=old, new=new, ratio=1.0 if old == new else None)
+    if old > 0:
+        low, high = (1 + (new - old + sign * half) / old for sign in (-1, 1))
+        change = replace(change, ratio=new / old, **({"low": low, "high": high} if half else {}))
+    precision = _ROUNDING * _PRECISION.get(pairs[0][0].case.dtype, 0.0)
+    if quantity.rounding and max(old, new) < precision**quantity.rounding:
+        return change
+    return replace(change, verdict=_verdict(quantity, old, new, threshold, abs(new - old) > half))
 
 
-def _with_test(change: Change, quantity: Quantity, old: Side, new: Side, noise: Noise) -> _Open:
-    """The test, or None for unequal methods, rounding and run-queue wait."""
-    test = tested(quantity, old, new, noise)
-    if test is None:
-        return replace(change, verdict=UNCOMPARABLE, remark="no value is a usable number"), None
-    change = _with_ratio(change, test)
-    records = records_of((*old, *new))
-    precision = _PRECISION.get(records[0].case.dtype, 0.0)
-    if quantity.rounding and max(test.old, test.new) < (_ROUNDING * precision) ** quantity.rounding:
-        return change, None
-    slower, waited = max((test.new, _waited(new)), (test.old, _waited(old)))
-    if quantity.name == "time_s" and waited and slower * (1 - waited) <= min(test.old, test.new):
-        remark = f"threads waited for a processor up to {waited:.0%} of the slower time, which may explain it"
-        return replace(change, remark=remark), test._replace(increase=1.0, decrease=1.0)
-    return change, test
+def _compared_times(
+    change: Change, quantity: Quantity, old: Record, new: Record, threshold: float
+) -> Change | None:
+    """Medians, their ratio over rounds and the verdict; None without usable numbers."""
+    if quantity.name == "device_time_s":
+        old, new = on_device(old), on_device(new)
+    before, after, ratio = call_time(old).median, call_time(new).median, time_ratio(old, new)
+    if not all(0 < value < _LARGEST for value in (before, after, ratio.median)):
+        return None
+    verdict = _verdict(quantity, 1.0, ratio.median, threshold, ratio.side_of_one != 0)
+    edges = {"low": ratio.low, "high": ratio.high}
+    return replace(change, old=before, new=after, ratio=ratio.median, verdict=verdict, **edges)
 
 
-def _waited(side: Side) -> float:
-    """Upper bound on the share of run-queue wait, mean over runs; times on one thread exclude it."""
-    shares = [
-        min(1.0, max(0.0, record.waited_s / (math.fsum(times(record.times_s or ())) or math.inf)))
-        if record.case.device == "cpu" and record.case.threads > 1 and record.waited_s
-        else 0.0
-        for record in records_of(side)
+def _samples(quantity: Quantity, records: Sequence[Record]) -> list[float]:
+    """One value per seed, or the draws of the only one; empty if any is no usable number."""
+    values = [
+        call_time(record).median if quantity.scatter == "rounds" else getattr(record, quantity.field)
+        for record in records
     ]
-    return math.fsum(shares) / len(shares)
+    draws = getattr(records[0], quantity.samples or "", None) or ()
+    samples = values if len(records) > 1 or not draws else draws
+    if not all(value is not None and abs(value) < _LARGEST for value in (*values, *samples)):
+        return []
+    # Draws of a model are listed text by text, and all texts together are one measurement.
+    texts = records[0].texts or 1 if samples is draws and records[0].case.kind == "swap" else 1
+    return np.reshape(samples, (texts, -1) if len(samples) % texts == 0 else (1, -1)).mean(axis=0).tolist()
 
 
-def _with_ratio(change: Change, test: Tested) -> Change:
-    """Copy with both values and their ratio, with an interval if available."""
-    change = replace(change, old=test.old, new=test.new, over=test.over)
-    if not test.old:
-        return replace(change, ratio=1.0 if not test.new else None)
-    ratio = test.new / test.old
-    if test.half_width is None:
-        return replace(change, ratio=ratio)
-    factor = math.exp(min(test.half_width, significance.WIDEST))
-    return replace(change, ratio=ratio, low=ratio / factor, high=ratio * factor)
-
-
-def _decided(tests: Sequence[_Open], thresholds: Mapping[str, float]) -> Iterator[Change]:
-    """Changes with verdicts, from tests that are adjusted together."""
-    scattered = [test for _, test in tests if test is not None and test.increase is not None]
-    increases = iter(significance.holm([test.increase or 0.0 for test in scattered]))
-    decreases = iter(significance.holm([test.decrease or 0.0 for test in scattered]))
-    for change, test in tests:
-        if test is None:
-            yield change
-            continue
-        p = None
-        if test.increase is not None:
-            increase, decrease = next(increases), next(decreases)
-            p = increase if test.new >= test.old else decrease
-        yield _judged(change, test, thresholds, p)
-
-
-def _judged(change: Change, test: Tested, thresholds: Mapping[str, float], p: float | None) -> Change:
-    quantity = QUANTITIES[change.quantity]
-    threshold = thresholds.get(quantity.name, thresholds.get(change.kind, quantity.threshold))
-    grew = test.new > test.old * (1 + threshold)
-    if not grew and not test.old > test.new * (1 + threshold):
-        return replace(change, p=p, remark=None)
+def _verdict(quantity: Quantity, old: float, new: float, threshold: float, clear: bool) -> str:
+    grew = new - old > threshold * abs(old)
+    if not grew and not old - new > threshold * abs(new):
+        return UNCHANGED
     if quantity.better is None:
-        return replace(change, verdict=CHANGED)
-    # A mean over draws whose values no record keeps decides where its threshold is set.
-    untested = p is None and change.over is not None
-    decisive = quantity.scatter == "draws" and quantity.name in thresholds
-    if (untested and not decisive) or (p is not None and p > FALSE_ALARMS):
-        return replace(change, p=p, verdict=UNCLEAR)
-    return replace(change, p=p, verdict=REGRESSION if grew == (quantity.better == "less") else IMPROVEMENT)
+        return CHANGED
+    if not clear:
+        return UNCLEAR
+    return REGRESSION if grew == (quantity.better == "less") else IMPROVEMENT

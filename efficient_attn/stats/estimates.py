@@ -8,11 +8,6 @@ enough for a first-order autoregression with a correlation of 0.7, and conservat
 Rounds do not show the shift that all calls of a case share in one run, such as that of where its memory lies.
 A shift of 3 %, one standard deviation, is added to the rounds: the log half-width h becomes
 √(h² + (1.96 · 0.03)²), and of a ratio, with a shift in both times, √(h² + 2 (1.96 · 0.03)²).
-
-The cost of attention, a block and an encoder has one part per token and one per pair of tokens. The lead over
-exact attention, as the difference of their times divided by the tokens, is therefore interpolated linearly
-between two lengths, and extrapolated by the line through the last two. The crossover is its last zero, and
-the ends of its interval are the zeros of the ends of the intervals of the leads.
 """
 
 import math
@@ -27,7 +22,7 @@ import numpy as np
 
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import CEILING, YARDSTICK
-from efficient_attn.stats.significance import OUTSIDE, WIDEST, Floats, correlated, quantile
+from efficient_attn.stats.significance import OUTSIDE, WIDEST, Floats, half_width
 
 # Three rounds would need six standard deviations on either side, four need four.
 FEWEST_ROUNDS = 4
@@ -57,9 +52,6 @@ QUANTITIES = {
 
 # Names of times in tables, of device times too; the CPU has one time.
 TIME, DEVICE_TIME = "time", "device time"
-
-# Limit of extrapolation, as a multiple of the longest length.
-FURTHEST = 8
 
 # Fields that may differ between the cases of several runs, and then become part of the curve's name.
 _MAY_DIFFER = (
@@ -171,23 +163,9 @@ def _typical(rounds: Floats, shift: float) -> Typical:
     centre = median(rounds.tolist())
     if len(rounds) < FEWEST_ROUNDS:
         return Typical(centre, None, None, len(rounds))
-    inflation, _ = correlated(len(rounds), CORRELATION)
-    error = float(np.log(rounds).std(ddof=1)) * inflation / math.sqrt(len(rounds))
-    half = quantile(OUTSIDE, len(rounds) - 1) * error
+    half = half_width(np.log(rounds), CORRELATION)
     factor = math.exp(min(math.hypot(half, shift), WIDEST))
     return Typical(centre, centre / factor, centre * factor, len(rounds))
-
-
-def last_rise(places: Floats, values: Floats) -> float | None:
-    """Place from which all values are positive, interpolated linearly; None if the last one is not."""
-    behind = np.flatnonzero(values <= 0)
-    if not len(behind):
-        return float(places[0])
-    start = int(behind[-1])
-    if start == len(values) - 1:
-        return None
-    here, there = values[start], values[start + 1]
-    return float(places[start] + (places[start + 1] - places[start]) * (here / (here - there)))
 
 
 class Point(NamedTuple):
@@ -205,28 +183,12 @@ class Curve(NamedTuple):
 
     label: str
     backend: str
-    quantity: str
     points: tuple[Point, ...]
 
     @property
     def measured(self) -> tuple[Point, ...]:
         """All points with a value."""
         return tuple(point for point in self.points if point.value is not None)
-
-    @property
-    def growth(self) -> Typical | None:
-        """Power of the tokens with which the cost grows from the third longest to the longest length."""
-        points = [point for point in self.measured if point.value]
-        if len(points) < 2:
-            return None
-        costs = [(point.tokens, point.value or 0.0, point.high or point.value or 0.0) for point in points]
-        (first, cost, high), (last, last_cost, last_high) = costs[-3:][0], costs[-1]
-        step = math.log(last / first)
-        power = math.log(last_cost / cost) / step
-        if self.quantity == "time_s" and not all(point.high for point in points[-3:]):
-            return Typical(power, None, None, len(costs))
-        half = math.hypot(math.log(high / cost), math.log(last_high / last_cost)) / step
-        return Typical(power, power - half, power + half, len(costs))
 
 
 class SpeedUp(NamedTuple):
@@ -236,34 +198,12 @@ class SpeedUp(NamedTuple):
         case: Case of the backend at the longest common length.
         last: Speed-up at that length.
         ratios: Speed-up at every common length, above 1 if the backend is faster.
-        leads: Seconds per token by which exact attention is slower, with an interval: [3 lengths].
     """
 
     label: str
     case: Case
     last: Typical
     ratios: Mapping[int, Typical]
-    leads: np.ndarray
-
-    @property
-    def crossover(self) -> tuple[float | None, float | None, float | None]:
-        """Length above which the backend is faster, and the ends of its interval.
-
-        Each is the shortest length if the backend is faster everywhere, and None if it is slower at FURTHEST
-        times the longest length.
-        """
-        lengths, leads = np.array([*self.ratios], dtype=float), self.leads
-        if len(lengths) > 1:
-            further = lengths[-1] * np.geomspace(1, FURTHEST, 10)[1:]
-            share = (further - lengths[-2]) / (lengths[-1] - lengths[-2])
-            # The errors of both ends of the line are independent.
-            with np.errstate(all="ignore"):
-                value = (1 - share) * leads[0, -2] + share * leads[0, -1]
-                half = np.hypot((1 - share) * (leads[0] - leads[1])[-2], share * (leads[0] - leads[1])[-1])
-                leads = np.hstack([leads, [value, value - half, value + half]])
-            lengths = np.append(lengths, further)
-        value, low, high = (last_rise(lengths, row) for row in leads)
-        return value, high, low
 
 
 def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
@@ -282,9 +222,7 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
         elif record.status == "ok" and record.times_s:
             value, low, high, _ = call_time(record)
         points.setdefault(name(record.case), []).append(Point(record.case.tokens, value, low, high, record))
-    groups = [
-        Curve(label, group[0].record.case.backend, quantity, tuple(group)) for label, group in points.items()
-    ]
+    groups = (Curve(label, group[0].record.case.backend, tuple(group)) for label, group in points.items())
     return tuple(sorted(groups, key=_place))
 
 
@@ -304,12 +242,8 @@ def speed_ups(all_curves: Sequence[Curve]) -> list[SpeedUp]:
         if not pairs:
             continue
         ratios = {point.tokens: time_ratio(point.record, exact.record) for point, exact in pairs}
-        edges = np.array([ratio[:3] for ratio in ratios.values()], dtype=float)
-        seconds = np.array([[(exact.value or 0.0) / exact.tokens] for _, exact in pairs])
-        with np.errstate(all="ignore"):
-            leads = (seconds * (1 - 1 / edges)).T
         case = pairs[-1][0].record.case
-        compared.append(SpeedUp(curve.label, case, ratios[case.tokens], ratios, leads))
+        compared.append(SpeedUp(curve.label, case, ratios[case.tokens], ratios))
     return compared
 
 

@@ -4,7 +4,7 @@ They are notes beside the numbers. Intervals decide whether a backend is faster.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from efficient_attn.measure.record import Record
@@ -19,8 +19,6 @@ _WAITED = 0.05
 # Shares of all cores taken by others, and of a median on one side of its interval, that are reported.
 _LOADED, _NOISY = 0.1, 0.1
 
-# Number of points that are named; further points are only counted.
-_NAMED = 3
 
 _ROUNDS = "Rerun with more --rounds."
 _THREADS = "Rerun on an idle machine or with fewer --threads."
@@ -50,10 +48,12 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
         text = f"{noisy} of {len(timed)} timings are noisy (95 % intervals {widest})."
         # A load has a sentence of its own.
         sentences.append(f"{text} {_ROUNDS}" if remedy(environment) == _ROUNDS else text)
-    shares = {record: share for record in timed if (share := _waiting(record)) > _WAITED}
+    shares = [share for record in timed if (share := _waiting(record)) > _WAITED]
     if shares:
-        text = f"CPU contention: threads of {_names([*shares])} waited for a processor up to"
-        sentences.append(f"{text} {max(shares.values()):.0%} of the time. {_THREADS}")
+        text = (
+            f"CPU contention in {len(shares)} of {len(timed)} timings: threads waited for a processor up to"
+        )
+        sentences.append(f"{text} {max(shares):.0%} of the time. {_THREADS}")
     load = _load(environment)
     if load > _LOADED:
         sentences.append(f"Background load {100 * load:.0f} %. {_THREADS}")
@@ -65,16 +65,6 @@ def _load(environment: Mapping[str, Any] | None) -> float:
     listed = (environment or {}).get(DURING)
     runs = [run for run in listed if isinstance(run, Mapping)] if isinstance(listed, list) else []
     return max((_number(run, "others_share") for run in runs), default=0.0)
-
-
-def _names(records: Sequence[Record]) -> str:
-    """`window at 256, 512 tokens, exact at 256 tokens and 3 more points`."""
-    lengths: dict[str, list[int]] = {}
-    for record in records[:_NAMED]:
-        lengths.setdefault(record.case.label, []).append(record.case.tokens)
-    named = ", ".join(f"{label} at {', '.join(map(str, tokens))} tokens" for label, tokens in lengths.items())
-    further = len(records) - _NAMED
-    return named if further <= 0 else f"{named} and {further} more point{'s' * (further > 1)}"
 
 
 def _samples(record: Record) -> tuple[float, ...]:

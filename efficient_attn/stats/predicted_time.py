@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.stats.estimates import Typical, call_time, grouped, last_rise
+from efficient_attn.stats.estimates import Typical, call_time, grouped
 from efficient_attn.stats.significance import OUTSIDE, WIDEST, Floats, quantile
 
 # Calls from which rates and their scatter are fitted.
@@ -135,8 +135,20 @@ def crossover(speeds: Mapping[int, Typical | Predicted]) -> Predicted:
     """
     lengths = sorted(speeds)
     values, lows, highs = np.log(np.array([speeds[tokens][:3] for tokens in lengths], float)).T
-    rises = (last_rise(np.log(lengths), logs) for logs in (values, highs, lows))
+    rises = (_last_rise(np.log(lengths), logs) for logs in (values, highs, lows))
     return Predicted(*(None if rise is None else round(math.exp(rise), 6) for rise in rises))
+
+
+def _last_rise(places: Floats, values: Floats) -> float | None:
+    """Place from which all values are positive, interpolated linearly; None if the last one is not."""
+    behind = np.flatnonzero(values <= 0)
+    if not len(behind):
+        return float(places[0])
+    start = int(behind[-1])
+    if start == len(values) - 1:
+        return None
+    here, there = values[start], values[start + 1]
+    return float(places[start] + (places[start + 1] - places[start]) * (here / (here - there)))
 
 
 def _factor(scatter: float, calls: int) -> float:

@@ -1,7 +1,7 @@
 """Compare runs: regressions and improvements of every quantity."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from efficient_attn.stats.diff import (
     REGRESSION,
     UNCHANGED,
     UNCLEAR,
-    UNCOMPARABLE,
     Change,
     Comparison,
     compare_runs,
@@ -32,7 +31,7 @@ _MACHINE = ("processor", "cores", "gpu.name", "gpu.memory_bytes")
 _SOFTWARE = ("torch", *GPU_SOFTWARE, "packages", "python", "system", "variables", "git")
 
 # The order of the rows: the worst first.
-_ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, UNCOMPARABLE, CHANGED)
+_ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, CHANGED)
 
 # Largest number of listed cases that only one run has.
 _MOST_NAMES = 12
@@ -42,49 +41,27 @@ _MOST_ROWS = 40
 
 _COLUMNS = ("case", "tokens", "quantity", "verdict", "old", "new", "new / old", "95 % interval")
 
-# The unit of each test, and the differences that it cannot see.
-_MODELS = {
-    "rounds": "Times are tested over the rounds of one run on each side: verdicts and intervals hold for "
-    "independent rounds, and a run on a slower machine looks like slower code. Several runs on each side, "
-    "diff OLD OLD -- NEW NEW, make the run the unit.",
-    "runs": "The unit of times, and of other numbers that differ between the runs of a side, is the run: "
-    "{} old, {} new.",
-    "draws": "Errors are tested over draws of random features, on the same inputs.",
-    "seeds": "Trainings are tested over seeds.",
-}
-
 Run = str | Path | Results
 
 
 class Diff:
-    """Two runs, or two groups of runs, compared.
+    """Two runs compared.
 
     Attributes:
-        comparison: Every change with its verdict; cases that only one side has.
+        comparison: Every change with its verdict; cases that only one run has.
         thresholds: By quantity and by kind of record, the relative change that matters.
         failing: Quantities and kinds whose regressions count as failures.
     """
 
-    def __init__(
-        self,
-        old: Sequence[Results],
-        new: Sequence[Results],
-        fail_on: Mapping[str, float] | None,
-    ) -> None:
+    def __init__(self, old: Results, new: Results, fail_on: Mapping[str, float] | None) -> None:
         self.thresholds = {
             **{quantity.name: quantity.threshold for quantity in QUANTITIES.values()},
             **(fail_on or {}),
         }
         self.failing = tuple(names() if fail_on is None else fail_on)
         self._limits = fail_on or {}
-        before, after = ([run.records for run in side] for side in (old, new))
-        self.comparison: Comparison = compare_runs(before, after, thresholds=fail_on)
-        self._environments = [[run.environment for run in side if run.environment] for side in (old, new)]
-        self._kernels = _other_kernels(old, new)
-        sides = {"Old run": old, "New run": new}
-        self._notes = [
-            f"{name}: {note}" for name, side in sides.items() for run in side for note in run.notes
-        ]
+        self._runs = old, new
+        self.comparison: Comparison = compare_runs(old.records, new.records, thresholds=fail_on)
 
     def __repr__(self) -> str:
         return f"Diff({' '.join(self.sentences())} .regressions, .tables(), .to_pandas())"
@@ -95,22 +72,22 @@ class Diff:
     @property
     def regressions(self) -> tuple[Change, ...]:
         """Regressions that count as failures, and changes without a direction that were asked for."""
-        failing = {*self.failing}
-        moved = [change for change in self.comparison.of(CHANGED) if change.quantity in self._limits]
-        worse = self.comparison.of(REGRESSION)
-        return (*(change for change in worse if {change.kind, change.quantity} & failing), *moved)
+        worse = [c for c in self.comparison.of(REGRESSION) if {c.kind, c.quantity} & {*self.failing}]
+        return (*worse, *(c for c in self.comparison.of(CHANGED) if c.quantity in self._limits))
 
     @property
     def warnings(self) -> list[str]:
         """Warnings to read before the numbers: another machine, other software, notes of the runs."""
         texts = []
-        old, new = self._environments
+        old, new = ([run.environment] if run.environment else [] for run in self._runs)
         if machine := differences(old, new, _MACHINE):
             texts.append(f"ANOTHER MACHINE: {machine}. Times and errors may differ for that alone.")
         if software := differences(old, new, _SOFTWARE):
             texts.append(f"Other surroundings: {software}.")
-        texts += self._kernels
-        return [*texts, *self._notes]
+        texts += _other_kernels(*self._runs)
+        for name, run in zip(("Old run", "New run"), self._runs, strict=True):
+            texts += [f"{name}: {note}" for note in run.notes]
+        return texts
 
     def tables(self) -> list[Table]:
         """Changed and unclear comparisons, the worst first; empty if there are none."""
@@ -123,24 +100,17 @@ class Diff:
         return [Table("Differences", _COLUMNS, tuple(map(_row, changed)), tuple(notes))] if changed else []
 
     def sentences(self) -> list[str]:
-        """Number of comparisons by verdict, the units of the tests, and cases that only one run has."""
+        """Number of comparisons by verdict, and cases that only one run has."""
         comparison = self.comparison
         counts = Counter(change.verdict for change in comparison.changes)
         verdicts = [f"{counts[verdict]} {verdict}" for verdict in (*_ORDER, UNCHANGED) if counts[verdict]]
         sentences = [f"Of {len(comparison.changes)} comparisons: {', '.join(verdicts)}."] if verdicts else []
-        if any(change.quantity == "time_s" and change.ratio for change in comparison.of(UNCLEAR)):
-            sentences.append("Unclear times may be chance. Rerun both with more --rounds.")
-        units = {change.over for change in comparison.changes if change.low is not None}
-        sentences += [_MODELS[unit].format(*comparison.runs) for unit in _MODELS if unit in units]
-        if comparison.correlation and "rounds" in units:
-            sentences.append(
-                f"Successive rounds correlate (up to {comparison.correlation:.2f}); intervals allow for it."
-            )
+        if any(change.quantity == "time_s" for change in comparison.of(UNCLEAR)):
+            sentences.append("Times within their 95 % interval may be chance. Rerun both with more --rounds.")
         for run, alone in (("old", comparison.missing), ("new", comparison.added)):
             if alone:
-                rest = f"; and {len(alone) - _MOST_NAMES} more" if len(alone) > _MOST_NAMES else ""
-                listed = "; ".join(alone[:_MOST_NAMES])
-                sentences.append(f"Only in the {run} run ({len(alone)}): {listed}{rest}.")
+                listed = "; ".join([*alone[:_MOST_NAMES], *["…"] * (len(alone) > _MOST_NAMES)])
+                sentences.append(f"Only in the {run} run ({len(alone)}): {listed}.")
         return sentences
 
     def to_markdown(self) -> str:
@@ -163,7 +133,6 @@ class Diff:
         """Everything, for JSON."""
         return {
             **asdict(self.comparison),
-            "runs": list(self.comparison.runs),
             "thresholds": self.thresholds,
             "fail_on": list(self.failing),
             "warnings": self.warnings,
@@ -172,17 +141,11 @@ class Diff:
         }
 
 
-def diff(
-    old: Run | Sequence[Run],
-    new: Run | Sequence[Run],
-    *,
-    fail_on: Mapping[str, float] | None = None,
-) -> Diff:
-    """Compare two runs case by case, or the runs of two sides.
+def diff(old: Run, new: Run, *, fail_on: Mapping[str, float] | None = None) -> Diff:
+    """Compare two runs case by case.
 
     Args:
-        old: A folder of a run, a file of records, or results; or several of them, repetitions of one
-            measurement, of which each is one sample.
+        old: A folder of a run, a file of records, or results.
         fail_on: By quantity or by kind of record, such as `time` or `accuracy`, the relative change that is a
             regression; only these count as failures then. Left out, all do: from 5 % on for numbers that
             scatter, any for bytes and counts.
@@ -196,26 +159,20 @@ def diff(
             raise UnknownNameError("quantity", name, names())
         if not 0 <= share <= 1e6:
             raise OptionError(f"fail_on: {name} is a share from 0 on, such as 10% or 0.1, not {share!r}.")
-    return Diff(_runs(old, "old"), _runs(new, "new"), fail_on)
+    before, after = (run if isinstance(run, Results) else read_one(run) for run in (old, new))
+    before.check_drawable()
+    after.check_drawable()
+    return Diff(before, after, fail_on)
 
 
-def _runs(side: Run | Sequence[Run], name: str) -> list[Results]:
-    runs: Sequence[Run] = [side] if isinstance(side, (str, Path, Results)) else side
-    if not runs:
-        raise OptionError(f"{name} has no run; name at least one.")
-    return [run if isinstance(run, Results) else read_one(run) for run in runs]
-
-
-def _other_kernels(old: Sequence[Results], new: Sequence[Results]) -> list[str]:
-    kernels: list[dict[str, set[str]]] = [{}, {}]
-    for cases, side in zip(kernels, (old, new), strict=True):
-        for record in (record for run in side for record in run.records if record.kernels):
-            cases.setdefault(replace(record.case, label="").key, set()).add(record.kernels)
-    before, after = kernels
+def _other_kernels(old: Results, new: Results) -> list[str]:
+    before, after = (
+        {replace(r.case, label="").key: r.kernels for r in run.records if r.kernels} for run in (old, new)
+    )
     unlike = [key for key in before.keys() & after.keys() if before[key] != after[key]]
     if not unlike:
         return []
-    then, now = (" or ".join(sorted(set().union(*(side[key] for key in unlike)))) for side in kernels)
+    then, now = (" or ".join(sorted({side[key] for key in unlike})) for side in (before, after))
     return [f"OTHER KERNELS in {len(unlike)} cases: {short(then)} then, {short(now)} now."]
 
 

@@ -19,7 +19,8 @@ from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import YARDSTICK, select
 from efficient_attn.report.table import Table, markdown_line, to_markdown
-from efficient_attn.stats.estimates import on_device, time_ratio
+from efficient_attn.report.text import three_digits
+from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, on_device, time_ratio
 from efficient_attn.studies import studies
 from efficient_attn.studies.bench import view as bench
 from efficient_attn.studies.engine import Engine
@@ -37,6 +38,23 @@ _LINEAR, _OPERATORS = "performer-positive", "performer-positive, operators"
 # Kernels that serve the measured calls, by causality, and the precisions for which half precision speaks.
 _TIMED = {False: "flex", True: "causal-linear"}
 _HALF = ("bfloat16", "float16")
+# Milliseconds of the model of docs/roofline.py for an H100 at _LENGTHS from 4096 on, by label, causal and
+# backward. A factor of two either way is a finding.
+PREDICTED_LENGTHS = (4096, 16384, 65536, 262144)
+PREDICTED_MS = {
+    (YARDSTICK, False, False): (0.143, 2.22, 35.4, 566),
+    (YARDSTICK, True, False): (0.111, 1.70, 27.2, 434),
+    ("window", False, False): (0.0249, 0.0845, 0.323, 1.28),
+    (_LINEAR, False, False): (0.143, 0.272, 0.787, 2.85),
+    (_LINEAR, False, True): (1.19, 4.22, 16.4, 65.2),
+    (_LINEAR, True, False): (0.11, 0.35, 1.35, 5.2),
+    (_LINEAR, True, True): (0.36, 1.4, 5.5, 22),
+    (_OPERATORS, False, False): (0.741, 2.83, 11.5, 46.3),
+    (_OPERATORS, False, True): (1.78, 6.78, 27.2, 109),
+    (_OPERATORS, True, False): (2.23, 7.34, 29.2, 117),
+    (_OPERATORS, True, True): (7.12, 24.3, 96.7, 387),
+}
+
 Say = Callable[[str], None]
 
 
@@ -57,7 +75,7 @@ class GpuCheck(NamedTuple):
         return {entry["outcome"] for _, _, entry in _entries(self.verdict["kernels"])}
 
     def tables(self) -> list[Table]:
-        """Outcomes of the check, and times."""
+        """Outcomes of the check, times and predictions."""
         rows, notes = [], [*self.verdict["notes"]]
         for kernel, precision, entry in _entries(self.verdict["kernels"]):
             shares = [f"{verb} {share:.2f}" for verb, share in entry.get("worst", {}).items()]
@@ -67,11 +85,32 @@ class GpuCheck(NamedTuple):
         columns = ("kernel", "precision", "outcome", "tile", "cases served", "largest error / bound")
         title = f"Fused kernels on {self.verdict['machine']['gpu']}"
         tables = [Table(title, columns, tuple(rows), (*notes,))]
-        return [*tables, *bench.tables(self.records, {})] if self.records else tables
+        return [*tables, *bench.tables(self.records, {}), *self._predictions()] if self.records else tables
 
     def sentences(self) -> list[str]:
         """Speeds against exact attention, with crossovers."""
         return bench.sentences(self.records, {}) if self.records else []
+
+    def _predictions(self) -> list[Table]:
+        if "H100" not in self.verdict["machine"]["gpu"]:
+            return []
+        rows = []
+        for record in by_clock(self.records).get(DEVICE_TIME, ()):
+            case = record.case
+            predicted = PREDICTED_MS.get((case.label, case.causal, case.backward))
+            if predicted is None or case.tokens not in PREDICTED_LENGTHS:
+                continue
+            milliseconds = predicted[PREDICTED_LENGTHS.index(case.tokens)]
+            measured = 1000 * call_time(record).median
+            name = ", ".join([case.label, *["causal"] * case.causal, *["with backward"] * case.backward])
+            texts = map(three_digits, (milliseconds, measured, measured / milliseconds))
+            rows.append((name, str(case.tokens), *texts))
+        columns = ("call", "tokens", "predicted", "measured", "measured / predicted")
+        title = "Predicted and measured device time, ms"
+        note = (
+            "Predicted by a model of bytes, products and launches; a factor of two either way is a finding."
+        )
+        return [Table(title, columns, tuple(rows), (note,))] if rows else []
 
     def page(self) -> str:
         """One page of Markdown."""

@@ -37,6 +37,7 @@ class Results:
         environment: Machine and software, where known.
         interrupted: The run was ended from the keyboard; what was measured until then is here.
         runs: Name of the run of each record; empty: there is one run.
+        conflict: Reason why the records of several runs cannot be drawn as one run.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class Results:
         interrupted: bool = False,
         notes: Iterable[str] = (),
         runs: Iterable[str] = (),
+        conflict: str | None = None,
     ) -> None:
         self.records = tuple(records)
         self.environment = dict(environment or {})
         self.interrupted = interrupted
         self._notes = tuple(notes)
         self.runs = tuple(runs)
+        self.conflict = conflict
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -65,8 +68,16 @@ class Results:
     def __repr__(self) -> str:
         return f"Results({len(self)} records; .to_pandas(), .plot(), .sentences(), .save(folder))"
 
-    def _repr_html_(self) -> str:
-        return "".join(map(to_html, self.tables()))
+    def _repr_html_(self) -> str | None:
+        return "".join(map(to_html, self.tables())) if self.conflict is None else None
+
+    def check_drawable(self) -> None:
+        """Refuse records of several runs that are no single run."""
+        if self.conflict is not None:
+            raise DataError(
+                f"{self.conflict}. Rows of to_pandas() name their run; `efficient-attn report` shows "
+                "the runs side by side."
+            )
 
     def to_pandas(self, raw: bool = False, constant: bool = False) -> Any:
         """One row per case, flat, times as a median with its interval.
@@ -120,8 +131,9 @@ class Results:
         """Write records, environment and all that is drawn; records that are there already are not touched.
 
         Raises:
-            DataError: If the folder cannot be written.
+            DataError: If the folder cannot be written, or the records are no single run.
         """
+        self.check_drawable()
         folder = open_folder(folder)
         paths = [folder / RECORDS]
         if not paths[0].exists():
@@ -163,6 +175,7 @@ class Results:
 
     def _shown(self, name: str) -> list[Any]:
         """Everything that views show by the function of that name: of the named study, or by kinds."""
+        self.check_drawable()
         named = studies().get(str(self.environment.get(STUDY)))
         parts: dict[Study | None, list[Record]] = {} if self.records else {named: []}
         for record in self.records:
@@ -188,23 +201,23 @@ _MACHINE = ("gpu.name", "processor", "machine", "cores_usable", "torch.version")
 def read(*paths: str | Path) -> Results:
     """All records in folders of runs, or in files of records.
 
-    Rows of several runs name their run.
+    Rows of several runs name their run. Such results are drawn together unless two runs measured one case, or
+    times are of several machines.
 
     Raises:
-        DataError: If there are none, a file holds something else, two runs measured one case differently, or
-            times are of several machines.
+        DataError: If there are none, or a file holds something else.
     """
     if not paths:
         raise DataError("Nothing to read: name at least one folder of a run, or a file of records.")
     runs = {str(path): read_one(path) for path in paths}
     if len(runs) == 1:
         return next(iter(runs.values()))
-    _refuse_unlike(runs)
     return Results(
         [record for run in runs.values() for record in run.records],
         environment=_common([run.environment for run in runs.values()]),
         notes=dict.fromkeys(note for run in runs.values() for note in run._notes),
         runs=[name for name, run in runs.items() for _ in run.records],
+        conflict=_conflict(runs),
     )
 
 
@@ -221,27 +234,22 @@ def read_one(path: str | Path) -> Results:
     return Results(records, environment=environment, notes=torn)
 
 
-def _refuse_unlike(runs: Mapping[str, Results]) -> None:
-    """Refuse cases that two runs measured differently, and times of several machines."""
+def _conflict(runs: Mapping[str, Results]) -> str | None:
+    """Reason why these runs cannot be drawn as one; None: they can."""
     measured: dict[str, tuple[str, Record]] = {}
-    machines: dict[str, str] = {}
     for name, run in runs.items():
-        entries = dict(flat(run.environment))
-        machine = ", ".join(f"{entry} {entries[entry]}" for entry in _MACHINE if entry in entries)
-        machines |= {machine or "unrecorded": name} if any(record.times_s for record in run.records) else {}
         for record in run.records:
-            case = record.case
-            first, earlier = measured.setdefault(case.key, (name, record))
+            first, earlier = measured.setdefault(record.case.key, (name, record))
             if earlier != record:
-                both = f"{first} and {name} both measured {case.label}, {case.tokens} tokens, {case.kind}"
-                raise DataError(
-                    f"{both}. Read them one by one; `efficient-attn report` shows them on one page."
-                )
-    if len(machines) > 1:
-        raise DataError(
-            f"The times are of several machines ({'; '.join(machines)}). Read the runs one by one; "
-            "`efficient-attn report` shows them on one page."
-        )
+                case = record.case
+                return f"{first} and {name} both measured {case.label}, {case.tokens} tokens, {case.kind}"
+    timed = [run for run in runs.values() if any(record.times_s for record in run.records)]
+    machines = {}
+    for run in timed:
+        entries = dict(flat(run.environment))
+        parts = [f"{name} {entries[name]}" for name in _MACHINE if name in entries]
+        machines[", ".join(parts) or "unrecorded"] = run
+    return f"The times are of several machines ({'; '.join(machines)})" if len(machines) > 1 else None
 
 
 def _common(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 from made_records import case
-from stats.simulate_diff import Model, standard_error
 
 from efficient_attn.measure.record import Record
 from efficient_attn.stats.estimates import Curve, curves, speed_ups
+from efficient_attn.stats.predicted_time import crossover
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 CALLS = 9
@@ -40,13 +40,32 @@ class Coverage(NamedTuple):
         if not self.printed:
             return "none printed"
         share = self.held / self.printed
-        return f"{100 * share:.1f} ± {100 * standard_error(share, self.printed):.1f}"
+        standard_error = math.sqrt(share * (1 - share) / self.printed)
+        return f"{100 * share:.1f} ± {100 * standard_error:.1f}"
 
 
-def of_model(**deviations: float) -> Noise:
-    """Effects of rounds or of the run on each backend at each length: [backends lengths rounds]."""
-    model = Model(**deviations)
-    return lambda generator, rounds: model.effects(generator, (2, len(LENGTHS), rounds))
+def of_model(rounds: float = 0.0, correlation: float = 0.0, case_and_run: float = 0.0) -> Noise:
+    """Effects of rounds or of the run on each backend at each length: [backends lengths rounds].
+
+    Args:
+        rounds: Standard deviation of what is common to the calls of a round.
+        correlation: Of successive rounds.
+        case_and_run: Standard deviation of what is common to the calls of one case in one run.
+    """
+
+    def effects(generator: np.random.Generator, count: int) -> np.ndarray:
+        of_rounds = rounds * autoregression(generator, (2, len(LENGTHS), count), correlation)
+        return of_rounds + case_and_run * generator.standard_normal((2, len(LENGTHS), 1))
+
+    return effects
+
+
+def autoregression(generator: np.random.Generator, shape: tuple[int, ...], value: float) -> np.ndarray:
+    """Stationary series of variance 1 along the last axis."""
+    noise = generator.standard_normal(shape)
+    for place in range(1, shape[-1]):
+        noise[..., place] = value * noise[..., place - 1] + math.sqrt(1 - value**2) * noise[..., place]
+    return noise
 
 
 def of_shared_rounds(generator: np.random.Generator, rounds: int) -> np.ndarray:
@@ -61,8 +80,6 @@ def one_sided(generator: np.random.Generator, rounds: int) -> np.ndarray:
 
 MODELS: Mapping[str, Noise] = {
     "independent calls": of_model(),
-    "effects of rounds, 5 %": of_model(rounds=0.05),
-    "effects of rounds, 10 %": of_model(rounds=0.1),
     "effects of rounds, 20 %": of_model(rounds=0.2),
     "the same shared by backends, 20 %": of_shared_rounds,
     "autocorrelated rounds, 10 %, AR(1) 0.7": of_model(rounds=0.1, correlation=0.7),
@@ -112,7 +129,7 @@ def _intervals(both: Sequence[Curve]) -> dict[str, tuple[float, float, float]]:
     if row.last.low is not None:
         true = true_s("exact", row.case.tokens) / true_s("window", row.case.tokens)
         intervals["speed"] = row.last.low, true, row.last.high
-    tokens, low, high = row.crossover
+    tokens, low, high = crossover(row.ratios) if row.last.low is not None else (None,) * 3
     if tokens is not None and (low > LENGTHS[0] or high is not None):
         intervals["crossover"] = low, CROSSOVER, high or math.inf
     return intervals

@@ -1,16 +1,14 @@
-"""Medians, times, ratios and growth with intervals that hold the truth as often as they say."""
+"""Medians, times and ratios with intervals that hold the truth as often as they say."""
 
 import time
 
 import numpy as np
 import pytest
-from made_records import case, timed
+from made_records import timed
 from scipy import stats
 from stats.simulate_intervals import MODELS, of_model, time_coverage
 
-import efficient_attn as ea
-from efficient_attn.measure.record import Record, replace
-from efficient_attn.report.text import show_growth
+from efficient_attn.measure.record import replace
 from efficient_attn.stats.estimates import call_time, curves, middle, time_ratio
 
 SHIFT = stats.norm.ppf(0.975) * 0.03
@@ -80,46 +78,6 @@ def test_intervals_of_times_hold_what_a_further_run_would_measure():
         assert coverage[name].printed > 200
 
 
-def growth(costs, noise=0.0):
-    """The growth of times in four rounds, whose logarithms scatter by the noise."""
-    scatter = np.exp(noise * np.array([-1.0, 1.0, -1.0, 1.0]))
-    records = [timed("exact", tokens, (cost * scatter).tolist()) for tokens, cost in costs.items()]
-    (curve,) = curves(records, "time_s")
-    return curve.growth
-
-
-@pytest.mark.parametrize("power", [0.0, 1.0, 1.5, 2.0])
-def test_the_power_is_that_of_the_three_longest_lengths_and_within_its_interval(power):
-    fit = growth({256: 7.0, 1024: 2.0, 2048: 9.0, 4096: 2.0 * 4**power})
-    assert fit.median == pytest.approx(power)
-    # Both times have a shift of 3 % from run to run, 6 % with 95 %.
-    assert fit.high - fit.median == pytest.approx(np.hypot(0.0588, 0.0588) / np.log(4), abs=1e-4)
-    assert fit.low + fit.high == pytest.approx(2 * fit.median)
-
-
-@pytest.mark.parametrize(
-    ("costs", "noise", "shown"),
-    [
-        ({256: 1.0}, 0.0, ""),
-        ({256: 1.0, 512: 2.0}, 0.0, "n^1.0\t0.88 to 1.12"),
-        ({256: 1.0, 512: 2.0}, 0.2, "?"),
-    ],
-)
-def test_growth_needs_two_lengths_and_a_narrow_interval(costs, noise, shown):
-    assert show_growth(growth(costs, noise)) == shown
-
-
-def test_bytes_grow_without_an_interval_and_constant_or_missing_ones_show_it():
-    def shown(*peaks):
-        records = [
-            Record(case=case("memory", "exact", 256 << number), peak_bytes=peak)
-            for number, peak in enumerate(peaks)
-        ]
-        return show_growth(curves(records, "peak_bytes")[0].growth)
-
-    assert [shown(4, 8, 32), shown(8, 8), shown(0, 8)] == ["n^1.50", "n^0.00", ""]
-
-
 def test_of_equal_cases_the_last_record_counts():
     (curve,) = curves([timed("exact", 100, [1.0]), timed("exact", 100, [2.0])], "time_s")
     assert [point.value for point in curve.points] == [2.0]
@@ -135,16 +93,3 @@ def test_intervals_of_times_hold_under_every_noise(noise, rounds):
         assert coverage[name].held >= fewest(0.9, coverage[name].printed), (name, str(coverage[name]))
         # Fifty give a coverage of 95 % a standard error of 3 %; where noise is large, most stay unclear.
         assert coverage[name].printed > 50
-
-
-@pytest.mark.slow
-def test_the_speed_of_a_backend_against_itself_is_one():
-    """The same builder under two names, a real run: its ratio may miss 1 as often as the interval says."""
-    again = "efficient_attn.backends.exact:FusedAttention"
-    lengths = [64, 96, 128, 192, 256, 384, 512, 768]
-    results = ea.bench(["exact", again], seq_lens=lengths, rounds=6, threads=1, budget_s=3600)
-    first, second = curves(results.records, "time_s")
-    pairs = zip(first.points, second.points, strict=True)
-    ratios = [time_ratio(point.record, match.record) for point, match in pairs]
-    assert all(ratio.low is not None for ratio in ratios)
-    assert sum(not ratio.side_of_one for ratio in ratios) >= fewest(0.95, len(lengths))

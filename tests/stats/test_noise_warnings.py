@@ -20,8 +20,6 @@ def record(times_s=STEADY * 4, *, tokens=256, device="cpu", threads=2, **fields)
     return Record(case=about, times_s=tuple(times_s), **measured)
 
 
-POINTS = [record(tokens=tokens, waited_s=50.0) for tokens in (16, 32, 64, 128)]
-
 # Records, an entry of the conditions during the run, and the beginnings of all sentences on them.
 REMARKS = {
     "quiet": ([record()], {}, []),
@@ -39,9 +37,8 @@ REMARKS = {
     "waiting": (
         [record(waited_s=0.2 * 2 * sum(STEADY * 4))],
         {},
-        ["CPU contention: threads of window at 256 tokens waited for a processor up to 20% of the time."],
+        ["CPU contention in 1 of 1 timings: threads waited for a processor up to 20% of the time."],
     ),
-    "many points": (POINTS, {}, ["CPU contention: threads of window at 16, 32, 64 tokens and 1 more point"]),
     "one thread": ([record(threads=1, waited_s=50.0)], {}, []),
     "load": (
         [record()],

@@ -1,6 +1,6 @@
 """Error, time and peak memory of backends at several lengths, from short to long."""
 
-import math
+import itertools
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,27 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, Measurer
 from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.measure.record import COMPILED, DECODED
 from efficient_attn.measure.units import parse_sizes
-from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, is_ours, joint_name, select
+from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, joint_name, select
 from efficient_attn.options import positive_number
-from efficient_attn.problem import AttentionProblem, positive_count
-from efficient_attn.registry import SPECS
+from efficient_attn.problem import positive_count
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.study import Option, Plan, Point, Steps, Study
-from efficient_attn.studies.workload import (
-    SUBJECTS,
-    Costs,
-    Workload,
-    measurer_for,
-    settle,
-)
+from efficient_attn.studies.workload import SUBJECTS, Costs, Workload, measurer_for, settle
 
 # Key of a run's environment that holds the error limit.
 MAX_ERROR = "max_error"
@@ -40,7 +32,6 @@ _EXECUTIONS = (EAGER, COMPILED)
 
 _LENGTHS = (256, 512, 1024, 2048, 4096)
 _NUM_HEADS, _HEAD_DIM = 8, 64
-
 
 # Inputs of errors by default, and what their cases have whatever is timed.
 _INPUTS, _CAUSAL_INPUTS = "encoder", "decoder"
@@ -106,7 +97,7 @@ def plan(
     positive_number("max_error", max_error)
     lengths = parse_sizes(seq_lens, name="seq_lens")
     positive_count("rounds", rounds)
-    settled = [
+    workloads = [
         settle(
             Workload(
                 of=subject,
@@ -121,28 +112,25 @@ def plan(
                 seed=seed,
             )
         )
-        for subject in dict.fromkeys(of.split(",") if isinstance(of, str) else of)
+        for subject in dict.fromkeys(_words(of))
     ]
-    first = settled[0]
-    executions = _executions(execution)
+    first, attention = workloads[0], [workload for workload in workloads if workload.of == "attention"]
+    executions = [None if word == EAGER else word for word in dict.fromkeys(_words(execution))]
+    if unknown := [word for word in executions if word not in (None, COMPILED)]:
+        raise OptionError(f"execution is {', '.join(_EXECUTIONS)}, not {unknown[0]!r}.")
     if decode:
-        if backward or execution != EAGER or [workload.of for workload in settled] != ["attention"]:
+        if backward or executions != [None] or attention != workloads:
             raise OptionError("decode is of attention alone, eager and without gradients.")
         executions = [DECODED]
     # Calls are made where their time is limited, and their failures are records.
     chosen = select(backends, options, also=True)
     if not any(variant.backend == YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
-    # The baseline comes first, then the cheapest candidates, in case the budget ends.
-    if backends is None:
-        chosen = tuple(sorted(chosen, key=partial(_operations, workload=first, tokens=max(lengths))))
+    # The baseline comes first, in case the budget ends.
     chosen = tuple(sorted(chosen, key=lambda variant: variant.backend != YARDSTICK))
-    subjects: list[Any] = []
-    attention = [workload for workload in settled if workload.of == "attention"]
-    if inputs is not None or (error and attention):
-        subjects = _subjects(inputs, layers, first)
+    subjects = _subjects(inputs, layers, first) if inputs is not None or (error and attention) else []
     if inputs is not None:
-        if (num_heads, head_dim) != (None, None) or [workload.of for workload in settled] != ["attention"]:
+        if (num_heads, head_dim) != (None, None) or attention != workloads:
             raise OptionError(
                 "inputs decide the shape of attention alone: leave out of, num_heads and head_dim."
             )
@@ -156,39 +144,17 @@ def plan(
     timed = {"inputs": "gaussian"}
     if inputs is not None:
         timed = {**subjects[0].shape, "inputs": joint_name([subject.name for subject in subjects])}
+    l2 = COLD if first.device.startswith("cuda") else None
     settings = []
-    for workload in settled:
-        _try_options(chosen, workload, max(lengths))
-        costs = costs_of(
-            shared={**vars(workload), **timed},
-            l2=COLD if first.device.startswith("cuda") else None,
-        )
+    for workload in workloads:
+        costs = costs_of(shared={**vars(workload), **timed}, l2=l2)
         settings.append((costs, chosen if workload.of == "attention" else (ceiling(), *chosen)))
-    errors = [
-        (
-            subject.tokens,
-            costs_of(shared={**vars(attention[0]), **subject.shape, **_ERROR, "inputs": subject.name}),
-        )
-        for subject in (subjects if error else [])
-    ]
-    # From short to long; compiling, which takes longest, comes last.
-    groups = [
-        (
-            costs,
-            [
-                variant
-                if kind is None
-                else replace(variant, label=f"{variant.label} · {kind}", execution=kind)
-                for variant in variants
-            ],
-            tokens,
-        )
-        for kind in executions
-        for tokens in lengths
-        for costs, variants in settings
-    ]
+    errors = []
+    for subject in subjects if error else ():
+        of_layer = {**vars(attention[0]), **subject.shape, **_ERROR, "inputs": subject.name}
+        errors.append((subject.tokens, costs_of(shared=of_layer)))
     return Plan(
-        steps=partial(_steps, groups, errors),
+        steps=partial(_steps, executions, lengths, settings, errors),
         device=first.device,
         timeout_s=timeout_s,
         notes=notes,
@@ -198,31 +164,35 @@ def plan(
 
 
 def _steps(
-    groups: Sequence[tuple[Costs, Sequence[Variant], int]], errors: Sequence[tuple[int, Costs]]
+    executions: Sequence[str | None],
+    lengths: Sequence[int],
+    settings: Sequence[tuple[Costs, Sequence[Variant]]],
+    errors: Sequence[tuple[int, Costs]],
 ) -> Steps:
     """One round of every call, its error and its memory, then further rounds of all calls.
 
-    A variant that failed is left out of further layers.
+    Lengths go from short to long. Compiling, which takes longest, comes last. A variant that failed is left
+    out of further layers.
 
     Args:
-        groups: Costs of variants at a length, from short to long.
         errors: Length and errors of every layer, whose exact output is computed once.
     """
     from efficient_attn.measure.accuracy import MEAN
 
     calls: list[Point] = []
-    for costs, variants, tokens in groups:
+    for kind, tokens, (costs, variants) in itertools.product(executions, lengths, settings):
+        if kind is not None:
+            variants = [replace(v, label=f"{v.label} · {kind}", execution=kind) for v in variants]
         times = [costs.point(variant, tokens) for variant in variants]
         records = yield [replace(point, rounds=1) for point in times]
         calls += [point for point, record in zip(times, records, strict=True) if record.status == "ok"]
-        if costs.shared["of"] == "attention" and variants[0].execution is None:
+        if kind is None and costs.shared["of"] == "attention":
             failed = {record.case.label for record in records if record.status != "ok"}
             for layer in (layer for longest, layer in errors if tokens <= longest):
                 for variant in (MEAN, *variants):
-                    if variant.label in failed:
-                        continue
-                    record = yield layer.point(variant, tokens, "error")
-                    failed |= {variant.label} if record.status != "ok" else set()
+                    if variant.label not in failed:
+                        record = yield layer.point(variant, tokens, "error")
+                        failed |= {variant.label} if record.status != "ok" else set()
         for variant in variants:
             yield costs.point(variant, tokens, "memory")
     yield calls
@@ -248,16 +218,6 @@ def _subjects(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> 
                 "keys; the numbers must be equal."
             )
     return captured
-
-
-def _operations(variant: Variant, *, workload: Workload, tokens: int) -> float:
-    """Counted operations of a head of a registered backend; infinite where it cannot serve the workload."""
-    spec = SPECS[variant.target]
-    sizes = {"head_dim": workload.head_dim, "num_heads": workload.num_heads, "max_tokens": tokens}
-    problem = AttentionProblem(causal=workload.causal, **sizes)
-    if workload.causal and not spec.capabilities.causal:
-        return math.inf
-    return spec.flops(problem, spec.options_type(**variant.options), tokens) or 0
 
 
 def _lengths_of_inputs(lengths: Sequence[int], subjects: Sequence[Any]) -> tuple[int, ...]:
@@ -288,30 +248,8 @@ def _handing_over(measurer: Measurer, subjects: Sequence[Any], timed: str) -> It
         yield
 
 
-def _executions(text: str | Sequence[str]) -> list[str | None]:
-    """Executions of every call, None for eager."""
-    words = text.split(",") if isinstance(text, str) else list(text)
-    for word in words:
-        if word not in _EXECUTIONS:
-            raise OptionError(f"execution is {', '.join(_EXECUTIONS)}, not {word!r}.")
-    return [None if word == EAGER else word for word in dict.fromkeys(words)]
-
-
-def _try_options(variants: Sequence[Variant], workload: Workload, longest: int) -> None:
-    """Build each of our variants with set options once; others are built where their time is limited."""
-    from efficient_attn.backends import build
-
-    for variant in variants:
-        if variant.label != variant.backend and is_ours(variant.target):
-            with trial():
-                build(
-                    variant.target,
-                    head_dim=workload.head_dim,
-                    num_heads=workload.num_heads,
-                    max_tokens=longest,
-                    causal=workload.causal,
-                    **variant.options,
-                )
+def _words(text: str | Sequence[str]) -> list[str]:
+    return text.split(",") if isinstance(text, str) else list(text)
 
 
 STUDY = Study(

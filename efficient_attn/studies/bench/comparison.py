@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, joint_name, single_names
-from efficient_attn.stats.estimates import Middle, call_time, grouped, middle, time_ratio
+from efficient_attn.stats.estimates import Middle, Typical, call_time, grouped, middle, time_ratio
 from efficient_attn.studies.bench import DEFAULT_MAX_ERROR, MAX_ERROR
 from efficient_attn.studies.run_folder import over_budget
 
@@ -112,11 +112,15 @@ class Comparison(NamedTuple):
         """Nearly exact contenders except exact attention, by time."""
         return [row for row in self.candidates if row.timed and row.worst <= max_error]
 
+    def speed(self, row: Contender) -> Typical:
+        """Speed-up over exact attention; undecided if one of them was not timed."""
+        if row.timed is None or self.exact is None or self.exact.timed is None:
+            return Typical(1.0, None, None, 0)
+        return time_ratio(row.timed, self.exact.timed)
+
     def faster(self, contenders: Iterable[Contender], side: int = 1) -> list[Contender]:
         """Contenders that are significantly faster than exact attention; with side 0 the unclear ones."""
-        exact = self.exact and self.exact.timed
-        speeds = [(row, time_ratio(row.timed, exact)) for row in contenders if row.timed and exact]
-        return [row for row, speed in speeds if speed.side_of_one == side]
+        return [row for row in contenders if row.timed and self.speed(row).side_of_one == side]
 
 
 def error_limit(environment: Mapping[str, Any]) -> float:
@@ -139,22 +143,19 @@ def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:
         elif case.kind in ("time", "memory") and case.of == "attention" and case.execution is None:
             shape = tuple(getattr(case, name) for name in _SHAPE)
             costs.setdefault((key, case.inputs, shape, case.threads, case.backward), []).append(record)
-    pairs = []
+    complete = []
     for (key, inputs, *_), group in costs.items():
         measured = errors.get(key, {})
         # Errors on the inputs of the costs, or beside Gaussian ones those of each model.
-        models: dict[str, list[str]] = {}
+        models: dict[str, dict[str, list[Record]]] = {}
         for name in measured if inputs == GAUSSIAN else single_names(inputs):
             if name in measured:
-                models.setdefault(name.rpartition("(")[0] if inputs == GAUSSIAN else "", []).append(name)
-        if any(record.case.kind == "time" for record in group):
-            pairs += [(group, {name: measured[name] for name in names}) for names in models.values()]
-    # Where the budget did not reach the error of exact attention, there is nothing to compare.
-    complete = [
-        comparison
-        for comparison in (_comparison(*pair) for pair in pairs)
-        if comparison.exact or not any(map(over_budget, comparison.records))
-    ]
+                models.setdefault(name.rpartition("(")[0], {})[name] = measured[name]
+        for errors_of_model in models.values() if any(r.case.kind == "time" for r in group) else ():
+            comparison = _comparison(group, errors_of_model)
+            # Where the budget did not reach the error of exact attention, there is nothing to compare.
+            if comparison.exact or not any(map(over_budget, comparison.records)):
+                complete.append(comparison)
     return tuple(sorted(complete, key=lambda comparison: comparison.case.tokens))
 
 
@@ -173,12 +174,11 @@ def by_setting(all_comparisons: Iterable[Comparison]) -> list[list[Comparison]]:
 
 def _comparison(costs: Sequence[Record], errors: Mapping[str, Sequence[Record]]) -> Comparison:
     case = next(record.case for record in costs if record.case.kind == "time")
-    records = [*(record for group in errors.values() for record in group), *costs]
+    records = (*(record for group in errors.values() for record in group), *costs)
     layers = len(errors) if case.inputs == GAUSSIAN else len(single_names(case.inputs))
     rows = [_contender(group, layers) for group in grouped(records, "label")]
-    return Comparison(
-        case, records[0].case, joint_name(list(errors)), tuple(sorted(rows, key=_place)), tuple(records)
-    )
+    contenders = tuple(sorted(rows, key=_place))
+    return Comparison(case, records[0].case, joint_name(list(errors)), contenders, records)
 
 
 def _contender(group: Sequence[Record], layers: int) -> Contender:
