@@ -29,6 +29,9 @@ _LETTER, _HANDLE, _LINE = 0.56, 4.7, 1.35
 # Multiples of powers of ten at ticks, the first that fit.
 _STEPS = ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,))
 
+# Largest share of the width for names at the ends of lines, and steps that move them apart.
+_NAMES_SHARE, _STEPS_APART = 0.34, 200
+
 _DOTS_PER_INCH, _DOTS_PER_INCH_OF_A_NOTEBOOK = 200, 100
 
 _SETTINGS: dict[Any, Any] = {
@@ -82,6 +85,7 @@ def _draw_figure(plot: Plot) -> list[Any]:
     columns = math.lcm(*map(len, plot.rows))
     grid = figure.add_gridspec(len(plot.rows), columns, height_ratios=heights)
     axes = []
+    named_lines = all(map(_names_fit, plot.rows))
     for number, row in enumerate(plot.rows):
         span = columns // len(row)
         first: tuple[Any, Axis] | None = None
@@ -94,9 +98,12 @@ def _draw_figure(plot: Plot) -> list[Any]:
             if shared:
                 chart = chart._replace(y=chart.y._replace(label=""))
                 ax.tick_params(labelleft=False)
-            _draw_chart(ax, chart, _axes_width(row), _axes_height(row, chart))
+            height, names_inches = _axes_height(row, chart), _names_inches(chart) if named_lines else 0.0
+            _draw_chart(ax, chart, _axes_width(row) - names_inches, height)
+            if named_lines:
+                _name_lines(ax, chart, height)
             axes.append(ax)
-    lines = _write_texts(figure, plot)
+    lines = _write_texts(figure, plot, legend=not named_lines)
     figure.set_figheight(sum(heights) + lines * _LINE * SMALL * _POINT)
     # The layout takes as long as drawing: it is found once for all files.
     figure.draw_without_rendering()
@@ -126,22 +133,67 @@ def _heading(chart: Chart, inches: float) -> str:
     return "\n".join(_wrapped(line, inches, _TEXT) for line in (chart.title, *chart.notes) if line)
 
 
-def _write_texts(figure: Any, plot: Plot) -> int:
+def _write_texts(figure: Any, plot: Plot, *, legend: bool) -> int:
     """Write the title, and a legend under the conditions, and count their lines."""
     from matplotlib.lines import Line2D
 
     title = _wrapped(plot.title, WIDTH_INCHES, _TITLE)
     conditions = "\n".join(_wrapped(line, WIDTH_INCHES, SMALL) for line in plot.conditions.splitlines())
     figure.suptitle(title, x=0.01, ha="left")
-    names = [plain(short(series.label, _LONGEST_NAME)) for series in plot.entries]
-    handles = [Line2D([], [], **series.style) for series in plot.entries]
+    entries = plot.entries if legend else ()
+    names = [plain(short(series.label, _LONGEST_NAME)) for series in entries]
+    handles = [Line2D([], [], **series.style) for series in entries]
     longest = (max(map(len, names), default=0) * _LETTER + _HANDLE) * SMALL * _POINT
     columns = min(max(int(WIDTH_INCHES / longest), 1), max(len(names), 1))
     if names or conditions:
-        legend = figure.legend(handles, names, loc="outside lower left", ncols=columns, title=conditions)
-        legend.get_title().set_color(MUTED)
-        legend.set_alignment("left")
+        texts = figure.legend(handles, names, loc="outside lower left", ncols=columns, title=conditions)
+        texts.get_title().set_color(MUTED)
+        texts.set_alignment("left")
     return sum(text.count("\n") + bool(text) for text in (title, conditions)) - (-len(names) // columns) + 1
+
+
+def _names_fit(row: Sequence[Chart | None]) -> bool:
+    """Whether the names of lines can stand at their right ends, in place of a legend."""
+    (chart, *others) = row
+    if others or chart is None or chart.draw is not None or not chart.series:
+        return False
+    ends = {line.x[-1] for line in chart.series if len(line.x)}
+    room = _axes_height(row, chart) / (_LINE * SMALL * _POINT)
+    narrow = _names_inches(chart) <= _NAMES_SHARE * WIDTH_INCHES
+    drawn = all(len(line.y) for line in chart.series)
+    return len(ends) == 1 and drawn and len(chart.series) <= room and narrow
+
+
+def _names_inches(chart: Chart) -> float:
+    longest = max((len(plain(short(line.label, _LONGEST_NAME))) for line in chart.series), default=0)
+    return longest * _LETTER * SMALL * _POINT
+
+
+def _name_lines(ax: Any, chart: Chart, height: float) -> None:
+    """Write each line's name at its right end, apart from the others."""
+    to_axes = ax.transScale + ax.transLimits
+    lines = [line for line in chart.series if line.label]
+    ends = np.array([to_axes.transform((ax.get_xlim()[1], line.y[-1]))[1] for line in lines])
+    order, gap = np.argsort(ends, kind="stable"), _LINE * SMALL * _POINT / height
+    places = ends[order]
+    for _ in range(_STEPS_APART):
+        close = np.clip(gap - np.diff(places), 0, None) / 2
+        places[1:] += close
+        places[:-1] -= close
+        places = np.clip(places, 0, 1)
+    for place, index in zip(places, order, strict=True):
+        line, colour = lines[index], lines[index].style.get("color", INK)
+        ax.annotate(
+            plain(short(line.label, _LONGEST_NAME)),
+            xy=(line.x[-1] if len(line.x) else ax.get_xlim()[1], line.y[-1]),
+            xytext=(1.03, place),
+            textcoords="axes fraction",
+            va="center",
+            color=colour,
+            fontsize=SMALL,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 5},
+            annotation_clip=False,
+        )
 
 
 def _wrapped(text: str, inches: float, size: float) -> str:
