@@ -116,7 +116,7 @@ def test_the_page_on_gpus_has_what_was_measured_on_each(gpu):
     assert written == gpu.page(written), "run: python docs/gpu.py"
     (row,) = (line for line in written.splitlines() if line.startswith("| performer-positive, causal |"))
     assert row.startswith(
-        "| performer-positive, causal | 0.227 (0.11) | 0.553 (0.35) | 1.82 (1.35) | – | 9200 ("
+        "| performer-positive, causal | 0.227 (0.11) | 0.553 (0.35) | 1.82 (1.35) | – | 8000 ("
     )
 
 
