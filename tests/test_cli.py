@@ -196,7 +196,7 @@ def test_the_command_that_ran_is_written_down(folder, undrawn, monkeypatch):
 # Refusals of text; those of values are in test_bad_input.py.
 WRONG = [
     ("bench --seq-len 256 512", "Unexpected argument '512'. Use commas, as in --seq-len 256,512"),
-    ("bench --set window.window=4", "window"),
+    ("bench --set window.window=0", "window is at least 1"),
     ("bench --num-heads 4,x", "--num-heads"),
     ("bench --timeout never", "--timeout is a duration"),
     ("bench --max-error little", "--max-error"),

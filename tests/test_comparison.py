@@ -6,7 +6,6 @@ from planned import points_of
 
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import OWN
-from efficient_attn.report.table import brief
 from efficient_attn.report.text import READ_NOTE
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.stats.noise_warnings import DURING
@@ -111,19 +110,6 @@ def sentence(records, **environment):
 )
 def test_the_sentence_goes_no_further_than_the_measurements(records, environment, told):
     assert told in sentence(records, **environment)
-
-
-def test_a_comparison_on_a_gpu_stands_below_times_and_device_times():
-    def on_gpu(label, error, seconds, device_s):
-        error, timed = measured(label, error, seconds, device="cuda", l2=None)
-        times_s = tuple(device_s * one for one in SPREAD)
-        return [error, replace(timed, case=replace(timed.case, l2="cold"), device_times_s=times_s)]
-
-    made = [*on_gpu("exact", 3e-7, 0.010, 0.008), *on_gpu("window", 0.3, 0.010, 0.002)]
-    time, device, compared = tables(made, {})
-    speeds = [brief(table.rows[1][table.columns.index("speed, exact 1×")]) for table in (time, device)]
-    assert speeds == ["1.00×?", "4.0×"] and compared.title.startswith("Error, time and memory")
-    assert any("with a cold L2 cache" in note for note in device.notes)
 
 
 def test_error_and_cost_of_different_lengths_are_never_joined():

@@ -1,6 +1,6 @@
 """Coverage of nominal 95 % intervals under noise that timings have, by simulation.
 
-    cd tests && python -m stats.simulate_intervals 2000
+    cd tests && python -m stats.simulate_intervals 1000
 
 prints the tables of results/simulations/intervals.md. Every simulated run becomes records, and its
 intervals are those of tables and sentences.
