@@ -9,7 +9,7 @@ from typing import NamedTuple
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import DENSE, MODEL, PLAN, UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.report.figures import Axis, Chart, Plot, Series, line_styles
-from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table
+from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table, brief
 from efficient_attn.report.text import (
     calibration_note,
     describe,
@@ -208,7 +208,7 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
         row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE, UNIFORM_ATTENTION)
     ]
     near = [
-        row.label
+        f"{row.label} (faster from {start})" if (start := brief(_show_crossover(row))) else row.label
         for row in candidates
         if max(map(max, row.errors.values())) <= limit
         and {place: len(errors) for place, errors in row.errors.items()} == layers
