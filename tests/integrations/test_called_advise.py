@@ -81,9 +81,7 @@ def test_a_model_without_random_inputs_is_verified_on_the_inputs_that_choose():
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        ({"backend": "windoww", "options": {}}, "names the backend 'windoww', which is not registered"),
         ({"backend": "window", "options": {"head_dim": 8}}, "layers.json, 0: .*head_dim"),
-        ({"backend": "window-clusters", "options": {"clusters": 10**9}}, "is above 65536"),
         ({"backend": "by-head", "options": {"heads": {"0": "evil.py:f"}}}, "'evil.py:f', which is not reg"),
         ({"backend": "by-head", "options": {"heads": {"0": ("linformer", {"rank": 10**9})}}}, "above 65536"),
         ({"backend": "by-head", "options": {"heads": {"0-99999999999": "exact"}}}, "by numbers and ranges"),

@@ -116,7 +116,7 @@ def replace(
     occupied = [name for name, module in model.named_modules() if isinstance(module, SiteBackends)]
     if occupied:
         raise OptionError(f"{occupied[0]} serves this model already: undo() it first.")
-    search = _SiteSearch(model, requests, seed)
+    search = SiteSearch(model, requests, seed)
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -144,7 +144,7 @@ def replace(
     return replaced
 
 
-class _Request(NamedTuple):
+class Request(NamedTuple):
     """Backend for the sites of a pattern.
 
     Attributes:
@@ -159,44 +159,48 @@ class _Request(NamedTuple):
 
 def _requests_by_pattern(
     backend: Any, only: str, options: Mapping[str, Any], max_tokens: int | None
-) -> dict[str, _Request]:
+) -> dict[str, Request]:
     plan = str(backend) if is_plan_file(backend) else None
     if plan is None and not isinstance(backend, Mapping):
-        return {only: _Request(backend, dict(options), max_tokens)}
+        return {only: Request(backend, dict(options), max_tokens)}
     if options or only != "*":
         source = "a mapping of backends" if plan is None else "the file of a plan"
         raise OptionError(f"With {source}, options and patterns belong into it.")
     if plan is not None:
         return {
-            escape(site): _Request(layer["backend"], layer["options"], layer["max_tokens"], plan)
+            escape(site): Request(layer["backend"], layer["options"], layer["max_tokens"], plan)
             for site, layer in read_plan(backend).items()
         }
     if not backend:
         raise OptionError("The mapping of backends names no site.")
     pairs = {key: value if isinstance(value, tuple) else (value, {}) for key, value in backend.items()}
-    return {key: _Request(name, dict(options), max_tokens) for key, (name, options) in pairs.items()}
+    return {key: Request(name, dict(options), max_tokens) for key, (name, options) in pairs.items()}
 
 
-class _SiteSearch(SiteMode):
+class SiteSearch(SiteMode):
     """Builds the backends of sites from their first calls.
 
     Attributes:
         reasons: {site: reason why it stays exact, or None}.
         built: {site: its backend}.
+        first: {site: shapes of queries and keys, dtype and device of its first call}.
     """
 
-    def __init__(self, model: nn.Module, requests: Mapping[str, _Request], seed: int) -> None:
+    def __init__(self, model: nn.Module, requests: Mapping[str, Request], seed: int) -> None:
         super().__init__(model)
         self._requests, self._seed = requests, seed
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._calls: Counter[Site] = Counter()
         self.reasons: dict[Site, str | None] = {}
         self.built: dict[Site, Backend] = {}
+        self.first: dict[Site, tuple[torch.Size, torch.Size, torch.dtype, torch.device]] = {}
 
     def attend(self, call: Call) -> Tensor:
         outside, site = self.outside, self.next_site()
         self._calls[site] += 1
         if site not in self.reasons:
+            q, k, _ = call.tensors
+            self.first[site] = q.shape, k.shape, q.dtype, q.device
             self.reasons[site] = _OUTSIDE if outside else self._build(site, call)
         return call.exact()
 

@@ -4,7 +4,6 @@ A function in a file returns a pair (module, inputs) whose inputs are a tuple of
 keyword arguments. The model is set to evaluation mode, and measured at the length of its inputs.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,26 +21,20 @@ from efficient_attn.backend import Backend
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.external import is_address, object_at
-from efficient_attn.integrations.intercept.calls import (
-    CALL_SDPA,
-    AttentionMode,
-    Call,
-    Site,
-    SiteMode,
-    seed_of,
-    unsure_modules,
-)
-from efficient_attn.integrations.intercept.replaced import ReplacedSites, replace
+from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, seed_of
+from efficient_attn.integrations.intercept.replaced import ReplacedSites, Request, SiteSearch, replace
 from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.measure.error import cosine_distance, relative_error
 from efficient_attn.measure.record import SAME_INPUTS
-from efficient_attn.measure.variants import OWN, Variant
+from efficient_attn.measure.variants import OWN, YARDSTICK, Variant
 from efficient_attn.options import SEED
 from efficient_attn.studies.swap.measure import HELD_OUT, SAME_AGAIN, choices
 from efficient_attn.studies.swap.plan import OUTPUT_COSINE
 from efficient_attn.studies.workload import Workload
 
 _FORM = "a pair (module, inputs) with a tuple or a dict of inputs"
+
+_CROSS = "its queries and keys differ in number (cross-attention)"
 
 # Rounding of sums in another order, relative.
 _SAME = 1e-3
@@ -187,9 +180,10 @@ class CallSubject:
             DataError: If its output is not finite, or is another one in the next run.
             UnsupportedError: If the run makes no call that a backend can serve.
         """
-        search = _Sites(called.module)
+        search = SiteSearch(called.module, {"*": Request(YARDSTICK, {}, None)}, seed=0)
         with running(called.name), search:
             output = output_vector(called.seeded())
+        search.settle()
         if not output.isfinite().all():
             raise DataError(f"{called.name} returns numbers that are not finite; return real rows alone.")
         again = called.output()
@@ -198,22 +192,34 @@ class CallSubject:
                 f"{called.name} returns another output in its next run: take random numbers from torch, "
                 "whose seed is set, or fix them."
             )
-        unsure = unsure_modules(search.calls)
-        left = {site: unsure[site.module] for site in search.calls if site.module in unsure} | search.left
-        served = [site for site in search.shapes if site not in left]
+        left = {site: why for site, why in search.reasons.items() if why is not None}
+        left |= {site: _CROSS for site in search.built if len({x[-2] for x in search.first[site][:2]}) > 1}
+        served = [site for site in search.built if site not in left]
         if not served:
             why = next((f"{site}: {why}" for site, why in left.items()), CALL_SDPA)
             raise UnsupportedError(
                 f"{called.name} never calls F.scaled_dot_product_attention with self-attention that a "
                 f"backend can serve: {why}."
             )
-        run = {"threads": workload.threads, "inputs": called.name, "seed": workload.seed}
+        (batch, num_heads, tokens, head_dim), k_shape, dtype, device = search.first[served[0]]
         return cls(
             called=called,
             example=called,
             sites=dict(enumerate(map(str, served))),
             left={str(site): why for site, why in left.items()},
-            shared={**search.shapes[served[0]], **run},
+            shared={
+                "batch": batch,
+                "num_heads": num_heads,
+                "num_kv_heads": None if k_shape[1] == num_heads else k_shape[1],
+                "head_dim": head_dim,
+                "tokens": tokens,
+                "causal": search.built[served[0]].problem.causal,
+                "dtype": str(dtype).removeprefix("torch."),
+                "device": str(device),
+                "threads": workload.threads,
+                "inputs": called.name,
+                "seed": workload.seed,
+            },
         )
 
     @property
@@ -302,44 +308,3 @@ def called_pair(model: Any, name: str | None, workload: Workload) -> tuple[CallS
     ending = SAME_AGAIN if torch.equal(first.output(), second.output()) else HELD_OUT
     shared = {**choosing.shared, "inputs": f"{first.name}{ending}"}
     return choosing, with_fields(choosing, called=second, shared=shared)
-
-
-class _Sites(SiteMode):
-    """Call sites of a run.
-
-    Attributes:
-        calls: Number of calls of each site.
-        shapes: Fields of a case for the first call of each site that a backend can serve.
-        left: {site: reason why it stays exact}.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        self.calls: Counter[Site] = Counter()
-        self.shapes: dict[Site, dict[str, Any]] = {}
-        self.left: dict[Site, str] = {}
-
-    def attend(self, call: Call) -> Tensor:
-        site = self.next_site()
-        self.calls[site] += 1
-        shown = call.shown_keys()
-        q, k, _ = call.tensors
-        if isinstance(shown, str):
-            self.left.setdefault(site, shown)
-        elif q.shape[-2] != k.shape[-2]:
-            self.left[site] = "its queries and keys differ in number (cross-attention)"
-        elif site not in self.shapes:
-            self.shapes[site] = {
-                "batch": q.shape[0],
-                "num_heads": q.shape[1],
-                "num_kv_heads": None if k.shape[1] == q.shape[1] else k.shape[1],
-                "head_dim": q.shape[-1],
-                "tokens": q.shape[-2],
-                "causal": shown.causal,
-                "dtype": str(q.dtype).removeprefix("torch."),
-                "device": str(q.device),
-            }
-        return call.exact()
-
-    def unreached(self, reason: str) -> None:
-        self.left.setdefault(self.next_site(), reason)
