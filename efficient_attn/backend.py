@@ -70,9 +70,7 @@ class Backend(nn.Module):
         """Output of new tokens that follow `state`, and the new state.
 
         Prefill is a call with state None, a decoding step a call with one token; `key_mask`
-        covers the new tokens. States are never modified, so a state may be extended twice. Inside
-        `context_parallel`, a prefill returns the output of the own tokens and the state after the tokens of
-        all processes.
+        covers the new tokens. States are never modified, so a state may be extended twice.
 
         Raises:
             UnsupportedError: If the backend was not built causal or cannot stream.
@@ -83,8 +81,6 @@ class Backend(nn.Module):
             raise UnsupportedError("extend needs a causal backend: build it with causal=True.")
         if not self.spec.capabilities.streaming:
             raise UnsupportedError(f"Backend {self.spec.name!r} keeps no state and cannot extend.")
-        if sharding.hook is not None and state is None:
-            return sharding.hook.prefill(self, q, k, v, key_mask)
         self._check(q, k, v, key_mask, streaming=True)
         with without_autocast(q):
             return self.core.extend(q, k, v, state, key_mask)

@@ -33,14 +33,9 @@ def check_alone() -> None:
     """
     if hook is not None:
         raise UnsupportedError(
-            "Inside efficient_attn's context_parallel only backend(q, k, v) and its extend without a "
-            "state read the tokens of other ranks; call everything else outside, on whole sequences."
+            "Inside efficient_attn's context_parallel only backend(q, k, v) reads the tokens of other ranks; "
+            "call everything else outside, on whole sequences."
         )
-
-
-def whole_tokens(tokens: int) -> int:
-    """Number of tokens of all ranks, for `tokens` of this rank."""
-    return tokens if hook is None else tokens * hook.layout.ranks
 
 
 def at_positions(apply: Callable[[Tensor, int], Tensor], x: Tensor, start: int) -> Tensor:

@@ -39,7 +39,7 @@ def assert_ranks_are_the_whole(
     def call(layout: Layout) -> list[Tensor]:
         inputs = [local_tokens(x, 2, layout).requires_grad_() for x in qkv]
         real = None if mask is None else local_tokens(mask, 1, layout)
-        out = exchange_of(backend).attend(backend, *inputs, real, layout)
+        out = exchange_of(backend)(backend, *inputs, real, layout)
         grads = torch.autograd.grad(out, [*inputs, *learned], local_tokens(g, 2, layout))
         return [out.detach(), *grads]
 

@@ -12,7 +12,7 @@ from efficient_attn.options import one_of, option
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
-_SHARING = ("heads", "none", "key-value", "layers")
+_SHARING = ("heads", "key-value")
 _INITS = ("mean-pool", "gaussian")
 
 
@@ -23,8 +23,7 @@ class LinformerOptions:
     rank: int = option(256, "Number of projected keys and values.")
     sharing: str = option(
         "heads",
-        "heads: one pair of projections for all heads; none: a pair for each head; key-value: one "
-        "projection for keys and values; layers: that one for a whole stack.",
+        "heads: one pair of projections for all heads; key-value: one projection for keys and values.",
     )
     init: str = option(
         "mean-pool", "mean-pool: means of neighbouring tokens; gaussian: entries of variance 1/rank."
@@ -40,19 +39,17 @@ class LinformerAttention(nn.Module):
     """Attention to `rank` projected tokens: a pooling until the projections are trained.
 
     Attributes:
-        mix_keys: E, [rank max_tokens], or [num_heads rank max_tokens] with one pair per head.
+        mix_keys: E, [rank max_tokens].
         mix_values: F, of the same shape; the parameter E itself if keys and values share it.
     """
 
     def __init__(self, problem: AttentionProblem, options: LinformerOptions, max_tokens: int) -> None:
         super().__init__()
         self._scale = problem.factor
-        heads = problem.num_heads if options.sharing == "none" else None
-        self.mix_keys = nn.Parameter(_initial(options, max_tokens, heads, seed=0))
-        if options.sharing in ("key-value", "layers"):
-            self.mix_values = self.mix_keys
-        else:
-            self.mix_values = nn.Parameter(_initial(options, max_tokens, heads, seed=1))
+        self.mix_keys = nn.Parameter(_initial(options, max_tokens, seed=0))
+        self.mix_values = self.mix_keys
+        if options.sharing == "heads":
+            self.mix_values = nn.Parameter(_initial(options, max_tokens, seed=1))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         return linformer_attention(
@@ -66,13 +63,13 @@ class LinformerAttention(nn.Module):
         )
 
 
-def _initial(options: LinformerOptions, max_tokens: int, heads: int | None, *, seed: int) -> Tensor:
-    shape = (options.rank, max_tokens) if heads is None else (heads, options.rank, max_tokens)
+def _initial(options: LinformerOptions, max_tokens: int, *, seed: int) -> Tensor:
     if options.init == "gaussian":
         # Variance 1/rank, as in the paper's proofs (Wang et al. 2020, theorem 1).
         generator = torch.Generator().manual_seed(seed)
+        shape = (options.rank, max_tokens)
         return torch.randn(*shape, generator=generator, dtype=torch.float64).float() / options.rank**0.5
-    return mean_pool(options.rank, max_tokens).expand(shape).clone(memory_format=torch.contiguous_format)
+    return mean_pool(options.rank, max_tokens).contiguous()
 
 
 def mean_pool(rank: int, max_tokens: int) -> Tensor:
@@ -86,16 +83,11 @@ def operations(
     problem: AttentionProblem, options: LinformerOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
     """Products of the projections, then of every query with every projected key."""
-    pairs, per_head = tokens * options.rank, options.sharing == "none"
-    mixings = (
-        MatMul(pairs * dim, stored=options.rank * dim, shared=not per_head)
-        for dim in (problem.head_dim, value_dim)
-    )
-    pairs_of_projections = (problem.num_heads or 1) if per_head else 1
-    projection = options.rank * (problem.max_tokens or tokens)
+    pairs, rank = tokens * options.rank, options.rank
+    mixings = (MatMul(pairs * dim, stored=rank * dim, shared=True) for dim in (problem.head_dim, value_dim))
     return OperationCounts(
         (*mixings, *softmax_matmuls(pairs, problem.head_dim, value_dim)),
-        learned=projection * pairs_of_projections * (1 if options.sharing in ("key-value", "layers") else 2),
+        learned=rank * (problem.max_tokens or tokens) * (1 if options.sharing == "key-value" else 2),
     )
 
 
@@ -118,6 +110,4 @@ def build(problem: AttentionProblem, options: LinformerOptions) -> LinformerAtte
             f"rank={options.rank} is more than max_tokens={problem.max_tokens}; mixtures are at most as "
             f"many as tokens: rank={problem.max_tokens} or less."
         )
-    if options.sharing == "none" and problem.num_heads is None:
-        raise OptionError("sharing='none' keeps projections for each head: build it with num_heads.")
     return LinformerAttention(problem, options, problem.max_tokens)

@@ -124,7 +124,7 @@ def operations(
     paper="https://arxiv.org/abs/1706.03762",
     options=WindowOptions,
     size_option="window",
-    capabilities=Capabilities(causal=True, cross=False, second_derivatives=True, sharded="neighbours"),
+    capabilities=Capabilities(causal=True, cross=False, sharded="neighbours"),
     operations=operations,
     also=({"global_tokens": 4},),
 )

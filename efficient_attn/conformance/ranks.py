@@ -79,7 +79,7 @@ def _results(subject: Subject, backend: Backend, inputs: Inputs, layout: Layout 
         mask = None if inputs.key_mask is None else local_tokens(inputs.key_mask, 1, layout)
         inputs = Inputs(q, k, v, mask)
     inputs = inputs.of(*(x.detach().requires_grad_(subject.promises.gradients) for x in inputs[:3]))
-    out = run(backend, inputs) if layout is None else exchange_of(backend).attend(backend, *inputs, layout)
+    out = run(backend, inputs) if layout is None else exchange_of(backend)(backend, *inputs, layout)
     parts, sums = [out.detach()], list[Tensor]()
     if subject.promises.gradients:
         learned = list(backend.parameters())

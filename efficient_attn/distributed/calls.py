@@ -13,34 +13,22 @@ from efficient_attn import sharding
 from efficient_attn.backend import Backend, no_keys_output
 from efficient_attn.checks import check_inputs
 from efficient_attn.distributed.exchange import gathered
-from efficient_attn.distributed.keys import attend_clusters, attend_keys, prefill_keys
+from efficient_attn.distributed.keys import attend_clusters, attend_keys
 from efficient_attn.distributed.layout import Layout
-from efficient_attn.distributed.neighbours import attend_neighbours, prefill_neighbours
-from efficient_attn.distributed.states import attend_states, attend_sums, prefill_states
+from efficient_attn.distributed.neighbours import attend_neighbours
+from efficient_attn.distributed.states import attend_states, attend_sums
 from efficient_attn.errors import ShapeError, UnsupportedError
 from efficient_attn.ops.dtypes import without_autocast
 from efficient_attn.registry import SPECS
 
-
-class Exchange(NamedTuple):
-    """Functions of (backend, q, k, v, key_mask, layout), with the tokens of this rank.
-
-    Attributes:
-        attend: Returns the output of the queries of this rank.
-        prefill: Returns the output and the state after the tokens of all ranks; None: not supported.
-    """
-
-    attend: Callable[..., Tensor]
-    prefill: Callable[..., tuple[Tensor, Any]] | None = None
-
-
-# By `Capabilities.sharded`.
-EXCHANGES = {
-    "states": Exchange(attend_states, prefill_states),
-    "sums": Exchange(attend_sums),
-    "neighbours": Exchange(attend_neighbours, prefill_neighbours),
-    "keys": Exchange(attend_keys, prefill_keys),
-    "clusters": Exchange(attend_clusters),
+# Functions of (backend, q, k, v, key_mask, layout), the tokens of this rank, that return the output of its
+# queries, by `Capabilities.sharded`.
+EXCHANGES: dict[str, Callable[..., Tensor]] = {
+    "states": attend_states,
+    "sums": attend_sums,
+    "neighbours": attend_neighbours,
+    "keys": attend_keys,
+    "clusters": attend_clusters,
 }
 
 
@@ -60,25 +48,7 @@ class Calls(NamedTuple):
         if q.numel() == 0 or k.shape[2] == 0 or v.shape[-1] == 0:
             return no_keys_output(q, k, v)
         with without_autocast(q):
-            return exchange_of(backend).attend(backend, q, k, v, key_mask, self.layout)
-
-    def prefill(
-        self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None
-    ) -> tuple[Tensor, Any]:
-        """`Backend.extend` without a state, with the tokens of this rank."""
-        prefill = exchange_of(backend).prefill
-        if prefill is None:
-            raise UnsupportedError(
-                f"Backend {backend.spec.name!r} cannot extend inside context_parallel: extend outside, on "
-                "whole sequences."
-            )
-        check_agreeing(backend, q, k, v, key_mask, self.layout, call="extend of ")
-        check_inputs(backend, q, k, v, key_mask, streaming=True)
-        check_segments(backend, q, k, self.layout)
-        with without_autocast(q):
-            if k.shape[2] == 0:
-                return backend.core.extend(q, k, v, None, key_mask)
-            return prefill(backend, q, k, v, key_mask, self.layout)
+            return exchange_of(backend)(backend, q, k, v, key_mask, self.layout)
 
 
 def in_force(layout: Layout) -> AbstractContextManager[None]:
@@ -86,7 +56,7 @@ def in_force(layout: Layout) -> AbstractContextManager[None]:
     return sharding.installed(Calls(layout))
 
 
-def exchange_of(backend: Backend) -> Exchange:
+def exchange_of(backend: Backend) -> Callable[..., Tensor]:
     """The exchange of a backend between ranks.
 
     Raises:
@@ -134,16 +104,11 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x4F1BBCDCBFA53E0B
 
 
-def check_agreeing(
-    backend: Backend, q: Any, k: Any, v: Any, key_mask: Any, layout: Layout, *, call: str = ""
-) -> None:
+def check_agreeing(backend: Backend, q: Any, k: Any, v: Any, key_mask: Any, layout: Layout) -> None:
     """Refuse calls and backends that differ between ranks, on all ranks alike.
 
     Collectives of other shapes would end the process or hang. On the CPU every call is compared; on other
     devices, the first of each backend with its description.
-
-    Args:
-        call: Prefix of the description.
 
     Raises:
         UnsupportedError: If the backend has no exchange between ranks.
@@ -152,7 +117,7 @@ def check_agreeing(
     """
     exchange_of(backend)
     device = q.device if isinstance(q, Tensor) else torch.get_default_device()
-    call += _description(backend, {"q": q, "k": k, "v": v, "key_mask": key_mask}, layout)
+    call = _description(backend, {"q": q, "k": k, "v": v, "key_mask": key_mask}, layout)
     agreed = _AGREED.setdefault(backend, set())
     if (call, layout) in agreed:
         return

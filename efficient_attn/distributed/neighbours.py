@@ -8,11 +8,8 @@ from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.distributed.exchange import all_tokens, moved
-from efficient_attn.distributed.keys import all_keys
 from efficient_attn.distributed.layout import Layout
-from efficient_attn.ops.softmax.kv_cache import KVCache, last_tokens, summarise_tokens
 from efficient_attn.ops.window.global_keys import AgedKeys, first_keys, tokens_at
-from efficient_attn.ops.window.streaming import WindowState, state_of
 
 
 def attend_neighbours(
@@ -46,27 +43,6 @@ def attend_neighbours(
         out = backend.core.attend(queries, *keys.split(widths, dim=-1), mask, near_first)
         rows.append(out[..., : len(positions), :])
     return torch.cat(rows, dim=-2)
-
-
-def prefill_neighbours(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-) -> tuple[Tensor, KVCache | WindowState]:
-    """Causal attention as in `attend_neighbours`, and the state after the tokens of all ranks."""
-    out = attend_neighbours(backend, q, k, v, key_mask, layout)
-    back, _ = backend.options.sides(causal=True)
-    cache = _last_keys(k, v, key_mask, layout, tokens=back)
-    first = _first_keys_of_all(backend, k, v, key_mask, layout)
-    return out, cache if first is None else state_of(cache, first, tokens=layout.ranks * k.shape[2])
-
-
-def _last_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *, tokens: int) -> KVCache:
-    """The cache of the last `tokens` keys of all ranks, on every rank; earlier keys are not sent."""
-    parts = layout.parts(k.shape[-2])
-    # The ends of the segments include the end of the sequence, and no rank exchanges an empty tensor.
-    ends = [slice(max(part.start, part.stop - max(tokens, 1)), part.stop) for part in parts]
-    k, v = (torch.cat([x[..., end, :] for end in ends], dim=-2) for x in (k, v))
-    mask = None if key_mask is None else torch.cat([key_mask[:, end] for end in ends], dim=1)
-    return last_tokens(summarise_tokens(*all_keys(k, v, mask, layout)), tokens)
 
 
 def _first_keys_of_all(

@@ -19,7 +19,7 @@ from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.linear.causal import causal_row_gradients, causal_rows
 from efficient_attn.ops.linear.full import key_gradients, query_gradients, read_state, whole_state
 from efficient_attn.ops.linear.inputs import LinearInputs, Outputs
-from efficient_attn.ops.linear.state import LinearState, Means, exponential, finite
+from efficient_attn.ops.linear.state import LinearState, exponential, finite
 from efficient_attn.ops.linformer import attend_projected, real_weight, rescaled, row_sums
 from efficient_attn.ops.paths import product_dtype
 
@@ -29,17 +29,15 @@ def attend_states(
 ) -> Tensor:
     """Linear attention by a core with `inputs(q, k, v, key_mask)`."""
     inputs = backend.core.inputs(q, k, v, key_mask)
-    return _attend(inputs, layout, causal=backend.problem.causal).to(q.dtype)
-
-
-def prefill_states(
-    backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
-) -> tuple[Tensor, LinearState | Means]:
-    """Causal attention as in `attend_states`, and the state after the tokens of all ranks, on each."""
-    inputs = backend.core.inputs(q, k, v, key_mask)
-    out = _attend(inputs, layout, causal=True).to(q.dtype)
-    state = total_state(_key_state(inputs), layout)
-    return out, state if inputs.map.has_values else Means.of(state)
+    if not backend.problem.causal:
+        return _Read.apply(False, *total_state(_key_state(inputs), layout), *inputs).to(q.dtype)
+    segments = []
+    for part in layout.parts(k.shape[2]):
+        q_part, k_part, v_part = (x[..., part, :] for x in inputs[:3])
+        segments.append(inputs._replace(q=q_part, k=k_part, v=v_part, key_mask=inputs.mask(part)))
+    pasts = states_before([_key_state(segment) for segment in segments], layout)
+    rows = [_Read.apply(True, *past, *segment) for past, segment in zip(pasts, segments, strict=True)]
+    return torch.cat(rows, dim=2).to(q.dtype)
 
 
 def attend_sums(
@@ -59,27 +57,12 @@ def attend_sums(
 
     def projected(mix: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         mix = mix.to(product_dtype(x))
-        local = torch.cat(
-            [mix[..., near.start : near.stop] for near in layout.positions(x.shape[-2])], dim=-1
-        )
-        sums = total(upcast(row_sums(local, zero_masked(x, key_mask), q.shape[1])), layout)
+        local = torch.cat([mix[:, near.start : near.stop] for near in layout.positions(x.shape[-2])], dim=1)
+        sums = total(upcast(row_sums(local, zero_masked(x, key_mask))), layout)
         return rescaled(sums, mix, total(real_weight(local, key_mask), layout))
 
     keys, values = projected(core.mix_keys, k), projected(core.mix_values, v)
     return attend_projected(q, keys, values, scale=backend.problem.factor)
-
-
-def _attend(inputs: LinearInputs, layout: Layout, *, causal: bool) -> Tensor:
-    """Output of the queries of this rank, [batch heads q_tokens value_dim], in the dtype of q."""
-    if not causal:
-        return _Read.apply(False, *total_state(_key_state(inputs), layout), *inputs)
-    segments = []
-    for part in layout.parts(inputs.k.shape[-2]):
-        q, k, v = (x[..., part, :] for x in inputs[:3])
-        segments.append(inputs._replace(q=q, k=k, v=v, key_mask=inputs.mask(part)))
-    pasts = states_before([_key_state(segment) for segment in segments], layout)
-    rows = [_Read.apply(True, *past, *segment) for past, segment in zip(pasts, segments, strict=True)]
-    return torch.cat(rows, dim=-2)
 
 
 def total_state(state: LinearState, layout: Layout) -> LinearState:

@@ -61,7 +61,6 @@ class Subject:
         bits: Mantissa bits of operands by precision; None: the backend on the CPU is the measure.
         causal: Whether calls are causal; None: only with grouped heads.
         streams: Whether the kernel serves `extend`.
-        global_tokens: Of a window; with them the kernel serves inference alone.
         module: Function of the backend, whose result takes its place.
     """
 
@@ -71,14 +70,13 @@ class Subject:
     bits: dict[str, int | None]
     causal: bool | None = False
     streams: bool = False
-    global_tokens: int = 0
     module: Callable[..., Any] | None = None
 
     def build(self, case: Case, precision: str, head_dim: int, features: int) -> Any:
         """The backend, with directions that both half precisions can hold."""
         size = {"num_features": features}
         if self.backend == "window":
-            size = {"window": _WINDOW, "global_tokens": self.global_tokens}
+            size = {"window": _WINDOW}
         causal = case.grouped if self.causal is None else self.causal
         backend = build(self.backend, head_dim=head_dim, num_heads=_HEADS, causal=causal, **size)
         for x in backend.buffers() if precision.endswith("16") else ():
@@ -107,9 +105,6 @@ SUBJECTS = {
     ),
     "window-flex": Subject(
         backend="window", note="flex", lengths=(129, 300, 1000), bits={**_BITS}, causal=None
-    ),
-    "window-global": Subject(
-        backend="window", note="flex", lengths=(300, 1000), bits={**_BITS}, causal=None, global_tokens=4
     ),
 }
 
@@ -171,11 +166,8 @@ class _Inputs(NamedTuple):
         k, v = (x.masked_fill(~self.mask[:, None, :, None], torch.nan) for x in others)
         return self._replace(tensors=(q, k, v))
 
-    def results(self, call: Callable[..., Tensor], *, trained: bool = True) -> list[Tensor]:
-        """Output, and if trained gradients with respect to q, k and v."""
-        if not trained:
-            with torch.no_grad():
-                return [call(*self.tensors)]
+    def results(self, call: Callable[..., Tensor]) -> list[Tensor]:
+        """Output, and gradients with respect to q, k and v."""
         leaves = [x.clone().requires_grad_() for x in self.tensors]
         out = call(*leaves)
         return [out.detach(), *torch.autograd.grad(out, leaves, self.gradient.to(out))]
@@ -198,12 +190,11 @@ def _findings(
         module = subject.module(module)
     inputs = _draw(case, head_dim, dtype, device)
     with_nan = inputs.with_nan()
-    trained = not subject.global_tokens
     try:
         results = []
         for _ in range(2 if case.tokens < _OFTEN_FROM else _OFTEN):
             poison(device)
-            results.append(with_nan.results(lambda *x: module(*x, key_mask=with_nan.mask), trained=trained))
+            results.append(with_nan.results(lambda *x: module(*x, key_mask=with_nan.mask)))
         poison(device)
         streamed = [_streamed(module, with_nan)] if subject.streams else []
     except Exception as failure:  # A failing launch is a result of the check.
@@ -341,8 +332,7 @@ def _formula(
     q, k, v = tensors
     k, v = (naive.for_query_heads(naive.masked_to_zero(x, mask), q) for x in (k, v))
     window, causal = getattr(backend.options, "window", None), backend.problem.causal
-    count = getattr(backend.options, "global_tokens", 0)
-    visible = naive.visible_keys(q, k, causal=causal, key_mask=mask, window=window, global_tokens=count)
+    visible = naive.visible_keys(q, k, causal=causal, key_mask=mask, window=window)
     factor = backend.problem.factor
     mean = partial(_mean, bits=bits, dtype=dtype)
     if window is not None:

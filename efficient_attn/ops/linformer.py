@@ -24,14 +24,12 @@ def linformer_attention(
     scale: float,
     key_mask: KeyMask | None,
 ) -> Output:
-    """softmax(scale · q (E k)ᵀ) F v (Wang et al. 2020, eq. 7), E and F [… rank max_tokens].
+    """softmax(scale · q (E k)ᵀ) F v (Wang et al. 2020, eq. 7), E and F [rank max_tokens].
 
     Projected key r is divided by its share s_r = Σ_real |E_rj| / Σ_all |E_rj|, which keeps the scale of a
     mean for every key mask; a projected key of share 0 is masked.
     """
-    heads = q.shape[1]
-    keys, values = _mix(mix_keys, k, heads, key_mask), _mix(mix_values, v, heads, key_mask)
-    return attend_projected(q, keys, values, scale=scale)
+    return attend_projected(q, _mix(mix_keys, k, key_mask), _mix(mix_values, v, key_mask), scale=scale)
 
 
 def attend_projected(
@@ -39,10 +37,11 @@ def attend_projected(
 ) -> Tensor:
     """Attention to projected keys and values, each with whether a row holds a real token."""
     (few_keys, alive), (few_values, alive_values) = keys, values
-    alive = (alive & alive_values).expand(q.shape[0], -1, -1)
-    few_values = few_values.masked_fill(~alive.unsqueeze(-1), 0.0)
+    alive = (alive & alive_values).expand(q.shape[0], -1)
+    few_values = zero_masked(few_values, alive)
+    options: Any = {"scale": scale, "key_mask": alive, "dropout": 0.0, "zeroed": True}
     rows = [
-        _read(q[..., part, :].to(few_keys.dtype), few_keys, few_values, alive, scale).to(q.dtype)
+        fused_attention(q[..., part, :].to(few_keys.dtype), few_keys, few_values, **options).to(q.dtype)
         for part in _pieces(q)
     ]
     if not rows:
@@ -63,30 +62,14 @@ def _parts(x: Tensor, size: int | None = None) -> list[slice]:
     return [slice(start, start + size) for start in range(0, tokens, size)]
 
 
-def _read(q: Tensor, few_keys: Tensor, few_values: Tensor, alive: Tensor, scale: float) -> Tensor:
-    """Softmax attention to the projected keys that `alive` keeps, bool [batch 1|heads rank]."""
-    if alive.shape[1] == 1:
-        return fused_attention(
-            q, few_keys, few_values, scale=scale, key_mask=alive.squeeze(1), dropout=0.0, zeroed=True
-        )
-    # Each head has its own projection and its own mask: a head becomes a batch entry.
-    alone = (x.flatten(0, 1).unsqueeze(1) for x in (q, few_keys, few_values))
-    out = fused_attention(*alone, scale=scale, key_mask=alive.flatten(0, 1), dropout=0.0, zeroed=True)
-    return out.unflatten(0, q.shape[:2]).squeeze(2)
-
-
-def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Projected rows [batch heads rank dim], and whether each holds a real token, bool [batch 1|heads rank].
-
-    `mix` is [rank max_tokens] for all heads, or [heads rank max_tokens].
-    """
+def _mix(mix: Tensor, x: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Projected rows [batch kv_heads rank dim], and whether each holds a real token, bool [1|batch rank]."""
     mix = mix.to(product_dtype(x))
-    used = mix[..., : x.shape[-2]]
-    sums = row_sums(used, zero_masked(x, key_mask), heads)
+    used = mix[:, : x.shape[-2]]
+    sums = row_sums(used, zero_masked(x, key_mask))
     if key_mask is None and used.shape[-1] == mix.shape[-1]:
         # All tokens are real, so every share is 1 except that of an all-zero row.
-        alive = (mix.detach().abs().sum(dim=-1) > 0).unsqueeze(0)
-        return sums, alive.unsqueeze(1) if mix.ndim == 2 else alive
+        return sums, (mix.detach().abs().sum(dim=-1) > 0).unsqueeze(0)
     return rescaled(sums, mix, real_weight(used, key_mask))
 
 
@@ -94,37 +77,25 @@ def rescaled(sums: Tensor, mix: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Sums over their shares of real tokens, and whether a share is positive.
 
     Args:
-        real: Σ |E_rj| over real tokens j, [1|batch rank], or [1|batch heads rank] with one mixture per head.
+        real: Σ |E_rj| over real tokens j, [1|batch rank].
     """
     weight = torch.linalg.vector_norm(mix, ord=1, dim=-1, dtype=real.dtype)
     share = real / torch.where(weight > 0, weight, 1.0)
-    share = share.unsqueeze(1) if mix.ndim == 2 else share
     alive = share > 0
-    return (sums / torch.where(alive, share, 1.0).unsqueeze(-1)).to(mix.dtype), alive
+    return (sums / torch.where(alive, share, 1.0)[:, None, :, None]).to(mix.dtype), alive
 
 
 def real_weight(mix: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Σ over real tokens j of |E_rj|, [1|batch rank], or [1|batch heads rank] with one mixture per head."""
+    """Σ over real tokens j of |E_rj|, [1|batch rank]."""
     dtype = upcast_dtype(mix.dtype)
     if key_mask is not None:
-        return (mix.abs().to(dtype) @ key_mask.to(dtype).mT).movedim(-1, 0)
+        return (mix.abs().to(dtype) @ key_mask.to(dtype).mT).mT
     return torch.linalg.vector_norm(mix, ord=1, dim=-1, dtype=dtype).unsqueeze(0)
 
 
-def row_sums(mix: Tensor, x: Tensor, heads: int) -> Tensor:
-    """E x, [batch heads rank dim], or [batch kv_heads rank dim] with one mixture for all heads."""
-    if mix.ndim == 2:
-        return _MixedRows.apply(mix, x.flatten(0, 1)).unflatten(0, x.shape[:2])
-    # Each query head projects the keys of its group by its own pair.
-    groups = (x.shape[1], heads // x.shape[1])
-    mix = mix.unflatten(0, groups).flatten(1, 2)
-    sums = None
-    for part in _pieces(x):
-        piece = mix[..., part] @ x[..., part, :].to(mix.dtype)
-        sums = piece if sums is None else sums + piece
-    if sums is None:
-        sums = mix.new_zeros(*x.shape[:2], mix.shape[-2], x.shape[-1])
-    return sums.unflatten(2, (groups[1], -1)).flatten(1, 2)
+def row_sums(mix: Tensor, x: Tensor) -> Tensor:
+    """E x, [batch kv_heads rank dim]."""
+    return _MixedRows.apply(mix, x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
 class _MixedRows(torch.autograd.Function):

@@ -31,11 +31,10 @@ from efficient_attn.ops import paths
 SOURCES = {
     "flex": ("softmax/flex.py", "linear/softmax_identity.py"),
     "window-flex": ("softmax/flex.py", "window/flex.py"),
-    "window-global": ("softmax/flex.py", "window/flex.py"),
     "causal-linear": ("cuda",),
 }
 # Tiles of each kernel in the order of choice; of our kernels the numbers in their table.
-TILES = {"flex": ("",), "window-flex": ("",), "window-global": ("",), "causal-linear": ("0", "1", "2")}
+TILES = {"flex": ("",), "window-flex": ("",), "causal-linear": ("0", "1", "2")}
 PASSED, FAILED, SLOWER, REFUSED = OUTCOMES = ("passed", "failed", "slower", "refused")
 # ptxas before CUDA 13.3 may reuse registers of an operand before `wgmma` of Hopper has read them (triton
 # PR 11781). On an H200, gradients of `causal-linear` by 12.8.93 were off by 88 %, and right by 13.4.59.

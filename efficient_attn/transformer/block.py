@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from efficient_attn.backends import resolve
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.options import one_of, positive_number, probability
+from efficient_attn.options import one_of, probability
 from efficient_attn.problem import positive_count
-from efficient_attn.sharding import check_alone
 from efficient_attn.transformer.layer import (
     AttentionLayer,
     ContextKeys,
@@ -28,11 +27,8 @@ from efficient_attn.transformer.layer import (
 _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
     "gelu": nn.GELU,
-    "gelu-tanh": partial(nn.GELU, approximate="tanh"),
-    "silu": nn.SiLU,
+    "swiglu": nn.SiLU,
 }
-# Gated feed-forward networks, named for the activation of the gate.
-_GATES: dict[str, Callable[[], nn.Module]] = {"swiglu": nn.SiLU, "geglu": nn.GELU}
 NORMS = ("post", "pre")
 NORM_TYPES = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 # Names in nn.TransformerEncoderLayer, whose last norm is norm2, and in nn.TransformerDecoderLayer.
@@ -69,10 +65,9 @@ class BlockOptions:
 
     Attributes:
         feed_forward_dim: Width of the feed-forward network.
-        activation: "relu", "gelu", "gelu-tanh", "silu", or of a gated network "swiglu" or "geglu".
+        activation: "relu", "gelu", or of a gated network "swiglu".
         norm: "post", after each residual branch, or "pre", before each.
         norm_type: "layer", or "rms", division by the root mean square (Zhang and Sennrich 2019).
-        norm_eps: Constant under the root of the norms; None: torch's.
         dropout: Dropout probability on residual branches, never on attention weights (0.1 in the paper).
     """
 
@@ -80,16 +75,13 @@ class BlockOptions:
     activation: str = "relu"
     norm: str = "post"
     norm_type: str = "layer"
-    norm_eps: float | None = None
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
         positive_count("feed_forward_dim", self.feed_forward_dim)
-        one_of("activation", self.activation, [*_ACTIVATIONS, *_GATES])
+        one_of("activation", self.activation, _ACTIVATIONS)
         one_of("norm", self.norm, NORMS)
         one_of("norm_type", self.norm_type, NORM_TYPES)
-        if self.norm_eps is not None:
-            positive_number("norm_eps", self.norm_eps)
         probability("dropout", self.dropout)
 
     @classmethod
@@ -101,8 +93,7 @@ class BlockOptions:
 
     def build_norm(self, model_dim: int) -> nn.Module:
         """A norm of embeddings."""
-        eps = {} if self.norm_eps is None else {"eps": self.norm_eps}
-        return NORM_TYPES[self.norm_type](model_dim, **eps)
+        return NORM_TYPES[self.norm_type](model_dim)
 
 
 class Residual(nn.Module):
@@ -132,8 +123,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, model_dim: int, options: BlockOptions) -> None:
         super().__init__()
-        gated = options.activation in _GATES
-        self.activation = {**_ACTIVATIONS, **_GATES}[options.activation]()
+        gated = options.activation == "swiglu"
+        self.activation = _ACTIVATIONS[options.activation]()
         self.gate = nn.Linear(model_dim, options.feed_forward_dim, bias=False) if gated else None
         self.up = nn.Linear(model_dim, options.feed_forward_dim, bias=not gated)
         self.down = nn.Linear(options.feed_forward_dim, model_dim, bias=not gated)
@@ -158,7 +149,7 @@ class TransformerBlock(nn.Module):
         cross_options: Further arguments of the cross-attention layer, including options of its backend;
             head_dim is the self-attention's by default.
         options: Fields of BlockOptions, and further arguments of AttentionLayer: num_kv_heads, head_dim,
-            scale, bias, qk_norm, rotary_base, rotary_scaling, options of the backend.
+            scale, bias, qk_norm, rotary_base, options of the backend.
     """
 
     def __init__(
@@ -178,13 +169,19 @@ class TransformerBlock(nn.Module):
         backend = resolve(backend)
         check_arguments(options, (TransformerBlock, BlockOptions, AttentionLayer), [backend])
         sublayers, options = BlockOptions.split(options)
-        shared: dict[str, Any] = {"max_tokens": max_tokens, "norm_eps": sublayers.norm_eps}
         self.attention = AttentionLayer(
-            model_dim, num_heads, backend, causal=causal, positions=positions, **shared, **options
+            model_dim,
+            num_heads,
+            backend,
+            causal=causal,
+            positions=positions,
+            max_tokens=max_tokens,
+            **options,
         )
         self.cross_attention: AttentionLayer | None = None
         if cross_backend is not None:
-            arguments = {**shared, "head_dim": options.get("head_dim"), **(cross_options or {})}
+            sizes = {"max_tokens": max_tokens, "head_dim": options.get("head_dim")}
+            arguments = {**sizes, **(cross_options or {})}
             self.cross_attention = AttentionLayer(model_dim, num_heads, cross_backend, **arguments)
             self.cross_attention.check_reads_context()
             self.cross_attention_residual = Residual(model_dim, sublayers)
@@ -234,9 +231,6 @@ class TransformerBlock(nn.Module):
             keys = state.context
         else:
             keys = self.project_context(context, context_mask)
-        if keys is not None:
-            # The state would keep the keys of the context on this rank alone.
-            check_alone()
         before = None if state is None else state.attention
         y, after = self.attention.extend(self.attention_residual.pre(x), before, key_mask=key_mask)
         y = self._read_and_feed(self.attention_residual.post(x, y), keys)

@@ -24,7 +24,6 @@ class LanguageModel(nn.Module):
         positions: Kind of positions, as for `Encoder`.
         max_tokens: Longest sequence, for learned positions.
         seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
-        device, dtype: Device and dtype of parameters and buffers, as of torch's layers.
         options: Further arguments of Encoder, including options of the backend.
     """
 
@@ -39,8 +38,6 @@ class LanguageModel(nn.Module):
         positions: str | None = "rotary",
         max_tokens: int | None = None,
         seed: int = 0,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -63,7 +60,6 @@ class LanguageModel(nn.Module):
             seed=seed,
             **options,
         )
-        self.to(device=device, dtype=dtype)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Next-token logits [batch tokens vocabulary] for token ids [batch tokens]."""

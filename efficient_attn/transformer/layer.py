@@ -7,6 +7,7 @@ the other if the backend has no parameters or buffers.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnknownNa
 from efficient_attn.options import one_of, positive_number
 from efficient_attn.problem import positive_count
 from efficient_attn.registry import BackendSpec
-from efficient_attn.sharding import at_positions, whole_tokens
+from efficient_attn.sharding import at_positions
 from efficient_attn.transformer.positions import BASE, check_even, rotate
 
 
@@ -60,10 +61,8 @@ class AttentionLayer(nn.Module):
         scale: Factor on q·k; None: 1/√head_dim.
         positions: "rotary" rotates q and k; None: no positions.
         rotary_base: Longest wavelength of rotary positions over 2π.
-        rotary_scaling: Factor by which rotary positions are divided: the model's length over the trained one.
         qk_norm: Whether each query and key head is divided by its root mean square, times a learned vector
             (Henry et al. 2020; Dehghani et al. 2023, section 2).
-        norm_eps: Constant under the root of these norms; None: torch's.
         options: Options of the backend.
 
     Attributes:
@@ -89,9 +88,7 @@ class AttentionLayer(nn.Module):
         bias: bool = True,
         positions: str | None = None,
         rotary_base: float = BASE,
-        rotary_scaling: float = 1.0,
         qk_norm: bool = False,
-        norm_eps: float | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -103,15 +100,9 @@ class AttentionLayer(nn.Module):
         if positions is not None:
             one_of("positions in a block", positions, ["rotary"])
         self._rotary = positions is not None
-        self._rotary_options = {
-            "base": positive_number("rotary_base", rotary_base),
-            "scaling": positive_number("rotary_scaling", rotary_scaling),
-        }
-        if norm_eps is not None:
-            positive_number("norm_eps", norm_eps)
+        self._rotate = partial(rotate, base=positive_number("rotary_base", rotary_base))
         # Identities have no entries in state dicts.
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity() for _ in range(2))
         if self._rotary:
             check_even("head_dim", self.head_dim, "rotary")
         rows = sum(self._heads) * self.head_dim
@@ -168,7 +159,7 @@ class AttentionLayer(nn.Module):
         start, seen = (0, None) if state is None else state
         q, k, v = self._project(x, start=start)
         y, seen = self.backend.extend(q, k, v, seen, key_mask=key_mask)
-        return self._join(y), LayerState(start + whole_tokens(x.shape[1]), seen)
+        return self._join(y), LayerState(start + x.shape[1], seen)
 
     def project_context(self, context: Tensor, *, key_mask: Tensor | None = None) -> ContextKeys:
         """Keys and values of another sequence [batch context_tokens model_dim], for `read`."""
@@ -199,9 +190,6 @@ class AttentionLayer(nn.Module):
         if self._rotary:
             q, k = (at_positions(self._rotate, heads, start) for heads in (q, k))
         return q, k, v
-
-    def _rotate(self, x: Tensor, start: int) -> Tensor:
-        return rotate(x, start, **self._rotary_options)
 
     def _join(self, heads: Tensor) -> Tensor:
         return self.out_proj(heads.transpose(1, 2).flatten(2))
@@ -270,20 +258,3 @@ def _head_size(model_dim: int, num_heads: int, kv_heads: int, head_dim: int | No
     if model_dim % num_heads:
         raise OptionError(f"model_dim={model_dim} is not divided by num_heads={num_heads}: give head_dim.")
     return model_dim // num_heads
-
-
-def share_layers(layers: list[AttentionLayer]) -> None:
-    """Share the backend parameters of the first layer whose option `sharing` is "layers" with all others.
-
-    The other layers hold the module without registering it, so that parameters and state dict contain it
-    once and a deep copy keeps it shared.
-    """
-    backends = [
-        layer.backend for layer in layers if getattr(layer.backend.options, "sharing", None) == "layers"
-    ]
-    if not backends:
-        return
-    owner, *readers = backends
-    for reader in readers:
-        del reader.core
-        object.__setattr__(reader, "core", owner.core)

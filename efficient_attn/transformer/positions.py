@@ -35,14 +35,12 @@ def add_sinusoidal_positions(x: Tensor, start: int) -> Tensor:
     return x + torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2).to(x)
 
 
-def rotate(x: Tensor, start: int, *, base: float = BASE, scaling: float = 1.0) -> Tensor:
-    """Queries or keys [… tokens head_dim] with pair (i, i + head_dim/2) rotated by its angle / scaling.
+def rotate(x: Tensor, start: int, *, base: float = BASE) -> Tensor:
+    """Queries or keys [… tokens head_dim] with pair (i, i + head_dim/2) rotated by its angle.
 
     The product q·k then depends on the difference of the positions alone (Su et al. 2021, RoFormer, eq. 16).
-    A scaling of s interpolates positions: s times the trained length has the angles of the trained length
-    (Chen et al. 2023, eq. 4).
     """
-    angles = position_angles(start, x.shape[-2], x.shape[-1], x.device, base) / scaling
+    angles = position_angles(start, x.shape[-2], x.shape[-1], x.device, base)
     first, second = upcast(x).chunk(2, dim=-1)
     cosines, sines = angles.cos().to(first), angles.sin().to(first)
     turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)

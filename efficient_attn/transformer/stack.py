@@ -5,28 +5,23 @@ factor √model_dim on embeddings (section 3.4 there) and the shift of a decoder
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from efficient_attn import sharding
 from efficient_attn.backends import resolve, seeded, spawn_seeds
 from efficient_attn.errors import OptionError
 from efficient_attn.options import one_of
 from efficient_attn.problem import positive_count
 from efficient_attn.registry import BackendSpec
-from efficient_attn.sharding import at_positions, installed, whole_tokens
+from efficient_attn.sharding import at_positions
 from efficient_attn.transformer.block import BlockOptions, TransformerBlock, accept_names
 from efficient_attn.transformer.layer import (
     AttentionLayer,
     check_arguments,
     check_mask,
     check_sequence,
-    share_layers,
 )
 from efficient_attn.transformer.positions import (
     KINDS,
@@ -86,12 +81,8 @@ class Encoder(nn.Module):
         seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
         cross_backend: Backend of the cross-attention, with capability `cross`. None: no cross-attention.
         cross_options: Further arguments of the cross-attention layer, including options of its backend.
-        checkpoint: Whether the activations of each block are computed again in the backward pass instead of
-            being kept (Chen et al. 2016).
-        device, dtype: Device and dtype of parameters and buffers, as of torch's layers.
         options: Fields of BlockOptions, whose dropout acts on embeddings too, and further arguments of
-            AttentionLayer: num_kv_heads, head_dim, scale, bias, qk_norm, rotary_base, rotary_scaling, options
-            of the backend.
+            AttentionLayer: num_kv_heads, head_dim, scale, bias, qk_norm, rotary_base, options of the backend.
     """
 
     def __init__(
@@ -108,14 +99,10 @@ class Encoder(nn.Module):
         seed: int = 0,
         cross_backend: Any = None,
         cross_options: Mapping[str, Any] | None = None,
-        checkpoint: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
         positive_count("num_layers", num_layers)
-        self.checkpoint = checkpoint
         layers = each_layer((type(self), Encoder), backend, options, num_layers)
         sublayers, _ = BlockOptions.split(options)
         cross = None if cross_backend is None else resolve(cross_backend)
@@ -140,13 +127,10 @@ class Encoder(nn.Module):
                 layers, seeds[::step], seeds[step - 1 :: step], strict=True
             )
         ]
-        share_layers([block.attention for block in blocks])
-        share_layers([block.cross_attention for block in blocks if block.cross_attention is not None])
         self.blocks: Any = nn.ModuleList(blocks)
         # The residual stream of pre-norm blocks is not normalised.
         final = sublayers.norm == "pre" if final_norm is None else final_norm
         self.norm = sublayers.build_norm(model_dim) if final else nn.Identity()
-        self.to(device=device, dtype=dtype)
 
     def forward(
         self,
@@ -166,11 +150,7 @@ class Encoder(nn.Module):
         x = self.embedding_input(x)
         masks: dict[str, Any] = {"key_mask": key_mask, "context_mask": context_mask}
         for block in self.blocks:
-            if self.checkpoint and torch.is_grad_enabled():
-                run = block if sharding.hook is None else partial(_run_inside, sharding.hook, block)
-                x = checkpoint(run, x, context, use_reentrant=False, **masks)
-            else:
-                x = block(x, context, **masks)
+            x = block(x, context, **masks)
         return self.norm(x)
 
     def extend(
@@ -193,7 +173,7 @@ class Encoder(nn.Module):
         for block, seen in zip(self.blocks, before, strict=True):
             y, seen = block.extend(y, seen, context, **masks)
             after.append(seen)
-        return self.norm(y), StackState(start + whole_tokens(x.shape[1]), tuple(after))
+        return self.norm(y), StackState(start + x.shape[1], tuple(after))
 
 
 class Decoder(Encoder):
@@ -333,9 +313,3 @@ def each_layer(
         )
     layers = [(spec, {**options, **layer_options}) for spec, layer_options in pairs]
     return layers * (num_layers // len(pairs))
-
-
-def _run_inside(hook: Any, block: nn.Module, *inputs: Any, **masks: Any) -> Tensor:
-    # The backward pass may be outside of the context that the forward pass was in.
-    with installed(hook):
-        return block(*inputs, **masks)

@@ -16,7 +16,7 @@ from efficient_attn.distributed.neighbours import with_neighbours
 from efficient_attn.ops.clusters import closed, probing, slices
 from efficient_attn.sharding import at_positions
 
-RANKS, TOKENS, LATER = 3, 66, 5
+RANKS, TOKENS = 3, 66
 # Blocks of 4 tokens, which end on no boundary of a segment.
 CLUSTERS = [
     (False, {"clusters": 6, "global_tokens": 3}),
@@ -35,16 +35,6 @@ CASES = [
     ("performer-trig", True, {"num_features": 64}),
     ("performer-trig", False, {"num_features": 64}),
     *(("window-clusters", causal, {"window": 8, **options}) for causal, options in CLUSTERS),
-]
-
-STREAMS = [
-    ("exact", {}),
-    ("exact-dense", {}),
-    # The window ends within the last segment, reaches over a rank, over all, or is the own key alone.
-    *(("window", {"window": window}) for window in (8, 40, 81, 1)),
-    ("linear-relu", {}),
-    ("performer-positive", {"num_features": 12}),
-    ("performer-trig", {"num_features": 64}),
 ]
 
 
@@ -98,7 +88,7 @@ def test_a_rank_computes_the_clusters_of_its_own_queries_alone(causal, options, 
     *qkv, _ = drawn(TOKENS)
 
     def call(layout):
-        exchange_of(backend).attend(backend, *(local_tokens(x, 2, layout) for x in qkv), None, layout)
+        exchange_of(backend)(backend, *(local_tokens(x, 2, layout) for x in qkv), None, layout)
 
     on_threads(RANKS, "contiguous", call)
     assert 0 < sum(beyond) <= TOKENS
@@ -118,91 +108,26 @@ def test_a_window_receives_the_keys_that_it_reads_and_no_others(kind, reach):
         assert near[0, 0, :, 0].tolist() == list(reached)
 
 
-def close(x, expected):
-    # Sums of at most 71 terms, each with a few roundings of 1.1e-16.
-    return (x - expected).norm() <= 1e-13 * expected.norm()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("name", "options"), STREAMS)
-def test_decoding_goes_on_from_a_prefill_on_several_ranks(name, options, masked, kind):
-    torch.manual_seed(0)
-    backend = ea.build(name, head_dim=8, causal=True, **options).double()
-    qkv, later = drawn(TOKENS)[:3], drawn(LATER)[:3]
-    mask = torch.rand(2, TOKENS) > 0.3 if masked else None
-    if masked:
-        # Ranks without a real key: the last of one sequence, the first of the other.
-        mask[0, -(TOKENS // RANKS) :], mask[1, : TOKENS // RANKS] = False, False
-    out, state = backend.extend(*qkv, key_mask=mask)
-    expected, _ = backend.extend(*later, state)
-
-    def call(layout):
-        inputs = [local_tokens(x, 2, layout) for x in qkv]
-        real = None if mask is None else local_tokens(mask, 1, layout)
-        part, after = exchange_of(backend).prefill(backend, *inputs, real, layout)
-        return part, after, local_tokens(out, 2, layout)
-
-    for part, after, rows in on_threads(RANKS, kind, call):
-        assert close(part, rows)
-        assert [x.shape for x in after] == [x.shape for x in state]
-        steps = []
-        for i in range(LATER):
-            step, after = backend.extend(*(x[:, :, i : i + 1] for x in later), after)
-            steps.append(step)
-        assert close(torch.cat(steps, dim=2), expected)
-
-
-@pytest.mark.parametrize(("name", "options"), STREAMS)
-def test_gradients_pass_through_the_state_of_all_ranks(name, options):
-    torch.manual_seed(0)
-    backend = ea.build(name, head_dim=8, causal=True, **options).double()
-    (q, k, v, _), later = drawn(TOKENS), drawn(1)[:3]
-    whole = [k.clone().requires_grad_(), v.clone().requires_grad_()]
-    out, _ = backend.extend(*later, backend.extend(q, *whole)[1])
-    expected = torch.autograd.grad(out.square().sum(), whole, materialize_grads=True)
-
-    def call(layout):
-        inputs = [local_tokens(x, 2, layout).requires_grad_() for x in (q, k, v)]
-        _, state = exchange_of(backend).prefill(backend, *inputs, None, layout)
-        # Every rank decodes the token; the gradient is that of the sum of their losses.
-        out, _ = backend.extend(*later, state)
-        return torch.autograd.grad(out.square().sum() / RANKS, inputs[1:], materialize_grads=True)
-
-    parts = zip(*on_threads(RANKS, "contiguous", call), strict=True)
-    for x, whole_grad in zip(parts, expected, strict=True):
-        assert close(torch.cat(x, dim=2), whole_grad)
-
-
 def passes(backend, *tensors, layout):
     """A forward and a backward pass with the tokens of a rank."""
     *inputs, g = (local_tokens(x, 2, layout) for x in tensors)
     inputs = [x.requires_grad_() for x in inputs]
-    out = exchange_of(backend).attend(backend, *inputs, None, layout)
+    out = exchange_of(backend)(backend, *inputs, None, layout)
     torch.autograd.grad(out, inputs, g)
 
 
-def prefill(backend, *tensors, layout):
-    inputs = (local_tokens(x, 2, layout) for x in tensors[:3])
-    exchange_of(backend).prefill(backend, *inputs, None, layout)
-
-
 @pytest.mark.parametrize(
-    ("call", "name", "causal"),
-    [
-        (passes, "linformer", False),
-        *((passes, *case) for case in product(("performer-positive", "window"), (False, True))),
-        (prefill, "window", True),
-    ],
+    ("name", "causal"),
+    [("linformer", False), *product(("performer-positive", "window"), (False, True))],
 )
-def test_bytes_do_not_depend_on_the_length(call, name, causal):
+def test_bytes_do_not_depend_on_the_length(name, causal):
     options = {"window": {"window": 9}, "linformer": {"rank": 6, "max_tokens": 96}}
     backend = ea.build(name, head_dim=8, causal=causal, **options.get(name, {"num_features": 12})).double()
 
     def sent(tokens):
         tensors, counts = drawn(tokens), []
         with bytes_sent(counts.append):
-            on_threads(RANKS, "contiguous", lambda layout: call(backend, *tensors, layout=layout))
+            on_threads(RANKS, "contiguous", lambda layout: passes(backend, *tensors, layout=layout))
         return sorted(counts)
 
     assert sent(48) == sent(96) != []

@@ -33,12 +33,12 @@ def test_amounts_are_shown_in_the_unit_that_reads_best():
 
 
 def test_several_values_of_an_option_make_several_labelled_variants():
-    settings = parse_settings(["linformer.rank=64,128", "linformer.sharing=none"])
+    settings = parse_settings(["linformer.rank=64,128", "linformer.sharing=key-value"])
     variants = select(["exact", "linformer"], settings)
     assert [variant.label for variant in variants] == [
         "exact",
-        "linformer(rank=64, sharing=none)",
-        "linformer(rank=128, sharing=none)",
+        "linformer(rank=64, sharing=key-value)",
+        "linformer(rank=128, sharing=key-value)",
     ]
     assert variants[1].options["rank"] == 64 and variants[1].options["init"] == "mean-pool"
 

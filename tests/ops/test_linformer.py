@@ -27,7 +27,7 @@ def set_mixing(backend, mix_keys, mix_values=None):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("tokens", [1, TOKENS])
-@pytest.mark.parametrize(("sharing", "entries"), [("heads", 2), ("none", 8), ("key-value", 1), ("layers", 1)])
+@pytest.mark.parametrize(("sharing", "entries"), [("heads", 2), ("key-value", 1)])
 def test_identity_mixing_equals_exact_attention_for_every_mask_and_length(sharing, entries, tokens, masked):
     backend = linformer(rank=TOKENS, sharing=sharing)
     assert sum(x.numel() for x in backend.parameters()) == entries * TOKENS**2
@@ -62,7 +62,7 @@ def test_the_fused_kernel_reads_half_precision_as_it_is(monkeypatch, name):
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("sharing", ["heads", "none", "key-value"])
+@pytest.mark.parametrize("sharing", ["heads", "key-value"])
 def test_half_precision_beyond_one_piece_is_float64_rounded_once(sharing, dtype):
     tokens = 1100
     q, k, v = (x.to(dtype) for x in random_qkv(1, 4, 2, tokens, tokens))
@@ -79,21 +79,19 @@ def test_half_precision_beyond_one_piece_is_float64_rounded_once(sharing, dtype)
         assert (left - right).abs().max() <= 2 * torch.finfo(dtype).eps * right.abs().max()
 
 
-@pytest.mark.parametrize("sharing", ["heads", "none"])
-def test_a_mixture_whose_values_are_mixed_from_no_token_takes_no_part(sharing):
-    backend = linformer(rank=3, sharing=sharing, init="gaussian")
+def test_a_mixture_whose_values_are_mixed_from_no_token_takes_no_part():
+    backend = linformer(rank=3, init="gaussian")
     with torch.no_grad():
         backend.core.mix_values[..., 1, :9] = 0.0
     q, k, v = random_qkv(q_tokens=4, k_tokens=9)
-    remaining = linformer(rank=2, sharing=sharing)
+    remaining = linformer(rank=2)
     set_mixing(remaining, backend.core.mix_keys[..., [0, 2], :], backend.core.mix_values[..., [0, 2], :])
     torch.testing.assert_close(backend(q, k, v), remaining(q, k, v), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("sharing", ["heads", "none"])
-def test_gradients_of_the_gradients_lack_no_factor(sharing, masked):
-    backend = linformer(rank=3, sharing=sharing, init="gaussian")
+def test_gradients_of_the_gradients_lack_no_factor(masked):
+    backend = linformer(rank=3, init="gaussian")
     leaves = [*random_qkv(q_tokens=4, k_tokens=TOKENS), *backend.parameters()]
     mask = random_mask(2, TOKENS) if masked else None
 

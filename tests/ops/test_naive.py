@@ -63,7 +63,6 @@ def test_outputs_and_gradients_are_those_of_the_definition(name, causal, masked)
     ("name", "options"),
     [
         ("window", {"global_tokens": 2}),
-        ("linformer", {"sharing": "none"}),
         ("linformer", {"sharing": "key-value"}),
         ("linear-hedgehog", {"num_heads": None}),
         ("nystrom", {"landmarks": 4, "iterations": 2}),

@@ -49,7 +49,6 @@ OPENS = r"with probes=0: .* probes=4 .* window\("
             "build it with max_tokens",
         ),
         (lambda: linformer(rank=7), ea.OptionError, "rank=7 is more than max_tokens=6.*rank=6 or less"),
-        (lambda: linformer(sharing="none", num_heads=None), ea.OptionError, "sharing='none'.*num_heads"),
         (lambda: linformer(), ea.ShapeError, "at most 6 tokens and k has 7.*max_tokens=7"),
         (
             lambda: built("performer-full", causal=True).extend(Q, K, V),

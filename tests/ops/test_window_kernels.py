@@ -8,7 +8,7 @@ import pytest
 import torch
 from eager_flex import uncompiled_by_itself
 from launches import counted
-from reference import assert_near, first_and_second_derivatives, largest_difference, random_mask, random_qkv
+from reference import largest_difference, random_mask, random_qkv
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import flex_attention
 
@@ -54,25 +54,6 @@ def test_the_blocks_are_those_of_all_pairs_of_tokens(tokens, back, ahead):
         listed = window_flex.blocks(tokens, *sides, whole=False, device=cpu)
         assert torch.equal(pairs(*listed[:2], size), pairs(*masked, size) + pairs(*whole, size))
         assert listed[2:] == (None, None)
-
-
-@pytest.mark.parametrize("count", [4, 130])
-@pytest.mark.parametrize(("back", "ahead"), [(256, 0), (300, 0), (16, 16), (200, 200)])
-@pytest.mark.parametrize("tokens", [100, 512, 1000])
-def test_blocks_of_global_keys_are_listed_once(tokens, back, ahead, count):
-    def visible(entry, head, query, key):
-        near = (key >= query - back) & (key <= query + ahead)
-        return near | ((key < count) & ((key <= query) | (ahead > 0)))
-
-    torchs = flex_attention.create_block_mask(visible, 1, 1, tokens, tokens, device="cpu").as_tuple()
-    size = -(-tokens // 128)
-    expected = pairs(*torchs[2:4], size) + pairs(*torchs[4:6], size)
-    # A causal row of blocks lists the blocks of all global keys.
-    expected[:, : -(-count // 128)] = 1
-    for whole in (False, True):
-        listed = window_flex.blocks(tokens, back, ahead, whole=whole, count=count, device=torch.device("cpu"))
-        actual = pairs(*listed[:2], size) + (pairs(*listed[2:], size) if whole else 0)
-        assert torch.equal(actual, expected)
 
 
 @pytest.fixture
@@ -193,26 +174,6 @@ def test_the_window_and_its_gradients_equal_the_dense_band(
     assert largest_difference(out, expected, inputs) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    ("tokens", "window", "causal"), [(300, 33, False), (300, 32, True), (150, 2, True), (700, 257, True)]
-)
-@pytest.mark.parametrize("count", [4, 130])
-def test_global_keys_take_one_call_without_gradients_and_masks(uncompiled, tokens, window, causal, count):
-    q, k, v = random_qkv(2, 4, 2, tokens, tokens, 16, 24)
-    backend = ea.build("window", head_dim=16, window=window, causal=causal, global_tokens=count)
-    sizes = {"window": window, "causal": causal, "global_tokens": count, "scale": 0.25}
-    with paths.observed_kernels() as names:
-        out = backend(q, k, v)
-    assert names == {"flex"} and len(uncompiled) == 1
-    assert largest_difference(out, naive.softmax_attention(q, k, v, **sizes)) <= 1e-12
-    # Operators serve the others.
-    mask = random_mask(2, tokens)
-    masked = naive.softmax_attention(q, k, v, key_mask=mask, **sizes)
-    assert largest_difference(backend(q, k, v, key_mask=mask), masked) <= 1e-12
-    backend(q.requires_grad_(), k, v).sum().backward()
-    assert len(uncompiled) == 1
-
-
 @pytest.mark.parametrize("scale", [0.3, 0.0, -0.7])
 def test_every_scale_is_served_by_a_positive_one(packed, scale):
     q, k, v = random_qkv(1, 1, 1, 5, 9)
@@ -234,24 +195,6 @@ def test_a_call_takes_three_launches_beside_the_kernel(packed, stand_in):
     q = torch.randn(2, 3, 40, 8, dtype=torch.float64)
     count = counted(lambda: ea.build("window", head_dim=8, window=5)(q, q, q))
     assert count.operators == {"arange": 1, "mul": 2} and not count.syncs
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("kernel", ["packed", "uncompiled"])
-def test_first_and_second_derivatives_are_those_of_the_formula(kernel, causal, request):
-    calls = request.getfixturevalue(kernel)
-    inputs = [x.requires_grad_() for x in random_qkv(2, 4, 2, 20, 20, 16, 16)]
-    backend = ea.build("window", head_dim=16, window=5, causal=causal)
-    expected = first_and_second_derivatives(lambda *x: definition(*x, window=5, causal=causal), inputs)
-    assert_near(first_and_second_derivatives(backend, inputs), expected, 1e-12)
-    assert calls
-    # The kernel's own gradients serve the first order; inputs without a gradient get none.
-    q, k, v = inputs
-    out = backend(q, k.detach(), v).sin().sum()
-    for _ in range(2):
-        first = torch.autograd.grad(out, (q, v), retain_graph=True)
-        assert first[0].grad_fn is None
-        assert_near(first, (expected[0], expected[2]), 1e-12)
 
 
 def test_a_configuration_does_not_depend_on_the_length(uncompiled):

@@ -74,7 +74,7 @@ def counted_passes(attention: Callable[..., Tensor], *, backward: bool, value_di
 @pytest.mark.parametrize(
     ("name", "options"),
     [("exact", {}), ("exact-dense", {}), ("nystrom", {})]
-    + [("linformer", {"sharing": sharing}) for sharing in ("heads", "none", "key-value")],
+    + [("linformer", {"sharing": sharing}) for sharing in ("heads", "key-value")],
 )
 def test_attention_made_of_products_does_what_torch_counts(name, options, backward) -> None:
     built = ea.build(name, head_dim=HEAD_DIM, num_heads=HEADS, max_tokens=TOKENS, **(OPTIONS[name] | options))

@@ -160,33 +160,6 @@ def test_each_layer_has_a_draw_that_the_seed_and_its_number_fix():
     assert len({tuple(draw.flatten().tolist()) for draw in everything}) == 6 * LAYERS
 
 
-@pytest.mark.parametrize("backend", ["linformer", ["exact", ("linformer", {"rank": 4, "sharing": "layers"})]])
-def test_linformers_share_one_projection_where_they_are_told_to_and_keep_it_in_copies(backend):
-    sharing = {"sharing": "layers"} if backend == "linformer" else {}
-    shared = build(ea.Encoder, backend, **sharing, num_layers=4)
-    again = build(ea.Encoder, backend, **sharing, num_layers=4)
-    nn.init.normal_(next(x for name, x in again.named_parameters() if "mix_keys" in name))
-    copied = copy.deepcopy(shared).float().double()
-    again.load_state_dict(shared.state_dict())
-    for stack in (shared, copied, again):
-        cores = [part.core for part in backends_of(stack) if part.spec.name == "linformer"]
-        assert len(cores) >= 2 and len({id(core) for core in cores}) == 1
-        assert sum("mix_keys" in name for name in stack.state_dict()) == 1
-        torch.testing.assert_close(stack(sequence()), shared(sequence()), rtol=1e-6, atol=1e-6)
-    shared.blocks[-1](sequence()).pow(3).sum().backward()
-    assert cores[0] is not backends_of(shared)[-1].core and backends_of(shared)[-1].core.mix_keys.grad.any()
-
-
-def test_cross_attentions_share_their_projection_and_have_a_longest_context():
-    cross = {
-        "cross_backend": "linformer",
-        "cross_options": {"rank": 4, "sharing": "layers", "max_tokens": 40},
-    }
-    ours = build(ea.Decoder, **cross)
-    assert sum(key.endswith("mix_keys") for key, _ in ours.named_parameters()) == 1
-    assert ours(sequence(), sequence(40)).shape == (2, TOKENS, DIM)
-
-
 def test_dropout_reaches_embeddings_and_residual_branches_and_never_attention_weights():
     ours = build(ea.Transformer, dropout=0.25)
     dropouts = [module for module in ours.modules() if isinstance(module, nn.Dropout)]
@@ -217,24 +190,6 @@ def test_a_stack_computes_in_bfloat16_and_under_autocast_near_what_it_computes_i
         assert (output.double() - expected).norm() < 12 * 2**-9 * expected.norm()
 
 
-@pytest.mark.parametrize("norm_type", ["layer", "rms"])
-def test_norms_of_a_stack_have_its_epsilon(norm_type):
-    heads = {"qk_norm": True, "cross_options": {"qk_norm": True}}
-    ours = build(ea.Transformer, norm="pre", norm_type=norm_type, norm_eps=1e-3, **heads)
-    norms = [module for module in ours.modules() if isinstance(module, (nn.LayerNorm, nn.RMSNorm))]
-    # Two norms, or three, and two of queries and keys for each attention; at last the norms of both stacks.
-    assert len(norms) == 11 * LAYERS + 2 and {module.eps for module in norms} == {1e-3}
-
-
-@pytest.mark.parametrize("kind", [ea.Transformer, ea.LanguageModel])
-def test_stacks_are_built_in_a_dtype_and_on_a_device(kind):
-    place = {"device": "meta", "dtype": torch.bfloat16}
-    ours = kind(DIM, HEADS, "performer-positive", num_features=8, num_layers=LAYERS, **place)
-    assert {x.device.type for x in (*ours.parameters(), *ours.buffers())} == {"meta"}
-    # Random features stay in float32.
-    assert {x.dtype for x in ours.parameters()} == {torch.bfloat16}
-
-
 def test_a_list_of_backends_is_repeated_over_the_layers():
     linear = ("performer-positive", {"num_features": 16})
     arguments = {"num_layers": 4, "feed_forward_dim": WIDE, "causal": True}
@@ -246,24 +201,6 @@ def test_a_list_of_backends_is_repeated_over_the_layers():
         ea.LanguageModel(DIM, HEADS, [linear, "exact"], num_layers=4),
     ):
         assert [part.spec.name for part in backends_of(stack)] == 2 * ["performer-positive", "exact"]
-
-
-@pytest.mark.parametrize("kind", [ea.Encoder, ea.Decoder])
-def test_checkpoints_keep_gradients_and_recompute_activations(kind):
-    stack = build(kind, "performer-positive", dropout=0.1)
-    x = sequence().requires_grad_()
-    inputs = (x,) if kind is ea.Encoder else (x, sequence(CONTEXT))
-    gradients, calls = [], []
-    stack.blocks[0].feed_forward.register_forward_hook(lambda *args: calls.append(1))
-    for stack.checkpoint in (False, True):
-        torch.manual_seed(1)
-        gradients.append(torch.autograd.grad(stack(*inputs).square().sum(), [x, *stack.parameters()]))
-    for direct, recomputed in zip(*gradients, strict=True):
-        torch.testing.assert_close(direct, recomputed)
-    assert len(calls) == 3
-    with torch.no_grad():
-        stack(*inputs)
-    assert len(calls) == 4
 
 
 @pytest.mark.compile

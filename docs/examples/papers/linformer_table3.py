@@ -44,7 +44,7 @@ for tokens in lengths:
         batch=1 if arguments.quick else MOST_TOKENS // tokens,
         num_heads=4,
         head_dim=64,
-        options={"linformer": {"rank": list(ranks), "sharing": ["layers"]}},
+        options={"linformer": {"rank": list(ranks), "sharing": ["key-value"]}},
         rounds=rounds,
         threads=1,
         device="cpu",

@@ -82,8 +82,6 @@ def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, s
             f"Backend {chosen.name!r} has no cross-attention, unlike {site.path}; "
             "attach(model, …, cross='exact') leaves such layers exact."
         )
-    if options.get("sharing") == "layers":
-        raise UnsupportedError("sharing='layers' is for ea.Encoder; in a transformers model: 'key-value'.")
     if site.pattern.window is not None:
         name, window_options = _within_window(site, chosen.name, options)
         chosen, options = resolve(name), dict(window_options)

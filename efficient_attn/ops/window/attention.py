@@ -1,6 +1,7 @@
 """Softmax attention over a window of neighbouring keys, in blocks of queries: O(tokens · window)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import zero_masked
-from efficient_attn.ops.operators import transformed
+from efficient_attn.ops.operators import transformable, transformed
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.window import flex, varlen
-from efficient_attn.ops.window.global_keys import GlobalKeys, attend_one, tokens_at
+from efficient_attn.ops.window.global_keys import GlobalKeys, attend_one
 from efficient_attn.ops.window.operator import WindowInputs, fused_window, fused_window_backward
 from efficient_attn.ops.window.unfused import unfused_window
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
@@ -36,40 +37,28 @@ def window_attention(
     Args:
         first: Global keys, which rows read besides.
     """
-    q_tokens, k_tokens = q.shape[-2], k.shape[-2]
-    mapped = transformed(q, k, v)
-    # The fused kernel of exact attention has no second derivatives, which the window promises.
-    tensors = (q, k, v) if first is None else (q, k, v, first.k, first.v)
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if not (mapped or trained) and back >= k_tokens - 1:
+    q_tokens, k_tokens, mapped = q.shape[-2], k.shape[-2], transformed(q, k, v)
+    if not mapped and back >= k_tokens - 1:
         if first is not None and q_tokens == 1:
             return attend_one(q, k, v, key_mask, first, scale)
         if first is None and (ahead == 0 or ahead >= q_tokens - 1):
             return fused_attention(q, k, v, scale=scale, causal=ahead == 0, key_mask=key_mask, dropout=0.0)
-    fused = None if mapped else _fused(q, k, v, key_mask)
-    if first is not None and fused is not _tuned:
-        # A global key of a window of one token may come later than its query, or not.
-        alike = first.at is not None and key_mask is None and (back or ahead)
-        flexible = not (mapped or trained) and alike and flex.available(q, k, v, kernel="window-global")
-        fused = flex.attend if flexible else None
+    fused = None if mapped else _fused(q, k, v, key_mask, first)
     if fused is None:
         return unfused_window(q, k, v, key_mask, back, ahead, scale, first)
     if scale <= 0:
         q, scale = q * scale, 1.0
-    k, v = zero_masked(k, key_mask), zero_masked(v, key_mask)
-    if first is not None:
-        return fused(q, k, v, key_mask, back, ahead, scale, first)
-    # Inside compiled code gradients have no derivatives, whatever the operators.
-    if not trained or fused is _tuned or torch.compiler.is_compiling():
-        return fused(q, k, v, key_mask, back, ahead, scale)
-    out = fused(*_Enter.apply(q, k, v), key_mask, back, ahead, scale)
-    return _Leave.apply(out, q, k, v, key_mask, back, ahead, scale)
+    return fused(q, zero_masked(k, key_mask), zero_masked(v, key_mask), key_mask, back, ahead, scale)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Callable[..., Tensor] | None:
-    """The fused attention that serves these tensors without global keys, or None."""
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, first: GlobalKeys | None
+) -> Callable[..., Tensor] | None:
+    """The fused attention that serves these tensors, or None."""
     if cpu_flash.available(q, k, v):
-        return _tuned
+        return partial(_tuned, first=first)
+    if first is not None:
+        return None
     if varlen.available(q, k, v, key_mask):
         return varlen.attend
     return flex.attend if flex.available(q, k, v) else None
@@ -83,7 +72,8 @@ def _tuned(
     back: int,
     ahead: int,
     scale: float,
-    first: GlobalKeys | None = None,
+    *,
+    first: GlobalKeys | None,
 ) -> Tensor:
     back, ahead = min(back, k.shape[2]), min(ahead, k.shape[2])
     value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
@@ -100,36 +90,6 @@ def _tuned(
     return out if value_dim == widest else out[..., :value_dim]
 
 
-class _Enter(torch.autograd.Function):
-    """q, k and v of a kernel, whose gradients go back through the kernel unless they need derivatives."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.detach() for x in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None,) * len(gradients) if torch.is_grad_enabled() else gradients
-
-
-class _Leave(torch.autograd.Function):
-    """Output of a kernel, past which gradients that need derivatives go straight to q, k and v."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *inputs: Any) -> Tensor:
-        *tensors, ctx.back, ctx.ahead, ctx.scale = inputs
-        ctx.save_for_backward(*tensors)
-        return out.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return grad_out, *[None] * 7
-        q, k, v, key_mask = ctx.saved_tensors
-        inputs = WindowInputs(q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale)
-        return None, *_differentiable(grad_out, inputs), *[None] * 4
-
-
 def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
     q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale, *first = inputs
     ctx.save_for_backward(*output, q, k, v, key_mask, *first)
@@ -139,28 +99,11 @@ def _keep(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple:
     out, log_sum, q, k, v, key_mask, *first = ctx.saved_tensors
     inputs = WindowInputs(q, k, v, key_mask, ctx.back, ctx.ahead, ctx.scale, *first)
-    if not torch.is_grad_enabled():
-        grads = fused_window_backward(grad_out, out, log_sum, *inputs)
-    else:
-        grads = _differentiable(grad_out, inputs)
-    grad_q, grad_k, grad_v, *grad_first = grads
+    grad_q, grad_k, grad_v, *grad_first = _differentiate(grad_out, out, log_sum, *inputs)
     if inputs.first is None or inputs.at is not None:
         grad_first = [None, None]
     return grad_q, grad_k, grad_v, *[None] * 4, *grad_first, None, None
 
 
-def _differentiable(grad_out: Tensor, inputs: WindowInputs) -> list[Tensor | None]:
-    """Gradients with derivatives, which exist for the unfused operators only."""
-    first, tensors = inputs.first, list(inputs[:3])
-    if first is not None and first.at is not None:
-        # The gradients of the keys hold those of their global keys.
-        first = GlobalKeys(tokens_at(inputs.k, first.at), tokens_at(inputs.v, first.at), first.far)
-    elif first is not None:
-        tensors += first[:2]
-    out = unfused_window(*inputs[:7], first)
-    trained = [x for x in tensors if x.requires_grad]
-    grads = iter(torch.autograd.grad(out, trained, grad_out, create_graph=True))
-    return [next(grads) if x.requires_grad else None for x in tensors]
-
-
+_differentiate = transformable(fused_window_backward)
 torch.library.register_autograd(fused_window, _backward, setup_context=_keep)

@@ -12,57 +12,41 @@ from torch import Tensor
 
 from efficient_attn.ops import paths
 from efficient_attn.ops.softmax import flex
-from efficient_attn.ops.window.global_keys import GlobalKeys
 from efficient_attn.ops.window.unfused import unfused_window
-
-_Blocks = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 # Queries, and keys, of a block of scores.
 _BLOCK = 128
 
 
-def available(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "window-flex") -> bool:
-    """Whether the kernel serves these tensors, with as many queries as keys.
-
-    Args:
-        kernel: Name in `verdict.SOURCES`.
-    """
+def available(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernel serves these tensors, with as many queries as keys."""
     # An exported program may run without a compiler, and would then write all scores.
     whole = not torch.compiler.is_exporting() and q.shape[2] == k.shape[2]
-    return whole and flex.available(q, k, v, kernel=kernel)
+    return whole and flex.available(q, k, v, kernel="window-flex")
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None,
-    back: int,
-    ahead: int,
-    scale: float,
-    first: GlobalKeys | None = None,
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
 ) -> Tensor:
     """softmax(scale · q kᵀ) v over the keys i−back … i+ahead; operators serve what cannot be compiled.
 
     Args:
         scale: Positive factor on the scores.
-        first: The first keys of all sequences, which rows read besides; without gradients and key masks.
     """
-    count = 0 if first is None else first.k.shape[2]
     if torch.compiler.is_compiling():
         paths.note_kernel("flex")
-        return _attention(q, k, v, key_mask, back, ahead, scale, count)
+        return _attention(q, k, v, key_mask, back, ahead, scale)
     # Sizes are marked on tensors, which must not be the caller's.
-    q, k, v = (x if torch.is_grad_enabled() and x.requires_grad else x.detach() for x in (q, k, v))
+    q, k, v = (x.view_as(x) if torch.is_grad_enabled() and x.requires_grad else x.detach() for x in (q, k, v))
     key_mask = None if key_mask is None else key_mask.detach()
     for x, sizes in ((q, (0, 2)), (k, (0, 2)), (v, (0, 2)), (key_mask, (0, 1))):
         if x is not None:
             torch._dynamo.maybe_mark_dynamic(x, sizes)
-    shape, window = (q.shape[1], *k.shape[1::2], v.shape[-1], key_mask is None), (back, ahead, scale, count)
+    shape, window = (q.shape[1], *k.shape[1::2], v.shape[-1], key_mask is None), (back, ahead, scale)
     try:
         out = _compiled(q.device, q.dtype, *shape, *window)(q, k, v, key_mask, *window)
     except flex.NotCompiledError:
-        return unfused_window(q, k, v, key_mask, back, ahead, scale, first)
+        return unfused_window(q, k, v, key_mask, back, ahead, scale)
     paths.note_kernel("flex")
     return out
 
@@ -74,63 +58,54 @@ def _compiled(*key: Any) -> Any:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float, count: int
+    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, back: int, ahead: int, scale: float
 ) -> Tensor:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     def visible(entry: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         inside = (key - query >= -back) & (key - query <= ahead)
-        if count:
-            inside = inside | (key < count) & ((key <= query) | (ahead > 0))
         return inside if key_mask is None else inside & key_mask[entry, key]
 
     tokens, grouped = q.shape[2], q.shape[1] != k.shape[1]
     whole = key_mask is None
-    keys = blocks(tokens, back, ahead, whole=whole, count=count, device=q.device)
-    # Queries i−ahead … i+back read key i: the other way round, the same window. All read the global keys, for
-    # whose gradients one program would visit all queries in turn.
-    queries: _Blocks = (None, None, None, None)
-    if not count:
-        queries = blocks(tokens, ahead, back, whole=whole, device=q.device)
+    keys = blocks(tokens, back, ahead, whole=whole, device=q.device)
+    # Queries i−ahead … i+back read key i: the other way round, the same window.
+    queries = blocks(tokens, ahead, back, whole=whole, device=q.device)
     mask = BlockMask((tokens, tokens), *keys, *queries, BLOCK_SIZE=(_BLOCK, _BLOCK), mask_mod=visible)
     options: Any = {"FORCE_USE_FLEX_ATTENTION": True}
     return flex_attention(q, k, v, block_mask=mask, scale=scale, enable_gqa=grouped, kernel_options=options)
 
 
 def blocks(
-    tokens: int, back: int, ahead: int, *, whole: bool, device: torch.device, count: int = 0
+    tokens: int, back: int, ahead: int, *, whole: bool, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Blocks of keys that each block of queries reads, those of global keys first.
+    """Blocks of keys that each block of queries reads.
 
     Args:
         whole: Whether to list the blocks apart that are inside the window of all queries, which need no mask.
-        count: Number of global keys.
 
     Returns:
         int32 [1 1 blocks] and [1 1 blocks listed], number and indices of the blocks with a mask; the same of
         the blocks without one, or None. Indices beyond the number are arbitrary.
     """
-    size, common = -(-tokens // _BLOCK), -(-count // _BLOCK)
+    size = -(-tokens // _BLOCK)
     row = torch.arange(size, device=device)
     first, last = row * _BLOCK, (row * _BLOCK + _BLOCK).clamp(max=tokens) - 1
-    # Limits after divisions: Inductor of PyTorch 2.13 fails to compile a quotient of a limited index. A block
-    # in two places of a list would count its keys twice.
-    begin = ((first - back) // _BLOCK).clamp(min=common)
+    # Limits after divisions: Inductor of PyTorch 2.13 fails to compile a quotient of a limited index.
+    begin = ((first - back) // _BLOCK).clamp(min=0)
     end = ((last + ahead) // _BLOCK + 1).clamp(max=size)
     # A window may begin at the end of a block, and end at the start of another.
-    longest = min((back + ahead + 2 * _BLOCK - 2) // _BLOCK + 1 + common, size)
+    longest = min((back + ahead + 2 * _BLOCK - 2) // _BLOCK + 1, size)
     listed = torch.arange(longest, device=device)
-    number, masked = (end - begin).clamp(min=0), begin[:, None] + listed - common
+    number, masked = (end - begin).clamp(min=0), begin[:, None] + listed
     if whole:
         # A block that lacks tokens, queries or keys, is not whole.
-        begin_whole = ((first - back + 2 * _BLOCK - 2) // _BLOCK).clamp(min=common)
+        begin_whole = ((first - back + 2 * _BLOCK - 2) // _BLOCK).clamp(min=0)
         end_whole = ((first + ahead + 1) // _BLOCK).clamp(max=tokens // _BLOCK)
         inside = torch.where(last - first == _BLOCK - 1, (end_whole - begin_whole).clamp(min=0), 0)
         number = number - inside
         masked = masked + torch.where(masked >= begin_whole[:, None], inside[:, None], 0)
-    if common:
-        masked = torch.where(listed < common, listed, masked)
-    with_mask = _listed(number + common, masked, size)
+    with_mask = _listed(number, masked, size)
     if not whole:
         return *with_mask, None, None
     return *with_mask, *_listed(inside, begin_whole[:, None] + listed, size)

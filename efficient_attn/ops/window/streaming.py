@@ -16,7 +16,7 @@ from efficient_attn.ops.softmax.kv_cache import (
     mask_of,
     summarise_tokens,
 )
-from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, tokens_at
+from efficient_attn.ops.window.global_keys import GlobalKeys, tokens_at
 
 
 class WindowState(NamedTuple):
@@ -137,21 +137,3 @@ def _extend_masked(
     far = at[..., None] <= torch.arange(tokens, device=k.device)
     after = WindowState(*last_tokens(cache, back), first_k, first_v, at < tokens)
     return cache, GlobalKeys(first_k, first_v, far), after
-
-
-def state_of(cache: KVCache, first: AgedKeys, *, tokens: int) -> WindowState:
-    """The state after a prefill.
-
-    Args:
-        cache: The last tokens, global ones among them.
-        first: Global keys, aged from the end of the cache.
-        tokens: Length of the whole sequence.
-    """
-    count, length = min(first.k.shape[2], tokens), cache.k.shape[2]
-    if mask_of(cache) is None:
-        rest = last_tokens(cache, min(length, tokens - count))
-        keys, values = first.k[:, :, :count], first.v[:, :, :count]
-        return WindowState(*rest, keys, values, first.age[:, :count] > 0)
-    column = torch.arange(length, 0, -1, device=first.age.device)
-    near = cache.key_mask & ~(first.age[..., None] == column).any(dim=1)
-    return WindowState(*summarise_tokens(cache.k, cache.v, near), first.k, first.v, first.age > 0)

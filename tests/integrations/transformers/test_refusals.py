@@ -59,7 +59,7 @@ def by_head(backend):
         (bert, {"backend": {"0-1": "window", 1: "exact"}}, OptionError, "named twice"),
         (bert, {"backend": {0: ("window", 7)}}, DtypeError, "pair"),
         (bert, {"backend": {0: "window"}, "window": 7}, OptionError, "options belong to one of them"),
-        (bert, {"backend": "linformer", "sharing": "layers", "rank": 4}, UnsupportedError, "key-value"),
+        (bert, {"backend": "linformer", "sharing": "layers", "rank": 4}, UnknownNameError, "key-value"),
         (bart, {"backend": "window"}, UnsupportedError, r"has no cross-attention.*cross='exact'"),
         (modernbert, {"backend": "performer-positive"}, UnsupportedError, "full='performer-positive'"),
         (modernbert, {"backend": "window", "window": 65}, OptionError, "slides over 9 keys"),

@@ -184,7 +184,7 @@ def first_layer(config):
         (lambda c: first_layer(c).update(options={"rank": -1}), "rank is at least 1"),
         (lambda c: first_layer(c).update(options={"ranks": 4}), "Did you mean 'rank'"),
         (lambda c: c["efficient_attn"]["layers"].popitem(), "belong to another model"),
-        (lambda c: first_layer(c)["options"].update(rank=64, sharing="none"), "32768 numbers, 1024 are"),
+        (lambda c: first_layer(c)["options"].update(rank=64), "8192 numbers, 1024 are"),
         (lambda c: first_layer(c).update(max_tokens=1 << 40), r"needs \d+ numbers, 1024 are saved"),
         (lambda c: first_layer(c)["options"].update(sharing=[]), "sharing"),
         (lambda c: c.update(architectures=["Nothing"]), "which transformers lacks"),
