@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,28 +122,6 @@ class ByHeadAttention(nn.Module):
                 for head, piece in zip(heads, out.split(queries, dim=1), strict=True):
                     outputs[head] = piece
         return torch.cat(outputs, dim=1)
-
-    @property
-    def calibrated(self) -> bool:
-        return not any(part.needs_calibration for part in self.parts)
-
-    def calibrate(self, q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None) -> None:
-        """Calibrate the parts that can be, each on the heads of its group."""
-
-        def fit(number: int, part: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if hasattr(part.core, "calibrate"):
-                part.calibrate(q, k, v, key_mask=key_mask)
-            return q
-
-        self._attend(q, k, k if v is None else v, fit)
-
-    def redraw(self, seed: int) -> None:
-        """Draw the random features of the parts that have some anew."""
-        from efficient_attn import backends
-
-        for part, part_seed in zip(self.parts, backends.spawn_seeds(seed, len(self.parts)), strict=True):
-            if hasattr(cast(Backend, part).core, "redraw"):
-                cast(Backend, part).redraw(part_seed)
 
 
 def _take(x: Tensor, heads: list[int], size: int) -> Tensor:

@@ -5,8 +5,7 @@ writes all scores otherwise. It is therefore compiled here, and refuses to run i
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -146,29 +145,13 @@ def compiled(
         try:
             # Backward passes that keep their graph raise an error that names the second setting. A caller who
             # then changes it needs code that was compiled so, which never reuses a buffer of the graph.
-            with (
-                config.patch(recompile_limit=_VERSIONS),
-                autograd.patch(donated_buffer=False),
-                _warnings_are_no_errors(),
-            ):
+            with config.patch(recompile_limit=_VERSIONS), autograd.patch(donated_buffer=False):
                 return kernel(*inputs)
         except (exc.TorchDynamoException, exc.FailOnRecompileLimitHit) as error:
             paths.forgo_flex(dtype)
             raise _not_compiled(dtype, str(error)) from error
 
     return call
-
-
-@contextmanager
-def _warnings_are_no_errors() -> Iterator[None]:
-    """Show warnings of the compiler that the caller would have raised: an error ends the compilation."""
-    # Without such a filter nothing changes, since a change of filters repeats warnings that came once.
-    if not any(action == "error" for action, *_ in warnings.filters):
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.simplefilter("default")
-        yield
 
 
 def _not_compiled(dtype: torch.dtype, reason: str) -> NotCompiledError:
