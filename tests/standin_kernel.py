@@ -44,8 +44,6 @@ class Kernel:
     def extend(self, q, k, v, state, *, key_mask):
         if self.fault == "extend forgets the state":
             state = None
-        if self.fault == "extend forgets the mask":
-            k, v, key_mask = k.nan_to_num(), v.nan_to_num(), None
         return self.run(q, k, v, state, key_mask)
 
     def run(self, q, k, v, state, mask):
@@ -55,48 +53,30 @@ class Kernel:
         group, tokens = q.shape[1] // k.shape[1], q.shape[2]
         if mask is not None:
             hidden = ~mask[:, None, :, None]
-            if fault == "mask of the first sequence for all":
-                hidden = hidden[:1].expand_as(hidden)
             if fault == "gradient of masked values":
                 v = with_gradient(v, lambda g: g + hidden)
             k, v = (x.nan_to_num().masked_fill(~mask[:, None, :, None], 0.0) for x in (k, v))
-            if fault == "mask dropped at the end of a chunk":
-                hidden = hidden.clone()
-                hidden[:, :, CHUNK - 1 :: CHUNK] = False
         q, k = self.taps(q, k, tokens)
         heads = torch.arange(q.shape[1])
         heads = heads % k.shape[1] if fault == "heads of a group swapped" else heads // group
         k, v = k[:, heads], v[:, heads]
-        if fault == "gradient of one head of a group":
-            k = with_gradient(k, lambda g: zero(g, slice(None), slice(1, None, group)) if group > 1 else g)
         w, scale = self.backend.core.features.projection.double(), self.backend.problem.factor
-        if fault == "features of the last block dropped":
-            w = w[: -len(w) // 4]
         norms = scale / 2 * k.square().sum(-1, keepdim=True)
-        norms = 2 * norms if fault == "norms of keys twice" else norms
         norms = 0 * norms if fault == "norms of keys forgotten" else norms
-        norms = norms.detach() if fault == "gradient through the norms forgotten" else norms
         keys, queries = scale**0.5 * k @ w.T - norms, scale**0.5 * q @ w.T
-        if fault == "scale of queries squared":
-            queries = queries * scale**0.5
         if hidden is not None:
             keys = keys.masked_fill(hidden, -torch.inf)
-        outs, first = [], state is None
-        state = self.start(keys, v) if first else state
-        stale = state
+        outs, state = [], self.start(keys, v) if state is None else state
         for start in range(0, tokens, CHUNK):
             part = slice(start, start + CHUNK)
-            before = stale if fault == "state off by a chunk" else state
+            before = state
             if fault == "gradient of queries forgets the state":
                 before = (before[0].detach(), before[1])
-            out, after = self.chunk(queries[:, :, part], keys[:, :, part], v[:, :, part], before, state)
-            stale, state = state, after
+            out, state = self.chunk(queries[:, :, part], keys[:, :, part], v[:, :, part], before, state)
             outs.append(out)
         out = torch.cat(outs, -2)
         if fault == "bits differ":
             out = out * (1 + 1e-6 * torch.rand(()))
-        if fault == "rows shifted past the first chunk" and tokens > CHUNK:
-            out = torch.cat([out[..., :CHUNK, :], out[..., CHUNK:, :].roll(1, -2)], -2)
         if fault == "scratch is read before it is written":
             out = out + Kernel.scratch
         return out.to(dtype), state
@@ -105,17 +85,13 @@ class Kernel:
         last = slice(tokens // CHUNK * CHUNK, None)
         if self.fault == "gradient of the tail of keys lost":
             k = with_gradient(k, lambda g: zero(g, ..., last, slice(None)))
-        if self.fault == "gradient of the tail of queries lost":
-            q = with_gradient(q, lambda g: zero(g, ..., last, slice(None)))
         if self.fault == "gradient of queries without its scale":
             q = with_gradient(q, lambda g: g * 2)
         return q, k
 
     def start(self, keys, v):
         shape = *keys.shape[:2], keys.shape[-1], v.shape[-1] + 1
-        value = 1e-3 if self.fault == "state that is not empty at the start" else 0.0
-        reference = keys.new_full((*keys.shape[:2], 1, keys.shape[-1]), -1e4 * (not value))
-        return keys.new_full(shape, value), reference
+        return keys.new_zeros(shape), keys.new_full((*keys.shape[:2], 1, keys.shape[-1]), -1e4)
 
     def chunk(self, queries, keys, v, before, past):
         fault, ones = self.fault, torch.cat([v, torch.ones_like(v[..., :1])], -1)
@@ -127,8 +103,6 @@ class Kernel:
         if fault == "maximum without a guard":
             reference = torch.where(past[1] > -1e4, reference, largest)
         fade = (before[1] - reference).exp()
-        if fault == "reference of an earlier chunk":
-            fade = torch.ones_like(fade)
         powers = (keys - reference).exp()
         if fault == "weak rows are not repaired":
             powers = powers.where(powers > 1e-4, 0.0)
@@ -136,11 +110,8 @@ class Kernel:
             powers = powers + (powers.bfloat16() - powers).detach()
         rows = queries + reference
         rows = (rows - rows.detach().amax(-1, keepdim=True)).exp()
-        diagonal = {"diagonal forgotten": -1, "a key of the future": 1}.get(fault, 0)
-        weights = (rows @ powers.mT).tril(diagonal)
+        weights = (rows @ powers.mT).tril(-1 if fault == "diagonal forgotten" else 0)
         faded = before[0] * fade.mT
-        if fault == "ones not faded":
-            faded = torch.cat([faded[..., :-1], before[0][..., -1:]], -1)
         sums = weights @ ones + rows @ faded
         if fault == "tail not masked" and size < CHUNK:
             sums = sums + torch.nn.functional.pad(rows.sum(-1, keepdim=True), (v.shape[-1], 0))
@@ -150,16 +121,11 @@ class Kernel:
 
 
 FAULTS = (
-    *("extend forgets the state", "extend forgets the mask", "mask of the first sequence for all"),
-    *("gradient of masked values", "mask dropped at the end of a chunk", "heads of a group swapped"),
-    *("gradient of one head of a group", "features of the last block dropped", "norms of keys twice"),
-    *("norms of keys forgotten", "gradient through the norms forgotten", "scale of queries squared"),
-    *("state off by a chunk", "gradient of queries forgets the state", "bits differ"),
-    *("rows shifted past the first chunk", "scratch is read before it is written"),
-    *("gradient of the tail of keys lost", "gradient of the tail of queries lost"),
-    *("gradient of queries without its scale", "state that is not empty at the start"),
-    *("maximum without a guard", "reference of an earlier chunk", "weak rows are not repaired"),
-    *("sums in bfloat16", "diagonal forgotten", "a key of the future", "ones not faded", "tail not masked"),
+    *("extend forgets the state", "gradient of masked values", "heads of a group swapped"),
+    *("norms of keys forgotten", "gradient of queries forgets the state", "bits differ"),
+    *("scratch is read before it is written", "gradient of the tail of keys lost"),
+    *("gradient of queries without its scale", "maximum without a guard"),
+    *("weak rows are not repaired", "sums in bfloat16", "diagonal forgotten", "tail not masked"),
 )
 
 

@@ -215,15 +215,3 @@ def test_every_public_name_exists_and_no_other() -> None:
     assert [name for name in efficient_attn.__all__ if not hasattr(efficient_attn, name)] == []
     assert set(efficient_attn.__all__) <= set(dir(efficient_attn))
     assert not hasattr(efficient_attn, "biuld")
-
-
-def test_functions_of_ops_check_their_shapes_under_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-    from jaxtyping import TypeCheckError, config
-
-    from efficient_attn.ops.softmax.definition import softmax_attention
-
-    q, k = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)
-    monkeypatch.setattr(config, "jaxtyping_disable", False)
-    with pytest.raises(TypeCheckError, match="head_dim"):
-        softmax_attention(q, k, k, scale=1.0, key_mask=None)

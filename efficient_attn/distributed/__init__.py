@@ -23,8 +23,7 @@ def context_parallel(mesh: DeviceMesh, *, layout: str = "contiguous") -> Abstrac
 
     All processes make the same calls in the same order, forward and backward. Gradients belong to the sum of
     the losses of all processes; gradients of parameters are partial sums, one per process. The context
-    holds for all threads, and has to include the backward pass where other checkpoints than
-    `checkpoint=True` of this package's stacks recompute activations.
+    holds for all threads, and has to include the backward pass where checkpoints recompute activations.
 
     Args:
         mesh: Mesh of one dimension, as `mesh["cp"]`.

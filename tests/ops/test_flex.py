@@ -315,19 +315,6 @@ def call():
     return performer("performer-positive")(*tensors, key_mask=mask)
 
 
-def test_operators_serve_a_call_while_compilation_is_turned_off(served):
-    served.setattr(torch, "compile", lambda call, **options: call)
-    with (
-        pytest.warns(UserWarning, match="float32 runs on PyTorch's operators.* is turned off"),
-        paths.observed_kernels() as names,
-    ):
-        out = call()
-    assert names == set()
-    served.undo()
-    # The formula is the same to the rounding of float32.
-    assert (out - call()).abs().max() <= 1e-5
-
-
 def test_a_failure_of_the_compiler_is_told_once_and_decides(served):
     def fails(*_):
         raise TorchDynamoException("Failed to find C compiler.\nSpecify CC.\n\nSet TORCHDYNAMO_VERBOSE=1")
