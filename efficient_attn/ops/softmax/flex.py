@@ -7,7 +7,6 @@ writes all scores otherwise. It is therefore compiled here, and refuses to run i
 import warnings
 from collections.abc import Callable
 from functools import cache
-from inspect import signature
 from typing import Any
 
 import torch
@@ -95,10 +94,7 @@ def _everything(device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     count = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
-    # The queries of each block serve the backward pass alone; not before PyTorch 2.10 can they be left out.
-    parameters = signature(BlockMask.from_kv_blocks).parameters
-    options: dict[str, Any] = {"compute_q_blocks": False} if "compute_q_blocks" in parameters else {}
-    return BlockMask.from_kv_blocks(count, torch.zeros_like(count)[..., None], BLOCK_SIZE=2**30, **options)
+    return BlockMask.from_kv_blocks(count, torch.zeros_like(count)[..., None], BLOCK_SIZE=2**30)
 
 
 @cache

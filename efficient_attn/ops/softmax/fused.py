@@ -1,17 +1,11 @@
 """Exact softmax attention through PyTorch's fused kernel, which never materialises the scores."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
-from efficient_attn.ops.softmax import cpu_flash
+from efficient_attn.ops.dtypes import zero_masked
 from efficient_attn.ops.softmax.definition import causal_mask
-from efficient_attn.ops.softmax.partial import eager
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
 # Rows per call with a mask per row: the mask of all rows would take tokens² bytes.
@@ -68,87 +62,28 @@ def fused_attention(
 def _causal_in_blocks(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, key_mask: Tensor | None, dropout: float
 ) -> Tensor:
-    """Attention block by block of rows, over the keys up to the block's last row, with one mask each."""
-    asks = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if asks and q.shape[-2] > _ROWS and not dropout and eager(q, k, v) and cpu_flash.available(q, k, v):
-        group = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
-        return _CausalBlocks.apply(q, k, v, key_mask, scale)
+    """Attention block by block of rows, over the keys up to the block's last row, with one mask each.
+
+    Autograd keeps the masks.
+    """
     blocks = []
-    for rows, end in _blocks(q, k):
+    for start in range(0, q.shape[-2], _ROWS):
+        stop = min(start + _ROWS, q.shape[-2])
+        end = k.shape[-2] - q.shape[-2] + stop
+        visible = causal_mask(stop - start, end, q.device)
+        if key_mask is not None:
+            visible = _without_fully_masked(visible & key_mask[:, None, None, :end], key_mask[:, :end])
         block = F.scaled_dot_product_attention(
-            q[..., rows, :],
+            q[..., start:stop, :],
             k[..., :end, :],
             v[..., :end, :],
-            attn_mask=_visible(rows, end, q, key_mask),
+            attn_mask=visible,
             dropout_p=dropout,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
         )
         blocks.append(block)
     return torch.cat(blocks, dim=-2)
-
-
-def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, int]]:
-    """Rows of each block, and the number of keys up to the block's last row."""
-    for start in range(0, q.shape[-2], _ROWS):
-        stop = min(start + _ROWS, q.shape[-2])
-        yield slice(start, stop), k.shape[-2] - q.shape[-2] + stop
-
-
-def _visible(rows: slice, end: int, q: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Keys that the rows of a block may read, bool [… rows end]."""
-    visible = causal_mask(rows.stop - rows.start, end, q.device)
-    if key_mask is None:
-        return visible
-    return _without_fully_masked(visible & key_mask[:, None, None, :end], key_mask[:, :end])
-
-
-class _CausalBlocks(torch.autograd.Function):
-    """Blocks whose masks are made again in the backward pass: kept, they would take tokens² bytes."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:
-        pairs = []
-        for rows, end in _blocks(q, k):
-            keys, values, bias = k[..., :end, :], v[..., :end, :], _bias(rows, end, q, key_mask)
-            pairs.append(cpu_flash.attend(q[..., rows, :], keys, values, bias, scale))
-            # The bias of a block is gone before that of the next is made.
-            del bias
-        out, log_sum = (torch.cat(parts, dim=2) for parts in zip(*pairs, strict=True))
-        ctx.save_for_backward(q, k, v, key_mask, out, log_sum)
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, key_mask, out, log_sum = ctx.saved_tensors
-        grad_q, (grad_k, grad_v) = torch.empty_like(q), (torch.zeros_like(upcast(x)) for x in (k, v))
-        for rows, end in _blocks(q, k):
-            keys, values, bias = k[..., :end, :], v[..., :end, :], _bias(rows, end, q, key_mask)
-            logs = log_sum[..., rows].contiguous()
-            grad_rows, grad_keys, grad_values = cpu_flash.gradients(
-                grad_out[..., rows, :],
-                q[..., rows, :],
-                keys,
-                values,
-                out[..., rows, :],
-                logs,
-                bias,
-                ctx.scale,
-            )
-            del bias
-            grad_q[..., rows, :] = grad_rows
-            grad_k[..., :end, :] += grad_keys
-            grad_v[..., :end, :] += grad_values
-        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
-
-
-def _bias(rows: slice, end: int, q: Tensor, key_mask: Tensor | None) -> Tensor:
-    """0, or −inf where a row may not read a key, [… rows end]."""
-    visible = _visible(rows, end, q, key_mask)
-    return torch.zeros_like(visible, dtype=upcast_dtype(q.dtype)).masked_fill_(~visible, -torch.inf)
 
 
 def _without_fully_masked(visible: Tensor, key_mask: Tensor) -> Tensor:
