@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.cuda import KERNELS
+from efficient_attn.ops.cuda.tiles import tiles
 from efficient_attn.ops.linear.causal import causal_row_gradients, causal_rows
 from efficient_attn.ops.linear.features import draw_directions
 from efficient_attn.ops.linear.inputs import LinearInputs
 
-KERNEL = KERNELS["causal-linear"]
 FLOAT32 = "float32"
 DEFAULTS = {
     "dtype": FLOAT32, "norm": 1.0, "tokens": 70, "queries": None, "heads": 2, "kv_heads": 1, "dim": 32,
@@ -106,9 +105,11 @@ def errors(case: dict[str, Any], device: str, tile: Any) -> dict[str, list[float
     The yardstick is the CPU's algorithm in float32. In half precision it is the definition with rounded
     weights for the output, and with rounded exponents as well for gradients.
     """
+    from efficient_attn.ops.cuda import causal
+
     inputs, g = case_inputs(case, device)
-    outputs, _ = KERNEL.forward(inputs, None, tile=tile)
-    computed = (outputs.out, *KERNEL.backward(inputs, None, g, outputs, tile=tile)[:3])
+    outputs, _ = causal.forward(inputs, None, tile=tile)
+    computed = (outputs.out, *causal.backward(inputs, None, g, outputs, tile=tile)[:3])
     wide = [x.double().requires_grad_() for x in inputs[:3]]
     expected = definition(*wide, inputs)
     expected = (expected, *torch.autograd.grad(expected, wide, g.double()))
@@ -152,7 +153,7 @@ def compile_kernels(capability: int) -> dict[str, dict[str, int]]:
 
     from efficient_attn.ops.cuda import key_gradients, query_gradients, rows, states
 
-    tile = KERNEL.tiles(divmod(capability, 10), torch.bfloat16, 64)[0]
+    tile = tiles(divmod(capability, 10), torch.bfloat16, 64)[0]
     walk = {"FEATURES": tile.walk_features, "bias": None, "mask": None}
     forward = {"FEATURES": tile.features, "TOKENS": tile.tokens, "bias": None}
     backward = {"TOKENS": tile.grad_tokens, "bias": None}

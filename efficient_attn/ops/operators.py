@@ -1,7 +1,7 @@
 """Registered operators: device check, and the transforms of torch.func (grad, vmap, jacrev).
 
-`torch.library` serves autograd and the compiler; the transforms need an `autograd.Function` as well.
-Batch entries are independent, so a mapped axis is folded into the batch.
+`torch.library` serves autograd and the compiler; the transforms need an `autograd.Function` as well, and a
+mapped axis is a loop.
 """
 
 import sys
@@ -14,9 +14,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from efficient_attn.errors import ShapeError, UnsupportedError
-
-# Arguments without a batch axis: parameters of the model.
-_SHARED = {"directions", "log_weights"}
 
 # Functions of the operators, by name.
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
@@ -87,19 +84,21 @@ def transformable(
     """
     backward, keep = backward or _refuse_derivatives, keep or (lambda ctx, inputs, output: None)
     torch.library.register_autograd(registered, backward, setup_context=keep)
-    shared = [argument.name in _SHARED for argument in registered._schema.arguments]
 
-    def over_batches(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
-        if any(dim is not None for dim, without_batch in zip(in_dims, shared, strict=True) if without_batch):
-            return _one_by_one(carrier.apply, info.batch_size, in_dims, args)
-        return _folded(carrier.apply, info.batch_size, in_dims, args, shared)
+    def entry_by_entry(info: Any, in_dims: tuple, *args: Any) -> tuple[tuple, tuple]:
+        places = list(zip(args, in_dims, strict=True))
+        outputs = [
+            carrier.apply(*(x if dim is None else x.select(dim, number) for x, dim in places))
+            for number in range(info.batch_size)
+        ]
+        return tuple(map(torch.stack, zip(*outputs, strict=True))), (0,) * len(outputs[0])
 
     members = {
         "forward": lambda *args: registered(*args),
         "setup_context": keep,
         "backward": backward,
         "jvp": _refuse_tangents,
-        "vmap": over_batches,
+        "vmap": entry_by_entry,
     }
     carrier: Any = type(
         registered.name(),
@@ -113,31 +112,6 @@ def transformable(
         return carrier.apply(*args) if torch._C._are_functorch_transforms_active() else _refuse_tangents()
 
     return call
-
-
-def _folded(
-    call: Callable, size: int, in_dims: tuple, args: tuple, shared: list[bool]
-) -> tuple[tuple, tuple]:
-    """One call on a batch of all mapped entries."""
-
-    def entries_first(x: Tensor, dim: int | None) -> Tensor:
-        return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-    whole = [
-        x if without_batch or not isinstance(x, Tensor) else entries_first(x, dim).flatten(0, 1)
-        for x, dim, without_batch in zip(args, in_dims, shared, strict=True)
-    ]
-    outputs = call(*whole)
-    return tuple(x.unflatten(0, (size, len(x) // size)) for x in outputs), (0,) * len(outputs)
-
-
-def _one_by_one(call: Callable, size: int, in_dims: tuple, args: tuple) -> tuple[tuple, tuple]:
-    """One call per mapped entry, for mapped parameters (an ensemble of models)."""
-    outputs = [
-        call(*(x if dim is None else x.select(dim, number) for x, dim in zip(args, in_dims, strict=True)))
-        for number in range(size)
-    ]
-    return tuple(map(torch.stack, zip(*outputs, strict=True))), (0,) * len(outputs[0])
 
 
 def _refuse_derivatives(ctx: Any, *gradients: Any) -> Any:

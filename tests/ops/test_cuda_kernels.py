@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from efficient_attn.ops.cuda import supports
+from efficient_attn.ops.cuda.tiles import tiles
 
 TRITON = find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not TRITON, reason="triton is not installed")
@@ -95,7 +96,7 @@ def test_launches_do_not_grow_with_the_length_and_bytes_stay_within_their_bound(
     q, k, v, g = (x.new_empty(2, 8, tokens, 64, device="meta") for x in (*inputs[:3], g))
     assert inputs.directions is not None
     inputs = inputs._replace(q=q, k=k, v=v, directions=inputs.directions.to("meta"))
-    tile = cuda_kernels.KERNEL.tiles((9, 0), torch.bfloat16, 64)[0]
+    tile = tiles((9, 0), torch.bfloat16, 64)[0]
     outputs, _ = causal.forward(inputs, None, tile=tile)
     assert [name for name, _ in seen] == [
         f"{name}_kernel" for name in ("walk", "scan", "walk", "chunk", "repair")
@@ -127,7 +128,7 @@ def test_compiled_kernels_fit_registers_and_shared_memory(capability):
 def test_kernels_on_a_gpu_are_accurate_and_repeat_bit_for_bit(cuda, case):
     dim = cuda_kernels.DEFAULTS["dim"] if "dim" not in case else case["dim"]
     capability, dtype = torch.cuda.get_device_capability(), getattr(torch, case["dtype"])
-    tile = cuda_kernels.KERNEL.tiles(capability, dtype, dim)[0]
+    tile = tiles(capability, dtype, dim)[0]
     torch.full((2**26,), torch.nan, device=cuda)
     measured = cuda_kernels.errors(case, cuda, tile)
     check(measured, float32=case["dtype"] == "float32")
@@ -137,15 +138,17 @@ def test_kernels_on_a_gpu_are_accurate_and_repeat_bit_for_bit(cuda, case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_many_calls_on_a_gpu_have_the_same_bits(cuda, dtype):
+    from efficient_attn.ops.cuda import causal
+
     # As many segments as a scan has: a race in it changed 1 of 300 calls.
     inputs, g = cuda_kernels.case_inputs(
         {"tokens": 4097, "dtype": dtype, "norm": 5.0, "dim": 64, "features": 256}, cuda
     )
-    tile = cuda_kernels.KERNEL.tiles(torch.cuda.get_device_capability(), getattr(torch, dtype), 64)[0]
+    tile = tiles(torch.cuda.get_device_capability(), getattr(torch, dtype), 64)[0]
 
     def results() -> list[torch.Tensor]:
-        outputs, _ = cuda_kernels.KERNEL.forward(inputs, None, tile=tile)
-        return [outputs.out, *cuda_kernels.KERNEL.backward(inputs, None, g, outputs, tile=tile)[:3]]
+        outputs, _ = causal.forward(inputs, None, tile=tile)
+        return [outputs.out, *causal.backward(inputs, None, g, outputs, tile=tile)[:3]]
 
     first = results()
     assert all(all(map(torch.equal, first, results())) for _ in range(2000))

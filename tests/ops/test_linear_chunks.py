@@ -215,15 +215,3 @@ def test_nan_and_exponents_whose_sums_would_leave_the_range_of_floats_are_not_mo
         assert causal_exponential.moderate(*moderate)
     for extreme in ((large, x, x), (x, -large, x), (nan, x, x), (x, nan, x), (x, x, nan)):
         assert not causal_exponential.moderate(*extreme)
-
-
-@pytest.mark.parametrize(
-    ("heads", "features", "tokens"),
-    # The last two have the fewest and the most tokens of a chunk.
-    [(8, 128, 256), (32, 128, 112), (2, 16, 512)],
-)
-def test_the_features_of_a_chunk_fill_the_cache_of_a_core(heads, features, tokens, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    backend = ea.build("linear-relu", head_dim=8, num_features=features)
-    inputs = backend.core.inputs(*(torch.zeros(2, heads // 2, 4096, 8) for _ in range(3)), None)
-    assert max(part.stop - part.start for part in linear_inputs.chunks(inputs, 4096)) == tokens

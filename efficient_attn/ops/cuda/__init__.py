@@ -1,9 +1,6 @@
 """Triton kernels for CUDA; nothing here imports Triton before a call that they serve."""
 
-from collections.abc import Callable
-from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,28 +15,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_DIM = 128
 # Offsets within a head have 32 bits, and a grid's second and third axis 16.
 _MOST_OFFSET, _MOST_HEADS = 2**31 - 1, 65535
-
-
-class Kernel(NamedTuple):
-    """A family of kernels, as checks and measurements call it.
-
-    Attributes:
-        tiles: Function of (capability, dtype, head_dim) that returns tiles, the first choice first.
-        module: Module with `forward(inputs, past, tile=, with_state=)` and
-            `backward(inputs, past, grad_out, outputs, tile=, to_past=)`.
-    """
-
-    tiles: Callable[[tuple[int, int], torch.dtype, int], tuple[Tile, ...]]
-    module: str
-
-    def forward(self, *args: Any, **options: Any) -> tuple[Outputs, LinearState | None]:
-        return import_module(self.module).forward(*args, **options)
-
-    def backward(self, *args: Any, **options: Any) -> CausalGradients:
-        return import_module(self.module).backward(*args, **options)
-
-
-KERNELS = {"causal-linear": Kernel(tiles, "efficient_attn.ops.cuda.causal")}
 
 
 def serves(inputs: LinearInputs) -> bool:
@@ -70,7 +45,9 @@ def causal_rows(
     note_kernel("triton causal-linear")
     # Triton launches on the current device.
     with torch.cuda.device(inputs.q.device):
-        return KERNELS["causal-linear"].forward(inputs, past, tile=_tile(inputs), with_state=with_state)
+        from efficient_attn.ops.cuda.causal import forward
+
+        return forward(inputs, past, tile=_tile(inputs), with_state=with_state)
 
 
 def causal_gradients(
@@ -78,9 +55,9 @@ def causal_gradients(
 ) -> CausalGradients:
     """Gradients with respect to q, k, v and, if `to_past`, the state `past` of `causal_rows`."""
     with torch.cuda.device(inputs.q.device):
-        return KERNELS["causal-linear"].backward(
-            inputs, past, grad_out, outputs, tile=_tile(inputs), to_past=to_past
-        )
+        from efficient_attn.ops.cuda.causal import backward
+
+        return backward(inputs, past, grad_out, outputs, tile=_tile(inputs), to_past=to_past)
 
 
 def _tile(inputs: LinearInputs) -> Tile:

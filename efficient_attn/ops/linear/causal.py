@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops import cuda
-from efficient_attn.ops.dtypes import upcast, without_autocast
+from efficient_attn.ops.dtypes import without_autocast
 from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear.causal_exponential import causal_exponential, causal_exponential_gradients
 from efficient_attn.ops.linear.features import Features
@@ -215,8 +215,7 @@ def _step_of_sums(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, Lin
 def _features(inputs: LinearInputs, q: Tensor, k: Tensor) -> Features:
     """Features of the rows of queries, then of the key, [flat_heads rows+1 …]."""
     rows = torch.cat([q * inputs.query_factor, k * math.sqrt(abs(inputs.scale))], dim=-2)
-    directions = None if inputs.directions is None else upcast(inputs.directions).to(rows.dtype)
-    return inputs.map.features(rows, directions)
+    return inputs.map.features(rows, inputs.directions_for(rows))
 
 
 def _both(rows: Tensor) -> tuple[Tensor, Tensor]:

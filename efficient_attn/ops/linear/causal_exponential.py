@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast
-from efficient_attn.ops.linear.inputs import LOG2_E, ExpKernel, LinearInputs, Outputs, power
+from efficient_attn.ops.linear.inputs import LOG2_E, ExpKernel, LinearInputs, Outputs, parts, power
 from efficient_attn.ops.linear.state import TINY, CausalGradients, LinearState, finite, sees
 
 # Tokens per chunk: larger chunks need fewer calls, but more pairs and more memory.
@@ -40,12 +40,7 @@ BACKWARD_CHUNK = 96
 
 
 class Unshifted(NamedTuple):
-    """Sums of unshifted features over the past keys.
-
-    Attributes:
-        values: [flat_heads features value_dim].
-        ones: [flat_heads features 1].
-    """
+    """Sums of unshifted features over the past keys; attributes as of `Shifted`."""
 
     values: Tensor
     ones: Tensor
@@ -91,8 +86,7 @@ def causal_exponential(inputs: LinearInputs, past: LinearState | None, into: Out
         state = shifted_past(past)
     into.negative.zero_()
     outs, logarithms = into.out.unflatten(1, heads[1:]), into.log_normaliser.unflatten(1, heads[1:])
-    for start in range(0, length, CHUNK):
-        part = slice(start, min(start + CHUNK, length))
+    for part in parts(length, CHUNK):
         positions = slice(part.start + before, part.stop + before)
         seen_rows = None if seen is None else seen[..., positions, :]
         sums, values, logarithm, state = _read_chunk(kernel, part, positions, state, seen_rows)
@@ -125,7 +119,7 @@ def rescaled(state: Shifted, keys: Tensor) -> tuple[Tensor, Shifted]:
     return key_features, Shifted(state.values * factor, state.ones * factor, reference)
 
 
-def add(state: Shifted, key_features: Tensor, v: Tensor) -> None:
+def add(state: Shifted | Unshifted, key_features: Tensor, v: Tensor) -> None:
     """Add keys at the reference of the state, in place."""
     state.values.baddbmm_(key_features.mT, v)
     state.ones.add_(key_features.sum(dim=-2).unsqueeze(-1))
@@ -142,7 +136,7 @@ def _read_chunk(
         if moderate(queries, keys, v):
             sums, values = read_unshifted(kernel, positions, state, queries.exp2_(), keys, v)
             return sums, values, sums.log(), state
-        state = Shifted(*shifted(state))
+        state = shifted(state)
     keys = kernel.fill_masked_(keys, positions, -torch.inf)
     if seen is not None:
         shape = *kernel.inputs.k.shape[:2], kernel.inputs.group
@@ -237,17 +231,16 @@ def read_unshifted(
     scores = torch.bmm(weights, read.mT)
     scores.unflatten(1, (-1, length)).tril_(1)
     out = torch.bmm(scores[..., 1:], v).baddbmm_(weights, state.values)
-    state.values.baddbmm_(key_features.mT, v)
-    state.ones.add_(key_features.sum(dim=-2).unsqueeze(-1))
+    add(state, key_features, v)
     return scores.sum(dim=-1, keepdim=True), out
 
 
-def shifted(state: Unshifted) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, ones and reference of the equal shifted state, whose ones are 1, or 0 without a key."""
+def shifted(state: Unshifted) -> Shifted:
+    """The equal shifted state, whose ones are 1, or 0 without a key."""
     any_key = state.ones > 0
     ones = torch.where(any_key, state.ones, 1.0)
     reference = ones.log2().masked_fill_(~any_key, -torch.inf)
-    return state.values / ones, any_key.to(ones.dtype), reference.mT
+    return Shifted(state.values / ones, any_key.to(ones.dtype), reference.mT)
 
 
 def causal_exponential_gradients(
@@ -263,17 +256,12 @@ def causal_exponential_gradients(
     rows = _Rows(inputs, grad_out, out, logarithm)
     grad_q, pieces = _query_gradients(rows, past)
     grad_k, grad_v, later = _key_gradients(rows, pieces)
-    past_sums = _past_gradient(past, later) if to_past and past is not None else None
+    past_sums = torch.zeros_like(past.sums) if to_past and past is not None else None
+    if past is not None and past_sums is not None and later is not None:
+        # A past key is visible to every row, so that these powers are at most 1.
+        powers = power(later.reference + past.log_scale.flatten(0, 1) * LOG2_E)
+        past_sums = (powers.mT * torch.cat([later.values, -later.ones], dim=-1)).view_as(past.sums)
     return CausalGradients(grad_q, grad_k, grad_v, past_sums)
-
-
-def _past_gradient(past: LinearState, later: Shifted | None) -> Tensor:
-    """Gradient with respect to the sums of the state before the first query."""
-    if later is None:
-        return torch.zeros_like(past.sums)
-    # A past key is visible to every row, so that these powers are at most 1.
-    powers = power(later.reference + past.log_scale.flatten(0, 1) * LOG2_E)
-    return (powers.mT * torch.cat([later.values, -later.ones], dim=-1)).view_as(past.sums)
 
 
 class _Rows:
@@ -308,7 +296,7 @@ def _query_gradients(rows: _Rows, past: LinearState | None) -> tuple[Tensor, lis
     kernel, inputs = rows.kernel, rows.inputs
     grad_q = torch.empty_like(inputs.q, memory_format=torch.contiguous_format)
     state = None if past is None else shifted_past(past)
-    taken, left = [], _pieces(0, inputs.q.shape[-2])[::-1]
+    taken, left = [], parts(inputs.q.shape[-2], BACKWARD_CHUNK)[::-1]
     while left:
         part = left.pop()
         positions = rows.positions(part)
@@ -347,7 +335,7 @@ def _key_gradients(rows: _Rows, pieces: list[slice]) -> tuple[Tensor, Tensor, Sh
         values, ones = here.values.baddbmm_(p.mT, g), here.ones.baddbmm_(p.mT, delta)
         later = Shifted(values, ones, here.reference)
     if later is not None:
-        for part in _pieces(0, rows.before):
+        for part in parts(rows.before, BACKWARD_CHUNK):
             _put(rows, part, later, None, (grad_k, grad_v))
     return grad_k, grad_v, later
 
@@ -371,7 +359,3 @@ def _put(
         grad_values.baddbmm_(triangle_(torch.bmm(p, r.mT)).mT, g)
     grad_k[..., positions, :] = kernel.key_gradient(keys, grad.mul_(r)).view_as(grad_k[..., positions, :])
     grad_v[..., positions, :] = grad_values.view_as(grad_v[..., positions, :])
-
-
-def _pieces(start: int, stop: int) -> list[slice]:
-    return [slice(i, min(i + BACKWARD_CHUNK, stop)) for i in range(start, stop, BACKWARD_CHUNK)]

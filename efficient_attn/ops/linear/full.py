@@ -98,24 +98,15 @@ def _(*fields: Any) -> tuple[Tensor, ...]:
     "(Tensor grad_out, Tensor out, Tensor logarithm, Tensor negative, Tensor sums, Tensor reference, "
     f"{FIELDS}) -> (Tensor, Tensor, Tensor)",
 )
-def _full_backward(
-    grad_out: Tensor,
-    out: Tensor,
-    logarithm: Tensor,
-    negative: Tensor,
-    sums: Tensor,
-    reference: Tensor,
-    *fields: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    inputs, outputs = LinearInputs(*fields), Outputs(out, logarithm, negative)
-    state = LinearState(sums, reference)
+def _full_backward(grad_out: Tensor, *saved: Any) -> tuple[Tensor, Tensor, Tensor]:
+    outputs, state, inputs = Outputs(*saved[:3]), LinearState(*saved[3:5]), LinearInputs(*saved[5:])
     with without_autocast(inputs.q):
         if inputs.map.exponential:
-            return two_softmaxes_gradients(inputs, grad_out, out, logarithm, state)
+            return two_softmaxes_gradients(inputs, grad_out, *outputs[:2], state)
         if inputs.map.trigonometric and tuned_for_cpu(inputs.q):
             return trigonometric_gradients(inputs, grad_out, outputs, state)
         grad_q, query_sums = query_gradients(inputs, state, grad_out, outputs)
-        return grad_q, *key_gradients(inputs, reference, query_sums)
+        return grad_q, *key_gradients(inputs, state.log_scale, query_sums)
 
 
 def query_gradients(

@@ -126,14 +126,14 @@ class LinearInputs(NamedTuple):
         """Features of query rows, without the scale common to a row, which cancels."""
         if self.map.exponential:
             return Features(rows @ self.exponents().mT, None)
-        features = self.map.features(rows, self._directions(rows))
+        features = self.map.features(rows, self.directions_for(rows))
         if self.map.has_values:
             return features._replace(log_scale=torch.zeros_like(features.log_scale))
         return features
 
     def key_features(self, rows: Tensor, part: slice) -> Features:
         """Features of key rows, with scale −inf for masked tokens."""
-        features, mask = self.map.features(rows, self._directions(rows)), self.mask(part)
+        features, mask = self.map.features(rows, self.directions_for(rows)), self.mask(part)
         if self.log_weights is not None:
             features = features._replace(log_scale=features.log_scale + self.log_weights.to(rows.dtype))
         if mask is None:
@@ -148,15 +148,16 @@ class LinearInputs(NamedTuple):
         else:
             if self.map.has_values:
                 grad = grad._replace(log_scale=torch.zeros_like(grad.log_scale))
-            grad_out = self.map.pullback(rows, features, grad, self._directions(rows))
+            grad_out = self.map.pullback(rows, features, grad, self.directions_for(rows))
         return grad_out * self.query_factor
 
     def key_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:
         """Gradient with respect to the keys of a chunk, from the gradient of their features."""
-        grad_out = self.map.pullback(rows, features, grad, self._directions(rows))
+        grad_out = self.map.pullback(rows, features, grad, self.directions_for(rows))
         return grad_out * math.sqrt(abs(self.scale))
 
-    def _directions(self, rows: Tensor) -> Tensor | None:
+    def directions_for(self, rows: Tensor) -> Tensor | None:
+        """The directions in the dtype of the rows."""
         return None if self.directions is None else self.directions.to(rows.dtype)
 
     def mask(self, part: slice) -> Tensor | None:

@@ -29,8 +29,7 @@ _ALL = slice(None)
 def kernel_ratios(inputs: LinearInputs) -> Tensor:
     """φ(x_i)·φ(y_i) / exp(x_i·y_i) for query i and key i, [batch heads tokens]; 1 for an exact estimate."""
     x, y = inputs.query_rows(_ALL), inputs.key_rows(_ALL)
-    directions = None if inputs.directions is None else inputs.directions.to(x.dtype)
-    queries, keys = (inputs.map.features(rows, directions) for rows in (x, y))
+    queries, keys = (inputs.map.features(rows, inputs.directions_for(x)) for rows in (x, y))
     logs = queries.log_scale + keys.log_scale - (x * y).sum(dim=-1, keepdim=True)
     if inputs.log_weights is not None:
         logs = logs + inputs.log_weights.to(x.dtype)

@@ -153,26 +153,20 @@ def _mean_values(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
     w = _pad_width(w.expand(*inputs.k.shape[:2], *w.shape[-2:]), inputs)
     means, log_sums = None, None
     for part in _pieces(inputs.k, inputs, masked=inputs.key_mask is not None):
-        part_means, logarithm = _mean_values_of(inputs, part, w, factor)
+        k, v = (_pad_width(inputs.real_rows(x, part), inputs) for x in (inputs.k, inputs.v))
+        bias = torch.linalg.vector_norm(k, dim=-1).square_().mul_(-abs(inputs.scale) / 2)
+        real = None if inputs.key_mask is None else inputs.key_mask[:, None, part]
+        if real is not None:
+            bias = bias.masked_fill_(~real, -torch.inf)
+        part_means, logarithm = cpu_flash.attend(w, k, v, bias.unsqueeze(-2), factor)
+        if real is not None:
+            logarithm = logarithm.masked_fill(~real.any(dim=-1, keepdim=True), -torch.inf)
         if means is None or log_sums is None:
             means, log_sums = part_means, logarithm
         else:
             means, log_sums = _join(means, log_sums, part_means, logarithm)
     assert means is not None and log_sums is not None
     return means, log_sums
-
-
-def _mean_values_of(inputs: LinearInputs, part: slice, w: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """Means over a chunk of keys, and their log-sum-exps."""
-    k, v = (_pad_width(inputs.real_rows(x, part), inputs) for x in (inputs.k, inputs.v))
-    bias = torch.linalg.vector_norm(k, dim=-1).square_().mul_(-abs(inputs.scale) / 2)
-    real = None if inputs.key_mask is None else inputs.key_mask[:, None, part]
-    if real is not None:
-        bias = bias.masked_fill_(~real, -torch.inf)
-    means, logarithm = cpu_flash.attend(w, k, v, bias.unsqueeze(-2), factor)
-    if real is not None:
-        logarithm = logarithm.masked_fill(~real.any(dim=-1, keepdim=True), -torch.inf)
-    return means, logarithm
 
 
 def _join(means: Tensor, log_sums: Tensor, others: Tensor, logarithms: Tensor) -> tuple[Tensor, Tensor]:

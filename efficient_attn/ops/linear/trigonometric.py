@@ -41,8 +41,8 @@ class TrigKernel:
         self.inputs, self._scratch = inputs, Scratch()
         w = upcast(inputs.directions).to(upcast_dtype(inputs.q.dtype)) * math.sqrt(abs(inputs.scale))
         # Half directions, for tan(x/2).
-        self._keys = inputs.expand_to_heads(w / 2)
-        self._queries = self._keys if inputs.scale > 0 else -self._keys
+        self.keys = inputs.expand_to_heads(w / 2)
+        self.queries = self.keys if inputs.scale > 0 else -self.keys
         self.directions = w.shape[-2]
 
     def log_scales(self, positions: slice) -> Tensor:
@@ -53,27 +53,12 @@ class TrigKernel:
         scales = scales.square_().mul_(abs(self.inputs.scale) / 2)
         return scales if real is None else scales.masked_fill_(~real, -torch.inf)
 
-    def query_features(self, rows: Tensor, factor: Tensor) -> Tensor:
-        """factor · [cos(w·q), sin(w·q)] of queries, [flat_heads rows 2m]; factor [flat_heads|1 rows|1 1]."""
-        return self._features(rows, self._queries, factor)
-
-    def key_features(self, keys: Tensor, factor: Tensor) -> Tensor:
-        """factor · [cos(w·k), sin(w·k)] of keys, [flat_heads positions 2m]."""
-        return self._features(keys, self._keys, factor)
-
-    def query_gradient(self, features: Tensor, grad_features: Tensor) -> Tensor:
-        """Gradient with respect to query rows, from the gradient of their features without the factor."""
-        return torch.bmm(self._angle_gradient(features, grad_features), self._queries).mul_(2)
-
-    def key_gradient(self, features: Tensor, grad_features: Tensor) -> Tensor:
-        """Gradient with respect to keys at a fixed scale, from that of their features without the factor."""
-        return torch.bmm(self._angle_gradient(features, grad_features), self._keys).mul_(2)
-
     def buffer_like(self, features: Tensor) -> Tensor:
         """Scratch buffer for gradients of features, overwritten when features are computed."""
         return self._scratch("gradients", features, tuple(features.shape))
 
-    def _features(self, rows: Tensor, directions: Tensor, factor: Tensor) -> Tensor:
+    def features(self, rows: Tensor, directions: Tensor, factor: Tensor) -> Tensor:
+        """factor · [cos(w·x), sin(w·x)] of rows, [flat_heads rows 2m]; factor [flat_heads|1 rows|1 1]."""
         shape = (*rows.shape[:-1], self.directions)
         t = torch.bmm(rows, directions.mT, out=self._scratch("angles", rows, shape)).tan_()
         features = self._scratch("features", rows, (*shape[:-1], 2 * shape[-1]))
@@ -84,11 +69,12 @@ class TrigKernel:
         torch.mul(plus, t, out=sin)
         return features
 
-    def _angle_gradient(self, features: Tensor, grad_features: Tensor) -> Tensor:
+    def gradient(self, features: Tensor, grad_features: Tensor, directions: Tensor) -> Tensor:
+        """Gradient with respect to rows at a fixed factor, from the gradient of features without it."""
         cos, sin = features.chunk(2, dim=-1)
         grad_cos, grad_sin = grad_features.chunk(2, dim=-1)
         grad = torch.mul(cos, grad_sin, out=self._scratch("angles", cos, tuple(cos.shape)))
-        return grad.addcmul_(sin, grad_cos, value=-1)
+        return torch.bmm(grad.addcmul_(sin, grad_cos, value=-1), directions).mul_(2)
 
 
 def trigonometric_attention(inputs: LinearInputs) -> tuple[Outputs, LinearState]:
@@ -98,7 +84,7 @@ def trigonometric_attention(inputs: LinearInputs) -> tuple[Outputs, LinearState]
     sums, outputs = state.sums.flatten(0, 1), new_outputs(inputs.q, inputs.v)
     for part in chunks(inputs, inputs.q.shape[-2]):
         rows = inputs.flatten_heads(inputs.q, part)
-        sums_of_rows = torch.bmm(kernel.query_features(rows, rows.new_ones(())), sums)
+        sums_of_rows = torch.bmm(kernel.features(rows, kernel.queries, rows.new_ones(())), sums)
         # The buffer of the logarithms holds the denominators until all are known.
         out, ones = (inputs.grouped(x)[..., part, :] for x in outputs[:2])
         sums_of_rows = sums_of_rows.unflatten(0, inputs.k.shape[:2]).unflatten(2, (inputs.group, -1))
@@ -122,7 +108,7 @@ def _state(kernel: TrigKernel) -> LinearState:
     ones = sums.new_zeros(*sums.shape[:-1], 1)
     for part in chunks(inputs, inputs.k.shape[-2]):
         keys, v = inputs.flat_keys_and_values(part)
-        features = kernel.key_features(keys, weights[:, part])
+        features = kernel.features(keys, kernel.keys, weights[:, part])
         sums.baddbmm_(features.mT, v)
         ones.add_(features.sum(dim=-2).unsqueeze(-1))
     both = torch.cat([sums, ones], dim=-1).div_(kernel.directions)
@@ -141,18 +127,18 @@ def trigonometric_gradients(
         logarithm, sign = outputs.normaliser(part, kv_heads)
         factor = exponential(reference - logarithm).mul_(sign).flatten(0, 1)
         g = output_gradients(grad_out, outputs.out, part, kv_heads).flatten(0, 1)
-        features = kernel.query_features(inputs.flatten_heads(inputs.q, part), factor)
+        features = kernel.features(inputs.flatten_heads(inputs.q, part), kernel.queries, factor)
         grad = torch.bmm(g, sums.mT, out=kernel.buffer_like(features))
-        grad_q[..., part, :] = inputs.unflatten_heads(kernel.query_gradient(features, grad))
+        grad_q[..., part, :] = inputs.unflatten_heads(kernel.gradient(features, grad, kernel.queries))
         query_sums.baddbmm_(features.mT, g)
     query_sums.div_(kernel.directions)
     for part in chunks(inputs, inputs.k.shape[-2], _FEATURES_BACK):
         keys, v = inputs.flat_keys_and_values(part)
         factor = exponential(kernel.log_scales(part).sub_(reference.flatten(0, 1)))
-        features = kernel.key_features(keys, factor)
+        features = kernel.features(keys, kernel.keys, factor)
         grad_v[..., part, :] = torch.bmm(features, query_sums[..., :-1]).view_as(grad_v[..., part, :])
         grad = torch.bmm(with_ones(v), query_sums.mT, out=kernel.buffer_like(features))
-        grad_keys = kernel.key_gradient(features, grad)
+        grad_keys = kernel.gradient(features, grad, kernel.keys)
         grad_scale = features.mul_(grad).sum(dim=-1, keepdim=True).mul_(abs(inputs.scale))
         grad_keys.addcmul_(keys, grad_scale)
         grad_k[..., part, :] = grad_keys.view_as(grad_k[..., part, :])

@@ -153,24 +153,10 @@ def _read_earlier(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
     return Sums(scores @ values, scale)
 
 
-class PairGradients(NamedTuple):
-    """Gradients from the pairs of a query and a key of one chunk.
-
-    Attributes:
-        queries: Of the exponents of queries, [… group size features].
-        keys: Of the exponents of keys, [… group|1 size features].
-        values: Of the values, [… group|1 size value_dim].
-    """
-
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-
-
 def weak_chunk_gradients(
     queries: Tensor, keys: Tensor, values: Tensor, g: Tensor, logarithm: Tensor
-) -> PairGradients:
-    """Gradients of some chunks.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the exponents of queries and of keys, and of the values, from the pairs of some chunks.
 
     Args:
         queries: Exponents [some group size features].
@@ -183,18 +169,17 @@ def weak_chunk_gradients(
     exponents, g = to_power_of_two(queries - logarithm, -torch.inf), to_power_of_two(g, 0.0)
     keys = to_power_of_two(keys, -torch.inf).unsqueeze(1)
     values = to_power_of_two(values, 0.0).unsqueeze(1)
-    total = _of_blocks(*(blocks(x) for x in (exponents, keys, values, g)))
+    total = list(_of_blocks(*(blocks(x) for x in (exponents, keys, values, g))))
     for half in halves(exponents.shape[-2]):
         rows = (half_blocks(x, half, 1) for x in (exponents, g))
         read = (half_blocks(x, half, 0) for x in (keys, values))
         earlier = zip(_of_earlier(*rows, *read), (1, 0, 0), strict=True)
-        total = PairGradients(*(x + spread(y, side) for x, (y, side) in zip(total, earlier, strict=True)))
-    return PairGradients(
-        total.queries[..., :size, :], *(x[..., :size, :].sum(dim=1) for x in (total.keys, total.values))
-    )
+        total = [x + spread(y, side) for x, (y, side) in zip(total, earlier, strict=True)]
+    by_query, by_key, by_value = (x[..., :size, :] for x in total)
+    return by_query, by_key.sum(dim=1), by_value.sum(dim=1)
 
 
-def _of_blocks(exponents: Tensor, keys: Tensor, values: Tensor, g: Tensor) -> PairGradients:
+def _of_blocks(exponents: Tensor, keys: Tensor, values: Tensor, g: Tensor) -> tuple[Tensor, ...]:
     """Gradients from the pairs of the smallest blocks."""
     tokens = exponents.shape[-2]
     powers = (exponents.unsqueeze(-2) + keys.unsqueeze(-3)).exp()
@@ -202,15 +187,15 @@ def _of_blocks(exponents: Tensor, keys: Tensor, values: Tensor, g: Tensor) -> Pa
     powers = torch.where(visible, powers, 0.0)
     grads = powers * (g @ values.mT).unsqueeze(-1)
     gradients = grads.sum(dim=-2), grads.sum(dim=-3), powers.sum(dim=-1).mT @ g[..., :-1]
-    return PairGradients(*(x.flatten(-3, -2) for x in gradients))
+    return tuple(x.flatten(-3, -2) for x in gradients)
 
 
-def _of_earlier(exponents: Tensor, g: Tensor, keys: Tensor, values: Tensor) -> PairGradients:
+def _of_earlier(exponents: Tensor, g: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
     """Gradients from rows and keys that every row sees."""
     reference = floor(keys.amax(dim=-2, keepdim=True))
     weights, features = (exponents + reference).exp(), (keys - reference).exp()
     grad_scores = g @ values.mT
-    return PairGradients(
+    return (
         weights * (grad_scores @ features),
         features * (grad_scores.mT @ weights),
         (weights @ features.mT).mT @ g[..., :-1],
