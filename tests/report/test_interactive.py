@@ -1,4 +1,4 @@
-"""The interactive page: values of the records, and ratios to exact attention."""
+"""The interactive page: values of the records, ratios to exact attention, and use in a browser."""
 
 import json
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from made_records import case, costs, folder
+from report.browser import chromium, opened
 from report.pages import Page
 
 from efficient_attn.errors import MissingPackageError
@@ -143,3 +144,53 @@ def test_without_plotly_the_option_is_refused_in_one_line(tmp_path, monkeypatch)
     monkeypatch.setitem(sys.modules, "plotly", None)
     with pytest.raises(MissingPackageError, match=re.escape(message)):
         redraw.report(run, interactive=True)
+
+
+# Middle of an element, after it has been scrolled into view.
+MIDDLE = """(() => {{ const element = {}; element.scrollIntoView({{block: 'center'}});
+const box = element.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; }})()"""
+LEGEND = (
+    "[...{}.querySelectorAll('.traces')].find(e => e.textContent === {!r}).querySelector('.legendtoggle')"
+)
+PLOT = "document.getElementById('{}')"
+POINT = """(() => {{ const plot = {0}; plot.scrollIntoView({{block: 'center'}});
+const line = plot._fullData.find(line => line.name === {1!r} && line.yaxis === 'y');
+const area = plot.querySelector('.nsewdrag').getBoundingClientRect(), {{xaxis, yaxis}} = plot._fullLayout;
+return [area.x + xaxis.d2p(line.x[{2}]), area.y + yaxis.d2p(line.y[{2}])]; }})()"""
+PAUSE = "new Promise(resolve => setTimeout(resolve, 700))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1440, 390])
+@pytest.mark.skipif(chromium() is None, reason="no chromium on the PATH")
+def test_in_a_browser_a_line_is_hidden_the_slider_moves_and_a_value_is_read(advise, tmp_path, width):
+    with opened(advise, width, tmp_path / "profile") as page:
+        page.value(PAUSE)
+        assert page.value("document.documentElement.scrollWidth <= innerWidth")
+        assert page.value("document.querySelectorAll('.main-svg .scatterlayer .trace').length > 20")
+        time, slider = PLOT.format("chart-0-1-0"), PLOT.format("chart-0-0-1")
+        page.click(*page.value(MIDDLE.format(LEGEND.format(time, "linformer"))))
+        page.value(PAUSE)
+        hidden = f"{time}._fullData.filter(line => line.visible === 'legendonly').map(line => line.name)"
+        assert "linformer" in page.value(hidden)
+        assert not {"window", "exact"} & set(page.value(hidden))
+
+        rail = f"{slider}.querySelector('.slider-rail-touch-rect')"
+        x, y = page.value(MIDDLE.format(rail))
+        page.click(x - page.value(f"{rail}.getBoundingClientRect().width") / 2 + 8, y)
+        page.value(PAUSE)
+        assert page.value(f"{slider}._fullLayout.sliders[0].active") == 0
+        record = times(causal=True)["window", 512]
+        x = f"{slider}._fullData.find(line => line.name === 'window').x[0]"
+        assert page.value(x) == pytest.approx(call_time(record).median, rel=1e-12)
+
+        x, y = page.value(POINT.format(time, "window", 5))
+        # A pointer that jumps out of nowhere is not over the chart yet.
+        page.mouse("mouseMoved", x - 3, y - 3)
+        page.mouse("mouseMoved", x, y)
+        page.value(PAUSE)
+        text = page.value(f"{time}.querySelector('.hoverlayer').textContent")
+        median, low, high, _ = call_time(times(causal=False)["window", 8192])
+        assert text.startswith(f"windowsequence length, tokens: 8192{show_seconds(median)}")
+        assert f"({show_seconds(low)} to {show_seconds(high)})" in text and text.endswith("measured")
+        assert page.value("performance.getEntriesByType('resource').length") == 0 and page.errors == []
