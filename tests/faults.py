@@ -247,7 +247,9 @@ OF_SOFTMAX = {
     "equals_softmax_attention": {
         "sharper": scaled(lambda: 1.001),
         "clamped": scores(lambda x: x.clamp(-80, 80)),
-        "scales up to 10": scaled(lambda core: 10 / max(abs(core.problem.factor), 10)),
+    },
+    "equals_softmax_attention_at_every_scale": {
+        "scales up to 10": scaled(lambda core: 10 / max(abs(core.problem.factor), 10))
     },
     "large_inputs_stay_finite": {"scores in float16": replaced("wide", lambda core, wide, x: x)},
     "long_sums_do_not_stall_in_half_precision": {"denominators in float16": weights(float16_denominator)},

@@ -164,8 +164,8 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, su
         q, scale = q * scale, 1.0
     tokens, size = q.shape[2], pattern.block
     total = -(-tokens // size)
-    every = torch.ones(1, tokens, dtype=torch.bool, device=q.device)
-    read = _numbers(range(total), every, pattern, sums).sort(dim=3).values
+    real = torch.ones(1, tokens, dtype=torch.bool, device=q.device)
+    read = _numbers(range(total), real, pattern, sums).sort(dim=3).values
     number, listed = (read < total).sum(dim=3, dtype=torch.int32), read.clamp_max(total - 1).int()
     tensors = (q.detach(), k.detach(), v.detach(), number, listed)
     if torch.compiler.is_compiling():

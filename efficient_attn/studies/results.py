@@ -59,7 +59,7 @@ class Results:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What should be known beside the numbers, such as a noisy machine."""
+        """Remarks on the numbers, such as a noisy machine."""
         return (*self._notes, *doubts(self.records, self.environment))
 
     def __len__(self) -> int:
