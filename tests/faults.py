@@ -121,6 +121,9 @@ FAULTS = {
         "gradients are cleaned": flowing(torch.nan_to_num),
         "negative infinity is cleaned": values(lambda v: v.masked_fill(v == -torch.inf, 0.0)),
     },
+    "a_negative_scale_turns_queries_round": {
+        "beyond 128 keys": scaled(lambda core, k: -1 if core.problem.factor < 0 and k.shape[2] > 128 else 1)
+    },
     "a_prefix_is_a_sequence_of_its_own": {"temperature": scaled(lambda k: 1 + 1e-3 * k.shape[2])},
     "a_query_alone_is_its_row": {
         "last row": output(lambda x: torch.cat([x[:, :, :-1], x[:, :, -1:] * row_of(x)], 2))
@@ -225,9 +228,6 @@ FAULTS = {
         "second block": causal_reads(lambda row, key, ahead: (key <= row) | (row < 512))
     },
     "scale_is_a_factor_on_the_scores": {
-        "sign beyond 128 keys": scaled(
-            lambda core, k: -1 if core.problem.factor < 0 and k.shape[2] > 128 else 1
-        ),
         "below one": scaled(lambda core: 1 / max(abs(core.problem.factor), 1.0)),
         "64": scaled(lambda core, q: 1.0 if core.problem.scale else (max(q.shape[3], 64) / 64) ** 0.5),
         "long keys": keys(lambda k: k * (30 / k.norm(dim=-1, keepdim=True).clamp_min(1e-9)).clamp_max(1.0)),

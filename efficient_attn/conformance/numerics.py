@@ -154,7 +154,7 @@ def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Ite
 
 
 @Check(
-    "The scale multiplies q·k once, with its sign: inputs times c at scale s equal inputs at scale c²·s.",
+    "The scale multiplies q·k exactly once: inputs times c at scale s equal inputs at scale c²·s.",
     cases=(
         *vary(Case(tokens=7), head_dim=(4, 64, 80, 128), causal=(False, True)),
         *both(Case(tokens=200, batch=1, value_dim=3), Case(tokens=1, keys=5)),
@@ -171,11 +171,6 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
         moved = inputs._replace(q=inputs.q * factor, k=inputs.k * factor)
         scaled = subject.build(case, scale=default / factor**2)
         yield close(f"Inputs times {factor}", run(scaled, moved), expected, bound)
-    minus = subject.build(case, scale=-default)
-    # Calibrated parameters are shared, so that both backends use the same fit.
-    minus.load_state_dict(backend.state_dict())
-    turned = run(minus, inputs._replace(q=-inputs.q))
-    yield close("A negative scale and negated queries", turned, expected, bound)
     still = subject.build(case, scale=0.0, calibrated=False)
     # PyTorch's fused function gives NaN for causal queries at scale 0, which its callers inherit.
     if not (subject.bare or still.needs_calibration):

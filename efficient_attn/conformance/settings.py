@@ -23,8 +23,9 @@ from efficient_attn.conformance.subject import (
     rounding,
     run,
     same_bits,
+    takes_scale,
 )
-from efficient_attn.conformance.table import Check
+from efficient_attn.conformance.table import Check, cannot_check
 from efficient_attn.measure.memory import tensors_in
 
 ONE = Case(tokens=7, value_dim=3)
@@ -148,6 +149,23 @@ def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
         run(backend.train(), inputs)
     said = [str(entry.message) for entry in caught] + [printed.getvalue()] * bool(printed.getvalue())
     yield Finding(f"Output {(said or [''])[0]!r:.100}", float(bool(said)), 0.0)
+
+
+@Check(
+    "A negative scale is equivalent to negated queries at the positive scale.",
+    cases=(*KINDS, *both(ONE.but(tokens=200, batch=1), ONE.but(tokens=1, keys=5))),
+    drawn=lambda seed: joint(seed, 9),
+)
+def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterator[Finding]:
+    plus = subject.build(case, scale=0.7)
+    if not takes_scale(plus):
+        raise cannot_check("A plain callable takes no scale.")
+    inputs, minus = subject.inputs(case), subject.build(case, scale=-0.7)
+    # Calibrated parameters are shared, so that both backends use the same fit.
+    minus.load_state_dict(plus.state_dict())
+    turned = inputs._replace(q=-inputs.q)
+    bound = rounding(plus, turned, case.dtype)
+    yield close("Scale −0.7", run(minus, inputs), run(plus, turned), bound)
 
 
 @Check(

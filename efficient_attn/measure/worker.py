@@ -4,15 +4,12 @@ The case is self-contained, so that the call can be made in another process. Ref
 and exceptions are records too.
 """
 
-import gc
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Any
 
-from efficient_attn.contained import contained, described, one_line
-from efficient_attn.errors import AttentionError
 from efficient_attn.measure import clock, environment, memory
+from efficient_attn.measure.answers import answer
 from efficient_attn.measure.clock import QueuedCalls
 from efficient_attn.measure.record import Case, Record, replace
 
@@ -22,9 +19,6 @@ _FEWEST_CALLS, _MOST_CALLS = 1, 1000
 
 # Bound on a GPU, where each call is timed twice and flushes take longer than short calls.
 _MOST_CALLS_ON_CUDA = 200
-
-# Messages of torch's allocators; the CPU allocator raises a plain RuntimeError.
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 
 Call = Callable[[], object]
 
@@ -54,34 +48,6 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
         return replace(record, calibrated_on=prepared.calibrated_on)
 
     return answer(case, measured)
-
-
-def answer(case: Case, measured: Callable[[], Record]) -> Record:
-    """Result of `measured` under the thread count of the case, or a record of its exception."""
-    try:
-        # torch is loaded by the first measurement.
-        from efficient_attn.ops.paths import observed_kernels, only_torch
-
-        with threads(case.threads), contained(), observed_kernels() as names:
-            record = measured()
-        # Fused kernels that ran, or else algorithms for the CPU or PyTorch's operators.
-        others = "cpu" if case.device == "cpu" and not only_torch() else "torch"
-        return replace(record, kernels=", ".join(sorted(names)) or others)
-    except AttentionError as refusal:
-        return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
-    except Exception as failure:  # the backend may be external code: any exception is a result
-        reason = described(failure)
-        exhausted = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
-        worded = isinstance(failure, RuntimeError) and any(words in reason for words in _OUT_OF_MEMORY)
-        status = "oom" if exhausted or worded else "error"
-    gc.collect()
-    if case.device.startswith("cuda"):
-        import torch
-
-        # An illegal memory access ends the context of this process, and every later call raises it again.
-        with suppress(RuntimeError):
-            torch.cuda.empty_cache()
-    return Record(case=case, status=status, reason=reason)
 
 
 def time_of(
@@ -125,18 +91,3 @@ def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:
     # The first call fills caches, which are not part of the measurement.
     (first or call)()
     return Record(case=case, peak_bytes=memory.peak(call, device=case.device).peak_bytes)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """Run torch on the CPU with this many threads."""
-    import torch
-
-    before = torch.get_num_threads()
-    if before != count:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        if before != count:
-            torch.set_num_threads(before)

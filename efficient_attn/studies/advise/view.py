@@ -2,13 +2,21 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import DENSE, MODEL, PLAN, UNIFORM_ATTENTION, YARDSTICK
-from efficient_attn.report.figures import Axis, Chart, Plot, Series, line_styles
+from efficient_attn.report.figures import (
+    UNIFORM_STYLE,
+    Axis,
+    Chart,
+    Plot,
+    Series,
+    baseline_style,
+    line_styles,
+)
 from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table, brief
 from efficient_attn.report.text import (
     calibration_note,
@@ -33,7 +41,7 @@ from efficient_attn.studies.advise.outcomes import (
 )
 from efficient_attn.studies.advise.plan import LIMIT, RANDOM_HEADS
 from efficient_attn.studies.bench.comparison import error_limit
-from efficient_attn.studies.bench.view import cost_plot
+from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
 from efficient_attn.studies.swap.view import tables as swap_tables
 from efficient_attn.studies.view import Environment, Plots
 
@@ -65,16 +73,18 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """Times against tokens: of attention alone, or of the model.
+    """Times against tokens: of attention alone, and of the model; errors if there is no model.
 
     Of a plan of key heads, its divergence and recall in place of the times of one length.
     """
     if streaming := [record for record in records if record.streaming_heads and record.copy_recall_exact]:
         return {"advise": _heads_plot(streaming)}
-    times = [record for record in records if is_time(record)]
+    times = [record for record in records if record.case.kind == "time" and record.status == "ok"]
     if not times:
         return {}
-    return {"advise": cost_plot(times) if _of_model(records, environment) else _attention_plot(times)}
+    if _of_model(records, environment):
+        return {"advise": cost_plot(times)}
+    return {"advise": _attention_plot(records, error_limit(environment))}
 
 
 def files(records: Sequence[Record], environment: Environment) -> dict[str, str]:
@@ -236,19 +246,20 @@ def _in_words(row: Row) -> str:
     return f"{text})"
 
 
-def _attention_plot(times: Sequence[Record]) -> Plot:
-    """Times of calls of each shape, with one legend for all."""
-    labels = {record.case.label: record.case.backend for record in times}
-    styles, rows, intervals = line_styles([*labels.items()]), [], ""
-    for shape in grouped(times, *SHAPE):
-        plot = cost_plot(shape)
-        conditions, _, intervals = plot.conditions.partition("; ")
-        chart = plot.charts[0]
-        ticks = [tokens for tokens in chart.x.ticks if math.log2(tokens).is_integer()]
-        series = tuple(line._replace(style=styles[line.label]) for line in chart.series)
-        axis = chart.x._replace(ticks=ticks or chart.x.ticks)
-        rows.append((chart._replace(x=axis, series=series, notes=(conditions,)),))
-    return Plot("Time of attention alone", intervals, tuple(rows))
+def _attention_plot(records: Sequence[Record], max_error: float) -> Plot:
+    """For each shape times of calls and errors of the worst layer, with one legend for all."""
+    title, rows, conditions = "Time and error of attention alone", [], []
+    for shape in grouped(records, *SHAPE):
+        if times := [record for record in shape if is_time(record)]:
+            plot = cost_plot(times)
+            conditions.append(plot.conditions)
+            rows.append(_charts(plot.charts[0], rows_of(shape), max_error))
+    if len(rows) == 1:
+        return Plot(title, conditions[0], tuple(rows))
+    settings, intervals = zip(*(text.split("; ") for text in conditions), strict=True)
+    pairs = zip(rows, settings, strict=True)
+    noted = ((time._replace(notes=(words,)), errors) for (time, errors), words in pairs)
+    return Plot(title, intervals[0], tuple(noted))
 
 
 def _heads_plot(records: Sequence[Record]) -> Plot:
@@ -283,3 +294,48 @@ def _heads_plot(records: Sequence[Record]) -> Plot:
     )
     title = f"Key heads that stream, {tokens} tokens"
     return Plot(title, setting(here[0].case), ((divergence, recall),))
+
+
+def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, Chart]:
+    styles = line_styles([(row.label, row.backend) for row in rows if row.backend != UNIFORM_ATTENTION])
+    styles[UNIFORM_ATTENTION] = UNIFORM_STYLE
+    series = [
+        Series(
+            row.label,
+            tuple(tokens for tokens, _ in row.errors),
+            tuple(min(max(errors), HIGHEST) for errors in row.errors.values()),
+            styles[row.label],
+            hints=tuple(f"measured: {show_error(max(errors))}" for errors in row.errors.values()),
+        )
+        for row in rows
+        if row.errors and row.backend not in (YARDSTICK, DENSE)
+    ]
+    values = [max_error, *(value or 0.0 for line in series for value in line.y)]
+    series.append(Series(f"{100 * max_error:g} % of exact", (), (max_error,), baseline_style()))
+    marks = {mark: f"{mark:g}" for mark in MARKS if min(values) <= mark}
+    if HIGHEST in values:
+        # A mark just below the word leaves no room for it.
+        marks = {mark: text for mark, text in marks.items() if 2 * mark <= HIGHEST} | {
+            HIGHEST: f"> {HIGHEST:g}"
+        }
+    lengths = sorted({tokens for line in series for tokens in line.x})
+    tokens_axis = Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths)
+    errors = Chart(
+        tokens_axis, Axis("relative output error, worst layer", "log", show_error, marks), tuple(series)
+    )
+    doublings = [tokens for tokens in time.x.ticks if math.log2(tokens).is_integer()]
+    speeds = {row.label: row.speeds for row in rows}
+    timed = tuple(
+        _with_predictions(line, speeds[line.label])._replace(style=styles[line.label]) for line in time.series
+    )
+    return time._replace(x=time.x._replace(ticks=doublings or time.x.ticks), series=timed), errors
+
+
+def _with_predictions(line: Series, speeds: Mapping[int, Typical]) -> Series:
+    """Line of times with lengths that were only predicted, which have no place on its axis."""
+    predicted = {
+        tokens: speed for tokens, speed in speeds.items() if not speed.samples and tokens not in line.x
+    }
+    texts = tuple(f"predicted against exact: {compared(speed)}" for speed in predicted.values())
+    y = (*line.y, *(None for _ in predicted))
+    return line._replace(x=(*line.x, *predicted), y=y, hints=(*line.hints, *texts))

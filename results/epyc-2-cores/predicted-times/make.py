@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from efficient_attn.measure import clock
-from efficient_attn.measure.calls import attention_flops
 from efficient_attn.measure.record import Case, Record, append, merge_rounds, read
 from efficient_attn.measure.variants import YARDSTICK, select
 from efficient_attn.measure.worker import measure
+from efficient_attn.registry import SPECS
 from efficient_attn.stats.estimates import call_time
 from efficient_attn.stats.predicted_time import TimeModel, time_models
 from efficient_attn.stats.predicted_time import crossover as crossover_of
@@ -84,8 +84,12 @@ def crossover(times: dict[int, float], exact: dict[int, float]) -> float | None:
 
 def report(name: str, records: list[Record]) -> None:
     groups: dict[tuple[int, int, int], list[Record]] = {}
-    # Nothing is counted of a form that is no longer built, causal clusters that stay closed.
-    records = [record for record in records if attention_flops(record.case, record.case.backend) is not None]
+    # Nothing is counted of forms that are no longer built: causal clusters.
+    records = [
+        record
+        for record in records
+        if not record.case.causal or SPECS[record.case.backend].capabilities.causal
+    ]
     for record in records:
         groups.setdefault(shape_of(record.case), []).append(record)
     short = [record for shape in PROBE for record in groups[shape] if record.case.tokens <= LONGEST_PROBE]
