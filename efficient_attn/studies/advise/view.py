@@ -17,7 +17,7 @@ from efficient_attn.report.figures import (
     baseline_style,
     line_styles,
 )
-from efficient_attn.report.table import NOT_MEASURED, PREDICTED, UNDECIDED, Table, brief
+from efficient_attn.report.table import NOT_MEASURED, PREDICTED, Table, brief
 from efficient_attn.report.text import (
     calibration_note,
     compared,
@@ -30,7 +30,6 @@ from efficient_attn.report.text import (
 )
 from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.estimates import Typical, grouped, time_ratio
-from efficient_attn.stats.predicted_time import crossover
 from efficient_attn.studies.advise.outcomes import (
     LAYERS,
     attached_plan,
@@ -41,6 +40,7 @@ from efficient_attn.studies.advise.outcomes import (
 )
 from efficient_attn.studies.advise.plan import LIMIT, RANDOM_HEADS
 from efficient_attn.studies.bench.comparison import error_limit
+from efficient_attn.studies.bench.tables import crossover_cell
 from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
 from efficient_attn.studies.swap.view import tables as swap_tables
 from efficient_attn.studies.view import Environment, Plots
@@ -150,7 +150,7 @@ def _attention_tables(records: Sequence[Record]) -> list[Table]:
             row.label,
             *(_show_errors(row.errors.get(place)) for place in places),
             "1×" if longest and row.backend == YARDSTICK else _show_speed(row, longest) or NOT_MEASURED,
-            _show_crossover(row),
+            _start(row),
         )
         for row in rows
     )
@@ -181,27 +181,9 @@ def _show_speed(row: Row, longest: int) -> str:
     return f"{'' if speed.samples else PREDICTED}{value}{place}{tab}{interval}"
 
 
-def _show_crossover(row: Row) -> str:
-    """Cell `910` with its interval, or the lengths that it lies beyond; empty for a single length."""
-    speeds = {tokens: speed for tokens, speed in row.speeds.items() if speed.low is not None}
-    if len(speeds) < 2:
-        return UNDECIDED if len(row.speeds) > 1 else ""
-    value, low, high = crossover(speeds)
-    first, *_, last = speeds
-    if low is None:
-        return f">{last}"
-    if value is None:
-        return f">{last}\t{_two_digits(low)} or more"
-    if high == first:
-        return f"≤{first}"
-    start = f"below {first}" if low == first else _two_digits(low)
-    interval = f"{start} or more" if high is None else f"{start} to {_two_digits(high)}"
-    return f"{f'≤{first}' if value == first else _two_digits(value)}\t{interval}"
-
-
-def _two_digits(tokens: float) -> str:
-    """Tokens to two digits, the precision of timings."""
-    return str(int(float(f"{tokens:.2g}")))
+def _start(row: Row) -> str:
+    """Cell of the crossover; empty for a single length."""
+    return crossover_cell(row.speeds) if len(row.speeds) > 1 else ""
 
 
 def _attention_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
@@ -240,7 +222,7 @@ def _in_words(row: Row) -> str:
     if row.speeds:
         tokens, speed = list(row.speeds.items())[-1]
         text += f"; {'' if speed.samples else 'predicted '}{compared(speed)} at {tokens} tokens"
-    start = brief(_show_crossover(row))
+    start = brief(_start(row))
     if start[:1].isdigit():
         text += f"; faster from {start} tokens"
     return f"{text})"
