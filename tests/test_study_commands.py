@@ -25,7 +25,7 @@ QUICK = {
 }
 # Exit code of a run by its backends. The baselines of recall are measured with every backend.
 CODES = {name: {"exact,own.py:broken": 3, "own.py:broken": 4} for name in QUICK}
-CODES["recall"] = {"own.py:broken": 3, "own.py:mean": 0}
+CODES["recall"] = {"own.py:broken": 4, "own.py:mean": 0}
 
 OWN = """
 def mean(q, k, v):
