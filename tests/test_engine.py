@@ -91,6 +91,12 @@ def test_the_backends_of_a_length_take_turns():
     assert order == [(label, 16) for label in "baabbaab"]
 
 
+def test_rounds_before_a_failure_count_for_nothing():
+    (times,) = entries("a", lengths=(16,), kinds=("time",))
+    failed = Record(case=times[0].case, status="crash", reason="why", times_s=(1.0,), round_sizes=(1,))
+    assert Store(rows=[failed]).rounds(failed.case) == 0
+
+
 def test_a_failed_point_is_a_record_and_takes_no_further_turns():
     calls = []
 

@@ -58,6 +58,13 @@ def test_a_model_is_in_evaluation_mode_and_the_same_every_time():
     assert first.seeded().grad_fn is None
 
 
+def test_a_run_has_the_same_noise_whatever_was_drawn_before():
+    pipeline = called_model("models.py:make_pipeline")
+    first = pipeline.output()
+    torch.rand(3)
+    assert torch.equal(pipeline.output(), first)
+
+
 def pair():
     """The model and the inputs of make_pair, from the same random numbers."""
     _, make = object_at("models.py:make_pair")

@@ -77,7 +77,7 @@ BROKEN = [
     (line(RECORD).replace("0.25", "1e999"), "Number out of range"),
     *(
         (with_field(name, value), rf"Expected .* - at `\$\.{name}")
-        for name, value in {"tokens": -256, "head_dim": 10**30, "label": 3, "options": {"window": [33]},
+        for name, value in {"tokens": 0, "head_dim": 10**30, "label": 3, "options": {"window": [33]},
                             "round_sizes": [None], "output_mse": -1.0}.items()
     ),
 ]  # fmt: skip
@@ -180,6 +180,10 @@ def test_every_kind_of_record_is_valid_and_strict_whatever_was_measured(kind, st
         row = strictly(line(record))
         assert Draft202012Validator(LINES).is_valid(row)
         assert (row["reason"] or "").startswith("because" if record.reason else "not a finite number: ")
+
+
+def test_a_seed_is_any_whole_number_of_64_bits():
+    assert parse(with_field("seed", 2**63 - 1).encode(), "It").case.seed == 2**63 - 1
 
 
 def test_a_loss_below_that_of_exact_attention_is_read_again():
