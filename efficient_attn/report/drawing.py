@@ -279,12 +279,6 @@ def _name_ticks(axis: Any, spec: Axis, inches: float, *, across: bool) -> None:
     most = inches / (_LINE * SMALL * _POINT) if upright or not across else len(texts)
     ticks = list(texts)[:: -max(math.ceil(len(texts) / max(most, 1)), 1)][::-1]
     axis.set_ticks(ticks, [texts[tick] for tick in ticks], rotation=90 if upright else 0)
-    if spec.inside:
-        axis.set_tick_params(pad=-4, length=0)
-        axis.axes.grid(visible=False)
-        axis.axes.grid(axis="x")
-        for label in axis.get_ticklabels():
-            label.set_ha("left")
 
 
 def to_bytes(figure: Any, kind: str, *, salt: str, dots_per_inch: int = _DOTS_PER_INCH) -> bytes:

@@ -67,7 +67,6 @@ class Axis(NamedTuple):
         show: Text of a tick.
         ticks: Places, thinned to the room there is, or {place: text}, kept as they are.
         limits: The ends; the first is larger on an inverted axis.
-        inside: Texts of ticks stand within the chart, without marks.
     """
 
     label: str = ""
@@ -75,7 +74,6 @@ class Axis(NamedTuple):
     show: Callable[[float], str] = "{:g}".format
     ticks: Sequence[float] | Mapping[float, str] = ()
     limits: tuple[float, float] | None = None
-    inside: bool = False
 
     def holds(self, value: float | None) -> bool:
         """Whether the axis can show the value."""
@@ -126,13 +124,11 @@ class Plot(NamedTuple):
 
     Attributes:
         rows: None leaves a gap, so that the charts of a shorter row keep their width.
-        legend: Whether there is one.
     """
 
     title: str
     conditions: str
     rows: tuple[tuple[Chart | None, ...], ...]
-    legend: bool = True
 
     @property
     def charts(self) -> tuple[Chart, ...]:
@@ -147,8 +143,7 @@ class Plot(NamedTuple):
     @property
     def entries(self) -> tuple[Series, ...]:
         """Series of the legend, each label once."""
-        charts = self.charts if self.legend else ()
-        series = (line for chart in charts for line in chart.drawable().series)
+        series = (line for chart in self.charts for line in chart.drawable().series)
         return tuple({line.label: line for line in series if line.label}.values())
 
     def drawable(self) -> "Plot":

@@ -64,7 +64,7 @@ def sections(plots: Collection[Plot], name: str) -> list[tuple[Plot, list[Any]]]
         texts = (text for text in re.split("; |\n", plot.conditions) if not text.startswith("shaded"))
         plot = plot._replace(conditions="; ".join(filter(None, texts)))
         ids = (f"{name}-{number}-{place}" for place in range(len(groups)))
-        drawn.append((plot, [_drawing(group, plot.legend, next(ids)) for group in groups]))
+        drawn.append((plot, [_drawing(group, next(ids)) for group in groups]))
     return drawn
 
 
@@ -116,7 +116,7 @@ def _trade_off(time: Chart, errors: Chart) -> dict[str, Chart]:
     return charts
 
 
-def _drawing(charts: Mapping[str, Chart], legend: bool, name: str) -> dict[str, Any]:
+def _drawing(charts: Mapping[str, Chart], name: str) -> dict[str, Any]:
     """Title, HTML and number of names of a chart, or of several under a slider at the last one."""
     from plotly.graph_objects import Figure
 
@@ -127,7 +127,7 @@ def _drawing(charts: Mapping[str, Chart], legend: bool, name: str) -> dict[str, 
     lines = [trace for trace in steps[-1] if "yaxis" not in trace]
     across, upwards = ([value for line in lines for value in line[name] if value] for name in ("x", "y"))
     x_axis, y_axis = _axis(chart.x, across, _TICKS_ACROSS), _axis(chart.y, upwards, _TICKS_UPWARDS)
-    layout = {**_LAYOUT, "showlegend": legend, "margin_t": 44, "xaxis": x_axis, "yaxis": y_axis}
+    layout = {**_LAYOUT, "showlegend": True, "margin_t": 44, "xaxis": x_axis, "yaxis": y_axis}
     if rows:
         strip, last = _ROW_SHARE * len(rows), len(rows) - 1
         ticks = {"tickvals": [last / 2], "ticktext": ["off axis"], "ticks": "", "showgrid": False}
@@ -164,7 +164,7 @@ def _drawing(charts: Mapping[str, Chart], legend: bool, name: str) -> dict[str, 
     figure = Figure(steps[-1]).update_layout(**layout, updatemenus=menus)
     html = figure.to_html(full_html=False, include_plotlyjs=False, config=_CONFIG, div_id=name)
     title = "; ".join(filter(None, (chart.title, *chart.notes)))
-    return {"title": title, "html": html, "names": sum(line["showlegend"] for line in lines) * legend}
+    return {"title": title, "html": html, "names": sum(line["showlegend"] for line in lines)}
 
 
 def _state(label: str, method: str, *arguments: Any) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def _axis(axis: Axis, values: Sequence[float], most: int) -> dict[str, Any]:
         low, high = (math.log10(end) if log else end for end in axis.limits)
         # Room for markers at the ends.
         shown["range"] = [low - 0.03 * (high - low), high + 0.03 * (high - low)]
-    return {**shown, "ticklabelposition": "inside"} if axis.inside else shown
+    return shown
 
 
 def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:

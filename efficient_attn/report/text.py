@@ -12,10 +12,6 @@ from efficient_attn.stats.estimates import Typical
 
 # Inputs of earlier runs, longer than any text the model has read.
 CONCATENATED = "stitched"
-CONCATENATED_NOTE = (
-    "Concatenated documents: q, k and v of four texts of 512 tokens each. The model never attended across "
-    "their borders."
-)
 QUEUED_NOTE = (
     "Device time: queued calls without launch time, with a {} L2 cache. Time: single calls on an idle "
     "device, with launch time."
