@@ -71,12 +71,6 @@ def test_a_size_is_recorded_as_it_was_measured_and_ranks_beyond_the_tokens_are_n
     assert all(r.status == "ok" for r in results.records)
 
 
-def test_rows_without_a_positive_denominator_are_counted_for_signed_features_alone():
-    results = ea.mse(["performer-trig", "performer-positive", "window"], **{**SMALL, "norms": (3.0,)})
-    assert all(0 < r.unsafe_rows <= 1 for r in records_of(results, "performer-trig"))
-    assert all(r.unsafe_rows is None for r in results.records if r.case.backend != "performer-trig")
-
-
 def test_density_and_covered_mass_are_those_of_the_sampled_queries(monkeypatch):
     monkeypatch.setattr(accuracy, "MOST_COMPARED", 8)
     monkeypatch.setattr(accuracy, "SAMPLED_QUERIES", 8)

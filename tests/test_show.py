@@ -74,5 +74,5 @@ def test_what_cannot_be_shown_is_told_beside_what_can():
 
     shown = ea.show([narrow, broken, "exact"], tokens="0:4")
     assert [one.label for one in shown.maps] == ["exact"]
-    assert shown.notes[0].startswith("narrow: WrongOutputError: the output has shape [1, 12, 512, 1]")
+    assert shown.notes[0].startswith("narrow: WrongOutputError: the output is a tensor [1, 12, 512, 1]")
     assert shown.notes[1] == "broken: RuntimeError: it broke here"

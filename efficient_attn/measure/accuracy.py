@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from statistics import fmean
 from typing import Any
@@ -15,22 +15,15 @@ from efficient_attn.backends import build, resolve
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure.answers import answer
-from efficient_attn.measure.calls import attention_flops
-from efficient_attn.measure.error import (
-    mean_of_values,
-    outputs_checked,
-    random_positions,
-    read_shares,
-    unsafe_rows,
-)
+from efficient_attn.measure.calls import BASELINES, attention_flops
+from efficient_attn.measure.error import outputs_checked, random_positions, read_shares, relative_error
 from efficient_attn.measure.inputs import Subject, read_given
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant, possible, with_size
 from efficient_attn.options import SEED
 
 # Metrics with the fields of a record that hold them, the shown one first.
-RELATIVE = "relative"
-METRICS = {RELATIVE: ("output_relative_error", "output_mse"), "mse": ("output_mse",)}
+METRICS = {"relative": ("output_relative_error", "output_mse"), "mse": ("output_mse",)}
 
 # Fewest draws that give a median a 95 % interval.
 DRAWS = 6
@@ -39,14 +32,14 @@ DRAWS = 6
 MOST_COMPARED, SAMPLED_QUERIES = 1024, 256
 
 # The baseline: uniform attention.
-MEAN = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=None)
+MEAN = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=UNIFORM_ATTENTION)
 
 
 def measure_error(
     variant: Variant,
     subject: Subject,
     *,
-    metric: str = RELATIVE,
+    metric: str = "relative",
     draws: int = DRAWS,
     threads: int | None = None,
 ) -> Record:
@@ -54,21 +47,25 @@ def measure_error(
     q, k, v = subject.activations
 
     def measured(case: Case, backends: Sequence[Any]) -> Record:
-        errors = _errors(case, subject, metric, (backend(q, k, v) for backend in backends))
-        unsafe = None
-        # A backend without denominators has no unsafe rows.
-        with suppress(UnsupportedError):
-            unsafe = fmean(unsafe_rows(backend.denominators(q, k)) for backend in backends)
+        errors: dict[str, Any] = dict.fromkeys(METRICS[metric], ())
+        for backend in backends:
+            output = subject.compared(backend(q, k, v)).double()
+            error = {
+                "output_relative_error": relative_error(output, subject.exact),
+                "output_mse": float((output - subject.exact).square().mean()),
+            }
+            errors = {name: (*draws, error[name]) for name, draws in errors.items()}
+        values: dict[str, Any] = {f"{name}_draws": draws for name, draws in errors.items()}
+        values |= {name: fmean(draws) for name, draws in errors.items()}
         rows, density, mass = subject.rows, None, None
-        if rows is None and len(q[0, 0]) > MOST_COMPARED:
-            rows = sampled_queries(len(q[0, 0]), subject.seed).to(q.device)
+        if rows is None and q.shape[2] > MOST_COMPARED:
+            rows = sampled_queries(q.shape[2], subject.seed).to(q.device)
         # Most backends read no keys one by one; for the others draws make no difference.
         with suppress(UnsupportedError):
             density, mass = read_shares(backends[0], q, k, rows)
-        return replace(
-            errors,
-            unsafe_rows=unsafe,
-            num_directions=directions_of(backends[0]),
+        return Record(
+            case=case,
+            **values,
             flops=attention_flops(case, backends[0].spec),
             density=density,
             covered_mass=mass,
@@ -77,28 +74,12 @@ def measure_error(
     return measure_draws(variant, subject, "output", draws, measured, threads=threads)
 
 
-def measure_mean(
-    subject: Subject, *, metric: str = RELATIVE, draws: int = 1, threads: int | None = None
-) -> Record:
-    """Errors of uniform attention: every query gets the mean of the visible values."""
-    q, _, v = subject.activations
-    case = error_case(MEAN, subject, "output", threads=threads)
-
-    def measured() -> Record:
-        return _errors(case, subject, metric, [mean_of_values(q, v.double(), causal=subject.causal)])
-
-    return answer(case, measured)
-
-
 def error_of_case(case: Case, target: Any, path: str) -> Record:
     """Measure the error of a case whose inputs lie in a file of `write_given`."""
     subject = _given_subject(path, case.dtype, case.device, case.tokens, case.causal, case.seed)
-    if case.backend == UNIFORM_ATTENTION:
-        record = measure_mean(subject, threads=case.threads)
-    else:
-        target = case.backend if target is None else target
-        variant = Variant(backend=case.backend, label=case.label, target=target, options=case.options)
-        record = measure_error(variant, subject, threads=case.threads)
+    target = case.backend if target is None else target
+    variant = Variant(backend=case.backend, label=case.label, target=target, options=case.options)
+    record = measure_error(variant, subject, threads=case.threads)
     return replace(record, case=case, compared_queries=None if subject.rows is None else len(subject.rows))
 
 
@@ -155,19 +136,15 @@ def at_sizes(variant: Variant, subject: Subject, sizes: Sequence[int]) -> list[V
         return [variant]
     variants: list[Variant] = []
     for size in sizes:
-        if not possible(size, tokens=subject.tokens, options=variant.options):
-            continue
-        # A window is odd: where a backend refuses a size, the next one is tried.
-        for candidate in (size, size + 1):
+        if possible(size, tokens=subject.tokens, options=variant.options):
+            candidate = with_size(variant, option, size)
             try:
-                try_options(with_size(variant, option, candidate), subject)
-                break
+                try_options(candidate, subject)
             except OptionError:
-                if candidate > size and not variants:
-                    raise
-        else:
-            candidate = size
-        variants.append(with_size(variant, option, candidate))
+                # A window is odd.
+                candidate = with_size(variant, option, size + 1)
+                try_options(candidate, subject)
+            variants.append(candidate)
     return variants
 
 
@@ -182,7 +159,7 @@ def _build(variant: Variant, subject: Subject, draw: int) -> Any:
     if SEED in options:
         options[SEED] += draw
     backend = build(
-        variant.target,
+        BASELINES.get(variant.backend, variant.target),
         head_dim=q.shape[-1],
         num_heads=q.shape[1],
         max_tokens=subject.tokens,
@@ -200,27 +177,6 @@ def _calibrated(backend: Any, subject: Subject) -> Any:
         backend = copy.deepcopy(backend)
         backend.calibrate(*subject.activations)
     return backend
-
-
-def _errors(case: Case, subject: Subject, metric: str, outputs: Iterable[Tensor]) -> Record:
-    """The fields of a metric, each with its mean and one entry per draw."""
-    errors = [subject.error_of(output) for output in outputs]
-    draws = {
-        "output_relative_error": tuple(error.relative for error in errors),
-        "output_mse": tuple(error.mse for error in errors),
-    }
-    values: dict[str, Any] = {}
-    for name in METRICS[metric]:
-        values |= {name: fmean(draws[name]), f"{name}_draws": draws[name]}
-    return Record(case=case, **values)
-
-
-def directions_of(backend: Any) -> int | None:
-    """Number of rows of the backend's random projection."""
-    rows = [
-        tensor.shape[0] for name, tensor in backend.named_buffers() if name.rpartition(".")[2] == "projection"
-    ]
-    return rows[0] if rows else None
 
 
 def error_case(variant: Variant, subject: Subject, of: str, *, threads: int | None = None) -> Case:

@@ -42,27 +42,34 @@ Floats: TypeAlias = NDArray[np.float64]
 Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
-class OutputError(NamedTuple):
-    """‖out − exact‖ / ‖exact‖, and the mean of (out − exact)² over all entries."""
-
-    relative: float
-    mse: float
-
-
 def exact_output(
-    q: Queries, k: Keys, v: Values, *, scale: float, causal: bool = False, rows: Tensor | None = None
+    q: Queries,
+    k: Keys,
+    v: Values,
+    *,
+    scale: float,
+    causal: bool = False,
+    rows: Tensor | None = None,
+    key_mask: Tensor | None = None,
 ) -> Output:
-    """softmax(scale · q kᵀ) v in float64, in blocks of queries.
+    """softmax(scale · q kᵀ) v in float64, in blocks of queries; zero for a query without a visible key.
 
     Args:
         rows: Positions of the queries to compute, [rows]; None: all.
+        key_mask: bool [batch k_tokens], True for a real token.
     """
-    q, k, v = q.double(), k.double(), v.double()
+    q, k, v = (x.to(torch.float32 if q.device.type == "mps" else torch.float64) for x in (q, k, v))
     positions, ahead = torch.arange(k.shape[-2], device=q.device), k.shape[-2] - q.shape[-2]
     rows = torch.arange(q.shape[-2], device=q.device) if rows is None else rows
+    if key_mask is not None:
+        k, v = (x.masked_fill(~key_mask[:, None, :, None], 0.0) for x in (k, v))
+        key_mask = key_mask[:, None, None, :]
     parts = []
-    for part in rows.split(max(1, _ENTRIES_AT_ONCE // (q.shape[0] * q.shape[1] * len(positions)))):
-        visible = positions <= part[:, None] + ahead if causal else None
+    for part in rows.split(max(1, _ENTRIES_AT_ONCE // max(q.shape[0] * q.shape[1] * len(positions), 1))):
+        visible = key_mask
+        if causal:
+            past = positions <= part[:, None] + ahead
+            visible = past if key_mask is None else past & key_mask
         parts.append(
             F.scaled_dot_product_attention(
                 q[..., part, :], k, v, attn_mask=visible, scale=scale, enable_gqa=True
@@ -111,18 +118,6 @@ def mean_of_values(q: Queries, v: Values, *, causal: bool = False, key_mask: Ten
     return mean[..., v.shape[-2] - q.shape[-2] :, :].to(v.dtype)
 
 
-def output_error(output: Output, exact: Output) -> OutputError:
-    """‖out − exact‖ / ‖exact‖ and the mean squared error, in float64; `exact` from `exact_output`."""
-    squares = (output.double() - exact).square()
-    relative = (squares.sum() / exact.square().sum()).sqrt()
-    return OutputError(relative=float(relative), mse=float(squares.mean()))
-
-
-def unsafe_rows(denominators: Tensor) -> float:
-    """Share of rows with a zero or negative denominator, whose output is not an average."""
-    return float((denominators <= 0).double().mean())
-
-
 def cosine_distance(x: Tensor, exact: Tensor) -> float:
     """1 − cos(x, exact), mean over rows, as |x/|x| − exact/|exact||² / 2: accurate near 0, never negative."""
     x, exact = (F.normalize(rows.double(), dim=-1) for rows in (x, exact))
@@ -154,26 +149,35 @@ def sample_rows(
         out: Its output, [batch heads q_tokens value_dim].
         rows: Number of rows in all; None: 64 or 1 % of all, whichever is more.
     """
-    q, k, v, key_mask = inputs
+    (q, k, v, key_mask), problem = inputs, backend.problem
     masks = [None] * len(q) if key_mask is None else list(key_mask)
-    real = [_real_tokens(q.shape[2], mask, causal=backend.problem.causal) for mask in masks]
+    real = [_real_tokens(q.shape[2], mask, causal=problem.causal) for mask in masks]
     of, generator, samples = q.shape[1] * sum(map(len, real)), torch.Generator("cpu").manual_seed(seed), []
     count = max(_FEWEST, math.ceil(_SHARE * of)) if rows is None else rows
     for entry, (mask, tokens) in enumerate(zip(masks, real, strict=True)):
         # Rows of padding are drawn from the other entries, in proportion to their tokens.
         each = math.ceil(count * len(tokens) / max(of, 1))
         each = min(max(each, _LEAST), len(tokens))
-        if each:
-            rows_out = out[entry, :, tokens.to(out.device)]
-            if broken := int((~rows_out.isfinite()).any(dim=-1).sum()):
-                raise DataError(
-                    f"{broken} rows of the output are not finite, whose error is no number; float32 inputs, "
-                    "or smaller ones, keep an output finite."
-                )
-            drawn = torch.stack(
-                [tokens[random_positions(len(tokens), each, generator)] for _ in range(q.shape[1])]
+        rows_out = out[entry, :, tokens.to(out.device)]
+        if broken := int((~rows_out.isfinite()).any(dim=-1).sum()):
+            raise DataError(
+                f"{broken} rows of the output are not finite, whose error is no number; float32 inputs, "
+                "or smaller ones, keep an output finite."
             )
-            samples += _samples(backend, (q[entry], k[entry], v[entry], mask), out[entry], drawn, len(tokens))
+        for head in range(q.shape[1] if each else 0):
+            drawn = tokens[random_positions(len(tokens), each, generator)].to(q.device)
+            key_head = head * k.shape[1] // q.shape[1]
+            queries, keys, values = q[entry, head], k[entry, key_head], v[entry, key_head]
+            exact = exact_output(
+                *(x[None, None] for x in (queries, keys, values)),
+                scale=problem.factor,
+                causal=problem.causal,
+                rows=drawn,
+                key_mask=None if mask is None else mask[None],
+            )[0, 0]
+            errors = (out[entry, head, drawn] - exact).square().sum(dim=-1)
+            norms = exact.square().sum(dim=-1)
+            samples.append(Sample(errors.cpu().numpy(), norms.cpu().numpy(), len(tokens)))
     return samples
 
 
@@ -189,46 +193,6 @@ def random_positions(count: int, drawn: int, generator: torch.Generator) -> Tens
     random = torch.rand(drawn, generator=generator, dtype=torch.float64, device="cpu")
     places = torch.arange(drawn, device="cpu") + random
     return (places * (count / drawn)).long().clamp_max_(count - 1)
-
-
-def _samples(
-    backend: Backend,
-    inputs: Inputs,
-    out: Tensor,
-    drawn: Tensor,
-    of: int,
-) -> list[Sample]:
-    """Errors of the drawn rows of each head, [heads drawn], of one batch entry."""
-    (q, k, v, mask), count = inputs, drawn.shape[1]
-    drawn = drawn.to(q.device)
-    wide = torch.float32 if q.device.type == "mps" else torch.float64
-    keys, values = k.to(wide), v.to(wide)
-    if mask is not None:
-        keys, values = (x.masked_fill(~mask[None, :, None], 0.0) for x in (keys, values))
-    at_once = max(_ENTRIES_AT_ONCE // max(len(q) * k.shape[1], 1), 1)
-    errors, exact = torch.empty(2, len(q), count, dtype=wide, device=q.device)
-    for start in range(0, count, at_once):
-        rows = drawn[:, start : start + at_once]
-        part = slice(start, start + rows.shape[1])
-        queries, drawn_out = (
-            x.gather(1, rows.unsqueeze(-1).expand(-1, -1, x.shape[-1])).to(wide) for x in (q, out)
-        )
-        scores = queries.unflatten(0, (len(k), -1)).flatten(1, 2) @ keys.mT * backend.problem.factor
-        hidden = _hidden(rows, q.shape[1], k.shape[1], mask, causal=backend.problem.causal)
-        weights = scores.masked_fill_(hidden.view_as(scores), -torch.inf).softmax(dim=-1).nan_to_num_(0.0)
-        output = (weights @ values).view(len(q), -1, v.shape[-1])
-        errors[:, part] = (drawn_out - output).square().sum(dim=-1)
-        exact[:, part] = output.square().sum(dim=-1)
-    heads = zip(errors.double().cpu().numpy(), exact.double().cpu().numpy(), strict=True)
-    return [Sample(error, norm, of) for error, norm in heads]
-
-
-def _hidden(rows: Tensor, q_tokens: int, k_tokens: int, mask: Tensor | None, *, causal: bool) -> Tensor:
-    """True for each key that a drawn row does not see, [heads drawn k_tokens]."""
-    hidden = torch.zeros(*rows.shape, k_tokens, dtype=torch.bool, device=rows.device)
-    if causal:
-        hidden |= torch.arange(k_tokens, device=rows.device) > rows.unsqueeze(-1) + k_tokens - q_tokens
-    return hidden if mask is None else hidden | ~mask
 
 
 class WrongOutputError(Exception):
@@ -252,13 +216,12 @@ def backends_in(*modules: nn.Module) -> list[Backend]:
     return list(dict.fromkeys(backends))
 
 
-def check_gradients(gradients: Mapping[str, Tensor | None], *, optional: Sequence[str] = ()) -> None:
+def check_gradients(gradients: Mapping[str, Tensor | None]) -> None:
     """Refuse missing or non-finite gradients."""
-    missing = [name for name, gradient in gradients.items() if gradient is None and name not in optional]
-    if missing:
-        raise WrongOutputError(f"no gradient reached {', '.join(missing)}.")
     for name, gradient in gradients.items():
-        if gradient is not None and not _is_finite(gradient):
+        if gradient is None:
+            raise WrongOutputError(f"no gradient reached {name}.")
+        if not _is_finite(gradient):
             raise WrongOutputError(f"{_share(gradient)} of the gradient of {name} are not finite.")
 
 
@@ -267,16 +230,11 @@ def check_call(backend: nn.Module, args: Sequence[Any], named: Mapping[str, Any]
     arguments = dict(zip("qkv", args, strict=False)) | dict(named)
     q, k, v = (arguments[name].detach() for name in "qkv")
     shape = [*q.shape[:-1], v.shape[-1]]
-    expected = f"expected a tensor {shape} of {q.dtype}"
-    if not isinstance(output, Tensor):
-        came = "None" if output is None else f"of type {type(output).__name__}"
-        raise WrongOutputError(f"the output is {came}; {expected}.")
-    if list(output.shape) != shape:
-        raise WrongOutputError(f"the output has shape {list(output.shape)}; {expected}.")
-    if output.dtype != q.dtype:
-        raise WrongOutputError(f"the output has dtype {output.dtype}; {expected}.")
-    if output.device != q.device:
-        raise WrongOutputError(f"the output is on {output.device}, but q on {q.device}.")
+    expected, came = f"a tensor {shape} of {q.dtype} on {q.device}", f"of type {type(output).__name__}"
+    if isinstance(output, Tensor):
+        came = f"a tensor {list(output.shape)} of {output.dtype} on {output.device}"
+    if came != expected:
+        raise WrongOutputError(f"the output is {came}; expected {expected}.")
     if not _is_finite(output) and all(map(_is_finite, (q, k, v))):
         raise WrongOutputError(f"{_share(output)} of the output are not finite, although q, k and v are.")
 

@@ -220,9 +220,9 @@ class Subject:
         """Exact output of the compared queries in float64."""
         return measure.exact_output(*self.activations, scale=self.scale, causal=self.causal, rows=self.rows)
 
-    def error_of(self, output: Tensor) -> measure.OutputError:
-        """Error of an output [batch heads tokens value_dim] on the compared queries."""
-        return measure.output_error(output if self.rows is None else output[..., self.rows, :], self.exact)
+    def compared(self, output: Tensor) -> Tensor:
+        """The compared queries of an output [batch heads tokens value_dim]."""
+        return output if self.rows is None else output[..., self.rows, :]
 
     @property
     def tokens(self) -> int:

@@ -5,7 +5,7 @@ reference table, `diff` and the names of `--fail-on` follow from the declaration
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple
 
 Better = Literal["less", "more"]
@@ -158,7 +158,6 @@ register(
         "calibration.",
         type="text",
     ),
-    setting("num_directions", "", "Number of rows of the projection of a random-feature backend."),
     cost(
         "floats_read",
         "",
@@ -188,11 +187,6 @@ register(
     error("output_relative_error", "relative", "Norm of the error of the output over that of the output."),
     error("kernel_mse", "squared", "Mean squared error of the estimated softmax kernel.", rounding=2),
     setting("kernel_value", "", "Entry of the softmax kernel that kernel_mse refers to.", type="number"),
-    # Records keep the mean over draws alone.
-    replace(
-        error("unsafe_rows", "share", "Share of rows with a zero or negative denominator, mean over draws."),
-        samples=None,
-    ),
     setting("density", "share", "Share of the visible keys that queries read one by one.", type="number"),
     Quantity(
         name="covered_mass",

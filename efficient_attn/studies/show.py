@@ -141,13 +141,13 @@ def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
     import torch
 
     from efficient_attn.measure.accuracy import draw_backend
-    from efficient_attn.measure.error import output_error, outputs_checked
+    from efficient_attn.measure.error import outputs_checked, relative_error
 
     q, k, v = subject.activations
     with torch.no_grad():
         backend = draw_backend(variant, subject)
         with outputs_checked(backend):
-            error = output_error(backend(q, k, v)[:, head], subject.exact[:, head]).relative
+            error = relative_error(backend(q, k, v)[:, head], subject.exact[:, head])
         # Weights are outputs for unit vectors; the keys on the axis need few of them.
         unit = torch.eye(subject.tokens)[:, span].expand(*k.shape[:3], -1)
         weights = backend(q, k, unit)[0, head, span]

@@ -82,9 +82,12 @@ def one_nan(q, k, v):
 
 # Functions of q, k and v that give no output, and what is said of it for tensors [1, 2, 16, 8] in float32.
 WRONG = {
-    "nothing": (lambda q, k, v: None, "output is None; expected a tensor [1, 2, 16, 8] of torch.float32"),
-    "broadcast": (lambda q, k, v: v.mean(dim=-2, keepdim=True), "output has shape [1, 2, 1, 8]; expected"),
-    "double": (lambda q, k, v: v.double(), "the output has dtype torch.float64; expected"),
+    "nothing": (
+        lambda q, k, v: None,
+        "output is of type NoneType; expected a tensor [1, 2, 16, 8] of torch.float32 on cpu",
+    ),
+    "broadcast": (lambda q, k, v: v.mean(dim=-2, keepdim=True), "output is a tensor [1, 2, 1, 8] of"),
+    "double": (lambda q, k, v: v.double(), "the output is a tensor [1, 2, 16, 8] of torch.float64 on cpu"),
     "nan": (one_nan, "1 of 256 entries of the output are not finite"),
 }
 
@@ -120,9 +123,8 @@ def infinite(q, k, v):
 @pytest.mark.parametrize(
     ("target", "of", "said"),
     [
-        (lambda q, k, v: attend(q, k.detach(), v.detach()), "attention", "no gradient reached k, v."),
+        (lambda q, k, v: attend(q, k.detach(), v.detach()), "attention", "no gradient reached k."),
         (infinite, "attention", "256 of 256 entries of the gradient of v are not finite."),
-        (lambda *qkv: attend(*qkv).detach(), "block", "no gradient reached attention.in_proj_weight"),
     ],
 )
 def test_a_backward_pass_that_loses_gradients_or_makes_them_infinite_is_an_error(target, of, said):

@@ -16,12 +16,10 @@ STUDY = Study(
             "output_mse",
             "density",
             "covered_mass",
-            "unsafe_rows",
             "kernel_mse",
             "expected_kernel_mse",
             "kernel_value",
             "flops",
-            "num_directions",
         )
     ),
     budget="5m",

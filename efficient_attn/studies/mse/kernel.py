@@ -11,7 +11,7 @@ import torch
 from torch import Generator
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.accuracy import directions_of, error_case, measure_draws
+from efficient_attn.measure.accuracy import error_case, measure_draws
 from efficient_attn.measure.calls import attention_flops
 from efficient_attn.measure.inputs import Activations, Subject
 from efficient_attn.measure.record import Case, Record
@@ -75,7 +75,6 @@ def _measure(variant: Variant, subject: Subject, draws: int, threads: int | None
         shared: dict[str, Any] = {
             "kernel_value": value,
             "expected_kernel_mse": None if expected is None else expected * value**2,
-            "num_directions": directions_of(backends[0]),
             "flops": attention_flops(case, variant.target),
         }
         if uncertainty > _MOST_UNCERTAIN:

@@ -148,21 +148,16 @@ def error_point(
     variant: Variant, subject: Any, *, draws: int, metric: str = "relative", threads: int | None = None
 ) -> Point:
     """Error of a variant, or of uniform attention, on the inputs of a subject."""
-    from efficient_attn.measure.accuracy import MEAN, error_case, measure_error, measure_mean
+    from efficient_attn.measure.accuracy import error_case, measure_error
     from efficient_attn.measure.calls import attention_flops
 
     case = error_case(variant, subject, "output", threads=threads)
-    shared_settings: dict[str, Any] = {"draws": draws, "metric": metric, "threads": threads}
-    if variant is MEAN:
-        # The baseline computes the exact output, in float64.
-        operations, measure = 0, partial(measure_mean, subject, **shared_settings)
-    else:
-        operations = attention_flops(case, variant.target) or 0
-        measure = partial(measure_error, variant, subject, **shared_settings)
-    cost = (operations or case.tokens**2 * case.model_dim) + _METRIC * case.tokens * case.model_dim
+    cost = (
+        attention_flops(case, variant.target) or case.tokens**2 * case.model_dim
+    ) + _METRIC * case.tokens * case.model_dim
     return Point(
         case=case,
-        measure=measure,
+        measure=partial(measure_error, variant, subject, metric=metric, draws=draws, threads=threads),
         label=f"{case.label} on {case.inputs}",
         series=(sized(case).series, "error"),
         cost=float(cost) * (draws if SEED in variant.options else 1),

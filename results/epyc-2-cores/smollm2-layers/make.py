@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import efficient_attn as ea
-from efficient_attn.measure.error import exact_output, mean_of_values, output_error
+from efficient_attn.measure.error import exact_output, mean_of_values, relative_error
 from efficient_attn.measure.inputs import read_activations
 
 HERE = Path(__file__).parent
@@ -24,10 +24,10 @@ STEP = 16
 def properties(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> dict[str, float]:
     """Errors of backends and of uniform attention, entropy of a row in nats, weight of the first token."""
     exact = exact_output(q, k, v, scale=scale, causal=True)
-    measured = {"uniform attention": output_error(mean_of_values(q, v.double(), causal=True), exact).relative}
+    measured = {"uniform attention": relative_error(mean_of_values(q, v.double(), causal=True), exact)}
     for name in BACKENDS:
         backend = ea.build(name, head_dim=q.shape[-1], num_heads=q.shape[1], causal=True, scale=scale)
-        measured[name] = output_error(backend(q, k, v), exact).relative
+        measured[name] = relative_error(backend(q, k, v), exact)
     rows = torch.arange(STEP - 1, q.shape[2], STEP)
     scores = scale * q[:, :, rows] @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
     weights = scores.masked_fill(torch.arange(k.shape[2]) > rows[:, None], -torch.inf).softmax(dim=-1)
