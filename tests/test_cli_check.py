@@ -62,7 +62,7 @@ def test_a_function_in_a_file_is_checked_in_a_table_that_tells_what_could_not_be
         pytest.param(
             "endless",
             "15s",
-            "The check took longer than 15 s (raise it with --timeout).",
+            "The check did not end: the process took longer than 15 s (raise it with --timeout).",
             marks=pytest.mark.slow,
         ),
         ("segfaults", "5m", "The check did not end: the process crashed with signal 11 (SIGSEGV)."),
@@ -89,7 +89,7 @@ def test_long_adds_sequences_that_the_short_form_does_not_reach(words, outcome, 
 def test_after_three_checks_that_hang_the_others_are_not_tried(check):
     code, out = check("endlessly", "--timeout", "5s")
     # Of the checks that run beside one another each may be the third.
-    assert code == 1 and 3 <= out.count("The check took longer than 5 s") <= 6
+    assert code == 1 and 3 <= out.count("the process took longer than 5 s") <= 6
     assert re.search("Not tried: [3-6] earlier checks did not end", out)
 
 

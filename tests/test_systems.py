@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from efficient_attn.measure import process
-from efficient_attn.measure.environment import available_bytes, environment, usable_cores, waited_s
+from efficient_attn.measure.environment import available_bytes, environment, moment, usable_cores
 from efficient_attn.measure.variants import select
 from efficient_attn.studies.workload import Workload, measurer_for
 
@@ -50,7 +50,7 @@ def test_linux_limits_memory_without_a_remark() -> None:
 def test_what_another_system_does_not_report_or_enforce_is_unknown_or_a_remark() -> None:
     found = environment()
     assert found["processor"]
-    assert available_bytes() is None and waited_s() is None
+    assert available_bytes() is None and moment() is None
     assert usable_cores() == os.cpu_count()
     process._limit_memory(1)
     for limit, unknown in (("70%", True), ("8GiB", False)):

@@ -15,14 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 # The only recorded variables: they affect speed or results and hold no secrets.
-VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "EFFICIENT_ATTN_KERNELS",
-    "KMP_AFFINITY",
-    "MKL_NUM_THREADS",
-    "OMP_NUM_THREADS",
-    "OMP_PROC_BIND",
-)
+VARIABLES = ("CUDA_VISIBLE_DEVICES", "EFFICIENT_ATTN_KERNELS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 PACKAGES = ("efficient-attn", "numpy", "torch", "transformers", "triton")
 
 # Entries from a GPU's driver: its version, and the highest clock.
@@ -44,9 +37,8 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
     folder, git = Path(__file__).resolve().parents[2], None
     # An installed package has no source tree.
     if (folder / ".git").exists():
-        git = _ask(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        )
+        describe = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+        git = _output_of("git", "-C", str(folder), *describe)
     return {
         "command": [_PATH.sub(lambda path: _short(path.group()), word) for word in command],
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -111,8 +103,8 @@ def _gpu(device: str) -> dict[str, Any]:
 
     properties = torch.cuda.get_device_properties(device)
     # CUDA_VISIBLE_DEVICES renumbers the devices; the driver knows each by its name.
-    query = [f"--id=GPU-{properties.uuid}", f"--query-gpu={','.join(_DRIVER)}", "--format=csv,noheader"]
-    values = (_ask(["nvidia-smi", *query]) or "").split(", ")
+    query = (f"--id=GPU-{properties.uuid}", f"--query-gpu={','.join(_DRIVER)}", "--format=csv,noheader")
+    values = (_output_of("nvidia-smi", *query) or "").split(", ")
     return {
         "name": properties.name,
         "memory_bytes": properties.total_memory,
@@ -121,7 +113,7 @@ def _gpu(device: str) -> dict[str, Any]:
     }
 
 
-def _ask(command: list[str]) -> str | None:
+def _output_of(*command: str) -> str | None:
     """Output of a program; None if it is missing, fails or exceeds the time limit."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
@@ -131,42 +123,28 @@ def _ask(command: list[str]) -> str | None:
 
 
 class Moment(NamedTuple):
-    """Counters since boot.
+    """Processor seconds since boot: of others than this process and its finished children, and of all cores."""
 
-    Attributes:
-        own_s: Processor seconds of this process and its finished children.
-        busy_s: Processor seconds of all processes and of other virtual machines.
-    """
-
-    wall_s: float
-    own_s: float
-    busy_s: float | None
+    others_s: float
+    all_s: float
 
 
-def moment() -> Moment:
-    """Current counters."""
-    busy_s = None
-    with suppress(OSError, ValueError, AttributeError):
-        words = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
-        user, nice, system, _, _, irq, softirq, stolen = map(int, words)
-        busy_s = (user + nice + system + irq + softirq + stolen) / os.sysconf("SC_CLK_TCK")
-    return Moment(time.monotonic(), sum(os.times()[:4]), busy_s)
-
-
-def between(before: Moment, after: Moment) -> dict[str, Any]:
-    """Conditions between two moments: the share of the time of all cores that others took."""
-    if before.busy_s is None or after.busy_s is None:
-        return {"others_share": None}
-    others_s = after.busy_s - before.busy_s - (after.own_s - before.own_s)
-    all_s = max(after.wall_s - before.wall_s, 1e-9) * (os.cpu_count() or 1)
-    # The system counts in hundredths of a second, so that the difference may be slightly negative.
-    return {"others_share": max(others_s, 0.0) / all_s}
-
-
-def waited_s() -> float | None:
-    """Run-queue wait: seconds that threads of this process were ready to run but not running."""
+def moment() -> Moment | None:
+    """Current counters; None if the system has none."""
     try:
-        threads = list(Path("/proc/self/task").iterdir())
-        return sum(int((thread / "schedstat").read_text().split()[1]) for thread in threads) / 1e9
-    except (OSError, ValueError, IndexError):
+        words = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+        ticks_per_s = os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError):
         return None
+    user, nice, system, idle, waiting, irq, softirq, stolen = (int(word) / ticks_per_s for word in words)
+    busy_s = user + nice + system + irq + softirq + stolen
+    return Moment(busy_s - sum(os.times()[:4]), busy_s + idle + waiting)
+
+
+def between(before: Moment | None, after: Moment | None) -> dict[str, Any]:
+    """Conditions between two moments: the share of the time of all cores that others took."""
+    if before is None or after is None:
+        return {"others_share": None}
+    # The system counts in hundredths of a second, so that the difference may be slightly negative.
+    others_s, all_s = after.others_s - before.others_s, after.all_s - before.all_s
+    return {"others_share": max(others_s, 0.0) / max(all_s, 1e-9)}

@@ -13,9 +13,8 @@ from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnknownNameError
 from efficient_attn.measure import worker
 from efficient_attn.measure.environment import usable_cores
-from efficient_attn.measure.process import CrashError, Process
+from efficient_attn.measure.process import CrashError, LateError, Process
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.measure.units import show_seconds
 
 NONE, REUSE = ISOLATIONS = ("none", "reuse")
 
@@ -79,14 +78,15 @@ class Measurer:
     def _isolated(self, case: Case, call: Callable[[], Record]) -> Record:
         try:
             record = self._process.ask(call, limit_s=self._timeout_s)
-        except TimeoutError:
-            reason = f"took longer than {show_seconds(self._timeout_s)} (raise it with --timeout)"
-            return Record(case=case, status="timeout", reason=reason)
         except CrashError as ending:
-            return Record(case=case, status="crash", reason=str(ending))
+            return Record(case=case, status=ending.status, reason=_words(ending))
         if record.status not in ("ok", "unsupported"):
             self._process.close()
         return record
+
+
+def _words(ending: CrashError) -> str:
+    return f"{ending} (raise it with --timeout)" if isinstance(ending, LateError) else str(ending)
 
 
 def check_isolated(
@@ -106,17 +106,17 @@ def check_isolated(
     from efficient_attn import testing
     from efficient_attn.conformance.table import CHECKS
 
-    if os.name != "posix":
-        # Other systems have no process groups; the backend runs in this process.
-        with redirect_stdout(sys.stderr):
-            tested = _subject(backend, declared)
-            return testing.check(tested, on_fail="collect", seed=seed, only=only, long=long)
     # A check of the long form also runs if it is named.
     names = testing.check_names(long=long or only is not None)
     chosen = list(names if only is None else only)
     for name in chosen:
         if name not in names:
             raise UnknownNameError("check", name, names)
+    if os.name != "posix":
+        # Other systems have no process groups; the backend runs in this process.
+        with redirect_stdout(sys.stderr):
+            tested = _subject(backend, declared)
+            return testing.check(tested, on_fail="collect", seed=seed, only=chosen, long=long)
     processes: SimpleQueue[Process] = SimpleQueue()
     hangs: list[str] = []
 
@@ -127,12 +127,9 @@ def check_isolated(
         child = processes.get()
         try:
             return child.ask(partial(_checked, backend, declared, name, seed, long), limit_s=timeout_s)
-        except TimeoutError:
-            hangs.append(name)
-            detail = f"The check took longer than {show_seconds(timeout_s)} (raise it with --timeout)."
-            return lost(outcome=BROKEN, detail=detail, failed=True)
         except CrashError as ending:
-            return lost(outcome=BROKEN, detail=f"The check did not end: {ending}.", failed=True)
+            hangs.extend([name] if isinstance(ending, LateError) else [])
+            return lost(outcome=BROKEN, detail=f"The check did not end: {_words(ending)}.", failed=True)
         finally:
             processes.put(child)
 
@@ -142,12 +139,10 @@ def check_isolated(
         children = [stack.enter_context(closing(Process())) for _ in range(count)]
         for child in children:
             processes.put(child)
-        place = backend.rpartition(":")[0] or backend
         try:
             refusal = children[0].ask(partial(_refusal, backend), limit_s=timeout_s)
-        except TimeoutError:
-            refusal = f"{place} cannot be used: its import took longer than {show_seconds(timeout_s)}."
         except CrashError as ending:
+            place = backend.rpartition(":")[0] or backend
             refusal = f"{place} cannot be used: during its import {ending}."
         if refusal is not None:
             raise DataError(refusal)

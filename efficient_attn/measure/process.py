@@ -18,6 +18,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from efficient_attn.measure.units import show_seconds
+
 T = TypeVar("T")
 
 # Time limits to start Python and load torch, and for a killed process to end.
@@ -34,6 +36,14 @@ _RESERVED_BYTES = 1 << 30
 
 class CrashError(Exception):
     """The process ended before it answered; the message describes how."""
+
+    status = "crash"
+
+
+class LateError(CrashError):
+    """The process took longer than its time limit."""
+
+    status = "timeout"
 
 
 class Process:
@@ -74,7 +84,7 @@ class Process:
             )
         try:
             ready = self._result(_START_LIMIT_S) == _READY
-        except (TimeoutError, CrashError):
+        except CrashError:
             ready = False
         if not ready:
             self.close()
@@ -84,7 +94,7 @@ class Process:
         """Result of a call that the process makes; its start is no part of the time limit.
 
         Raises:
-            TimeoutError: If it does not come in time.
+            LateError: If it does not come in time.
             CrashError: If the process has ended, or an exception has ended it.
         """
         self.start()
@@ -112,7 +122,7 @@ class Process:
 
     def _result(self, limit_s: float) -> Any:
         if not self._results.poll(limit_s):
-            raise TimeoutError
+            raise LateError(f"the process took longer than {show_seconds(limit_s)}")
         try:
             return self._results.recv()
         except Exception:  # The other end is closed, or code of a backend has written to it.

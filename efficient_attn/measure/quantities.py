@@ -139,7 +139,6 @@ register(
     condition(
         "round_sizes", "", "Number of timed calls in each interleaved round, in order.", type="whole numbers"
     ),
-    condition("waited_s", "s", "Run-queue wait during the timed calls, summed over the process's threads."),
     condition(
         "kernels",
         "",

@@ -198,12 +198,11 @@ def merge_rows(rows: Sequence[Record]) -> dict[str, Record]:
 
 def merge_rounds(parts: Sequence[Record]) -> Record:
     """One record with the samples of all rounds."""
-    waits_s = [part.waited_s for part in parts]
     joined = {
         name: tuple(itertools.chain.from_iterable(getattr(part, name) or () for part in parts)) or None
         for name in ("times_s", "device_times_s", "round_sizes")
     }
-    return replace(parts[0], waited_s=None if None in waits_s else sum(waits_s), **joined)
+    return replace(parts[0], **joined)
 
 
 class Reading(NamedTuple):

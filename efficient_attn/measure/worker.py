@@ -8,17 +8,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from efficient_attn.measure import clock, environment, memory
+from efficient_attn.measure import clock, memory
 from efficient_attn.measure.answers import answer
 from efficient_attn.measure.clock import QueuedCalls
 from efficient_attn.measure.record import Case, Record, replace
 
-# Seconds of timed calls; bounds on their number per round.
+# Seconds of timed calls, and most calls of a round: on a GPU each is timed twice, with slow flushes.
 CALLS_S = 0.1
-_FEWEST_CALLS, _MOST_CALLS = 1, 1000
-
-# Bound on a GPU, where each call is timed twice and flushes take longer than short calls.
-_MOST_CALLS_ON_CUDA = 200
+_MOST_CALLS, _MOST_CALLS_ON_CUDA = 1000, 200
 
 Call = Callable[[], object]
 
@@ -56,7 +53,7 @@ def time_of(
     *,
     seconds: float,
     first: Call | None = None,
-    least: int = _FEWEST_CALLS,
+    least: int = 1,
     once_s: float = math.inf,
 ) -> Record:
     """Timed calls for about `seconds`, after a warm-up; with an L2 state also as many device times.
@@ -66,24 +63,17 @@ def time_of(
         once_s: A call on the CPU that takes as many seconds is made once, and is its own warm-up.
     """
     time_call = clock.clock(case.device, case.threads)
-    waited_before_s = environment.waited_s()
     last_s = clock.warm_up(call, time_call, limit_s=seconds, first=first)
-    queued = QueuedCalls(call, case.device) if case.device.startswith("cuda") else None
-    if queued is not None:
-        queued.warm_up()
-    most = _MOST_CALLS if queued is None else _MOST_CALLS_ON_CUDA
     times_s: tuple[float, ...] = (last_s,)
-    if queued is not None or last_s < once_s:
-        waited_before_s = environment.waited_s()
-        times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=most)
-    waited_s = environment.waited_s()
-    return Record(
-        case=case,
-        times_s=times_s,
-        device_times_s=None if queued is None or case.l2 is None else queued.times(len(times_s)),
-        round_sizes=(len(times_s),),
-        waited_s=None if waited_s is None or waited_before_s is None else waited_s - waited_before_s,
-    )
+    device_times_s = None
+    if case.device.startswith("cuda"):
+        queued = QueuedCalls(call, case.device)
+        queued.warm_up()
+        times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=_MOST_CALLS_ON_CUDA)
+        device_times_s = None if case.l2 is None else queued.times(len(times_s))
+    elif last_s < once_s:
+        times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=_MOST_CALLS)
+    return Record(case=case, times_s=times_s, device_times_s=device_times_s, round_sizes=(len(times_s),))
 
 
 def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:

@@ -13,9 +13,6 @@ from efficient_attn.stats.estimates import call_time
 # Key of an environment that lists the conditions during the run, one entry per resumption.
 DURING = "during"
 
-# Share of the time above which threads that wait for a processor are reported.
-_WAITED = 0.05
-
 # Shares of all cores taken by others, and of a median on one side of its interval, that are reported.
 _LOADED, _NOISY = 0.1, 0.1
 
@@ -48,12 +45,6 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
         text = f"{noisy} of {len(timed)} timings are noisy (95 % intervals {widest})."
         # A load has a sentence of its own.
         sentences.append(f"{text} {_ROUNDS}" if remedy(environment) == _ROUNDS else text)
-    shares = [share for record in timed if (share := _waiting(record)) > _WAITED]
-    if shares:
-        text = (
-            f"CPU contention in {len(shares)} of {len(timed)} timings: threads waited for a processor up to"
-        )
-        sentences.append(f"{text} {max(shares):.0%} of the time. {_THREADS}")
     load = _load(environment)
     if load > _LOADED:
         sentences.append(f"Background load {100 * load:.0f} %. {_THREADS}")
@@ -70,13 +61,6 @@ def _load(environment: Mapping[str, Any] | None) -> float:
 def _samples(record: Record) -> tuple[float, ...]:
     # Times that were not finite are null in a file.
     return tuple(time_s for time_s in record.times_s or () if time_s is not None and time_s > 0)
-
-
-def _waiting(record: Record) -> float:
-    """Share of run-queue wait, which times on one thread exclude."""
-    if record.waited_s is None or record.case.device != "cpu" or record.case.threads == 1:
-        return 0.0
-    return record.waited_s / (sum(_samples(record)) * record.case.threads)
 
 
 def _number(run: Mapping[str, Any], name: str) -> float:

@@ -279,8 +279,6 @@ def judge(
         try:
             with closing(Process(variables=variables)) as process:
                 answer = process.ask(call, limit_s=limit_s)
-        except TimeoutError:
-            answer = {"failures": [f"took longer than {show_seconds(limit_s)}"]}
         except CrashError as ending:
             answer = {"failures": [str(ending)]}
         if answer.get("served") and not answer["failures"]:

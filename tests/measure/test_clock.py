@@ -14,7 +14,6 @@ from made_records import case
 from efficient_attn.measure import clock as module
 from efficient_attn.measure import worker
 from efficient_attn.measure.clock import QueuedCalls, clock, sample, warm_up
-from efficient_attn.measure.environment import waited_s
 
 
 def spin(cpu_s):
@@ -100,19 +99,15 @@ def test_a_call_beside_a_busy_process_on_its_core_takes_its_own_time_alone():
     os.sched_setaffinity(0, core)
     try:
         time.sleep(0.1)
-        before_s = waited_s()
         times_s, walls_s = (
             [clock("cpu", threads)(lambda: spin(0.05)) for _ in range(3)] for threads in (1, 2)
         )
-        waiting_s = waited_s() - before_s
     finally:
         os.sched_setaffinity(0, before)
         busy.kill()
         busy.wait()
     assert 0.05 <= min(times_s) < 0.06
     assert statistics.median(walls_s) > 0.075
-    # Six calls that spin for 0.05 s take 0.6 s, half of which they wait; on a busy machine more.
-    assert waiting_s > 0.2
 
 
 def test_giving_the_result_back_is_not_part_of_the_time():

@@ -45,9 +45,9 @@ def test_a_gpu_is_described_by_its_driver_and_unknown_otherwise(text, monkeypatc
     commands = []
     about = SimpleNamespace(name="GPU", total_memory=2**30, uuid="12ab")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-    monkeypatch.setattr(module, "_ask", lambda command: commands.append(command) or text)
+    monkeypatch.setattr(module, "_output_of", lambda *command: commands.append(command) or text)
     gpu = module._gpu("cuda:1")
-    assert commands[0][:2] == ["nvidia-smi", "--id=GPU-12ab"] and (gpu["name"], gpu["memory_bytes"]) == (
+    assert commands[0][:2] == ("nvidia-smi", "--id=GPU-12ab") and (gpu["name"], gpu["memory_bytes"]) == (
         "GPU",
         2**30,
     )
@@ -81,13 +81,15 @@ def test_available_memory_is_the_smaller_of_machine_and_container(
     assert available_bytes() == least
 
 
-def test_work_of_others_counts_and_work_of_ones_own_children_does_not():
-    cores = os.cpu_count()
-    before, ours, others = (
-        Moment(wall_s, own_s * cores, busy_s * cores)
-        for wall_s, own_s, busy_s in ((0.0, 0.0, 0.0), (10.0, 10.0, 10.0), (10.0, 2.0, 7.0))
-    )
-    assert between(before, ours) == {"others_share": 0.0}
-    assert between(before, others) == {"others_share": pytest.approx(0.5)}
-    assert between(before, others._replace(busy_s=None)) == {"others_share": None}
-    assert moment().wall_s > 0
+def test_work_of_others_is_a_share_of_all_cores():
+    before, after = Moment(1.0, 10.0), Moment(3.0, 14.0)
+    assert between(before, after) == {"others_share": 0.5}
+    assert between(after, Moment(2.9, 18.0)) == {"others_share": 0.0}
+    assert between(before, None) == {"others_share": None}
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux alone counts the work of all processes")
+def test_work_of_this_process_and_its_children_is_not_that_of_others(monkeypatch):
+    before, times = moment(), os.times()
+    monkeypatch.setattr(os, "times", lambda: (times.user, times.system, times.children_user + 1e6, 0.0, 0.0))
+    assert moment().others_s < before.others_s - 9e5 and moment().all_s >= before.all_s

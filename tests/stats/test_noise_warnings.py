@@ -15,7 +15,7 @@ QUIET = {"others_share": 0.01}
 
 
 def record(times_s=STEADY * 4, *, tokens=256, device="cpu", threads=2, **fields):
-    measured = {"round_sizes": (len(times_s) // 4,) * 4, "waited_s": 0.0, **fields}
+    measured = {"round_sizes": (len(times_s) // 4,) * 4, **fields}
     about = case("time", "window", tokens, device=device, threads=threads)
     return Record(case=about, times_s=tuple(times_s), **measured)
 
@@ -23,7 +23,7 @@ def record(times_s=STEADY * 4, *, tokens=256, device="cpu", threads=2, **fields)
 # Records, an entry of the conditions during the run, and the beginnings of all sentences on them.
 REMARKS = {
     "quiet": ([record()], {}, []),
-    "nothing known": ([record(round_sizes=None, waited_s=None)], {}, []),
+    "nothing known": ([record(round_sizes=None)], {}, []),
     "no times": ([replace(record(), times_s=None, status="error")], {"others_share": 1.0}, []),
     # Each round is steady, and the last is slower: no scatter of calls within rounds shows it. The standard
     # deviation of the logarithms is half of log 1.3, and the interval four of them and the shift of a run to
@@ -33,13 +33,6 @@ REMARKS = {
         {},
         ["1 of 1 timings are noisy (95 % intervals up to ±70 %). Rerun with more --rounds."],
     ),
-    # A fifth of the time of two threads, 28 calls of about a second each.
-    "waiting": (
-        [record(waited_s=0.2 * 2 * sum(STEADY * 4))],
-        {},
-        ["CPU contention in 1 of 1 timings: threads waited for a processor up to 20% of the time."],
-    ),
-    "one thread": ([record(threads=1, waited_s=50.0)], {}, []),
     "load": (
         [record()],
         {"others_share": 0.3},
@@ -68,8 +61,8 @@ def test_doubts_are_in_the_notes_of_a_run_and_again_when_its_files_are_read(
     hasty, undrawn, tmp_path, monkeypatch
 ):
     # The second moment is after a million seconds of work by others.
-    busy_s = iter([0.0, 1e6])
-    monkeypatch.setattr(runs, "moment", lambda: moment()._replace(busy_s=next(busy_s)))
+    others_s = iter([0.0, 1e6])
+    monkeypatch.setattr(runs, "moment", lambda: moment()._replace(others_s=next(others_s)))
     results = bench(
         ["window"], seq_lens=16, num_heads=2, head_dim=8, isolate="none", error=False, out=tmp_path
     )
