@@ -39,10 +39,6 @@ class Case(NamedTuple):
     masked: bool
     grouped: bool
 
-    def __str__(self) -> str:
-        words = ["masked"] * self.masked + ["grouped"] * self.grouped
-        return ", ".join([f"norm {self.norm:g}", f"{self.tokens} tokens", *words])
-
 
 def cases_of(lengths: Sequence[int]) -> list[Case]:
     """Every length with every norm, with and without a key mask and grouped heads."""
@@ -167,14 +163,6 @@ class _Inputs(NamedTuple):
     gradient: Tensor
     mask: Tensor | None
 
-    def with_nan(self) -> "_Inputs":
-        """NaN in masked tokens of k and v."""
-        if self.mask is None:
-            return self
-        q, *others = self.tensors
-        k, v = (x.masked_fill(~self.mask[:, None, :, None], torch.nan) for x in others)
-        return self._replace(tensors=(q, k, v))
-
     def results(self, call: Callable[..., Tensor], *, trained: bool = True) -> list[Tensor]:
         """Output, and if trained gradients with respect to q, k and v."""
         if not trained:
@@ -201,22 +189,21 @@ def _findings(
     if subject.module is not None:
         module = subject.module(module)
     inputs = _draw(case, head_dim, dtype, device)
-    with_nan = inputs.with_nan()
     try:
         results = []
         for _ in range(2 if case.tokens < _OFTEN_FROM else _OFTEN):
             poison(device)
             results.append(
-                with_nan.results(lambda *x: module(*x, key_mask=with_nan.mask), trained=subject.trained)
+                inputs.results(lambda *x: module(*x, key_mask=inputs.mask), trained=subject.trained)
             )
         poison(device)
-        streamed = [_streamed(module, with_nan)] if subject.streams else []
+        streamed = [_streamed(module, inputs)] if subject.streams else []
     except Exception as failure:  # A failing launch is a result of the check.
         yield "forward", float("inf"), described(failure)
         return
     if subject.note not in names:
         return
-    exact, plain = _references(subject, backend, inputs, precision)
+    exact, plain = _references(backend, inputs, precision, subject.bits[precision])
     labels = ("output", "gradient of q", "gradient of k", "gradient of v")
     for number, name in enumerate(labels[: len(results[0])]):
         verb = "backward" if number else "forward"
@@ -226,10 +213,8 @@ def _findings(
         bounds = _bounds(plain[number], exact[number], scale, subject.bits[precision], backward=bool(number))
         share, text = _compared(results[0][number], exact[number], scale, bounds)
         first, *later = (result[number].nan_to_num(7e4) for result in results)
-        differ = sum(not torch.equal(first, again) for again in later)
-        text = text or (
-            f"{differ} of {len(later)} calls differ from the first in their bits" if differ else ""
-        )
+        if not text and not all(torch.equal(first, again) for again in later):
+            text = f"some of {len(later)} calls differ from the first in their bits"
         yield verb, share, text and f"{name}: {text}"
         for out in streamed if not number else []:
             share, text = _compared(out, exact[0], scale, bounds)
@@ -237,7 +222,7 @@ def _findings(
 
 
 def _draw(case: Case, head_dim: int, dtype: torch.dtype, device: str) -> _Inputs:
-    """Inputs with rows of q and k of one norm after scaling; the mask hides beginnings and ends of chunks."""
+    """Inputs with rows of q and k of one norm after scaling, and NaN in masked tokens of k and v."""
     generator = torch.Generator().manual_seed(case.tokens)
     batch = _BATCH if case.tokens <= _LONGEST_BATCH else 1
     heads = (_HEADS, *[_KV_HEADS if case.grouped else _HEADS] * 2, _HEADS)
@@ -245,15 +230,16 @@ def _draw(case: Case, head_dim: int, dtype: torch.dtype, device: str) -> _Inputs
     q, k = (x / x.norm(dim=-1, keepdim=True) * case.norm * head_dim**0.25 for x in (q, k))
     # The weight of a key depends on its norm.
     k = k * (0.7 + 0.3 * torch.rand(*k.shape[:3], 1, generator=generator))
-    tensors = tuple(x.to(device, dtype) for x in (q, k, v))
     mask = None
     if case.masked:
         mask = torch.rand(batch, case.tokens, generator=generator) < 0.7
         mask[0, : min(70, case.tokens // 3)] = False
         mask[:, 63::64] = False
         mask[:, -1] = True
+        k, v = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (k, v))
         mask = mask.to(device)
-    return _Inputs(tensors, gradient.to(device, dtype), mask)  # type: ignore[arg-type]
+    q, k, v, gradient = (x.to(device, dtype) for x in (q, k, v, gradient))
+    return _Inputs((q, k, v), gradient, mask)
 
 
 def poison(device: str) -> None:
@@ -279,24 +265,22 @@ def _streamed(module: Any, inputs: _Inputs) -> Tensor:
 
 
 def _references(
-    subject: Subject, backend: Any, inputs: _Inputs, precision: str
+    backend: Any, inputs: _Inputs, precision: str, bits: int | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients in float64, and of the measure of errors."""
     dtype = inputs.tensors[0].dtype
-    wide = inputs._replace(tensors=tuple(x.double() for x in inputs.tensors))  # type: ignore[arg-type]
+    q, k, v = (x.double() for x in inputs.tensors)
+    wide = inputs._replace(tensors=(q, k, v))
 
     def formula(bits: int | None) -> list[Tensor]:
-        return wide.results(lambda *x: _formula(backend, x, wide.mask, bits, precision, dtype))
+        return wide.results(lambda *x: _formula(backend, x, inputs.mask, bits, precision, dtype))
 
-    exact, bits = formula(None), subject.bits[precision]
+    exact = formula(None)
     if bits is not None:
         return exact, [x.to(dtype).double() for x in formula(bits)]
-    on_cpu = inputs._replace(
-        tensors=tuple(x.cpu() for x in inputs.with_nan().tensors),  # type: ignore[arg-type]
-        mask=None if inputs.mask is None else inputs.mask.cpu(),
-    )
-    reference = backend.cpu().float()
-    plain = on_cpu.results(lambda *x: reference(*x, key_mask=on_cpu.mask))
+    q, k, v = (x.cpu() for x in inputs.tensors)
+    reference, mask = backend.cpu().float(), None if inputs.mask is None else inputs.mask.cpu()
+    plain = inputs._replace(tensors=(q, k, v)).results(lambda *x: reference(*x, key_mask=mask))
     return exact, [x.to(exact[0]) for x in plain]
 
 
@@ -315,14 +299,12 @@ def _bounds(
 
 
 def _compared(actual: Tensor, exact: Tensor, scale: Tensor, bounds: tuple[float, float]) -> tuple[float, str]:
-    """Larger share of the two bounds, and the error in words if it is above 1."""
-    errors = _errors(actual.double(), exact, scale)
+    """Larger share of the two bounds, and a failure if it is above 1."""
     if not actual.isfinite().all():
         return float("inf"), "not finite"
+    errors = _errors(actual.double(), exact, scale)
     share = max(error / bound for error, bound in zip(errors, bounds, strict=True))
-    words = ("error", "worst row")
-    parts = [f"{word} {e:.1e}, at most {b:.1e}" for word, e, b in zip(words, errors, bounds, strict=True)]
-    return share, "" if share <= 1 else "; ".join(parts)
+    return share, "" if share <= 1 else f"error {share:.2g} times its bound"
 
 
 def _errors(actual: Tensor, exact: Tensor, scale: Tensor) -> tuple[float, float]:
@@ -368,8 +350,7 @@ def _formula(
         return mean((scores - _largest(scores)).exp(), means)
     # In float64 no exponent of a norm up to 20 leaves the range.
     largest = keys.detach().amax(dim=-2, keepdim=True)
-    queries = queries + largest
-    rows = (queries - _largest(queries)).exp()
+    rows = (queries + largest - _largest(queries + largest)).exp()
     return mean(_product(rows, (keys - largest).exp().mT, bits).masked_fill(~visible, 0.0), v)
 
 
@@ -390,10 +371,10 @@ def _largest(scores: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Matrix product of operands rounded to some mantissa bits, forward and backward."""
+    """Matrix product of operands rounded to some mantissa bits, if any, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, bits: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor, bits: int | None) -> Tensor:
         x, y = _rounded(x, bits), _rounded(y, bits)
         ctx.save_for_backward(x, y)
         ctx.bits = bits
@@ -406,13 +387,13 @@ class _Product(torch.autograd.Function):
         return gradient @ y.mT, x.mT @ gradient, None
 
 
-def _product(x: Tensor, y: Tensor, bits: int | None) -> Tensor:
-    out: Tensor = x @ y if bits is None else _Product.apply(x, y, bits)
-    return out
+_product = _Product.apply
 
 
-def _rounded(x: Tensor, bits: int) -> Tensor:
+def _rounded(x: Tensor, bits: int | None) -> Tensor:
     """float64 numbers rounded to so many mantissa bits, whatever their exponent; negative: cut off."""
+    if bits is None:
+        return x
     dropped = 52 - abs(bits)
     half = 1 << (dropped - 1) if bits > 0 else 0
     return ((x.contiguous().view(torch.int64) + half) & -(1 << dropped)).view(torch.float64)
