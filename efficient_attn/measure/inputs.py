@@ -7,7 +7,6 @@ import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path, PurePath
 from typing import Annotated, Any, NamedTuple
 
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from efficient_attn import data
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.limits import TENSOR_FILE_BYTES, check_header
 from efficient_attn.measure import error as measure
@@ -81,6 +81,10 @@ class Captured:
     patterns: Mapping[int, str] = field(default_factory=dict)
     about: Mapping[str, str]
 
+    def factor(self, layer: int) -> float:
+        """Factor on q·k of a layer."""
+        return self.layers[layer].q.shape[-1] ** -0.5 if self.scale is None else self.scale
+
 
 def gaussian(
     *,
@@ -125,17 +129,11 @@ def shipped(text: int = 0) -> Captured:
     if isinstance(text, bool) or text not in range(len(TEXTS)):
         names = ", ".join(f"{number} ({name})" for number, name in enumerate(TEXTS))
         raise OptionError(f"text is one of {names}, not {text!r}.")
-    name = TEXTS[text]
-    parts = []
-    for file in _FILES.get(name, (name,)):
-        with resources.as_file(resources.files("efficient_attn.data") / f"{file}.safetensors") as path:
-            parts.append(read_activations(path))
-    whole, *parts = parts
-    layers, patterns = dict(whole.layers), dict(whole.patterns)
-    for part in parts:
-        layers |= part.layers
-        patterns |= part.patterns
-    return replace(whole, layers=dict(sorted(layers.items())), patterns=patterns)
+    folder, name = Path(data.__file__).parent, TEXTS[text]
+    parts = [read_activations(folder / f"{file}.safetensors") for file in _FILES.get(name, (name,))]
+    layers = {layer: tensors for part in parts for layer, tensors in part.layers.items()}
+    patterns = {layer: pattern for part in parts for layer, pattern in part.patterns.items()}
+    return replace(parts[0], layers=dict(sorted(layers.items())), patterns=patterns)
 
 
 def read_activations(path: str | Path) -> Captured:
@@ -171,11 +169,10 @@ def read_activations(path: str | Path) -> Captured:
     metadata: dict[str, Any] = {}
     for name in _METADATA.keys() & about.keys():
         try:
-            metadata[name] = msgspec.json.decode(about[name], type=_METADATA[name])
+            metadata[name] = msgspec.json.decode(about.pop(name), type=_METADATA[name])
         except (msgspec.DecodeError, RecursionError) as error:
             raise DataError(f"{path}: {name} in the metadata cannot be read: {error}.") from None
-    rest = {name: text for name, text in about.items() if name not in _METADATA}
-    return Captured(layers=layers, about=rest, **metadata)
+    return Captured(layers=layers, about=about, **metadata)
 
 
 def _activations(group: Mapping[str, Tensor], path: Path) -> Activations:
@@ -307,29 +304,28 @@ def _of_model(
         raise DataError(
             f"inputs cannot be {str(source)!r}: there is no such file. Known: {', '.join(WORDS)}."
         )
-    patterns = captured.patterns
-    past = {layer for layer, text in patterns.items() if text == CAUSAL}
-    full = [layer for layer in captured.layers if layer not in patterns or (causal and layer in past)]
-    usual = full or [layer for layer in captured.layers if layer in past] or list(captured.layers)
-    if not isinstance(source, Captured) and source in SHIPPED:
+    past = {layer for layer, pattern in captured.patterns.items() if pattern == CAUSAL}
+    full = [x for x in captured.layers if x not in captured.patterns or (causal and x in past)]
+    usual = full or sorted(past) or list(captured.layers)
+    if name in SHIPPED:
         # The layers of at least `seq_len` tokens, or the longest.
         tokens = {layer: captured.layers[layer].k.shape[-2] for layer in usual}
         longest = max(tokens.values())
         least = longest if seq_len is None else min(seq_len, longest)
         usual = [layer for layer in usual if tokens[layer] >= least]
-    chosen = dict.fromkeys(usual if layers is None else layers)
-    for layer in chosen:
+    for layer in dict.fromkeys(usual if layers is None else layers):
         if layer not in captured.layers:
             has = ", ".join(map(str, captured.layers))
             raise OptionError(f"layer {layer} is not in {name}; it has {has}.")
-        if layer in patterns and layer not in past:
+        if layer in captured.patterns and layer not in past:
             raise DataError(
-                f"Layer {layer} of {name} is {patterns[layer]} in its model; this measurement uses full "
-                "attention, causal or bidirectional."
+                f"Layer {layer} of {name} is {captured.patterns[layer]} in its model; this measurement uses "
+                "full attention, causal or bidirectional."
             )
         activations = Activations(*(tensor.float() for tensor in captured.layers[layer]))
-        scale = activations.q.shape[-1] ** -0.5 if captured.scale is None else captured.scale
-        yield Subject(f"{name}(layer={layer})", activations, scale, seed, causal or layer in past)
+        yield Subject(
+            f"{name}(layer={layer})", activations, captured.factor(layer), seed, causal or layer in past
+        )
 
 
 def write_given(path: str | Path, subject: Subject) -> None:
@@ -345,6 +341,5 @@ def read_given(path: str, dtype: str, device: str, tokens: int, batch: int = 1) 
     """A batch of copies of the first tokens of the q, k, v that `write_given` wrote."""
     captured = read_activations(path)
     ((layer, activations),) = captured.layers.items()
-    scale = activations.q.shape[-1] ** -0.5 if captured.scale is None else captured.scale
-    subject = Subject(f"layer {layer}", activations, scale)
+    subject = Subject(f"layer {layer}", activations, captured.factor(layer))
     return subject.converted(dtype=dtype, device=device, tokens=tokens, batch=batch)

@@ -61,7 +61,6 @@ _TYPES: dict[str, Any] = {
 }
 # Scalars of NumPy are floats to Python, but not to msgspec.
 _encode = msgspec.json.Encoder(enc_hook=float).encode
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 Size = Annotated[int, Meta(ge=1, le=COUNT)]
 
@@ -73,40 +72,23 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     backend: Annotated[str, Meta(description="Registered name, or file.py:object.")]
     label: Annotated[str, Meta(description="Name in tables and plots: the backend with its set options.")]
     options: Annotated[Options, Meta(description="All options of the backend.")] = {}
-    of: Annotated[
-        str,
-        Meta(description="Subject: attention, block, encoder or model; of an error output, weights, kernel."),
-    ] = "attention"
+    of: Annotated[str, Meta(description="attention, block, encoder, model; output, kernel.")] = "attention"
     layers: Annotated[Size | None, Meta(description="Number of blocks of an encoder.")] = None
     batch: Annotated[Size, Meta(description="Batch size.")] = 1
     num_heads: Annotated[Size, Meta(description="Number of heads of the queries.")]
     head_dim: Annotated[Size, Meta(description="Head dimension.")]
     tokens: Annotated[Size, Meta(description="Sequence length.")]
     causal: Annotated[bool, Meta(description="Causal masking.")] = False
-    backward: Annotated[
-        bool, Meta(description="Forward and backward pass together; false: the forward pass alone.")
-    ] = False
+    backward: Annotated[bool, Meta(description="Forward and backward pass; false: forward alone.")] = False
     dtype: Annotated[str, Meta(description="Name of the torch dtype of q, k and v.")]
     device: Annotated[str, Meta(description="Name of the torch device.")]
     threads: Annotated[Size, Meta(description="Number of torch threads on the CPU.")]
-    inputs: Annotated[
-        str, Meta(description="Source of q, k and v, such as gaussian; of a model its name and its texts.")
-    ] = "gaussian"
-    layer: Annotated[
-        Annotated[int, Meta(ge=0, le=COUNT)] | None,
-        Meta(description="Only layer of a model whose attention was replaced, from 0; null: all layers."),
-    ] = None
+    inputs: Annotated[str, Meta(description="Source of q, k, v; a model and its texts.")] = "gaussian"
+    layer: Annotated[_WHOLE | None, Meta(description="Only replaced layer; null: all.")] = None
     seed: Annotated[_WHOLE, Meta(description="Random seed of the inputs, or of the first draw.")] = 0
-    execution: Annotated[
-        str | None, Meta(description="compiled (torch.compile) or decoded (one token); null: eager.")
-    ] = None
-    l2: Annotated[
-        str | None,
-        Meta(description="L2 cache of a GPU when a call with a device time begins: cold, that is flushed."),
-    ] = None
-    num_kv_heads: Annotated[
-        Size | None, Meta(description="Number of heads of the keys and values; null: num_heads.")
-    ] = None
+    execution: Annotated[str | None, Meta(description="compiled, decoded; null: eager.")] = None
+    l2: Annotated[str | None, Meta(description="cold: L2 cache flushed before device times.")] = None
+    num_kv_heads: Annotated[Size | None, Meta(description="Heads of k and v; null: num_heads.")] = None
     schema: Annotated[int, Meta(description="Version of this schema.")] = SCHEMA
 
     @property
@@ -151,9 +133,7 @@ class Record:
     ) -> None:
         if quantities and (unknown := quantities.keys() - FIELDS.keys()):
             raise TypeError(str(UnknownNameError("quantity of a record", min(unknown), FIELDS)))
-        values = {**(measured or {}), **quantities}
-        if None in values.values():
-            values = {name: value for name, value in values.items() if value is not None}
+        values = {name: x for name, x in {**(measured or {}), **quantities}.items() if x is not None}
         vars(self).update(case=case, status=status, reason=reason, measured=values)
 
     def __getattr__(self, name: str) -> Any:
@@ -215,8 +195,7 @@ class Reading(NamedTuple):
 def line(record: Record) -> str:
     """The record as one line of strict JSON; numbers that are not finite become null, named in `reason`."""
     row = record.row()
-    broken = [name for name, value in row.items() if not _finite(value)]
-    if broken:
+    if broken := [name for name, value in row.items() if not _finite(value)]:
         note = f"not a finite number: {', '.join(broken)}"
         row["reason"] = note if record.reason is None else f"{record.reason}; {note}"
     return msgspec.json.format(_encode(row), indent=0).decode()
@@ -308,12 +287,12 @@ def parse(text: bytes, source: str) -> Record:
         raise DataError(f"{source} is longer than {limits.RECORD_LINE_BYTES} bytes, the most that is read.")
     try:
         row = msgspec.json.decode(text, type=line_type(len(FIELDS), len(KINDS)))
-    except _UNREADABLE as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DataError(f"{source} is no record: {' '.join(str(error).split())[:200]}.") from None
     values = msgspec.structs.asdict(row)
-    measured = {name: values[name] for name in FIELDS if values[name] is not None}
+    measured = {name: values[name] for name in FIELDS}
     for name in ("times_s", "device_times_s"):
-        if None in measured.get(name, ()):
+        if None in (measured[name] or ()):
             # Null replaces a time that was not finite, named in `reason`; it is no sample.
             measured[name] = tuple(time_s for time_s in measured[name] if time_s is not None) or None
     case = msgspec.convert(row, Case, from_attributes=True)
@@ -324,21 +303,16 @@ def parse(text: bytes, source: str) -> Record:
 @cache
 def line_type(*counts: int) -> Any:
     """Type of a line: the case, the status, and the quantities and kinds declared so far."""
-    meanings = "; ".join(f"{kind}: {meaning}" for kind, meaning in KINDS.items())
     kind: Any = Literal[tuple(KINDS)]
     status: Any = Literal[STATUSES]
+    reason = Meta(description="Reason, and names of numbers that were not finite.")
     fields: list[Any] = [
-        ("kind", Annotated[kind, Meta(description=f"Kind of the measurement ({meanings}).")]),
+        ("kind", Annotated[kind, Meta(description="Kind of the measurement.")]),
         ("schema", Annotated[Literal[SCHEMA], Meta(description="Version of this schema.")]),
         ("status", Annotated[status, Meta(description="Outcome; every status but ok has a reason.")]),
-        (
-            "reason",
-            Annotated[str | None, Meta(description="Reason, and names of numbers that were not finite.")],
-            None,
-        ),
-        *(
-            (field.name, Annotated[_TYPES[field.type] | None, Meta(description=field.meaning)], None)
-            for field in FIELDS.values()
-        ),
+        ("reason", Annotated[str | None, reason], None),
     ]
+    for field in FIELDS.values():
+        about = Meta(description=field.meaning)
+        fields.append((field.name, Annotated[_TYPES[field.type] | None, about], None))
     return msgspec.defstruct("Line", fields, bases=(Case,), frozen=True, kw_only=True)
