@@ -19,8 +19,8 @@ from pathlib import Path
 Call = Callable[[], object]
 Clock = Callable[[Call], float]
 
-# Warm-up ends when this many successive calls agree within this share of the fastest. Two calls are not
-# enough: a call that keeps getting slightly faster would pass.
+# Warm-up ends when so many successive calls agree within this share of the fastest. Of two calls that get
+# slightly faster each time, both would agree.
 _AGREEING, _AGREEMENT = 3, 0.1
 
 # State of the L2 cache when a call with a device time begins.
@@ -116,7 +116,7 @@ def _time_on_cuda(call: Call, *, device: str) -> float:
 class QueuedCalls:
     """A call on a CUDA device with the time that the host takes to enqueue it."""
 
-    def __init__(self, call: Callable[[], object], device: str) -> None:
+    def __init__(self, call: Call, device: str) -> None:
         import torch
 
         self._call, self._device = call, device
@@ -125,20 +125,16 @@ class QueuedCalls:
 
     def warm_up(self) -> None:
         """Flush and call until both have taken 25 ms on the device; learn the time of enqueueing."""
-        import torch
-
         worked_s, enqueue_s = 0.0, []
-        with torch.cuda.device(self._device):
-            while worked_s < _WARM_UP_S:
-                start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                self._flushed.zero_()
-                before_s = time.perf_counter()
-                self._call()
-                enqueue_s.append(time.perf_counter() - before_s)
-                stop.record()
-                stop.synchronize()
-                worked_s += start.elapsed_time(stop) / 1000
+
+        def flushed_call() -> None:
+            self._flushed.zero_()
+            before_s = time.perf_counter()
+            self._call()
+            enqueue_s.append(time.perf_counter() - before_s)
+
+        while worked_s < _WARM_UP_S:
+            worked_s += _time_on_cuda(flushed_call, device=self._device)
         # The first calls may allocate; a call that is interrupted lasts longer than it needs.
         self._enqueue_s = min(enqueue_s)
 

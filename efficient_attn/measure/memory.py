@@ -6,11 +6,12 @@ workspaces. The events come from a private part of torch, which a known pattern 
 
 import functools
 import gc
+import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 from efficient_attn.errors import UnsupportedError
 
@@ -37,30 +38,24 @@ def peak(call: Call, *, device: str) -> Peak:
 
 @functools.cache
 def allocations_are_seen() -> bool:
-    """Whether a known pattern of allocations is measured to the byte; tested once per process."""
+    """Whether a known allocation is measured to the byte; tested once per process."""
     import torch
 
-    sizes, remaining = (1 << 20, 1 << 19), 1 << 10
-
-    def pattern() -> Any:
-        scratch = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        scratch.clear()
-        return torch.empty(remaining, dtype=torch.uint8)
-
     try:
-        return _allocation_peak(pattern) == (sum(sizes), remaining)
+        return _allocation_peak(lambda: torch.empty(1 << 20, dtype=torch.uint8)) == (1 << 20, 1 << 20)
     except (AttributeError, RuntimeError):
         return False
 
 
 def parameter_bytes(module: Any) -> int:
     """Bytes of the parameters and buffers of a module."""
-    return _bytes([*module.parameters(), *module.buffers()])
+    return state_bytes([*module.parameters(), *module.buffers()])
 
 
 def state_bytes(state: Any) -> int:
     """Bytes of the tensors in a state: a tensor, or tuples of states."""
-    return _bytes(tensors_in(state))
+    storages = (tensor.untyped_storage() for tensor in tensors_in(state))
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _allocation_peak(call: Call) -> Peak:
@@ -69,18 +64,16 @@ def _allocation_peak(call: Call) -> Peak:
     gc.collect()
     # Accumulating events would convert them to Python objects, which takes six times as long as reading them.
     settings: dict[str, Any] = {"profile_memory": True, "acc_events": False}
-    with _quiet_profiler(), warnings.catch_warnings():
+    # The profiler writes to stderr otherwise.
+    with mock.patch.dict(os.environ, {"KINETO_LOG_LEVEL": "99", **os.environ}), warnings.catch_warnings():
         # Some versions, torch 2.11 for one, warn in the first cycle that later ones clear its events.
         warnings.filterwarnings("ignore", message=".*Profiler clears events")
         with profile(activities=[ProfilerActivity.CPU], **settings) as run:
             result = call()
     sizes = [size for _, size in sorted(_allocations(run), key=lambda event: event[0])]
     del result
-    level = highest = 0
-    for size in sizes:
-        level += size
-        highest = max(highest, level)
-    return Peak(highest, level)
+    levels = [0, *itertools.accumulate(sizes)]
+    return Peak(max(levels), levels[-1])
 
 
 def _allocations(run: Any) -> Iterator[tuple[int, int]]:
@@ -95,19 +88,6 @@ def _allocations(run: Any) -> Iterator[tuple[int, int]]:
             yield node.start_time_ns, node.extra_fields.alloc_size
 
 
-@contextmanager
-def _quiet_profiler() -> Iterator[None]:
-    name = "KINETO_LOG_LEVEL"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "99"
-    try:
-        yield
-    finally:
-        del os.environ[name]
-
-
 def _cuda_peak(call: Call, device: str) -> Peak:
     import torch
 
@@ -120,8 +100,7 @@ def _cuda_peak(call: Call, device: str) -> Peak:
     after = torch.cuda.memory_stats(device)
     del result
     level = before["allocated_bytes.all.current"]
-    highest, current = (after[f"allocated_bytes.all.{name}"] - level for name in ("peak", "current"))
-    return Peak(highest, current)
+    return Peak(*(after[f"allocated_bytes.all.{name}"] - level for name in ("peak", "current")))
 
 
 def tensors_in(value: Any) -> Iterator[Any]:
@@ -135,8 +114,3 @@ def tensors_in(value: Any) -> Iterator[Any]:
             yield from tensors_in(item)
     elif isinstance(value, dict):
         yield from tensors_in(list(value.values()))
-
-
-def _bytes(tensors: Iterable[Any]) -> int:
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
