@@ -37,8 +37,8 @@ SCHEMA = 2
 
 STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
 
-# Executions of a call other than eager.
-COMPILED, DECODED = "compiled", "decoded"
+# Execution of a call other than over all tokens.
+DECODED = "decoded"
 
 # `calibrated_on` of a backend that was calibrated on the inputs of its measurement.
 SAME_INPUTS = "the inputs measured"
@@ -98,7 +98,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     ] = None
     seed: Annotated[_WHOLE, Meta(description="Random seed of the inputs, or of the first draw.")] = 0
     execution: Annotated[
-        str | None, Meta(description="compiled (torch.compile) or decoded (one token); null: eager.")
+        str | None, Meta(description="decoded: one token after all others; null: all tokens.")
     ] = None
     l2: Annotated[
         str | None,
