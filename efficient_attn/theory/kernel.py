@@ -11,7 +11,6 @@ trigonometric features, |x + y|² for the others.
 
 import math
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,14 +19,10 @@ from efficient_attn.errors import OptionError, UnknownNameError
 
 Floats = NDArray[np.float64]
 
-# Gauss nodes for the angle between two lengths: machine precision for head_dim up to 4096.
-_NODES = 400
 # Up to here the power series of `_pair_excess` loses less than two digits to cancellation.
 _SMALL = 1.0
 # A series is cut where each further term is at most half of the one before, this many terms later.
 _HALVINGS = 64
-# Numbers per array that the terms of a series may take before the arguments are worked off in parts.
-_BLOCK = 1 << 20
 
 
 def log_trigonometric_error(square: ArrayLike, *, num_directions: int = 1) -> Floats:
@@ -82,56 +77,40 @@ _ERRORS: dict[str, Callable[..., Floats]] = {
 }
 
 
-def log_coupled_error(
+def log_orthogonal_error(
     square: ArrayLike,
     *,
     kind: str,
-    projection: str,
     num_directions: int,
     head_dim: int,
     log_single: ArrayLike | None = None,
 ) -> Floats:
-    """log of the exact error of coupled directions over SM²: (ρ₂ − 1)/m + f (c − 1).
+    """log of the exact error of orthogonal directions over SM²: (ρ₂ − 1)/m + f (c − 1).
 
     Directions come in blocks of at most d = `head_dim` with chi-distributed lengths; blocks are independent
     of each other, and the last may be partial. ρ₂ = E[X²]/SM² of one direction, c = E[X₁X₂]/SM² of a pair in
     a block, and f = Σ b(b − 1)/m² over blocks of b directions is the share of such pairs.
 
-    c = e^(−|z|²) 1F1(d; d/2; |z|²/2) for orthogonal directions and z = x + y, also for OPRF with any
-    exponent; −|x − y|² in place of |z|² for trigonometric features. Choromanski et al. (2021), theorem 2,
-    bounds this error. Simplex directions have the cosine ρ = −1/(d − 1): c is the mean of
-    e^(−|z|²) 1F1(d; d/2; |z|²/2 (1 + ρ sin 2α)) over sin²α ~ Beta(d/2, d/2). Reid et al., Simplex Random
-    Features (ICML 2023). Features at ω and −ω see the cosines ρ and −ρ in equal parts.
+    c = e^(−|z|²) 1F1(d; d/2; |z|²/2) for z = x + y, also for OPRF with any exponent and for features at ω and
+    −ω; −|x − y|² in place of |z|² for trigonometric features. Choromanski et al. (2021), theorem 2, bounds
+    this error.
 
     Args:
         kind: `positive`, `hyperbolic` or `trigonometric`.
-        projection: `orthogonal` or `simplex`.
         log_single: log(ρ₂ − 1), by default the error of this kind at m = 1; OPRF is of the kind `positive`.
     """
     square, head_dim = _squares(square), _count("head_dim", head_dim)
     if kind not in _ERRORS:
         raise UnknownNameError("kind", kind, _ERRORS)
-    if projection not in ("orthogonal", "simplex"):
-        raise UnknownNameError("projection", projection, ("orthogonal", "simplex"))
     half = -square / 2 if kind == "trigonometric" else square / 2
     log_unit = square if kind == "trigonometric" else np.zeros_like(square)
-    if projection == "orthogonal":
-        # ω₁ + ω₂ and ω₁ − ω₂ have the same distribution.
-        excess = _pair_excess(half, head_dim)
-    elif head_dim < 2:
-        raise OptionError("head_dim must be at least 2 for simplex directions, not 1.")
-    elif kind == "positive":
-        excess = _mean_over_lengths(half, head_dim, -1 / (head_dim - 1), log_unit)
-    else:
-        log_unit, cosine = square, 1 / (head_dim - 1)
-        excess = _mean_over_lengths(half, head_dim, -cosine, log_unit) / 2
-        excess += _mean_over_lengths(half, head_dim, cosine, log_unit) / 2
     m = _count("num_directions", num_directions)
     blocks, rest = divmod(m, head_dim)
     share = (blocks * head_dim * (head_dim - 1) + rest * (rest - 1)) / m**2
     log_error = np.asarray(_ERRORS[kind](square) if log_single is None else log_single, dtype=np.float64)
     exact = np.isneginf(log_error)
     # Divided by ρ₂ − 1, which bounds c − 1 by Cauchy-Schwarz, so that nothing here overflows.
+    excess = _pair_excess(half, head_dim)
     ratio = np.where(exact, 0.0, excess * np.exp(np.where(exact, 0.0, log_unit - log_error)))
     with np.errstate(divide="ignore"):
         return log_error + np.log(np.maximum(1 / m + share * ratio, 0.0))
@@ -175,47 +154,12 @@ def _pair_excess(argument: Floats, head_dim: int) -> Floats:
     logs = np.concatenate([[0.0], np.cumsum(np.log(np.abs(factors)))])
     logs = logs - _log_rising(half, last) - _log_rising(1, last)
     signs = np.concatenate([[1.0], np.cumprod(np.sign(factors))])
-
-    def series(part: Floats) -> Floats:
-        size = np.abs(part)
-        turned = np.where(part > 0, (-1.0) ** powers, 1.0) * signs
-        return (turned * np.exp(logs + powers * _log(size) - size)).sum(axis=-1)
-
+    size = np.abs(argument)[..., None]
+    signs = np.where(argument[..., None] > 0, (-1.0) ** powers, 1.0) * signs
+    # The smallest number for 0, so that 0·log 0 stays 0.
+    terms = signs * np.exp(logs + powers * np.log(np.maximum(size, np.finfo(np.float64).tiny)) - size)
     unit = np.exp(-2 * np.maximum(-argument, 0.0))
-    return np.where(small, near * unit, _in_parts(series, argument, last + 1) - unit)
-
-
-def _mean_over_lengths(half: Floats, head_dim: int, cosine: float, log_unit: Floats) -> Floats:
-    """Mean over sin 2α of e^(−2w) 1F1(d; d/2; w (1 + ρ sin 2α)) − 1, in units of exp(log_unit)."""
-    sines, weights = _sines(head_dim)
-    w, unit = half[..., None], log_unit[..., None]
-    stretched = w * (1 + cosine * sines)
-    shift = 2 * w * cosine * sines
-    # c(w(1+ρs)) e^(2wρs) − 1 = (c − 1) e^(2wρs) + (e^(2wρs) − 1), which keeps the digits of small w.
-    log_factor = 2 * np.maximum(-stretched, 0.0) + shift - unit
-    rest = np.sign(shift) * np.exp(np.maximum(shift, 0.0) - unit) * -np.expm1(-np.abs(shift))
-    return (_pair_excess(stretched, head_dim) * np.exp(log_factor) + rest) @ weights
-
-
-@cache
-def _sines(head_dim: int) -> tuple[Floats, Floats]:
-    """sin 2α and the weights of the law of 2α, whose density on [0, π] is proportional to sin^(d−1)."""
-    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
-    sines = np.sin(math.pi / 2 * (nodes + 1))
-    weights = weights * sines ** (head_dim - 1)
-    return sines, weights / weights.sum()
-
-
-def _in_parts(function: Callable[[Floats], Floats], argument: Floats, terms: int) -> Floats:
-    """Function of columns [elements, 1], in parts that keep `terms` numbers per element in bounds."""
-    column = np.reshape(argument, (-1, 1))
-    parts = np.array_split(column, 1 + column.size * terms // _BLOCK)
-    return np.concatenate([function(part) for part in parts]).reshape(np.shape(argument))
-
-
-def _log(values: Floats) -> Floats:
-    """log of values ≥ 0; the smallest number for 0, so that 0·log 0 in a series stays 0."""
-    return np.asarray(np.log(np.maximum(values, np.finfo(np.float64).tiny)))
+    return np.where(small, near * unit, terms.sum(axis=-1) - unit)
 
 
 def _log_rising(start: float, last: int) -> Floats:

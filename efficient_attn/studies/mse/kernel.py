@@ -20,7 +20,7 @@ from efficient_attn.ops.linear.features import haar_rotations
 from efficient_attn.problem import positive_count
 from efficient_attn.studies.study import Point
 from efficient_attn.theory import kernel
-from efficient_attn.theory.kernel import log_coupled_error, log_oprf_error, rare_error
+from efficient_attn.theory.kernel import log_oprf_error, log_orthogonal_error, rare_error
 
 # Draws of kernel entries, which are cheap and scatter; pairs of one norm and angle, in random directions.
 DRAWS, PAIRS = 64, 64
@@ -108,8 +108,8 @@ def _theory(backend: Any, q: torch.Tensor, k: torch.Tensor, draws: int) -> tuple
     rare = 0.0 if bounded else float(rare_error(single.mean(), samples=m * draws))
     if projection == "iid":
         return float(np.exp(single).mean()) / m, rare
-    if a is not None and np.ptp(a) > 0:
+    if projection != "orthogonal" or (a is not None and np.ptp(a) > 0):
         # Coupled directions have a closed form only for equal a along all axes.
         return None, rare
-    coupled = {"kind": random.kind, "projection": projection, "head_dim": z.shape[1], "log_single": single}
-    return float(np.exp(log_coupled_error(square, num_directions=m, **coupled)).mean()), rare
+    coupled = {"kind": random.kind, "head_dim": z.shape[1], "log_single": single}
+    return float(np.exp(log_orthogonal_error(square, num_directions=m, **coupled)).mean()), rare
