@@ -11,7 +11,7 @@ from reference import random_qkv
 import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.measure.error import Sample, exact_output, random_positions
-from efficient_attn.studies.audit import estimates
+from efficient_attn.studies.audit import estimate
 
 
 def squares(backend, q, k, v, mask=None):
@@ -52,13 +52,12 @@ def test_an_audit_of_all_rows_is_the_error_itself(name, causal, queries, kv_head
     errors, exact = (x[real[:, None].expand_as(x)] for x in squares(backend, q, k, v, mask))
     found = ea.audit(backend, q, k, v, key_mask=mask, rows=10_000)
     assert found.rows == found.of == errors.numel()
-    assert found.squared_error == pytest.approx((float(errors.mean()),) * 3, rel=1e-9)
     assert found.relative_error == pytest.approx((float((errors.sum() / exact.sum()).sqrt()),) * 3, rel=1e-9)
 
 
 def test_the_default_is_64_rows_or_one_percent_with_two_of_each_head():
     backend = ea.build("exact", head_dim=8, num_heads=4)
-    for tokens, batch, rows in ((100, 1, 64), (4000, 1, 160), (100, 16, 128)):
+    for tokens, batch, rows in ((100, 1, 64), (1700, 1, 68), (100, 16, 128)):
         found = ea.audit(backend, *random_qkv(batch, 4, 4, tokens, tokens, 8, 8))
         assert (found.rows, found.of) == (rows, 4 * batch * tokens)
 
@@ -66,21 +65,17 @@ def test_the_default_is_64_rows_or_one_percent_with_two_of_each_head():
 def test_intervals_are_those_of_a_stratified_sample():
     one, two = np.array([1.0, 2.0, 6.0]), np.array([3.0, 5.0])
     squares_one, squares_two = np.array([2.0, 4.0, 7.0]), np.array([9.0, 4.0])
-    error, relative = estimates([Sample(one, squares_one, 30), Sample(two, squares_two, 10)])
+    relative = estimate([Sample(one, squares_one, 30), Sample(two, squares_two, 10)])
     mean, exact = 0.75 * 3 + 0.25 * 4, 0.75 * 13 / 3 + 0.25 * 6.5
-    assert (error.value, relative.value) == pytest.approx((mean, math.sqrt(mean / exact)))
-
-    def half_width(first, second):
-        parts = (
-            0.75**2 * first.var(ddof=1) / 3 * (1 - 3 / 30),
-            0.25**2 * second.var(ddof=1) / 2 * (1 - 2 / 10),
-        )
-        freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 1)
-        return scipy.stats.t.ppf(0.975, freedom) * math.sqrt(sum(parts))
-
-    assert math.log(error.high / error.value) == pytest.approx(half_width(one / mean, two / mean), rel=1e-5)
-    both = half_width(one / mean - squares_one / exact, two / mean - squares_two / exact) / 2
-    assert math.log(relative.value / relative.low) == pytest.approx(both, rel=1e-5)
+    assert relative.value == pytest.approx(math.sqrt(mean / exact))
+    first, second = one / mean - squares_one / exact, two / mean - squares_two / exact
+    parts = (
+        0.75**2 * first.var(ddof=1) / 3 * (1 - 3 / 30),
+        0.25**2 * second.var(ddof=1) / 2 * (1 - 2 / 10),
+    )
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 1)
+    half_width = scipy.stats.t.ppf(0.975, freedom) * math.sqrt(sum(parts)) / 2
+    assert math.log(relative.value / relative.low) == pytest.approx(half_width, rel=1e-5)
 
 
 @pytest.mark.parametrize(("count", "drawn"), [(10, 10), (512, 7)])
@@ -97,9 +92,9 @@ def test_every_row_is_drawn_as_often_as_any_other(count, drawn):
 def test_an_output_without_error_has_an_interval_of_zero():
     q, k, v = random_qkv()
     found = ea.audit(ea.build("exact", head_dim=8, num_heads=4), q, k, torch.zeros_like(v))
-    assert found.squared_error == found.relative_error == (0, 0, 0)
+    assert found.relative_error == (0, 0, 0)
     empty = ea.audit(ea.build("exact", head_dim=8, num_heads=4), q[:, :, :0], k, v)
-    assert (empty.rows, empty.of, empty.squared_error) == (0, 0, (0, 0, 0))
+    assert (empty.rows, empty.of, empty.relative_error) == (0, 0, (0, 0, 0))
     # A call without keys has no error either.
     blind = ea.audit(ea.build("performer-positive", head_dim=8, num_heads=4), q, k[:, :, :0], v[:, :, :0])
     assert blind.rows == blind.of == 56 and blind.relative_error == (0.0, 0.0, 0.0)
@@ -118,8 +113,8 @@ def test_a_seed_draws_the_same_rows_and_another_seed_other_rows():
     ("settings", "message"),
     [
         ({"rows": 0}, "rows is at least 1, not 0"),
-        *(({"rows": rows}, "rows is a whole number, not ") for rows in (1.5, True)),
-        *(({"seed": seed}, "seed is ") for seed in (1.5, None, -1, 2**70)),
+        ({"rows": 1.5}, "rows is a whole number, not "),
+        *(({"seed": seed}, "seed is ") for seed in (None, -1)),
     ],
 )
 def test_rows_and_seeds_that_are_no_counts_are_refused(settings, message):
@@ -135,6 +130,9 @@ def test_rows_of_padding_are_drawn_from_the_other_entries():
     found = ea.audit(backend, q, k, v, key_mask=mask)
     # 64 rows in the ratio 100 : 20 : 80, in four heads, rounded up to whole rows of each.
     assert (found.rows, found.of) == (4 * (8 + 2 + 7), 4 * 200)
+    # Padding may hold anything.
+    q = q.masked_fill(~mask[:, None, :, None], float("nan"))
+    assert ea.audit(backend, q, k, v, key_mask=mask) == found
     nothing = ea.audit(backend, q, k, v, key_mask=torch.zeros_like(mask))
     assert (nothing.rows, nothing.of, nothing.relative_error) == (0, 0, (0, 0, 0))
 
@@ -149,15 +147,6 @@ def test_values_at_the_end_of_half_precision_have_an_error_and_no_other_do():
     v[0, 0, 3] = float("inf")
     with pytest.raises(DataError, match="128 rows of the output are not finite"):
         ea.audit(backend, q, k, v)
-
-
-def test_padded_queries_of_any_content_are_not_audited():
-    backend = ea.build("window", head_dim=8, num_heads=4, window=9)
-    q, k, v = random_qkv(1, 4, 2, 40, 40)
-    mask = torch.arange(40)[None] < 30
-    before = ea.audit(backend, q, k, v, key_mask=mask)
-    q[:, :, 30:] = float("nan")
-    assert ea.audit(backend, q, k, v, key_mask=mask) == before
 
 
 def test_dropout_in_training_is_refused():
@@ -190,17 +179,16 @@ def real_rows(name, layer):
 def test_intervals_cover_the_error_of_real_rows_in_nine_calls_of_ten(name, layer):
     errors, exact = real_rows(name, layer)
     (heads, count), generator = errors.shape, torch.Generator().manual_seed(0)
-    audits = []
+    audits, truth = [], math.sqrt(errors.sum() / exact.sum())
     for _ in range(CALLS):
         drawn = [random_positions(count, ROWS // heads, generator).numpy() for _ in errors]
         rows = zip(errors, exact, drawn, strict=True)
-        audits.append(estimates([Sample(a[i], b[i], count) for a, b, i in rows]))
-    found, truth = np.array(audits), (errors.mean(), math.sqrt(errors.sum() / exact.sum()))
-    for at, true in enumerate(truth):
-        held = ((found[:, at, 1] <= true) & (true <= found[:, at, 2])).mean()
-        # Three standard errors of such a coverage.
-        assert held >= 0.9 - 3 * math.sqrt(0.9 * 0.1 / CALLS)
-    # The mean of unbiased estimates lies within four of its standard errors of the truth.
-    values = found[:, 0, 0]
-    assert abs(values.mean() - truth[0]) <= 4 * values.std(ddof=1) / math.sqrt(CALLS)
-    assert np.median(found[:, 1, 2] / found[:, 1, 1]) < 6
+        audits.append(estimate([Sample(a[i], b[i], count) for a, b, i in rows]))
+    value, low, high = np.array(audits).T
+    held = ((low <= truth) & (truth <= high)).mean()
+    # Three standard errors of such a coverage.
+    assert held >= 0.9 - 3 * math.sqrt(0.9 * 0.1 / CALLS)
+    # The mean lies within four of its standard errors of the truth.
+    squares = np.square(value)
+    assert abs(squares.mean() - truth**2) <= 4 * squares.std(ddof=1) / math.sqrt(CALLS)
+    assert np.median(high / low) < 6

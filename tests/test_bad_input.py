@@ -226,7 +226,6 @@ WRONG_STUDIES = [
     ),
     ("bench", {"max_error": float("nan")}, AttentionError, "max_error is a finite number above 0"),
     ("bench", {"layers": [3]}, AttentionError, "layer 3 is not in encoder; it has 0, 1, 5"),
-    ("bench", {"execution": "lazy"}, AttentionError, "execution is eager, compiled, not 'lazy'"),
     ("mse", {"of": "heads"}, OptionError, "of is output or kernel, not 'heads'"),
     ("mse", {"angles": (60.0,)}, OptionError, "angles has no effect on the error of the output"),
     ("mse", {"of": "kernel"}, OptionError, "inputs has no effect on the error of the kernel"),

@@ -99,14 +99,6 @@ def test_a_change_of_machine_or_software_is_said(old, new, warnings):
     assert all(part in text for part, text in zip(warnings, said, strict=True))
 
 
-def test_other_kernels_of_the_same_case_are_said_and_unknown_kernels_are_not():
-    def warnings(old, new):
-        return ea.diff(*(results(replace(MEMORY, kernels=name), ONE_TIME) for name in (old, new))).warnings
-
-    assert warnings("cpu", "torch") == ["OTHER KERNELS in 1 cases: cpu then, torch now."]
-    assert warnings("cpu", "cpu") == warnings(None, "torch") == warnings("torch", None) == []
-
-
 HOSTILE = "[red]<script>\x1b[2J|\u202e\n=cmd()"
 WITHOUT_TORCH = (
     "import sys; sys.modules['torch'] = None; from efficient_attn_cli.main import main; main(sys.argv[1:])"
@@ -163,7 +155,6 @@ def test_a_regression_is_shown_and_json_makes_stdout_one_document(runs, capsys):
     assert ends_with(runs["old"], runs["new"], "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert [one["tokens"] for one in found["regressions"]] == [17] and len(found["changes"]) == 3
-    assert found["thresholds"]["peak_bytes"] == 0.0
     assert ends_with(runs["once"], runs["again"]) == 0
     assert (
         "1 no evidence of change.\nTimes within their 95 % interval may be chance." in capsys.readouterr().out
@@ -223,12 +214,12 @@ def test_a_wrong_request_ends_in_one_line(words, message, runs, capsys):
     assert message in told and len(told.splitlines()) == 1
 
 
-def test_a_thousand_records_are_compared_without_torch(tmp_path):
+def test_runs_are_compared_without_torch(tmp_path):
     pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
     for name, factor in (("old", 1.0), ("new", 1.2)):
-        records = [calls(number, factor) for number in range(1, 1001)]
+        records = [calls(number, factor) for number in range(1, 51)]
         (tmp_path / name).write_text("".join(f"{line(record)}\n" for record in records))
     command = [sys.executable, "-c", WITHOUT_TORCH, "diff", "old", "new"]
     child = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert child.returncode == 1, child.stderr
-    assert "Of 1000 comparisons: 1000 regression." in child.stdout
+    assert "Of 50 comparisons: 50 regression." in child.stdout

@@ -25,13 +25,14 @@ def test_pairs_have_the_norm_and_angle_that_was_asked_for():
 
 
 @pytest.mark.parametrize("projection", ["iid", "orthogonal", "simplex"])
-@pytest.mark.parametrize("head_dim", [4, 64])
+@pytest.mark.parametrize("head_dim", [64])
 def test_measured_errors_are_those_of_theory(projection, head_dim):
     options = {name: {"projection": [projection]} for name in RANDOM}
     sizes = {"sizes": (32,), "angles": (100,), "head_dim": head_dim, "draws": 24}
     records = ea.mse(RANDOM, options=options, **{**ONE_ENTRY, **sizes}).records
     silent = [r.case.backend for r in records if r.expected_kernel_mse is None]
-    assert silent == ["performer-full"] * (projection != "iid")
+    closed = {"iid": [], "orthogonal": ["performer-full"], "simplex": RANDOM}
+    assert silent == closed[projection]
     (panel,) = panels(records, "kernel_mse")
     for label, (point,) in panel.curves.items():
         if point.samples and point.expected is not None:
@@ -68,5 +69,4 @@ def test_a_record_without_an_entry_or_a_size_is_left_out_of_lines():
     (record,) = ea.mse(["performer-trig"], **ONE_ENTRY).records
     sizeless = replace(record, case=replace(record.case, label="performer-trig"))
     for strange in (sizeless, replace(record, kernel_value=0.0)):
-        (table,) = ea.Results([strange], environment={"study": "mse"}).tables()
-        assert table.rows == ()
+        assert ea.Results([strange], environment={"study": "mse"}).tables() == []

@@ -88,14 +88,8 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
         call = _decoding(module, tensors)
         return Prepared(module, call, call, tuple(tensors), streams, calibrated_on)
 
-    def called(module: Any) -> Call:
-        return _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
-
-    call = called(module)
-    checked: Call = functools.partial(_checked, module, call, case)
-    if case.execution is not None:
-        checked()
-        call = checked = called(_compiled(module, spec))
+    call = _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
+    checked = functools.partial(_checked, module, call, case)
     return Prepared(module, call, checked, tuple(tensors), streams, calibrated_on)
 
 
@@ -252,14 +246,3 @@ def _decoding(module: Any, inputs: list[Tensor]) -> Call:
 
     check_call(module, last, {}, call())
     return call
-
-
-def _compiled(module: Any, spec: BackendSpec) -> Any:
-    if not spec.capabilities.compile:
-        raise UnsupportedError(
-            f"Backend {spec.name!r} does not support torch.compile; measure it eagerly (--execution eager)."
-        )
-    # Compiled code of earlier points counts against the limit of recompilations, beyond which torch is eager.
-    torch.compiler.reset()
-    # One graph for the measured shapes; a graph break is an error.
-    return torch.compile(module, fullgraph=True, dynamic=False)

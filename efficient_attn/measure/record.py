@@ -37,8 +37,8 @@ SCHEMA = 2
 
 STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
 
-# Executions of a call other than eager.
-COMPILED, DECODED = "compiled", "decoded"
+# Execution of a call other than over all tokens.
+DECODED = "decoded"
 
 # `calibrated_on` of a backend that was calibrated on the inputs of its measurement.
 SAME_INPUTS = "the inputs measured"
@@ -86,7 +86,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     inputs: Annotated[str, Meta(description="Source of q, k, v; a model and its texts.")] = "gaussian"
     layer: Annotated[_WHOLE | None, Meta(description="Only replaced layer; null: all.")] = None
     seed: Annotated[_WHOLE, Meta(description="Random seed of the inputs, or of the first draw.")] = 0
-    execution: Annotated[str | None, Meta(description="compiled, decoded; null: eager.")] = None
+    execution: Annotated[str | None, Meta(description="decoded: one token; null: all tokens.")] = None
     l2: Annotated[str | None, Meta(description="cold: L2 cache flushed before device times.")] = None
     num_kv_heads: Annotated[Size | None, Meta(description="Heads of k and v; null: num_heads.")] = None
     schema: Annotated[int, Meta(description="Version of this schema.")] = SCHEMA

@@ -49,7 +49,7 @@ class Variant:
         target: Argument of `build`: a name, a path, a module or a callable.
         options: All options, including defaults.
         memory_growth: Declared power of tokens in its memory.
-        execution: compiled or decoded; None: eager.
+        execution: decoded; None: all tokens.
     """
 
     backend: str

@@ -8,9 +8,8 @@ from typing import Any
 
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.measure.quantities import QUANTITIES
-from efficient_attn.measure.record import replace
 from efficient_attn.measure.units import show
-from efficient_attn.report.table import Table, markdown_line, short, to_html, to_markdown
+from efficient_attn.report.table import Table, markdown_line, to_html, to_markdown
 from efficient_attn.stats.diff import (
     CHANGED,
     IMPROVEMENT,
@@ -49,22 +48,17 @@ class Diff:
 
     Attributes:
         comparison: Every change with its verdict; cases that only one run has.
-        thresholds: By quantity and by kind of record, the relative change that matters.
         failing: Quantities and kinds whose regressions count as failures.
     """
 
     def __init__(self, old: Results, new: Results, fail_on: Mapping[str, float] | None) -> None:
-        self.thresholds = {
-            **{quantity.name: quantity.threshold for quantity in QUANTITIES.values()},
-            **(fail_on or {}),
-        }
         self.failing = tuple(names() if fail_on is None else fail_on)
         self._limits = fail_on or {}
         self._runs = old, new
         self.comparison: Comparison = compare_runs(old.records, new.records, thresholds=fail_on)
 
     def __repr__(self) -> str:
-        return f"Diff({' '.join(self.sentences())} .regressions, .tables(), .to_pandas())"
+        return f"Diff({' '.join(self.sentences())} .regressions, .tables())"
 
     def _repr_html_(self) -> str:
         return "".join(map(to_html, self.tables()))
@@ -84,7 +78,6 @@ class Diff:
             texts.append(f"ANOTHER MACHINE: {machine}. Times and errors may differ for that alone.")
         if software := differences(old, new, _SOFTWARE):
             texts.append(f"Other surroundings: {software}.")
-        texts += _other_kernels(*self._runs)
         for name, run in zip(("Old run", "New run"), self._runs, strict=True):
             texts += [f"{name}: {note}" for note in run.notes]
         return texts
@@ -123,17 +116,10 @@ class Diff:
             parts.append(to_markdown(table._replace(rows=table.rows[:_MOST_ROWS], notes=notes)))
         return "\n\n".join([*parts, *map(markdown_line, [*self.sentences(), *self.warnings])])
 
-    def to_pandas(self) -> Any:
-        """One row per comparison."""
-        import pandas
-
-        return pandas.DataFrame([asdict(change) for change in self.comparison.changes])
-
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""
         return {
             **asdict(self.comparison),
-            "thresholds": self.thresholds,
             "fail_on": list(self.failing),
             "warnings": self.warnings,
             "regressions": [asdict(change) for change in self.regressions],
@@ -163,17 +149,6 @@ def diff(old: Run, new: Run, *, fail_on: Mapping[str, float] | None = None) -> D
     before.check_drawable()
     after.check_drawable()
     return Diff(before, after, fail_on)
-
-
-def _other_kernels(old: Results, new: Results) -> list[str]:
-    before, after = (
-        {replace(r.case, label="").key: r.kernels for r in run.records if r.kernels} for run in (old, new)
-    )
-    unlike = [key for key in before.keys() & after.keys() if before[key] != after[key]]
-    if not unlike:
-        return []
-    then, now = (" or ".join(sorted({side[key] for key in unlike})) for side in (before, after))
-    return [f"OTHER KERNELS in {len(unlike)} cases: {short(then)} then, {short(now)} now."]
 
 
 def _row(change: Change) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ trigonometric features, |x + y|² for the others.
 
 import math
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,14 +19,10 @@ from efficient_attn.errors import OptionError, UnknownNameError
 
 Floats = NDArray[np.float64]
 
-# Gauss nodes for the angle between two lengths: machine precision for head_dim up to 4096.
-_NODES = 400
 # Up to here the power series of `_pair_excess` loses less than two digits to cancellation.
 _SMALL = 1.0
 # A series is cut where each further term is at most half of the one before, this many terms later.
 _HALVINGS = 64
-# Numbers per array that the terms of a series may take before the arguments are worked off in parts.
-_BLOCK = 1 << 20
 
 
 def log_trigonometric_error(square: ArrayLike, *, num_directions: int = 1) -> Floats:
@@ -82,211 +77,89 @@ _ERRORS: dict[str, Callable[..., Floats]] = {
 }
 
 
-def log_coupled_error(
+def log_orthogonal_error(
     square: ArrayLike,
     *,
     kind: str,
-    projection: str,
     num_directions: int,
     head_dim: int,
     log_single: ArrayLike | None = None,
 ) -> Floats:
-    """log of the exact error of coupled directions over SM²: (ρ₂ − 1)/m + f (c − 1).
+    """log of the exact error of orthogonal directions over SM²: (ρ₂ − 1)/m + f (c − 1).
 
     Directions come in blocks of at most d = `head_dim` with chi-distributed lengths; blocks are independent
     of each other, and the last may be partial. ρ₂ = E[X²]/SM² of one direction, c = E[X₁X₂]/SM² of a pair in
     a block, and f = Σ b(b − 1)/m² over blocks of b directions is the share of such pairs.
 
-    c = e^(−|z|²) 1F1(d; d/2; |z|²/2) for orthogonal directions and z = x + y, also for OPRF with any
-    exponent; −|x − y|² in place of |z|² for trigonometric features. Choromanski et al. (2021), theorem 2,
-    bounds this error. Simplex directions have the cosine ρ = −1/(d − 1): c is the mean of
-    e^(−|z|²) 1F1(d; d/2; |z|²/2 (1 + ρ sin 2α)) over sin²α ~ Beta(d/2, d/2). Reid et al., Simplex Random
-    Features (ICML 2023). Features at ω and −ω see the cosines ρ and −ρ in equal parts.
+    c = e^(−|z|²) 1F1(d; d/2; |z|²/2) for z = x + y, also for OPRF with any exponent and for features at ω and
+    −ω; −|x − y|² in place of |z|² for trigonometric features. Choromanski et al. (2021), theorem 2, bounds
+    this error.
 
     Args:
         kind: `positive`, `hyperbolic` or `trigonometric`.
-        projection: `orthogonal` or `simplex`.
         log_single: log(ρ₂ − 1), by default the error of this kind at m = 1; OPRF is of the kind `positive`.
     """
     square, head_dim = _squares(square), _count("head_dim", head_dim)
     if kind not in _ERRORS:
         raise UnknownNameError("kind", kind, _ERRORS)
-    if projection not in ("orthogonal", "simplex"):
-        raise UnknownNameError("projection", projection, ("orthogonal", "simplex"))
     half = -square / 2 if kind == "trigonometric" else square / 2
     log_unit = square if kind == "trigonometric" else np.zeros_like(square)
-    if projection == "orthogonal":
-        # ω₁ + ω₂ and ω₁ − ω₂ have the same distribution.
-        excess = _pair_excess(half, head_dim)
-    elif head_dim < 2:
-        raise OptionError("head_dim must be at least 2 for simplex directions, not 1.")
-    elif kind == "positive":
-        excess = _mean_over_lengths(half, head_dim, -1 / (head_dim - 1), log_unit)
-    else:
-        log_unit, cosine = square, 1 / (head_dim - 1)
-        excess = _mean_over_lengths(half, head_dim, -cosine, log_unit) / 2
-        excess += _mean_over_lengths(half, head_dim, cosine, log_unit) / 2
     m = _count("num_directions", num_directions)
     blocks, rest = divmod(m, head_dim)
     share = (blocks * head_dim * (head_dim - 1) + rest * (rest - 1)) / m**2
     log_error = np.asarray(_ERRORS[kind](square) if log_single is None else log_single, dtype=np.float64)
     exact = np.isneginf(log_error)
     # Divided by ρ₂ − 1, which bounds c − 1 by Cauchy-Schwarz, so that nothing here overflows.
+    excess = _pair_excess(half, head_dim)
     ratio = np.where(exact, 0.0, excess * np.exp(np.where(exact, 0.0, log_unit - log_error)))
     with np.errstate(divide="ignore"):
         return log_error + np.log(np.maximum(1 / m + share * ratio, 0.0))
 
 
-def standard_error(
-    kind: str,
-    sum_square: float,
-    difference_square: float,
-    *,
-    a: ArrayLike | None = None,
-    num_directions: int,
-    draws: int,
-) -> float:
-    """√((2 + (κ − 3)/m)/draws): relative standard error of a mean squared error over draws.
+def rare_error(log_single: ArrayLike, *, samples: int) -> Floats:
+    """√((κ − 3)/samples): relative standard error of a measured error that comes from rare directions.
 
-    κ is the kurtosis of the estimate from one direction; directions count as independent. Beyond |x + y|² of
-    about 2 nearly all of the variance of positive features comes from directions that are almost never drawn,
-    so that a measured error is too small and the sample does not show it.
+    κ = e^(4σ²) + 2e^(3σ²) + 3e^(2σ²) − 3 is the kurtosis of a lognormal estimate with σ² = log ρ₂, such as
+    that of positive features from one direction. Beyond |x + y|² of about 2 nearly all of its variance comes
+    from directions that are almost never drawn: a measured error is too small, and the sample hides it.
 
     Args:
-        kind: `positive`, `hyperbolic` or `trigonometric`.
-        a: Quadratic exponents of OPRF, one for each axis.
+        log_single: log(ρ₂ − 1), the error of one direction.
+        samples: Number of directions over all draws.
     """
-    second, third, fourth = (log_moment(k, kind, sum_square, difference_square, a=a) for k in (2, 3, 4))
-    spread = math.expm1(second)
-    if spread <= 1e-12:
-        return 0.0
-    # E[(X − 1)⁴] of E[X] = 1, in units of the largest moment so that nothing overflows.
-    largest = max(fourth, 0.0)
-    terms = zip((1, -4, 6, -3), (fourth, third, second, 0.0), strict=True)
-    central = sum(factor * math.exp(moment - largest) for factor, moment in terms)
-    if central <= 0:
-        return math.sqrt(2 / draws)
-    log_kurtosis = largest + math.log(central) - 2 * math.log(spread)
-    if log_kurtosis > 200:
-        return math.inf
-    return math.sqrt(max(2 + (math.exp(log_kurtosis) - 3) / num_directions, 0.0) / draws)
-
-
-def log_moment(
-    k: int, kind: str, sum_square: float, difference_square: float, *, a: ArrayLike | None = None
-) -> float:
-    """log E[X^k], where X is the estimate from one direction over SM, so that E[X] = 1.
-
-    X = e^(−|z|²/2) cosh(ω·z) for hyperbolic and e^(|Δ|²/2) cos(ω·Δ) for trigonometric features; OPRF has
-    X = Π √(1 − 4a_l) exp(2a_l ω_l² + √(1 − 4a_l) ω_l z_l − z_l²/2), with |z|² spread evenly over the axes.
-    """
-    if kind == "positive" and a is None:
-        return k * (k - 1) / 2 * sum_square
-    if kind == "positive":
-        a = np.asarray(a, dtype=np.float64)
-        axis, narrow, spread = sum_square / a.size, 1 - 4 * a, 1 - 4 * k * a
-        logs = k / 2 * np.log(narrow) - np.log(spread) / 2
-        return float((logs + k**2 * narrow * axis / (2 * spread) - k * axis / 2).sum())
-    # The mean of cosh^k is that of e^(j²|z|²/2) over the sums j of k signs, cos^k has −|Δ|² for |z|².
-    square = sum_square if kind == "hyperbolic" else -difference_square
-    counts = [(math.comb(k, minus), k - 2 * minus) for minus in range(k + 1)]
-    logs = np.array([math.log(count) + j**2 * square / 2 for count, j in counts])
-    return float(np.logaddexp.reduce(logs)) - k * math.log(2) - k * square / 2
+    with np.errstate(over="ignore"):
+        ratio = np.exp(np.logaddexp(0.0, log_single))
+        return np.sqrt((ratio**4 + 2 * ratio**3 + 3 * ratio**2 - 6) / samples)
 
 
 def _pair_excess(argument: Floats, head_dim: int) -> Floats:
-    """e^(−2w) 1F1(d; d/2; w) − 1 without cancellation near 0, for w < 0 in units of e^(2|w|).
+    """e^(−2w) 1F1(d; d/2; w) − 1, for w < 0 in units of e^(2|w|), the size that it reaches there.
 
-    The unit is the size it reaches there. The function solves w c″ + (3w + d/2) c′ + 2w c = 0, so the
-    coefficients of its power series obey a recurrence; c₀ = 1, c₁ = 0.
+    By Kummer's transformation it is a sum of (−d/2)_k (−w)^k e^(−|w|) / ((d/2)_k k!), less the unit. Terms
+    are at most |w|^k e^(−|w|) / k!, which add up to 1, and end by themselves for even d. Near 0 they would
+    cancel, but the function solves w c″ + (3w + d/2) c′ + 2w c = 0: the coefficients of its power series
+    obey a recurrence, with c₀ = 1 and c₁ = 0.
     """
+    half, small = head_dim / 2, np.abs(argument) <= _SMALL
     coefficients = [1.0, 0.0]
     for n in range(1, _HALVINGS):
-        following = -(3 * n * coefficients[n] + 2 * coefficients[n - 1]) / ((n + 1) * (n + head_dim / 2))
+        following = -(3 * n * coefficients[n] + 2 * coefficients[n - 1]) / ((n + 1) * (n + half))
         coefficients.append(following)
-    small = np.abs(argument) <= _SMALL
-    negative = np.maximum(-argument, 0.0)
     near = np.polynomial.polynomial.polyval(np.where(small, argument, 0.0), [0.0, *coefficients[1:]])
-    positive = np.where(argument > _SMALL, argument, 0.0)
-    far = np.expm1(_log_confluent(positive, head_dim) - 2 * positive)
-    mirrored = _decaying_confluent(np.where(small, 0.0, negative), head_dim) - np.exp(-2 * negative)
-    return np.where(small, near * np.exp(-2 * negative), np.where(argument > 0, far, mirrored))
-
-
-def _log_confluent(argument: Floats, head_dim: int) -> Floats:
-    """log 1F1(d; d/2; w) for w ≥ 0: a sum of d/2 + 1 terms for even d, a series for odd d.
-
-    For even d Kummer's transformation e^w 1F1(−d/2; d/2; −w) ends by itself: all its terms are positive,
-    C(d/2, k) w^k / (d/2)_k. For odd d the series at w itself is positive and converges.
-    """
-    half = head_dim / 2
-    if head_dim % 2 == 0:
-        last, offset = head_dim // 2, argument
-        factorials = _log_rising(1, last)
-        coefficients = factorials[-1] - factorials - factorials[::-1] - _log_rising(half, last)
-    else:
-        last, offset = int(4 * np.max(argument, initial=0.0)) + _HALVINGS, np.zeros_like(argument)
-        coefficients = _log_rising(head_dim, last) - _log_rising(half, last) - _log_rising(1, last)
-    powers = np.arange(last + 1)
-
-    def series(part: Floats) -> Floats:
-        return np.logaddexp.reduce(coefficients + powers * _log(part), axis=-1)
-
-    return offset + _in_parts(series, argument, last + 1)
-
-
-def _decaying_confluent(argument: Floats, head_dim: int) -> Floats:
-    """1F1(d; d/2; −w) for w ≥ 0, between −1 and 1, to an absolute error of a few roundings.
-
-    e^(−w) 1F1(−d/2; d/2; w) has terms of both signs, but each at most w^k e^(−w) / k!, which add up to 1.
-    """
-    half = head_dim / 2
     last = head_dim // 2
     if head_dim % 2:
-        last = int(2 * np.max(argument, initial=0.0)) + head_dim + _HALVINGS
-    factors = -half + np.arange(last)
-    signs = np.concatenate([[1.0], np.cumprod(np.sign(factors))])
-    coefficients = np.concatenate([[0.0], np.cumsum(np.log(np.abs(factors)))])
-    coefficients = coefficients - _log_rising(half, last) - _log_rising(1, last)
+        last = int(2 * np.max(np.abs(argument), initial=0.0)) + head_dim + _HALVINGS
     powers = np.arange(last + 1)
-
-    def series(part: Floats) -> Floats:
-        return (signs * np.exp(coefficients + powers * _log(part) - part)).sum(axis=-1)
-
-    return _in_parts(series, argument, last + 1)
-
-
-def _mean_over_lengths(half: Floats, head_dim: int, cosine: float, log_unit: Floats) -> Floats:
-    """Mean over sin 2α of e^(−2w) 1F1(d; d/2; w (1 + ρ sin 2α)) − 1, in units of exp(log_unit)."""
-    sines, weights = _sines(head_dim)
-    w, unit = half[..., None], log_unit[..., None]
-    stretched = w * (1 + cosine * sines)
-    shift = 2 * w * cosine * sines
-    # c(w(1+ρs)) e^(2wρs) − 1 = (c − 1) e^(2wρs) + (e^(2wρs) − 1), which keeps the digits of small w.
-    log_factor = 2 * np.maximum(-stretched, 0.0) + shift - unit
-    rest = np.sign(shift) * np.exp(np.maximum(shift, 0.0) - unit) * -np.expm1(-np.abs(shift))
-    return (_pair_excess(stretched, head_dim) * np.exp(log_factor) + rest) @ weights
-
-
-@cache
-def _sines(head_dim: int) -> tuple[Floats, Floats]:
-    """sin 2α and the weights of the law of 2α, whose density on [0, π] is proportional to sin^(d−1)."""
-    nodes, weights = np.polynomial.legendre.leggauss(_NODES)
-    sines = np.sin(math.pi / 2 * (nodes + 1))
-    weights = weights * sines ** (head_dim - 1)
-    return sines, weights / weights.sum()
-
-
-def _in_parts(function: Callable[[Floats], Floats], argument: Floats, terms: int) -> Floats:
-    """Function of columns [elements, 1], in parts that keep `terms` numbers per element in bounds."""
-    column = np.reshape(argument, (-1, 1))
-    parts = np.array_split(column, 1 + column.size * terms // _BLOCK)
-    return np.concatenate([function(part) for part in parts]).reshape(np.shape(argument))
-
-
-def _log(values: Floats) -> Floats:
-    """log of values ≥ 0; the smallest number for 0, so that 0·log 0 in a series stays 0."""
-    return np.asarray(np.log(np.maximum(values, np.finfo(np.float64).tiny)))
+    factors = powers[:-1] - half
+    logs = np.concatenate([[0.0], np.cumsum(np.log(np.abs(factors)))])
+    logs = logs - _log_rising(half, last) - _log_rising(1, last)
+    signs = np.concatenate([[1.0], np.cumprod(np.sign(factors))])
+    size = np.abs(argument)[..., None]
+    signs = np.where(argument[..., None] > 0, (-1.0) ** powers, 1.0) * signs
+    # The smallest number for 0, so that 0·log 0 stays 0.
+    terms = signs * np.exp(logs + powers * np.log(np.maximum(size, np.finfo(np.float64).tiny)) - size)
+    unit = np.exp(-2 * np.maximum(-argument, 0.0))
+    return np.where(small, near * unit, terms.sum(axis=-1) - unit)
 
 
 def _log_rising(start: float, last: int) -> Floats:

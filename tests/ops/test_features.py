@@ -13,7 +13,7 @@ import efficient_attn as ea
 from efficient_attn.ops.linear.features import DRAWS as DRAWS_OF_DIRECTIONS
 from efficient_attn.ops.linear.features import MAPS, draw_directions, haar_rotations
 from efficient_attn.ops.linear.kernel import Moments, fit_full, fit_oprf, moments
-from efficient_attn.theory.kernel import log_coupled_error
+from efficient_attn.theory.kernel import log_orthogonal_error
 
 DRAWS, DIRECTIONS, DIM, ROTATIONS = 20_000, 4, 8, 4000
 # For |x + y|² ≤ 1 the moments of the estimate are small enough to be measured by sampling.
@@ -50,7 +50,7 @@ def squared_error(kind, draw, x, y):
     together, apart, kernel = (x + y).square().sum(), (x - y).square().sum(), (x @ y).exp()
     if draw != "iid":
         sizes = {"num_directions": DIRECTIONS, "head_dim": DIM}
-        return math.exp(log_coupled_error(float(together), kind=kind, projection=draw, **sizes)) * kernel**2
+        return math.exp(log_orthogonal_error(float(together), kind=kind, **sizes)) * kernel**2
     if kind == "positive":
         return together.exp() * kernel**2 * (1 - (-together).exp()) / DIRECTIONS
     if kind == "hyperbolic":
@@ -65,8 +65,8 @@ def test_features_estimate_the_kernel_without_bias_and_with_the_variance_of_the_
     x, y = torch.tensor(PAIRS[pair], dtype=torch.float64)
     sample, kernel = estimates(kind, draw, (x, y)), (x @ y).exp()
     assert (sample.mean() - kernel).abs() <= 4.5 * sample.std() / math.sqrt(DRAWS) + 1e-12
-    # The closed form of coupled directions is one of positive features.
-    if draw == "iid" or kind == "positive":
+    # The closed form of coupled directions is one of orthogonal positive features.
+    if draw == "iid" or (draw, kind) == ("orthogonal", "positive"):
         squares = (sample - kernel).square()
         standard_error = squares.std() / math.sqrt(DRAWS)
         assert (squares.mean() - squared_error(kind, draw, x, y)).abs() <= 4.5 * standard_error

@@ -8,13 +8,12 @@ from scipy.special import roots_jacobi, roots_legendre
 
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.theory.kernel import (
-    log_coupled_error,
     log_hyperbolic_error,
-    log_moment,
     log_oprf_error,
+    log_orthogonal_error,
     log_positive_error,
     log_trigonometric_error,
-    standard_error,
+    rare_error,
 )
 
 # Estimate from a direction ω over SM, from ω·z or ω·Δ and |z|² or |Δ|² for z = x + y and Δ = x − y.
@@ -28,7 +27,6 @@ ERRORS = {
     "hyperbolic": log_hyperbolic_error,
     "trigonometric": log_trigonometric_error,
 }
-COUPLINGS = ("orthogonal", "simplex")
 
 
 def oprf_estimate(w, z, a):
@@ -57,34 +55,21 @@ def test_oprf_with_exponents_for_each_axis_has_the_integral_as_error():
     assert log_oprf_error(z, a=np.zeros(5), num_directions=8) == pytest.approx(positive, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("kind", "estimate", "a"),
-    [
-        *((kind, lambda w, z, kind=kind: ESTIMATES[kind](w * z, z**2), None) for kind in ESTIMATES),
-        ("positive", lambda w, z: oprf_estimate(w, z, -0.1), np.array([-0.1])),
-    ],
-)
-def test_moments_of_a_direction_are_their_integrals(kind, estimate, a):
-    z = 0.8
-    integrals = [normal_mean(lambda w, k=k: estimate(w, z) ** k) for k in (1, 2, 3, 4)]
-    moments = [log_moment(k, kind, z**2, z**2, a=a) for k in (1, 2, 3, 4)]
-    np.testing.assert_allclose(np.exp(moments), integrals, rtol=1e-10)
-    kurtosis = normal_mean(lambda w: (estimate(w, z) - 1) ** 4) / (integrals[1] - 1) ** 2
-    error = standard_error(kind, z**2, z**2, a=a, num_directions=8, draws=100)
-    assert error == pytest.approx(math.sqrt((2 + (kurtosis - 3) / 8) / 100), rel=1e-8)
+@pytest.mark.parametrize("square", [0.25, 2.0])
+def test_the_error_of_rare_directions_follows_from_the_kurtosis(square):
+    single, along = log_positive_error(square), math.sqrt(square)
+    kurtosis = normal_mean(lambda w: (ESTIMATES["positive"](w * along, square) - 1) ** 4) / np.exp(2 * single)
+    assert rare_error(single, samples=100) == pytest.approx(math.sqrt((kurtosis - 3) / 100), rel=1e-8)
+    assert rare_error(log_positive_error(400.0), samples=1000) == math.inf
+    assert rare_error(-math.inf, samples=1000) == 0.0
 
 
-def test_the_standard_error_is_infinite_where_no_number_holds_it_and_zero_where_nothing_varies():
-    assert standard_error("positive", 400.0, 0.0, num_directions=64, draws=1000) == math.inf
-    assert standard_error("positive", 0.0, 4.0, num_directions=64, draws=1000) == 0.0
-
-
-def integrated_pair_moment(kind, square, head_dim, cosine, a=0.0):
+def integrated_pair_moment(kind, square, head_dim, a=0.0):
     """E[X₁X₂]/SM² from its definition: over both lengths, and over two coordinates of a unit vector.
 
     OPRF has one exponent `a` for all axes.
     """
-    radii, weights = roots_legendre(300)
+    radii, weights = roots_legendre(150)
     radii = (radii + 1) / 2 * (np.sqrt(head_dim) + np.sqrt(square) + 14)
     weights = weights * np.exp((head_dim - 1) * np.log(radii) - radii**2 / 2)
     weights = weights / weights.sum() * np.exp(2 * a * radii**2) * (1 - 4 * a) ** (head_dim / 2)
@@ -92,7 +77,6 @@ def integrated_pair_moment(kind, square, head_dim, cosine, a=0.0):
     angles = np.arange(96) * 2 * np.pi / 96
     first = np.sqrt((nodes[:, None] + 1) / 2) * np.cos(angles)
     second = np.sqrt((nodes[:, None] + 1) / 2) * np.sin(angles)
-    second = cosine * first + np.sqrt(1 - cosine**2) * second
 
     def over_lengths(coordinate):
         along = np.sqrt(square * (1 - 4 * a)) * coordinate[..., None] * radii
@@ -102,72 +86,54 @@ def integrated_pair_moment(kind, square, head_dim, cosine, a=0.0):
     return mean_over_angles @ node_weights / node_weights.sum()
 
 
-def pair_moment(square, *, kind, projection, head_dim):
+def pair_moment(square, *, kind, head_dim):
     """1 + (c − 1)/u from the error of two directions at ρ₂ − 1 = u, where u is the size that c reaches."""
     unit = np.zeros_like(square) if kind == "positive" else square
     sizes = {"num_directions": 2, "head_dim": head_dim}
-    error = log_coupled_error(square, kind=kind, projection=projection, log_single=unit, **sizes)
-    return 2 * np.exp(error - unit)
+    return 2 * np.exp(log_orthogonal_error(square, kind=kind, log_single=unit, **sizes) - unit)
 
 
-def cosine_of(projection, head_dim):
-    return 0.0 if projection == "orthogonal" else -1 / (head_dim - 1)
-
-
-@pytest.mark.parametrize("head_dim", [4, 5, 64])
-@pytest.mark.parametrize("square", [1.0, 8.0, 32.0])
-def test_pairs_have_the_moment_of_its_definition_up_to_long_vectors(head_dim, square):
-    for kind in ESTIMATES:
-        unit = 1.0 if kind == "positive" else math.exp(square)
-        for projection in COUPLINGS:
-            moment = pair_moment(square, kind=kind, projection=projection, head_dim=head_dim)
-            expected = integrated_pair_moment(kind, square, head_dim, cosine_of(projection, head_dim))
-            # Gauss rules of this order leave the rounding of exponents up to a hundred, and of 1 + (c − 1).
-            np.testing.assert_allclose(moment, 1 + (expected - 1) / unit, rtol=1e-11, atol=1e-14)
-
-
-@pytest.mark.parametrize("projection", COUPLINGS)
 @pytest.mark.parametrize("kind", ESTIMATES)
-def test_the_error_of_blocks_counts_the_pairs_within_each(kind, projection):
+@pytest.mark.parametrize(("head_dim", "square"), [(4, 32.0), (5, 1.0), (5, 32.0), (64, 8.0)])
+def test_pairs_have_the_moment_of_its_definition_up_to_long_vectors(head_dim, square, kind):
+    unit = 1.0 if kind == "positive" else math.exp(square)
+    expected = integrated_pair_moment(kind, square, head_dim)
+    # Gauss rules of this order leave the rounding of exponents up to a hundred, and of 1 + (c − 1).
+    moment = pair_moment(square, kind=kind, head_dim=head_dim)
+    np.testing.assert_allclose(moment, 1 + (expected - 1) / unit, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ESTIMATES)
+def test_the_error_of_blocks_counts_the_pairs_within_each(kind):
     head_dim, square = 16, 1.0
     single = np.exp(ERRORS[kind](square))
-    excess = integrated_pair_moment(kind, square, head_dim, cosine_of(projection, head_dim)) - 1
+    excess = integrated_pair_moment(kind, square, head_dim) - 1
     for m in (1, 8, 16, 24, 48):
         block = np.arange(m) // head_dim
         pairs = (block == block[:, None]).sum() - m
-        error = log_coupled_error(
-            square, kind=kind, projection=projection, num_directions=m, head_dim=head_dim
-        )
+        error = log_orthogonal_error(square, kind=kind, num_directions=m, head_dim=head_dim)
         assert np.exp(error) == pytest.approx(single / m + pairs / m**2 * excess, rel=1e-10)
 
 
-@pytest.mark.parametrize("projection", COUPLINGS)
-def test_oprf_adds_the_same_for_every_pair_whatever_its_parameter(projection):
-    cosine = cosine_of(projection, 8)
-    moment = pair_moment(2.0, kind="positive", projection=projection, head_dim=8)
+def test_oprf_adds_the_same_for_every_pair_whatever_its_parameter():
+    moment = pair_moment(2.0, kind="positive", head_dim=8)
     for a in (-0.3, -0.05):
-        assert integrated_pair_moment("positive", 2.0, 8, cosine, a) == pytest.approx(moment, rel=1e-11)
+        assert integrated_pair_moment("positive", 2.0, 8, a) == pytest.approx(moment, rel=1e-11)
 
 
 @pytest.mark.parametrize("head_dim", [3, 64])
 def test_what_a_pair_adds_keeps_its_digits_near_zero(head_dim):
     excess = 2 * 1e-8**2 / (head_dim + 2)
     sizes = {"num_directions": 2, "head_dim": head_dim, "log_single": math.log(2 * excess)}
-    error = log_coupled_error(2e-8, kind="positive", projection="orthogonal", **sizes)
+    error = log_orthogonal_error(2e-8, kind="positive", **sizes)
     assert np.exp(error) == pytest.approx(excess / 2, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "square", "orthogonal", "simplex"),
-    [(16, 0.25, 0.259, 0.0218), (16, 8.0, 2970, 2968), (64, 1.0, 1.26, 0.293), (64, 4.0, 47.1, 43.8)],
-)
-def test_simplex_blocks_are_below_orthogonal_ones_by_the_published_amount(
-    head_dim, square, orthogonal, simplex
-):
+@pytest.mark.parametrize(("head_dim", "square", "published"), [(16, 0.25, 0.259), (64, 4.0, 47.1)])
+def test_orthogonal_blocks_have_the_published_error(head_dim, square, published):
     sizes = {"kind": "positive", "num_directions": head_dim, "head_dim": head_dim}
-    errors = [log_coupled_error(square, projection=name, **sizes) for name in COUPLINGS]
     # Three digits are published.
-    np.testing.assert_allclose(head_dim * np.exp(errors), [orthogonal, simplex], rtol=5e-3)
+    assert head_dim * np.exp(log_orthogonal_error(square, **sizes)) == pytest.approx(published, rel=5e-3)
 
 
 def test_the_ratio_of_both_errors_turns_round_where_published_curves_do():
@@ -181,17 +147,10 @@ def test_the_ratio_of_both_errors_turns_round_where_published_curves_do():
 def test_every_error_is_a_number_from_zero_to_lengths_that_overflow(kind):
     squares = np.array([0.0, 1e-12, 1.0, 600.0, 2000.0])
     errors = [ERRORS[kind](squares)]
-    for projection in COUPLINGS:
-        for head_dim in (2, 7, 64):
-            sizes = {"num_directions": 2, "head_dim": head_dim}
-            errors.append(log_coupled_error(squares, kind=kind, projection=projection, **sizes))
+    for head_dim in (2, 7):
+        errors.append(log_orthogonal_error(squares, kind=kind, num_directions=2, head_dim=head_dim))
     for error in errors:
         assert error[0] == -np.inf and np.isfinite(error[1:]).all()
-
-
-def coupled(**changes):
-    arguments = {"kind": "positive", "projection": "simplex", "num_directions": 1, "head_dim": 4}
-    return lambda: log_coupled_error(1.0, **{**arguments, **changes})
 
 
 @pytest.mark.parametrize(
@@ -201,9 +160,11 @@ def coupled(**changes):
         (lambda: log_positive_error(np.inf), OptionError, "square must be finite"),
         (lambda: log_positive_error(1.0, num_directions=0), OptionError, "whole number of at least 1, not 0"),
         (lambda: log_oprf_error([1.0], a=0.125), OptionError, r"a must be below 1/8, not 0\.125"),
-        (coupled(head_dim=1), OptionError, "head_dim must be at least 2 for simplex directions"),
-        (coupled(kind="positiv"), UnknownNameError, "'positive'"),
-        (coupled(projection="simplexes"), UnknownNameError, "'simplex'"),
+        (
+            lambda: log_orthogonal_error(1.0, kind="positiv", num_directions=1, head_dim=4),
+            UnknownNameError,
+            "'positive'",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(request_, error, message):

@@ -13,11 +13,7 @@ import torch
 from claims import FAILS, HOLDS, Claim, Interval, parse_arguments, report
 
 import efficient_attn as ea
-from efficient_attn.theory.kernel import (
-    log_positive_error,
-    log_trigonometric_error,
-    standard_error,
-)
+from efficient_attn.theory.kernel import log_positive_error, log_trigonometric_error, rare_error
 
 PAPER = "Choromanski et al. 2021, Rethinking Attention with Performers, https://arxiv.org/abs/2009.14794"
 HEAD_DIM, PAIRS = 16, 64
@@ -55,9 +51,9 @@ first, second = rotation[:, 0], rotation[:, 1]
 def errors_of(kind: str, norm: float, angle: float) -> np.ndarray | None:
     """Squared error over SM² of one direction, one entry per draw; None where rare directions are missed."""
     turn, m = math.radians(angle), directions[kind]
-    squares = (4 * norm**2 * math.cos(turn / 2) ** 2, 4 * norm**2 * math.sin(turn / 2) ** 2)
-    uncertainty = standard_error(kind, *squares, num_directions=m, draws=draws)
-    if uncertainty**2 - 2 / draws > MOST_RARE**2:
+    single = log_positive_error(4 * norm**2 * math.cos(turn / 2) ** 2)
+    # Cosines are bounded.
+    if kind == "positive" and rare_error(single, samples=m * draws) > MOST_RARE:
         return None
     # Backends scale q and k by head_dim^(-1/4) each, which gives x and y.
     x, y = first, math.cos(turn) * first + math.sin(turn) * second

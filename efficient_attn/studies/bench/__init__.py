@@ -13,7 +13,7 @@ from efficient_attn.errors import OptionError
 from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, Measurer
 from efficient_attn.measure.quantities import QUANTITIES
-from efficient_attn.measure.record import COMPILED, DECODED
+from efficient_attn.measure.record import DECODED
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, joint_name, select
 from efficient_attn.options import positive_number
@@ -26,9 +26,6 @@ from efficient_attn.studies.workload import SUBJECTS, Costs, Workload, measurer_
 # Key of a run's environment that holds the error limit.
 MAX_ERROR = "max_error"
 DEFAULT_MAX_ERROR = 0.1
-
-EAGER = "eager"
-_EXECUTIONS = (EAGER, COMPILED)
 
 _LENGTHS = (256, 512, 1024, 2048, 4096)
 _NUM_HEADS, _HEAD_DIM = 8, 64
@@ -72,14 +69,6 @@ def plan(
     decode: Annotated[
         bool, Option(help="Time one new token after all others, causal, and the bytes of the state.")
     ] = False,
-    execution: Annotated[
-        str | Sequence[str],
-        Option(
-            help="eager, or compiled by torch.compile; several: a,b.",
-            metavar="|".join(_EXECUTIONS),
-            rare=True,
-        ),
-    ] = EAGER,
     options: shared.Settings = None,
     rounds: shared.Rounds = 4,
     seed: int = 0,
@@ -112,22 +101,18 @@ def plan(
                 seed=seed,
             )
         )
-        for subject in dict.fromkeys(_words(of))
+        for subject in dict.fromkeys(of.split(",") if isinstance(of, str) else of)
     ]
     first, attention = workloads[0], [workload for workload in workloads if workload.of == "attention"]
-    executions = [None if word == EAGER else word for word in dict.fromkeys(_words(execution))]
-    if unknown := [word for word in executions if word not in (None, COMPILED)]:
-        raise OptionError(f"execution is {', '.join(_EXECUTIONS)}, not {unknown[0]!r}.")
-    if decode:
-        if backward or executions != [None] or attention != workloads:
-            raise OptionError("decode is of attention alone, eager and without gradients.")
-        executions = [DECODED]
+    if decode and (backward or attention != workloads):
+        raise OptionError("decode is of attention alone and without gradients.")
     # Calls are made where their time is limited, and their failures are records.
     chosen = select(backends, options, also=True)
     if not any(variant.backend == YARDSTICK for variant in chosen):
         chosen = (*select([YARDSTICK]), *chosen)
     # The baseline comes first, in case the budget ends.
     chosen = tuple(sorted(chosen, key=lambda variant: variant.backend != YARDSTICK))
+    error = error and not decode
     subjects = _subjects(inputs, layers, first) if inputs is not None or (error and attention) else []
     if inputs is not None:
         if (num_heads, head_dim) != (None, None) or attention != workloads:
@@ -137,6 +122,9 @@ def plan(
         lengths = _lengths_of_inputs(lengths, subjects)
         # All lengths have the same layers.
         subjects = [subject for subject in subjects if subject.tokens >= max(lengths)]
+    about = {MAX_ERROR: max_error, CANDIDATES: [variant.label for variant in chosen]}
+    if decode:
+        chosen = tuple(replace(x, label=f"{x.label} · {DECODED}", execution=DECODED) for x in chosen)
     measurer, limit, notes = measurer_for(
         chosen, first, isolate=isolate, timeout_s=timeout_s, memory_limit=memory_limit
     )
@@ -154,25 +142,23 @@ def plan(
         of_layer = {**vars(attention[0]), **subject.shape, **_ERROR, "inputs": subject.name}
         errors.append((subject.tokens, costs_of(shared=of_layer)))
     return Plan(
-        steps=partial(_steps, executions, lengths, settings, errors),
+        steps=partial(_steps, lengths, settings, errors),
         device=first.device,
         timeout_s=timeout_s,
         notes=notes,
-        about={MAX_ERROR: max_error, CANDIDATES: [variant.label for variant in chosen]},
+        about=about,
         resources=_handing_over(measurer, subjects, timed["inputs"]),
     )
 
 
 def _steps(
-    executions: Sequence[str | None],
     lengths: Sequence[int],
     settings: Sequence[tuple[Costs, Sequence[Variant]]],
     errors: Sequence[tuple[int, Costs]],
 ) -> Steps:
     """One round of every call, its error and its memory, then further rounds of all calls.
 
-    Lengths go from short to long. Compiling, which takes longest, comes last. A variant that failed is left
-    out of further layers.
+    Lengths go from short to long. A variant that failed is left out of further layers.
 
     Args:
         errors: Length and errors of every layer, whose exact output is computed once.
@@ -180,13 +166,11 @@ def _steps(
     from efficient_attn.measure.accuracy import MEAN
 
     calls: list[Point] = []
-    for kind, tokens, (costs, variants) in itertools.product(executions, lengths, settings):
-        if kind is not None:
-            variants = [replace(v, label=f"{v.label} · {kind}", execution=kind) for v in variants]
+    for tokens, (costs, variants) in itertools.product(lengths, settings):
         times = [costs.point(variant, tokens) for variant in variants]
         records = yield [replace(point, rounds=1) for point in times]
         calls += [point for point, record in zip(times, records, strict=True) if record.status == "ok"]
-        if kind is None and costs.shared["of"] == "attention":
+        if costs.shared["of"] == "attention":
             failed = {record.case.label for record in records if record.status != "ok"}
             for layer in (layer for longest, layer in errors if tokens <= longest):
                 for variant in (MEAN, *variants):
@@ -211,12 +195,6 @@ def _subjects(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> 
         raise OptionError(
             f"layers of {source} differ in shape or causality; save one alone, or pass layers=[N] in Python."
         )
-    for subject in captured:
-        if subject.activations.q.shape[-2] != subject.tokens:
-            raise OptionError(
-                f"inputs {subject.name} have {subject.activations.q.shape[-2]} queries for {subject.tokens} "
-                "keys; the numbers must be equal."
-            )
     return captured
 
 
@@ -246,10 +224,6 @@ def _handing_over(measurer: Measurer, subjects: Sequence[Any], timed: str) -> It
         if timed != "gaussian":
             measurer.inputs[timed] = measurer.inputs[subjects[len(subjects) // 2].name]
         yield
-
-
-def _words(text: str | Sequence[str]) -> list[str]:
-    return text.split(",") if isinstance(text, str) else list(text)
 
 
 STUDY = Study(

@@ -20,7 +20,7 @@ from efficient_attn.ops.linear.features import haar_rotations
 from efficient_attn.problem import positive_count
 from efficient_attn.studies.study import Point
 from efficient_attn.theory import kernel
-from efficient_attn.theory.kernel import Floats, log_coupled_error, log_oprf_error, standard_error
+from efficient_attn.theory.kernel import log_oprf_error, log_orthogonal_error, rare_error
 
 # Draws of kernel entries, which are cheap and scatter; pairs of one norm and angle, in random directions.
 DRAWS, PAIRS = 64, 64
@@ -88,8 +88,8 @@ def _measure(variant: Variant, subject: Subject, draws: int, threads: int | None
 
 
 def _theory(backend: Any, q: torch.Tensor, k: torch.Tensor, draws: int) -> tuple[float | None, float]:
-    """Theoretical error over SM², None without a closed form; and the part of the relative standard error
-    over draws that comes from rare directions, which normal estimates do not have.
+    """Theoretical error over SM², None without a closed form; and the relative standard error over draws
+    that comes from rare directions.
     """
     features = getattr(backend.core, "features", None)
     random = getattr(features, "random", features)
@@ -97,32 +97,18 @@ def _theory(backend: Any, q: torch.Tensor, k: torch.Tensor, draws: int) -> tuple
     if random is None or projection is None or random.kind not in _KINDS:
         return None, 0.0
     x, y = (rows.numpy().astype(np.float64)[0, 0] for rows in backend.kernel_rows(q, k))
-    sums, differences = ((x + y) ** 2).sum(axis=1), ((x - y) ** 2).sum(axis=1)
+    z = x + y
+    square = ((x - y if random.kind == "trigonometric" else z) ** 2).sum(axis=1)
     m, curvatures = len(random.projection), getattr(features, "curvatures", None)
     a = None if curvatures is None else curvatures[0].double().numpy()
-    uncertainty = standard_error(
-        random.kind, float(sums.mean()), float(differences.mean()), a=a, num_directions=m, draws=draws
-    )
-    rare = math.sqrt(max(uncertainty**2 - 2 / draws, 0.0))
-    square = differences if random.kind == "trigonometric" else sums
-    logs = _log_errors(random.kind, projection, x + y, square, m, a)
-    return (None if logs is None else float(np.exp(logs).mean())), rare
-
-
-def _log_errors(kind: str, projection: str, z: Floats, square: Floats, m: int, a: Floats | None) -> Any:
-    """log of the error over SM² of each pair, for z = x + y."""
+    single = getattr(kernel, f"log_{random.kind}_error")(square) if a is None else log_oprf_error(z, a=a)
+    # Cosines are bounded.
+    bounded = random.kind == "trigonometric"
+    rare = 0.0 if bounded else float(rare_error(single.mean(), samples=m * draws))
     if projection == "iid":
-        if a is not None:
-            return log_oprf_error(z, a=a, num_directions=m)
-        return getattr(kernel, f"log_{kind}_error")(square, num_directions=m)
-    if a is not None and np.ptp(a) > 0:
+        return float(np.exp(single).mean()) / m, rare
+    if projection != "orthogonal" or (a is not None and np.ptp(a) > 0):
         # Coupled directions have a closed form only for equal a along all axes.
-        return None
-    return log_coupled_error(
-        square,
-        kind=kind,
-        projection=projection,
-        num_directions=m,
-        head_dim=z.shape[1],
-        log_single=None if a is None else log_oprf_error(z, a=a),
-    )
+        return None, rare
+    coupled = {"kind": random.kind, "head_dim": z.shape[1], "log_single": single}
+    return float(np.exp(log_orthogonal_error(square, num_directions=m, **coupled)).mean()), rare
