@@ -34,7 +34,7 @@ DECIDES = "has no effect with this model, which decides its inputs"
         (":make_error", "models.py:make_error fails: ValueError: no weights here."),
         (":make_without_inputs", "make_without_inputs fails: TypeError: Model.forward() missing 2 required"),
         (":make_without_attention", "code with its own softmax must call F.scaled_dot_product_attention"),
-        (":make_cross", "model: its queries and keys differ in number"),
+        (":make_cross", "makes no call that a backend can serve: model: its queries and keys differ in numb"),
         (":make_text", "The model returns str without a floating-point tensor"),
         (":make_infinite", "make_infinite returns numbers that are not finite; return real rows alone"),
         (":make_counted", "make_counted returns another output in its next run"),
