@@ -89,20 +89,17 @@ def is_called(model: Any) -> bool:
     return callable(model) and not isinstance(model, (nn.Module, type))
 
 
-def called_model(
-    model: Any, *, name: str | None = None, seed: int = 0, module: nn.Module | None = None
-) -> CalledModel:
+def called_model(model: Any, *, seed: int = 0, module: nn.Module | None = None) -> CalledModel:
     """The model with its inputs: from an address file.py:function, a function, or a pair.
 
     Args:
-        name: Name in records; None: the file and the function.
         seed: Seed of the random numbers that the function draws.
         module: Earlier module that takes the inputs; None: the new one.
 
     Raises:
         AttentionError: If the address names nothing, or the function fails or returns another form.
     """
-    make, source = model, b""
+    make, source, name = model, b"", str(getattr(model, "__name__", "model"))
     if isinstance(model, (str, Path)):
         address = str(model)
         if not is_address(address):
@@ -110,9 +107,8 @@ def called_model(
         with torch.random.fork_rng():
             torch.manual_seed(0)
             place, make = object_at(address, role="a model")
-        name = name or f"{Path(place).name}:{address.rpartition(':')[2]}"
+        name = f"{Path(place).name}:{address.rpartition(':')[2]}"
         source = Path(place).read_bytes() if Path(place).is_file() else b""
-    name = name or str(getattr(make, "__name__", "model"))
     with running(name), torch.random.fork_rng():
         torch.manual_seed(seed)
         result = make() if callable(make) else make
@@ -284,10 +280,10 @@ class CallSubject:
         return replace(self.model, chosen, example=self.example.seeded, strict=True)
 
 
-def called_pair(model: Any, name: str | None, workload: Workload) -> tuple[CallSubject, CallSubject]:
+def called_pair(model: Any, workload: Workload) -> tuple[CallSubject, CallSubject]:
     """A model on inputs that choose, and on inputs of another seed that verify."""
-    first = called_model(model, name=name)
-    second = called_model(model, name=name, seed=1, module=first.module)
+    first = called_model(model)
+    second = called_model(model, seed=1, module=first.module)
     choosing = CallSubject.of(first, workload)
     ending = SAME_AGAIN if torch.equal(first.output(), second.output()) else HELD_OUT
     shared = {**choosing.shared, "inputs": f"{first.name}{ending}"}

@@ -30,7 +30,6 @@ from efficient_attn.integrations.transformers.swapping import (
 )
 from efficient_attn.integrations.transformers.swapping import ModelOutputs as Outputs
 from efficient_attn.measure import error as distances
-from efficient_attn.measure import planted_numbers
 from efficient_attn.measure.copies import copies_begin, copy_recall, with_copies
 from efficient_attn.measure.texts import digest
 from efficient_attn.measure.variants import OWN, Variant
@@ -67,9 +66,6 @@ class TextSubject:
     calibration: Tensor | None = None
     calibrated_on: str = FIRST_TEXT
     base: Mapping[int, Choice] = field(default_factory=dict)
-    tokenizer: Any = None
-    # The text from which prompts with planted numbers are made.
-    filler: str = ""
 
     @classmethod
     def of(
@@ -93,15 +89,7 @@ class TextSubject:
             "seed": workload.seed,
         }
         hashes = {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
-        return cls(
-            opened.model,
-            sites,
-            ids,
-            shared,
-            {**opened.about, "texts": hashes},
-            tokenizer=opened.tokenizer,
-            filler=next(iter(texts.values())),
-        )
+        return cls(opened.model, sites, ids, shared, {**opened.about, "texts": hashes})
 
     @cached_property
     def predicts(self) -> bool:
@@ -158,18 +146,6 @@ class TextSubject:
             if begin < ids.shape[1]:
                 by_name |= copy_recall(replaced.logits, exact.logits, ids[0])
         return by_name
-
-    def right_answers(self) -> list[bool]:
-        """Whether the model finds each of the numbers that prompts plant in the text."""
-        prompts = planted_numbers.prompts(
-            self.tokenizer, self.filler, self.shared["tokens"], seed=self.shared["seed"]
-        )
-        answers: list[bool] = []
-        for prompt in prompts:
-            outputs = run(self.model, prompt.ids.to(self.model.device), predicts=True)
-            if outputs.logits is not None:
-                answers += planted_numbers.right_answers(outputs.logits, prompt)
-        return answers
 
     @contextmanager
     def replaced(self, variant: Variant, draw: int = 0, layer: int | None = None) -> Iterator[bool]:
@@ -237,12 +213,12 @@ def ranks_heads(opened: Opened) -> bool:
     return several and predicts_next(opened.model, sites)
 
 
-def load(model: Any, name: str | None, workload: Workload) -> Opened:
+def load(model: Any, workload: Workload) -> Opened:
     """The model of a folder, or a loaded model in a pair with its tokenizer."""
     from transformers import PreTrainedModel
 
     if isinstance(model, (str, Path)):
-        return open_model(model, dtype=workload.dtype, device=workload.device, name=name)
+        return open_model(model, dtype=workload.dtype, device=workload.device)
     if not isinstance(model, tuple) or not isinstance(model[0], PreTrainedModel):
         raise DtypeError(
             "model is a folder, a pair (model, tokenizer) of transformers, or makes its own inputs, not "
@@ -253,7 +229,7 @@ def load(model: Any, name: str | None, workload: Workload) -> Opened:
         raise OptionError(
             "model is in training mode, where dropout would be taken for an error; model.eval() first."
         )
-    return Opened(module, tokenizer, {"model": name or type(module).__name__, "class": type(module).__name__})
+    return Opened(module, tokenizer, dict.fromkeys(("model", "class"), type(module).__name__))
 
 
 def _token_ids(opened: Opened, texts: Mapping[str, str], seq_len: int | None) -> tuple[Tensor, ...]:

@@ -93,9 +93,6 @@ def plan(
         Sequence[int] | None,
         shared.worded(shared.Layers, "Layers of --by layer and --save, from 0; all if omitted."),
     ] = None,
-    name: Annotated[
-        str | None, Option(help="Name of the model in records; the folder's if omitted.", rare=True)
-    ] = None,
     dtype: Annotated[
         str | None, Option(help="Dtype of the model of a folder; float32 if omitted.", rare=True)
     ] = None,
@@ -130,18 +127,18 @@ def plan(
     lengths = [None] if seq_lens is None else list(parse_sizes(seq_lens, name="seq_lens"))
     if is_called(model):
         refuse(settings, OF_A_FOLDER, DECIDES)
-        called = called_model(model, name=name)
+        called = called_model(model)
         subjects = [CallSubject.of(called, workload)]
     else:
         from efficient_attn.studies.swap.model import TextSubject, load
 
-        named, opened = named_texts(texts), load(model, name, workload)
+        named, opened = named_texts(texts), load(model, workload)
         subjects = [TextSubject.of(opened, named, workload, seq_len=tokens) for tokens in lengths]
     first = subjects[0]
     unknown = [layer for layer in layers or () if layer not in first.layers]
     if unknown and (by_layer or is_called(model)):
         raise OptionError(f"layers with a backend: {', '.join(map(str, first.layers))}; not {unknown[0]}.")
-    variants, notes = candidates(chosen, first, options), list(first.notes)
+    variants, notes = candidates(chosen, first), list(first.notes)
     if save is not None:
         from efficient_attn.integrations.capture import capture, capture_text, save_activations
 

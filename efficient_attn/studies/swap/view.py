@@ -16,7 +16,7 @@ from efficient_attn.report.text import (
     show_error,
     three_digits,
 )
-from efficient_attn.stats.candidates import missing, operations_share
+from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.estimates import grouped, time_ratio
 from efficient_attn.studies.swap.plan import (
     HIDDEN,
@@ -175,16 +175,9 @@ def _whole(swap: Swap) -> Table:
     measured = [name for name in shown if any(getattr(whole, name) is not None for whole in wholes)]
     rows = []
     for row in swap.rows:
-        operations = None if row.whole is None else operations_share(row.whole)
         reference = None if row.backend == YARDSTICK else swap.reference
-        rows.append(
-            (
-                row.label,
-                *(_cell(row, quantity) for quantity in measured),
-                NOT_MEASURED if operations is None else f"{three_digits(operations)}×",
-                *cost_cells(row.timed, reference, row.peak_bytes),
-            )
-        )
+        costs = cost_cells(row.timed, reference, row.peak_bytes)
+        rows.append((row.label, *(_cell(row, quantity) for quantity in measured), *costs))
     notes = (
         f"Attention replaced in all layers without training, against the {ORIGINAL} model. Means over texts "
         "and draws; intervals: 95 %. Time and memory: one forward pass of the first text.",
@@ -193,14 +186,13 @@ def _whole(swap: Swap) -> Table:
         *calibration_note(wholes),
         *failure_notes(swap.records),
     )
-    speed, costs = f"speed, {ORIGINAL} 1×", ("time, ms", "memory, MiB")
-    names = [NAMES[quantity] for quantity in measured]
-    columns = ("backend", *names, "operations, exact 1×", costs[0], speed, costs[1])
+    time, speed, memory = "time, ms", f"speed, {ORIGINAL} 1×", "memory, MiB"
+    columns = ("backend", *(NAMES[quantity] for quantity in measured), time, speed, memory)
     lower = (KL, PERPLEXITY, HIDDEN, OUTPUT)
     return Table(f"Attention replaced: {heading(swap.case)}", columns, tuple(rows), notes).compared(
         errors=[NAMES[name] for name in measured if name in lower],
         scores=[NAMES[name] for name in measured if name not in (*lower, LOSS)],
-        costs=costs,
+        costs=(time, memory),
         speeds=(speed,),
     )
 

@@ -142,13 +142,14 @@ def test_layers_that_slide_stay_exact_and_are_told(tmp_path):
 
 
 def test_a_model_whose_layers_all_slide_takes_a_window_of_its_own_width_alone(tmp_path):
-    results = swap(saved(mistral(), tmp_path), ["window", "performer-positive"])
+    results = swap(saved(mistral(), tmp_path), ["window", "performer-positive", "window-clusters"])
     records = quality(results)
     window, refused = records["window", None], records["performer-positive", None]
     assert window.case.options["window"] == WINDOW and window.case.num_kv_heads == 2
     assert window.hidden_relative_error < ROUNDING
     assert records["exact", None].hidden_relative_error < ROUNDING
     assert refused.status == "unsupported"
+    assert records["window-clusters", None].case.options["window"] != WINDOW
     assert refused.reason.startswith("Backend 'performer-positive' does not support causal over 5 keys")
     assert "performer-positive" not in {r.case.label for r in results.records if r.case.kind == "time"}
 
@@ -187,7 +188,7 @@ def test_a_run_times_all_variants_and_is_written_read_and_drawn(encoder, tmp_pat
     sizes = {"window": {"window": [3, TOKENS + 1]}}
     labels = {"window(window=3)", f"window(window={TOKENS + 1})", "performer-positive"}
     request = {"options": sizes, "by_layer": True, "rounds": 2, "out": tmp_path / "run"}
-    results = swap(encoder, ["window", "performer-positive"], **request)
+    results = swap(encoder, ["window", "performer-positive"], draws=1, **request)
     timed = [record for record in results.records if record.case.kind == "time"]
     memories = [record for record in results.records if record.case.kind == "memory"]
     assert len(timed) == len(memories) == 6
