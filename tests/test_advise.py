@@ -75,13 +75,13 @@ def test_backends_that_are_slower_by_prediction_are_not_timed_at_long_lengths(mo
     own = worker.measure
 
     def fixed(case, **arguments):
-        made = own(case, **arguments)
         if case.kind != "time":
-            return made
+            return own(case, **arguments)
         factor = 100.0 if case.label == "window" else 1.0
         return Record(case=case, times_s=(factor * 1e-6 * case.tokens,), round_sizes=(1,))
 
     monkeypatch.setattr(worker, "measure", fixed)
+    monkeypatch.setattr("efficient_attn.studies.advise.attention.SOURCES", ("decoder",))
     found = kinds(ea.advise(backends=["exact", "window"], seq_lens=(512, 1024)))
     assert {("time", "window", SHORT[-1]), ("prediction", "window", 1024), ("time", "exact", 1024)} <= found
     assert ("time", "window", 1024) not in found
@@ -115,7 +115,7 @@ def test_a_backend_that_failed_somewhere_is_not_within_the_limit_everywhere(fail
     place = ("window", tokens, source, 1)
     broken = Record(case=places[place].case, status="oom", reason="why not")
     for errors, told in (
-        (places, "on every layer with window (error 0.05; 2.0 ± 0.2 times faster at 1024 tokens), linformer"),
+        (places, "on every layer with window (error 0.05, speed 2.0× at 1024 tokens), linformer"),
         ({**places, place: broken}, "on every layer with linformer (error 0.06)."),
         ({}, "): nothing measured."),
     ):
@@ -144,7 +144,6 @@ def of_model(tokens, plan=(), *, layers='{"0": "window"}'):
         "chosen_layers": layers if plan else "{}",
         "attached_layers": '{"format": 1, "layers": {}}',
         "predicted_speed": 2.0,
-        "calibrated_on": "the first text",
     }
     made = [
         timed(OWN, tokens, EXACT, **OF_MODEL),
@@ -186,8 +185,8 @@ def test_faster_not_faster_and_undecided_are_three_outcomes_of_a_length(times, b
     sentence = results.sentences()[0]
     assert sentence.startswith(f"{begins} (cosine, mean pool 0.9000).")
     outcomes = {
-        FASTER: "2.0 ± 0.7 times faster, with window in layer 0",
-        SLOWER: "2.0 ± 0.7 times slower, with window in layer 0",
+        FASTER: "2.0 ± 0.7 times faster, with window in layers 0",
+        SLOWER: "2.0 ± 0.7 times slower, with window in layers 0",
         OPEN: "undecided, ",
         (): "no plan; attention takes 67 % of the time, so at most 3.0×",
         FASTER[:2]: "undecided: 2 times faster",
@@ -195,7 +194,6 @@ def test_faster_not_faster_and_undecided_are_three_outcomes_of_a_length(times, b
     for tokens, plan in parts:
         assert f"At {tokens} tokens {outcomes[plan]}" in sentence
     assert ("layers.json" in results.files()) == begins.startswith("Faster")
-    assert all("; ea.calibrate(model, **batch)" in code for code in results.sentences()[1:])
 
 
 @pytest.mark.parametrize(
@@ -226,7 +224,7 @@ def test_a_plan_of_heads_without_a_finite_loss_or_recall_is_no_verdict(loss):
     plan = Record(case=case("swap", "plan", 512, **HELD_OUT), **heads, **loss)
     drawn = Record(case=case("swap", "random heads", 512, **HELD_OUT), **heads)
     target = {"quantity": "next_token_kl", "limit": 0.01, "max_loss": 0.01, "min_recall": 0.98}
-    records = [plan, drawn, Record(case=case("planted", "plan", 512, **HELD_OUT), retrieval=0.5)]
+    records = [plan, drawn]
     records += bound(512, [time_s / 3 for time_s in EXACT])
     (sentence,) = Results(records, environment={"study": "advise", "target": target}).sentences()
     assert "At 512 tokens not measured to the end;" in sentence

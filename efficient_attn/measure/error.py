@@ -251,25 +251,22 @@ def _share(x: Tensor) -> str:
 
 
 def next_token_distances(logits: Logits, exact: Logits, ids: Tensor) -> dict[str, float]:
-    """Divergence in nats, disagreement, perplexity and loss of the next token, in blocks of positions.
+    """Divergence in nats, perplexity and loss of the next token, in blocks of positions.
 
-    The divergence is the mean of Σ p log(p / p'), with p of `exact`. The disagreement is the share of
-    positions with another most likely token, the perplexity exp of the mean of −log p'(next token). The loss
-    is the mean of log(p / p')(next token); its standard error that of the mean over blocks of 64 consecutive
-    tokens, whose losses depend on one another.
+    The divergence is the mean of Σ p log(p / p'), with p of `exact`. The perplexity is exp of
+    the mean of −log p'(next token). The loss is the mean of log(p / p')(next token); its standard error that
+    of the mean over blocks of 64 consecutive tokens, whose losses depend on one another.
 
     Args:
         logits, exact: Logits of a slice of positions, [positions vocabulary].
         ids: Tokens of the text, [tokens].
     """
-    kl = unlike = loss = 0.0
+    kl = loss = 0.0
     differences: list[Tensor] = []
     for start in range(0, len(ids), _ROWS):
         rows = slice(start, min(start + _ROWS, len(ids)))
-        part, exact_part = logits(rows), exact(rows)
-        log_q, log_p = (F.log_softmax(block.double(), dim=-1) for block in (part, exact_part))
+        log_q, log_p = (F.log_softmax(model(rows).double(), dim=-1) for model in (logits, exact))
         kl += float(F.kl_div(log_q, log_p, reduction="sum", log_target=True))
-        unlike += float((part.argmax(dim=-1) != exact_part.argmax(dim=-1)).sum())
         following = ids[rows.start + 1 : rows.stop + 1]
         nats, exact_nats = (
             F.nll_loss(x[: len(following)], following, reduction="none") for x in (log_q, log_p)
@@ -280,7 +277,6 @@ def next_token_distances(logits: Logits, exact: Logits, ids: Tensor) -> dict[str
     return {
         # The divergence of equal distributions is zero, up to rounding of either sign.
         "next_token_kl": max(kl / len(ids), 0.0) if math.isfinite(kl) else kl,
-        "next_token_disagreement": unlike / len(ids),
         "loss_difference": float(torch.cat(differences).mean()),
         "loss_difference_error": float(means.std() / len(means) ** 0.5) if len(means) > 1 else 0.0,
         "perplexity": math.exp(min(loss / (len(ids) - 1), _MOST_NATS)) if math.isfinite(loss) else loss,

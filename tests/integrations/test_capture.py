@@ -134,7 +134,7 @@ def measure(patterns):
         (capture(layers=[-1]), OptionError, "layers are from 0 to 2 in this model, not -1"),
         (capture(layers=[]), OptionError, "layers are from 0 to 2 in this model, not none"),
         (swap(layers=[1]), OptionError, "layers name those that are replaced alone"),
-        (swap(save="x.bin"), OptionError, "save is a file that ends in .safetensors, not 'x.bin'"),
+        (swap(save="x.bin"), OptionError, "save is a new file that ends in .safetensors, not 'x.bin'"),
         (store(1e6, "x.safetensors"), DataError, r"layer\.0\.q has entries beyond the range of float16"),
         (store(1.0, "absent/x.safetensors"), DataError, "Cannot write .*: No such file or directory"),
         (measure('{"0": "causal over 5 keys"}'), DataError, r"Layer 0 of x\.safetensors is causal over 5"),

@@ -40,13 +40,8 @@ class Opened(NamedTuple):
     about: dict[str, str]
 
 
-def open_model(
-    folder: str | Path, *, dtype: str = "float32", device: str = "cpu", name: str | None = None
-) -> Opened:
+def open_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu") -> Opened:
     """Load the model of a folder and its tokenizer.
-
-    Args:
-        name: Name of the model; None: the name of the folder.
 
     Raises:
         DataError: If the folder holds no such model, or reading it would run code.
@@ -65,7 +60,7 @@ def open_model(
         with weight_file.open("rb") as file:
             hashlib.file_digest(file, lambda: digest)
     about = {
-        "model": name or path.resolve().name,
+        "model": path.resolve().name,
         "class": kind.__name__,
         "weights_sha256": digest.hexdigest(),
         "transformers": transformers.__version__,

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
 from efficient_attn.report.text import compared, rounded, skipped_notes
 from efficient_attn.stats.estimates import Typical, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
-from efficient_attn.studies.advise.plan import BOUND, LIMIT, RETRIEVAL
+from efficient_attn.studies.advise.plan import BOUND, LIMIT
 from efficient_attn.studies.swap.plan import KL, MEAN_POOL, NAMES, OUTPUT_COSINE
 from efficient_attn.studies.swap.view import quantity_words
 from efficient_attn.studies.view import Environment
@@ -88,9 +88,8 @@ class Outcome(NamedTuple):
     """Outcome of an advice for a model at one length.
 
     Attributes:
-        side: 1: the plan is within the target and clearly faster; −1: no attention is clearly faster, there
-            is no plan, it misses the target, or it is clearly slower; 0: its times leave it open; None: the
-            run ended before.
+        side: 1: a plan within the target is clearly faster; −1: none is; 0: its times leave it open; None:
+            the run ended before.
         verdict: Speed and layers of the plan, or why there is none.
         plan: Record of the plan on held-out inputs.
     """
@@ -148,25 +147,19 @@ def _verdict(
         return None, "not timed"
     speed = time_ratio(planned[-1], models[-1])
     open_ = "undecided: " if speed.low is None else ""
-    return speed.side_of_one, f"{open_}{compared(speed)}, with {_described(plan, layers, records)}"
+    return speed.side_of_one, f"{open_}{compared(speed)}, with {_described(plan, layers)}"
 
 
-def _described(plan: Record, layers: Mapping[int, str], records: Sequence[Record]) -> str:
+def _described(plan: Record, layers: Mapping[int, str]) -> str:
     """`window in layers 0, 2–5`, or the number of key heads that stream, their loss and their recall."""
     if plan.streaming_heads is None:
-        return in_ranges(layers)
+        return layers_in_words(layers)
     window, width = plan.case.options.get("window"), _WIDTH * (plan.loss_difference_error or 0.0)
-    text = (
+    return (
         f"{plan.streaming_heads} of {plan.key_heads} key heads streaming (window {window}, ranked by the "
         f"{plan.ranked_by}): loss {plan.loss_difference:+.4f} ± {width:.4f} nats, recall "
         f"{100 * _recall(plan):.1f} % of exact"
     )
-    for record in records:
-        shares = record.retrieval, record.retrieval_exact, record.retrieval_error
-        if record.case.kind == RETRIEVAL and None not in shares:
-            share, exact, error = (100 * x for x in shares)
-            text += f", {share:.0f} % of planted numbers (the model {exact:.0f} %, ± {_WIDTH * error:.1f})"
-    return text
 
 
 def model_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
@@ -179,7 +172,7 @@ def model_sentences(records: Sequence[Record], environment: Environment) -> list
     if lasting:
         text = f"Faster from {lasting[-1].tokens} tokens"
     elif faster:
-        text = f"Faster at {listed(str(outcome.tokens) for outcome in faster)} tokens only"
+        text = f"Faster at {', '.join(str(outcome.tokens) for outcome in faster)} tokens only"
     elif outcomes and all(outcome.side == -1 for outcome in outcomes):
         text = "Nothing is faster on this machine: stay with exact"
     else:
@@ -187,18 +180,9 @@ def model_sentences(records: Sequence[Record], environment: Environment) -> list
     verdicts = "".join(f" At {outcome.tokens} tokens {outcome.verdict}." for outcome in outcomes)
     target = quantity_words(targets.quantity, targets.limit)
     text = f"{text} ({target}).{verdicts}{settled}{skipped_note(records)}"
-    return [text, _in_python(faster[-1], environment)] if faster else [text]
-
-
-def _in_python(outcome: Outcome, environment: Environment) -> str:
-    """Python that uses a plan: its file, or a mapping where a backend has no registered name."""
-    origin = environment.get(MODEL)
-    called = isinstance(origin, Mapping) and origin.get("sites") is not None
-    plan = f'"{LAYERS}"' if attached_plan(outcome) else "{layer: (backend, options), …}"
-    code = f"ea.attach(model, {plan}{', example=lambda: model(*inputs)' if called else ''})"
-    if not called and outcome.plan is not None and outcome.plan.calibrated_on is not None:
-        code += "; ea.calibrate(model, **batch)"
-    return f"The plan for {outcome.tokens} tokens in Python: {code}"
+    if not faster or attached_plan(faster[-1]) is None:
+        return [text]
+    return [text, f'The plan for {faster[-1].tokens} tokens in Python: ea.attach(model, "{LAYERS}")']
 
 
 def attached_plan(outcome: Outcome) -> dict[str, Any] | None:
@@ -219,30 +203,16 @@ def parsed_layers(text: str | None) -> dict[int, str] | None:
     return layers if all(isinstance(label, str) for label in layers.values()) else None
 
 
-def in_ranges(chosen: Mapping[int, str]) -> str:
-    """`window in layers 0, 2–5 and linformer in layer 1`."""
-    groups: dict[str, list[list[int]]] = {}
+def layers_in_words(chosen: Mapping[int, str]) -> str:
+    """`window in layers 0, 2, 3 and linformer in layers 1`."""
+    groups: dict[str, list[str]] = {}
     for layer in sorted(chosen):
-        runs = groups.setdefault(chosen[layer], [])
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    texts = []
-    for label, runs in groups.items():
-        ranges = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
-        texts.append(f"{label} in layer{'s' if sum(map(len, runs)) > 1 else ''} {ranges}")
-    return " and ".join(texts)
+        groups.setdefault(chosen[layer], []).append(str(layer))
+    return " and ".join(f"{label} in layers {', '.join(layers)}" for label, layers in groups.items())
 
 
 def is_time(record: Record) -> bool:
     return record.case.kind == "time" and record.status == "ok" and bool(record.times_s)
-
-
-def listed(texts: Iterable[str]) -> str:
-    """`512, 2048 and 4096`."""
-    *first, last = [*texts] or [""]
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 def skipped_note(records: Sequence[Record]) -> str:

@@ -1,7 +1,7 @@
 """Plan of an advice: the cheapest and most promising points first, others left out by prediction."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any
@@ -28,17 +28,14 @@ _MODEL_BUDGET_S = 300.0
 _SEQ_LENS = (512, 2048, 8192)
 # Lengths of a decoder whose key heads are ranked.
 _DECODER_SEQ_LENS = (4096,)
-_MIN_COSINE = 0.99
-_MAX_KL = 0.05
-# Targets of a plan of heads: divergence and loss in nats, and the share of the recall of exact attention.
-_HEADS_MAX_KL, _MAX_LOSS, _MIN_RECALL = 0.01, 0.01, 0.98
 
-# Targets of a plan of heads, and of any model.
-_OF_HEADS = ("max_loss", "min_recall")
-_TARGETS = ("min_cosine", "max_kl", *_OF_HEADS)
+# Targets with their defaults, nats for divergence and loss; recall is a share of exact attention's.
+_OF_ATTENTION, _OF_COSINE, _OF_KL = {"max_error": DEFAULT_MAX_ERROR}, {"min_cosine": 0.99}, {"max_kl": 0.05}
+_OF_HEADS = {"max_kl": 0.01, "max_loss": 0.01, "min_recall": 0.98}
+_TARGETS = {**_OF_ATTENTION, **_OF_COSINE, **_OF_HEADS}
 
-# A divergence beyond this many nats is no target; float64 has none above 745.
-_MOST_KL = 1e3
+# No target is larger; float64 has no divergence above 745 nats.
+_LARGEST = 1e3
 
 # Key of a run's environment that holds the target of a model.
 LIMIT = "target"
@@ -46,8 +43,8 @@ LIMIT = "target"
 # Kind of the times that bound all gains: of a model with its own attention, and with uniform attention.
 BOUND = "bound"
 
-# Kinds of the rank of key heads and of retrieval, and label of a plan of as many heads drawn by chance.
-HEADS, RETRIEVAL, RANDOM_HEADS = "heads", "planted", "random heads"
+# Kind of the rank of key heads, and label of a plan of as many heads drawn by chance.
+HEADS, RANDOM_HEADS = "heads", "random heads"
 
 # Label of the windows in place of the model's sliding layers: of the measurement, and in plans.
 LOSSLESS, SLIDING = "window in sliding layers", "sliding window"
@@ -97,7 +94,6 @@ def plan(
     device: Annotated[str | None, shared.usually(shared.Device, "auto")] = None,
     threads: shared.Threads = None,
     rounds: shared.Rounds = 4,
-    name: str | None = None,
     seed: shared.Seed = 0,
 ) -> Plan:
     """Find the length from which an efficient attention pays, and at what loss.
@@ -109,28 +105,16 @@ def plan(
     Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
     """
     settings = locals()
-    if model is None:
-        refuse(settings, _TARGETS, "without a model; the limit there is max_error (--max-error)")
-        refuse(settings, ("texts", "name"), "without a model")
-    else:
-        instead = "min_cosine (--min-cosine), of a causal model max_kl (--max-kl)"
-        refuse(settings, ("max_error",), f"with this model; its target is {instead}")
-    max_error = DEFAULT_MAX_ERROR if max_error is None else positive_number("max_error", max_error)
-    for option, value, most in (("min_cosine", min_cosine, 1), ("max_kl", max_kl, _MOST_KL)):
-        if value is not None and (not isinstance(value, (int, float)) or not 0 <= value <= most):
-            raise OptionError(f"{option} is a number from 0 to {most:g}, not {value!r}.")
     lengths = parse_sizes(_SEQ_LENS if seq_lens is None else seq_lens, name="seq_lens")
     workload = settle(Workload(dtype=dtype or "float32", device=device or "auto", threads=threads, seed=seed))
-    chosen = select(backends, options, also=True)
-    if backends is None:
-        # Loss hides that a window loses recall, which no target here measures.
-        chosen = tuple(variant for variant in chosen if not variant.options.get("global_tokens"))
-    variants = _variants(chosen, model, ordered=backends is None)
+    variants = _variants(backends, options, model)
     about: dict[str, Any] = {CANDIDATES: [variant.label for variant in variants]}
     if model is None:
+        refuse(settings, ("texts",), "without a model")
         # Help texts are shown without numpy.
         from efficient_attn.studies.advise.attention import attention_steps, shipped_layers
 
+        max_error = positive_number("max_error", _targets(settings, _OF_ATTENTION)["max_error"])
         measurer, limit_bytes, notes = measurer_for(variants, workload)
         steps = partial(attention_steps, shipped_layers(workload), variants, lengths, workload)
         return Plan(
@@ -154,14 +138,14 @@ def plan(
     decodes = False
     if is_called(model):
         refuse(settings, OF_A_FOLDER, DECIDES)
-        pairs = [called_pair(model, name, workload)]
+        pairs = [called_pair(model, workload)]
         origin = pairs[0][0].about
     else:
         from efficient_attn.integrations.transformers.loading import positions
         from efficient_attn.measure.copies import FEWEST_TOKENS
         from efficient_attn.studies.swap.model import load, ranks_heads, texts_of_lengths
 
-        opened = load(model, name, workload)
+        opened = load(model, workload)
         decodes = backends is None and ranks_heads(opened)
         if decodes and seq_lens is None and (positions(opened) or math.inf) >= max(_DECODER_SEQ_LENS):
             lengths = _DECODER_SEQ_LENS
@@ -170,27 +154,18 @@ def plan(
         pairs, left_out = texts_of_lengths(opened, named, workload, lengths)
         hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
         origin = {**opened.about, "texts": hashes}
-    first = pairs[0][0]
-    target: dict[str, Any] = {"quantity": first.loss}
-    heads = None
+    first, heads = pairs[0][0], None
     ranked = decodes and any(has_copies(choosing) for choosing, _ in pairs)
-    if first.loss != KL:
-        refuse(settings, ("max_kl", *_OF_HEADS), "with this model; its target is min_cosine (--min-cosine)")
-        target["limit"] = 1 - (_MIN_COSINE if min_cosine is None else min_cosine)
-    else:
-        refuse(settings, ("min_cosine",), "with this causal model; its target is max_kl (--max-kl)")
-        target["limit"] = (_HEADS_MAX_KL if ranked else _MAX_KL) if max_kl is None else max_kl
+    values = _targets(settings, _OF_COSINE if first.loss != KL else _OF_HEADS if ranked else _OF_KL)
+    limit = values.pop("max_kl") if first.loss == KL else 1 - values.pop("min_cosine")
+    target: dict[str, Any] = {"quantity": first.loss, "limit": limit, **values}
     if ranked:
         from efficient_attn.studies.advise.heads import head_steps
         from efficient_attn.studies.advise.outcomes import Targets
 
-        target["max_loss"] = _MAX_LOSS if max_loss is None else max_loss
-        target["min_recall"] = _MIN_RECALL if min_recall is None else min_recall
         heads = partial(head_steps, targets=Targets.of({LIMIT: target}), rounds=rounds)
-    elif first.loss == KL:
-        refuse(settings, _OF_HEADS, "without a rank of key heads")
-    fitted = candidates(variants, first, options)
-    steps = partial(model_steps, pairs, fitted, quantity=first.loss, limit=target["limit"], rounds=rounds)
+    fitted = candidates(variants, first)
+    steps = partial(model_steps, pairs, fitted, quantity=first.loss, limit=limit, rounds=rounds)
     return Plan(
         steps=partial(steps, heads=heads),
         device=first.shared["device"],
@@ -201,9 +176,24 @@ def plan(
     )
 
 
-def _variants(chosen: Sequence[Variant], model: Any, *, ordered: bool) -> tuple[Variant, ...]:
+def _targets(settings: Mapping[str, Any], defaults: Mapping[str, float]) -> dict[str, float]:
+    """The targets that apply, by their names; the others are refused, whatever their value."""
+    refuse(settings, [name for name in _TARGETS if name not in defaults], f"here; use {', '.join(defaults)}")
+    values = {name: settings[name] for name in defaults if settings[name] is not None}
+    for name, value in values.items():
+        most = 1.0 if name.startswith("min_") else _LARGEST
+        if not isinstance(value, (int, float)) or not 0 <= value <= most:
+            raise OptionError(f"{name} is a number from 0 to {most:g}, not {value!r}.")
+    return {**defaults, **values}
+
+
+def _variants(backends: Any, options: Any, model: Any) -> tuple[Variant, ...]:
     """Exact attention, then the most promising variants; no score matrices in a model unasked."""
+    chosen = select(backends, options, also=True)
+    if backends is None:
+        # Loss hides that a window loses recall, which no target here measures.
+        near = [variant for variant in chosen if not variant.options.get("global_tokens")]
+        near = [variant for variant in near if model is None or variant.backend != DENSE]
+        chosen = tuple(sorted(near, key=promising))
     exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
-    left_out = (YARDSTICK, DENSE) if ordered and model is not None else (YARDSTICK,)
-    variants = [variant for variant in chosen if variant.backend not in left_out]
-    return (*exact, *(sorted(variants, key=promising) if ordered else variants))
+    return (*exact, *(variant for variant in chosen if variant.backend != YARDSTICK))

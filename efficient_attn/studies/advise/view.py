@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -20,7 +20,6 @@ from efficient_attn.report.figures import (
 from efficient_attn.report.table import NOT_MEASURED, PREDICTED, Table, brief
 from efficient_attn.report.text import (
     calibration_note,
-    compared,
     describe,
     failure_notes,
     mark_notes,
@@ -48,7 +47,7 @@ from efficient_attn.studies.view import Environment, Plots
 # Fields that tell the shipped models apart.
 SHAPE = ("num_heads", "head_dim", "causal")
 
-# Verified plans in the legend.
+# Plans that are verified, in the legend.
 _VERIFIED = {PLAN: "the plan, other texts", RANDOM_HEADS: "random heads, other texts"}
 
 _NOTES = (
@@ -102,13 +101,13 @@ class Row(NamedTuple):
     """One backend, attention alone.
 
     Attributes:
-        errors: Relative errors of the layers by length and source, the real length first.
+        errors: Relative errors of the layers by length.
         speeds: Speed-ups over exact attention by length, measured or else predicted, without samples.
     """
 
     label: str
     backend: str
-    errors: dict[tuple[int, str], list[float]]
+    errors: dict[int, list[float]]
     speeds: dict[int, Typical]
 
 
@@ -120,8 +119,7 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
     for record in records:
         row, case = rows[record.case.label], record.case
         if case.kind == "error" and record.output_relative_error is not None:
-            place = case.tokens, case.inputs.partition("(")[0]
-            row.errors.setdefault(place, []).append(record.output_relative_error)
+            row.errors.setdefault(case.tokens, []).append(record.output_relative_error)
         elif case.kind == "prediction" and record.predicted_speed:
             ends = record.predicted_speed_low, record.predicted_speed_high
             row.speeds[case.tokens] = Typical(record.predicted_speed, *ends, samples=0)
@@ -141,26 +139,21 @@ def rows_of(records: Sequence[Record]) -> list[Row]:
 def _attention_tables(records: Sequence[Record]) -> list[Table]:
     """Errors at every length, the speed at the longest length, and the crossover."""
     rows = rows_of(records)
-    places = sorted({place for row in rows for place in row.errors})
-    sources = {source for _, source in places}
-    heads = [f"error at {tokens}, tokens" for tokens, _ in places]
+    lengths = sorted({tokens for row in rows for tokens in row.errors})
+    heads = [f"error at {tokens}, tokens" for tokens in lengths]
     longest = max((tokens for row in rows for tokens in row.speeds), default=0)
-    body = tuple(
-        (
-            row.label,
-            *(_show_errors(row.errors.get(place)) for place in places),
-            "1×" if longest and row.backend == YARDSTICK else _show_speed(row, longest) or NOT_MEASURED,
-            _start(row),
-        )
-        for row in rows
-    )
+    body = []
+    for row in rows:
+        errors = (_show_errors(row.errors.get(tokens)) for tokens in lengths)
+        body.append((row.label, *errors, _show_speed(row, longest), _start(row)))
     failures = failure_notes(record for record in records if record.status not in ("ok", "skipped"))
     notes = (*_NOTES, *mark_notes(body), *calibration_note(records), *failures)
     speed = f"speed at {longest}, exact 1×" if longest else "speed, exact 1×"
     columns = ("backend", *heads, speed, "faster from, tokens")
+    sources = {record.case.inputs.partition("(")[0] for record in records if record.case.kind == "error"}
     inputs = f" ({describe(*sources)})" if len(sources) == 1 else ""
-    title = f"Attention alone{inputs}: {setting(records[0].case)}"
-    return [Table(title, columns, body, notes).compared(errors=heads, speeds=(speed,))] if rows else []
+    table = Table(f"Attention alone{inputs}: {setting(records[0].case)}", columns, tuple(body), notes)
+    return [table.compared(errors=heads, speeds=(speed,))] if rows else []
 
 
 def _show_errors(errors: Sequence[float] | None) -> str:
@@ -171,14 +164,12 @@ def _show_errors(errors: Sequence[float] | None) -> str:
     return worst if worst == middle else f"{middle}\tworst {worst}"
 
 
-def _show_speed(row: Row, longest: int) -> str:
-    """Cell `5.3×`, `~3.1×` if predicted, with its length if it is not the longest."""
-    if not row.speeds:
-        return ""
-    tokens, speed = list(row.speeds.items())[-1]
-    value, tab, interval = show_ratio(speed).partition("\t")
-    place = "" if tokens == longest else f" at {tokens}"
-    return f"{'' if speed.samples else PREDICTED}{value}{place}{tab}{interval}"
+def _show_speed(row: Row, tokens: int) -> str:
+    """Cell `5.3×`, `~3.1×` if predicted."""
+    speed = row.speeds.get(tokens)
+    if speed is None:
+        return "1×" if tokens and row.backend == YARDSTICK else NOT_MEASURED
+    return f"{'' if speed.samples else PREDICTED}{show_ratio(speed)}"
 
 
 def _start(row: Row) -> str:
@@ -192,11 +183,11 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
     if not times:
         return []
     text, limit = f"Attention alone ({setting(times[0].case)})", error_limit(environment)
-    places = {place for row in rows for place in row.errors}
-    if not places:
+    lengths = {tokens for row in rows for tokens in row.errors}
+    if not lengths:
         return [f"{text}: nothing measured.{skipped_note(records)}"]
     # A backend that failed on a layer or at a length is not known to be near.
-    layers = {place: max(len(row.errors.get(place, ())) for row in rows) for place in places}
+    layers = {tokens: max(len(row.errors.get(tokens, ())) for row in rows) for tokens in lengths}
     candidates = [
         row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE, UNIFORM_ATTENTION)
     ]
@@ -204,7 +195,7 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
         _in_words(row)
         for row in candidates
         if max(map(max, row.errors.values())) <= limit
-        and {place: len(errors) for place, errors in row.errors.items()} == layers
+        and {tokens: len(errors) for tokens, errors in row.errors.items()} == layers
     ]
     if near:
         text += f" is within {100 * limit:g} % of exact on every layer with {', '.join(near)}."
@@ -217,15 +208,13 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
 
 
 def _in_words(row: Row) -> str:
-    """`window (error 0.52; 8 ± 2 times faster at 4096 tokens; faster from 360 tokens)`."""
-    text = f"{row.label} (error {show_error(max(map(max, row.errors.values())))}"
+    """`window (error 0.52, speed 8× at 4096 tokens, faster from 360)`."""
+    parts = [f"error {show_error(max(map(max, row.errors.values())))}"]
     if row.speeds:
-        tokens, speed = list(row.speeds.items())[-1]
-        text += f"; {'' if speed.samples else 'predicted '}{compared(speed)} at {tokens} tokens"
-    start = brief(_start(row))
-    if start[:1].isdigit():
-        text += f"; faster from {start} tokens"
-    return f"{text})"
+        parts.append(f"speed {brief(_show_speed(row, max(row.speeds)))} at {max(row.speeds)} tokens")
+    if (start := brief(_start(row)))[:1].isdigit():
+        parts.append(f"faster from {start}")
+    return f"{row.label} ({', '.join(parts)})"
 
 
 def _attention_plot(records: Sequence[Record], max_error: float) -> Plot:
@@ -247,44 +236,34 @@ def _attention_plot(records: Sequence[Record], max_error: float) -> Plot:
 def _heads_plot(records: Sequence[Record]) -> Plot:
     """Divergence and recall against the number of streaming heads, at the longest length."""
     tokens = max(record.case.tokens for record in records)
-    here = [record for record in records if record.case.tokens == tokens]
-    groups: dict[str, list[Record]] = {}
-    for record in sorted(here, key=lambda record: record.streaming_heads):
-        trial = record.case.label not in (PLAN, RANDOM_HEADS)
-        label = (
-            f"by {record.ranked_by or 'rank'}, texts that choose" if trial else _VERIFIED[record.case.label]
-        )
-        groups.setdefault(label, []).append(record)
-    styles = line_styles([(label, label) for label in groups])
-
-    def chart(axis: Axis, value: Callable[[Record], float]) -> Chart:
-        series = [
-            Series(
-                label,
-                tuple(record.streaming_heads for record in group),
-                tuple(map(value, group)),
-                styles[label] if len(group) > 1 else {**styles[label], "linestyle": "none"},
-            )
-            for label, group in groups.items()
-        ]
-        return Chart(Axis(f"streaming key heads, of {here[0].key_heads}"), axis, tuple(series))
-
-    divergence = chart(Axis("divergence, nats", "log", show_error), lambda record: record.next_token_kl)
-    recall = chart(
-        Axis("recall, % of exact"),
-        lambda record: 100 * record.copy_recall / record.copy_recall_exact,
-    )
+    longest = [record for record in records if record.case.tokens == tokens]
+    lines: dict[str, list[tuple[int, float, float]]] = {}
+    for record in sorted(longest, key=lambda record: record.streaming_heads):
+        trial = f"by {record.ranked_by or 'rank'}, texts that choose"
+        recall = 100 * record.copy_recall / record.copy_recall_exact
+        point = record.streaming_heads, record.next_token_kl, recall
+        lines.setdefault(_VERIFIED.get(record.case.label, trial), []).append(point)
+    styles = line_styles([(label, label) for label in lines])
+    axes = Axis("divergence, nats", "log", show_error), Axis("recall, % of exact")
+    charts = []
+    for column, axis in enumerate(axes, start=1):
+        series = []
+        for label, points in lines.items():
+            x, y = (tuple(point[place] for point in points) for place in (0, column))
+            series.append(Series(label, x, y, styles[label]))
+        charts.append(Chart(Axis(f"streaming key heads, of {longest[0].key_heads}"), axis, tuple(series)))
     title = f"Key heads that stream, {tokens} tokens"
-    return Plot(title, setting(here[0].case), ((divergence, recall),))
+    return Plot(title, setting(longest[0].case), (tuple(charts),))
 
 
 def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, Chart]:
+    """Times with ticks at powers of two, and errors of the worst layer in the same styles."""
     styles = line_styles([(row.label, row.backend) for row in rows if row.backend != UNIFORM_ATTENTION])
     styles[UNIFORM_ATTENTION] = UNIFORM_STYLE
     series = [
         Series(
             row.label,
-            tuple(tokens for tokens, _ in row.errors),
+            tuple(row.errors),
             tuple(min(max(errors), HIGHEST) for errors in row.errors.values()),
             styles[row.label],
             hints=tuple(f"measured: {show_error(max(errors))}" for errors in row.errors.values()),
@@ -294,30 +273,15 @@ def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, 
     ]
     values = [max_error, *(value or 0.0 for line in series for value in line.y)]
     series.append(Series(f"{100 * max_error:g} % of exact", (), (max_error,), baseline_style()))
-    marks = {mark: f"{mark:g}" for mark in MARKS if min(values) <= mark}
-    if HIGHEST in values:
-        # A mark just below the word leaves no room for it.
-        marks = {mark: text for mark, text in marks.items() if 2 * mark <= HIGHEST} | {
-            HIGHEST: f"> {HIGHEST:g}"
-        }
+    # A mark just below a word leaves no room for it.
+    word, most = ({HIGHEST: f"> {HIGHEST:g}"}, HIGHEST / 2) if HIGHEST in values else ({}, HIGHEST)
+    marks = {mark: f"{mark:g}" for mark in MARKS if min(values) <= mark <= most} | word
     lengths = sorted({tokens for line in series for tokens in line.x})
-    tokens_axis = Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths)
     errors = Chart(
-        tokens_axis, Axis("relative output error, worst layer", "log", show_error, marks), tuple(series)
+        Axis("sequence length, tokens", "log2", "{:.0f}".format, lengths),
+        Axis("relative output error, worst layer", "log", show_error, marks),
+        tuple(series),
     )
     doublings = [tokens for tokens in time.x.ticks if math.log2(tokens).is_integer()]
-    speeds = {row.label: row.speeds for row in rows}
-    timed = tuple(
-        _with_predictions(line, speeds[line.label])._replace(style=styles[line.label]) for line in time.series
-    )
+    timed = tuple(line._replace(style=styles[line.label]) for line in time.series)
     return time._replace(x=time.x._replace(ticks=doublings or time.x.ticks), series=timed), errors
-
-
-def _with_predictions(line: Series, speeds: Mapping[int, Typical]) -> Series:
-    """Line of times with lengths that were only predicted, which have no place on its axis."""
-    predicted = {
-        tokens: speed for tokens, speed in speeds.items() if not speed.samples and tokens not in line.x
-    }
-    texts = tuple(f"predicted against exact: {compared(speed)}" for speed in predicted.values())
-    y = (*line.y, *(None for _ in predicted))
-    return line._replace(x=(*line.x, *predicted), y=y, hints=(*line.hints, *texts))

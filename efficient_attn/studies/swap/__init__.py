@@ -17,11 +17,7 @@ STUDY = Study(
             "hidden_relative_error", "relative", "Norm of the error of the last hidden states over theirs."
         ),
         error("mean_pool_distance", "1 − cosine", "1 − cosine of the mean of the last hidden states."),
-        error(
-            "first_token_distance", "1 − cosine", "1 − cosine of the last hidden state of the first token."
-        ),
         error("next_token_kl", "nats", "Divergence of exact from computed next-token distributions."),
-        error("next_token_disagreement", "share", "Share of positions with another most likely next token."),
         error("perplexity", "", "Perplexity of the texts.", rounding=0),
         replace(
             error("loss_difference", "nats", "Loss of the texts less that of exact attention.", rounding=0),

@@ -12,10 +12,11 @@ from functools import cached_property, partial
 from glob import escape
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from efficient_attn.backend import Backend
 from efficient_attn.contained import running
@@ -32,8 +33,6 @@ from efficient_attn.studies.swap.measure import HELD_OUT, SAME_AGAIN, choices
 from efficient_attn.studies.swap.plan import OUTPUT_COSINE
 from efficient_attn.studies.workload import Workload
 
-_FORM = "a pair (module, inputs) with a tuple or a dict of inputs"
-
 _CROSS = "its queries and keys differ in number (cross-attention)"
 
 # Rounding of sums in another order, relative.
@@ -46,22 +45,21 @@ class CalledModel:
 
     Attributes:
         name: Name in records, `file.py:function`.
-        module: Module whose names name the call sites.
         call: One run of the module.
         seed: Seed of random numbers of inputs and runs.
-        source: Digest of the file that makes it; None: made in Python.
+        source: Contents of the file that makes it; empty: made in Python.
     """
 
     name: str
     module: nn.Module
     call: Callable[[], Any]
     seed: int
-    source: str | None
+    source: bytes
 
     @property
     def digest(self) -> str:
         """Digest of the file and of the parameters."""
-        digest = sha256((self.source or "").encode())
+        digest = sha256(self.source)
         for name, tensor in self.module.named_parameters():
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
@@ -91,23 +89,17 @@ def is_called(model: Any) -> bool:
     return callable(model) and not isinstance(model, (nn.Module, type))
 
 
-def called_model(
-    model: Any, *, name: str | None = None, seed: int = 0, module: nn.Module | None = None
-) -> CalledModel:
+def called_model(model: Any, *, seed: int = 0, module: nn.Module | None = None) -> CalledModel:
     """The model with its inputs: from an address file.py:function, a function, or a pair.
 
     Args:
-        name: Name in records; None: the file and the function.
         seed: Seed of the random numbers that the function draws.
         module: Earlier module that takes the inputs; None: the new one.
 
     Raises:
-        DataError: If the file cannot be imported, or the function fails.
-        UnknownNameError: If the file has no such object.
-        OptionError: If an address names no function.
-        DtypeError: If the object is no function, or returns another form.
+        AttentionError: If the address names nothing, or the function fails or returns another form.
     """
-    make, source = model, None
+    make, source, name = model, b"", str(getattr(model, "__name__", "model"))
     if isinstance(model, (str, Path)):
         address = str(model)
         if not is_address(address):
@@ -115,19 +107,20 @@ def called_model(
         with torch.random.fork_rng():
             torch.manual_seed(0)
             place, make = object_at(address, role="a model")
-        name = name or f"{Path(place).name}:{address.rpartition(':')[2]}"
-        source = sha256(Path(place).read_bytes()).hexdigest() if Path(place).is_file() else None
-    name = name or str(getattr(make, "__name__", "model"))
+        name = f"{Path(place).name}:{address.rpartition(':')[2]}"
+        source = Path(place).read_bytes() if Path(place).is_file() else b""
     with running(name), torch.random.fork_rng():
         torch.manual_seed(seed)
         result = make() if callable(make) else make
-    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)
-    if not is_pair or not isinstance(result[1], (tuple, Mapping)):
-        raise DtypeError(f"{name} is no function that returns {_FORM}, but {type(result).__name__}.")
-    created, inputs = result
-    module = created.eval() if module is None else module
-    call = partial(module, *inputs) if isinstance(inputs, tuple) else partial(module, **inputs)
-    return CalledModel(name, module, call, seed, source)
+    match result:
+        case (nn.Module() as created, (tuple() | Mapping()) as inputs):
+            module = created.eval() if module is None else module
+            call = partial(module, *inputs) if isinstance(inputs, tuple) else partial(module, **inputs)
+            return CalledModel(name, module, call, seed, source)
+    raise DtypeError(
+        f"{name} is no function that returns a pair (module, inputs) with a tuple or a dict of inputs, but "
+        f"{type(result).__name__}."
+    )
 
 
 def output_vector(output: Any) -> Tensor:
@@ -136,22 +129,18 @@ def output_vector(output: Any) -> Tensor:
     Raises:
         DataError: If there is none.
     """
-    vectors = [tensor.detach().flatten() for tensor in _tensors(output)]
+    # A loss, a single number, stands first in many outputs.
+    vectors = [
+        part.detach().flatten()
+        for part in tree_leaves(output)
+        if isinstance(part, Tensor) and part.is_floating_point() and part.numel() > 1
+    ]
     if not vectors:
         raise DataError(
             f"The model returns {type(output).__name__} without a floating-point tensor of two numbers or "
             "more; return its hidden states."
         )
-    return torch.cat([tensor.to(vectors[0].device) for tensor in vectors])
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    if isinstance(output, Tensor):
-        # A loss, a single number, stands first in many outputs.
-        yield from [output] if output.is_floating_point() and output.numel() > 1 else []
-    elif isinstance(output, (tuple, list, Mapping)):
-        for part in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(part)
+    return torch.cat([vector.to(vectors[0].device) for vector in vectors])
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -169,8 +158,11 @@ class CallSubject:
     sites: Mapping[int, str]
     left: Mapping[str, str]
     shared: Mapping[str, Any]
-    calibrated_on: str = SAME_INPUTS
-    num_texts: int | None = None
+    calibrated_on: ClassVar[str] = SAME_INPUTS
+    loss: ClassVar[str] = OUTPUT_COSINE
+    num_texts: ClassVar[None] = None
+    # A sliding call is an exact one with a mask.
+    sliding: ClassVar[tuple[int, ...]] = ()
 
     @classmethod
     def of(cls, called: CalledModel, workload: Workload) -> "CallSubject":
@@ -196,11 +188,8 @@ class CallSubject:
         left |= {site: _CROSS for site in search.built if len({x[-2] for x in search.first[site][:2]}) > 1}
         served = [site for site in search.built if site not in left]
         if not served:
-            why = next((f"{site}: {why}" for site, why in left.items()), CALL_SDPA)
-            raise UnsupportedError(
-                f"{called.name} never calls F.scaled_dot_product_attention with self-attention that a "
-                f"backend can serve: {why}."
-            )
+            why = "; ".join(f"{site}: {why}" for site, why in left.items()) or CALL_SDPA
+            raise UnsupportedError(f"{called.name} makes no call that a backend can serve: {why}.")
         (batch, num_heads, tokens, head_dim), k_shape, dtype, device = search.first[served[0]]
         return cls(
             called=called,
@@ -234,17 +223,8 @@ class CallSubject:
         return {**named, "sites": sites, "left_out": self.left}
 
     @property
-    def loss(self) -> str:
-        return OUTPUT_COSINE
-
-    @property
     def layers(self) -> tuple[int, ...]:
         return tuple(self.sites)
-
-    @property
-    def sliding(self) -> tuple[int, ...]:
-        """No layers: a sliding call is an exact one with a mask."""
-        return ()
 
     @property
     def notes(self) -> list[str]:
@@ -300,10 +280,10 @@ class CallSubject:
         return replace(self.model, chosen, example=self.example.seeded, strict=True)
 
 
-def called_pair(model: Any, name: str | None, workload: Workload) -> tuple[CallSubject, CallSubject]:
+def called_pair(model: Any, workload: Workload) -> tuple[CallSubject, CallSubject]:
     """A model on inputs that choose, and on inputs of another seed that verify."""
-    first = called_model(model, name=name)
-    second = called_model(model, name=name, seed=1, module=first.module)
+    first = called_model(model)
+    second = called_model(model, seed=1, module=first.module)
     choosing = CallSubject.of(first, workload)
     ending = SAME_AGAIN if torch.equal(first.output(), second.output()) else HELD_OUT
     shared = {**choosing.shared, "inputs": f"{first.name}{ending}"}

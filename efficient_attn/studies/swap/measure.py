@@ -11,9 +11,8 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from efficient_attn.contained import trial
 from efficient_attn.measure.answers import answer
-from efficient_attn.measure.calls import MEAN, attention_flops
+from efficient_attn.measure.calls import MEAN
 from efficient_attn.measure.copies import copies_begin
 from efficient_attn.measure.error import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
@@ -50,20 +49,10 @@ def has_copies(subject: Subject) -> bool:
     return subject.loss == KL and copies_begin(subject.shared["tokens"]) < subject.shared["tokens"]
 
 
-def candidates(
-    chosen: Sequence[Variant], subject: Subject, settings: Mapping[str, Any] | None
-) -> tuple[Variant, ...]:
-    """Exact attention, uniform attention, then the other variants, built once if set.
-
-    Raises:
-        OptionError: If a set value never works.
-    """
+def candidates(chosen: Sequence[Variant], subject: Subject) -> tuple[Variant, ...]:
+    """Exact attention, uniform attention, then the other variants."""
     exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
     others = [subject.fitted(variant) for variant in chosen if variant.backend != YARDSTICK]
-    for variant in others:
-        if variant.backend in (settings or {}):
-            with trial():
-                subject.build(variant)
     mean = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=MEAN)
     return (*exact, mean, *others)
 
@@ -76,11 +65,7 @@ def case_of(subject: Subject, kind: str, variant: Variant, layer: int | None = N
 def choices(
     subject: Subject, variant: Variant, layer: int | None = None
 ) -> Mapping[int, tuple[Any, Mapping[str, Any]]]:
-    """Backend and options of each layer; the target of a variant may be such a mapping.
-
-    Args:
-        layer: The only layer that is replaced; None: all.
-    """
+    """Backend and options of each replaced layer; the target of a variant may be such a mapping."""
     if isinstance(variant.target, Mapping):
         return variant.target
     layers = subject.layers if layer is None else (layer,)
@@ -107,7 +92,6 @@ def pass_point(subject: Subject, variant: Variant, kind: str = "time", *, rounds
         case=case,
         measure=partial(cost, case, variant, subject),
         rounds=rounds,
-        label=f"{variant.label}, {case.tokens} tokens, {kind}",
         series=variant.label,
         cost=_work(case, variant.time_growth),
     )
@@ -119,17 +103,11 @@ def _work(case: Case, growth: int = 1) -> float:
 
 
 def plan_point(subject: Subject, variant: Variant, chosen: Mapping[Any, str], **values: Any) -> Point:
-    """Distance with a plan of layers; of an empty one the decision for none.
-
-    Args:
-        chosen: {layer: label of its backend}.
-        values: Further fields of the record.
-    """
+    """Distance with a plan {layer: label of its backend}; of an empty one the decision for none."""
     case = case_of(subject, "swap", variant)
     return Point(
         case=case,
         measure=partial(answer, case, partial(_plan_record, case, variant, subject, chosen, values)),
-        label=f"{variant.label}, {case.tokens} tokens",
         series=OWN,
         cost=_work(case),
     )
@@ -166,21 +144,13 @@ def distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Reco
     for draw in range(draws if SEED in variant.options else 1):
         with subject.replaced(variant, draw, case.layer) as was_calibrated:
             calibrated = calibrated or was_calibrated
-            for number, values in enumerate(by_text):
+            for number, text in enumerate(by_text):
                 with outputs_checked(subject.model):
-                    values.append(subject.distances(number))
-    # The attention of the model, or backends by layer.
-    uncounted = variant.backend == OWN or isinstance(variant.target, Mapping)
-    record = Record(
-        case=case,
-        texts=subject.num_texts,
-        calibrated_on=subject.calibrated_on if calibrated else None,
-        flops=None if uncounted else attention_flops(case, variant.target),
-    )
-    return replace(record, **_means([values for text in by_text for values in text]))
-
-
-def _means(distances: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    values = {name: tuple(values[name] for values in distances) for name in distances[0]}
-    draws = {f"{name}_draws": drawn for name, drawn in values.items()}
-    return {name: fmean(drawn) for name, drawn in values.items()} | draws
+                    text.append(subject.distances(number))
+    distances = [part for text in by_text for part in text]
+    values: dict[str, Any] = {}
+    for name in distances[0]:
+        values[f"{name}_draws"] = tuple(part[name] for part in distances)
+        values[name] = fmean(values[f"{name}_draws"])
+    inputs = subject.calibrated_on if calibrated else None
+    return Record(case=case, texts=subject.num_texts, calibrated_on=inputs, **values)

@@ -30,7 +30,6 @@ from efficient_attn.integrations.transformers.swapping import (
 )
 from efficient_attn.integrations.transformers.swapping import ModelOutputs as Outputs
 from efficient_attn.measure import error as distances
-from efficient_attn.measure import planted_numbers
 from efficient_attn.measure.copies import copies_begin, copy_recall, with_copies
 from efficient_attn.measure.texts import digest
 from efficient_attn.measure.variants import OWN, Variant
@@ -67,9 +66,6 @@ class TextSubject:
     calibration: Tensor | None = None
     calibrated_on: str = FIRST_TEXT
     base: Mapping[int, Choice] = field(default_factory=dict)
-    tokenizer: Any = None
-    # The text from which prompts with planted numbers are made.
-    filler: str = ""
 
     @classmethod
     def of(
@@ -93,19 +89,10 @@ class TextSubject:
             "seed": workload.seed,
         }
         hashes = {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
-        return cls(
-            opened.model,
-            sites,
-            ids,
-            shared,
-            {**opened.about, "texts": hashes},
-            tokenizer=opened.tokenizer,
-            filler=next(iter(texts.values())),
-        )
+        return cls(opened.model, sites, ids, shared, {**opened.about, "texts": hashes})
 
     @cached_property
     def predicts(self) -> bool:
-        """Whether next-token distributions are compared, rather than embeddings."""
         return predicts_next(self.model, self.sites)
 
     @cached_property
@@ -115,11 +102,7 @@ class TextSubject:
 
     @property
     def loss(self) -> str:
-        """Quantity by which plans are chosen.
-
-        Raises:
-            UnsupportedError: If the model is causal without a language-model head.
-        """
+        """Quantity by which plans are chosen."""
         if self.sites.causal and not self.predicts:
             raise UnsupportedError("advise needs an encoder, or a decoder with a language-model head.")
         return KL if self.predicts else MEAN_POOL
@@ -140,13 +123,9 @@ class TextSubject:
     @property
     def notes(self) -> list[str]:
         """A remark on attention that stays exact."""
-        if not self.sites.others:
-            return []
-        kinds = " or ".join(sorted({site.kind for site in self.sites.others}))
-        return [
-            f"{len(self.sites.others)} of {len(self.sites.ordered)} attentions are {kinds} and stay exact; "
-            "the others are swapped."
-        ]
+        others, count = self.sites.others, len(self.sites.ordered)
+        kinds = " or ".join(sorted({site.kind for site in others}))
+        return [f"{len(others)} of {count} attentions stay exact ({kinds})."] if others else []
 
     def forward(self) -> Any:
         """The timed call: one forward pass on the first text."""
@@ -166,21 +145,7 @@ class TextSubject:
             by_name |= distances.next_token_distances(replaced.logits, exact.logits, ids[0, :begin])
             if begin < ids.shape[1]:
                 by_name |= copy_recall(replaced.logits, exact.logits, ids[0])
-        elif not self.sites.causal:
-            by_name["first_token_distance"] = distances.cosine_distance(replaced.hidden[0], exact.hidden[0])
         return by_name
-
-    def right_answers(self) -> list[bool]:
-        """Whether the model finds each of the numbers that prompts plant in the text."""
-        prompts = planted_numbers.prompts(
-            self.tokenizer, self.filler, self.shared["tokens"], seed=self.shared["seed"]
-        )
-        answers: list[bool] = []
-        for prompt in prompts:
-            outputs = run(self.model, prompt.ids.to(self.model.device), predicts=True)
-            if outputs.logits is not None:
-                answers += planted_numbers.right_answers(outputs.logits, prompt)
-        return answers
 
     @contextmanager
     def replaced(self, variant: Variant, draw: int = 0, layer: int | None = None) -> Iterator[bool]:
@@ -218,35 +183,25 @@ class TextSubject:
 def texts_of_lengths(
     opened: Opened, texts: Mapping[str, str], workload: Workload, lengths: Sequence[int]
 ) -> tuple[list[tuple[TextSubject, TextSubject]], list[str]]:
-    """Texts that choose and texts that verify, for each length; and notes on the other lengths.
-
-    Raises:
-        DataError: If no length can be measured.
-    """
+    """Texts that choose and texts that verify, for each length; and notes on the other lengths."""
     pairs: list[tuple[TextSubject, TextSubject]] = []
     notes, most = [], positions(opened)
     for tokens in lengths:
-        ids = {name: token_ids(opened, text, most=tokens) for name, text in texts.items()}
-        # Of texts with the same beginning the first counts: held-out ones must differ.
-        whole = {name: tuple(x[0].tolist()) for name, x in ids.items() if x.shape[1] == tokens}
-        names = list({beginning: name for name, beginning in reversed(whole.items())}.values())[::-1]
+        counts = {name: token_ids(opened, text, most=tokens).shape[1] for name, text in texts.items()}
+        names = [name for name, count in counts.items() if count == tokens]
         if most is not None and tokens > most:
             notes.append(f"Not measured at {tokens} tokens: the model has {most} positions.")
         elif len(names) < 2:
-            notes.append(
-                f"Not measured at {tokens} tokens: {len(names)} of {len(texts)} texts are that long and "
-                "differ; two are needed, one to choose by and one to verify on."
-            )
+            notes.append(f"Not measured at {tokens} tokens: {len(names)} of {len(texts)} texts are so long.")
         else:
             parts = ({name: texts[name] for name in group} for group in (names[::2], names[1::2]))
             choosing, held_out = (TextSubject.of(opened, part, workload, seq_len=tokens) for part in parts)
-            choosing = replace(choosing, base=dict.fromkeys(choosing.sliding, Choice(WINDOW, {})))
+            windows = dict.fromkeys(choosing.sliding, Choice(WINDOW, {}))
             shared = {**held_out.shared, "inputs": f"{held_out.shared['inputs']}{HELD_OUT}"}
-            calibration = choosing.texts[0]
-            held_out = replace(held_out, shared=shared, calibration=calibration, base=choosing.base)
-            pairs.append((choosing, held_out))
+            held_out = replace(held_out, shared=shared, calibration=choosing.texts[0], base=windows)
+            pairs.append((replace(choosing, base=windows), held_out))
     if not pairs:
-        raise DataError(f"No length can be measured. {' '.join(notes)}")
+        raise DataError(f"No length can be measured; each needs two texts. {' '.join(notes)}")
     return pairs, notes
 
 
@@ -258,12 +213,12 @@ def ranks_heads(opened: Opened) -> bool:
     return several and predicts_next(opened.model, sites)
 
 
-def load(model: Any, name: str | None, workload: Workload) -> Opened:
+def load(model: Any, workload: Workload) -> Opened:
     """The model of a folder, or a loaded model in a pair with its tokenizer."""
     from transformers import PreTrainedModel
 
     if isinstance(model, (str, Path)):
-        return open_model(model, dtype=workload.dtype, device=workload.device, name=name)
+        return open_model(model, dtype=workload.dtype, device=workload.device)
     if not isinstance(model, tuple) or not isinstance(model[0], PreTrainedModel):
         raise DtypeError(
             "model is a folder, a pair (model, tokenizer) of transformers, or makes its own inputs, not "
@@ -274,21 +229,19 @@ def load(model: Any, name: str | None, workload: Workload) -> Opened:
         raise OptionError(
             "model is in training mode, where dropout would be taken for an error; model.eval() first."
         )
-    return Opened(module, tokenizer, {"model": name or type(module).__name__, "class": type(module).__name__})
+    return Opened(module, tokenizer, dict.fromkeys(("model", "class"), type(module).__name__))
 
 
 def _token_ids(opened: Opened, texts: Mapping[str, str], seq_len: int | None) -> tuple[Tensor, ...]:
     """The beginnings of the texts, all of one length."""
     limit = positions(opened)
-    if seq_len is not None and seq_len < _FEWEST_TOKENS:
-        raise OptionError(f"seq_len is at least {_FEWEST_TOKENS}, not {seq_len!r}.")
-    if seq_len is not None and limit is not None and seq_len > limit:
-        raise OptionError(f"seq_len is at most the {limit} positions of this model, not {seq_len}.")
+    if seq_len is not None and not _FEWEST_TOKENS <= seq_len <= (limit or seq_len):
+        most_words = f"the {limit or 'unlimited'} positions of this model"
+        raise OptionError(f"seq_len is from {_FEWEST_TOKENS} to {most_words}, not {seq_len}.")
     most = seq_len or min(_DEFAULT_TOKENS, limit or _DEFAULT_TOKENS)
     ids = {name: token_ids(opened, text, most=most) for name, text in texts.items()}
     shortest = min(ids, key=lambda name: ids[name].shape[1])
-    length = ids[shortest].shape[1]
-    if length < (seq_len or _FEWEST_TOKENS):
-        needed = f"seq_len={seq_len}" if seq_len else f"the {_FEWEST_TOKENS} that are needed"
-        raise DataError(f"The text {shortest!r} has {length} tokens, fewer than {needed}; name a longer one.")
+    length, needed = ids[shortest].shape[1], seq_len or _FEWEST_TOKENS
+    if length < needed:
+        raise DataError(f"The text {shortest!r} has {length} tokens, not {needed}; name a longer one.")
     return tuple(token_ids(opened, text, most=length) for text in texts.values())

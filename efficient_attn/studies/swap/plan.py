@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from efficient_attn.errors import DataError, OptionError
+from efficient_attn.errors import OptionError
 from efficient_attn.measure.texts import Texts, named_texts, read_texts
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import MODEL, UNIFORM_ATTENTION, YARDSTICK, Variant, select
@@ -17,19 +17,15 @@ from efficient_attn.studies.study import Option, Plan, Steps
 from efficient_attn.studies.workload import Workload, settle
 
 # Quantities of a swap, and their names in tables.
-KL, DISAGREEMENT, PERPLEXITY = "next_token_kl", "next_token_disagreement", "perplexity"
-LOSS, RECALL = "loss_difference", "copy_recall"
-MEAN_POOL, FIRST_TOKEN = "mean_pool_distance", "first_token_distance"
-HIDDEN = "hidden_relative_error"
+KL, PERPLEXITY, LOSS, RECALL = "next_token_kl", "perplexity", "loss_difference", "copy_recall"
+MEAN_POOL, HIDDEN = "mean_pool_distance", "hidden_relative_error"
 OUTPUT, OUTPUT_COSINE = "output_relative_error", "output_distance"
 NAMES = {
     KL: "divergence, nats",
-    DISAGREEMENT: "same top token, %",
     PERPLEXITY: "perplexity",
     LOSS: "loss change, nats",
     RECALL: "copy recall, % of exact",
     MEAN_POOL: "cosine, mean pool",
-    FIRST_TOKEN: "cosine, first token",
     HIDDEN: "error, hidden states",
     OUTPUT_COSINE: "cosine, output",
     OUTPUT: "error, output",
@@ -97,9 +93,6 @@ def plan(
         Sequence[int] | None,
         shared.worded(shared.Layers, "Layers of --by layer and --save, from 0; all if omitted."),
     ] = None,
-    name: Annotated[
-        str | None, Option(help="Name of the model in records; the folder's if omitted.", rare=True)
-    ] = None,
     dtype: Annotated[
         str | None, Option(help="Dtype of the model of a folder; float32 if omitted.", rare=True)
     ] = None,
@@ -119,8 +112,8 @@ def plan(
     settings = locals()
     if layers is not None and save is None and not by_layer:
         raise OptionError("layers name those that are replaced alone (--by layer) or saved (--save FILE).")
-    if save is not None:
-        _check_new(Path(save))
+    if save is not None and (Path(save).suffix != ".safetensors" or Path(save).exists()):
+        raise OptionError(f"save is a new file that ends in .safetensors, not {str(save)!r}.")
     positive_count("draws", draws)
     positive_count("rounds", rounds)
     workload = settle(Workload(dtype=dtype or "float32", device=device or "cpu", threads=threads, seed=seed))
@@ -134,21 +127,18 @@ def plan(
     lengths = [None] if seq_lens is None else list(parse_sizes(seq_lens, name="seq_lens"))
     if is_called(model):
         refuse(settings, OF_A_FOLDER, DECIDES)
-        called = called_model(model, name=name)
+        called = called_model(model)
         subjects = [CallSubject.of(called, workload)]
     else:
         from efficient_attn.studies.swap.model import TextSubject, load
 
-        named, opened = named_texts(texts), load(model, name, workload)
+        named, opened = named_texts(texts), load(model, workload)
         subjects = [TextSubject.of(opened, named, workload, seq_len=tokens) for tokens in lengths]
     first = subjects[0]
     unknown = [layer for layer in layers or () if layer not in first.layers]
     if unknown and (by_layer or is_called(model)):
-        raise OptionError(
-            f"layers that get a backend: {', '.join(map(str, first.layers))}; not {unknown[0]}."
-        )
-    variants = [candidates(chosen, subject, options) for subject in subjects]
-    notes = list(dict.fromkeys(note for subject in subjects for note in subject.notes))
+        raise OptionError(f"layers with a backend: {', '.join(map(str, first.layers))}; not {unknown[0]}.")
+    variants, notes = candidates(chosen, first), list(first.notes)
     if save is not None:
         from efficient_attn.integrations.capture import capture, capture_text, save_activations
 
@@ -166,7 +156,8 @@ def plan(
     return Plan(
         steps=partial(
             _steps,
-            list(zip(subjects, variants, strict=True)),
+            subjects,
+            variants,
             draws=draws,
             rounds=rounds,
             layers=(layers or first.layers) if by_layer else (),
@@ -174,19 +165,10 @@ def plan(
         device=first.shared["device"],
         notes=notes,
         about={
-            # The origin of model and texts.
             MODEL: first.about,
-            CANDIDATES: [variant.label for variant in variants[0] if variant.backend != UNIFORM_ATTENTION],
+            CANDIDATES: [variant.label for variant in variants if variant.backend != UNIFORM_ATTENTION],
         },
     )
-
-
-def _check_new(path: Path) -> None:
-    """Refuse a file that is there, or that no study would read."""
-    if path.suffix != ".safetensors":
-        raise OptionError(f"save is a file that ends in .safetensors, not {str(path)!r}.")
-    if path.exists():
-        raise DataError(f"save: {path} exists already; name a new file.")
 
 
 def refuse(settings: Mapping[str, Any], names: Sequence[str], reason: str) -> None:
@@ -203,12 +185,12 @@ def promising(variant: Variant) -> int:
 
 
 def _steps(
-    parts: Sequence[tuple[Any, Sequence[Variant]]], *, draws: int, rounds: int, layers: Sequence[int]
+    subjects: Sequence[Any], variants: Sequence[Variant], *, draws: int, rounds: int, layers: Sequence[int]
 ) -> Steps:
     """All layers replaced, then time and memory, then single layers; a failed backend is measured once."""
     from efficient_attn.studies.swap.measure import OWN_ATTENTION, distance_point, pass_point
 
-    for subject, variants in parts:
+    for subject in subjects:
         working = []
         for variant in (OWN_ATTENTION, *variants):
             if (yield distance_point(subject, variant, draws=draws)).status == "ok":
