@@ -210,9 +210,6 @@ def _draw_chart(ax: Any, chart: Chart, width: float, height: float) -> None:
             ax.set(**{f"{name}lim": axis.limits})
     for number, series in enumerate(chart.series):
         style: dict[str, Any] = {"zorder": 2 + number / 1000, "label": plain(series.label) or "_"}
-        if chart.apart and len(series.x) > 2 and not series.bars:
-            # Every second marker, so that lines on top of each other show both.
-            style["markevery"] = (number % 2, 2)
         _draw_series(ax, series, {**series.style, **style})
     low, high = ax.get_xlim()
     if chart.x.scale != "linear" and high < low * (1 + 1e-9) and chart.x.limits is None:
@@ -246,7 +243,10 @@ def _label_axis(axis: Any, spec: Axis, inches: float, *, across: bool) -> None:
 
     axis.set_label_text(_wrapped(spec.label, inches, _TEXT))
     if isinstance(spec.ticks, Mapping):
-        _name_ticks(axis, spec, inches, across=across)
+        names = {tick: plain(short(text, _LONGEST_NAME)) for tick, text in spec.ticks.items()}
+        step = max(math.ceil(len(names) * _LINE * SMALL * _POINT / inches), 1)
+        ticks = list(names)[::-step][::-1]
+        axis.set_ticks(ticks, [names[tick] for tick in ticks], rotation=90 if across else 0)
         return
     axis.set_major_formatter(FuncFormatter(lambda value, _: spec.show(value)))
     if spec.scale == "linear" and not spec.ticks:
@@ -270,17 +270,6 @@ def _label_axis(axis: Any, spec: Axis, inches: float, *, across: bool) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def _name_ticks(axis: Any, spec: Axis, inches: float, *, across: bool) -> None:
-    """Write texts at ticks, upright below a narrow chart."""
-    assert isinstance(spec.ticks, Mapping)
-    texts = {tick: plain(short(text, _LONGEST_NAME)) for tick, text in spec.ticks.items()}
-    letters = sum(len(text) + 1 for text in texts.values())
-    upright = across and letters * _LETTER * SMALL * _POINT > inches
-    most = inches / (_LINE * SMALL * _POINT) if upright or not across else len(texts)
-    ticks = list(texts)[:: -max(math.ceil(len(texts) / max(most, 1)), 1)][::-1]
-    axis.set_ticks(ticks, [texts[tick] for tick in ticks], rotation=90 if upright else 0)
-
-
 def to_bytes(figure: Any, kind: str, *, salt: str, dots_per_inch: int = _DOTS_PER_INCH) -> bytes:
     """Bytes of a figure as png, svg or pdf, equal for equal figures.
 
@@ -288,17 +277,10 @@ def to_bytes(figure: Any, kind: str, *, salt: str, dots_per_inch: int = _DOTS_PE
         salt: Seed of the names of an SVG's parts.
     """
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_pdf import FigureCanvasPdf
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    figure.set_dpi(dots_per_inch)
     file = io.BytesIO()
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     # Letters stay text in an SVG, and fonts of a PDF are of the type that publishers accept.
-    settings: Any = {"svg.hashsalt": salt, "svg.fonttype": "none", "pdf.fonttype": 42}
-    canvases = {"png": FigureCanvasAgg, "pdf": FigureCanvasPdf, "svg": FigureCanvasSVG}
-    with rc_context(settings):
-        # `savefig` draws everything twice, at first for the layout.
-        getattr(canvases[kind](figure), f"print_{kind}")(file, metadata=undated)
+    with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none", "pdf.fonttype": 42}):
+        figure.savefig(file, format=kind, dpi=dots_per_inch, metadata=undated)
     return file.getvalue()
