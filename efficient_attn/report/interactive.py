@@ -16,13 +16,6 @@ from efficient_attn.report.text import three_digits
 
 PAGE = "interactive.html"
 
-# Symbols and dashes of plotly by the names of matplotlib.
-_SYMBOLS: dict[Any, str] = {
-    **{"o": "circle", "s": "square", "D": "diamond", "d": "diamond-tall", "P": "cross", "X": "x"},
-    **{"^": "triangle-up", "v": "triangle-down", "<": "triangle-left", ">": "triangle-right"},
-    **{"p": "pentagon", "h": "hexagon", "8": "octagon", "*": "star", (4, 1, 0): "star-diamond"},
-}
-_DASHES = {"-": "solid", "--": "dash", "none": "solid"}
 # Letters of a line on hover and of a name in the legend, and powers of two, that a telephone has room for.
 _HOVER_LETTERS, _LEGEND_LETTERS, _POWERS = 38, 40, 8
 # Without plotly's toolbar, which covers the buttons on a telephone.
@@ -175,12 +168,8 @@ def _traces(chart: Chart) -> list[dict[str, Any]]:
         group = {"legendgroup": line.label or str(number), "hoverinfo": "text"}
         trace = {
             **{"name": _text(line.label), "showlegend": bool(line.label), "hovertext": texts},
-            **{"x": x, "y": y, "connectgaps": True, **group, **_look(line)},
+            **{"x": x, "y": y, "connectgaps": True, **group, **_look(line, number)},
         }
-        if any(point.low is not None for point in points):
-            above = [point.high and point.high - point.y for point in points]
-            below = [point.low and point.y - point.low for point in points]
-            trace["error_y"] = {"array": above, "arrayminus": below, "symmetric": False, "thickness": 1}
         off = [n for n, value in enumerate(y) if value is None and chart.x.holds(x[n])]
         marks = {"symbol": "x-thin-open", "color": line.style.get("color", INK), "size": 8}
         lost = {
@@ -210,20 +199,14 @@ def _text(text: str) -> str:
     return escape(plain(short(text, _LEGEND_LETTERS)))
 
 
-def _look(line: Series) -> dict[str, Any]:
-    """Mode, stroke and markers of plotly from a style of matplotlib."""
-    style, width = line.style, line.style.get("linewidth", 1.5)
-    colour, stroke = style.get("color", INK), style.get("linestyle", "-")
-    symbol = _SYMBOLS.get(style.get("marker"))
-    drawn = symbol is None or (stroke != "none" and len(line.x) != 1)
-    # matplotlib counts dashes in widths of the line.
-    dash = stroke if isinstance(stroke, str) else ",".join(f"{part * width:g}px" for part in stroke[1])
-    edge = {"color": colour, "width": 1.5}
-    marker = {"symbol": symbol, "size": 8, "line": edge, "color": style.get("markerfacecolor", colour)}
+def _look(line: Series, number: int) -> dict[str, Any]:
+    """Mode, stroke and markers of plotly from a style of matplotlib; symbols count the lines."""
+    stroke, colour = line.style.get("linestyle", "-"), line.style.get("color", INK)
+    modes = ["lines"] * (stroke != "none" and len(line.x) != 1) + ["markers"] * bool(line.style.get("marker"))
     return {
-        "mode": "+".join(["lines"] * drawn + ["markers"] * (symbol is not None)),
-        "line": {"color": colour, "width": width, "dash": _DASHES.get(dash, dash)},
-        "marker": marker if symbol else {},
+        "mode": "+".join(modes) or "lines",
+        "line": {"color": colour, "dash": "solid" if stroke in ("-", "none") else "dash"},
+        "marker": {"symbol": number, "size": 8, "color": line.style.get("markerfacecolor", colour)},
     }
 
 
