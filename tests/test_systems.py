@@ -9,8 +9,6 @@ import pytest
 
 from efficient_attn.measure import process
 from efficient_attn.measure.environment import available_bytes, environment, usable_cores, waited_s
-from efficient_attn.measure.variants import select
-from efficient_attn.studies.workload import Workload, measurer_for
 
 ON_LINUX = sys.platform.startswith("linux")
 

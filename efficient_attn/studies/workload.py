@@ -21,7 +21,7 @@ SUBJECTS = ("attention", "block", "encoder")
 
 _DEFAULT_LAYERS = 3
 
-# Score matrices alive at once in naive attention, scores and weights, and vectors of a token: q, k, v, output.
+# Alive at once: score matrices of naive attention (scores, weights), and vectors of a token (q, k, v, output).
 _MATRICES, _VECTORS = 2, 4
 
 
