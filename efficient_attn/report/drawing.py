@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from efficient_attn.errors import OptionError
 from efficient_attn.report.figures import GRID, INK, MUTED, Axis, Chart, Plot, Series
 from efficient_attn.report.table import plain, short
 
@@ -26,8 +25,6 @@ _LONGEST_NAME, _LONGEST_TEXT = 60, 240
 _POINT = 1 / 72
 # Width of a letter, of the line before a name in a legend, and height of a line of text, in letters' heights.
 _LETTER, _HANDLE, _LINE = 0.56, 4.7, 1.35
-# Multiples of powers of ten at ticks, the first that fit.
-_STEPS = ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,))
 
 # Largest share of the width for names at the ends of lines, and steps that move them apart.
 _NAMES_SHARE, _STEPS_APART = 0.34, 200
@@ -56,25 +53,12 @@ _SETTINGS: dict[Any, Any] = {
 }
 
 
-def draw(plot: Plot, *, ax: Any = None) -> list[Any]:
-    """Draw the charts on a figure outside of pyplot.
-
-    Args:
-        ax: Axes for the only chart, instead of a new figure.
-
-    Raises:
-        OptionError: `ax` with several charts.
-    """
+def draw(plot: Plot) -> list[Any]:
+    """Axes of the charts, drawn on a figure outside of pyplot."""
     from matplotlib import rc_context
 
-    plot = plot.drawable()
-    if ax is not None:
-        if len(plot.charts) != 1:
-            raise OptionError(f"ax is for one chart, and this plot has {len(plot.charts)}: leave it out.")
-        _draw_chart(ax, plot.charts[0], ax.bbox.width / ax.figure.dpi, ax.bbox.height / ax.figure.dpi)
-        return [ax]
     with rc_context(_SETTINGS):
-        return _draw_figure(plot)
+        return _draw_figure(plot.drawable())
 
 
 def _draw_figure(plot: Plot) -> list[Any]:
@@ -253,19 +237,17 @@ def _label_axis(axis: Any, spec: Axis, inches: float, *, across: bool) -> None:
         return
     low, high = sorted(axis.get_view_interval())
     place = axis.get_transform().transform
-    base, candidates = (2, _STEPS[-1:]) if spec.scale == "log2" else (10, _STEPS)
+    decades = math.log10(high / low) if spec.scale == "log" else math.inf
+    steps = (1,) if decades > 3 else (1, 3) if decades > 2 else (1, 2, 5) if decades > 0.7 else range(1, 10)
+    base = 2 if spec.scale == "log2" else 10
+    marks = [] if spec.ticks else LogLocator(base, steps, numticks=1000).tick_values(low, high)
+    ticks = sorted(spec.ticks) or [tick for tick in marks if low <= tick <= high] or [low, high]
+    letters = max(len(spec.show(tick)) for tick in ticks) + 1.2 if across else 2.4
+    gap = letters * _LETTER * SMALL * _POINT / inches * np.ptp(place([low, high]))
     shown: list[float] = []
-    for steps in candidates:
-        marks = [] if spec.ticks else LogLocator(base, steps, numticks=1000).tick_values(low, high)
-        ticks = sorted(spec.ticks) or [tick for tick in marks if low <= tick <= high] or [low, high]
-        letters = max(len(spec.show(tick)) for tick in ticks) + 1.2 if across else 2.4
-        gap = letters * _LETTER * SMALL * _POINT / inches * np.ptp(place([low, high]))
-        shown = []
-        for tick in reversed(ticks):
-            if not shown or np.ptp(place([tick, shown[-1]])) >= gap:
-                shown.append(tick)
-        if len(shown) == len(ticks):
-            break
+    for tick in reversed(ticks):
+        if not shown or np.ptp(place([tick, shown[-1]])) >= gap:
+            shown.append(tick)
     axis.set_major_locator(FixedLocator(shown[::-1]))
     axis.set_minor_locator(NullLocator())
 

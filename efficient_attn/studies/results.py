@@ -92,19 +92,14 @@ class Results:
         """What was measured, as tables of text."""
         return self._shown("tables")
 
-    def plot(self, name: str | None = None, *, ax: Any = None) -> Any:
-        """Draw one of `plots()`, the first if no name is given; the first axes.
-
-        Args:
-            ax: Axes for a plot of one chart; a new figure is made if left out.
-        """
+    def plot(self, name: str | None = None) -> Any:
+        """Draw one of `plots()`, the first if no name is given; the first axes."""
         plots = self.plots()
         if not plots:
             raise DataError("There is nothing to plot: no record holds a number.")
         if name is not None and name not in plots:
             raise UnknownNameError("plot", name, plots)
-        plot = plots[name or next(iter(plots))]
-        return draw(plot, ax=ax)[0]
+        return draw(plots[name or next(iter(plots))])[0]
 
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""

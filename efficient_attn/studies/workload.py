@@ -21,7 +21,7 @@ SUBJECTS = ("attention", "block", "encoder")
 
 _DEFAULT_LAYERS = 3
 
-# Alive at once: score matrices of naive attention (scores, weights), and vectors of a token (q, k, v, output).
+# Alive at once: score matrices (scores and weights) and vectors of a token (q, k, v, output).
 _MATRICES, _VECTORS = 2, 4
 
 
