@@ -35,11 +35,7 @@ def list_command(
     # Named, not imported: the promises of a plug-in are known once its backend is used.
     outside = [plugin for name, plugin in sorted(plugins().items()) if name not in names]
     if as_json:
-        rows = [_row(spec) for spec in specs]
-        rows += [
-            dict.fromkeys(rows[0]) | {"name": plugin.name, "plugin": plugin._asdict()} for plugin in outside
-        ]
-        console.put_json(rows)
+        console.put_json([*map(_row, specs), *({**plugin._asdict(), "plugin": True} for plugin in outside)])
         return
     console.print_tables([_table(specs)])
     for plugin in outside:
@@ -65,7 +61,7 @@ def _cell(value: Any) -> str:
 
 def _row(spec: Any) -> dict[str, Any]:
     about = {name: getattr(spec, name) for name in ("name", "summary", "formula", "paper", "size_option")}
-    return {**about, "options": _options(spec), "plugin": None, **asdict(spec.capabilities)}
+    return {**about, "options": _options(spec), "plugin": False, **asdict(spec.capabilities)}
 
 
 def _options(spec: Any) -> dict[str, Any]:

@@ -125,25 +125,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     code = exits.DONE
     with polite() as codes:
         try:
-            try:
-                code = int(app(args=arguments, standalone_mode=False) or exits.DONE)
-            except (AttentionError, _UsageError) as error:
-                console.refuse(str(error) if isinstance(error, AttentionError) else error.format_message())
-                code = exits.WRONG_REQUEST
-            except (KeyboardInterrupt, typer.Abort):
-                code = exits.INTERRUPTED
-        except BrokenPipeError:
-            code = _unread()
-        except SystemExit as leaving:
-            # Typer exits in this way after a broken pipe.
-            if not isinstance(leaving.__context__, BrokenPipeError):
-                raise
-            code = _unread()
+            code = int(app(args=arguments, standalone_mode=False) or exits.DONE)
+        except (AttentionError, _UsageError) as error:
+            console.refuse(str(error) if isinstance(error, AttentionError) else error.format_message())
+            code = exits.WRONG_REQUEST
+        except (KeyboardInterrupt, typer.Abort):
+            code = exits.INTERRUPTED
         sys.exit(next(iter(codes), code))
-
-
-def _unread() -> int:
-    """Exit code after the reader of our output has left; nothing more is written, not even at exit."""
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return 128 + signal.SIGPIPE

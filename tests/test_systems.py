@@ -9,8 +9,6 @@ import pytest
 
 from efficient_attn.measure import process
 from efficient_attn.measure.environment import available_bytes, environment, moment, usable_cores
-from efficient_attn.measure.variants import select
-from efficient_attn.studies.workload import Workload, measurer_for
 
 ON_LINUX = sys.platform.startswith("linux")
 
@@ -36,16 +34,6 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
 
 
-def remarks_on(limit: str) -> list[str]:
-    measure = {"isolate": "reuse", "timeout_s": 1.0, "memory_limit": limit}
-    return measurer_for(select(["exact"], None), Workload(device="cpu"), **measure)[2]
-
-
-@pytest.mark.skipif(not ON_LINUX, reason="the memory of a process is limited on Linux")
-def test_linux_limits_memory_without_a_remark() -> None:
-    assert remarks_on("70%") == []
-
-
 @pytest.mark.usefixtures("elsewhere")
 def test_what_another_system_does_not_report_or_enforce_is_unknown_or_a_remark() -> None:
     found = environment()
@@ -53,7 +41,3 @@ def test_what_another_system_does_not_report_or_enforce_is_unknown_or_a_remark()
     assert available_bytes() is None and moment() is None
     assert usable_cores() == os.cpu_count()
     process._limit_memory(1)
-    for limit, unknown in (("70%", True), ("8GiB", False)):
-        (remark,) = remarks_on(limit)
-        assert "enforces no memory limit" in remark
-        assert ("memory_limit in Python takes an amount" in remark) == unknown

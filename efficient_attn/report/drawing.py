@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from efficient_attn.errors import OptionError
 from efficient_attn.report.figures import GRID, INK, MUTED, Axis, Chart, Plot, Series
 from efficient_attn.report.table import plain, short
 
@@ -26,8 +25,6 @@ _LONGEST_NAME, _LONGEST_TEXT = 60, 240
 _POINT = 1 / 72
 # Width of a letter, of the line before a name in a legend, and height of a line of text, in letters' heights.
 _LETTER, _HANDLE, _LINE = 0.56, 4.7, 1.35
-# Multiples of powers of ten at ticks, the first that fit.
-_STEPS = ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,))
 
 # Largest share of the width for names at the ends of lines, and steps that move them apart.
 _NAMES_SHARE, _STEPS_APART = 0.34, 200
@@ -56,25 +53,12 @@ _SETTINGS: dict[Any, Any] = {
 }
 
 
-def draw(plot: Plot, *, ax: Any = None) -> list[Any]:
-    """Draw the charts on a figure outside of pyplot.
-
-    Args:
-        ax: Axes for the only chart, instead of a new figure.
-
-    Raises:
-        OptionError: `ax` with several charts.
-    """
+def draw(plot: Plot) -> list[Any]:
+    """Axes of the charts, drawn on a figure outside of pyplot."""
     from matplotlib import rc_context
 
-    plot = plot.drawable()
-    if ax is not None:
-        if len(plot.charts) != 1:
-            raise OptionError(f"ax is for one chart, and this plot has {len(plot.charts)}: leave it out.")
-        _draw_chart(ax, plot.charts[0], ax.bbox.width / ax.figure.dpi, ax.bbox.height / ax.figure.dpi)
-        return [ax]
     with rc_context(_SETTINGS):
-        return _draw_figure(plot)
+        return _draw_figure(plot.drawable())
 
 
 def _draw_figure(plot: Plot) -> list[Any]:
@@ -210,9 +194,6 @@ def _draw_chart(ax: Any, chart: Chart, width: float, height: float) -> None:
             ax.set(**{f"{name}lim": axis.limits})
     for number, series in enumerate(chart.series):
         style: dict[str, Any] = {"zorder": 2 + number / 1000, "label": plain(series.label) or "_"}
-        if chart.apart and len(series.x) > 2 and not series.bars:
-            # Every second marker, so that lines on top of each other show both.
-            style["markevery"] = (number % 2, 2)
         _draw_series(ax, series, {**series.style, **style})
     low, high = ax.get_xlim()
     if chart.x.scale != "linear" and high < low * (1 + 1e-9) and chart.x.limits is None:
@@ -246,39 +227,29 @@ def _label_axis(axis: Any, spec: Axis, inches: float, *, across: bool) -> None:
 
     axis.set_label_text(_wrapped(spec.label, inches, _TEXT))
     if isinstance(spec.ticks, Mapping):
-        _name_ticks(axis, spec, inches, across=across)
+        names = {tick: plain(short(text, _LONGEST_NAME)) for tick, text in spec.ticks.items()}
+        step = max(math.ceil(len(names) * _LINE * SMALL * _POINT / inches), 1)
+        ticks = list(names)[::-step][::-1]
+        axis.set_ticks(ticks, [names[tick] for tick in ticks], rotation=90 if across else 0)
         return
     axis.set_major_formatter(FuncFormatter(lambda value, _: spec.show(value)))
     if spec.scale == "linear" and not spec.ticks:
         return
     low, high = sorted(axis.get_view_interval())
     place = axis.get_transform().transform
-    base, candidates = (2, _STEPS[-1:]) if spec.scale == "log2" else (10, _STEPS)
+    decades = math.log10(high / low) if spec.scale == "log" else math.inf
+    steps = (1,) if decades > 3 else (1, 3) if decades > 2 else (1, 2, 5) if decades > 0.7 else range(1, 10)
+    base = 2 if spec.scale == "log2" else 10
+    marks = [] if spec.ticks else LogLocator(base, steps, numticks=1000).tick_values(low, high)
+    ticks = sorted(spec.ticks) or [tick for tick in marks if low <= tick <= high] or [low, high]
+    letters = max(len(spec.show(tick)) for tick in ticks) + 1.2 if across else 2.4
+    gap = letters * _LETTER * SMALL * _POINT / inches * np.ptp(place([low, high]))
     shown: list[float] = []
-    for steps in candidates:
-        marks = [] if spec.ticks else LogLocator(base, steps, numticks=1000).tick_values(low, high)
-        ticks = sorted(spec.ticks) or [tick for tick in marks if low <= tick <= high] or [low, high]
-        letters = max(len(spec.show(tick)) for tick in ticks) + 1.2 if across else 2.4
-        gap = letters * _LETTER * SMALL * _POINT / inches * np.ptp(place([low, high]))
-        shown = []
-        for tick in reversed(ticks):
-            if not shown or np.ptp(place([tick, shown[-1]])) >= gap:
-                shown.append(tick)
-        if len(shown) == len(ticks):
-            break
+    for tick in reversed(ticks):
+        if not shown or np.ptp(place([tick, shown[-1]])) >= gap:
+            shown.append(tick)
     axis.set_major_locator(FixedLocator(shown[::-1]))
     axis.set_minor_locator(NullLocator())
-
-
-def _name_ticks(axis: Any, spec: Axis, inches: float, *, across: bool) -> None:
-    """Write texts at ticks, upright below a narrow chart."""
-    assert isinstance(spec.ticks, Mapping)
-    texts = {tick: plain(short(text, _LONGEST_NAME)) for tick, text in spec.ticks.items()}
-    letters = sum(len(text) + 1 for text in texts.values())
-    upright = across and letters * _LETTER * SMALL * _POINT > inches
-    most = inches / (_LINE * SMALL * _POINT) if upright or not across else len(texts)
-    ticks = list(texts)[:: -max(math.ceil(len(texts) / max(most, 1)), 1)][::-1]
-    axis.set_ticks(ticks, [texts[tick] for tick in ticks], rotation=90 if upright else 0)
 
 
 def to_bytes(figure: Any, kind: str, *, salt: str, dots_per_inch: int = _DOTS_PER_INCH) -> bytes:
@@ -288,17 +259,10 @@ def to_bytes(figure: Any, kind: str, *, salt: str, dots_per_inch: int = _DOTS_PE
         salt: Seed of the names of an SVG's parts.
     """
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.backends.backend_pdf import FigureCanvasPdf
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
-    figure.set_dpi(dots_per_inch)
     file = io.BytesIO()
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     # Letters stay text in an SVG, and fonts of a PDF are of the type that publishers accept.
-    settings: Any = {"svg.hashsalt": salt, "svg.fonttype": "none", "pdf.fonttype": 42}
-    canvases = {"png": FigureCanvasAgg, "pdf": FigureCanvasPdf, "svg": FigureCanvasSVG}
-    with rc_context(settings):
-        # `savefig` draws everything twice, at first for the layout.
-        getattr(canvases[kind](figure), f"print_{kind}")(file, metadata=undated)
+    with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none", "pdf.fonttype": 42}):
+        figure.savefig(file, format=kind, dpi=dots_per_inch, metadata=undated)
     return file.getvalue()

@@ -30,8 +30,9 @@ _FURTHER_COLOURS = (("#8a6d00", ">"), ("#008b8b", "h"), ("#8b4513", "d"), ("#5f6
 _VARIANT_MARKERS = ("*", "h", "d", ">")
 _STROKES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 
-# The dashed line of uniform attention and of guesses.
+# The dashed line of uniform attention and of guesses, and the thin grey line of a limit.
 UNIFORM_STYLE: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.2, "marker": ""}
+LIMIT_STYLE: dict[str, Any] = {"color": MUTED, "linestyle": "-", "linewidth": 1.1, "marker": ""}
 
 # Beyond this the margins of an axis are no floating-point numbers any more.
 LARGEST = 1e300
@@ -85,7 +86,6 @@ class Chart(NamedTuple):
 
     Attributes:
         notes: Lines below the title.
-        apart: Lines alternate in the points that bear their markers.
         height: Inches, at full width; None follows the width.
         draw: Draws on the matplotlib axes whatever is no series.
     """
@@ -95,7 +95,6 @@ class Chart(NamedTuple):
     series: tuple[Series, ...] = ()
     title: str = ""
     notes: tuple[str, ...] = ()
-    apart: bool = False
     height: float | None = None
     draw: Callable[[Any], None] | None = None
 
@@ -182,8 +181,3 @@ def line_styles(lines: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
             "linewidth": 2.4 if backend == "exact" else 1.8,
         }
     return styles
-
-
-def baseline_style(number: int = 0) -> dict[str, Any]:
-    """Thin grey line for a baseline, with dashes by its number."""
-    return {"color": MUTED, "linestyle": _STROKES[number % len(_STROKES)], "linewidth": 1.1, "marker": ""}

@@ -8,10 +8,10 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import efficient_attn
-from efficient_attn.measure.record import Record, write
+from efficient_attn.measure.record import write
 from efficient_attn.report.drawing import draw, to_bytes
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table, full, plain, right_aligned, short, slug, to_csv, to_markdown
@@ -24,38 +24,6 @@ KINDS = ("png", "svg", "pdf")
 _LONGEST_TEXT, _LONGEST_CELL, _LONG_WORD = 20_000, 300, re.compile(r"\S{81,}")
 
 
-class Run(NamedTuple):
-    """Content of a report on one run.
-
-    Attributes:
-        label: Name of the run among several.
-        plots: {name of the file: plot}.
-        rows: Flat rows of the summary.
-        files: {name of a further file: text}.
-    """
-
-    label: str
-    records: Sequence[Record]
-    plots: Mapping[str, Plot]
-    sentences: Sequence[str]
-    tables: Sequence[Table]
-    rows: Sequence[Mapping[str, Any]]
-    files: Mapping[str, str]
-    notes: Sequence[str]
-    environment: Mapping[str, Any]
-    command: str
-
-    @property
-    def facts(self) -> list[str]:
-        """Machine, software and size of the run."""
-        names = dict(flat(self.environment))
-        torch = f"torch {names['torch.version']}" if "torch.version" in names else None
-        machine = names.get("gpu.name") or names.get("processor")
-        failed = sum(record.status != "ok" for record in self.records)
-        count = f"{len(self.records)} records{f', {failed} of them not measured' * bool(failed)}"
-        return [fact for fact in (machine, names.get("utc"), torch, count) if fact]
-
-
 # Label of a run, name of a file, its plot, and the plot drawn.
 _Figure = tuple[str, str, Plot, Any]
 
@@ -65,66 +33,70 @@ def save(figure: Any, folder: Path, name: str) -> list[Path]:
     return [write(folder / f"{name}.{kind}", to_bytes(figure, kind, salt=name)) for kind in KINDS]
 
 
-def write_all(runs: Sequence[Run], path: Path, *, interactive: bool = False) -> list[Path]:
+def write_all(runs: Mapping[str, Any], folder: Path, *, interactive: bool = False) -> list[Path]:
     """Write all files to a folder, of several runs with the run's label as prefix.
 
     Args:
+        runs: Results by the label of their run.
         interactive: Also write the page drawn by plotly.
     """
+    plots = {label: run.plots() for label, run in runs.items()}
     figures = [
-        (run.label, name, plot, draw(plot)[0].figure) for run in runs for name, plot in run.plots.items()
+        (label, name, plot, draw(plot)[0].figure)
+        for label in runs
+        for name, plot in plots[label].items()
+        if not plot.is_empty
     ]
-    prefixes = {run.label: f"{slug(run.label)}-" if len(runs) > 1 else "" for run in runs}
+    tables = [(label, table) for label, run in runs.items() for table in run.tables()]
+    # Tables of one title stand together, so that runs are easily compared.
+    titles = list(dict.fromkeys(table.title for _, table in tables))
+    tables.sort(key=lambda pair: titles.index(pair[1].title))
+    if len(runs) > 1:
+        tables = [(label, table._replace(title=f"{table.title}: {label}")) for label, table in tables]
+    prefixes = {label: f"{slug(label)}-" if len(runs) > 1 else "" for label in runs}
     paths = []
-    for run in runs:
-        texts = {SUMMARY: to_csv(run.rows), **run.files}
-        paths += [write(path / f"{prefixes[run.label]}{name}", text) for name, text in texts.items()]
+    for label, run in runs.items():
+        texts = {SUMMARY: to_csv(run.summary()), **run.files()}
+        paths += [write(folder / f"{prefixes[label]}{name}", text) for name, text in texts.items()]
     for label, name, _, figure in figures:
-        paths += save(figure, path, f"{prefixes[label]}{name}")
-    tables = [
-        table._replace(title=f"{table.title}: {run.label}") if len(runs) > 1 else table
-        for run in runs
-        for table in run.tables
-    ]
-    paths.append(write(path / MARKDOWN, "\n\n".join(map(to_markdown, tables)) + "\n"))
-    paths.append(write(path / REPORT, page(runs, figures)))
+        paths += save(figure, folder, f"{prefixes[label]}{name}")
+    markdown = "\n\n".join(to_markdown(table) for _, table in tables)
+    paths.append(write(folder / MARKDOWN, f"{markdown}\n"))
+    paths.append(write(folder / REPORT, page(runs, figures, [table for _, table in tables])))
     if interactive:
         from plotly.offline import get_plotlyjs
 
         from efficient_attn.report.interactive import PAGE, sections
 
-        parts = [sections(run.plots.values(), f"chart-{n}") for n, run in enumerate(runs)]
-        text = render(PAGE, title=_title(runs), runs=runs, sections=parts, plotlyjs=get_plotlyjs())
-        paths.append(write(path / PAGE, text))
+        parts = {label: sections(plots[label].values(), f"chart-{n}") for n, label in enumerate(runs)}
+        paths.append(write(folder / PAGE, render(PAGE, runs, sections=parts, plotlyjs=get_plotlyjs())))
     return paths
 
 
-def page(runs: Sequence[Run], figures: Sequence[_Figure]) -> str:
+def page(runs: Mapping[str, Any], figures: Sequence[_Figure], tables: Sequence[Table]) -> str:
     """Text of the page."""
     drawings = [
         (label, f"{plot.title}: {plot.conditions}", to_bytes(figure, "svg", salt=name))
         for label, name, plot, figure in figures
     ]
-    # Tables of one title stand together, so that runs are easily compared.
-    titles = list(dict.fromkeys(table.title for run in runs for table in run.tables))
-    tables = [
-        (run.label, table) for title in titles for run in runs for table in run.tables if table.title == title
-    ]
-    values = [dict(flat(run.environment)) for run in runs]
+    values = [dict(flat(run.environment)) for run in runs.values()]
     names = dict.fromkeys(name for column in values for name in column if name != "command")
     rows = tuple((name, *(column.get(name, "–") for column in values)) for name in names)
-    return render(
-        "page.html",
-        title=_title(runs),
-        runs=runs,
-        drawings=drawings,
-        tables=tables,
-        right=right_aligned,
-        environment=Table("Environment", ("", *(run.label for run in runs)), rows),
-    )
+    environment = Table("Environment", ("", *runs), rows)
+    return render("page.html", runs, drawings=drawings, tables=tables, environment=environment)
 
 
-def render(template: str, *, runs: Sequence[Run], **values: Any) -> str:
+def _facts(run: Any) -> list[str]:
+    """Machine, software and size of a run."""
+    names = dict(flat(run.environment))
+    torch = f"torch {names['torch.version']}" if "torch.version" in names else None
+    machine = names.get("gpu.name") or names.get("processor")
+    failed = sum(record.status != "ok" for record in run.records)
+    count = f"{len(run.records)} records{f', {failed} of them not measured' * bool(failed)}"
+    return [fact for fact in (machine, names.get("utc"), torch, count) if fact]
+
+
+def render(template: str, runs: Mapping[str, Any], **values: Any) -> str:
     """Text of a template of this folder, with every value escaped."""
     from jinja2 import Environment, StrictUndefined
 
@@ -133,16 +105,12 @@ def render(template: str, *, runs: Sequence[Run], **values: Any) -> str:
     jinja.filters["brief"] = lambda text, most=_LONGEST_CELL: short(
         _LONG_WORD.sub(lambda word: short(word[0]), text), most
     )
-    jinja.filters["full"] = full
+    jinja.filters |= {"full": full, "right": right_aligned, "facts": _facts}
     jinja.filters["base64"] = lambda data: b64encode(data).decode()
     text, css = (files(__package__).joinpath(name).read_text("utf-8") for name in (template, "page.css"))
-    return jinja.from_string(text).render(
-        css=css, version=efficient_attn.__version__, runs=runs, many=len(runs) > 1, **values
-    )
-
-
-def _title(runs: Sequence[Run]) -> str:
-    return short(runs[0].label) if len(runs) == 1 else f"{len(runs)} runs side by side"
+    title = short(next(iter(runs))) if len(runs) == 1 else f"{len(runs)} runs side by side"
+    values |= {"css": css, "version": efficient_attn.__version__, "title": title}
+    return jinja.from_string(text).render(runs=runs, many=len(runs) > 1, **values)
 
 
 def _printable(value: Any) -> Any:

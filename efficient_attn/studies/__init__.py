@@ -7,27 +7,22 @@ the records; a folder holds them in its `__init__.py` and `view.py`.
 import importlib
 import pkgutil
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.studies.study import Study
 
+# Modules of this folder that are no studies.
+_MACHINERY = {"audit", "diff", "engine", "gpu_check", "options", "progress", "results", "run_folder", "show"}
+_MACHINERY |= {"study", "view", "workload"}
+
 
 @cache
 def studies() -> dict[str, Study]:
     """Every study by its name; records can hold its quantities from then on."""
-    names = sorted(module.name for module in pkgutil.iter_modules(__path__) if _is_study(module))
+    names = sorted({module.name for module in pkgutil.iter_modules(__path__)} - _MACHINERY)
     registered = [importlib.import_module(f"{__name__}.{name}").STUDY for name in names]
     return {study.name: study for study in registered}
-
-
-def _is_study(module: pkgutil.ModuleInfo) -> bool:
-    """Whether it is a folder, or a file that binds STUDY; other files are not imported for a help text."""
-    if module.ispkg:
-        return True
-    folder = getattr(module.module_finder, "path", "")
-    return b"\nSTUDY = " in (Path(folder) / f"{module.name}.py").read_bytes()
 
 
 def find(name: str) -> Study:

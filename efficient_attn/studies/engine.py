@@ -11,7 +11,7 @@ import math
 import textwrap
 import time
 import typing
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,6 @@ from efficient_attn.studies.run_folder import (
     OVER_BUDGET,
     RECORDS,
     Store,
-    Stored,
     only_writer,
     open_folder,
     over_budget,
@@ -287,15 +286,18 @@ def run_plan(
     about = {STUDY: study.name, CODE: code, **plan.about}
     machine = {**environment(command=command, device=plan.device), **about}
     with ExitStack() as stack:
-        stored = Stored()
+        rows: Sequence[Record] = ()
+        earlier: Mapping[str, Any] | None = None
+        stored_notes: Sequence[str] = ()
         if folder is not None:
             stack.enter_context(only_writer(folder))
-            stored = stored_run(folder, cases, machine, fixed=plan.fixed) if resume else stored
-            write(folder / ENVIRONMENT, stored.environment or machine)
-            if stored.environment is None:
+            if resume:
+                rows, earlier, stored_notes = stored_run(folder, cases, machine, fixed=plan.fixed)
+            write(folder / ENVIRONMENT, earlier or machine)
+            if earlier is None:
                 write(folder / COMMAND, " ".join(machine["command"]) + "\n")
         path = None if folder is None else folder / RECORDS
-        store = Store(path, stored.rows, retry_over_budget=budget_s is not None)
+        store = Store(path, rows, retry_over_budget=budget_s is not None)
         start = moment()
         engine = Engine(
             plan,
@@ -308,9 +310,9 @@ def run_plan(
         # Processor time of measuring processes counts as the run's own once they have ended.
         with plan.resources:
             complete = engine.run()
-        machine = dict(stored.environment or machine)
+        machine = dict(earlier or machine)
         machine[DURING] = [*machine.get(DURING, []), between(start, moment())]
-        notes = [*engine.notes, *plan.notes, *stored.notes]
+        notes = [*engine.notes, *plan.notes, *stored_notes]
         results = Results(
             store.records.values(),
             environment=machine,

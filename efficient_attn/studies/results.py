@@ -1,16 +1,16 @@
 """Results: records read from run folders, as data frame, tables, plots, sentences, files and reports."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError, naming_missing
-from efficient_attn.measure.record import Case, Record, append, merge_rows, write
+from efficient_attn.measure.record import Record, append, merge_rows, write
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.report.drawing import draw
 from efficient_attn.report.figures import Plot
-from efficient_attn.report.files import Run, write_all
+from efficient_attn.report.files import write_all
 from efficient_attn.report.table import Table, plain, to_html
 from efficient_attn.report.text import flat
 from efficient_attn.stats.noise_warnings import DURING, doubts
@@ -23,10 +23,7 @@ from efficient_attn.studies.run_folder import (
     run_folder,
 )
 from efficient_attn.studies.study import STUDY, Study
-from efficient_attn.studies.view import flat_row, sample_rows, view_of
-
-# Columns of every frame, constant or not.
-_COLUMNS = ("kind", "label", "tokens")
+from efficient_attn.studies.view import flat_row, view_of
 
 
 class Results:
@@ -62,6 +59,12 @@ class Results:
         """Remarks on the numbers, such as a noisy machine."""
         return (*self._notes, *doubts(self.records, self.environment))
 
+    @property
+    def command(self) -> str:
+        """Command line of the run; empty if unknown."""
+        words = self.environment.get("command")
+        return " ".join(map(str, words)) if isinstance(words, list) else ""
+
     def __len__(self) -> int:
         return len(self.records)
 
@@ -79,37 +82,24 @@ class Results:
                 "the runs side by side."
             )
 
-    def to_pandas(self, raw: bool = False, constant: bool = False) -> Any:
-        """One row per case, flat, times as a median with its interval.
-
-        Args:
-            raw: One row per sample.
-            constant: Keep columns of cases that are alike in all rows; kind, label and tokens stay.
-        """
+    def to_pandas(self) -> Any:
+        """One row per case, flat, times as a median with its interval."""
         import pandas
 
-        frame = pandas.DataFrame(self._rows(sample_rows) if raw else self.summary())
-        described = [name for name in frame if name in Case.__struct_fields__ and name not in _COLUMNS]
-        alike = [name for name in described if len(set(frame[name])) == 1]
-        return frame if constant or len(frame) == 1 else frame.drop(columns=alike)
+        return pandas.DataFrame(self.summary())
 
     def tables(self) -> list[Table]:
         """What was measured, as tables of text."""
         return self._shown("tables")
 
-    def plot(self, name: str | None = None, *, ax: Any = None) -> Any:
-        """Draw one of `plots()`, the first if no name is given; the first axes.
-
-        Args:
-            ax: Axes for a plot of one chart; a new figure is made if left out.
-        """
+    def plot(self, name: str | None = None) -> Any:
+        """Draw one of `plots()`, the first if no name is given; the first axes."""
         plots = self.plots()
         if not plots:
             raise DataError("There is nothing to plot: no record holds a number.")
         if name is not None and name not in plots:
             raise UnknownNameError("plot", name, plots)
-        plot = plots[name or next(iter(plots))]
-        return draw(plot, ax=ax)[0]
+        return draw(plots[name or next(iter(plots))])[0]
 
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""
@@ -117,7 +107,10 @@ class Results:
 
     def summary(self) -> list[dict[str, Any]]:
         """Flat rows of all measurements; of several runs each row names its own."""
-        return self._rows(lambda record: [flat_row(record)])
+        if not self.runs:
+            return list(map(flat_row, self.records))
+        pairs = zip(self.runs, self.records, strict=True)
+        return [{"run": run, **flat_row(record)} for run, record in pairs]
 
     def plots(self) -> dict[str, Plot]:
         """All plots by the name of their files."""
@@ -142,7 +135,7 @@ class Results:
         if self.environment:
             paths.append(write(folder / ENVIRONMENT, self.environment))
         try:
-            return paths + write_all([self.as_run(folder.resolve().name)], folder)
+            return paths + write_all({folder.resolve().name: self}, folder)
         # Whatever goes wrong in drawing, the records are safe, and whoever measured them gets them back.
         except Exception as error:
             self._notes += (
@@ -150,28 +143,6 @@ class Results:
                 f"The records are safe; `efficient-attn report {folder}` draws them again.",
             )
             return paths
-
-    def as_run(self, label: str) -> Run:
-        """Everything that a report shows of this run."""
-        command = self.environment.get("command")
-        return Run(
-            label=label,
-            records=self.records,
-            plots={name: plot for name, plot in self.plots().items() if not plot.is_empty},
-            sentences=self.sentences(),
-            tables=self.tables(),
-            rows=self.summary(),
-            files=self.files(),
-            notes=self.notes,
-            environment=self.environment,
-            command=" ".join(map(str, command)) if isinstance(command, list) else "",
-        )
-
-    def _rows(self, rows_of: Callable[[Record], list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        if not self.runs:
-            return [row for record in self.records for row in rows_of(record)]
-        pairs = zip(self.runs, self.records, strict=True)
-        return [{"run": run, **row} for run, record in pairs for row in rows_of(record)]
 
     def _shown(self, name: str) -> list[Any]:
         """Everything that views show by the function of that name: of the named study, or by kinds."""
@@ -283,6 +254,6 @@ def report(*folders: str | Path, out: str | Path | None = None, interactive: boo
         raise OptionError("The same folder is named twice.")
     names = [home.resolve().name for home in homes]
     labels = names if len({*names}) == len(names) else [str(home) for home in homes]
-    runs = [read_one(folder).as_run(label) for folder, label in zip(folders, labels, strict=True)]
+    runs = {label: read_one(folder) for folder, label in zip(folders, labels, strict=True)}
     only = homes[0] if len(homes) == 1 else run_folder("report")
     return write_all(runs, open_folder(out or only, name="out"), interactive=interactive)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from efficient_attn.errors import DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes, read_object
@@ -111,18 +111,10 @@ def only_writer(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-class Stored(NamedTuple):
-    """Rows and environment of an earlier run in a folder; None: there is none."""
-
-    rows: Sequence[Record] = ()
-    environment: Mapping[str, Any] | None = None
-    notes: Sequence[str] = ()
-
-
 def stored_run(
     folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, fixed: Sequence[str] = ()
-) -> Stored:
-    """The rows in the folder, made ready for more: a last line that was cut off is removed.
+) -> tuple[Sequence[Record], Mapping[str, Any] | None, Sequence[str]]:
+    """Rows, environment and notes of the earlier run; a last line that was cut off is removed.
 
     Args:
         machine: Environment of the run that goes on.
@@ -139,7 +131,7 @@ def stored_run(
             was, now = (short(str(run.get(name))) for run in (environment, machine))
             raise DataError(f"out: {folder} has the {name} {was}, not {now}; name a new folder.")
     if not path.exists() or not path.stat().st_size:
-        return Stored()
+        return (), None, ()
     studies()
     reading = read_records(path)
     records = merge_rows(reading.records).values()
@@ -162,7 +154,7 @@ def stored_run(
             raise DataError(f"out: cannot write to {path}: {error.strerror}.") from None
     notes = [f"The last line of {RECORDS} was cut off; it was dropped."] if reading.torn else []
     environment = {**environment, CODE: {**machine[CODE], **code}} if environment else environment
-    return Stored(reading.records, (reading.records and environment) or None, notes)
+    return reading.records, (reading.records and environment) or None, notes
 
 
 # End of the reason of points that the budget skipped.
@@ -173,15 +165,9 @@ _FAILURES = ("oom", "timeout", "crash", "error", "skipped")
 
 
 class Store:
-    """Records by their case, in the order in which the cases were first measured.
+    """Records by the key of their case, in the order of measurement, with all rounds so far.
 
-    Args:
-        path: File that gets a line per row; None: no file.
-        rows: Rows of an earlier run in that file, whose failures are measured again.
-        retry_over_budget: Measure points again that the budget of the earlier run skipped.
-
-    Attributes:
-        records: Records by the key of their case, of a timed one with the rounds so far.
+    Failures among the rows of an earlier run are measured again, skips of its budget only on request.
     """
 
     def __init__(

@@ -40,7 +40,9 @@ def cost_cells(
 
 def flat_row(record: Record) -> dict[str, Any]:
     """One flat row: options in columns, times by their median, no raw lists."""
-    row = _without_lists(record)
+    lists = {"options"} | {name for name, field in FIELDS.items() if field.type.endswith("numbers")}
+    row = {name: value for name, value in record.row().items() if name not in lists}
+    row |= {f"option_{name}": value for name, value in record.case.options.items()}
     if record.times_s:
         median, low, high, samples = call_time(record)
         row |= {"time_s": median, "time_low_s": low, "time_high_s": high, "samples": samples}
@@ -53,41 +55,17 @@ def flat_row(record: Record) -> dict[str, Any]:
     return row
 
 
-def sample_rows(record: Record) -> list[dict[str, Any]]:
-    """One row per raw sample of a record; one row without samples."""
-    lists = {
-        name: values for name, values in record.row().items() if isinstance(values, (list, tuple)) and values
-    }
-    count = max(map(len, lists.values()), default=0)
-    rows = [{name: values[n] for name, values in lists.items() if n < len(values)} for n in range(count)]
-    return [{**_without_lists(record), "sample": n, **row} for n, row in enumerate(rows)] or [
-        flat_row(record)
-    ]
-
-
-def _without_lists(record: Record) -> dict[str, Any]:
-    lists = {"options"} | {name for name, field in FIELDS.items() if field.type.endswith("numbers")}
-    row = {name: value for name, value in record.row().items() if name not in lists}
-    return row | {f"option_{name}": value for name, value in record.case.options.items()}
-
-
 def record_tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """One row per record, one column per quantity that was measured."""
-    if not records:
-        return []
-    fields = {field for record in records for field in record.measured}
+    measured = [record for record in records if record.status == "ok"]
+    fields = {field for record in measured for field in record.measured}
     shown = [quantity for quantity in QUANTITIES.values() if quantity.field in fields]
-    rows = tuple(
-        (
-            record.case.label,
-            str(record.case.tokens),
-            *(_cell(getattr(record, quantity.field)) for quantity in shown),
-        )
-        for record in records
-        if record.status == "ok"
-    )
-    heads = (f"{quantity.name}, {quantity.unit}" if quantity.unit else quantity.name for quantity in shown)
-    return [Table("Records", ("backend", "tokens", *heads), rows, failure_notes(records))]
+    rows = []
+    for record in measured:
+        values = (_cell(getattr(record, quantity.field)) for quantity in shown)
+        rows.append((record.case.label, str(record.case.tokens), *values))
+    heads = (f"{quantity.name}, {quantity.unit}".removesuffix(", ") for quantity in shown)
+    return [Table("Records", ("backend", "tokens", *heads), tuple(rows), failure_notes(records))]
 
 
 def _cell(value: Any) -> str:

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import OptionError, UnsupportedError
@@ -23,20 +21,8 @@ SUBJECTS = ("attention", "block", "encoder")
 
 _DEFAULT_LAYERS = 3
 
-# Score matrices alive at once in naive attention: scores and weights; in the backward pass the weights of
-# every layer, their gradient and the gradient of the scores.
-_DENSE_SCORES = 2
-
-# Vectors of a token alive at once. Attention: q, k, v, the output; in the backward pass their gradients too.
-_ATTENTION_VECTORS = {False: 4, True: 8}
-
-# A block: x, the two sums around the feed-forward part, its eight inside (before and after ReLU). The
-# backward pass keeps twelve per block: q, k, v, their output, two sums, two norms, four inside.
-_BLOCK_VECTORS, _KEPT_VECTORS = 11, 12
-
-# Weights of a block in units of model_dim²: four projections, and two of the feed-forward part, which is
-# four times as wide.
-_SQUARES = 12
+# Alive at once: score matrices (scores and weights) and vectors of a token (q, k, v, output).
+_MATRICES, _VECTORS = 2, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,17 +92,13 @@ def _device(device: str) -> str:
 
 
 def predict_bytes(case: Case, memory_growth: int) -> int:
-    """Bytes of vectors and weights, their gradients, and of score matrices if memory grows with n²."""
+    """Bytes of the vectors of attention, and of score matrices if memory grows with n²."""
     item = ITEM_BYTES[case.dtype]
-    vector = item * case.batch * case.tokens * case.model_dim
-    scores = item * case.batch * case.num_heads * case.tokens**2 if memory_growth > 1 else 0
-    layers = case.layers or 1
-    dense = _DENSE_SCORES + (layers if case.backward else 0)
-    if case.of in ("attention", "output"):
-        return _ATTENTION_VECTORS[case.backward] * vector + dense * scores
-    weights = layers * _SQUARES * item * case.model_dim**2
-    vectors = _BLOCK_VECTORS + (layers * _KEPT_VECTORS if case.backward else 0)
-    return (2 if case.backward else 1) * weights + vectors * vector + dense * scores
+    vectors = _VECTORS * item * case.batch * case.tokens * case.model_dim
+    matrix = item * case.batch * case.num_heads * case.tokens**2 if memory_growth > 1 else 0
+    # The backward pass keeps the weights of every layer and has a gradient for every vector.
+    kept = case.layers or 1 if case.backward else 0
+    return (2 if case.backward else 1) * vectors + (_MATRICES + kept) * matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,15 +158,7 @@ def measurer_for(
     # A driver of CUDA reserves more addresses than any limit allows.
     limit_bytes = limit if workload.device == "cpu" else None
     measurer = Measurer(NONE if here else isolate, timeout_s=timeout_s, limit_bytes=limit_bytes)
-    if isolate == NONE:
+    if isolate == NONE or not here:
         return measurer, limit, []
-    if here:
-        remark = f"Nothing was isolated: {here[0]!r} exists in this process only; name it as file.py:object."
-        return measurer, limit, [remark]
-    # Linux reports the memory of a child, which its limit needs; macOS does not.
-    limits_memory = find_spec("resource") is not None and Path("/proc/self/statm").exists()
-    if workload.device != "cpu" or limits_memory:
-        return measurer, limit, []
-    remark = "This system enforces no memory limit: points are skipped by their predicted memory alone."
-    unknown = " Its available memory is unknown, so none was skipped: memory_limit in Python takes an amount."
-    return measurer, limit, [remark + (unknown if limit is None else "")]
+    remark = f"Nothing was isolated: {here[0]!r} exists in this process only; name it as file.py:object."
+    return measurer, limit, [remark]

@@ -76,8 +76,7 @@ def test_no_attention_beats_the_ceiling_in_memory(backward):
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
-    ("backend", "growth", "of"),
-    [("exact-dense", 2, "attention"), ("exact-dense", 2, "encoder"), ("exact", 1, "encoder")],
+    ("backend", "growth", "of"), [("exact-dense", 2, "attention"), ("exact-dense", 2, "encoder")]
 )
 def test_the_bytes_predicted_for_a_plan_are_those_of_the_call_to_a_quarter(backend, growth, of, backward):
     planned = case(backend, of, backward=backward, tokens=512, head_dim=16)

@@ -13,7 +13,7 @@ RUNS = Path(__file__).parents[2] / "results" / "epyc-2-cores"
 LINE = {"color": "#0072b2", "marker": "o", "linestyle": "-"}
 
 # A run of each study; the further runs of a study are drawn by the same code.
-STUDIES = ("bench-256-4096", "compare", "mse-default", "recall-default", "swap-encoder")
+STUDIES = ("compare", "mse-default", "recall-default", "swap-encoder")
 DRAWN = [path.parent.name for path in sorted(RUNS.glob("*/records.jsonl"))]
 
 
@@ -41,14 +41,6 @@ def chart_of(*series, **fields):
     return Plot("Title", "conditions", ((Chart(Axis("x", "log2"), Axis("y", "log"), series, **fields),),))
 
 
-def test_lines_of_a_chart_with_coincident_lines_alternate_in_their_markers():
-    lines = [Series(name, (1, 2, 4, 8), (1.0, 1.0, 1.0, 2.0), LINE) for name in "ab"]
-    points = Series("c", (2,), (1.0,), {**LINE, "linestyle": "none"})
-    for apart, expected in ((True, [(0, 2), (1, 2), None]), (False, [None] * 3)):
-        (ax,) = draw(chart_of(*lines, points, apart=apart))
-        assert [line.get_markevery() for line in ax.lines] == expected
-
-
 def test_values_beyond_a_logarithmic_axis_are_left_out():
     line = Series("a", (1, 2, 4), (0.0, 5.0, 1e308), LINE, low=(0.0, 0.0, 1.0), high=(1.0, 6.0, 1.0))
     (ax,) = draw(chart_of(line))
@@ -58,7 +50,7 @@ def test_values_beyond_a_logarithmic_axis_are_left_out():
 
 def test_a_single_error_bar_on_a_logarithmic_axis_has_room_and_no_warning():
     # Places of which matplotlib's rounding makes one or two; pytest makes errors of warnings.
-    for place in (0.023988217000351142, *(1.1**power for power in range(40))):
+    for place in (0.023988217000351142, 1.0, 1.1**7):
         bar = Series("a", (place,), (0.5,), LINE, (0.4,), (0.6,), bars=True)
         (ax,) = draw(Plot("", "", ((Chart(Axis(scale="log"), Axis(scale="log"), (bar,)),),)))
         low, high = ax.get_xlim()

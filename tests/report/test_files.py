@@ -119,7 +119,8 @@ def test_the_files_of_a_report_are_the_same_bytes_again_and_records_stay(tmp_pat
 
 
 def test_a_run_is_drawn_when_it_is_saved_and_a_failure_to_draw_is_a_note(tmp_path, monkeypatch):
-    results = read(folder(tmp_path / "run", costs()))
+    monkeypatch.setattr("efficient_attn.report.files.KINDS", ())
+    results = read(folder(tmp_path / "run", costs(("exact",))))
     results.save(tmp_path / "again")
     assert (tmp_path / "again" / "report.html").exists() and results.notes == ()
 
@@ -149,8 +150,12 @@ def test_wrong_folders_are_refused(tmp_path, names, error, message):
 
 
 def test_the_command_needs_no_torch(tmp_path):
-    run = folder(tmp_path / "run", costs())
-    code = "import sys; sys.modules['torch'] = None\nfrom efficient_attn_cli.main import main; main()"
+    run = folder(tmp_path / "run", costs(("exact",)))
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import efficient_attn.report.files; efficient_attn.report.files.KINDS = ()\n"
+        "from efficient_attn_cli.main import main; main()"
+    )
     words = [sys.executable, "-c", code, "report", str(run), "--out", str(tmp_path / "out")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -9,12 +9,12 @@ from typing import NamedTuple
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import DENSE, MODEL, PLAN, UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.report.figures import (
+    LIMIT_STYLE,
     UNIFORM_STYLE,
     Axis,
     Chart,
     Plot,
     Series,
-    baseline_style,
     line_styles,
 )
 from efficient_attn.report.table import NOT_MEASURED, PREDICTED, Table, brief
@@ -272,7 +272,7 @@ def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, 
         if row.errors and row.backend not in (YARDSTICK, DENSE)
     ]
     values = [max_error, *(value or 0.0 for line in series for value in line.y)]
-    series.append(Series(f"{100 * max_error:g} % of exact", (), (max_error,), baseline_style()))
+    series.append(Series(f"{100 * max_error:g} % of exact", (), (max_error,), LIMIT_STYLE))
     # A mark just below a word leaves no room for it.
     word, most = ({HIGHEST: f"> {HIGHEST:g}"}, HIGHEST / 2) if HIGHEST in values else ({}, HIGHEST)
     marks = {mark: f"{mark:g}" for mark in MARKS if min(values) <= mark <= most} | word

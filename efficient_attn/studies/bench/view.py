@@ -242,7 +242,6 @@ def _chart(comparison: Comparison, cost: str, styles: dict[str, dict[str, Any]],
         axis._replace(label=f"{title[0].lower()}{title[1:]}"),
         _ERRORS._replace(ticks=marks, limits=limits),
         tuple(series),
-        apart=True,
         height=3.4,
         draw=partial(_shade, edge, floor / 2, max_error),
     )

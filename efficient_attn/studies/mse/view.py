@@ -258,7 +258,7 @@ def _chart(
     sizes = _even({point.size for point in panel.points if point.size is not None})
     x = Axis("features, rank or window", "log2", "{:.0f}".format, sizes)
     y = Axis(NAMES[quantity].lower(), "log", show_error, limits=limits)
-    return Chart(x, y, tuple(series), panel.title, tuple(notes), apart=True)
+    return Chart(x, y, tuple(series), panel.title, tuple(notes))
 
 
 def _series(label: str, curve: Curve, style: Mapping[str, Any]) -> list[Series]:

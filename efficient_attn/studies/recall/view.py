@@ -143,4 +143,4 @@ def _chart(contest: Contest, title: str) -> Chart:
     reads = Axis("state size per query and head, floats read", "log2", "{:.0f}".format)
     chance = Series("", (), (contest[0].first.chance or 0.0,), UNIFORM_STYLE)
     accuracy = Axis("accuracy after training", limits=(0, 1.04))
-    return Chart(reads, accuracy, (chance, *lines), title=title, apart=True)
+    return Chart(reads, accuracy, (chance, *lines), title=title)
