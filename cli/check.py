@@ -34,10 +34,6 @@ def check(
         typer.Option("--long", help="Also sequences of 2100 tokens and the growth of time; takes minutes."),
     ] = False,
     signature: Annotated[str | None, typer.Option("--signature", metavar="NAME", help=_SIGNATURE)] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option("--layout", metavar="bhsd|bshd", help="Order of axes; the library's if omitted."),
-    ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="The function promises causality.")] = False,
     key_mask: Annotated[bool, typer.Option("--key-mask", help="The function promises key masks.")] = False,
     cross: Annotated[bool, typer.Option("--cross", help="The function promises cross-attention.")] = False,
@@ -55,7 +51,7 @@ def check(
 
     Example: efficient-attn check my_file.py:my_attention --signature sdpa --causal --exact
     """
-    declared: dict[str, Any] = {"signature": signature, "layout": layout, "causal": causal}
+    declared: dict[str, Any] = {"signature": signature, "causal": causal}
     declared |= {"key_mask": key_mask, "cross": cross, "grouped": grouped, "exact": exact}
     declared = {name: value for name, value in declared.items() if value}
     declared |= {} if backward else {"backward": False}

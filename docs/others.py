@@ -133,7 +133,7 @@ class Package:
 
 _GROUPS = {"grouped_queries_are_repeated_heads": "No grouped queries; the adapter repeats the heads."}
 _SCALE = {"scale_is_a_factor_on_the_scores": "No scale to choose; the adapter multiplies q and k."}
-_LAST = {"queries_are_the_last_positions": "No causality with fewer queries than keys."}
+_LAST = {"a_query_alone_is_its_row": "No causality with fewer queries than keys."}
 
 PACKAGES = {
     "performer-pytorch": Package(

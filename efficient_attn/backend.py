@@ -50,7 +50,8 @@ class Backend(nn.Module):
             UnsupportedError: If the inputs need a capability that the backend does not promise.
         """
         if unknown:
-            _refuse(unknown, ["key_mask"])
+            names = ["q", "k", "v", "key_mask"]
+            raise UnknownNameError("argument of a backend", next(iter(unknown)), names)
         if sharding.hook is not None:
             return sharding.hook.forward(self, q, k, v, key_mask)
         check_inputs(self, q, k, v, key_mask)
@@ -67,7 +68,6 @@ class Backend(nn.Module):
         state: Any = None,
         *,
         key_mask: Tensor | None = None,
-        **unknown: Any,
     ) -> tuple[Tensor, Any]:
         """Output of new tokens that follow `state`, and the new state.
 
@@ -79,8 +79,6 @@ class Backend(nn.Module):
         Raises:
             UnsupportedError: If the backend was not built causal or cannot stream.
         """
-        if unknown:
-            _refuse(unknown, ["key_mask", "state"])
         if not self.problem.causal:
             raise UnsupportedError("extend needs a causal backend: build it with causal=True.")
         if not self.spec.capabilities.streaming:
@@ -196,13 +194,7 @@ class Backend(nn.Module):
         return not getattr(self.core, "calibrated", True)
 
     def calibrate(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor | None = None,
-        *,
-        key_mask: Tensor | None = None,
-        **unknown: Any,
+        self, q: Tensor, k: Tensor, v: Tensor | None = None, *, key_mask: Tensor | None = None
     ) -> None:
         """Fit data-dependent parameters to sample queries and keys; earlier states become invalid.
 
@@ -215,8 +207,6 @@ class Backend(nn.Module):
             DataError: If q, or an unmasked key or value, is not finite.
             ShapeError: If there is no query or no unmasked key.
         """
-        if unknown:
-            _refuse(unknown, ["key_mask"])
         self._require("calibrate", "has nothing to calibrate")
         self._check(q, k, k if v is None else v, key_mask)
         check_sample(q, k, v, key_mask)
@@ -225,10 +215,6 @@ class Backend(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.spec.name!r}, {self.problem}, {self.options}"
-
-
-def _refuse(unknown: dict[str, Any], options: list[str]) -> None:
-    raise UnknownNameError("argument of a backend", next(iter(unknown)), ["q", "k", "v", *options])
 
 
 def no_keys_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

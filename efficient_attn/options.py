@@ -5,12 +5,10 @@ from dataclasses import field, fields
 from typing import Any
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
-from efficient_attn.problem import LARGEST
+from efficient_attn.limits import WHOLE_NUMBER
 
 # Name of the option that makes a backend a random draw.
 SEED = "seed"
-
-
 # A range of a foreign file must not fill the memory.
 _MOST_NUMBERED = (1 << 16) - 1
 
@@ -65,12 +63,12 @@ def probability(name: str, value: object) -> None:
         raise OptionError(f"{name} is at least 0 and below 1, not {value}.")
 
 
-def whole_number(name: str, value: object) -> None:
-    """Refuse anything but a whole number of at least 0."""
+def whole_number(name: str, value: object, *, least: int = 0, most: int = WHOLE_NUMBER) -> None:
+    """Refuse anything but a whole number within the bounds."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise DtypeError(f"{name} is a whole number, not {value!r}.")
-    if not 0 <= value <= LARGEST:
-        bound = "at least 0" if value < 0 else f"at most {LARGEST}"
+    if not least <= value <= most:
+        bound = f"at least {least}" if value < least else f"at most {most}"
         raise OptionError(f"{name} is {bound}, not {value}.")
 
 

@@ -4,10 +4,8 @@ import math
 from dataclasses import dataclass
 
 from efficient_attn.errors import DtypeError, OptionError
-from efficient_attn.limits import COUNT, WHOLE_NUMBER
-
-# Largest whole number that tensors support.
-LARGEST = WHOLE_NUMBER
+from efficient_attn.limits import COUNT
+from efficient_attn.options import whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +45,4 @@ class AttentionProblem:
 
 def positive_count(name: str, value: object) -> None:
     """Refuse anything but a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise DtypeError(f"{name} is a whole number, not {value!r}.")
-    if not 1 <= value <= COUNT:
-        bound = "at least 1" if value < 1 else f"at most {COUNT}"
-        raise OptionError(f"{name} is {bound}, not {value}.")
+    whole_number(name, value, least=1, most=COUNT)

@@ -14,9 +14,6 @@ from efficient_attn.options import one_of
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, NoOptions, add_spec
 
-LAYOUTS = ("bhsd", "bshd")
-"""Order of axes: b batch, h heads, s tokens, d head_dim."""
-
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
     """f(q, k, v), with key_mask= and causal= where they are wanted."""
@@ -49,12 +46,12 @@ def _fla(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: Attentio
     return {} if problem.scale is None else {"scale": problem.scale}
 
 
-# Arguments of a call by signature, and the layout of the library.
-SIGNATURES: dict[str, tuple[Callable[..., dict[str, Any]], str]] = {
-    "plain": (_plain, "bhsd"),
-    "sdpa": (_sdpa, "bhsd"),
-    "flash-attn": (_flash, "bshd"),
-    "fla": (_fla, "bshd"),
+# Arguments of a call by signature, and whether tensors are [batch, tokens, heads, dim].
+SIGNATURES: dict[str, tuple[Callable[..., dict[str, Any]], bool]] = {
+    "plain": (_plain, False),
+    "sdpa": (_sdpa, False),
+    "flash-attn": (_flash, True),
+    "fla": (_fla, True),
 }
 _NO_KEY_MASK = ("flash-attn", "fla")
 
@@ -67,17 +64,12 @@ class AdaptedAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        signature: str,
-        layout: str,
-        problem: AttentionProblem,
-        grouped: bool,
+        self, function: Callable[..., Any], signature: str, problem: AttentionProblem, grouped: bool
     ) -> None:
         super().__init__()
-        self.function, self._arguments = function, SIGNATURES[signature][0]
+        self.function, self._problem, self._grouped = function, problem, grouped
+        self._arguments, self._transposed = SIGNATURES[signature]
         self.takes_scale = signature != "plain"
-        self._transposed, self._problem, self._grouped = layout == "bshd", problem, grouped
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         if not self._grouped:
@@ -93,7 +85,6 @@ def adapt(
     function: Any,
     *,
     signature: str = "plain",
-    layout: str | None = None,
     causal: bool = False,
     key_mask: bool = False,
     cross: bool = False,
@@ -109,7 +100,6 @@ def adapt(
         function: f(q, k, v, …), or its address file.py:object.
         signature: "plain" (key_mask=, causal=), "sdpa" (F.scaled_dot_product_attention), "flash-attn"
             (flash_attn_func) or "fla" (linear attention of flash-linear-attention).
-        layout: Order of axes, "bhsd" or "bshd"; None: that of the library.
         causal: Whether causality is promised; always, for "fla".
         key_mask: Whether key masks are promised.
         cross: Whether another number of keys than of queries is promised.
@@ -118,12 +108,10 @@ def adapt(
         backward: Whether gradients are promised.
 
     Raises:
-        UnknownNameError: If the signature or the layout does not exist.
+        UnknownNameError: If the signature does not exist.
         UnsupportedError: If the signature has no place for a key mask.
     """
     one_of("signature", signature, SIGNATURES)
-    chosen = SIGNATURES[signature][1] if layout is None else layout
-    one_of("layout", chosen, LAYOUTS)
     if key_mask and signature in _NO_KEY_MASK:
         raise UnsupportedError(f"The signature {signature!r} takes no key mask: leave key_mask out.")
     if signature == "fla" and not causal:
@@ -149,7 +137,7 @@ def adapt(
         summary=f"A function with the signature of {signature}.",
         options_type=NoOptions,
         capabilities=capabilities,
-        builder=lambda problem, options: AdaptedAttention(called, signature, chosen, problem, grouped),
+        builder=lambda problem, options: AdaptedAttention(called, signature, problem, grouped),
         outside=True,
     )
 

@@ -20,7 +20,6 @@ OF_A_KIND = {
     *("exact-dense", "performer-hyperbolic", "performer-oprf", "performer-full"),
     *("linear-relu", "linear-elu", "linear-hedgehog", "linear-taylor-1", "linear-taylor-2"),
 }
-FOR_EVERY_BACKEND = {"test_conformance.py", "test_reproducible.py"}
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def short_decoder(monkeypatch: pytest.MonkeyPatch) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         params = item.callspec.params if hasattr(item, "callspec") else {}
-        if item.path.name in FOR_EVERY_BACKEND and OF_A_KIND & set(map(str, params.values())):
+        if item.path.name == "test_reproducible.py" and OF_A_KIND & set(map(str, params.values())):
             item.add_marker("slow")
 
 

@@ -126,7 +126,8 @@ FAULTS = {
     },
     "a_prefix_is_a_sequence_of_its_own": {"temperature": scaled(lambda k: 1 + 1e-3 * k.shape[2])},
     "a_query_alone_is_its_row": {
-        "last row": output(lambda x: torch.cat([x[:, :, :-1], x[:, :, -1:] * row_of(x)], 2))
+        "last row": output(lambda x: torch.cat([x[:, :, :-1], x[:, :, -1:] * row_of(x)], 2)),
+        "second block": causal_reads(lambda row, key, ahead: (key <= row) | (row < 512)),
     },
     "blind_queries_give_zeros": {
         "wide": output(
@@ -142,6 +143,7 @@ FAULTS = {
         "first 256": queries(lambda q: q * (torch.arange(q.shape[3]) < 256)),
     },
     "every_head_is_its_single_call": {
+        "wide groups in turn": groups_in_turn(lambda x: x.shape[3] >= 64),
         "later heads are sharper": scores(lambda x: torch.cat([x[:, :4], x[:, 4:] * 1.01], 1)),
         "groups of twelve in turn": groups_in_turn(lambda x, heads: heads // x.shape[1] > 8),
         "whole tiles": output(
@@ -150,6 +152,7 @@ FAULTS = {
         "64": first_keys(lambda q, keys: keys - 1 if q.shape[1] == 64 and keys % 2 and keys > 1 else keys),
     },
     "every_sequence_is_its_single_call": {
+        "wide masks of three": unmasked(lambda q: len(q) > 2 and q.shape[3] >= 64),
         "third": keys(lambda k: torch.cat([k[:2], k[1:2].expand_as(k[2:])]), where=lambda k: len(k) > 2),
         "16 masks": masks(
             lambda mask: torch.cat([mask[:16], mask[: len(mask) - 16]]), where=lambda mask: len(mask) > 16
@@ -203,7 +206,10 @@ FAULTS = {
         "cross attention": unmasked(lambda q, k: q.shape[2] != k.shape[2]),
         "causal": unmasked(lambda core, k: core.problem.causal and k.shape[2] > 65),
     },
-    "narrow_dtypes_lose_only_rounding": {"bfloat16": values(lambda v: v * 1.1 if v.dtype == BF16 else v)},
+    "narrow_dtypes_lose_only_rounding": {
+        "bfloat16": values(lambda v: v * 1.1 if v.dtype == BF16 else v),
+        "wide": queries(narrowed(F32, BF16), where=lambda q: q.shape[3] >= 64),
+    },
     "order_of_keys_does_not_matter": {
         "square keys are turned": keys(lambda k: k.mT, where=lambda k: k.shape[2] == k.shape[3]),
         "equal keys": visible(equal_keys_once),
@@ -224,9 +230,6 @@ FAULTS = {
         "long masks": before("hidden", "mask")(lambda: None, where=lambda x: x.shape[2] > 128)
     },
     "padding_on_either_side_does_not_matter": {"halves": output(halves_without_their_sums)},
-    "queries_are_the_last_positions": {
-        "second block": causal_reads(lambda row, key, ahead: (key <= row) | (row < 512))
-    },
     "scale_is_a_factor_on_the_scores": {
         "below one": scaled(lambda core: 1 / max(abs(core.problem.factor), 1.0)),
         "64": scaled(lambda core, q: 1.0 if core.problem.scale else (max(q.shape[3], 64) / 64) ** 0.5),
@@ -234,16 +237,11 @@ FAULTS = {
         "zero": scores(lambda x, q, k, core: x if core.problem.factor else core.wide(q) @ core.wide(k).mT),
         "single queries": scaled(lambda core, q: default_ratio(core) if q.shape[2] == 1 else 1.0),
     },
-    "sizes_of_models_are_single_calls": {
-        "groups in turn": groups_in_turn(lambda x: x.shape[3] >= 64),
-        "masks of three": unmasked(lambda q: len(q) > 2 and q.shape[3] >= 64),
-        "rounded": queries(narrowed(F32, BF16), where=lambda q: q.shape[3] >= 64),
-    },
     "weights_are_never_negative": {"small weights": weights(lambda x: 1.1 * x - 0.1 / x.shape[3])},
     "weights_of_a_row_sum_to_one": {"an epsilon is added": weights(lambda x: x / (1 + 1e-8))},
 }
 OF_SOFTMAX = {
-    "amount_of_padding_does_not_matter": {"counted": unmasked(lambda: True)},
+    "padding_on_either_side_does_not_matter": {"counted": unmasked(lambda: True)},
     "equals_softmax_attention": {
         "sharper": scaled(lambda: 1.001),
         "clamped": scores(lambda x: x.clamp(-80, 80)),

@@ -206,7 +206,6 @@ OF_CALLS = {
         "triangle": CompilesTheUpperLeftTriangle,
         "blind rows": NoGuardForBlindRowsWhenCompiled,
     },
-    "extend_honours_its_mask": {"masks are forgotten": new_masks(lambda mask: None)},
     "global_settings_change_nothing": {
         "temperature": scaled(lambda: 1 + torch.initial_seed() % 7 * 1e-3),
         "constant": scaled(lambda q: torch.tensor(1.1, dtype=torch.get_default_dtype()).to(q)),
@@ -259,7 +258,6 @@ OF_CALLS = {
             lambda core, forward, q, *x: torch.cat([forward(part, *x) for part in q.split(64, 2)], 2),
         )
     },
-    "masked_keys_get_no_gradient": {"all keys": keys(lambda k: with_gradient(k, lambda x: x + 1))},
     "modes_change_nothing": {
         "kept tensor": scaled(lambda core, q: core.__dict__.setdefault("factor", q.new_ones(()))),
         "groups in turn": groups_in_turn(lambda: not torch.is_grad_enabled()),
@@ -296,6 +294,10 @@ OF_CALLS = {
             lambda x, q, k, v, mask: v if k.shape[2] == 1 and q.shape == v.shape and mask is None else x
         ),
         "inference": output(lambda x, core: buffered(core, x) if torch.is_inference_mode_enabled() else x),
+    },
+    "padding_contents_change_no_bit": {
+        "masks are forgotten": new_masks(lambda mask: None),
+        "all keys": keys(lambda k: with_gradient(k, lambda x: x + 1)),
     },
     "parts_of_any_size_are_the_whole": {
         "caller's buffers": replaced("extend", callers_buffers),

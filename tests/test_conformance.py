@@ -24,43 +24,33 @@ WITH_SHAPE_CHECKS = (
     "grouped_queries_are_repeated_heads",
     "empty_inputs_give_empty_outputs",
 )
-# Each takes seconds for one backend; tests/faults_of_calls.py has the faults that they are for.
-SLOW = ("no_state_between_calls", "frozen_inputs")
-# Modules of checks of how a backend is called, which variants of one algorithm pass by the same code.
-OF_CALLS = ("calls", "modules", "settings")
-RANKS = "parts_on_several_ranks_are_the_whole"
-SLOW_ALONE = {
-    # The quick check of causality is that of gradients.
-    ("performer-trig", "later_values_move_no_output"),
-    # 65 537 short sequences of blocks that are padded.
-    ("window-clusters", "every_sequence_is_its_single_call"),
-    # Exact, linformer, window and signed features are one of each kind of exchange.
-    ("performer-positive", RANKS),
-    ("window-clusters", RANKS),
-}
+# Every pair of these takes less than 20 ms.
+CHEAP = (
+    "a_window_reads_its_neighbourhood",
+    "calibration_is_an_explicit_act",
+    "empty_inputs_give_empty_outputs",
+    "the_size_matters",
+    "what_is_not_promised_is_refused",
+)
+TURNS, TURN = 9, 8
+BACKENDS, NAMES = ea.list_backends(), check_names()
 
 
-def marks(backend: str, check: str, *, variant: bool = False) -> list[pytest.MarkDecorator]:
-    of_calls = variant and TABLE[check].body.__module__.rpartition(".")[2] in OF_CALLS
-    slow = check in SLOW or (backend, check) in SLOW_ALONE or of_calls
-    return [pytest.mark.compile] * (check in WITHOUT_SHAPE_CHECKS) + [pytest.mark.slow] * slow
+def marks(backend: int, check: str) -> list[pytest.MarkDecorator]:
+    # All pairs take minutes, and backends share algorithms as checks share bodies: by a fixed rotation the
+    # quick run has each check with two or three backends and each backend with a ninth of the checks.
+    quick = check in CHEAP or (backend + NAMES.index(check)) % TURNS == TURN
+    return [pytest.mark.compile] * (check in WITHOUT_SHAPE_CHECKS) + [pytest.mark.slow] * (not quick)
 
 
 CHECKS = [
-    pytest.param(
-        backend,
-        check,
-        id=f"{backend}-{check}",
-        marks=marks(backend, check, variant=backend == "performer-trig"),
-    )
-    for backend in ea.list_backends()
-    for check in check_names()
+    pytest.param(name, check, id=f"{name}-{check}", marks=marks(number, check))
+    for number, name in enumerate(BACKENDS)
+    for check in NAMES
 ]
 
 
-@pytest.mark.parametrize(
-    "check", [pytest.param(name, marks=marks("window", name, variant=True)) for name in check_names()]
-)
+@pytest.mark.parametrize("check", [pytest.param(name, marks=marks(len(BACKENDS), name)) for name in NAMES])
 def test_a_window_with_global_tokens_keeps_what_a_window_promises(
     check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,7 @@ RAISING = {
 # One of each kind runs at every test, all of them by hand.
 QUICK = {
     "a_nan_shows_where_it_is_read-keys are cleaned",
-    "amount_of_padding_does_not_matter-counted",
+    "padding_on_either_side_does_not_matter-counted",
     "every_head_is_its_single_call-later heads are sharper",
     "later_values_move_no_output-largest future key",
     "order_of_queries_is_order_of_outputs-first row",

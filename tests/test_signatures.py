@@ -115,7 +115,6 @@ def test_a_wrong_function_breaks_the_promise_that_it_declared(wrong, check):
     ("declared", "error", "words"),
     [
         ({"signature": "triton"}, UnknownNameError, "signature"),
-        ({"layout": "sbhd"}, UnknownNameError, "layout"),
         ({"signature": "flash-attn", "key_mask": True}, UnsupportedError, "takes no key mask"),
         ({"signature": "fla"}, OptionError, "causal=True"),
         ({"function": 3}, DtypeError, r"its address file\.py:object is wanted"),

@@ -159,40 +159,6 @@ def everywhere(*lengths: int, **values: Sequence[Any]) -> tuple[Case, ...]:
     return vary(Case(tokens=1), **(fields | values))
 
 
-# Most tokens · heads · head_dim² of a case.
-WORK = 2_000_000
-
-
-def of_models(seed: int) -> tuple[Case, ...]:
-    """Random sizes such as models have: wide heads in groups, batches, masks, dtypes, some hundred tokens."""
-    draws = random.Random(f"{seed} models")
-    cases = []
-    for dtype in ("float64", "float32", "bfloat16", "float16"):
-        for causal, masked in itertools.product((False, True), repeat=2):
-            batch, kv_heads, group = draws.randint(1, 5), draws.randint(1, 4), draws.randint(1, 4)
-            head_dim = draws.choice((16, 32, 64, 80, 96, 128))
-            # Features of second order are as many as the square of the entries.
-            most = WORK // (batch * kv_heads * group * head_dim**2)
-            tokens = draws.randint(2, max(9, min(300, most)))
-            cases.append(
-                Case(
-                    tokens=tokens,
-                    keys=draws.choice((None, None, tokens + draws.randint(1, 100))),
-                    batch=batch,
-                    heads=kv_heads * group,
-                    kv_heads=kv_heads,
-                    head_dim=head_dim,
-                    value_dim=draws.choice((16, 32, 64)),
-                    causal=causal,
-                    masked=masked,
-                    pattern=draws.randrange(2**31) if masked else None,
-                    dtype=dtype,
-                    norm=draws.choice((0.3, 1.0, 2.0)),
-                )
-            )
-    return tuple(sorted(cases, key=lambda case: case.batch * case.heads * case.k_tokens))
-
-
 # Lengths around every usual size of a block, a chunk or a cache.
 BORDERS = (63, 64, 65, 127, 128, 129, 192, 200, 255, 256, 257, 511, 512, 513)
 LONG_BORDERS = (1023, 1024, 1025, 2047, 2048, 2049, 2100)
@@ -211,6 +177,8 @@ GROUPS = Case(tokens=3, batch=2, heads=36, kv_heads=3, norm=0.5)
 WIDE = Case(tokens=3, batch=1, head_dim=160, value_dim=136, norm=0.5)
 # Beyond any table or tile, and small in all but one respect.
 LARGE = (*LONG_KEYS, LONG_QUERIES, MANY_HEADS, MANY_HEADS.but(kv_heads=1), WIDE_KEYS, WIDE_VALUES)
+# As wide, grouped and padded as in a model.
+MODEL = Case(tokens=70, batch=3, heads=4, kv_heads=2, head_dim=64, value_dim=64, masked=True, pattern=5)
 # More pairs of batch and head than a grid has rows, and 2²⁰ entries of each tensor.
 MANY_PAIRS = Case(tokens=2, batch=65_537)
 

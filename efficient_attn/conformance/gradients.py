@@ -91,7 +91,7 @@ def second_derivatives_are_right_or_refused(subject: Subject, case: Case) -> Ite
     try:
         gradgradcheck(call, leaves)
     except GradcheckError as error:
-        raise Ended(BROKEN, "Second derivatives are returned, but wrong.") from error
+        raise Ended(BROKEN, f"Second derivatives are returned, but wrong. On {case}.") from error
     yield Finding("Finite differences", 0.0, 0.0)
 
 

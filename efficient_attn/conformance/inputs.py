@@ -15,6 +15,7 @@ from efficient_attn.conformance.cases import (
     LARGE_BATCH,
     LAYOUTS,
     MANY_PAIRS,
+    MODEL,
     WIDE,
     Case,
     Inputs,
@@ -89,7 +90,7 @@ def empty_inputs_give_empty_outputs(subject: Subject, case: Case) -> Iterator[Fi
 
 @Check(
     "Transposed, sliced, expanded and shared tensors give the output of contiguous ones, also in `extend`.",
-    cases=(*everywhere(3, 7), *LARGE),
+    cases=(*everywhere(3, 7), *LARGE, MODEL),
     drawn=lambda seed: joint(seed, 9),
 )
 @torch.no_grad()
@@ -214,7 +215,7 @@ def batch_invariance(subject: Subject, case: Case) -> Iterator[Finding]:
     drawn=lambda seed: (
         *joint(seed, 3, 9, 70, 200),
         *joint(seed, 9, 70, dtype="float32"),
-        *both(LARGE_BATCH),
+        *both(LARGE_BATCH, MODEL, MODEL.but(dtype="bfloat16")),
         MANY_PAIRS.but(dtype="float32"),
     ),
     long=lambda seed: (LONG, *joint(seed, 2100)[:2]),
@@ -231,7 +232,7 @@ def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[
     drawn=lambda seed: (
         *joint(seed, 3, 9, 70),
         *joint(seed, 9, dtype="float32"),
-        *both(GROUPS),
+        *both(GROUPS, MODEL, MODEL.but(dtype="bfloat16")),
         GROUPS.but(heads=64, kv_heads=64),
         *LARGE,
     ),

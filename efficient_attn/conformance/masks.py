@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -24,6 +25,8 @@ from efficient_attn.conformance.subject import (
     LONG,
     Subject,
     close,
+    decode,
+    gradients,
     largest,
     magnified,
     plain_call,
@@ -51,7 +54,7 @@ LONGEST = WHOLE.but(tokens=2100)
 
 
 @Check(
-    "The contents of masked keys and values change no bit, even if they are NaN or infinite.",
+    "Masked keys and values change no bit, even NaN and in `extend`, and have gradients of zero.",
     cases=everywhere(2, 7, 65, dtype=DTYPES, masked=[True]),
     drawn=lambda seed: (
         *(case for case in joint(seed, 9, 200, 513) if case.masked and case.batch < 4),
@@ -61,34 +64,33 @@ LONGEST = WHOLE.but(tokens=2100)
 )
 def padding_contents_change_no_bit(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
-    expected = run(backend, inputs)
+    expected, spoilt = run(backend, inputs), inputs.padded(math.nan)
     for filling in (100.0, math.nan, math.inf):
         yield same_bits(f"Padding of {filling}", run(backend, inputs.padded(filling)), expected)
-
-
-@Check(
-    "The number of masked keys appended changes the output by no more than rounding.",
-    cases=everywhere(1, 7, 65, causal=[False], masked=[False]),
-    needs=("key_mask", "cross"),
-)
-def amount_of_padding_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
-    for padding in (1, 3, 64):
-        inputs, backend, expected, bound = plain_call(subject, case, max_tokens=case.k_tokens + padding)
-        padded = _surrounded(inputs, 0, padding)._replace(q=inputs.q)
-        yield close(f"{padding} masked keys of NaN appended", run(backend, padded), expected, bound)
+    if subject.promises.streaming and case.causal and case.tokens == case.k_tokens < 10:
+        for parts in ([case.tokens // 2, case.tokens - case.tokens // 2], [1] * case.tokens):
+            streamed = [decode(backend, x, parts)[0] for x in (spoilt, inputs)]
+            yield same_bits(f"Padding of nan in parts of {parts}", *streamed)
+    if subject.promises.gradients and case.dtype == "float64":
+        for name, gradient in gradients(partial(run, backend), spoilt):
+            yield _finite(name, gradient)
+            if not name.endswith("q") and spoilt.key_mask is not None:
+                masked = gradient.transpose(1, 2)[~spoilt.key_mask]
+                yield Finding(f"{name} where it is masked", largest(masked), 0.0)
 
 
 @Check(
     "The number of masked tokens before or after a sequence changes its outputs by no more than rounding.",
     cases=(*everywhere(1, 7, 65, masked=[False]), *both(Case(tokens=200, batch=1))),
     needs=MASK,
-    unless=("needs_max_tokens",),
 )
 def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend, expected, bound = plain_call(subject, case)
+    inputs, backend, expected, bound = plain_call(subject, case, max_tokens=case.tokens + 1100)
     # In the longest case whole tiles are masked, which have neither a largest score nor a sum.
     tiles = ((1100, 0), (0, 1100)) if case.tokens == 200 else ()
-    for before, after in ((0, 1), (1, 0), (3, 0), (0, 64), (64, 3), *tiles):
+    for before, after in ((0, 1), (0, 3), (1, 0), (3, 0), (0, 64), (64, 3), *tiles):
+        if before and subject.promises.needs_max_tokens:
+            continue  # its parameters belong to positions
         out = run(backend, _surrounded(inputs, before, after))[:, :, before : before + case.tokens]
         yield close(f"{before} masked tokens before and {after} after", out, expected, bound)
 
@@ -125,22 +127,6 @@ def blind_queries_give_zeros(subject: Subject, case: Case) -> Iterator[Finding]:
             if subject.promises.nonnegative or case.dtype in ("float64", "float32"):
                 # A signed denominator close to zero may have a gradient that overflows half precision.
                 yield _finite(f"Gradient w.r.t. {name}", gradient)
-
-
-@Check(
-    "Gradients with respect to masked keys and values are exactly zero.",
-    cases=everywhere(2, 7, masked=[True]),
-    needs=("key_mask", "gradients"),
-)
-def masked_keys_get_no_gradient(subject: Subject, case: Case) -> Iterator[Finding]:
-    traced = subject.inputs(case).padded(math.nan).leaves()
-    assert traced.key_mask is not None
-    out = run(subject.build(case), traced)
-    for name, gradient in zip("qkv", torch.autograd.grad(out.square().sum(), traced[:3]), strict=True):
-        yield _finite(f"Gradient w.r.t. {name}", gradient)
-        if name != "q":
-            masked = gradient.transpose(1, 2)[~traced.key_mask]
-            yield Finding(f"Gradient w.r.t. masked {name}", largest(masked), 0.0)
 
 
 def _finite(where: str, x: torch.Tensor) -> Finding:
@@ -199,19 +185,6 @@ def _changed_after(inputs: Inputs, cut: int, replacement: Inputs) -> Iterator[tu
         yield what, inputs.of(*(torch.cat([x[:, :, :cut], y[:, :, cut:] * factor], dim=2) for x, y in pairs))
 
 
-@Check(
-    "With fewer queries than keys, the queries are the last positions of the keys.",
-    cases=(*everywhere(2, 7, 65, causal=[True]), *ROWS),
-    needs=("causal",),
-    unless=("needs_all_queries",),
-)
-def queries_are_the_last_positions(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend, expected, bound = plain_call(subject, case)
-    for last in sorted({1, case.tokens // 2, *(n for n in BORDERS if 128 < n < case.tokens)}):
-        out = run(backend, inputs._replace(q=inputs.q[:, :, -last:]))
-        yield close(f"The last {last} queries alone", out, expected[:, :, -last:], bound[:, :, -last:])
-
-
 def _borders(case: Case) -> tuple[int, ...]:
     return tuple(n for n in (*BORDERS, *LONG_BORDERS) if n < case.k_tokens)
 
@@ -230,8 +203,8 @@ def a_prefix_is_a_sequence_of_its_own(subject: Subject, case: Case) -> Iterator[
 
 
 @Check(
-    "A single query gives its row, with all keys or, if causal, with the keys up to its own position.",
-    cases=both(WHOLE, MASKED),
+    "Queries alone give their rows: any single one, and the last ones, which have the last positions.",
+    cases=(*both(WHOLE, MASKED), *everywhere(2, 7, 65, causal=[True]), *ROWS),
     drawn=lambda seed: (*joint(seed, 5, 40), *LONG_KEYS),
     long=lambda seed: both(LONGEST),
     unless=("needs_all_queries",),
@@ -240,13 +213,16 @@ def a_query_alone_is_its_row(subject: Subject, case: Case) -> Iterator[Finding]:
     if not (case.causal or subject.promises.cross):
         return
     inputs, backend, expected, bound = plain_call(subject, case)
-    before = case.k_tokens - case.tokens
-    for row in sorted({0, case.tokens - 1, *(n for n in _borders(case) if n < case.tokens)}):
+    before, rows = case.k_tokens - case.tokens, [n for n in _borders(case) if n < case.tokens]
+    for row in sorted({0, case.tokens - 1, *rows}):
         here = slice(row, row + 1)
         alone = inputs._replace(q=inputs.q[:, :, here])
         if case.causal:
             alone = alone.part(slice(before + row + 1))
         yield close(f"Query {row} alone", run(backend, alone), expected[:, :, here], bound[:, :, here])
+    for last in sorted({1, case.tokens // 2, *rows}) if case.causal else ():
+        out = run(backend, inputs._replace(q=inputs.q[:, :, -last:]))
+        yield close(f"The last {last} queries alone", out, expected[:, :, -last:], bound[:, :, -last:])
 
 
 @Check(

@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -19,12 +18,12 @@ from efficient_attn.conformance.cases import (
     LONG_KEYS,
     LONG_QUERIES,
     MANY_PAIRS,
+    MODEL,
     Case,
     Inputs,
     both,
     everywhere,
     joint,
-    of_models,
     vary,
 )
 from efficient_attn.conformance.records import Finding
@@ -35,7 +34,6 @@ from efficient_attn.conformance.subject import (
     decode,
     distance,
     exact,
-    extend,
     gradients,
     largest,
     magnified,
@@ -64,8 +62,6 @@ HALF = ("bfloat16", "float16")
 NARROW = ("float32", *HALF)
 # Powers of two, which cause no rounding; the scale is divided by their squares, and exceeds 1.
 FACTORS = (2.0, 2.0**5, 2.0**-2, 2.0**-4)
-# Factor on the default scale for each norm of the sizes of models.
-SCALES = {1.0: 1.0, 0.3: -1.0, 2.0: 0.7}
 # Far beyond Gaussian values, and far below the largest number of float16.
 BIG = {"float16": 2.0**12, "bfloat16": 2.0**40, "float32": 2.0**40, "float64": 2.0**40}
 # Values near the smallest numbers of float16; in other dtypes they round as usual.
@@ -183,6 +179,7 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
     cases=(
         *everywhere(1, 3, 16, 65, dtype=NARROW),
         *everywhere(200, 513, dtype=NARROW, batch=[1]),
+        *vary(MODEL, dtype=NARROW, causal=(False, True)),
     ),
     drawn=lambda seed: tuple(case for dtype in NARROW for case in joint(seed, 9, dtype=dtype)),
     beyond="low-precision dtypes",
@@ -202,38 +199,6 @@ def _narrow_bound(wide: Backend, inputs: Inputs, expected: Tensor, case: Case) -
         plain = (exact(x, scale=case.head_dim**-0.5, causal=case.causal) for x in (inputs, inputs.double()))
         bound = bound + 2 * distance(*plain)
     return bound
-
-
-@Check(
-    "At sizes and layouts of real models, outputs and decoded parts equal float64 calls of single sequences.",
-    drawn=of_models,
-    beyond="low-precision dtypes",
-)
-def sizes_of_models_are_single_calls(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, scale = subject.inputs(case), SCALES[case.norm] * case.head_dim**-0.5
-    backend, wide = (subject.build(case, scale=scale) for _ in range(2))
-    if not takes_scale(backend):
-        backend, wide = (subject.build(case) for _ in range(2))
-    wide = wide.double()
-    # Each sequence alone, with a key head for every query head.
-    group = case.heads // case.kv_heads
-    k, v = (x.repeat_interleave(group, dim=1) for x in inputs[1:3])
-    single = [inputs.of(inputs.q, k, v).double().each(itemgetter(slice(b, b + 1))) for b in range(case.batch)]
-    expected = torch.cat([run(wide, alone) for alone in single])
-    bound = rounding(wide, inputs.double(), case.dtype)
-    if case.dtype in NARROW:
-        bound = _narrow_bound(wide, inputs, expected, case)
-    # Models project to [batch, tokens, heads, dim], and the padding of a batch may hold anything.
-    arranged = inputs if inputs.key_mask is None else inputs.padded(1e4)
-    arranged = arranged.of(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in arranged[:3]))
-    yield close("Sequence by sequence", run(backend, arranged), expected, bound)
-    if subject.promises.gradients:
-        yield close("In training", run(backend, arranged.leaves()), expected, bound)
-    if subject.promises.streaming and case.causal and case.keys is None:
-        state = None
-        for part in (slice(0, 1), slice(1, case.tokens // 2), slice(case.tokens // 2, case.tokens)):
-            out, state = extend(backend, arranged, part, state)
-            yield close(f"Extended from {part.start}", out, expected[:, :, part], bound[:, :, part])
 
 
 @Check(

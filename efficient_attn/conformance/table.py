@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from efficient_attn.conformance.cases import Case
 from efficient_attn.conformance.records import (
@@ -16,6 +16,7 @@ from efficient_attn.conformance.records import (
     Finding,
 )
 from efficient_attn.conformance.subject import Subject
+from efficient_attn.contained import contained, described
 
 Draw = Callable[[int], tuple[Case, ...]]
 # The comparisons of a check on one input.
@@ -94,82 +95,51 @@ class Check:
 CHECKS: dict[str, Check] = {}
 
 
-class _Outcome(NamedTuple):
-    """Outcome of a check, with the comparison and the input that show it."""
-
-    outcome: str
-    detail: str = ""
-    finding: Finding | None = None
-    case: Case | None = None
-
-
 def record_of(entry: Check, subject: Subject) -> CheckRecord:
     """Run one check of a backend."""
     start = time.perf_counter()
-    outcome, detail, finding, case = _examine(entry, subject)
-    return CheckRecord(
-        backend=subject.spec.name,
-        check=entry.name,
-        promise=entry.promise,
-        outcome=outcome,
-        detail=detail,
-        error=None if finding is None else finding.error,
-        bound=None if finding is None else finding.bound,
-        case=None if case is None else settings(case),
-        # A backend without declared capabilities fails only by promises that every backend makes.
-        failed=outcome == BROKEN or (outcome == UNPROMISED and not subject.bare),
-        time_s=time.perf_counter() - start,
-    )
+    name = subject.spec.name
+    record = CheckRecord(backend=name, check=entry.name, promise=entry.promise, outcome=KEPT)
+    record = replace(record, **_outcome(entry, subject))
+    # A backend without declared capabilities fails only by promises that every backend makes.
+    failed = record.outcome == BROKEN or (record.outcome == UNPROMISED and not subject.bare)
+    return replace(record, failed=failed, time_s=time.perf_counter() - start)
 
 
-def _examine(entry: Check, subject: Subject) -> _Outcome:
+def _outcome(entry: Check, subject: Subject) -> dict[str, Any]:
+    """Fields of the record that the check decides."""
     promises = subject.promises
     missing = ", ".join(name.replace("_", " ") for name in entry.needs if not getattr(promises, name))
     exempt = [name.replace("_", " ") for name in entry.unless if getattr(promises, name)]
     if missing and subject.bare:
-        return _Outcome(UNKNOWN, f"Not declared: {missing}.")
+        return {"outcome": UNKNOWN, "detail": f"Not declared: {missing}."}
     if missing or exempt:
-        return _Outcome(NOT_PROMISED, f"Not promised: {missing}." if missing else f"Exempt: {exempt[0]}.")
+        detail = f"Not promised: {missing}." if missing else f"Exempt: {exempt[0]}."
+        return {"outcome": NOT_PROMISED, "detail": detail}
     promised = entry.capability is None or bool(getattr(promises, entry.capability))
-    wrong = BROKEN if promised else NOT_PROMISED
-    try:
-        worst = None
-        for case, finding in _findings(entry, subject):
-            if not finding.holds:
-                if promised:
-                    case, finding = smallest(entry.body, subject, case, finding)
-                return _Outcome(wrong, f"{finding.where}: {case}.", finding, case if promised else None)
-            if worst is None or finding.share > worst.share:
-                worst = finding
-    except Ended as end:
-        return _Outcome(end.outcome, str(end))
-    except _Raised as raised:
-        if subject.bare and entry.beyond is not None:
-            return _Outcome(UNKNOWN, f"Not declared: {entry.beyond}. {raised}")
-        return _Outcome(wrong, str(raised), case=raised.case if promised else None)
-    if worst is None:
-        return _Outcome(UNKNOWN, "The backend supports none of the inputs of this check.")
-    return _Outcome(KEPT if promised else UNPROMISED, finding=worst)
-
-
-class _Raised(Exception):
-    """An error of the backend on an input that it promises to support."""
-
-    def __init__(self, text: str, case: Case) -> None:
-        super().__init__(text)
-        self.case = case
-
-
-def _findings(entry: Check, subject: Subject) -> Iterator[tuple[Case, Finding]]:
+    wrong, worst = BROKEN if promised else NOT_PROMISED, None
     for case in entry.inputs(subject):
         try:
-            for finding in entry.body(subject, case):
-                yield case, finding
+            with contained():
+                for finding in entry.body(subject, case):
+                    if not finding.holds:
+                        if promised:
+                            case, finding = smallest(entry.body, subject, case, finding)
+                        detail, shown = f"{finding.where}: {case}.", settings(case) if promised else None
+                        errors = {"error": finding.error, "bound": finding.bound}
+                        return {"outcome": wrong, "detail": detail, "case": shown, **errors}
+                    if worst is None or finding.share > worst.share:
+                        worst = finding
         except Ended as end:
-            raise Ended(end.outcome, f"{end} On {case}." if end.outcome == BROKEN else str(end)) from end
+            return {"outcome": end.outcome, "detail": str(end)}
         except Exception as error:  # any error on a supported input breaks the promise
-            first = (str(error).strip().splitlines() or [""])[0]
-            raise _Raised(f"It raised {type(error).__name__}: {first} On {case}.", case) from error
+            raised = f"It raised {described(error)} On {case}."
+            if subject.bare and entry.beyond is not None:
+                return {"outcome": UNKNOWN, "detail": f"Not declared: {entry.beyond}. {raised}"}
+            return {"outcome": wrong, "detail": raised, "case": settings(case) if promised else None}
+    if worst is None:
+        return {"outcome": UNKNOWN, "detail": "The backend supports none of the inputs of this check."}
+    return {"outcome": KEPT if promised else UNPROMISED, "error": worst.error, "bound": worst.bound}
 
 
 def smallest(body: Body, subject: Subject, case: Case, finding: Finding) -> tuple[Case, Finding]:

@@ -67,7 +67,6 @@ def test_a_mixture_keeps_the_promises_of_its_parts(rest):
     apart = dict.fromkeys(
         (
             "every_head_is_its_single_call",
-            "sizes_of_models_are_single_calls",
             "grouped_queries_are_repeated_heads",
         ),
         "heads have backends of their own",

@@ -59,7 +59,6 @@ CAUSAL = "Causal backends: .*block-topk.* window"
         (lambda: calibrate(k=K / 0), ea.DataError, "k holds numbers that are not finite"),
         (lambda: calibrate(q=Q[:, :, :0]), ea.ShapeError, "needs a query"),
         (lambda: calibrate(q=Q[..., :3], k=K[..., :3]), ea.ShapeError, "q has 3 entries a vector"),
-        (lambda: calibrate(mask=None), ea.UnknownNameError, "No argument of a backend is called 'mask'"),
         (lambda: calibrate(name="exact"), ea.UnsupportedError, "'exact' has nothing to calibrate"),
         (lambda: oprf(0.125), ea.OptionError, "a is finite and below 1/8, not"),
         (lambda: oprf(math.nan), ea.OptionError, "a is finite and below 1/8, not"),
