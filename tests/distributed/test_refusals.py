@@ -87,7 +87,7 @@ def test_models_of_other_libraries_are_refused_replaced_or_captured():
     """Their positions and masks would be of the tokens of one process."""
     model, run = written_model()
     for block in (
-        ea.intercept.replace(model, "exact", only="layers.1", example=run),
+        ea.intercept.replace(model, {"layers.1": "exact"}, example=run),
         ea.intercept.capture(model),
     ):
         with block, in_force(ALONE), pytest.raises(UnsupportedError, match=ONLY):

@@ -19,7 +19,6 @@ from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.plan_files import check_plan, is_plan_file, read_plan
 from efficient_attn.integrations.transformers.assignment import (
-    SavedTensors,
     build_all,
     build_plan,
     choose_backends,
@@ -289,7 +288,7 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
 
 def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Path) -> None:
     sites, folder = find_sites(model), plan.parent
-    saved: SavedTensors = {site.path: {} for site in sites}
+    saved: dict[str, dict[str, Tensor]] = {site.path: {} for site in sites}
     with data_errors(f"Cannot read the safetensors of {folder}"):
         for file in sorted(folder.glob("model*.safetensors")):
             with safe_open(file, framework="pt") as opened:
@@ -297,7 +296,7 @@ def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], pla
                     path, part, rest = name.partition(f".{SUBMODULE}.")
                     if part and path in saved:
                         saved[path][rest] = opened.get_tensor(name)
-    backends = build_plan(model, sites, layers, str(plan), saved)
+    backends = build_plan(model, sites, layers, str(plan))
     for path, backend in backends.items():
         state = saved[path]
         state |= {name: state[first] for name, first in second_names(backend).items() if first in state}

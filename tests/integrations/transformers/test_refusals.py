@@ -154,9 +154,6 @@ def plan_text(**changes):
     return json.dumps({"format": 1, "layers": layers})
 
 
-HUGE_RANK = {"backend": "linformer", "options": {"rank": 10**9}, "max_tokens": 10**9}
-
-
 @pytest.mark.parametrize(
     ("text", "match"),
     [
@@ -164,11 +161,10 @@ HUGE_RANK = {"backend": "linformer", "options": {"rank": 10**9}, "max_tokens": 1
         ("{", "Cannot read the plan"),
         ('{"format": true, "layers": {}}', "not a plan of format 1"),
         ('{"format": 1, "layers": {}}', "efficient_attn names no layer"),
-        (plan_text(options={"causal": True}), "No option of backend 'window' is called 'causal'"),
+        (plan_text(options={"causal": True}), "the options of 'window' are wrong: .*'causal'"),
         (plan_text(options={"window": "x"}), "window"),
         (plan_text(max_tokens=-5), "max_tokens is at least 1"),
         (plan_text(backend="performer-positive", options={"num_features": 10**12}), "is above 65536"),
-        (plan_text(**HUGE_RANK), r"needs \d+ numbers, \d+ are the"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused_before_it_takes_memory(encoder, tmp_path, text, match):
