@@ -15,7 +15,7 @@ from integrations.hf_models import bert, gemma3, inputs, llama, logits
 
 import efficient_attn as ea
 from efficient_attn.backend import Backend
-from efficient_attn.errors import DataError, DtypeError, UnsupportedError
+from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.integrations.transformers import attach, load
 from efficient_attn.integrations.transformers.loading import open_model
 
@@ -213,8 +213,3 @@ def test_a_file_that_was_cut_off_or_is_hostile_is_refused(saved, content):
     refused = r"Cannot load a model|is not a valid safetensors file"
     with pytest.raises(DataError, match=refused):
         load(saved)
-
-
-def test_a_folder_is_a_path():
-    with pytest.raises(DtypeError, match="folder is a path, not None"):
-        load(None)
