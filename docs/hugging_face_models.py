@@ -18,10 +18,10 @@ _MAPPINGS = {
 _REASONS = {
     "No attention of this": "attention outside of the interface, or none",
     "index": "keys by an index",
-    "caps its scores": "capped scores",
+    "softcap": "capped scores",
     "sinks": "attention sinks",
-    "position bias": "position biases",
-    "in chunks": "keys in chunks",
+    "bias": "position biases",
+    "chunked": "keys in chunks",
     "computes with its mask": "code that computes with its mask",
 }
 _HEAD = """\

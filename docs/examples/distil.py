@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
 
 import efficient_attn as ea
-from efficient_attn.integrations.transformers import attach, distillation_loss, exact_calls, swapped
+from efficient_attn.integrations.transformers import attach, distillation_loss, swapped
 
 # Projections of q, k, v and the output in Llama and its kin, OPT, and BERT and its kin.
 PROJECTIONS = r".*\.(q_proj|k_proj|v_proj|o_proj|out_proj|query|key|value|attention\.output\.dense)"
@@ -68,9 +68,7 @@ def distil(model: nn.Module, windows: Tensor, args: argparse.Namespace) -> None:
         raise SystemExit(f"{args.backend} has no parameters; linear-hedgehog and linformer have.")
 
     def loss(ids: Tensor) -> Tensor:
-        with torch.no_grad(), exact_calls(model) as calls:
-            model(input_ids=ids)
-        return sum(distillation_loss(call) for call in calls)
+        return distillation_loss(model, input_ids=ids)
 
     minimise(loss, parameters, windows, args.learning_rate, args)
 

@@ -54,7 +54,7 @@ def encoder():
 
 def padding():
     hidden = torch.zeros(2, TOKENS, dtype=torch.bool)
-    hidden[1, 9:] = True
+    hidden[0, 9:] = True
     return hidden
 
 

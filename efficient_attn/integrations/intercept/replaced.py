@@ -28,7 +28,7 @@ from efficient_attn.integrations.intercept.calls import (
     seed_of,
     unsure_modules,
 )
-from efficient_attn.integrations.plan_files import check_size, is_plan_file, read_plan
+from efficient_attn.integrations.plan_files import is_plan_file, read_plan
 from efficient_attn.sharding import check_alone
 
 # The submodule that holds the backends of a module.
@@ -82,7 +82,6 @@ def replace(
     backend: Any,
     *,
     example: Callable[[], Any],
-    only: str = "*",
     strict: bool = False,
     seed: int = 0,
     max_tokens: int | None = None,
@@ -97,10 +96,10 @@ def replace(
 
     Args:
         model: The model, changed in place; `undo()` of the result reverts it.
-        backend: Any argument of `build`, or {pattern of sites: backend or (backend, options)}, of which the
-            first that matches counts, or the file of a plan, `layers.json` of `advise`.
+        backend: Any argument of `build`, or {pattern of sites: backend or (backend, options)}, such as
+            "encoder.layers.*", of which the first that matches counts, or the file of a plan, `layers.json`
+            of `advise`.
         example: Runs the model on inputs as they will come: `lambda: model(x)`.
-        only: Shell-style pattern of the sites, such as "encoder.layers.*".
         strict: Whether a call that a backend cannot serve raises an error instead of staying exact.
         seed: Random seed, from which each site's random features get a seed of their own.
         max_tokens: Maximum sequence length of backends that need one, at least that of the example.
@@ -110,9 +109,9 @@ def replace(
         UnknownNameError: If no site matches a pattern.
         UnsupportedError: If no call of the model can be served, or with `strict`, any one cannot.
         OptionError: If options accompany a mapping or a plan, or the model has backends already.
-        DataError: If the file of a plan cannot be read, or a backend of it is larger than the model.
+        DataError: If the file of a plan cannot be read.
     """
-    requests = _requests_by_pattern(backend, only, options, max_tokens)
+    requests = _requests_by_pattern(backend, options, max_tokens)
     occupied = [name for name, module in model.named_modules() if isinstance(module, SiteBackends)]
     if occupied:
         raise OptionError(f"{occupied[0]} serves this model already: undo() it first.")
@@ -145,30 +144,23 @@ def replace(
 
 
 class Request(NamedTuple):
-    """Backend for the sites of a pattern.
-
-    Attributes:
-        plan: File of the plan that names it, whose sizes are not trusted; None: the caller names it.
-    """
+    """Backend for the sites of a pattern."""
 
     backend: Any
     options: Mapping[str, Any]
     max_tokens: int | None
-    plan: str | None = None
 
 
 def _requests_by_pattern(
-    backend: Any, only: str, options: Mapping[str, Any], max_tokens: int | None
+    backend: Any, options: Mapping[str, Any], max_tokens: int | None
 ) -> dict[str, Request]:
-    plan = str(backend) if is_plan_file(backend) else None
-    if plan is None and not isinstance(backend, Mapping):
-        return {only: Request(backend, dict(options), max_tokens)}
-    if options or only != "*":
-        source = "a mapping of backends" if plan is None else "the file of a plan"
-        raise OptionError(f"With {source}, options and patterns belong into it.")
-    if plan is not None:
+    if not is_plan_file(backend) and not isinstance(backend, Mapping):
+        return {"*": Request(backend, dict(options), max_tokens)}
+    if options:
+        raise OptionError("With a mapping of backends or the file of a plan, options belong into it.")
+    if is_plan_file(backend):
         return {
-            escape(site): Request(layer["backend"], layer["options"], layer["max_tokens"], plan)
+            escape(site): Request(layer["backend"], layer["options"], layer["max_tokens"])
             for site, layer in read_plan(backend).items()
         }
     if not backend:
@@ -189,7 +181,6 @@ class SiteSearch(SiteMode):
     def __init__(self, model: nn.Module, requests: Mapping[str, Request], seed: int) -> None:
         super().__init__(model)
         self._requests, self._seed = requests, seed
-        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self._calls: Counter[Site] = Counter()
         self.reasons: dict[Site, str | None] = {}
         self.built: dict[Site, Backend] = {}
@@ -221,12 +212,6 @@ class SiteSearch(SiteMode):
         spec = resolve(request.backend)
         try:
             problem = call.problem(shown, request.max_tokens)
-            if request.plan is not None:
-                layer = {"backend": request.backend, "options": request.options}
-                try:
-                    check_size(layer, problem, self._num_parameters)
-                except (AttentionError, TypeError) as error:
-                    raise DataError(f"{request.plan}, {site}: {error}") from None
             backend = call.build(spec, request.options, problem, shown, seed)
             call.served(backend, shown)
         except (OptionError, UnknownNameError, DataError):

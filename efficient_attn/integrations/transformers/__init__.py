@@ -16,10 +16,8 @@ if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 14):
     )
 
 from efficient_attn.integrations.transformers.attachment import (
-    AttentionCall,
     attach,
     distillation_loss,
-    exact_calls,
     load,
     swapped,
 )
@@ -27,11 +25,9 @@ from efficient_attn.integrations.transformers.caches import StateCache
 from efficient_attn.integrations.transformers.sites import ignored
 
 __all__ = [
-    "AttentionCall",
     "StateCache",
     "attach",
     "distillation_loss",
-    "exact_calls",
     "ignored",
     "load",
     "swapped",

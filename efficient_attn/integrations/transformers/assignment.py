@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from efficient_attn.backend import Backend
@@ -11,14 +10,10 @@ from efficient_attn.backends import build, resolve, seeded, spawn_seeds
 from efficient_attn.backends.by_head import NAME as BY_HEAD
 from efficient_attn.backends.by_head import parts_of
 from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
-from efficient_attn.integrations.plan_files import check_size, plan_of_backends
+from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.integrations.transformers.sites import AttentionSite
 from efficient_attn.options import numbers_in_ranges
-from efficient_attn.problem import AttentionProblem
-
-# Saved tensors of the backend of each attention module, by their names in the backend.
-SavedTensors = dict[str, dict[str, Tensor]]
 
 
 class Choice(NamedTuple):
@@ -154,13 +149,11 @@ def build_plan(
     sites: Sequence[AttentionSite],
     layers: Mapping[str, Mapping[str, Any]],
     source: str,
-    saved: SavedTensors | None = None,
 ) -> dict[str, Backend]:
     """Build the planned backend of all attention modules.
 
     Args:
         source: Origin of the plan, for messages.
-        saved: Saved tensors, whose numbers the backends must not exceed; None: as many as the model has.
     """
     by_name = {_name_in_plan(model, site.path): site for site in sites}
     if by_name.keys() != layers.keys():
@@ -169,16 +162,8 @@ def build_plan(
     for name, site in by_name.items():
         layer = layers[name]
         choice = {site.path: Choice(layer["backend"], layer["options"])}
-        count = None if saved is None else sum(tensor.numel() for tensor in saved[site.path].values())
         try:
             with data_errors(f"backend {layer['backend']!r} cannot be built"):
-                problem = AttentionProblem(
-                    head_dim=site.head_dim,
-                    num_heads=site.num_heads,
-                    max_tokens=layer["max_tokens"] or site.max_tokens,
-                    causal=site.pattern.causal,
-                )
-                check_size(layer, problem, model.num_parameters(), saved=count)
                 backends |= build_all([site], choice, layer["max_tokens"], None)
         except AttentionError as error:
             raise DataError(f"{source}, {site.path}: {error}") from None

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.plan_files import check_plan, is_plan_file, read_plan
 from efficient_attn.integrations.transformers.assignment import (
-    SavedTensors,
     build_all,
     build_plan,
     choose_backends,
@@ -96,16 +96,6 @@ def attach(
     kinds = {"full": full, "sliding": sliding, "cross": cross}
     sites, backends = _build_request(inner, backend, **kinds, max_tokens=max_tokens, seed=seed, **options)
     install(inner, sites, backends)
-    _log.warning(
-        "%s attends through efficient_attn. save_pretrained saves its backends and "
-        "efficient_attn.integrations.transformers.load restores them; plain from_pretrained refuses, "
-        "unless attn_implementation='sdpa' requests the model without them.",
-        type(inner).__name__,
-    )
-    if any(backend.needs_calibration for backend in backends.values()):
-        _log.warning(
-            "Its backends must be calibrated on typical input before use: ea.calibrate(model, **batch)."
-        )
     return model
 
 
@@ -151,11 +141,8 @@ def install(
         model.config.efficient_attn = plan_of(model, backends)
         # A saved model loaded without its backends would silently compute something else.
         setattr(model.config, _FUNCTION, NAME)
-        hooks: list[tuple[nn.Module, Callable[..., None]]] = [(model, _refuse_call)]
-        for site in sites:
-            if needs_state(backends[site.path], site.pattern):
-                hooks.append((site.module, replace_cache_layer))
-        for module, hook in hooks:
+        states = [site.module for site in sites if needs_state(backends[site.path], site.pattern)]
+        for module, hook in [(model, _refuse_call), *((module, replace_cache_layer) for module in states)]:
             if not hasattr(module, _HOOK):
                 setattr(module, _HOOK, module.register_forward_pre_hook(hook, with_kwargs=True))
     except BaseException:
@@ -266,10 +253,7 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
 
     Raises:
         DataError: If the folder holds no such model, or tensors or plan do not match it.
-        DtypeError: If `folder` is not a path.
     """
-    if not isinstance(folder, (str, Path)):
-        raise DtypeError(f"folder is a path, not {folder!r}.")
     path = Path(folder)
     weight_files(path)
     config = read_config(path)
@@ -289,7 +273,7 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
 
 def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Path) -> None:
     sites, folder = find_sites(model), plan.parent
-    saved: SavedTensors = {site.path: {} for site in sites}
+    saved: dict[str, dict[str, Tensor]] = {site.path: {} for site in sites}
     with data_errors(f"Cannot read the safetensors of {folder}"):
         for file in sorted(folder.glob("model*.safetensors")):
             with safe_open(file, framework="pt") as opened:
@@ -297,7 +281,7 @@ def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], pla
                     path, part, rest = name.partition(f".{SUBMODULE}.")
                     if part and path in saved:
                         saved[path][rest] = opened.get_tensor(name)
-    backends = build_plan(model, sites, layers, str(plan), saved)
+    backends = build_plan(model, sites, layers, str(plan))
     for path, backend in backends.items():
         state = saved[path]
         state |= {name: state[first] for name, first in second_names(backend).items() if first in state}
@@ -308,56 +292,32 @@ def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], pla
     install(model, sites, backends)
 
 
-class AttentionCall(NamedTuple):
-    """One call of an attention layer, computed exactly.
+def distillation_loss(model: nn.Module, **batch: Any) -> Tensor:
+    """Sum over layers of ‖backend − exact‖² / ‖exact‖² on the inputs of exact attention.
 
-    Attributes:
-        backend: Backend attached to the layer, the student.
-        q: [batch heads q_tokens head_dim]; k and v accordingly.
-        key_mask: [batch k_tokens], true for real tokens; None: all are real.
-        out: Exact output, [batch heads q_tokens value_dim].
-    """
+    The model attends exactly and without gradients, so that only its backends learn (Zhang et al. 2024,
+    section 4.2; the paper compares attention weights, which a backend need not have).
 
-    backend: Backend
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    key_mask: Tensor | None
-    out: Tensor
-
-
-def distillation_loss(call: AttentionCall) -> Tensor:
-    """‖backend − exact‖² / ‖exact‖² of a layer (Zhang et al. 2024, section 4.2).
-
-    The paper compares attention weights, which a backend need not have; this compares outputs.
-    """
-    out = upcast(call.out.detach())
-    student = call.backend(call.q.detach(), call.k.detach(), call.v.detach(), key_mask=call.key_mask)
-    return (upcast(student) - out).square().sum() / out.square().sum()
-
-
-@contextmanager
-def exact_calls(model: nn.Module) -> Iterator[list[AttentionCall]]:
-    """Collect the attention calls of a model that attends exactly.
-
-    Each call comes with the backend that `attach` gave its layer. The backends are back in place afterwards.
+    Args:
+        batch: Arguments of one call of the model.
 
     Raises:
         UnsupportedError: If no backend is attached.
     """
     layers = [module for module in unwrap(model).modules() if hasattr(module, SUBMODULE)]
-    students = {layer: getattr(layer, SUBMODULE) for layer in layers}
+    students = [getattr(layer, SUBMODULE) for layer in layers]
     if not students:
         raise UnsupportedError("The model has no backends to teach; attach(model, …) adds them.")
-    calls: list[AttentionCall] = []
-    with swapped(model, "exact"):
-        # The teachers are dropped afterwards, and their hooks with them.
-        for layer, student in students.items():
-            collect = partial(_collect, calls, student)
-            getattr(layer, SUBMODULE).register_forward_hook(collect, with_kwargs=True)
-        yield calls
+    losses = []
 
+    def compare(student: Backend, teacher: Any, tensors: Any, options: Any, out: Tensor) -> None:
+        exact = upcast(out)
+        with torch.enable_grad():
+            error = upcast(student(*tensors, **options)) - exact
+            losses.append(error.square().sum() / exact.square().sum())
 
-def _collect(calls: Any, student: Backend, teacher: Any, tensors: Any, options: Any, out: Tensor) -> None:
-    q, k, v = tensors
-    calls.append(AttentionCall(student, q, k, v, options.get("key_mask"), out))
+    with swapped(model, "exact"), torch.no_grad():
+        for layer, student in zip(layers, students, strict=True):
+            getattr(layer, SUBMODULE).register_forward_hook(partial(compare, student), with_kwargs=True)
+        model(**batch)
+    return torch.stack(losses).sum()

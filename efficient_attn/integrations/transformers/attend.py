@@ -32,19 +32,11 @@ NO_WEIGHTS = (
     "backend.attention_weights(q, k) with q and k of a layer."
 )
 
-# Arguments of attention functions that no backend supports, in words.
-_REFUSED = {
-    "cache": "pages its cache (cache)",
-    "block_table": "pages its cache (block_table)",
-    "indices": "reads the keys of an index (indices)",
-    "block_indices": "reads the keys of an index (block_indices)",
-    "softcap": "caps its scores (softcap)",
-    "s_aux": "has attention sinks (s_aux)",
-    "sinks": "has attention sinks (sinks)",
-    "position_bias": "adds a position bias to its scores (position_bias)",
-    "cu_seq_lens_q": "packs sequences into one row (cu_seq_lens_q)",
-    "cu_seq_lens_k": "packs sequences into one row (cu_seq_lens_k)",
-}
+# Arguments of attention functions that no backend supports.
+_REFUSED = (
+    *("cache", "block_table", "indices", "block_indices", "softcap", "s_aux", "sinks", "position_bias"),
+    *("cu_seq_lens_q", "cu_seq_lens_k"),
+)
 
 # Attributes of a tensor that expose its entries, methods that read no entry, and methods that copy all.
 _ENTRIES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -53,15 +45,6 @@ _DESCRIBING = {
     *("is_neg", "_is_view", "storage_offset", "untyped_storage", "__len__", "__repr__"),
 }
 _MOVING = {"to", "cpu", "cuda", "contiguous", "clone", "detach"}
-
-# Mask functions whose keys are no range around the query, and their description.
-_IRREGULAR = {
-    "packed_sequence_mask_function": "several sequences packed into one row",
-    "remap_positions_for_packed_sequence": "several sequences packed into one row",
-    "chunked_overlay": "keys in chunks",
-    "blockwise_overlay": "keys in bidirectional blocks",
-    "or_masks": "a union of mask patterns",
-}
 
 
 class VisibleKeys(NamedTuple):
@@ -198,7 +181,7 @@ def _read_pattern(mask_function: Callable) -> Pattern:
         elif name == "sliding_window_bidirectional_overlay":
             back = ahead = _closure_value(part, "sliding_window")
         elif part is not bidirectional_mask_function:
-            return Pattern(None, None, _IRREGULAR.get(name, f"keys by the pattern {name!r}"))
+            return Pattern(None, None, f"keys by the pattern {name!r}")
     return Pattern(back, ahead)
 
 
@@ -265,74 +248,58 @@ def attend(
             f"{type(module).__name__} is of transformers, whose positions and masks are of the tokens of "
             "this process alone inside context_parallel; call the model outside, on whole sequences."
         )
-    backend = _attached_backend(module)
-    _refuse_arguments(module, arguments)
+    backend, kind = getattr(module, SUBMODULE, None), type(module).__name__
+    if backend is None:
+        raise UnsupportedError(
+            f"No backend is attached to this {kind}; call attach(model, …), or load(path) for a saved model, "
+            "both of efficient_attn.integrations.transformers."
+        )
+    for name in _REFUSED:
+        if arguments.get(name) is not None:
+            raise UnsupportedError(
+                f"{kind} computes with {name!r}, which no backend supports; use the model's own attention, "
+                "attn_implementation='eager'."
+            )
+    if arguments.get("output_attentions"):
+        raise UnsupportedError(NO_WEIGHTS)
+    if dropout:
+        raise UnsupportedError(
+            f"This model drops {dropout:g} of its attention weights in training, and attached backends drop "
+            "none: load it with from_pretrained(…, attention_dropout=0.0), the name of many configurations; "
+            "others are attention_probs_dropout_prob and attn_pdrop."
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     visible = _visible_keys(module, query, key, attention_mask, causal, getattr(backend, PATTERN))
-    _check_built_for(backend, visible.pattern)
     # Some models scale the queries themselves, although an attribute declares a scale, and pass 1.
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     if factor != backend.problem.factor:
         query = query * (factor / backend.problem.factor)
-    if dropout:
-        values = module.config.to_dict() if hasattr(module, "config") else {}
-        names = [name for name in values if "drop" in name and name.startswith(("attention", "attn"))]
-        field = next((name for name in names if values[name] == dropout), "attention_dropout")
-        raise UnsupportedError(
-            f"This model drops {dropout:g} of its attention weights in training, and attached backends drop "
-            f"none: load it with from_pretrained(…, {field}=0.0)."
-        )
     return _run_backend(backend, query, key, value, visible), None
-
-
-def _attached_backend(module: Any) -> Any:
-    backend = getattr(module, SUBMODULE, None)
-    if backend is None:
-        raise UnsupportedError(
-            f"No backend is attached to this {type(module).__name__}; call attach(model, …), or load(path) "
-            "for a saved model, both of efficient_attn.integrations.transformers."
-        )
-    return backend
 
 
 def _visible_keys(
     module: Any, query: Tensor, key: Tensor, mask: Any, causal: bool, expected: Pattern
 ) -> VisibleKeys:
-    """Visible keys by the mask, or else by the causality of the call."""
+    """Visible keys by the mask, or else by the causality of the call, in the pattern of `attach`."""
     visible = visible_in(mask, query.shape[0], query.shape[2], key.shape[2], causal=expected == CAUSAL)
-    if visible is not None:
-        return visible
-    if getattr(module, "sliding_window", None) is not None:
-        raise UnsupportedError(
-            f"{type(module).__name__} has a sliding window but got no mask; use attn_implementation='sdpa'."
-        )
-    return VisibleKeys(CAUSAL if causal else FULL, 0, key.shape[2], None)
-
-
-def _refuse_arguments(module: Any, arguments: dict[str, Any]) -> None:
-    for name, what in _REFUSED.items():
-        if arguments.get(name) is not None:
+    if visible is None:
+        if getattr(module, "sliding_window", None) is not None:
             raise UnsupportedError(
-                f"{type(module).__name__} {what}, which no backend supports; use the model's own attention, "
-                "attn_implementation='eager'."
+                f"{type(module).__name__} has a sliding window but got no mask; use "
+                "attn_implementation='sdpa'."
             )
-    if arguments.get("output_attentions"):
-        raise UnsupportedError(NO_WEIGHTS)
-
-
-def _check_built_for(backend: Backend, pattern: Pattern) -> None:
-    """Refuse another pattern than at the time of `attach`."""
-    expected = getattr(backend, PATTERN)
-    if pattern.irregular is not None:
+        visible = VisibleKeys(CAUSAL if causal else FULL, 0, key.shape[2], None)
+    if visible.pattern.irregular is not None:
         raise UnsupportedError(
-            f"This layer reads {pattern}, which no backend supports; use the model's own attention, "
+            f"This layer reads {visible.pattern}, which no backend supports; use the model's own attention, "
             "attn_implementation='sdpa'."
         )
-    if pattern != expected:
+    if visible.pattern != expected:
         raise UnsupportedError(
-            f"This layer reads {pattern}, and backend {backend.spec.name!r} was attached to one that reads "
-            f"{expected}; attach again, or use attn_implementation='sdpa' if that changes nothing."
+            f"This layer reads {visible.pattern}, and its backend was attached to one that reads {expected}; "
+            "attach again, or use attn_implementation='sdpa' if that changes nothing."
         )
+    return visible
 
 
 def _run_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys) -> Tensor:

@@ -111,11 +111,6 @@ class StateLayer(CacheLayerMixin):
                 "global_tokens in sliding layers."
             )
 
-    def offload(self) -> None:
-        raise UnsupportedError(
-            "A state is already small and cannot be offloaded; use the cache without offloading."
-        )
-
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply a function to all tensors of the state, [batch …]."""
         self.state = _changed(self.state, change)

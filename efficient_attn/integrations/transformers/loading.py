@@ -5,23 +5,20 @@ when it is used; both are refused.
 """
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from efficient_attn.errors import AttentionError, DataError
 from efficient_attn.integrations.transformers.attend import NAME
-from efficient_attn.limits import CONFIG_BYTES, check_header, read_bytes
+from efficient_attn.limits import check_header
 
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.h5", "*.msgpack")
 _LONGEST_MESSAGE = 200
 
 # Tokenizers denote "no limit" by a number of this magnitude.
@@ -117,8 +114,7 @@ def model_class(config: Any, path: Path) -> Any:
 def read_model(path: Path, kind: Any, **arguments: Any) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Load a model and transformers' report on its tensors.
 
-    Missing tensors, which transformers would initialise randomly with a warning, are refused. A model that
-    was saved without its optional pooler has none again.
+    Missing tensors, which transformers would initialise randomly with a warning, are refused.
     """
     with data_errors(f"Cannot load a model from {path}"), _quiet():
         model, report = kind.from_pretrained(
@@ -129,12 +125,7 @@ def read_model(path: Path, kind: Any, **arguments: Any) -> tuple[PreTrainedModel
             use_safetensors=True,
             output_loading_info=True,
         )
-    missing = set(report["missing_keys"])
-    pooler = {name for name in model.state_dict() if name.startswith("pooler.")}
-    if pooler and pooler <= missing and "add_pooling_layer" in signature(type(model)).parameters:
-        model.pooler = None
-        missing -= pooler
-    refuse_tensors(path, "lacks", missing)
+    refuse_tensors(path, "lacks", report["missing_keys"])
     refuse_tensors(path, "has in another shape", [str(entry[0]) for entry in report["mismatched_keys"]])
     return model, report
 
@@ -175,7 +166,7 @@ def refuse_tensors(path: Path, what: str, names: Any) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Files of the weights; refuses pickles, and a configuration that requires classes from the folder."""
+    """Files of the weights, which are no pickles."""
     if not path.is_dir():
         raise DataError(
             f"{path} is not a folder. Models are read from local folders; download a model of the Hub by "
@@ -183,25 +174,12 @@ def weight_files(path: Path) -> list[Path]:
         )
     if not (path / "config.json").is_file():
         raise DataError(f"{path} holds no config.json; a model is a folder that save_pretrained wrote.")
-    file = path / "config.json"
-    with data_errors(f"Cannot read {file}"):
-        config = json.loads(read_bytes(file, CONFIG_BYTES))
-    if not isinstance(config, dict):
-        raise DataError(f"{file} is not a JSON object.")
-    if config.get("auto_map") and config.get("model_type") not in CONFIG_MAPPING:
-        raise DataError(
-            f"{path} requires code of its own (auto_map in config.json), and no code of a model is run; only "
-            "models with a class in transformers are supported."
-        )
     weights = sorted(path.glob("model*.safetensors"))
-    if weights:
-        for file in weights:
-            check_header(file)
-        return weights
-    unsafe = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
-    if unsafe:
+    if not weights:
         raise DataError(
-            f"{path} holds its weights as {unsafe[0]} and no model.safetensors. Reading a pickle can run "
-            "code, so only safetensors are read; save_pretrained writes them."
+            f"{path} holds no model.safetensors, which save_pretrained writes. Other formats are pickles, "
+            "which can run code when they are read."
         )
-    raise DataError(f"{path} holds no model.safetensors.")
+    for file in weights:
+        check_header(file)
+    return weights

@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,22 +12,14 @@ from transformers import PreTrainedModel
 from efficient_attn.errors import DtypeError, UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern
 
-# Attributes of attention modules that no backend supports, in words.
-_REFUSED = {
-    "indexer": "reads the keys of an index (indexer)",
-    "attn_logit_softcapping": "caps its scores (attn_logit_softcapping)",
-    "softcap": "caps its scores (softcap)",
-    "sinks": "has attention sinks (sinks)",
-    # Layers without this attribute get the bias of the first layer.
-    "has_relative_attention_bias": "adds a position bias to its scores (relative_attention_bias)",
-}
-# Types of layers that no backend supports, in words.
-_REFUSED_TYPES = {
-    "indexed_attention": "reads the keys of an index",
-    "compressed_sparse_attention": "reads compressed keys",
-    "heavily_compressed_attention": "reads compressed keys",
-    "chunked_attention": "reads keys in chunks",
-}
+# Attributes of attention modules that no backend supports. Layers without a position bias of their own get
+# the bias of the first layer.
+_REFUSED = ("indexer", "attn_logit_softcapping", "softcap", "sinks", "has_relative_attention_bias")
+# Types of layers that no backend supports.
+_REFUSED_TYPES = (
+    *("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
+    "chunked_attention",
+)
 
 
 class AttentionSite(NamedTuple):
@@ -133,14 +125,16 @@ def _calling(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _site(path: str, module: Any) -> AttentionSite:
     config = module.config
-    for attribute, feature in _REFUSED.items():
-        if getattr(module, attribute, None) is not None:
-            _refuse(path, feature)
     number = re.search(r"(?:^|\.)(\d+)(?:\.|$)", path)
     layer = int(number[1]) if number else 0
     types = getattr(config, "layer_types", None) or ()
-    if layer < len(types) and types[layer] in _REFUSED_TYPES:
-        _refuse(path, f"{_REFUSED_TYPES[types[layer]]} (layer type {types[layer]!r})")
+    refused = [name for name in _REFUSED if getattr(module, name, None) is not None]
+    refused += [name for name in types[layer : layer + 1] if name in _REFUSED_TYPES]
+    if refused:
+        raise UnsupportedError(
+            f"{path} computes with {refused[0]!r}, which no backend supports; keep the model's own "
+            "attention. Nothing was attached."
+        )
     kind = _site_kind(path, module, config, layer)
     heads = _first_value("num_heads", "num_attention_heads", "n_heads", of=(module, config))
     kv_heads = _first_value("num_key_value_heads", "num_kv_heads", of=(module, config))
@@ -159,12 +153,6 @@ def _site(path: str, module: Any) -> AttentionSite:
         scale=_first_value("scaling", "scale", of=(module,)),
         max_tokens=_first_value("max_position_embeddings", "n_positions", of=(config,)),
         num_kv_heads=None if kv_heads == heads else kv_heads,
-    )
-
-
-def _refuse(path: str, feature: str) -> NoReturn:
-    raise UnsupportedError(
-        f"{path} {feature}, which no backend supports; keep the model's own attention. Nothing was attached."
     )
 
 

@@ -48,24 +48,21 @@ def test_sites_are_named_by_their_module_and_keep_the_name_in_loops():
 
 
 @torch.no_grad()
-def test_the_real_tokens_of_an_entry_are_captured_and_stored_in_half_precision(tmp_path):
+def test_the_real_tokens_of_the_first_entry_are_captured_and_stored_in_half_precision(tmp_path):
     model, run = padded_encoder()
-    entries = [ea.intercept.capture(model, entry=entry) for entry in (0, 1)]
-    with entries[0], entries[1]:
+    with ea.intercept.capture(model) as captured:
         run()
-    assert [next(iter(x.sites.values())).q.shape[-2] for x in entries] == [TOKENS, 9]
-    entries[1].save(tmp_path / "qkv.safetensors")
+    captured.save(tmp_path / "qkv.safetensors")
     stored = read_activations(tmp_path / "qkv.safetensors")
-    assert list(stored.layers) == [0, 1]
-    assert torch.equal(stored.layers[0].q, next(iter(entries[1].sites.values())).q.half())
+    assert list(stored.layers) == [0, 1] and stored.layers[0].q.shape[-2] == 9
+    assert torch.equal(stored.layers[0].q, next(iter(captured.sites.values())).q.half())
 
 
-def test_requests_of_a_capture_that_cannot_be_served_are_refused(monkeypatch):
+def test_a_capture_without_calls_or_of_too_many_bytes_is_refused(monkeypatch):
     model, run = written_model()
     monkeypatch.setattr("efficient_attn.integrations.capture.MOST_BYTES", 100)
-    for options, match in (({"entry": 2}, "entry"), ({}, "only")):
-        with pytest.raises(OptionError, match=match), ea.intercept.capture(model, **options):
-            run()
+    with pytest.raises(OptionError, match="name fewer layers"), ea.intercept.capture(model):
+        run()
     with pytest.raises(DataError, match=r"No call .* with its own softmax must call F\."):
         ea.intercept.capture(model).captured()
 
@@ -74,7 +71,7 @@ def bias(shown, low=-math.inf):
     return torch.zeros(shown.shape).masked_fill(~shown, low)
 
 
-KEYS, ROWS = REAL[:, None, None], REAL[1:, None, :, None]
+KEYS, ROWS = REAL[:, None, None], REAL[:1, None, :, None]
 
 
 @pytest.mark.parametrize(
@@ -149,14 +146,14 @@ CALLS = {
 def test_a_call_is_read_captured_and_served_as_torch_computes_it(name):
     (q, k, v), options = CALLS[name]
     model, expected = Called(), F.scaled_dot_product_attention(q, k, v, **options)
-    with ea.intercept.capture(model, entry=1) as captured:
+    with ea.intercept.capture(model) as captured:
         assert torch.equal(model(q, k, v, **options), expected)
     with ea.intercept.replace(model, "exact", example=lambda: model(q, k, v, **options), strict=True):
         torch.testing.assert_close(model(q, k, v, **options), expected, rtol=1e-5, atol=1e-5)
     masked = "attn_mask" in options and options["attn_mask"].shape[-2] == 1
     (stored,) = captured.sites.values()
     for tensor, copy in zip((q, k, v), stored, strict=True):
-        assert torch.equal(copy[0], tensor[1][:, REAL[1]] if masked else tensor[1])
+        assert torch.equal(copy[0], tensor[0][:, REAL[0]] if masked else tensor[0])
     causal = options.get("is_causal") or "queries" in name
     assert bool(captured.captured().patterns) == causal
 

@@ -213,11 +213,11 @@ def test_a_module_around_another_that_calls_attention_stays_exact():
 @pytest.mark.parametrize(
     ("backend", "options", "error", "match"),
     [
-        ("window", {"only": "layer.*"}, UnknownNameError, "call site"),
+        ({"layer.*": "window"}, {}, UnknownNameError, "call site"),
         ("window", {"example": lambda: None}, UnsupportedError, "nowhere: .* code with its own softmax"),
         ("window", {"example": lambda: F.scaled_dot_product_attention(X, X, X)}, UnsupportedError, "outside"),
         ("linformer", {}, UnsupportedError, r"layers\.0 cannot be served: .*causal"),
-        ({"*": "window"}, {"window": 3}, OptionError, "With a mapping of backends, options and patterns"),
+        ({"*": "window"}, {"window": 3}, OptionError, "With a mapping of backends"),
         ({}, {}, OptionError, "names no site"),
         ("windoww", {}, UnknownNameError, "windoww"),
     ],
@@ -229,7 +229,7 @@ def test_wrong_requests_name_the_argument_and_change_nothing(backend, options, e
         ea.intercept.replace(model, backend, **{"example": run, **options})
     assert list(model.state_dict()) == names
     refused = pytest.raises(OptionError, match=r"undo\(\) it first")
-    with ea.intercept.replace(model, "window", example=run, only="layers.1") as replaced, refused:
+    with ea.intercept.replace(model, {"layers.1": "window"}, example=run) as replaced, refused:
         assert replaced.left == {"layers.0": "no pattern names it"}
         ea.intercept.replace(model, "window", example=run)
 

@@ -163,14 +163,13 @@ def test_a_changed_cache_continues_texts_as_no_cache_does(backend, change):
     torch.testing.assert_close(actual, expected, **ROUNDING)
 
 
-def test_states_are_refused_where_they_cannot_be_kept_shortened_or_offloaded():
+def test_states_are_refused_where_they_cannot_be_kept_or_shortened():
     cache = StateCache(attach(llama(), "performer-positive"))
     for act, error, match in (
         (lambda: StateCache(llama()), UnsupportedError, "attach first"),
         (lambda: StateCache(attach(bert(), "exact")), UnsupportedError, "for decoders"),
         (lambda: StateCache(3), DtypeError, "transformers model, or holds one, not int"),
         (lambda: cache.crop(-1), UnsupportedError, "cannot remove tokens"),
-        (lambda: cache.layers[0].offload(), UnsupportedError, "cannot be offloaded"),
     ):
         with pytest.raises(error, match=match):
             act()
