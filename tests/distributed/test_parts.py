@@ -18,7 +18,7 @@ from efficient_attn.sharding import at_positions
 
 RANKS, TOKENS, LATER = 3, 66, 5
 # Blocks of 4 tokens, which end on no boundary of a segment.
-CLUSTERS = {"window": 8, "clusters": 6, "global_tokens": 3}
+CLUSTERS = {"window": 8, "clusters": 6}
 CASES = [
     ("exact", True, {}),
     ("exact", False, {}),
