@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from efficient_attn.errors import OptionError
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.alignment import aligned
-from efficient_attn.ops.clusters import Layout, near_keys, window_clusters
-from efficient_attn.options import option, whole_number
+from efficient_attn.ops.clusters import near_keys, window_clusters
+from efficient_attn.options import option
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
@@ -23,12 +23,10 @@ class WindowClustersOptions:
     window: int = option(
         64, "Number of near keys per query, a multiple of 4; blocks of window/2 queries share them."
     )
-    global_tokens: int = option(0, "Number of tokens at the beginning that every query reads exactly.")
 
     def __post_init__(self) -> None:
         positive_count("clusters", self.clusters)
         positive_count("window", self.window)
-        whole_number("global_tokens", self.global_tokens)
         if self.window % 4:
             below, above = self.window // 4 * 4, self.window // 4 * 4 + 4
             near = f"{above}" if below == 0 else f"{below} or {above}"
@@ -38,9 +36,9 @@ class WindowClustersOptions:
             )
 
     @property
-    def layout(self) -> Layout:
-        """Layout of the near keys."""
-        return Layout(self.window // 2, self.global_tokens)
+    def block(self) -> int:
+        """Number of queries that share a slice of keys."""
+        return self.window // 2
 
 
 class WindowClusters(nn.Module):
@@ -50,7 +48,7 @@ class WindowClusters(nn.Module):
         super().__init__()
         self._sizes: dict[str, Any] = {
             "scale": problem.factor,
-            "layout": options.layout,
+            "block": options.block,
             "clusters": options.clusters,
         }
 
@@ -66,25 +64,24 @@ class WindowClusters(nn.Module):
         return window_clusters(q, k, v, key_mask=key_mask, positions=positions, total=total, **self._sizes)
 
     def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
-        """Keys of the slices, and global tokens, bool [batch 1 rows k_tokens]."""
+        """Keys of the slices, bool [batch 1 rows k_tokens]."""
         tokens = k.shape[2]
-        return near_keys(self._sizes["layout"], aligned(rows, tokens, key_mask), tokens, key_mask)[:, None]
+        return near_keys(self._sizes["block"], aligned(rows, tokens, key_mask), tokens, key_mask)[:, None]
 
 
 def operations(
     problem: AttentionProblem, options: WindowClustersOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
-    """Products of every query with its slice, the global tokens outside it, and the cluster summaries.
+    """Products of every query with its slice and the cluster summaries.
 
     The choice of clusters adds products of every key with every centre, and one with the mean query.
     Sums over clusters are additions, not products.
     """
-    layout, clusters = options.layout, min(options.clusters, tokens)
-    first, pairs = min(layout.first, tokens), tokens * clusters
-    for start in range(0, tokens, layout.block):
-        stop = min(start + layout.block, tokens)
-        low, high = max(start - layout.side, 0), min(stop + layout.side, tokens)
-        pairs += (stop - start) * (high - low + min(first, low) + max(first - high, 0))
+    block, clusters = options.block, min(options.clusters, tokens)
+    pairs = tokens * clusters
+    for start in range(0, tokens, block):
+        stop = min(start + block, tokens)
+        pairs += (stop - start) * (min(stop + block // 2, tokens) - max(start - block // 2, 0))
     choice = MatMul(tokens * problem.head_dim * (clusters + 1), gradients=0, shared=True)
     return OperationCounts((choice, *softmax_matmuls(pairs, problem.head_dim, value_dim)))
 

@@ -28,30 +28,13 @@ from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 _HEADS, _GROUP, _FEWEST, _MOST = 1 << 20, 1 << 19, 2, 16
 
 
-class Layout(NamedTuple):
-    """Layout of the near keys of a query.
-
-    Attributes:
-        block: Number of queries that share a slice of keys.
-        first: Number of global tokens at the beginning of the sequence, which every query reads.
-    """
-
-    block: int
-    first: int
-
-    @property
-    def side(self) -> int:
-        """Number of keys of a slice before its block, and after it."""
-        return self.block // 2
-
-
 def window_clusters(
     q: Queries,
     k: Keys,
     v: Values,
     *,
     scale: float,
-    layout: Layout,
+    block: int,
     clusters: int,
     key_mask: KeyMask | None,
     positions: Sequence[range] | None = None,
@@ -60,6 +43,7 @@ def window_clusters(
     """Softmax attention with one summary for each cluster of far keys; queries and keys are the same tokens.
 
     Args:
+        block: Number of queries that share a slice of keys, the block and half a block on each side.
         positions: See `Alignment`.
         total: Sum over the ranks that hold the other queries; None: there are none.
     """
@@ -76,16 +60,15 @@ def window_clusters(
         if key_mask is not None:
             real_queries = torch.cat([real[:, span.start : span.stop] for span in inputs.positions], dim=1)
         queries = query_moments(inputs.q, real_queries, total)
-        counted = real & (torch.arange(real.shape[1], device=real.device) >= layout.first)
-        members = weighted_keys(k, v, counted, chosen, queries, number)
+        members = weighted_keys(k, v, real, chosen, queries, number)
         outs = []
         for rows, span in inputs.runs():
-            begin, end = span.start // layout.block, -(-span.stop // layout.block)
+            begin, end = span.start // block, -(-span.stop // block)
             group = _group(members.top.numel() * (k.shape[3] + v.shape[3]), end - begin, k)
-            outside = beyond_slices(members, layout, group=group, begin=begin, end=end)
+            outside = beyond_slices(members, block, group=group, begin=begin, end=end)
             summaries = (summarise_clusters(sums, members.top, queries, k.shape[3]) for sums in outside)
-            before = span.start - begin * layout.block
-            out = read_slices(after(rows, before), k, v, real, summaries, layout, group=group, begin=begin)
+            before = span.start - begin * block
+            out = read_slices(after(rows, before), k, v, real, summaries, block, group=group, begin=begin)
             # A slice of all rows would be an operator of its own in the backward pass.
             outs.append(out[:, :, before:] if before else out)
         return inputs.restored(outs).to(q.dtype)
@@ -202,19 +185,19 @@ class Members(NamedTuple):
 
 
 def weighted_keys(
-    k: Tensor, v: Tensor, counted: Tensor, chosen: Tensor, queries: QueryMoments, clusters: int
+    k: Tensor, v: Tensor, real: Tensor, chosen: Tensor, queries: QueryMoments, clusters: int
 ) -> Members:
     """The keys of all clusters, weighted.
 
     Args:
         k: [batch heads tokens head_dim]; v: [batch heads tokens value_dim].
-        counted: Keys that enter the sums, bool [batch tokens].
+        real: Keys that enter the sums, bool [batch tokens].
         chosen: Cluster index of each key, [batch heads tokens].
     """
     # Smaller weights change no sum but would be denormal numbers, which are slow.
     floor = -300.0 if k.dtype == torch.float64 else -42.0
     exponent = (k @ queries.mean.mT).squeeze(-1)
-    seen = counted[:, None, :].expand_as(exponent)
+    seen = real[:, None, :].expand_as(exponent)
     top = exponent.new_full((*exponent.shape[:2], clusters), -torch.inf)
     top = top.scatter_reduce(2, chosen, exponent.detach().masked_fill(~seen, -torch.inf), "amax")
     top = top.masked_fill(top.isinf(), 0.0)
@@ -226,7 +209,7 @@ def weighted_keys(
     return Members(rows, chosen, top)
 
 
-def beyond_slices(members: Members, layout: Layout, *, group: int, begin: int, end: int) -> Iterator[Tensor]:
+def beyond_slices(members: Members, block: int, *, group: int, begin: int, end: int) -> Iterator[Tensor]:
     """Sums over all members outside the slices of the blocks begin … end − 1, `group` blocks at a time.
 
     Cells have as many tokens as a block, the first of them half a block fewer, and the slice of block b is
@@ -236,7 +219,7 @@ def beyond_slices(members: Members, layout: Layout, *, group: int, begin: int, e
     Yields:
         [batch heads group clusters …].
     """
-    tokens, (block, side) = members.rows.shape[2], (layout.block, layout.side)
+    tokens, side = members.rows.shape[2], block // 2
     groups = -(-(end - begin) // group)
     first = side - begin * block
     cell = torch.arange(first, first + tokens, device=members.rows.device) // block
@@ -301,12 +284,12 @@ def read_slices(
     v: Tensor,
     real: Tensor,
     summaries: Iterator[Summary],
-    layout: Layout,
+    block: int,
     *,
     group: int,
     begin: int,
 ) -> Tensor:
-    """Softmax of every block over its slice, the global tokens outside it, and its cluster summaries.
+    """Softmax of every block over its slice and its cluster summaries.
 
     Rows have one width: a column of the keys holds their score bias, and the queries hold 1 there.
 
@@ -314,47 +297,35 @@ def read_slices(
         q: Queries from block `begin` on, [batch heads tokens head_dim].
         summaries: [batch heads blocks clusters …], `group` blocks at a time.
     """
-    (_, heads, tokens, _), value_dim, block = q.shape, v.shape[3], layout.block
+    (_, heads, tokens, _), value_dim = q.shape, v.shape[3]
     blocks, width = -(-tokens // block), max(k.shape[3], value_dim) + 1
     rows = biased_rows(F.pad(q, (0, 0, 0, blocks * block - tokens)), q.new_ones(()), width)
-    near_real = _stretch(real[:, None, :, None], begin, blocks, layout)
-    near_k = biased_rows(_stretch(k, begin, blocks, layout), _bias(near_real, k), width)
-    near_v = padded_rows(_stretch(v, begin, blocks, layout), width)
-    # [batch heads blocks tokens width]: the slice, and then the global tokens outside it.
-    near = [x.unfold(2, block + 2 * layout.side, block).mT for x in (near_k, near_v)]
-    if layout.first:
-        outside = _outside(real, begin, blocks, layout)
-        few_k, few_v = (x[:, :, None, : layout.first].expand(-1, -1, blocks, -1, -1) for x in (k, v))
-        near += [biased_rows(few_k, _bias(outside, k), width), padded_rows(few_v, width)]
+    near_real = _stretch(real[:, None, :, None], begin, blocks, block)
+    near_k = biased_rows(_stretch(k, begin, blocks, block), _bias(near_real, k), width)
+    near_v = padded_rows(_stretch(v, begin, blocks, block), width)
+    # [batch heads blocks tokens width]
+    near = (x.unfold(2, block + block // 2 * 2, block).mT for x in (near_k, near_v))
     parts = zip(*(x.split(group, dim=2) for x in (rows.unflatten(2, (blocks, block)), *near)), strict=True)
     outs = []
-    for (queries, *tensors), clusters in zip(parts, summaries, strict=True):
-        keys = torch.cat([*tensors[::2], biased_rows(clusters.k, clusters.bias, width)], dim=3)
-        values = torch.cat([*tensors[1::2], padded_rows(clusters.v, width)], dim=3)
+    for (queries, keys, values), clusters in zip(parts, summaries, strict=True):
+        keys = torch.cat([keys, biased_rows(clusters.k, clusters.bias, width)], dim=3)
+        values = torch.cat([values, padded_rows(clusters.v, width)], dim=3)
         queries, keys, values = (x.flatten(0, 1) for x in (queries, keys, values))
         out = F.scaled_dot_product_attention(queries, keys, values, scale=1.0)
         outs.append(out.unflatten(0, (-1, heads))[..., :value_dim])
     return torch.cat(outs, dim=2).flatten(2, 3)[:, :, :tokens]
 
 
-def near_keys(layout: Layout, at: Tensor, tokens: int, key_mask: Tensor | None) -> Tensor:
-    """Keys in the slices of aligned queries `at` positions, and global tokens, bool [batch rows tokens]."""
+def near_keys(block: int, at: Tensor, tokens: int, key_mask: Tensor | None) -> Tensor:
+    """Keys in the slices of aligned queries `at` positions, bool [batch rows tokens]."""
     keys = aligned(torch.arange(tokens, device=at.device), tokens, key_mask)[:, None]
-    offset = keys - (at // layout.block * layout.block)[..., None]
-    return (offset >= -layout.side) & (offset < layout.block + layout.side) | (keys < layout.first)
+    offset = keys - (at // block * block)[..., None]
+    return (offset >= -(block // 2)) & (offset < block + block // 2)
 
 
-def _outside(real: Tensor, begin: int, blocks: int, layout: Layout) -> Tensor:
-    """Global tokens outside the slice of each block, bool [batch 1 blocks first 1]."""
-    first = torch.arange(real.shape[1], device=real.device)[: layout.first]
-    start = torch.arange(begin, begin + blocks, device=real.device)[:, None] * layout.block
-    outside = (first < start - layout.side) | (first >= start + layout.block + layout.side)
-    return (outside & real[:, None, : layout.first])[:, None, ..., None]
-
-
-def _stretch(x: Tensor, begin: int, blocks: int, layout: Layout) -> Tensor:
+def _stretch(x: Tensor, begin: int, blocks: int, block: int) -> Tensor:
     """Tokens from the first to the last slice of some blocks, with zeros outside the sequence."""
-    low, high = begin * layout.block - layout.side, (begin + blocks) * layout.block + layout.side
+    low, high = begin * block - block // 2, (begin + blocks) * block + block // 2
     return F.pad(x[:, :, max(low, 0) : high], (0, 0, max(-low, 0), max(high - x.shape[2], 0)))
 
 

@@ -16,7 +16,7 @@ BACKENDS = [
     ("window", {"window": 9}, BOTH),
     ("window", {"window": 9, "global_tokens": 3}, BOTH),
     ("window", {"window": 8, "global_tokens": 3}, CAUSAL),
-    ("window-clusters", {"window": 8, "global_tokens": 2, "clusters": 1}, FULL),
+    ("window-clusters", {"window": 8, "clusters": 1}, FULL),
     ("by-head", {"heads": {"1": ("window", {"window": 9})}}, BOTH),
 ]
 

@@ -33,11 +33,11 @@ ATTENTION = {
     "window": {"window": 121},
     "linformer": {"rank": 8, "sharing": "none", "num_heads": 4},
     "performer-positive": {"num_features": 16},
-    "window-clusters": {"window": 8, "clusters": 12, "global_tokens": 3},
+    "window-clusters": {"window": 8, "clusters": 12},
 }
 # Positions go on from rank to rank.
 MODELS = {
-    "exact": {"positions": "learned", "max_tokens": MODEL_TOKENS},
+    "exact": {"positions": None},
     "performer-positive": {"positions": "rotary", "num_features": 16},
     "window": {"positions": "sinusoidal", "window": 21},
 }
