@@ -16,8 +16,17 @@ from efficient_attn.report.text import three_digits
 
 PAGE = "interactive.html"
 
-# Letters of a line on hover and of a name in the legend, and powers of two, that a telephone has room for.
-_HOVER_LETTERS, _LEGEND_LETTERS, _POWERS = 38, 40, 8
+# Symbols and dashes of plotly by the names of matplotlib.
+_SYMBOLS: dict[Any, str] = {
+    **{"o": "circle", "s": "square", "D": "diamond", "d": "diamond-tall", "P": "cross", "X": "x"},
+    **{"^": "triangle-up", "v": "triangle-down", "<": "triangle-left", ">": "triangle-right"},
+    **{"p": "pentagon", "h": "hexagon", "8": "octagon", "*": "star", (4, 1, 0): "star-diamond"},
+}
+_DASHES = {"-": "solid", "--": "dash", "none": "solid"}
+# Letters of a line on hover and of a name in the legend, and ticks, that a telephone has room for.
+_HOVER_LETTERS, _LEGEND_LETTERS, _TICKS_ACROSS, _TICKS_UPWARDS = 38, 40, 5, 11
+# Height of a row of points off the axis, as a share of the chart.
+_ROW_SHARE = 0.035
 # Without plotly's toolbar, which covers the buttons on a telephone.
 _CONFIG = {"displayModeBar": False, "responsive": True}
 _LAYOUT: dict[str, Any] = {
@@ -28,6 +37,7 @@ _LAYOUT: dict[str, Any] = {
 }
 _AXIS = {"automargin": True, "gridcolor": GRID, "zeroline": False, "linecolor": MUTED, "ticks": "outside"}
 _ABOVE: dict[str, Any] = {"y": 1, "yanchor": "bottom", "pad": {"t": 0, "b": 8}}
+_BUTTONS = {**_ABOVE, "type": "buttons", "direction": "right"}
 
 
 class _Point(NamedTuple):
@@ -110,20 +120,42 @@ def _drawing(charts: Mapping[str, Chart], name: str) -> dict[str, Any]:
     """Title, HTML and number of names of a chart, or of several under a slider at the last one."""
     from plotly.graph_objects import Figure
 
-    chart, steps = list(charts.values())[-1], [_traces(step) for step in charts.values()]
-    across, upwards = ([value for trace in steps[-1] for value in trace[name] if value] for name in "xy")
-    layout = {
-        **{**_LAYOUT, "showlegend": True, "margin_t": 44},
-        **{"xaxis": _axis(chart.x, across), "yaxis": _axis(chart.y, upwards)},
-    }
-    menus = []
+    rows: dict[str, int] = {}
+    chart, steps = list(charts.values())[-1], [_traces(step, rows) for step in charts.values()]
+    # Without such points there is no axis for them.
+    steps = [[trace for trace in step if rows or "yaxis" not in trace] for step in steps]
+    lines = [trace for trace in steps[-1] if "yaxis" not in trace]
+    across, upwards = ([value for line in lines for value in line[name] if value] for name in ("x", "y"))
+    x_axis, y_axis = _axis(chart.x, across, _TICKS_ACROSS), _axis(chart.y, upwards, _TICKS_UPWARDS)
+    layout = {**_LAYOUT, "showlegend": True, "margin_t": 44, "xaxis": x_axis, "yaxis": y_axis}
+    if rows:
+        strip, last = _ROW_SHARE * len(rows), len(rows) - 1
+        ticks = {"tickvals": [last / 2], "ticktext": ["off axis"], "ticks": "", "showgrid": False}
+        ends = {"domain": [0, strip], "range": [-0.5, last + 0.5], "fixedrange": True}
+        layout |= {"yaxis2": {**_AXIS, **ticks, **ends}, "yaxis_domain": [strip + 0.02, 1]}
+        layout["xaxis_anchor"] = "y2"
+    menus, ratios = [], [line.pop("relative") for line in lines]
     if chart.y.scale != "linear":
+        kinds = {"log": "array", "linear": "auto"}
         states = [
             _state(kind, "relayout", {"yaxis.type": kind, "yaxis.tickmode": mode, "yaxis.autorange": True})
-            for kind, mode in (("log", layout["yaxis"].get("tickmode", "auto")), ("linear", "auto"))
+            for kind, mode in kinds.items()
         ]
-        place = {**_ABOVE, "x": 0, "xanchor": "left"}
-        menus.append({**place, "type": "buttons", "direction": "right", "buttons": states})
+        menus.append({**_BUTTONS, "buttons": states, "x": 0, "xanchor": "left"})
+    if any(map(any, ratios)):
+        ratio = Axis(scale=chart.y.scale, show="{:g}×".format)
+        values = [value for line in ratios for value in line if value]
+        views = {
+            "absolute": (y_axis, [line["y"] for line in lines]),
+            "vs exact": (_axis(ratio, values, _TICKS_UPWARDS), ratios),
+        }
+        places = [place for place, trace in enumerate(steps[-1]) if "yaxis" not in trace]
+        states = []
+        for label, (axis, y) in views.items():
+            ticks = {f"yaxis.{name}": axis[name] for name in axis if name.startswith("tick")}
+            shown = {"y": y, "error_y.visible": axis is y_axis}
+            states.append(_state(label, "update", shown, {**ticks, "yaxis.autorange": True}, places))
+        menus.append({**_BUTTONS, "buttons": states, "x": 1, "xanchor": "right"})
     if len(charts) > 1:
         moved = [{name: [line[name] for line in step] for name in ("x", "y", "hovertext")} for step in steps]
         states = [_state(length, "restyle", step) for length, step in zip(charts, moved, strict=True)]
@@ -132,7 +164,7 @@ def _drawing(charts: Mapping[str, Chart], name: str) -> dict[str, Any]:
     figure = Figure(steps[-1]).update_layout(**layout, updatemenus=menus)
     html = figure.to_html(full_html=False, include_plotlyjs=False, config=_CONFIG, div_id=name)
     title = "; ".join(filter(None, (chart.title, *chart.notes)))
-    return {"title": title, "html": html, "names": sum(line["showlegend"] for line in steps[-1])}
+    return {"title": title, "html": html, "names": sum(line["showlegend"] for line in lines)}
 
 
 def _state(label: str, method: str, *arguments: Any) -> dict[str, Any]:
@@ -147,8 +179,8 @@ def _interval(axis: Axis, point: _Point) -> str:
     return f" ({axis.show(point.low)} to {axis.show(point.high)})"
 
 
-def _traces(chart: Chart) -> list[dict[str, Any]]:
-    """Each line, and crosses at the lower edge for its points that were not measured."""
+def _traces(chart: Chart, rows: dict[str, int]) -> list[dict[str, Any]]:
+    """Each line, and its points off the axis of values in a row, which is added to `rows`."""
     complete = [line for line in chart.series if len(line.x) and len(line.y)]
     drawn = [point for line in complete for point in _points(line) if chart.x.holds(point.x)]
     across = sorted({point.x for point in drawn}) or chart.x.limits or (0, 1)
@@ -168,14 +200,22 @@ def _traces(chart: Chart) -> list[dict[str, Any]]:
         group = {"legendgroup": line.label or str(number), "hoverinfo": "text"}
         trace = {
             **{"name": _text(line.label), "showlegend": bool(line.label), "hovertext": texts},
-            **{"x": x, "y": y, "connectgaps": True, **group, **_look(line, number)},
+            **{"x": x, "y": y, "connectgaps": True, **group, **_look(line)},
+            "relative": [value and base.get(x) and value / base[x] for x, value in zip(x, y, strict=True)],
         }
+        if any(point.low is not None for point in points):
+            above = [point.high and point.high - point.y for point in points]
+            below = [point.low and point.y - point.low for point in points]
+            trace["error_y"] = {"array": above, "arrayminus": below, "symmetric": False, "thickness": 1}
         off = [n for n, value in enumerate(y) if value is None and chart.x.holds(x[n])]
+        row = rows.setdefault(line.label, len(rows)) if off else 0
         marks = {"symbol": "x-thin-open", "color": line.style.get("color", INK), "size": 8}
-        lost = {
-            **{"x": [x[n] for n in off], "y": [upwards[0]] * len(off), "hovertext": [texts[n] for n in off]},
-            **{**group, "mode": "markers", "marker": marks, "showlegend": False},
+        lost: dict[str, Any] = {
+            "x": [x[n] for n in off],
+            "y": [row] * len(off),
+            "hovertext": [texts[n] for n in off],
         }
+        lost |= {**group, "yaxis": "y2", "mode": "markers", "marker": marks, "showlegend": False}
         traces += [trace, lost]
     return traces
 
@@ -199,24 +239,29 @@ def _text(text: str) -> str:
     return escape(plain(short(text, _LEGEND_LETTERS)))
 
 
-def _look(line: Series, number: int) -> dict[str, Any]:
-    """Mode, stroke and markers of plotly from a style of matplotlib; symbols count the lines."""
-    stroke, colour = line.style.get("linestyle", "-"), line.style.get("color", INK)
-    modes = ["lines"] * (stroke != "none" and len(line.x) != 1) + ["markers"] * bool(line.style.get("marker"))
+def _look(line: Series) -> dict[str, Any]:
+    """Mode, stroke and markers of plotly from a style of matplotlib."""
+    style, width = line.style, line.style.get("linewidth", 1.5)
+    colour, stroke = style.get("color", INK), style.get("linestyle", "-")
+    symbol = _SYMBOLS.get(style.get("marker"))
+    drawn = symbol is None or (stroke != "none" and len(line.x) != 1)
+    # matplotlib counts dashes in widths of the line.
+    dash = stroke if isinstance(stroke, str) else ",".join(f"{part * width:g}px" for part in stroke[1])
+    edge = {"color": colour, "width": 1.5}
+    marker = {"symbol": symbol, "size": 8, "line": edge, "color": style.get("markerfacecolor", colour)}
     return {
-        "mode": "+".join(modes) or "lines",
-        "line": {"color": colour, "dash": "solid" if stroke in ("-", "none") else "dash"},
-        "marker": {"symbol": number, "size": 8, "color": line.style.get("markerfacecolor", colour)},
+        "mode": "+".join(["lines"] * drawn + ["markers"] * (symbol is not None)),
+        "line": {"color": colour, "width": width, "dash": _DASHES.get(dash, dash)},
+        "marker": marker if symbol else {},
     }
 
 
-def _axis(axis: Axis, values: Sequence[float]) -> dict[str, Any]:
-    """Axis of plotly, which chooses the ticks unless they are places or powers of two."""
+def _axis(axis: Axis, values: Sequence[float], most: int) -> dict[str, Any]:
+    """Axis of plotly with at most so many ticks; a linear one chooses them itself."""
     unit, ticks, log = axis.show(1.0).lstrip("1").strip(), axis.ticks, axis.scale != "linear"
     low, high = axis.limits or (min(values, default=1.0), max(values, default=1.0))
-    if axis.scale == "log2" and not ticks:
-        powers = range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
-        ticks = [2.0**power for power in powers[:: -(-len(powers) // _POWERS)]]
+    if log and not ticks:
+        ticks = _log_ticks(low, high, 2 if axis.scale == "log2" else 10, most)
     if not isinstance(ticks, Mapping):
         ticks = {tick: axis.show(tick) for tick in sorted(ticks)}
     marks = {"tickvals": list(ticks), "ticktext": list(map(_text, ticks.values())), "tickmode": "array"}
@@ -229,3 +274,15 @@ def _axis(axis: Axis, values: Sequence[float]) -> dict[str, Any]:
         # Room for markers at the ends.
         shown["range"] = [low - 0.03 * (high - low), high + 0.03 * (high - low)]
     return shown
+
+
+def _log_ticks(low: float, high: float, base: int, most: int) -> list[float]:
+    """Powers of the base, with steps between them where there is room."""
+    powers = range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)
+    ticks: list[float] = []
+    for steps in ((1, 2, 5), (1, 3), (1,)) if base == 10 else ((1,),):
+        ticks = [step * float(base) ** power for power in powers for step in steps]
+        ticks = [tick for tick in ticks if low / 1.5 <= tick <= high * 1.5]
+        if len(ticks) <= most:
+            return ticks
+    return ticks[:: -(-len(ticks) // most)]

@@ -13,7 +13,6 @@ from report.pages import Page
 from efficient_attn.errors import MissingPackageError
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import show_seconds
-from efficient_attn.report.text import three_digits
 from efficient_attn.stats.estimates import call_time
 from efficient_attn.studies import results as redraw
 from efficient_attn.studies.results import read
@@ -34,6 +33,12 @@ def figures_of(text):
 
 def lines_of(figure):
     return {trace["name"]: trace for trace in figure[0] if "name" in trace}
+
+
+def button(figure, label):
+    buttons = [button for menu in figure[1]["updatemenus"] for button in menu["buttons"]]
+    (match,) = (button for button in buttons if button["label"] == label)
+    return match["args"]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,7 @@ def times(**fields):
 def test_every_record_is_a_point_with_its_value_interval_and_status(advise):
     charts = figures_of(advise.read_text())
     for causal, figure in ((False, charts[2]), (True, charts[4])):
-        lines, off = lines_of(figure), [trace for trace in figure[0] if "name" not in trace]
+        lines, off = lines_of(figure), [trace for trace in figure[0] if trace.get("yaxis") == "y2"]
         failures = [text for trace in off for text in trace["hovertext"]]
         records = times(causal=causal)
         for (label, tokens), record in records.items():
@@ -75,12 +80,26 @@ def test_every_record_is_a_point_with_its_value_interval_and_status(advise):
             text = line["hovertext"][place].replace("<br>", " ")
             assert text.startswith(f"{label} sequence length, tokens: {tokens} {show_seconds(median)}")
             assert "measured" in text
-            if ("exact", tokens) in records:
-                ratio = median / call_time(records["exact", tokens]).median
-                assert f"{three_digits(ratio)}× exact" in text
             if high < 3 * median:
                 assert f"({show_seconds(low)} to {show_seconds(high)})" in text
         assert any("predicted against exact" in text for text in failures)
+
+
+def test_relative_values_are_ratios_to_exact_attention_at_the_same_length(advise):
+    figure, records = figures_of(advise.read_text())[2], times(causal=False)
+    update, _, places = button(figure, "vs exact")
+    restored, _, _ = button(figure, "absolute")
+    assert len(places) == len(update["y"]) == 8 and not update["error_y.visible"]
+    for place, ratios, values in zip(places, update["y"], restored["y"], strict=True):
+        line = figure[0][place]
+        assert values == line["y"]
+        for tokens, ratio in zip(line["x"], ratios, strict=True):
+            record = records.get((line["name"], tokens))
+            if record is None:
+                assert ratio is None
+                continue
+            expected = call_time(record).median / call_time(records["exact", tokens]).median
+            assert ratio == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_slider_moves_errors_against_times_over_the_lengths(advise):
@@ -95,7 +114,7 @@ def test_a_slider_moves_errors_against_times_over_the_lengths(advise):
     for step in steps:
         tokens, moved = int(step["label"]), step["args"][0]
         for trace, x, y in zip(slider[0], moved["x"], moved["y"], strict=True):
-            if trace.get("name", "").startswith("window"):
+            if trace["name"].startswith("window"):
                 point = (trace["name"], tokens)
                 assert (x, y) == ([call_time(records[point]).median], [errors[point]])
 
@@ -133,7 +152,7 @@ LEGEND = (
 )
 PLOT = "document.getElementById('{}')"
 POINT = """(() => {{ const plot = {0}; plot.scrollIntoView({{block: 'center'}});
-const line = plot._fullData.find(line => line.name === {1!r});
+const line = plot._fullData.find(line => line.name === {1!r} && line.yaxis === 'y');
 const area = plot.querySelector('.nsewdrag').getBoundingClientRect(), {{xaxis, yaxis}} = plot._fullLayout;
 return [area.x + xaxis.d2p(line.x[{2}]), area.y + yaxis.d2p(line.y[{2}])]; }})()"""
 PAUSE = "new Promise(resolve => setTimeout(resolve, 700))"
