@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from efficient_attn.errors import UnsupportedError
@@ -43,9 +44,14 @@ def whole_tokens(tokens: int) -> int:
 
 
 def at_positions(apply: Callable[[Tensor, int], Tensor], x: Tensor, start: int) -> Tensor:
-    """`apply(x, start)`, with `start` beyond the tokens of earlier ranks.
+    """`apply(x, start)`, on every segment of this rank from its position in the sequence.
 
     Args:
         apply: Function of [… tokens dim] and the position of the first token.
     """
-    return apply(x, start if hook is None else start + hook.layout.positions(x.shape[-2]).start)
+    if hook is None:
+        return apply(x, start)
+    layout, tokens = hook.layout, x.shape[-2]
+    segments = zip(layout.parts(tokens), layout.positions(tokens), strict=True)
+    rows = [apply(x[..., part, :], start + positions.start) for part, positions in segments]
+    return torch.cat(rows, dim=-2)

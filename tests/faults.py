@@ -96,9 +96,9 @@ def seed_of_the_batch(core, q):
     core.redraw(math.ceil(abs(float(q.detach().double().nan_to_num().sum())) * 1e7) % 2**31)
 
 
-def positions_of_the_first_rank(backend, q, k, v, mask, layout):
-    """Right on the first rank, and on all where attention is not causal."""
-    return attend_keys(backend, q, k, v, mask, layout._replace(rank=0))
+def ranks_in_their_order(backend, q, k, v, mask, layout):
+    """Right for contiguous segments, wrong for a head-tail layout."""
+    return attend_keys(backend, q, k, v, mask, layout._replace(kind="contiguous"))
 
 
 def gradients_times_the_ranks(backend, q, k, v, mask, layout):
@@ -310,6 +310,6 @@ LONG = {
 }
 EXCHANGED = {
     "own rank alone": lambda backend, q, k, v, mask, layout: backend.core(q, k, v, mask),
-    "positions of the first rank": positions_of_the_first_rank,
+    "ranks in their order": ranks_in_their_order,
     "gradients times the ranks": gradients_times_the_ranks,
 }

@@ -22,18 +22,20 @@ from efficient_attn.conformance.subject import Subject, close, condition, larges
 from efficient_attn.conformance.table import Check
 from efficient_attn.distributed.calls import exchange_of
 from efficient_attn.distributed.exchange import all_tokens, total
-from efficient_attn.distributed.layout import Layout, local_tokens
+from efficient_attn.distributed.layout import KINDS, Layout, local_tokens
 
 # One rank lies between two others.
 RANKS = 3
+# Segments of the layout with most of them.
+SEGMENTS = 2 * RANKS
 # Short vectors keep signed features from cancelling.
 GENTLE = 0.5
-ONE = Case(tokens=4 * RANKS, heads=4, kv_heads=2, value_dim=3, norm=GENTLE)
-LONGER = ONE.but(tokens=44 * RANKS, batch=1, heads=2, kv_heads=1, masked=True)
+ONE = Case(tokens=2 * SEGMENTS, heads=4, kv_heads=2, value_dim=3, norm=GENTLE)
+LONGER = ONE.but(tokens=22 * SEGMENTS, batch=1, heads=2, kv_heads=1, masked=True)
 
 
 def _drawn(seed: int) -> tuple[Case, ...]:
-    """Random cases whose tokens the ranks divide."""
+    """Random cases whose tokens are whole segments."""
     cases = (*joint(seed, 9), *joint(seed, 9, dtype="float32")[:4])
     return tuple(
         case.but(tokens=_whole(case.tokens), keys=None if case.causal else _whole(case.k_tokens), norm=GENTLE)
@@ -42,11 +44,11 @@ def _drawn(seed: int) -> tuple[Case, ...]:
 
 
 def _whole(tokens: int) -> int:
-    return -(-tokens // RANKS) * RANKS
+    return -(-tokens // SEGMENTS) * SEGMENTS
 
 
 @Check(
-    f"A sequence over {RANKS} ranks has the outputs and gradients of one process.",
+    f"A sequence over {RANKS} ranks has the outputs and gradients of one process, in every layout.",
     cases=both(ONE, ONE.but(masked=True), LONGER),
     drawn=_drawn,
     needs=("sharded",),
@@ -58,14 +60,16 @@ def parts_on_several_ranks_are_the_whole(subject: Subject, case: Case) -> Iterat
     share = float((bound * condition(backend, inputs)).max())
     learned = ["q", "k", "v", *(name for name, _ in backend.named_parameters())]
     names = ["Output", *(f"Gradient w.r.t. {name}" for name in learned if subject.promises.gradients)]
-    if case.tokens % RANKS or case.k_tokens % RANKS or (case.causal and case.k_tokens != case.tokens):
-        return
-    for rank, results in enumerate(
-        on_threads(RANKS, lambda layout: _results(subject, backend, inputs, layout))
-    ):
-        for name, x, whole in zip(names, results, alone, strict=True):
-            limit = bound if name == "Output" else share * max(1.0, largest(whole))
-            yield close(f"{name} on rank {rank}", x, whole, limit)
+    for kind in KINDS:
+        # Ranks hold whole segments, of the same tokens if causal.
+        segments, same = Layout("", kind, 0, RANKS).num_segments, case.k_tokens == case.tokens
+        if case.tokens % segments or case.k_tokens % segments or (case.causal and not same):
+            continue
+        ranks = on_threads(RANKS, kind, lambda layout: _results(subject, backend, inputs, layout))
+        for rank, results in enumerate(ranks):
+            for name, x, whole in zip(names, results, alone, strict=True):
+                limit = bound if name == "Output" else share * max(1.0, largest(whole))
+                yield close(f"{name}, {kind}, on rank {rank}", x, whole, limit)
 
 
 def _results(subject: Subject, backend: Backend, inputs: Inputs, layout: Layout | None) -> list[Tensor]:
@@ -95,8 +99,13 @@ TIMEOUT_S = 20.0
 _NUMBERS = count()
 
 
-def on_threads(ranks: int, call: Callable[[Layout], Result], *, timeout_s: float = TIMEOUT_S) -> list[Result]:
+def on_threads(
+    ranks: int, kind: str, call: Callable[[Layout], Result], *, timeout_s: float = TIMEOUT_S
+) -> list[Result]:
     """Results of `call(layout)` on every rank; the first error of a rank ends the others.
+
+    Args:
+        kind: Kind of the layout.
 
     Raises:
         BrokenBarrierError: If the ranks call different numbers of collectives.
@@ -108,7 +117,7 @@ def on_threads(ranks: int, call: Callable[[Layout], Result], *, timeout_s: float
         group, name = _Rank(rank, barrier, shown), f"efficient_attn threads {next(_NUMBERS)}"
         _C10D._register_process_group(name, group)
         try:
-            return call(Layout(name, rank, ranks))
+            return call(Layout(name, kind, rank, ranks))
         except BaseException as error:  # raised again below, in the thread of the caller
             errors.append(error)
             barrier.abort()

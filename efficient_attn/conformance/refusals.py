@@ -72,7 +72,7 @@ def _unpromised(subject: Subject, case: Case) -> Iterator[Wrong]:
 
 
 def _alone(backend: Backend, q: Tensor) -> Tensor:
-    with in_force(Layout("", 0, 2)):
+    with in_force(Layout("", "contiguous", 0, 2)):
         return backend(q, q, q)
 
 

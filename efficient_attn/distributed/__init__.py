@@ -1,6 +1,6 @@
 """Sequences that are distributed over the processes of a device mesh (context parallelism).
 
-Inside `context_parallel` every process holds its own part of the tokens, and backends compute the rows
+Inside `context_parallel` every process holds the tokens of its own segments, and backends compute the rows
 of these tokens of attention over the whole sequence. No tensor is resized and no function of torch replaced.
 """
 
@@ -18,7 +18,7 @@ from efficient_attn.errors import ShapeError
 __all__ = ["context_parallel", "shard", "unshard"]
 
 
-def context_parallel(mesh: DeviceMesh) -> AbstractContextManager[None]:
+def context_parallel(mesh: DeviceMesh, *, layout: str = "contiguous") -> AbstractContextManager[None]:
     """Context in which backends attend to the tokens of all processes of a mesh.
 
     All processes make the same calls in the same order, forward and backward. Gradients belong to the sum of
@@ -28,39 +28,43 @@ def context_parallel(mesh: DeviceMesh) -> AbstractContextManager[None]:
 
     Args:
         mesh: Mesh of one dimension, as `mesh["cp"]`.
+        layout: "contiguous", or "head-tail", which balances causal exact attention: process i of P has
+            segments i and 2P − 1 − i of 2P.
 
     Raises:
         ShapeError: If the mesh has several dimensions.
+        UnknownNameError: If there is no such layout.
     """
-    return in_force(layout_of(mesh))
+    return in_force(layout_of(mesh, layout))
 
 
-def shard(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+def shard(x: Tensor, mesh: DeviceMesh, dim: int, layout: str = "contiguous") -> Tensor:
     """A copy of the tokens of this process, out of a whole sequence that every process has.
 
     Args:
         dim: Axis of the tokens: 2 for q, k and v, 1 for a key mask, token ids and embeddings.
 
     Raises:
-        ShapeError: If the processes do not divide the tokens.
+        ShapeError: If the tokens are not divided by the segments.
     """
-    layout, tokens = layout_of(mesh), x.shape[dim]
-    if tokens % layout.ranks:
-        longer = -(-tokens // layout.ranks) * layout.ranks
+    segments = layout_of(mesh, layout)
+    tokens, number = x.shape[dim], segments.num_segments
+    if tokens % number:
+        longer = -(-tokens // number) * number
         raise ShapeError(
-            f"x has {tokens} tokens along axis {dim}, for {layout.ranks} processes: pad it to {longer} and "
-            "mask the padding with a key_mask."
+            f"x has {tokens} tokens along axis {dim}, and layout {layout!r} has {number} segments of equal "
+            f"length: pad it to {longer} and mask the padding with a key_mask."
         )
-    return local_tokens(x, dim, layout)
+    return local_tokens(x, dim, segments)
 
 
 @torch.no_grad()
-def unshard(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
+def unshard(x: Tensor, mesh: DeviceMesh, dim: int, layout: str = "contiguous") -> Tensor:
     """The whole sequence on every process, in order, from the tokens of each; it carries no gradient.
 
     A loss is computed from the tokens of each process instead, and needs no whole sequence.
     """
-    layout = layout_of(mesh)
+    segments = layout_of(mesh, layout)
     if x.dtype is torch.bool:
-        return all_tokens(x.byte(), dim, layout).bool()
-    return all_tokens(x, dim, layout)
+        return all_tokens(x.byte(), dim, segments).bool()
+    return all_tokens(x, dim, segments)

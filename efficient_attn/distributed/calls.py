@@ -4,7 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from hashlib import sha256
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,7 @@ class Calls(NamedTuple):
             return torch.compiler.disable(self.forward)(backend, q, k, v, key_mask)
         check_agreeing(backend, q, k, v, key_mask, self.layout)
         check_inputs(backend, q, k, v, key_mask)
-        check_same_tokens(backend, q, k)
+        check_segments(backend, q, k, self.layout)
         if q.numel() == 0 or k.shape[2] == 0 or v.shape[-1] == 0:
             return no_keys_output(q, k, v)
         with without_autocast(q):
@@ -70,7 +70,7 @@ class Calls(NamedTuple):
         assert prefill is not None, "only backends that are not causal have no prefill"
         check_agreeing(backend, q, k, v, key_mask, self.layout, call="extend of ")
         check_inputs(backend, q, k, v, key_mask, streaming=True)
-        check_same_tokens(backend, q, k)
+        check_segments(backend, q, k, self.layout)
         with without_autocast(q):
             if k.shape[2] == 0:
                 return backend.core.extend(q, k, v, None, key_mask)
@@ -98,12 +98,19 @@ def exchange_of(backend: Backend) -> Exchange:
     return EXCHANGES[kind]
 
 
-def check_same_tokens(backend: Backend, q: Tensor, k: Tensor) -> None:
-    """Refuse causal queries without keys at their positions.
+def check_segments(backend: Backend, q: Tensor, k: Tensor, layout: Layout) -> None:
+    """Refuse parts of segments, and causal queries without keys at their positions.
 
     Raises:
+        ShapeError: If the segments of a rank do not divide its tokens.
         UnsupportedError: If causal queries are not the keys' tokens.
     """
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[2] % len(layout.local):
+            raise ShapeError(
+                f"{name} has {x.shape[2]} tokens on this rank, and layout {layout.kind!r} has "
+                f"{len(layout.local)} segments of equal length there: pad the sequence and mask the padding."
+            )
     if backend.problem.causal and q.shape[2] != k.shape[2]:
         raise UnsupportedError(
             f"q has {q.shape[2]} tokens and k has {k.shape[2]}: inside context_parallel causal queries and "
@@ -116,6 +123,11 @@ _BYTES = 1024
 # Calls of each backend that agreed on a device other than the CPU, where a comparison synchronises with the
 # host.
 _AGREED: WeakKeyDictionary[nn.Module, set[tuple[str, Layout]]] = WeakKeyDictionary()
+# Tensors of each backend with their versions, and the digest of their values.
+_DIGESTS: WeakKeyDictionary[nn.Module, tuple[list[ref[Tensor]], list[int | None], str]] = WeakKeyDictionary()
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# 2⁶³ over the golden ratio: products with it spread over all bits.
+_ODD = 0x4F1BBCDCBFA53E0B
 
 
 def check_agreeing(
@@ -136,11 +148,12 @@ def check_agreeing(
     """
     exchange_of(backend)
     device = q.device if isinstance(q, Tensor) else torch.get_default_device()
-    call += _description(backend, {"q": q, "k": k, "v": v, "key_mask": key_mask})
+    call += _description(backend, {"q": q, "k": k, "v": v, "key_mask": key_mask}, layout)
     agreed = _AGREED.setdefault(backend, set())
     if (call, layout) in agreed:
         return
-    digests = gathered(_bytes(_digest(call, backend), 32, device), layout)
+    digest = sha256(f"{call} {_state_digest(backend)}".encode()).digest()
+    digests = gathered(_bytes(digest, 32, device), layout)
     differs = (digests != digests[:1]).any(dim=1)
     if bool(differs.any()):
         rows = gathered(_bytes(call.encode(), _BYTES, device), layout).tolist()
@@ -159,13 +172,13 @@ def check_agreeing(
         agreed.add((call, layout))
 
 
-def _description(backend: Backend, tensors: dict[str, Any]) -> str:
+def _description(backend: Backend, tensors: dict[str, Any], layout: Layout) -> str:
     """A call, as far as ranks have to agree on it."""
     inputs = ", ".join(f"{name} {_show(x)}" for name, x in tensors.items() if x is not None)
     options = ", ".join(f"{name}={value}" for name, value in vars(backend.options).items())
     causal = "causal" if backend.problem.causal else "full"
     scale = f"scale {backend.problem.factor}"
-    return f"{backend.spec.name}({options}), {causal}, {scale}, with {inputs}"
+    return f"{backend.spec.name}({options}), {causal}, {scale}, {layout.kind}, with {inputs}"
 
 
 def _show(x: Any) -> str:
@@ -175,15 +188,29 @@ def _show(x: Any) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}{gradient}"
 
 
-def _digest(call: str, backend: nn.Module) -> bytes:
-    """Digest of a call and of all parameters and buffers."""
-    digest = sha256(call.encode())
-    for name, x in (*backend.named_parameters(), *backend.named_buffers()):
-        # The local part of a distributed parameter differs between ranks.
-        if not x.is_meta and not hasattr(x, "placements"):
-            digest.update(f" {name} {x.dtype} {[*x.shape]} ".encode())
-            digest.update(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.digest()
+def _state_digest(backend: nn.Module) -> str:
+    """Digest of all parameters and buffers, computed again only after a change."""
+    named = {**dict(backend.named_parameters()), **dict(backend.named_buffers())}
+    # The local part of a distributed parameter differs between ranks.
+    tensors = {name: x for name, x in named.items() if not (x.is_meta or hasattr(x, "placements"))}
+    # Tensors of inference mode have no version.
+    versions = [None if x.is_inference() else x._version for x in tensors.values()]
+    references, before, digest = _DIGESTS.get(backend, ([], None, ""))
+    same = None not in versions and versions == before
+    if not same or any(x() is not y for x, y in zip(references, tensors.values(), strict=True)):
+        values = [(name, x.dtype, [*x.shape], _checksum(x)) for name, x in tensors.items()]
+        digest = sha256(str(values).encode()).hexdigest()
+        _DIGESTS[backend] = [ref(x) for x in tensors.values()], versions, digest
+    return digest
+
+
+@torch.no_grad()
+def _checksum(x: Tensor) -> int:
+    """Sum of the bits of all entries, each times an odd number of its place, modulo 2⁶⁴."""
+    real = torch.view_as_real(x) if x.is_complex() else x
+    bits = real.contiguous().view(_INTEGERS[real.itemsize]).flatten().long()
+    mixed = torch.arange(len(bits), device=x.device) * _ODD
+    return int((bits * (mixed ^ mixed >> 29 | 1)).sum())
 
 
 def _bytes(text: bytes, size: int, device: torch.device) -> Tensor:

@@ -33,7 +33,9 @@ def gathered(x: Tensor, layout: Layout) -> Tensor:
 
 def all_tokens(x: Tensor, dim: int, layout: Layout) -> Tensor:
     """Tokens of all ranks along `dim`, in the order of the sequence."""
-    return torch.cat(gathered(x, layout).unbind(), dim)
+    rows = gathered(x, layout).unbind()
+    segments = [segment for tokens in rows for segment in tokens.chunk(len(layout.local), dim)]
+    return torch.cat([segments[place] for place in layout.order], dim)
 
 
 def moved(x: Tensor, sent: list[int], received: list[int], layout: Layout) -> Tensor:

@@ -16,7 +16,7 @@ def attend_keys(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> Tensor:
     """Attention by a core of (q, k, v, key_mask); causal queries are the last positions of the keys."""
-    return _attend(backend, q, *all_keys(k, v, key_mask, layout), layout)
+    return _segments(backend, q, *all_keys(k, v, key_mask, layout), layout)
 
 
 def prefill_keys(
@@ -24,7 +24,7 @@ def prefill_keys(
 ) -> tuple[Tensor, KVCache]:
     """Causal attention as in `attend_keys`, and the cache of all keys on every rank."""
     cache = summarise_tokens(*all_keys(k, v, key_mask, layout))
-    return _attend(backend, q, cache.k, cache.v, mask_of(cache), layout), cache
+    return _segments(backend, q, cache.k, cache.v, mask_of(cache), layout), cache
 
 
 def attend_clusters(
@@ -40,7 +40,7 @@ def attend_clusters(
     attend = partial(backend.core, total=partial(total, layout=layout))
     positions = layout.positions(q.shape[2])
     if key_mask is None:
-        return attend(q, k, v, None, [positions])
+        return attend(q, k, v, None, positions)
     outs = []
     for rows, start in alike(key_mask):
         # Tokens before the first real one come last, as in one process.
@@ -58,19 +58,25 @@ def all_keys(
     return k, v, None if key_mask is None else all_tokens(key_mask.byte(), 1, layout).bool()
 
 
-def _attend(
+def _segments(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> Tensor:
     """Attention of the queries of this rank to all keys."""
     if not backend.problem.causal:
         return backend.core(q, k, v, key_mask)
-    past = slice(layout.positions(q.shape[-2]).stop)
-    mask = None if key_mask is None else key_mask[:, past]
-    return backend.core(q, k[..., past, :], v[..., past, :], mask)
+    rows = []
+    for part, positions in zip(layout.parts(q.shape[-2]), layout.positions(q.shape[-2]), strict=True):
+        past = slice(positions.stop)
+        mask = None if key_mask is None else key_mask[:, past]
+        rows.append(backend.core(q[..., part, :], k[..., past, :], v[..., past, :], mask))
+    return torch.cat(rows, dim=-2)
 
 
-def _turned(part: range, start: int, tokens: int) -> list[range]:
+def _turned(positions: list[range], start: int, tokens: int) -> list[range]:
     """Positions after the first `start` of all tokens were moved to the end."""
-    cut = min(max(start, part.start), part.stop)
-    turned = range(part.start + tokens - start, cut + tokens - start), range(cut - start, part.stop - start)
-    return [positions for positions in turned if positions]
+    turned = []
+    for part in positions:
+        cut = min(max(start, part.start), part.stop)
+        turned.append(range(part.start + tokens - start, cut + tokens - start))
+        turned.append(range(cut - start, part.stop - start))
+    return [part for part in turned if part]

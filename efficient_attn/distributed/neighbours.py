@@ -1,5 +1,7 @@
 """Attention of the tokens of a rank to a window of keys, on this rank and on neighbours."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,21 +25,27 @@ def attend_neighbours(
     """
     first = _first_keys_of_all(backend, k, v, key_mask, layout)
     back, ahead = backend.options.sides(causal=backend.problem.causal)
-    positions, widths = layout.positions(q.shape[-2]), [k.shape[-1], v.shape[-1]]
-    keys, mask = with_neighbours(torch.cat([k, v], dim=-1), back, ahead, layout), None
+    end, widths = q.shape[-2] * layout.ranks, [k.shape[-1], v.shape[-1]]
+    segments = with_neighbours(torch.cat([k, v], dim=-1), back, ahead, layout)
+    masks: list[Tensor | None] = [None] * len(segments)
     if key_mask is not None:
         real = with_neighbours(key_mask[:, None, :, None].to(k.dtype), back, ahead, layout)
-        mask = real[:, 0, :, 0] > 0
-    after = keys.shape[-2] - len(positions) - min(back, positions.start)
-    # Empty queries at the positions of later keys make the queries the last positions.
-    queries = F.pad(q, (0, 0, 0, after))
-    if first is not None:
-        # An empty piece keeps the exchange in the graph of a rank whose windows have all global keys.
-        keys = torch.cat([keys, torch.cat([first.k, first.v], dim=-1)[:, :, :0]], dim=2)
-        later = len(positions) * layout.ranks - positions.stop - after
-        first = first._replace(age=first.age - later)
-    out = backend.core.attend(queries, *keys.split(widths, dim=-1), mask, first)
-    return out[..., : len(positions), :]
+        masks = [x[:, 0, :, 0] > 0 for x in real]
+    rows = []
+    for part, positions, keys, mask in zip(
+        layout.parts(q.shape[-2]), layout.positions(q.shape[-2]), segments, masks, strict=True
+    ):
+        after = keys.shape[-2] - len(positions) - min(back, positions.start)
+        # Empty queries at the positions of later keys make the queries the last positions.
+        queries = F.pad(q[..., part, :], (0, 0, 0, after))
+        near_first = None
+        if first is not None:
+            near_first = first._replace(age=first.age - (end - positions.stop - after))
+            # An empty piece keeps the exchange in the graph of a rank whose windows have all global keys.
+            keys = torch.cat([keys, torch.cat([first.k, first.v], dim=-1)[:, :, :0]], dim=2)
+        out = backend.core.attend(queries, *keys.split(widths, dim=-1), mask, near_first)
+        rows.append(out[..., : len(positions), :])
+    return torch.cat(rows, dim=-2)
 
 
 def prefill_neighbours(
@@ -53,10 +61,12 @@ def prefill_neighbours(
 
 def _last_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *, tokens: int) -> KVCache:
     """The cache of the last `tokens` keys of all ranks, on every rank; earlier keys are not sent."""
-    # No rank exchanges an empty tensor.
-    end = slice(max(k.shape[-2] - max(tokens, 1), 0), None)
-    mask = None if key_mask is None else key_mask[:, end]
-    return last_tokens(summarise_tokens(*all_keys(k[..., end, :], v[..., end, :], mask, layout)), tokens)
+    parts = layout.parts(k.shape[-2])
+    # The ends of the segments include the end of the sequence, and no rank exchanges an empty tensor.
+    ends = [slice(max(part.start, part.stop - max(tokens, 1)), part.stop) for part in parts]
+    k, v = (torch.cat([x[..., end, :] for end in ends], dim=-2) for x in (k, v))
+    mask = None if key_mask is None else torch.cat([key_mask[:, end] for end in ends], dim=1)
+    return last_tokens(summarise_tokens(*all_keys(k, v, mask, layout)), tokens)
 
 
 def _first_keys_of_all(
@@ -67,39 +77,77 @@ def _first_keys_of_all(
     if not count:
         return None
     real = k.new_ones(len(k), tokens, dtype=torch.bool) if key_mask is None else key_mask
-    keys = first_keys(k, v, real, count)
-    # The tokens of later ranks follow; an absent key stays absent.
-    age = keys.age + tokens * layout.ranks - layout.positions(tokens).stop
-    rows = all_tokens(torch.cat([keys.k, keys.v], dim=-1), -2, layout)
-    age = all_tokens(age, 1, layout)
+    parts = []
+    for part, positions in zip(layout.parts(tokens), layout.positions(tokens), strict=True):
+        keys = first_keys(k[..., part, :], v[..., part, :], real[:, part], count)
+        # The segments of other ranks follow; an absent key stays absent.
+        parts.append(keys._replace(age=keys.age + tokens * layout.ranks - positions.stop))
+    rows = all_tokens(torch.cat([torch.cat([x.k, x.v], dim=-1) for x in parts], dim=2), -2, layout)
+    age = all_tokens(torch.cat([x.age for x in parts], dim=1), 1, layout)
     age, place = age.topk(min(count, age.shape[1]), dim=1)
-    first_k, first_v = tokens_at(rows, place).split([k.shape[-1], v.shape[-1]], dim=-1)
-    return AgedKeys(first_k, first_v, age)
+    keys, values = tokens_at(rows, place).split([k.shape[-1], v.shape[-1]], dim=-1)
+    return AgedKeys(keys, values, age)
 
 
-def with_neighbours(x: Tensor, back: int, ahead: int, layout: Layout) -> Tensor:
-    """The tokens of x [batch heads tokens dim], with `back` tokens before them and `ahead` after them.
+def with_neighbours(x: Tensor, back: int, ahead: int, layout: Layout) -> list[Tensor]:
+    """Each local segment of x [batch heads tokens dim] with `back` tokens before it and `ahead` after it.
 
     Positions outside the sequence are left out.
     """
-    parts = [layout._replace(rank=rank).positions(x.shape[-2]) for rank in range(layout.ranks)]
-    local = parts[layout.rank]
-    sent = [_needed(reader, local, back, ahead) for reader in parts]
-    received = [len(_needed(local, holder, back, ahead)) for holder in parts]
+    tokens, ranks = x.shape[-2], range(layout.ranks)
+    parts, positions = layout.parts(tokens), layout.positions(tokens)
+    needed = [_runs(layout, layout.rank, rank, tokens, back, ahead) for rank in ranks]
+    sent = [_runs(layout, rank, layout.rank, tokens, back, ahead) for rank in ranks]
     rows = x.movedim(-2, 0)
-    near = moved(
-        torch.cat([rows[run.start - local.start : run.stop - local.start] for run in sent]),
-        [len(run) for run in sent],
-        received,
+    local = [_local(run, parts, positions) for runs in sent for run in runs]
+    received = moved(
+        torch.cat([rows[:0], *(rows[part] for part in local)]),
+        [sum(len(run.positions) for run in runs) for runs in sent],
+        [sum(len(run.positions) for run in runs) for runs in needed],
         layout,
     )
-    before = sum(received[: layout.rank])
-    return torch.cat([near[:before], rows, near[before:]]).movedim(0, -2)
+    runs = [run for runs in needed for run in runs]
+    pieces = list(zip(runs, received.split([len(run.positions) for run in runs]), strict=True))
+    pieces.sort(key=lambda piece: piece[0].positions.start)
+    whole = []
+    for number, (part, segment) in enumerate(zip(parts, positions, strict=True)):
+        near = [(run.positions, piece) for run, piece in pieces if run.segment == number]
+        before = [piece for run, piece in near if run.stop <= segment.start]
+        after = [piece for run, piece in near if run.start >= segment.stop]
+        # An empty piece keeps the exchange in the graph of a rank that receives nothing.
+        whole.append(torch.cat([received[:0], *before, rows[part], *after]).movedim(0, -2))
+    return whole
 
 
-def _needed(reader: range, holder: range, back: int, ahead: int) -> range:
-    """Positions of one rank that the window of another reaches."""
-    if reader == holder:
-        return range(holder.start, holder.start)
-    start = max(reader.start - back, holder.start)
-    return range(start, max(min(reader.stop + ahead, holder.stop), start))
+class _Run(NamedTuple):
+    """Consecutive positions that a rank needs of another.
+
+    Attributes:
+        segment: Index of the segment that needs them, among the segments of its rank.
+        positions: Positions in the sequence.
+    """
+
+    segment: int
+    positions: range
+
+
+def _runs(layout: Layout, reader: int, owner: int, tokens: int, back: int, ahead: int) -> list[_Run]:
+    """Tokens of `owner` that `reader` needs, in an order that both know."""
+    end = tokens * layout.ranks
+    runs = []
+    for segment, near in enumerate(layout._replace(rank=reader).positions(tokens)):
+        before = range(max(near.start - back, 0), near.start)
+        after = range(near.stop, min(near.stop + ahead, end))
+        for owned in layout._replace(rank=owner).positions(tokens):
+            for side in (before, after):
+                run = range(max(side.start, owned.start), min(side.stop, owned.stop))
+                if run:
+                    runs.append(_Run(segment, run))
+    return runs
+
+
+def _local(run: _Run, parts: list[slice], positions: list[range]) -> slice:
+    """Place of the run in the tokens of the rank that holds it."""
+    segments = zip(parts, positions, strict=True)
+    shift = next(part.start - near.start for part, near in segments if run.positions.start in near)
+    return slice(run.positions.start + shift, run.positions.stop + shift)

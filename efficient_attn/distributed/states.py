@@ -1,7 +1,7 @@
 """Attention by sums over ranks, whose size does not depend on the number of tokens.
 
-Full linear attention reads the sum of the states of all ranks, and causal attention starts from the sum over
-earlier ranks. Gradients with respect to the sums of a state go back the same way. Linformer
+Full linear attention reads the sum of the states of all ranks, and causal attention starts each segment from
+the sum over earlier segments. Gradients with respect to the sums of a state go back the same way. Linformer
 projects keys and values to sums over tokens. States and sums are in float32 or better.
 """
 
@@ -59,8 +59,9 @@ def attend_sums(
 
     def projected(mix: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         mix = mix.to(product_dtype(x))
-        near = layout.positions(x.shape[-2])
-        local = mix[..., near.start : near.stop]
+        local = torch.cat(
+            [mix[..., near.start : near.stop] for near in layout.positions(x.shape[-2])], dim=-1
+        )
         sums = total(upcast(row_sums(local, zero_masked(x, key_mask), q.shape[1])), layout)
         return rescaled(sums, mix, total(real_weight(local, key_mask), layout))
 
@@ -70,9 +71,15 @@ def attend_sums(
 
 def _attend(inputs: LinearInputs, layout: Layout, *, causal: bool) -> Tensor:
     """Output of the queries of this rank, [batch heads q_tokens value_dim], in the dtype of q."""
-    state = _key_state(inputs)
-    read = state_before(state, layout) if causal else total_state(state, layout)
-    return _Read.apply(causal, *read, *inputs)
+    if not causal:
+        return _Read.apply(False, *total_state(_key_state(inputs), layout), *inputs)
+    segments = []
+    for part in layout.parts(inputs.k.shape[-2]):
+        q, k, v = (x[..., part, :] for x in inputs[:3])
+        segments.append(inputs._replace(q=q, k=k, v=v, key_mask=inputs.mask(part)))
+    pasts = states_before([_key_state(segment) for segment in segments], layout)
+    rows = [_Read.apply(True, *past, *segment) for past, segment in zip(pasts, segments, strict=True)]
+    return torch.cat(rows, dim=-2)
 
 
 def total_state(state: LinearState, layout: Layout) -> LinearState:
@@ -81,15 +88,23 @@ def total_state(state: LinearState, layout: Layout) -> LinearState:
     return LinearState(total(_rescaled(state.sums, state.log_scale, reference), layout), reference)
 
 
-def state_before(state: LinearState, layout: Layout) -> LinearState:
-    """The state of the keys of all earlier ranks."""
-    packed = torch.cat([state.sums.flatten(), state.log_scale.detach().flatten()])
-    rows = gathered(packed, layout)[: layout.rank]
-    sums, log_scale = rows.split([state.sums.numel(), state.log_scale.numel()], dim=1)
-    sums = sums.unflatten(1, state.sums.shape)
-    log_scale = log_scale.detach().unflatten(1, state.log_scale.shape)
-    # The first rank has no earlier keys.
-    reference = torch.cat([torch.full_like(state.log_scale[None], -torch.inf), log_scale]).amax(dim=0)
+def states_before(states: list[LinearState], layout: Layout) -> list[LinearState]:
+    """For each local segment, the state of all keys before it, from the states of the local segments."""
+    rows = [torch.cat([x.sums.flatten(), x.log_scale.detach().flatten()]) for x in states]
+    near = gathered(torch.stack(rows), layout)  # [ranks segments numbers]
+    before = [near[: layout.rank, 0]]
+    if layout.kind == "head-tail":
+        # Tails follow all heads, in the opposite order of ranks.
+        before.append(torch.cat([near[:, 0], near[layout.rank + 1 :, 1]]))
+    return [_merged(rows, states[0]) for rows in before]
+
+
+def _merged(rows: Tensor, like: LinearState) -> LinearState:
+    """The state of several, or of none, that are packed in rows."""
+    sums, log_scale = rows.split([like.sums.numel(), like.log_scale.numel()], dim=1)
+    sums = sums.unflatten(1, like.sums.shape)
+    log_scale = log_scale.detach().unflatten(1, like.log_scale.shape)
+    reference = torch.cat([torch.full_like(like.log_scale[None], -torch.inf), log_scale]).amax(dim=0)
     return LinearState(_rescaled(sums, log_scale, reference).sum(dim=0), reference)
 
 

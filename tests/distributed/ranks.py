@@ -41,8 +41,8 @@ MODELS = {
     "performer-positive": {"positions": "rotary", "num_features": 16},
     "window": {"positions": "sinusoidal", "window": 21},
 }
-# With the second sequences are padded, and activations are computed again backward.
-DTYPES = (torch.float32, torch.float64)
+# Layout of each dtype; with the second sequences are padded, and activations are computed again backward.
+WAYS = {torch.float32: "contiguous", torch.float64: "head-tail"}
 # Target that no loss counts.
 PADDING = -100
 
@@ -68,54 +68,57 @@ def whole(backend: ea.Backend, tensors: list[Tensor], mask: Tensor | None) -> li
     return [out.detach(), *(x.grad for x in inputs), *gradients(backend)]
 
 
-def parts(mesh: DeviceMesh, backend: ea.Backend, tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
+def parts(
+    mesh: DeviceMesh, backend: ea.Backend, tensors: list[Tensor], mask: Tensor | None, layout: str
+) -> list[Tensor]:
     """The same from the parts of all ranks."""
-    *inputs, g = (shard(x, mesh, 2) for x in tensors)
+    *inputs, g = (shard(x, mesh, 2, layout) for x in tensors)
     for x in inputs:
         x.requires_grad_()
-    with context_parallel(mesh):
-        out = backend(*inputs, key_mask=None if mask is None else shard(mask, mesh, 1))
+    with context_parallel(mesh, layout=layout):
+        out = backend(*inputs, key_mask=None if mask is None else shard(mask, mesh, 1, layout))
         out.backward(g)
-    joined = [unshard(x, mesh, 2) for x in (out, *(x.grad for x in inputs))]
+    joined = [unshard(x, mesh, 2, layout) for x in (out, *(x.grad for x in inputs))]
     return [*joined, *gradients(backend, of_all_ranks=True)]
 
 
 def cases() -> Iterator[tuple]:
-    """Backend, causality and dtype."""
+    """Backend, causality, layout and dtype."""
     for name in ATTENTION:
         for causal in {False, ea.spec(name).capabilities.causal}:
-            yield name, causal, torch.float64
+            yield name, causal, "head-tail", torch.float64
         # Rounding moves keys from cluster to cluster.
         if name != "window-clusters":
-            yield name, False, torch.bfloat16
+            yield name, False, "contiguous", torch.bfloat16
 
 
 def compare(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     precise_tensors, mask = drawn(TOKENS), torch.rand(2, TOKENS) > 0.3
-    # No real key of the first sequence on the first rank.
+    # No real key of the first sequence on the first rank, or in the first of its segments.
     mask[0, : TOKENS // RANKS + 3] = False
-    for name, causal, dtype in cases():
+    for name, causal, layout, dtype in cases():
         options = {"window": 120} if causal and name == "window" else ATTENTION[name]
         precise = ea.build(name, head_dim=8, causal=causal, max_tokens=TOKENS, **options).double()
         backend, tensors = deepcopy(precise).to(dtype), [x.to(dtype) for x in precise_tensors]
         expected = whole(precise, [x.double() for x in tensors], mask)
         alone = [relative(x, y) for x, y in zip(whole(backend, tensors, mask), expected, strict=True)]
-        together = parts(mesh, backend, tensors, mask)
+        together = parts(mesh, backend, tensors, mask, layout)
         pairs = [[relative(x, y), z] for x, y, z in zip(together, expected, alone, strict=True)]
-        report("attention", [name, causal, str(dtype)], pairs)
+        report("attention", [name, causal, layout, str(dtype)], pairs)
 
 
 def decode(mesh: DeviceMesh) -> None:
     """Logits and tokens after a prefill on all ranks, decoded on each."""
     prompt = torch.randint(256, (2, 51), generator=torch.Generator().manual_seed(0))
     for name, options in MODELS.items():
+        layout = "contiguous" if name == "window" else "head-tail"
         torch.manual_seed(0)
         model = ea.LanguageModel(16, 2, name, num_layers=2, **options).double()
         with torch.no_grad():
             expected, after = model.extend(prompt[:, 48:], model.extend(prompt[:, :48])[1])
-            with context_parallel(mesh):
-                _, state = model.extend(shard(prompt[:, :48], mesh, 1))
+            with context_parallel(mesh, layout=layout):
+                _, state = model.extend(shard(prompt[:, :48], mesh, 1, layout))
             logits, seen = model.extend(prompt[:, 48:], state)
 
         def step(new, past, model=model, state=state):
@@ -123,7 +126,7 @@ def decode(mesh: DeviceMesh) -> None:
 
         tokens = ea.generate(step, prompt[:, 48:], 8)
         same = tokens.equal(ea.generate(model.extend, prompt, 8)) and seen.tokens == after.tokens
-        report("decoding", [name], [relative(logits, expected), same])
+        report("decoding", [name, layout], [relative(logits, expected), same])
 
 
 class MaskedModel(ea.LanguageModel):
@@ -151,7 +154,7 @@ ENGINES: dict[str, Callable[[MaskedModel, DeviceMesh], nn.Module]] = {
 
 def train(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> None:
     """One step in one process, and with every engine; backward passes are outside of the context."""
-    padded = dtype is torch.float64
+    layout, padded = WAYS[dtype], dtype is torch.float64
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(256, (4, MODEL_TOKENS + 1), generator=generator)
     x, y, mask = tokens[:, :-1], tokens[:, 1:], None
@@ -174,7 +177,8 @@ def train(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> None:
     loss(alone, x, y, mask).backward()
     expected = gradients(alone)
     local = [
-        None if tensor is None else shard(tensor[first : first + 2], mesh["cp"], 1) for tensor in (x, y, mask)
+        None if tensor is None else shard(tensor[first : first + 2], mesh["cp"], 1, layout)
+        for tensor in (x, y, mask)
     ]
     for engine, wrap in ENGINES.items():
         # Compiling takes longest.
@@ -182,7 +186,7 @@ def train(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> None:
             continue
         model = built()
         wrapped = wrap(model, mesh)
-        with context_parallel(mesh["cp"]):
+        with context_parallel(mesh["cp"], layout=layout):
             # Engines average gradients over processes.
             total = RANKS * loss(wrapped, *local)
         total.backward()
@@ -240,7 +244,7 @@ def work(rank: int) -> None:
         compare(line)
         decode(line)
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "cp"))
-    for name, dtype in itertools.product(MODELS, DTYPES):
+    for name, dtype in itertools.product(MODELS, WAYS):
         train(mesh, name, dtype)
     refuse(line)
     leave()

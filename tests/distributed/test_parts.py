@@ -1,17 +1,17 @@
 """Parts of a sequence on several ranks give the rows, gradients and states of the whole sequence."""
 
-from itertools import product
+from itertools import chain, product
 from threading import BrokenBarrierError
 
 import pytest
 import torch
-from threads import assert_ranks_are_the_whole, bytes_sent, drawn
+from threads import assert_ranks_are_the_whole, bytes_sent, drawn, join
 
 import efficient_attn as ea
 from efficient_attn.conformance.ranks import on_threads
 from efficient_attn.distributed.calls import exchange_of, in_force
 from efficient_attn.distributed.exchange import all_tokens
-from efficient_attn.distributed.layout import Layout, local_tokens
+from efficient_attn.distributed.layout import KINDS, Layout, local_tokens
 from efficient_attn.distributed.neighbours import with_neighbours
 from efficient_attn.ops import clusters
 from efficient_attn.sharding import at_positions
@@ -44,20 +44,38 @@ STREAMS = [
 ]
 
 
-@pytest.mark.parametrize("masked", [False, True])
+def of_rank(rank, ranks=RANKS, kind="contiguous"):
+    return Layout(None, kind, rank, ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layout_holds_every_position_once_and_knows_its_order(kind):
+    layouts = [of_rank(rank, kind=kind) for rank in range(RANKS)]
+    x = torch.arange(4 * RANKS)
+    positions = [segment for layout in layouts for segment in layout.positions(4)]
+    assert sorted(place for segment in positions for place in segment) == x.tolist()
+    assert torch.equal(join([local_tokens(x, 0, layout) for layout in layouts], kind, 0), x)
+    for layout in layouts:
+        local = local_tokens(x, 0, layout)
+        assert [local[part].tolist() for part in layout.parts(4)] == [
+            x[segment.start : segment.stop].tolist() for segment in layout.positions(4)
+        ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("masked", ["no", "some", "all"])
 @pytest.mark.parametrize(("name", "causal", "options"), CASES)
 def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
-    name, causal, options, masked, monkeypatch
+    name, causal, options, masked, kind, monkeypatch
 ):
-    # Two groups of blocks for the part of a rank.
+    # One group of blocks for a segment of the layout head-tail, and two for a segment of the other.
     monkeypatch.setattr(clusters, "_MOST", 4)
     torch.manual_seed(0)
     backend = ea.build(name, head_dim=8, causal=causal, **options).double()
     tensors, mask = drawn(TOKENS), torch.rand(2, TOKENS) > 0.3
-    # No rank has a real key of the first sequence, nor has the first rank of the second, nor its neighbour at
-    # its first queries.
-    mask[0], mask[1, : TOKENS // RANKS + 3] = False, False
-    assert_ranks_are_the_whole(backend, tensors, mask if masked else None, ranks=RANKS)
+    # The first rank has no real key of one sequence, nor have its first queries, or no rank has any.
+    mask[0, : TOKENS if masked == "all" else TOKENS // RANKS + 3] = False
+    assert_ranks_are_the_whole(backend, tensors, None if masked == "no" else mask, ranks=RANKS, kind=kind)
 
 
 def test_a_rank_computes_the_clusters_of_its_own_queries_alone(monkeypatch):
@@ -75,20 +93,21 @@ def test_a_rank_computes_the_clusters_of_its_own_queries_alone(monkeypatch):
     def call(layout):
         exchange_of(backend).attend(backend, *(local_tokens(x, 2, layout) for x in qkv), None, layout)
 
-    on_threads(RANKS, call)
+    on_threads(RANKS, "contiguous", call)
     assert 0 < sum(beyond) <= TOKENS
 
 
-@pytest.mark.parametrize("reach", [5, 40])
-def test_a_window_receives_the_keys_that_it_reads_and_no_others(reach):
+@pytest.mark.parametrize(("kind", "reach"), [("contiguous", 5), ("head-tail", 5), ("contiguous", 40)])
+def test_a_window_receives_the_keys_that_it_reads_and_no_others(kind, reach):
     tokens = 20
     x = torch.arange(tokens * RANKS, dtype=torch.float64)[None, None, :, None].expand(1, 1, -1, 2)
 
     def call(layout):
-        return layout.positions(tokens), with_neighbours(local_tokens(x, 2, layout), reach, 3, layout)
+        near = with_neighbours(local_tokens(x, 2, layout), reach, 3, layout)
+        return list(zip(layout.positions(tokens), near, strict=True))
 
-    for own, near in on_threads(RANKS, call):
-        reached = range(max(own.start - reach, 0), min(own.stop + 3, tokens * RANKS))
+    for segment, near in chain(*on_threads(RANKS, kind, call)):
+        reached = range(max(segment.start - reach, 0), min(segment.stop + 3, tokens * RANKS))
         assert near[0, 0, :, 0].tolist() == list(reached)
 
 
@@ -97,39 +116,55 @@ def close(x, expected):
     return (x - expected).norm() <= 1e-13 * expected.norm()
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("name", "options"), STREAMS)
-def test_decoding_and_gradients_go_on_from_a_prefill_on_several_ranks(name, options, masked):
+def test_decoding_goes_on_from_a_prefill_on_several_ranks(name, options, masked, kind):
     torch.manual_seed(0)
     backend = ea.build(name, head_dim=8, causal=True, **options).double()
-    (q, k, v, _), later = drawn(TOKENS), drawn(LATER)[:3]
+    qkv, later = drawn(TOKENS)[:3], drawn(LATER)[:3]
     mask = torch.rand(2, TOKENS) > 0.3 if masked else None
     if masked:
         # Ranks without a real key: the last of one sequence, the first of the other.
         mask[0, -(TOKENS // RANKS) :], mask[1, : TOKENS // RANKS] = False, False
-    whole = [k.clone().requires_grad_(), v.clone().requires_grad_()]
-    out, state = backend.extend(q, *whole, key_mask=mask)
+    out, state = backend.extend(*qkv, key_mask=mask)
     expected, _ = backend.extend(*later, state)
-    gradients = torch.autograd.grad(expected.square().sum(), whole, materialize_grads=True)
 
     def call(layout):
-        inputs = [local_tokens(x, 2, layout).requires_grad_() for x in (q, k, v)]
+        inputs = [local_tokens(x, 2, layout) for x in qkv]
         real = None if mask is None else local_tokens(mask, 1, layout)
         part, after = exchange_of(backend).prefill(backend, *inputs, real, layout)
-        assert close(part, local_tokens(out, 2, layout))
+        return part, after, local_tokens(out, 2, layout)
+
+    for part, after, rows in on_threads(RANKS, kind, call):
+        assert close(part, rows)
         assert [x.shape for x in after] == [x.shape for x in state]
         steps = []
         for i in range(LATER):
             step, after = backend.extend(*(x[:, :, i : i + 1] for x in later), after)
             steps.append(step)
-        decoded = torch.cat(steps, dim=2)
-        assert close(decoded, expected)
-        # The gradient is that of the sum of the losses of all ranks.
-        loss = decoded.square().sum() / RANKS
-        return torch.autograd.grad(loss, inputs[1:], materialize_grads=True)
+        assert close(torch.cat(steps, dim=2), expected)
 
-    for x, gradient in zip(zip(*on_threads(RANKS, call), strict=True), gradients, strict=True):
-        assert close(torch.cat(x, dim=2), gradient)
+
+@pytest.mark.parametrize(("name", "options"), STREAMS)
+def test_gradients_pass_through_the_state_of_all_ranks(name, options):
+    torch.manual_seed(0)
+    backend = ea.build(name, head_dim=8, causal=True, **options).double()
+    (q, k, v, _), later = drawn(TOKENS), drawn(1)[:3]
+    whole = [k.clone().requires_grad_(), v.clone().requires_grad_()]
+    out, _ = backend.extend(*later, backend.extend(q, *whole)[1])
+    expected = torch.autograd.grad(out.square().sum(), whole, materialize_grads=True)
+
+    def call(layout):
+        inputs = [local_tokens(x, 2, layout).requires_grad_() for x in (q, k, v)]
+        _, state = exchange_of(backend).prefill(backend, *inputs, None, layout)
+        # Every rank decodes the token; the gradient is that of the sum of their losses.
+        out, _ = backend.extend(*later, state)
+        return torch.autograd.grad(out.square().sum() / RANKS, inputs[1:], materialize_grads=True)
+
+    parts = zip(*on_threads(RANKS, "contiguous", call), strict=True)
+    for x, whole_grad in zip(parts, expected, strict=True):
+        assert close(torch.cat(x, dim=2), whole_grad)
 
 
 def passes(backend, *tensors, layout):
@@ -160,15 +195,21 @@ def test_bytes_do_not_depend_on_the_length(call, name, causal):
     def sent(tokens):
         tensors, counts = drawn(tokens), []
         with bytes_sent(counts.append):
-            on_threads(RANKS, lambda layout: call(backend, *tensors, layout=layout))
+            on_threads(RANKS, "contiguous", lambda layout: call(backend, *tensors, layout=layout))
         return sorted(counts)
 
     assert sent(48) == sent(96) != []
 
 
-def test_positions_go_on_from_rank_to_rank():
-    with in_force(Layout(None, 1, RANKS)):
-        assert at_positions(lambda x, start: start, torch.zeros(1, 8, 2), 100) == 108
+def test_positions_go_on_from_segment_to_segment():
+    x = torch.zeros(1, 8, 2)
+
+    def add(x, start):
+        return x + torch.arange(start, start + x.shape[-2])[:, None]
+
+    with in_force(of_rank(0, kind="head-tail")):
+        assert at_positions(add, x, 100)[0, :, 0].tolist() == [100, 101, 102, 103, 120, 121, 122, 123]
+    assert at_positions(add, x, 100)[0, :, 0].tolist() == list(range(100, 108))
 
 
 def test_an_error_of_one_rank_of_threads_ends_the_others_and_is_the_one_that_is_raised():
@@ -178,7 +219,7 @@ def test_an_error_of_one_rank_of_threads_ends_the_others_and_is_the_one_that_is_
         all_tokens(torch.zeros(1), 0, layout)
 
     with pytest.raises(ValueError, match="the second rank"):
-        on_threads(RANKS, call)
+        on_threads(RANKS, "contiguous", call)
 
 
 def test_ranks_of_threads_that_wait_for_a_missing_one_end():
@@ -187,4 +228,4 @@ def test_ranks_of_threads_that_wait_for_a_missing_one_end():
             all_tokens(torch.zeros(1), 0, layout)
 
     with pytest.raises(BrokenBarrierError):
-        on_threads(RANKS, call, timeout_s=0.1)
+        on_threads(RANKS, "contiguous", call, timeout_s=0.1)

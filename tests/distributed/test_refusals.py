@@ -8,15 +8,16 @@ from integrations.intercepted import DIM, TOKENS, written_model
 
 import efficient_attn as ea
 from efficient_attn.conformance.ranks import on_threads
-from efficient_attn.distributed import shard
-from efficient_attn.distributed.calls import check_agreeing, check_same_tokens, exchange_of, in_force
+from efficient_attn.distributed import context_parallel, shard
+from efficient_attn.distributed.calls import check_agreeing, check_segments, exchange_of, in_force
 from efficient_attn.distributed.layout import Layout
-from efficient_attn.errors import ShapeError, UnsupportedError
+from efficient_attn.errors import ShapeError, UnknownNameError, UnsupportedError
 
 RANKS = 3
 
 
-ALONE = Layout(None, 0, RANKS)
+def of_rank(rank, ranks=RANKS, kind="contiguous"):
+    return Layout(None, kind, rank, ranks)
 
 
 def built(name="exact", **options):
@@ -41,6 +42,7 @@ STATE = built(causal=True).extend(*zeros(8, 8, 8))[1]
 X = torch.zeros(1, 8, 16)
 LINFORMER = built("linformer", max_tokens=20, rank=4)
 ONLY = r"only backend\(q, k, v\) and its extend"
+SEGMENTS = of_rank(1, kind="head-tail")
 
 
 @pytest.mark.parametrize(
@@ -58,27 +60,33 @@ ONLY = r"only backend\(q, k, v\) and its extend"
         (
             lambda: shard(torch.zeros(2, 6), mesh(), 0),
             ShapeError,
-            r"x has 2 tokens along axis 0, for 3 processes: pad it to 3",
+            r"x has 2 tokens along axis 0, and layout 'contiguous' .* pad it to 3",
         ),
         (
             lambda: shard(torch.zeros(2, 6), mesh(ndim=2), 1),
             ShapeError,
             r"mesh has 2 dimensions .* give mesh\[",
         ),
+        (lambda: context_parallel(mesh(), layout="zigzag").__enter__(), UnknownNameError, "zigzag"),
         (
-            lambda: check_same_tokens(built(causal=True), *zeros(4, 6)),
+            lambda: check_segments(built(causal=True), *zeros(5, 5), SEGMENTS),
+            ShapeError,
+            "q has 5 tokens on this rank, and layout 'head-tail' has 2 segments",
+        ),
+        (
+            lambda: check_segments(built(causal=True), *zeros(4, 6), SEGMENTS),
             UnsupportedError,
             "q has 4 tokens and k has 6",
         ),
         (
-            lambda: exchange_of(LINFORMER).attend(LINFORMER, *zeros(8, 8, 8), None, ALONE),
+            lambda: exchange_of(LINFORMER).attend(LINFORMER, *zeros(8, 8, 8), None, of_rank(0)),
             ShapeError,
             "at most 20 tokens and k has 24 on all ranks",
         ),
     ],
 )
 def test_what_several_ranks_cannot_answer_is_refused(request_, error, message):
-    with in_force(ALONE), pytest.raises(error, match=message):
+    with in_force(of_rank(0)), pytest.raises(error, match=message):
         request_()
 
 
@@ -90,7 +98,7 @@ def test_models_of_other_libraries_are_refused_replaced_or_captured():
         ea.intercept.replace(model, {"layers.1": "exact"}, example=run),
         ea.intercept.capture(model),
     ):
-        with block, in_force(ALONE), pytest.raises(UnsupportedError, match=ONLY):
+        with block, in_force(of_rank(0)), pytest.raises(UnsupportedError, match=ONLY):
             run()
     assert run().shape == (2, TOKENS, DIM)
 
@@ -116,7 +124,7 @@ def test_all_ranks_refuse_a_call_that_differs_with_one_message(words, changes):
             check_agreeing(**(alike | changes if layout.rank == RANKS - 1 else alike), layout=layout)
         return str(error.value)
 
-    (message,) = set(on_threads(RANKS, call))
+    (message,) = set(on_threads(RANKS, "contiguous", call))
     assert message.startswith("Rank 2 of the mesh calls exact")
     assert words in message.partition(", and rank 0 calls exact")[0]
 
@@ -152,4 +160,4 @@ def test_a_backend_that_changes_on_one_rank_after_a_call_is_refused_until_all_ar
         backend.load_state_dict(backends[0].state_dict() if layout.rank else backend.state_dict())
         check_agreeing(backend, *zeros(8, 8, 8), None, layout)
 
-    on_threads(RANKS, call)
+    on_threads(RANKS, "contiguous", call)

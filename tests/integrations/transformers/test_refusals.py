@@ -123,7 +123,7 @@ def test_arguments_that_change_scores_or_keys_are_refused_by_their_name(argument
 def test_a_model_is_refused_on_distributed_sequences():
     model = attach(llama(), "exact")
     refused = pytest.raises(UnsupportedError, match=r"positions and masks .* inside context_parallel; call")
-    with in_force(Layout("", 0, 2)), refused:
+    with in_force(Layout("", "contiguous", 0, 2)), refused:
         model(**inputs())
 
 
