@@ -1,4 +1,8 @@
-"""Registered operators, for autograd and the compiler, and their device check."""
+"""Registered operators: device check, and the transforms of torch.func (grad, vmap, jacrev).
+
+`torch.library` serves autograd and the compiler; the transforms need an `autograd.Function` as well, and a
+mapped axis is a loop.
+"""
 
 import sys
 from collections.abc import Callable
@@ -68,26 +72,44 @@ def transformed(*args: Any) -> bool:
     )
 
 
-def with_gradient(
+def transformable(
     registered: Any, backward: Callable | None = None, keep: Callable | None = None
 ) -> Callable[..., Any]:
-    """The operator, registered with its gradient for autograd.
+    """The operator, registered with its gradient for autograd and for the transforms of torch.func.
 
     Args:
         registered: An operator, without keyword arguments.
         backward: Takes a context and the output gradients; None: a backward pass raises an error.
         keep: Takes a context, the inputs and the output, and saves for `backward`.
     """
-    keep = keep or (lambda ctx, inputs, output: None)
-    torch.library.register_autograd(registered, backward or _refuse_derivatives, setup_context=keep)
+    backward, keep = backward or _refuse_derivatives, keep or (lambda ctx, inputs, output: None)
+    torch.library.register_autograd(registered, backward, setup_context=keep)
+
+    def entry_by_entry(info: Any, in_dims: tuple, *args: Any) -> tuple[tuple, tuple]:
+        places = list(zip(args, in_dims, strict=True))
+        outputs = [
+            carrier.apply(*(x if dim is None else x.select(dim, number) for x, dim in places))
+            for number in range(info.batch_size)
+        ]
+        return tuple(map(torch.stack, zip(*outputs, strict=True))), (0,) * len(outputs[0])
+
+    members = {
+        "forward": lambda *args: registered(*args),
+        "setup_context": keep,
+        "backward": backward,
+        "jvp": _refuse_tangents,
+        "vmap": entry_by_entry,
+    }
+    carrier: Any = type(
+        registered.name(),
+        (torch.autograd.Function,),
+        {name: staticmethod(member) for name, member in members.items()},
+    )
 
     def call(*args: Any) -> Any:
-        if transformed(*args):
-            raise UnsupportedError(
-                "This attention has no forward-mode derivatives and no transforms of torch.func (vmap, grad, "
-                "jvp): use torch.autograd.grad, or backend 'exact-dense'."
-            )
-        return registered(*args)
+        if not transformed(*args):
+            return registered(*args)
+        return carrier.apply(*args) if torch._C._are_functorch_transforms_active() else _refuse_tangents()
 
     return call
 
@@ -96,4 +118,11 @@ def _refuse_derivatives(ctx: Any, *gradients: Any) -> Any:
     raise UnsupportedError(
         "The gradients of this attention have no derivatives of their own; backend 'exact-dense' has "
         "derivatives of every order."
+    )
+
+
+def _refuse_tangents(*_: Any) -> Any:
+    raise UnsupportedError(
+        "This attention has no forward-mode derivatives (jvp, jacfwd): use torch.func.vjp or jacrev, or "
+        "backend 'exact-dense'."
     )

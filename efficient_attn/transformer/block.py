@@ -35,6 +35,20 @@ _ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 _GATES: dict[str, Callable[[], nn.Module]] = {"swiglu": nn.SiLU, "geglu": nn.GELU}
 NORMS = ("post", "pre")
 NORM_TYPES = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
+# Names in nn.TransformerEncoderLayer, whose last norm is norm2, and in nn.TransformerDecoderLayer.
+_TORCH_ENCODER = {
+    "self_attn": "attention",
+    "linear1": "feed_forward.up",
+    "linear2": "feed_forward.down",
+    "norm1": "attention_residual.norm",
+    "norm2": "feed_forward_residual.norm",
+}
+_TORCH_DECODER = {
+    **_TORCH_ENCODER,
+    "multihead_attn": "cross_attention",
+    "norm2": "cross_attention_residual.norm",
+    "norm3": "feed_forward_residual.norm",
+}
 
 
 class BlockState(NamedTuple):
@@ -144,7 +158,7 @@ class TransformerBlock(nn.Module):
         cross_options: Further arguments of the cross-attention layer, including options of its backend;
             head_dim is the self-attention's by default.
         options: Fields of BlockOptions, and further arguments of AttentionLayer: num_kv_heads, head_dim,
-            scale, bias, qk_norm, rotary_base, options of the backend.
+            scale, bias, qk_norm, rotary_base, rotary_scaling, options of the backend.
     """
 
     def __init__(
@@ -177,6 +191,7 @@ class TransformerBlock(nn.Module):
         self.feed_forward = FeedForward(model_dim, sublayers)
         self.attention_residual = Residual(model_dim, sublayers)
         self.feed_forward_residual = Residual(model_dim, sublayers)
+        accept_names(self, _TORCH_ENCODER if cross_backend is None else _TORCH_DECODER)
 
     def forward(
         self,
@@ -249,3 +264,23 @@ class TransformerBlock(nn.Module):
             y = self.cross_attention.read(self.cross_attention_residual.pre(x), keys)
             x = self.cross_attention_residual.post(x, y)
         return self.feed_forward_residual.post(x, self.feed_forward(self.feed_forward_residual.pre(x)))
+
+
+def accept_names(module: nn.Module, names: Mapping[str, str]) -> None:
+    """Load state dicts whose children of this module are called otherwise.
+
+    Args:
+        names: {name in the state dict: name here, which may be a path}.
+    """
+    # A function of this module, unlike a closure, survives pickling of the model.
+    module.register_load_state_dict_pre_hook(partial(_rename, names))
+
+
+def _rename(
+    names: Mapping[str, str], module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Replace names directly after the prefix, in place."""
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        child, dot, name = key.removeprefix(prefix).partition(".")
+        if child in names:
+            state_dict[f"{prefix}{names[child]}{dot}{name}"] = state_dict.pop(key)

@@ -60,6 +60,7 @@ class AttentionLayer(nn.Module):
         scale: Factor on q·k; None: 1/√head_dim.
         positions: "rotary" rotates q and k; None: no positions.
         rotary_base: Longest wavelength of rotary positions over 2π.
+        rotary_scaling: Factor by which rotary positions are divided: the model's length over the trained one.
         qk_norm: Whether each query and key head is divided by its root mean square, times a learned vector
             (Henry et al. 2020; Dehghani et al. 2023, section 2).
         norm_eps: Constant under the root of these norms; None: torch's.
@@ -88,6 +89,7 @@ class AttentionLayer(nn.Module):
         bias: bool = True,
         positions: str | None = None,
         rotary_base: float = BASE,
+        rotary_scaling: float = 1.0,
         qk_norm: bool = False,
         norm_eps: float | None = None,
         **options: Any,
@@ -101,7 +103,10 @@ class AttentionLayer(nn.Module):
         if positions is not None:
             one_of("positions in a block", positions, ["rotary"])
         self._rotary = positions is not None
-        self._rotary_base = positive_number("rotary_base", rotary_base)
+        self._rotary_options = {
+            "base": positive_number("rotary_base", rotary_base),
+            "scaling": positive_number("rotary_scaling", rotary_scaling),
+        }
         if norm_eps is not None:
             positive_number("norm_eps", norm_eps)
         # Identities have no entries in state dicts.
@@ -196,7 +201,7 @@ class AttentionLayer(nn.Module):
         return q, k, v
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
-        return rotate(x, start, base=self._rotary_base)
+        return rotate(x, start, **self._rotary_options)
 
     def _join(self, heads: Tensor) -> Tensor:
         return self.out_proj(heads.transpose(1, 2).flatten(2))

@@ -1,18 +1,20 @@
-"""Position encodings: sinusoidal ones are added to embeddings, rotary ones rotate q and k.
+"""Position encodings: sinusoidal and learned ones are added to embeddings, rotary ones rotate q and k.
 
 Rotary positions work with every backend, since they change q and k before the backend.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from efficient_attn.errors import OptionError
+from efficient_attn.errors import OptionError, ShapeError
 from efficient_attn.ops.dtypes import float64_device, upcast
 
-KINDS = ("sinusoidal", "rotary")
+KINDS = ("sinusoidal", "learned", "rotary")
 
 # Longest wavelength over 2π (Vaswani et al. 2017, section 3.5; Su et al. 2021, section 3.2.2).
 BASE = 10_000.0
+# Standard deviation of a learned position before training (Devlin et al. 2019 and their code).
+_LEARNED_STD = 0.02
 
 
 def position_angles(start: int, tokens: int, dim: int, device: torch.device, base: float = BASE) -> Tensor:
@@ -33,16 +35,45 @@ def add_sinusoidal_positions(x: Tensor, start: int) -> Tensor:
     return x + torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2).to(x)
 
 
-def rotate(x: Tensor, start: int, *, base: float = BASE) -> Tensor:
-    """Queries or keys [… tokens head_dim] with pair (i, i + head_dim/2) rotated by its angle.
+def rotate(x: Tensor, start: int, *, base: float = BASE, scaling: float = 1.0) -> Tensor:
+    """Queries or keys [… tokens head_dim] with pair (i, i + head_dim/2) rotated by its angle / scaling.
 
     The product q·k then depends on the difference of the positions alone (Su et al. 2021, RoFormer, eq. 16).
+    A scaling of s interpolates positions: s times the trained length has the angles of the trained length
+    (Chen et al. 2023, eq. 4).
     """
-    angles = position_angles(start, x.shape[-2], x.shape[-1], x.device, base)
+    angles = position_angles(start, x.shape[-2], x.shape[-1], x.device, base) / scaling
     first, second = upcast(x).chunk(2, dim=-1)
     cosines, sines = angles.cos().to(first), angles.sin().to(first)
     turned = torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
     return turned.to(x.dtype)
+
+
+class LearnedPositions(nn.Module):
+    """x plus a learned vector for each of the first `max_tokens` positions.
+
+    Attributes:
+        table: [max_tokens model_dim].
+    """
+
+    def __init__(self, model_dim: int, max_tokens: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(max_tokens, model_dim))
+        nn.init.normal_(self.table, std=_LEARNED_STD)
+
+    def forward(self, x: Tensor, start: int) -> Tensor:
+        """x [batch tokens model_dim], whose first token has position `start`.
+
+        Raises:
+            ShapeError: If the sequence is longer than the table.
+        """
+        end = start + x.shape[-2]
+        if end > len(self.table):
+            raise ShapeError(
+                f"x reaches {end} tokens and there are {len(self.table)} learned positions. "
+                f"Build the stack with max_tokens={end} or more, or with other positions."
+            )
+        return x + self.table[start:end]
 
 
 def check_even(name: str, dim: int, kind: str) -> None:

@@ -4,7 +4,7 @@ Stacks map embeddings [batch tokens model_dim] to the same shape. The caller pro
 factor √model_dim on embeddings (section 3.4 there) and the shift of a decoder's input by one token.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from efficient_attn.options import one_of
 from efficient_attn.problem import positive_count
 from efficient_attn.registry import BackendSpec
 from efficient_attn.sharding import at_positions, installed, whole_tokens
-from efficient_attn.transformer.block import BlockOptions, TransformerBlock
+from efficient_attn.transformer.block import BlockOptions, TransformerBlock, accept_names
 from efficient_attn.transformer.layer import (
     AttentionLayer,
     check_arguments,
@@ -28,7 +28,15 @@ from efficient_attn.transformer.layer import (
     check_sequence,
     share_layers,
 )
-from efficient_attn.transformer.positions import KINDS, add_sinusoidal_positions, check_even
+from efficient_attn.transformer.positions import (
+    KINDS,
+    LearnedPositions,
+    add_sinusoidal_positions,
+    check_even,
+)
+
+# Names of submodules in torch's stacks.
+_NAMES = {"layers": "blocks"}
 
 
 class StackState(NamedTuple):
@@ -41,20 +49,29 @@ class StackState(NamedTuple):
 class EmbeddingInput(nn.Module):
     """Embeddings with their positions, then dropout (Vaswani et al. 2017, sections 3.5 and 5.4)."""
 
-    def __init__(self, kind: str | None, model_dim: int, dropout: float) -> None:
+    positions: Callable[[Tensor, int], Tensor] | None
+
+    def __init__(self, kind: str | None, model_dim: int, dropout: float, max_tokens: int | None) -> None:
         super().__init__()
         positive_count("model_dim", model_dim)
+        self._model_dim = model_dim
+        self.dropout = nn.Dropout(dropout)
+        self.positions = None
         if kind is not None:
             one_of("positions", kind, KINDS)
         if kind == "sinusoidal":
             check_even("model_dim", model_dim, kind)
-        self._model_dim, self._sinusoidal = model_dim, kind == "sinusoidal"
-        self.dropout = nn.Dropout(dropout)
+            self.positions = add_sinusoidal_positions
+        elif kind == "learned":
+            if max_tokens is None:
+                raise OptionError("positions='learned' is a table of the longest sequence: give max_tokens.")
+            positive_count("max_tokens", max_tokens)
+            self.positions = LearnedPositions(model_dim, max_tokens)
 
     def forward(self, x: Tensor, start: int = 0) -> Tensor:
         check_sequence("x", x, self._model_dim)
-        if self._sinusoidal:
-            x = at_positions(add_sinusoidal_positions, x, start)
+        if self.positions is not None:
+            x = at_positions(self.positions, x, start)
         return self.dropout(x)
 
 
@@ -64,7 +81,8 @@ class Encoder(nn.Module):
     Args:
         backend: Backend, as for `build`, or a list of backends or pairs (backend, options), which the layers
             repeat: 3 linear layers, then an exact one.
-        positions: "sinusoidal", "rotary" or None.
+        final_norm: Whether a norm follows the last block; None: if norm is "pre".
+        positions: "sinusoidal", "learned" (needs max_tokens), "rotary" or None.
         seed: Random seed of the random features, spawned per layer; weights use PyTorch's global generator.
         cross_backend: Backend of the cross-attention, with capability `cross`. None: no cross-attention.
         cross_options: Further arguments of the cross-attention layer, including options of its backend.
@@ -72,7 +90,8 @@ class Encoder(nn.Module):
             being kept (Chen et al. 2016).
         device, dtype: Device and dtype of parameters and buffers, as of torch's layers.
         options: Fields of BlockOptions, whose dropout acts on embeddings too, and further arguments of
-            AttentionLayer: num_kv_heads, head_dim, scale, bias, qk_norm, rotary_base, options of the backend.
+            AttentionLayer: num_kv_heads, head_dim, scale, bias, qk_norm, rotary_base, rotary_scaling, options
+            of the backend.
     """
 
     def __init__(
@@ -82,6 +101,7 @@ class Encoder(nn.Module):
         backend: Any = "exact",
         *,
         num_layers: int = 6,
+        final_norm: bool | None = None,
         positions: str | None = "sinusoidal",
         causal: bool = False,
         max_tokens: int | None = None,
@@ -102,7 +122,8 @@ class Encoder(nn.Module):
         # Each layer has a seed for every attention in it.
         step = 1 if cross is None else 2
         seeds = spawn_seeds(seed, step * num_layers)
-        self.embedding_input = EmbeddingInput(positions, model_dim, sublayers.dropout)
+        self.embedding_input = EmbeddingInput(positions, model_dim, sublayers.dropout, max_tokens)
+        accept_names(self, _NAMES)
         blocks = [
             TransformerBlock(
                 model_dim,
@@ -123,7 +144,8 @@ class Encoder(nn.Module):
         share_layers([block.cross_attention for block in blocks if block.cross_attention is not None])
         self.blocks: Any = nn.ModuleList(blocks)
         # The residual stream of pre-norm blocks is not normalised.
-        self.norm = sublayers.build_norm(model_dim) if sublayers.norm == "pre" else nn.Identity()
+        final = sublayers.norm == "pre" if final_norm is None else final_norm
+        self.norm = sublayers.build_norm(model_dim) if final else nn.Identity()
         self.to(device=device, dtype=dtype)
 
     def forward(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
-from torch.func import grad, jvp, vmap
+from torch.func import functional_call, grad, jvp, stack_module_state, vmap
 
 import efficient_attn as ea
 
@@ -22,7 +22,7 @@ CASES = [
 ]
 # Forms made of operators of torch, which have forward derivatives.
 DIFFERENTIABLE = ("exact-dense", "window", "oracle-topk", "bigbird", "block-topk")
-REFUSED = [case for case in CASES if case[0].startswith(("linear-", "performer-"))]
+EVERY = pytest.mark.parametrize(("name", "causal"), CASES)
 
 
 def built(name: str, causal: bool, **options: int) -> ea.Backend:
@@ -65,13 +65,16 @@ def assert_equal(actual: object, expected: object) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize(("name", "causal"), [case for case in CASES if case not in REFUSED])
+@EVERY
 def test_vmap_gives_the_calls_and_gradients_of_single_calls(name, causal):
     backend, tensors = built(name, causal), [*inputs(heads=2), masks()]
     call = lambda q, k, v, m: backend(q, k, v, key_mask=m)  # noqa: E731
     entries = list(zip(*tensors, strict=True))
     assert_equal(vmap(call)(*tensors), torch.stack([call(*entry) for entry in entries]))
+    # Any axis may be the mapped axis, and an argument may have none.
     q, k, v, mask = tensors
+    mapped = vmap(call, in_dims=(2, None, 1, None))(q.movedim(0, 2), k[0], v.movedim(0, 1), mask[0])
+    assert_equal(mapped, torch.stack([call(q[i], k[0], v[i], mask[0]) for i in range(ENTRIES)]))
     # Gradients of a mapped call, and a mapped call of gradients.
     parts = zip(*(gradients(backend, *entry) for entry in entries), strict=True)
     expected = [torch.stack(part) for part in parts]
@@ -80,9 +83,29 @@ def test_vmap_gives_the_calls_and_gradients_of_single_calls(name, causal):
     assert_equal(list(together(q, k, v)), expected)
 
 
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [case for case in CASES if case[0] in ("linformer", "performer-positive", "performer-trig")],
+)
+def test_an_ensemble_of_models_is_mapped_over_its_parameters_and_directions(name, causal):
+    models = [
+        built(name, causal, **({} if name == "linformer" else {"seed": number})) for number in range(ENTRIES)
+    ]
+    for number, model in enumerate(models):
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+    state, tensors = stack_module_state(models), [x[0] for x in inputs()]
+
+    def of_model(parameters: dict, buffers: dict, q: Tensor) -> Tensor:
+        return functional_call(models[0], (parameters, buffers), (q, *tensors[1:])).sin().sum()
+
+    expected = [gradients(model, *tensors)[0] for model in models]
+    assert_equal(vmap(grad(of_model, 2), in_dims=(0, 0, None))(*state, tensors[0]), torch.stack(expected))
+
+
 # torch's own forward mode compiles its decompositions in a way that it calls deprecated.
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-@pytest.mark.parametrize(("name", "causal"), [*((name, True) for name in DIFFERENTIABLE), ("exact", False)])
+@EVERY
 def test_forward_mode_derivatives_are_right_or_refused_and_never_zero(name, causal):
     backend, (q, k, v) = built(name, causal), [x[0] for x in inputs()]
     tangent = torch.randn(q.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -103,22 +126,6 @@ def test_forward_mode_derivatives_are_right_or_refused_and_never_zero(name, caus
             assert value is not None
             assert_equal((value * cotangent).sum(), (by_q * tangent).sum())
         else:
-            # The refusal of torch's fused kernel.
-            with pytest.raises(NotImplementedError, match="forward AD"):
+            # Our refusal, or that of torch's fused kernel.
+            with pytest.raises(NotImplementedError, match=r"no forward-mode derivatives|forward AD"):
                 derivative()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-@pytest.mark.parametrize(("name", "causal"), [("performer-positive", True), ("linear-elu", False)])
-def test_linear_attention_refuses_transforms_and_forward_mode(name, causal):
-    backend, (q, k, v) = built(name, causal), [x[0] for x in inputs()]
-    calls = (
-        lambda: vmap(backend)(*inputs()),
-        lambda: grad(loss(backend))(q, k, v),
-        lambda: jvp(lambda x: backend(x, k, v), (q,), (q,)),
-    )
-    for call in calls:
-        with pytest.raises(NotImplementedError, match=r"no transforms|Batching rule not implemented"):
-            call()
-    with dual_level(), pytest.raises(NotImplementedError, match=r"no forward-mode derivatives"):
-        backend(make_dual(q, torch.ones_like(q)), k, v)

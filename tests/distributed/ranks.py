@@ -37,7 +37,7 @@ ATTENTION = {
 }
 # Positions go on from rank to rank.
 MODELS = {
-    "exact": {"positions": None},
+    "exact": {"positions": "learned", "max_tokens": MODEL_TOKENS},
     "performer-positive": {"positions": "rotary", "num_features": 16},
     "window": {"positions": "sinusoidal", "window": 21},
 }

@@ -48,21 +48,6 @@ def mask(tokens: int) -> Tensor:
     return real
 
 
-def renamed(state: dict[str, Tensor], *, cross: bool = False) -> dict[str, Tensor]:
-    """A state dict of nn.TransformerEncoder, or with `cross` of nn.TransformerDecoder, by our names."""
-    last, others = ("norm3", {"norm2": "cross_attention_residual.norm"}) if cross else ("norm2", {})
-    names = {
-        "layers": "blocks",
-        "self_attn": "attention",
-        "multihead_attn": "cross_attention",
-        "linear1": "feed_forward.up",
-        "linear2": "feed_forward.down",
-        "norm1": "attention_residual.norm",
-        last: "feed_forward_residual.norm",
-    } | others
-    return {".".join(names.get(part, part) for part in key.split(".")): x for key, x in state.items()}
-
-
 def disturb(module: nn.Module, seed: int) -> None:
     """Noise on all parameters, so that no bias is 0 and no norm is 1."""
     generator = torch.Generator().manual_seed(seed)

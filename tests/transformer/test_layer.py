@@ -10,7 +10,7 @@ from torch import nn
 from transformer.modules import CONTEXT, DIM, HEADS, ROUNDING, TOKENS, build, disturb, mask, sequence
 
 import efficient_attn as ea
-from efficient_attn.transformer.positions import add_sinusoidal_positions
+from efficient_attn.transformer.positions import add_sinusoidal_positions, rotate
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -64,15 +64,17 @@ def seen_by_the_backend(layer, *inputs):
     return seen[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"rotary_base": 500_000.0}])
+@pytest.mark.parametrize("options", [{}, {"rotary_base": 500_000.0}, {"rotary_scaling": 4.0}])
 def test_rotary_layers_rotate_queries_and_keys_by_the_published_angles(options):
     layer, x = build(ea.AttentionLayer, positions="rotary", **options), sequence()
-    base = options.get("rotary_base", 1e4)
-    angles = torch.arange(TOKENS)[:, None] * base ** (-torch.arange(0, 8, 2).double() / 8)
+    base, scaling = options.get("rotary_base", 1e4), options.get("rotary_scaling", 1.0)
+    angles = torch.arange(TOKENS)[:, None] / scaling * base ** (-torch.arange(0, 8, 2).double() / 8)
     plain = seen_by_the_backend(build(ea.AttentionLayer), x)
     for turned, heads in zip(seen_by_the_backend(layer, x)[:2], plain, strict=False):
         pairs = torch.complex(*heads.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
         torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), dim=-1), **ROUNDING)
+    heads = plain[0][..., :1, :]
+    torch.testing.assert_close(rotate(heads, 4096, scaling=4.0), rotate(heads, 1024))
 
 
 def test_normed_queries_and_keys_bound_the_scores_whatever_the_input():
@@ -94,9 +96,12 @@ def test_sinusoidal_positions_are_the_formula_of_the_paper():
             assert pair == pytest.approx([math.sin(angle), math.cos(angle)], abs=1e-12)
 
 
-@pytest.mark.parametrize("kind", [None, "sinusoidal", "rotary"])
+@pytest.mark.parametrize("kind", [None, "sinusoidal", "learned", "rotary"])
 def test_an_encoder_is_permutation_equivariant_only_without_positions(kind):
     encoder = build(ea.Encoder, positions=kind)
+    for parameter in encoder.parameters():
+        # Learned distances begin at zero, where they would be no positions.
+        nn.init.normal_(parameter, std=0.5)
     x, order = sequence(), torch.randperm(TOKENS)
     equal = torch.allclose(encoder(x[:, order]), encoder(x)[:, order], rtol=0.0, atol=1e-10)
     assert equal is (kind is None)

@@ -36,7 +36,7 @@ BUILT = [
     (layer, {"head_dim": 0}, OptionError, "head_dim is at least 1"),
     (layer, {"norm_eps": -1.0}, OptionError, "norm_eps is a finite number above 0"),
     (layer, {"head_dim": 3, "positions": "rotary"}, OptionError, "head_dim=3 is odd, and rotary"),
-    (layer, {"positions": "sinusoidal"}, UnknownNameError, "positions in a block.*Known: rotary"),
+    (layer, {"positions": "learned"}, UnknownNameError, "positions in a block.*Known: rotary"),
     (block, {"backend": "linformer"}, UnsupportedError, "'linformer' cannot be causal.*exact.*window"),
     (block, {"cross_backend": "window"}, UnsupportedError, "'window' cannot read another sequence"),
     (block, {"norm": "middle"}, UnknownNameError, "choice of norm is called 'middle'.*post, pre"),
@@ -47,8 +47,10 @@ BUILT = [
     (encoder, {"num_layers": 0}, OptionError, "num_layers is at least 1"),
     (encoder, {"seed": 0.5}, DtypeError, "seed is a whole number"),
     (encoder, {"rotary_base": 0.0}, OptionError, "rotary_base is a finite number above 0"),
+    (encoder, {"rotary_scaling": float("inf")}, OptionError, "rotary_scaling is a finite number above 0"),
     (encoder, {"backend": 3 * ["exact"]}, OptionError, "num_layers=2 is no multiple"),
     (encoder, {"positions": "sinus"}, UnknownNameError, "choice of positions.*'sinus'.*'sinusoidal'"),
+    (encoder, {"positions": "learned"}, OptionError, "give max_tokens"),
     (lambda: ea.Encoder(9, 3), {}, OptionError, "model_dim=9 is odd.*8 or 10"),
     (lambda: ea.Transformer(cross_backend=None), {}, OptionError, "give a cross_backend"),
     (lambda: ea.Transformer(backend="linformer"), {}, ea.AttentionError, "linformer"),
@@ -63,6 +65,12 @@ BUILT = [
     (generate, {"tokens": -1}, OptionError, "tokens is at least 0"),
     (generate, {"temperature": -0.5}, OptionError, "temperature is at least 0, not -0.5"),
 ]
+
+
+def extend_beyond_learned_positions():
+    decoder = build(ea.Decoder, cross_backend=None, positions="learned")
+    _, state = decoder.extend(X)
+    decoder.extend(X[:, :1], state)
 
 
 def misspelt(kind, name, argument, **sizes):
@@ -106,6 +114,7 @@ CALLED = [
         ShapeError,
         r"target_mask .* of target.*, 12",
     ),
+    (extend_beyond_learned_positions, ShapeError, "x reaches 13 tokens .* 12 learned .*max_tokens=13"),
     (lambda: build(ea.Transformer).extend(X), OptionError, "extend needs the source in its first call"),
 ]
 

@@ -17,7 +17,6 @@ from transformer.modules import (
     disturb,
     mask,
     options,
-    renamed,
     sequence,
 )
 
@@ -32,16 +31,16 @@ def backends_of(module):
 
 
 def test_the_base_model_has_its_44_million_parameters():
-    base = ea.Transformer(device="meta")
+    base = ea.Transformer()
     # A pre-norm stack ends in its final norm: a gain and a bias for each of 512 entries.
-    stacks = (base.encoder, base.decoder, ea.Encoder(norm="pre", device="meta"))
+    stacks = (base.encoder, base.decoder, ea.Encoder(norm="pre"))
     sizes = [sum(parameter.numel() for parameter in stack.parameters()) for stack in stacks]
     assert sizes == [18_914_304, 25_224_192, 18_914_304 + 2 * 512]
 
 
-def torchs_stacks(norm, activation):
+def torchs_stacks(norm, final_norm, activation):
     common = {"dropout": 0.0, "activation": activation, "batch_first": True, "norm_first": norm == "pre"}
-    ends = [nn.LayerNorm(DIM) if norm == "pre" else None for _ in range(2)]
+    ends = [nn.LayerNorm(DIM) if final_norm else None for _ in range(2)]
     encoder_layer = nn.TransformerEncoderLayer(DIM, HEADS, WIDE, **common)
     decoder_layer = nn.TransformerDecoderLayer(DIM, HEADS, WIDE, **common)
     return nn.Transformer(
@@ -53,14 +52,17 @@ def torchs_stacks(norm, activation):
     )
 
 
-@pytest.mark.parametrize(("norm", "activation"), [("post", "relu"), ("pre", "gelu")])
-def test_exact_stacks_with_the_weights_of_torchs_transformer_give_its_outputs(norm, activation):
-    theirs = torchs_stacks(norm, activation)
-    common = {"norm": norm, "activation": activation, "positions": None}
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("final_norm", [False, True])
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_exact_stacks_load_the_weights_of_torchs_transformer_and_give_its_outputs(
+    norm, final_norm, activation
+):
+    theirs = torchs_stacks(norm, final_norm, activation)
+    common = {"norm": norm, "final_norm": final_norm, "activation": activation, "positions": None}
     ours = ea.Transformer(DIM, HEADS, **STACK, **common)
     disturb(theirs, seed=0)
-    ours.encoder.load_state_dict(renamed(theirs.encoder.state_dict()))
-    ours.decoder.load_state_dict(renamed(theirs.decoder.state_dict(), cross=True))
+    ours.load_state_dict(theirs.state_dict())
     source, target = sequence(CONTEXT, dtype=torch.float32), sequence(seed=1, dtype=torch.float32)
     later = nn.Transformer.generate_square_subsequent_mask(TOKENS)
     assert torch.equal(ours(source, target), theirs(source, target, tgt_mask=later))
@@ -79,7 +81,7 @@ def test_exact_stacks_with_the_weights_of_torchs_transformer_give_its_outputs(no
             )
         assert (output - expected).norm() < 1e-6 * expected.norm()
     alone = ea.Decoder(DIM, HEADS, **STACK, **common, cross_backend=None)
-    alone.load_state_dict(renamed(theirs.encoder.state_dict()))
+    alone.load_state_dict(theirs.encoder.state_dict())
     expected = theirs.encoder(target, mask=later, is_causal=True)
     torch.testing.assert_close(alone(target), expected, rtol=1e-5, atol=1e-5)
 
@@ -114,7 +116,7 @@ WIDE_HEADS = {"head_dim": 16, "num_kv_heads": 2, "qk_norm": True, "positions": "
     [(name, {"positions": "rotary", "norm": "pre"}) for name in CAUSAL]
     + [
         ("exact", {"positions": positions, "norm": norm})
-        for positions, norm in (("sinusoidal", "post"), (None, "pre"))
+        for positions, norm in (("sinusoidal", "post"), ("learned", "pre"), (None, "post"))
     ]
     + [("exact", WIDE_HEADS)],
 )

@@ -34,7 +34,7 @@ from efficient_attn.ops.linear.state import (
     merge,
     with_ones,
 )
-from efficient_attn.ops.operators import check_one_device, operator, transformed, with_gradient
+from efficient_attn.ops.operators import check_one_device, operator, transformable, transformed
 from efficient_attn.ops.paths import tuned_for_cpu
 
 _ALL = slice(None)
@@ -163,8 +163,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple:
     return *_differentiate(grad_out, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
 
 
-_attend = with_gradient(_causal, _backward, keep_for_backward)
-_differentiate = with_gradient(_causal_backward)
+_attend = transformable(_causal, _backward, keep_for_backward)
+_differentiate = transformable(_causal_backward)
 
 
 def step(inputs: LinearInputs, state: LinearState | Means) -> tuple[Tensor, LinearState | Means]:

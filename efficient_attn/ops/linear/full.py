@@ -31,7 +31,7 @@ from efficient_attn.ops.linear.state import (
     with_ones,
 )
 from efficient_attn.ops.linear.trigonometric import trigonometric_attention, trigonometric_gradients
-from efficient_attn.ops.operators import check_one_device, operator, with_gradient
+from efficient_attn.ops.operators import check_one_device, operator, transformable
 from efficient_attn.ops.paths import tuned_for_cpu
 from efficient_attn.ops.softmax.flex import NotCompiledError
 
@@ -151,5 +151,5 @@ def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple:
     return *_differentiate(grad_out, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
 
 
-_attend = with_gradient(_full, _backward, keep_for_backward)
-_differentiate = with_gradient(_full_backward)
+_attend = transformable(_full, _backward, keep_for_backward)
+_differentiate = transformable(_full_backward)
