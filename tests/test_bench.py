@@ -47,20 +47,20 @@ def values(q, k, v):
     return v.clone()
 
 
-@pytest.mark.parametrize("of", ["block", pytest.param("encoder", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("of", ["block", "encoder"])
 def test_the_ceiling_and_fused_exact_attention_are_measured_beside_every_block(of, undrawn, tmp_path):
-    results = bench([values], of=of, out=tmp_path, rounds=1, **SMALL)
+    results = bench([values], of=of, out=tmp_path, **SMALL)
     assert {record.case.label for record in results.records} == {CEILING, "exact", "values"}
     assert {(r.status, r.case.of, r.case.layers) for r in results.records} == {
         ("ok", of, 3 if of == "encoder" else None)
     }
     assert all(r.parameter_bytes for r in results.records if r.case.kind == "memory")
-    again = bench([values], of=of, out=tmp_path, resume=True, rounds=1, **SMALL)
+    again = bench([values], of=of, out=tmp_path, resume=True, **SMALL)
     assert again.records == results.records
 
 
 def test_attention_and_block_are_measured_in_one_run_length_by_length():
-    records = bench([values], of="block,attention", rounds=1, **{**SMALL, "error": True}).records
+    records = bench([values], of="block,attention", **{**SMALL, "error": True}).records
     labels = {(record.case.of, record.case.label) for record in records}
     assert labels >= {("block", CEILING), *product(("attention", "output", "block"), ("exact", "values"))}
     assert {record.status for record in records} == {"ok"}
@@ -68,15 +68,18 @@ def test_attention_and_block_are_measured_in_one_run_length_by_length():
 
 
 def test_records_name_the_kernels_in_force(monkeypatch):
-    small = {**SMALL, "seq_lens": 16, "rounds": 1}
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert {record.kernels for record in bench(["window"], **small).records} == {"cpu"}
+    assert kernels_of_a_run() == {"cpu"}
     monkeypatch.setenv(VARIABLE, "torch")
-    assert {record.kernels for record in bench(["window"], **small).records} == {"torch"}
+    assert kernels_of_a_run() == {"torch"}
+
+
+def kernels_of_a_run():
+    return {record.kernels for record in bench(["window"], rounds=1, **SMALL).records}
 
 
 def test_causal_refusals_of_a_default_selection_are_records():
-    results = bench(causal=True, rounds=1, **SMALL | {"seq_lens": 16})
+    results = bench(causal=True, **SMALL)
     refused = {record.case.backend for record in results.records if record.status == "unsupported"}
     assert refused == {"linformer", "window-clusters"}
     states = [r.state_bytes for r in results.records if r.case.kind == "memory" and r.status == "ok"]
@@ -257,7 +260,8 @@ def test_all_lengths_of_one_input_have_the_same_layers(settings, tokens, names):
     assert {one.inputs for one in errors} == names and {one.tokens for one in errors} == tokens
 
 
-@pytest.mark.parametrize(("tokens", "causal"), [(40, False), (40, True), (1500, True)])
+@pytest.mark.parametrize("tokens", [40, 1500])
+@pytest.mark.parametrize("causal", [False, True])
 def test_the_error_is_that_of_the_definition_on_the_compared_queries(tmp_path, tokens, causal):
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, tokens, 8), *torch.randn(2, 1, 2, tokens, 8)

@@ -4,7 +4,7 @@ import pytest
 from made_records import case
 
 import efficient_attn as ea
-from efficient_attn.measure.record import Record
+from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Sized, Variant, sized, with_size
 from efficient_attn.studies.mse.view import below_from, panels
 
@@ -59,5 +59,18 @@ def test_the_sentences_are_computed_from_the_rows():
         *made_up((0.9, 0.4), (9.0, 8.0), (0.2, 0.1), 0.5, inputs="encoder(layer=1)"),
     ]
     drawn = made_up((0.9, 0.8), (0.7, 0.9), (0.9, 0.9), 0.5, inputs="gaussian(norm=0.5)")
-    words = "Below uniform attention on every input: window from size 33."
-    assert ea.Results([*drawn, *real]).sentences() == [words]
+    words = "Below uniform attention on every input, with fewer operations than exact: window from size 33"
+    counted = [replace(record, flops=1) for record in (*drawn, *real)]
+    assert ea.Results(counted).sentences() == [f"{words}."]
+    # Backends of users need not declare their operations.
+    assert ea.Results([*drawn, *real]).sentences() == [f"{words} (operations not counted)."]
+
+
+def test_sizes_that_save_no_operations_are_not_counted_as_useful():
+    small, large = (
+        record(f"window(window={size})", 0.1, options={"window": size}, flops=flops)
+        for size, flops in ((5, 10**3), (47, 10**9))
+    )
+    yardstick = record(UNIFORM_ATTENTION, 0.5)
+    assert ea.Results([yardstick, small, large]).sentences()[-1].endswith(": window from size 5.")
+    assert ea.Results([yardstick, large]).sentences()[-1].endswith(": nothing measured here.")

@@ -13,6 +13,7 @@ A shift of 3 %, one standard deviation, is added to the rounds: the log half-wid
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from statistics import NormalDist, median
 from typing import Any, NamedTuple
@@ -38,6 +39,9 @@ SHIFT_HALF_WIDTH = RUN_SHIFT * NormalDist().inv_cdf(1 - OUTSIDE)
 # Bounds on plausible times; products of others leave the range of floats.
 _SHORTEST_S, _LONGEST_S = 1e-90, 1e90
 
+# All of five samples lie on one side of the median with probability 1/16, more than 5 %.
+FEWEST_FOR_95 = 6
+
 # Kind of record that holds each quantity.
 QUANTITIES = {
     "time_s": "time",
@@ -59,7 +63,7 @@ Namer = Callable[[Case], str]
 
 
 class Middle(NamedTuple):
-    """Median of samples and their range."""
+    """Median of samples, with a confidence interval for the population median."""
 
     median: float
     low: float
@@ -88,12 +92,28 @@ class Typical(NamedTuple):
 
 
 def middle(samples: Sequence[float]) -> Middle:
-    """Median and range of samples."""
+    """Median, and the closest order statistics with 95 % confidence.
+
+    The number of samples below the true median is binomial(samples, ½) for any distribution. Fewer than six
+    samples cannot reach 95 %: the interval is then their range.
+    """
     ordered = np.sort(np.asarray(samples, dtype=float))
     count = len(ordered)
+    outside = max(_certainly_outside(count), 0)
+    low, high = ordered[outside], ordered[count - 1 - outside]
     lower, upper = ordered[(count - 1) // 2], ordered[count // 2]
     # (lower + upper) / 2 could overflow.
-    return Middle(float(lower + (upper - lower) / 2), float(ordered[0]), float(ordered[-1]), count)
+    median = lower + (upper - lower) / 2
+    return Middle(float(median), float(low), float(high), count)
+
+
+@lru_cache(maxsize=4096)
+def _certainly_outside(count: int) -> int:
+    """Samples outside of the interval on each side; −1 without 95 %."""
+    # P(m) / P(m − 1) = (count − m + 1) / m
+    m = np.arange(1, count // 2 + 1)
+    logs = np.concatenate([[0.0], np.cumsum(np.log((count - m + 1) / m))]) - count * math.log(2)
+    return int(np.searchsorted(np.cumsum(np.exp(logs)), OUTSIDE, side="right")) - 1
 
 
 def call_time(record: Record) -> Typical:

@@ -26,6 +26,7 @@ class Contender(NamedTuple):
 
     Attributes:
         error: Relative output error, median over draws; for several layers their median and range.
+        mse: Mean squared error of the output, in the same way.
         layers: Number of layers in the error.
         shares: Shares of keys read and of their softmax weight, mean over layers.
         timed: The record of its times.
@@ -35,6 +36,7 @@ class Contender(NamedTuple):
     label: str
     backend: str
     error: Middle | None
+    mse: Middle | None
     layers: int
     shares: tuple[float, ...] | None
     timed: Record | None
@@ -186,7 +188,8 @@ def _contender(group: Sequence[Record], layers: int) -> Contender:
     return Contender(
         label=group[0].case.label,
         backend=group[0].case.backend,
-        error=_over_layers(errors, layers),
+        error=_over_layers(errors, "output_relative_error", layers),
+        mse=_over_layers(errors, "output_mse", layers),
         layers=layers,
         shares=tuple(map(fmean, zip(*shares, strict=True))) if len(shares) == layers else None,
         timed=next((record for record in times if record.status == "ok" and record.times_s), None),
@@ -195,11 +198,11 @@ def _contender(group: Sequence[Record], layers: int) -> Contender:
     )
 
 
-def _over_layers(errors: Sequence[Record], layers: int) -> Middle | None:
+def _over_layers(errors: Sequence[Record], quantity: str, layers: int) -> Middle | None:
     """Median over draws on a single layer, median and range over several; None if one has none."""
     medians = []
     for record in errors:
-        mean, draws = record.output_relative_error, record.output_relative_error_draws or ()
+        mean, draws = getattr(record, quantity), getattr(record, f"{quantity}_draws") or ()
         # A draw that was not finite is null in the file.
         if record.status == "ok" and mean is not None and None not in draws:
             medians.append(middle(draws or [mean]))

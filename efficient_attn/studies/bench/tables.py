@@ -187,6 +187,7 @@ def _comparison_table(comparison: Comparison) -> Table:
             "time, ms": time,
             SPEED: speed,
             "error": error_cell(row),
+            "MSE": NOT_MEASURED if row.mse is None else show_error(row.mse.median),
             "keys read, %": read,
             "weight read, %": weight,
             "memory, MiB": peak,
@@ -206,7 +207,7 @@ def _comparison_table(comparison: Comparison) -> Table:
         *failure_notes(comparison.records),
     )
     return Table(f"Error, time and memory: {heading_of(comparison)}", columns, body, notes).compared(
-        errors=("error",), costs=("time, ms", "memory, MiB"), speeds=(SPEED,)
+        errors=("error", "MSE"), costs=("time, ms", "memory, MiB"), speeds=(SPEED,)
     )
 
 
@@ -234,7 +235,7 @@ def error_cell(row: Contender | None) -> str:
 
 def _error_notes(comparison: Comparison) -> tuple[str, ...]:
     several = len(single_names(comparison.inputs)) > 1
-    spread = f"range over {layer_words(comparison.inputs)}" if several else "range over the draws"
+    spread = f"range over {layer_words(comparison.inputs)}" if several else "95 % over the draws"
     compared = max((record.compared_queries or 0 for record in comparison.records), default=0)
     queries = f" at {compared} random queries per head" if compared else ""
     text = f"error: ‖out − exact‖ / ‖exact‖, exact softmax attention in float64{queries}, median over draws."

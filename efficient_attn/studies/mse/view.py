@@ -11,7 +11,8 @@ from efficient_attn.report import text
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.table import PREDICTED, Table
 from efficient_attn.report.text import show_error
-from efficient_attn.stats.estimates import grouped, middle
+from efficient_attn.stats.candidates import operations_share
+from efficient_attn.stats.estimates import FEWEST_FOR_95, grouped, middle
 from efficient_attn.studies.view import Environment, Plots
 
 RELATIVE, KERNEL = "output_relative_error", "kernel_mse"
@@ -21,8 +22,10 @@ NAMES = {
     KERNEL: "Mean squared error of one kernel entry over its square",
 }
 
-# A 95 % interval of a mean, in standard errors.
-WIDE = 1.96
+# A 95 % interval of a mean, in standard errors; further from theory than `_SURE` is no chance.
+WIDE, _SURE = 1.96, 4.0
+# Squared errors of kernel entries that are exact are rounding below this.
+_EXACT = 1e-20
 # Errors below this share of the baseline are rounding. From this many times the baseline on errors are off
 # the scale: a hundred or a million, both are no attention.
 _ROUNDING, _WORST = 1e-4, 12.0
@@ -34,7 +37,7 @@ class ErrorPoint(NamedTuple):
     Attributes:
         size: Features, rank or window; None for a backend without a size.
         value: Median over draws; of a kernel entry the mean, or the theoretical error without draws.
-        low, high: Range of the draws; of a kernel entry the 95 % interval of the mean.
+        low, high: 95 % interval of the value.
         samples: Number of draws.
         record: The first of its records.
         expected: Theoretical error of a kernel entry; None without a closed form.
@@ -138,12 +141,14 @@ def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
 
 
 def interval(points: Curve) -> str:
-    """`median and range of 6 draws`; empty if every error was measured once."""
+    """`median of 6 draws and its 95 % interval`; empty if every error was measured once."""
     most = max(points, key=lambda point: point.samples, default=None)
     if most is None or most.samples < 2:
         return ""
-    kernel = most.record.case.of == "kernel"
-    return f"{'mean with its 95 % interval' if kernel else 'median and range'} of {most.samples} draws"
+    if most.record.case.of == "kernel":
+        return f"mean of {most.samples} draws and its 95 % interval"
+    edges = "95 % interval" if most.samples >= FEWEST_FOR_95 else "range"
+    return f"median of {most.samples} draws and its {edges}"
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
@@ -189,29 +194,53 @@ def _cell(curve: Curve, size: int | None) -> str:
 
 
 def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    """Backends below uniform attention on every input of a model, and from which size on."""
+    """Backends that are useful; or agreement with theory."""
     quantity = quantity_in(records)
     shown = panels(records, quantity)
-    shown = [panel for panel in shown if not panel.inputs.startswith("gaussian")] or shown
-    if quantity == KERNEL or not shown or any(panel.yardstick is None for panel in shown):
+    if quantity == KERNEL:
+        return _agreement([point for panel in shown for point in panel.points])
+    return _useful([panel for panel in shown if not panel.inputs.startswith("gaussian")] or shown)
+
+
+def _useful(shown: Sequence[Panel]) -> list[str]:
+    """What is below uniform attention on every input, and from which size on."""
+    if not shown or any(panel.yardstick is None for panel in shown):
         return []
     texts = []
     for label in dict.fromkeys(label for panel in shown for label in panel.curves):
-        starts = [below_from(panel.curves.get(label, []), panel.yardstick or 0.0) for panel in shown]
-        sizes = [size for size in starts if size is not None]
-        if len(sizes) == len(shown):
-            texts.append(f"{label} from size {max(sizes)}")
-    return [f"Below uniform attention on every input: {', '.join(texts) or 'nothing measured here'}."]
+        curves = [panel.curves.get(label, []) for panel in shown]
+        sizes = [below_from(x, panel.yardstick or 0.0) for x, panel in zip(curves, shown, strict=True)]
+        if None not in sizes:
+            counted = all(operations_share(x.record) is not None for curve in curves for x in curve)
+            remark = "" if counted else " (operations not counted)"
+            texts.append(f"{label} from size {max(size for size in sizes if size is not None)}{remark}")
+    names = ", ".join(texts) or "nothing measured here"
+    return [f"Below uniform attention on every input, with fewer operations than exact: {names}."]
 
 
 def below_from(curve: Curve, yardstick: float) -> int | None:
-    """The smallest size from which on errors are below the baseline."""
+    """The smallest size from which on errors are below the baseline, among sizes that save operations."""
     size = None
-    for point in reversed(curve):
+    for point in reversed([point for point in curve if (operations_share(point.record) or 0) < 1]):
         if point.size is None or point.value >= yardstick:
             break
         size = point.size
     return size
+
+
+def _agreement(points: Curve) -> list[str]:
+    """How many errors of kernel entries are those of theory."""
+    ratios, close = [], 0
+    for _, value, low, high, _, _, expected in points:
+        if high > low and expected and expected > _EXACT:
+            ratios.append(value / expected)
+            close += abs(value - expected) <= _SURE / WIDE * (high - value)
+    if not ratios:
+        return []
+    return [
+        f"Measured errors of a kernel entry are within {_SURE:.0f} standard errors of theory at {close} of "
+        f"{len(ratios)} points (measured over theory {min(ratios):.2f} to {max(ratios):.2f})."
+    ]
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
