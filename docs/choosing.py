@@ -32,6 +32,7 @@ _VERIFIED = (
     "loss, nats, ± 95 %",
     "divergence, nats",
     "recall of copies",
+    "planted numbers",
 )
 # Published methods that choose keys, or stand for all of them, beside what reads as many keys.
 METHODS = ("bench-methods-causal", "bench-methods")
@@ -112,7 +113,7 @@ _RECALL = """\
 Some key heads read nearly nothing beyond a window of 512 and 4 first keys. `advise MODEL` ranks the key
 heads, lets as many stream as loss, divergence and recall of copied passages allow, and verifies the plan on a
 text that chose nothing, beside as many heads drawn by chance. SmolLM2-135M, all 30 layers, float32 (linear
-layers at 8192 tokens: bfloat16):
+layers at 8192 tokens: bfloat16); 208 numbers planted in a text are asked for:
 """
 
 _RECALLED = """\
@@ -255,11 +256,17 @@ def _comparisons(names: Sequence[str]) -> list[Comparison]:
 def _verified(name: str) -> list[list[str]]:
     """Rows of a verified plan of key heads: the plan, and as many heads drawn by chance."""
     records, rows = ea.read(RESULTS / name).records, []
+    planted = next((record for record in records if record.retrieval is not None), None)
     for record in records:
         # The trials of the text that chooses bear other labels.
         if not record.streaming_heads or record.case.label not in _HEADS:
             continue
         recall, exact = record.copy_recall, record.copy_recall_exact
+        numbers = "–"
+        if planted is not None and planted.case.label == record.case.label:
+            width = 196 * planted.retrieval_error
+            difference = 100 * (planted.retrieval - planted.retrieval_exact)
+            numbers = f"{difference:+.1f} ± {width:.1f} of {100 * planted.retrieval_exact:.0f} %"
         rows.append(
             [
                 str(record.case.tokens),
@@ -267,6 +274,7 @@ def _verified(name: str) -> list[list[str]]:
                 f"{record.loss_difference:+.4f} ± {1.96 * record.loss_difference_error:.4f}",
                 show_error(record.next_token_kl),
                 f"{100 * recall / exact:.1f} % of {exact:.2f}",
+                numbers,
             ]
         )
     return [[cell.replace("-", "−") for cell in row] for row in rows]

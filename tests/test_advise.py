@@ -224,7 +224,7 @@ def test_a_plan_of_heads_without_a_finite_loss_or_recall_is_no_verdict(loss):
     plan = Record(case=case("swap", "plan", 512, **HELD_OUT), **heads, **loss)
     drawn = Record(case=case("swap", "random heads", 512, **HELD_OUT), **heads)
     target = {"quantity": "next_token_kl", "limit": 0.01, "max_loss": 0.01, "min_recall": 0.98}
-    records = [plan, drawn]
+    records = [plan, drawn, Record(case=case("planted", "plan", 512, **HELD_OUT), retrieval=0.5)]
     records += bound(512, [time_s / 3 for time_s in EXACT])
     (sentence,) = Results(records, environment={"study": "advise", "target": target}).sentences()
     assert "At 512 tokens not measured to the end;" in sentence

@@ -189,7 +189,11 @@ def test_a_process_that_dies_hangs_or_answers_nan_ends_its_tile_alone():
     assert dead.startswith("tile dies: the process crashed with signal 11")
     assert wrong and all(text.startswith("tile answers NaN: ") and "not finite" in text for text in wrong)
     hanging = judge("hangs", limit_s=2.0)
-    assert hanging == {"outcome": "failed", "tile": "hangs", "reasons": ["tile hangs: the process took longer than 2 s"]}
+    assert hanging == {
+        "outcome": "failed",
+        "tile": "hangs",
+        "reasons": ["tile hangs: the process took longer than 2 s"],
+    }
 
 
 def timed(label, tokens, time_s, *, causal=False):

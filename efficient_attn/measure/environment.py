@@ -123,7 +123,7 @@ def _output_of(*command: str) -> str | None:
 
 
 class Moment(NamedTuple):
-    """Processor seconds since boot: of others than this process and its finished children, and of all cores."""
+    """Processor seconds since boot: of other processes, and of all cores."""
 
     others_s: float
     all_s: float

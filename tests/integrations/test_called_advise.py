@@ -61,7 +61,7 @@ def test_the_plan_is_verified_on_other_inputs_and_reproduced_by_replace(backend,
     verified = plan_of(results)
     assert (verified.case.tokens, verified.case.inputs) == (20, "models.py:make_drawn, held out")
     assert "Faster from 20 tokens" in results.sentences()[0]
-    assert f'ea.attach(model, "{PLAN}")' in results.sentences()[1]
+    assert f'ea.attach(model, "{PLAN}", example=lambda: model(*inputs))' in results.sentences()[1]
     (folder / PLAN).write_text(results.files()[PLAN])
     layers = json.loads(results.files()[PLAN])["layers"].values()
     assert len({layer["options"].get("seed", number) for number, layer in enumerate(layers)}) == 2

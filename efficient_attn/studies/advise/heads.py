@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +27,11 @@ from efficient_attn.integrations.transformers.swapping import (
 )
 from efficient_attn.measure.answers import answer
 from efficient_attn.measure.copies import copies_begin
+from efficient_attn.measure.planted_numbers import PROMPTS
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import OWN, PLAN, Variant
 from efficient_attn.studies.advise.outcomes import Targets
-from efficient_attn.studies.advise.plan import HEADS, RANDOM_HEADS
+from efficient_attn.studies.advise.plan import HEADS, RANDOM_HEADS, RETRIEVAL
 from efficient_attn.studies.study import Point, Request, Steps
 from efficient_attn.studies.swap.measure import (
     OWN_ATTENTION,
@@ -99,8 +101,9 @@ def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *
         # As many heads, drawn by chance: what the rank is worth.
         drawn = random.Random(choosing.shared["seed"]).sample(heads, len(plan.heads))
         yield _planned(held_out, RANDOM_HEADS, plan._replace(heads=drawn))
-        both = (OWN_ATTENTION, _variant(PLAN, plan, held_out))
-        yield [pass_point(held_out, variant, rounds=rounds) for variant in both]
+        variants = (OWN_ATTENTION, _variant(PLAN, plan, held_out))
+        yield [pass_point(held_out, variant, rounds=rounds) for variant in variants]
+        yield _retrieved(held_out, variants[1])
     vars(held_out).pop("exact", None)
 
 
@@ -186,6 +189,33 @@ def _planned(subject: TextSubject, label: str, plan: HeadPlan) -> Point:
         streaming_heads=len(plan.heads),
         key_heads=_kv_heads(subject) * len(subject.layers),
         ranked_by=plan.score,
+    )
+
+
+def _retrieved(subject: TextSubject, variant: Variant) -> Point:
+    case = case_of(subject, RETRIEVAL, variant)
+    return Point(
+        case=case,
+        measure=partial(answer, case, partial(_retrieval, case, variant, subject)),
+        label=f"{variant.label}, {case.tokens} tokens, numbers in a text",
+        series=RETRIEVAL,
+        # One pass of the plan and one of the model for each prompt.
+        cost=2.0 * PROMPTS * case.tokens,
+    )
+
+
+def _retrieval(case: Case, variant: Variant, subject: TextSubject) -> Record:
+    """Share of planted numbers that the plan finds, beside the model with its own attention."""
+    exact = subject.right_answers()
+    with subject.replaced(variant):
+        answers = subject.right_answers()
+    differences = [float(a) - float(b) for a, b in zip(answers, exact, strict=True)]
+    return Record(
+        case=case,
+        retrieval=fmean(answers),
+        retrieval_exact=fmean(exact),
+        retrieval_error=stdev(differences) / len(differences) ** 0.5,
+        numbers=len(exact),
     )
 
 

@@ -13,7 +13,7 @@ from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
 from efficient_attn.report.text import compared, rounded, skipped_notes
 from efficient_attn.stats.estimates import Typical, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
-from efficient_attn.studies.advise.plan import BOUND, LIMIT
+from efficient_attn.studies.advise.plan import BOUND, LIMIT, RETRIEVAL
 from efficient_attn.studies.swap.plan import KL, MEAN_POOL, NAMES, OUTPUT_COSINE
 from efficient_attn.studies.swap.view import quantity_words
 from efficient_attn.studies.view import Environment
@@ -147,19 +147,25 @@ def _verdict(
         return None, "not timed"
     speed = time_ratio(planned[-1], models[-1])
     open_ = "undecided: " if speed.low is None else ""
-    return speed.side_of_one, f"{open_}{compared(speed)}, with {_described(plan, layers)}"
+    return speed.side_of_one, f"{open_}{compared(speed)}, with {_described(plan, layers, records)}"
 
 
-def _described(plan: Record, layers: Mapping[int, str]) -> str:
+def _described(plan: Record, layers: Mapping[int, str], records: Sequence[Record]) -> str:
     """`window in layers 0, 2–5`, or the number of key heads that stream, their loss and their recall."""
     if plan.streaming_heads is None:
         return layers_in_words(layers)
     window, width = plan.case.options.get("window"), _WIDTH * (plan.loss_difference_error or 0.0)
-    return (
+    text = (
         f"{plan.streaming_heads} of {plan.key_heads} key heads streaming (window {window}, ranked by the "
         f"{plan.ranked_by}): loss {plan.loss_difference:+.4f} ± {width:.4f} nats, recall "
         f"{100 * _recall(plan):.1f} % of exact"
     )
+    for record in records:
+        shares = record.retrieval, record.retrieval_exact, record.retrieval_error
+        if record.case.kind == RETRIEVAL and None not in shares:
+            share, exact, error = (100 * x for x in shares)
+            text += f", {share:.0f} % of planted numbers (the model {exact:.0f} %, ± {_WIDTH * error:.1f})"
+    return text
 
 
 def model_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
@@ -182,7 +188,11 @@ def model_sentences(records: Sequence[Record], environment: Environment) -> list
     text = f"{text} ({target}).{verdicts}{settled}{skipped_note(records)}"
     if not faster or attached_plan(faster[-1]) is None:
         return [text]
-    return [text, f'The plan for {faster[-1].tokens} tokens in Python: ea.attach(model, "{LAYERS}")']
+    origin = environment.get(MODEL)
+    # A model from a file is followed in one call; others are found by their modules.
+    called = isinstance(origin, Mapping) and "sites" in origin
+    code = f'ea.attach(model, "{LAYERS}"{", example=lambda: model(*inputs)" * called})'
+    return [text, f"The plan for {faster[-1].tokens} tokens in Python: {code}"]
 
 
 def attached_plan(outcome: Outcome) -> dict[str, Any] | None:
@@ -204,11 +214,17 @@ def parsed_layers(text: str | None) -> dict[int, str] | None:
 
 
 def layers_in_words(chosen: Mapping[int, str]) -> str:
-    """`window in layers 0, 2, 3 and linformer in layers 1`."""
-    groups: dict[str, list[str]] = {}
+    """`window in layers 0, 2–5 and linformer in layers 1`."""
+    groups: dict[str, list[list[int]]] = {}
     for layer in sorted(chosen):
-        groups.setdefault(chosen[layer], []).append(str(layer))
-    return " and ".join(f"{label} in layers {', '.join(layers)}" for label, layers in groups.items())
+        runs = groups.setdefault(chosen[layer], [])
+        if not runs or layer > runs[-1][-1] + 1:
+            runs.append([])
+        runs[-1].append(layer)
+    ranges = {
+        label: (f"{x[0]}–{x[-1]}" if x[1:] else f"{x[0]}" for x in runs) for label, runs in groups.items()
+    }
+    return " and ".join(f"{label} in layers {', '.join(layers)}" for label, layers in ranges.items())
 
 
 def is_time(record: Record) -> bool:

@@ -30,6 +30,7 @@ from efficient_attn.integrations.transformers.swapping import (
 )
 from efficient_attn.integrations.transformers.swapping import ModelOutputs as Outputs
 from efficient_attn.measure import error as distances
+from efficient_attn.measure import planted_numbers
 from efficient_attn.measure.copies import copies_begin, copy_recall, with_copies
 from efficient_attn.measure.texts import digest
 from efficient_attn.measure.variants import OWN, Variant
@@ -66,6 +67,9 @@ class TextSubject:
     calibration: Tensor | None = None
     calibrated_on: str = FIRST_TEXT
     base: Mapping[int, Choice] = field(default_factory=dict)
+    tokenizer: Any = None
+    # The text from which prompts with planted numbers are made.
+    filler: str = ""
 
     @classmethod
     def of(
@@ -89,7 +93,15 @@ class TextSubject:
             "seed": workload.seed,
         }
         hashes = {name: sha256(text.encode()).hexdigest() for name, text in texts.items()}
-        return cls(opened.model, sites, ids, shared, {**opened.about, "texts": hashes})
+        return cls(
+            opened.model,
+            sites,
+            ids,
+            shared,
+            {**opened.about, "texts": hashes},
+            tokenizer=opened.tokenizer,
+            filler=next(iter(texts.values())),
+        )
 
     @cached_property
     def predicts(self) -> bool:
@@ -147,6 +159,18 @@ class TextSubject:
                 by_name |= copy_recall(replaced.logits, exact.logits, ids[0])
         return by_name
 
+    def right_answers(self) -> list[bool]:
+        """Whether the model finds each of the numbers that prompts plant in the text."""
+        prompts = planted_numbers.prompts(
+            self.tokenizer, self.filler, self.shared["tokens"], seed=self.shared["seed"]
+        )
+        answers: list[bool] = []
+        for prompt in prompts:
+            outputs = run(self.model, prompt.ids.to(self.model.device), predicts=True)
+            if outputs.logits is not None:
+                answers += planted_numbers.right_answers(outputs.logits, prompt)
+        return answers
+
     @contextmanager
     def replaced(self, variant: Variant, draw: int = 0, layer: int | None = None) -> Iterator[bool]:
         """The model with the variant in its layers, and whether calibration was required.
@@ -187,12 +211,16 @@ def texts_of_lengths(
     pairs: list[tuple[TextSubject, TextSubject]] = []
     notes, most = [], positions(opened)
     for tokens in lengths:
-        counts = {name: token_ids(opened, text, most=tokens).shape[1] for name, text in texts.items()}
-        names = [name for name, count in counts.items() if count == tokens]
+        ids = {name: tuple(token_ids(opened, text, most=tokens)[0].tolist()) for name, text in texts.items()}
+        # Of texts with the same beginning the first counts: held-out ones must differ.
+        whole = {beginning: name for name, beginning in reversed(ids.items()) if len(beginning) == tokens}
+        names = [*whole.values()][::-1]
         if most is not None and tokens > most:
             notes.append(f"Not measured at {tokens} tokens: the model has {most} positions.")
         elif len(names) < 2:
-            notes.append(f"Not measured at {tokens} tokens: {len(names)} of {len(texts)} texts are so long.")
+            notes.append(
+                f"Not measured at {tokens} tokens: {len(names)} of {len(texts)} texts are so long and differ."
+            )
         else:
             parts = ({name: texts[name] for name in group} for group in (names[::2], names[1::2]))
             choosing, held_out = (TextSubject.of(opened, part, workload, seq_len=tokens) for part in parts)

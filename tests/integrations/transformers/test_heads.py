@@ -29,6 +29,7 @@ from efficient_attn.measure.copies import (
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.studies.advise.heads import head_scores, second_order_scores
+from efficient_attn.studies.advise.plan import LOSSLESS
 from efficient_attn.studies.swap.model import ranks_heads
 
 TOKENS = FEWEST_TOKENS + 100
@@ -171,6 +172,8 @@ def test_advise_ranks_heads_counts_them_and_verifies_the_plan(advised):
         (label, 1, 2) for label in ("plan 1", "plan", "random heads")
     ]
     assert plans[1].case.inputs.endswith("held out")
+    (planted,) = [record for record in advised.records if record.case.kind == "planted"]
+    assert planted.numbers == 16 * 13 and planted.status == "ok"
     text = "with 1 of 2 key heads streaming (window 512, ranked by the change of outputs): loss"
     assert text in advised.sentences()[0]
 
@@ -197,6 +200,9 @@ def planned(monkeypatch, given_times):
         return Record(case=case, loss_difference=0.0, loss_difference_error=0.0, **lost, **recall)
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.distance", distance)
+    monkeypatch.setattr(
+        "efficient_attn.studies.swap.model.TextSubject.right_answers", lambda subject: [True, False]
+    )
     return streamable
 
 
@@ -261,6 +267,14 @@ def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(small, texts, a
 
 def test_a_decoder_whose_layers_all_slide_has_no_heads_to_rank():
     assert [ranks_heads(Opened(make(), None, {})) for make in (llama, mistral)] == [True, False]
+
+
+@pytest.mark.slow
+def test_a_decoder_whose_layers_all_slide_gets_its_windows(texts, tmp_path):
+    folder = saved(mistral(max_position_embeddings=4096), tmp_path)
+    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=2, max_kl=1e-9)
+    assert results.records[0].case.label == LOSSLESS
+    assert "with sliding window in layers 0–2" in results.sentences()[0]
 
 
 def test_no_head_is_ranked_unless_uniform_attention_makes_the_model_clearly_faster(

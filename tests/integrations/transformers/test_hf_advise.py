@@ -50,7 +50,7 @@ def test_the_plan_is_within_the_target_faster_and_told_with_its_layers(advised):
     assert sentence.startswith(
         f"Faster from {TOKENS} tokens (cosine, mean pool 0.9000). At {TOKENS} tokens 2.0"
     )
-    assert "window(window=" in sentence and "in layers 0, 1, 2" in sentence
+    assert "window(window=" in sentence and "in layers 0–2" in sentence
     assert f'ea.attach(model, "{LAYERS}")' in code
     # Slower backends are not tried layer by layer.
     alone = {record.case.label for record in swaps(advised) if record.case.layer is not None}
@@ -98,7 +98,7 @@ def test_a_target_below_all_losses_divides_by_nothing(decoder):
 def test_lengths_that_model_or_texts_lack_are_named(encoder):
     results = advise(encoder, seq_lens=(TOKENS, 36, 60, 100), min_cosine=0.9)
     text = " ".join(results.notes)
-    assert "Not measured at 60 tokens: 0 of 4 texts are so long" in text
+    assert "Not measured at 60 tokens: 0 of 4 texts are so long and differ" in text
     assert "Not measured at 100 tokens: the model has 64 positions" in text
     assert "At 36 tokens 2.0" in results.sentences()[0]
 
@@ -125,7 +125,7 @@ def test_a_backend_without_a_name_is_planned_as_a_mapping(encoder, monkeypatch):
     results = advise(encoder, min_cosine=0.1, backends=[mine], options=None)
     assert LAYERS not in results.files()
     (sentence,) = results.sentences()
-    assert "with mine in layers 0, 1, 2" in sentence
+    assert "with mine in layers 0–2" in sentence
 
 
 def test_a_failed_backend_is_measured_once_and_a_failed_plan_is_a_record(encoder, monkeypatch):
@@ -149,11 +149,12 @@ def test_a_failed_backend_is_measured_once_and_a_failed_plan_is_a_record(encoder
 
 
 def test_what_cannot_be_advised_is_refused(encoder, tmp_path):
+    (text, second, *_) = texts(4).values()
     body = saved(gpt2().transformer, tmp_path / "body")
     for model, changes, error, match in (
         # A value that is the default as well.
         (encoder, {"max_kl": 0.05}, OptionError, r"max_kl has no effect here; use min_cosine"),
-        (encoder, {"seq_lens": (60,)}, DataError, "No length can be measured"),
+        (encoder, {"texts": [text, f"{text} {second}"]}, DataError, "1 of 2 texts are so long and differ"),
         (body, {}, UnsupportedError, "an encoder, or a decoder with a language-model head"),
     ):
         with pytest.raises(error, match=match):
@@ -170,7 +171,7 @@ def test_a_uniform_window_and_score_matrices_are_no_candidates_for_a_plan(decode
     assert "window(global_tokens=4)" in requested.about["candidates"]
 
 
-@pytest.mark.parametrize(("make", "layers"), [(gemma3, "0, 1"), (mistral, "0, 1, 2")])
+@pytest.mark.parametrize(("make", "layers"), [(gemma3, "0–1"), (mistral, "0–2")])
 def test_sliding_layers_are_windows_first_and_a_plan_that_loses_nothing(make, layers, tmp_path):
     folder = saved(make(), tmp_path / "model")
     results = advise(folder, max_kl=1e-9, **FEATURES)
