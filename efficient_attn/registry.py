@@ -117,16 +117,42 @@ SPECS: dict[str, BackendSpec] = {}
 
 
 def register(
-    name: str, *, options: type = NoOptions, **fields: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated builder under `name`; further arguments are fields of `BackendSpec`.
+    name: str,
+    *,
+    summary: str,
+    capabilities: Capabilities,
+    options: type = NoOptions,
+    size_option: str | None = None,
+    paper: str | None = None,
+    formula: str | None = None,
+    operations: Callable[[Any, Any, int, int], OperationCounts | None] | None = None,
+    also: tuple[Mapping[str, Any], ...] = (),
+    composed: bool = False,
+    compared: bool = True,
+) -> Callable[[Callable], Callable]:
+    """Register the decorated builder under `name`.
 
     Raises:
         RuntimeError: If the name is taken.
     """
 
-    def add(builder: Callable[..., Any]) -> Callable[..., Any]:
-        add_spec(BackendSpec(name=name, options_type=options, builder=builder, **fields))
+    def add(builder: Callable) -> Callable:
+        add_spec(
+            BackendSpec(
+                name=name,
+                summary=summary,
+                formula=formula,
+                paper=paper,
+                options_type=options,
+                size_option=size_option,
+                capabilities=capabilities,
+                builder=builder,
+                operations=operations,
+                also=also,
+                composed=composed,
+                compared=compared,
+            )
+        )
         return builder
 
     return add

@@ -10,7 +10,7 @@ from efficient_attn.studies.results import Results, read
 from efficient_attn.studies.run_folder import open_folder
 
 
-def test_a_frame_has_one_row_per_case_with_flat_columns_and_units():
+def test_a_frame_has_one_row_per_case_or_sample_with_flat_columns_and_units():
     exact, window = costs(("exact",)), costs(("window",))
     records = [*exact, *(replace(r, case=replace(r.case, options={"window": 33})) for r in window)]
     frame = Results(records).to_pandas()
@@ -21,6 +21,18 @@ def test_a_frame_has_one_row_per_case_with_flat_columns_and_units():
     )
     # Rounds of 3, 2, 2 and 2 rising samples have medians of 1, 3.5, 5.5 and 7.5 thousandths more.
     assert frame["time_s"][0] == pytest.approx(1e-6 * 256 * 256 * 1.0045)
+    raw = Results(records).to_pandas(raw=True)
+    assert len(raw) == 8 * 9 + 8
+    assert raw["sample"].max() == 8 and raw["times_s"].notna().sum() == 8 * 9
+
+
+def test_columns_of_cases_that_are_alike_in_all_rows_are_left_out_unless_asked_for():
+    results = Results(costs())
+    frame, whole = results.to_pandas(), results.to_pandas(constant=True)
+    assert {"kind", "label", "tokens", "backend", "time_s"} <= set(frame)
+    assert not {"dtype", "threads", "num_heads", "seed"} & set(frame)
+    assert set(whole) - set(frame) >= {"dtype", "threads", "num_heads", "seed"} and len(whole) == len(frame)
+    assert set(Results(costs()[:1]).to_pandas()) >= {"dtype", "threads"}
 
 
 def test_attention_and_block_have_panels_of_their_own_in_which_a_backend_looks_alike():

@@ -31,6 +31,8 @@ _CONTROL = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
+# Windows opens these names as devices, whatever follows the first dot.
+_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", flags=re.IGNORECASE)
 _LONGEST_SLUG = 80
 
 
@@ -157,9 +159,8 @@ def to_rich(table: Table, width: int) -> Any:
         part = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for number in block:
             column = columns[number]
-            justify: Any = "right" if column.right else "left"
-            head = Text(column.head, justify=justify)
-            part.add_column(head, justify=justify, overflow="fold", width=column.width - _GAP)
+            head = Text(column.head, justify="right" if column.right else "left")
+            part.add_column(head, overflow="fold", width=column.width - _GAP)
         for line in range(len(table.rows)):
             part.add_row(*(Text(columns[n].cells[line], _style(table, line, n)) for n in block))
         drawn.append(part)
@@ -180,18 +181,24 @@ class _Column(NamedTuple):
 
 
 def _columns(table: Table) -> list[_Column]:
-    """Columns with their marks."""
+    """Columns with marks that leave digits below digits."""
     from rich.cells import cell_len
 
     columns = []
     for number, (name, right) in enumerate(zip(table.columns, right_aligned(table), strict=True)):
         head, cells = plain(name).replace(", ", "\n", 1), [brief(row[number]) for row in table.rows]
         cells = [cell + BEST * ((line, number) in table.best) for line, cell in enumerate(cells)]
+        if right:
+            marks = [len(cell) - len(cell.rstrip(UNDECIDED + BEST)) for cell in cells]
+            cells = [cell + " " * (max(marks) - count) for cell, count in zip(cells, marks, strict=True)]
         width = max(map(cell_len, (*head.split("\n"), *cells)))
         if number == 0:
             # Names are wrapped between words.
             words = [word for text in (head, *cells) for word in text.split()]
             width = min(width, max(_WIDEST_NAME, *map(cell_len, words)))
+        if right:
+            # Rich would strip the spaces that leave room for marks.
+            cells = [" " * (width - cell_len(cell)) + cell for cell in cells]
         columns.append(_Column(head, cells, right, width + _GAP))
     return columns
 
@@ -214,10 +221,19 @@ def dropped_words(table: Table, dropped: Sequence[int]) -> list[str]:
 
 def _blocks(shown: Sequence[int], columns: Sequence[_Column], width: int) -> list[list[int]]:
     """Columns side by side in as many blocks as needed, each with the names of the rows."""
-    blocks = [[shown[0]]]
-    for number in shown[1:]:
-        if len(blocks[-1]) > 1 and sum(columns[n].width for n in (*blocks[-1], number)) > width:
-            blocks.append([shown[0]])
+    # The fewest columns that tell the rows apart name them, if they leave room for others.
+    names, rows = [shown[0]], len(columns[0].cells)
+    for count in range(1, len(shown)):
+        cells = [columns[number].cells for number in shown[:count]]
+        if len(set(zip(*cells, strict=True))) == rows:
+            names = [*shown[:count]]
+            break
+    if sum(columns[number].width for number in names) > width // 2:
+        names = [shown[0]]
+    blocks = [[*names]]
+    for number in shown[len(names) :]:
+        if blocks[-1] != names and sum(columns[n].width for n in (*blocks[-1], number)) > width:
+            blocks.append([*names])
         blocks[-1].append(number)
     return blocks
 
@@ -262,6 +278,6 @@ def markdown_line(text: str) -> str:
 
 
 def slug(text: str) -> str:
-    """Part of a file name in ASCII, never empty or hidden."""
+    """Part of a file name in ASCII, never empty, hidden or a device."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", text[:1000]).strip("-.")[:_LONGEST_SLUG].rstrip("-.")
-    return name or "run"
+    return name if name and not _DEVICES.match(name) else f"run-{name}".rstrip("-")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError, naming_missing
-from efficient_attn.measure.record import Record, append, merge_rows, write
+from efficient_attn.measure.record import Case, Record, append, merge_rows, write
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.report.drawing import draw
 from efficient_attn.report.figures import Plot
@@ -23,7 +23,10 @@ from efficient_attn.studies.run_folder import (
     run_folder,
 )
 from efficient_attn.studies.study import STUDY, Study
-from efficient_attn.studies.view import flat_row, view_of
+from efficient_attn.studies.view import flat_row, samples, view_of
+
+# Columns of every frame, constant or not.
+_COLUMNS = ("kind", "label", "tokens")
 
 
 class Results:
@@ -82,11 +85,23 @@ class Results:
                 "the runs side by side."
             )
 
-    def to_pandas(self) -> Any:
-        """One row per case, flat, times as a median with its interval."""
+    def to_pandas(self, raw: bool = False, constant: bool = False) -> Any:
+        """One row per case, flat, times as a median with its interval.
+
+        Args:
+            raw: One row per sample.
+            constant: Keep columns of cases that are alike in all rows; kind, label and tokens stay.
+        """
         import pandas
 
-        return pandas.DataFrame(self.summary())
+        rows = self.summary()
+        if raw:
+            pairs = zip(rows, self.records, strict=True)
+            rows = [{**row, **sample} for row, record in pairs for sample in samples(record)]
+        frame = pandas.DataFrame(rows)
+        described = [name for name in frame if name in Case.__struct_fields__ and name not in _COLUMNS]
+        alike = [name for name in described if len(set(frame[name])) == 1]
+        return frame if constant or len(frame) == 1 else frame.drop(columns=alike)
 
     def tables(self) -> list[Table]:
         """What was measured, as tables of text."""

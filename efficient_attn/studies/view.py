@@ -55,6 +55,14 @@ def flat_row(record: Record) -> dict[str, Any]:
     return row
 
 
+def samples(record: Record) -> list[dict[str, Any]]:
+    """One row per raw sample, with its number; without samples a single empty one."""
+    lists = {name: x for name, x in record.row().items() if isinstance(x, (list, tuple)) and x}
+    count = max(map(len, lists.values()), default=0)
+    rows = [{name: x[n] for name, x in lists.items() if n < len(x)} for n in range(count)]
+    return [{"sample": n, **row} for n, row in enumerate(rows)] or [{}]
+
+
 def record_tables(records: Sequence[Record], environment: Environment) -> list[Table]:
     """One row per record, one column per quantity that was measured."""
     measured = [record for record in records if record.status == "ok"]

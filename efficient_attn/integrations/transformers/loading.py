@@ -7,6 +7,7 @@ when it is used; both are refused.
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,7 +115,8 @@ def model_class(config: Any, path: Path) -> Any:
 def read_model(path: Path, kind: Any, **arguments: Any) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Load a model and transformers' report on its tensors.
 
-    Missing tensors, which transformers would initialise randomly with a warning, are refused.
+    Missing tensors, which transformers would initialise randomly with a warning, are refused. A model that
+    was saved without its optional pooler has none again.
     """
     with data_errors(f"Cannot load a model from {path}"), _quiet():
         model, report = kind.from_pretrained(
@@ -125,7 +127,12 @@ def read_model(path: Path, kind: Any, **arguments: Any) -> tuple[PreTrainedModel
             use_safetensors=True,
             output_loading_info=True,
         )
-    refuse_tensors(path, "lacks", report["missing_keys"])
+    missing = set(report["missing_keys"])
+    pooler = {name for name in model.state_dict() if name.startswith("pooler.")}
+    if pooler and pooler <= missing and "add_pooling_layer" in signature(type(model)).parameters:
+        model.pooler = None
+        missing -= pooler
+    refuse_tensors(path, "lacks", missing)
     refuse_tensors(path, "has in another shape", [str(entry[0]) for entry in report["mismatched_keys"]])
     return model, report
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import bert, gemma3, inputs, llama, logits
+from integrations.hf_models import NO_DROPOUT, SIZES, bert, gemma3, inputs, llama, logits
+from integrations.hf_models import saved as saved_with_tokenizer
 
 import efficient_attn as ea
 from efficient_attn.backend import Backend
@@ -213,3 +214,19 @@ def test_a_file_that_was_cut_off_or_is_hostile_is_refused(saved, content):
     refused = r"Cannot load a model|is not a valid safetensors file"
     with pytest.raises(DataError, match=refused):
         load(saved)
+
+
+def test_an_encoder_that_was_saved_without_its_pooler_has_none_and_half_a_pooler_is_refused(tmp_path):
+    config = transformers.BertConfig(**SIZES, **NO_DROPOUT)
+    model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    ids = inputs()["input_ids"]
+    with torch.no_grad():
+        expected = model(ids).last_hidden_state
+        output = open_model(saved_with_tokenizer(model, tmp_path / "exact")).model(ids)
+        assert torch.equal(output.last_hidden_state, expected) and output.pooler_output is None
+        attach(model, "window", window=3).save_pretrained(tmp_path / "window")
+        assert torch.equal(load(tmp_path / "window")(ids).last_hidden_state, model(ids).last_hidden_state)
+    saved_with_tokenizer(transformers.BertModel(transformers.BertConfig(**SIZES)), tmp_path / "part")
+    change_tensors(tmp_path / "part", lambda tensors: tensors.pop("pooler.dense.bias"))
+    with pytest.raises(DataError, match=r"it lacks pooler\.dense\.bias"):
+        open_model(tmp_path / "part")
