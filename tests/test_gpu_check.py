@@ -11,7 +11,7 @@ from made_records import case as made_case
 import efficient_attn as ea
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.measure import kernel_check
-from efficient_attn.measure.process import CrashError
+from efficient_attn.measure.process import CrashError, LateError
 from efficient_attn.measure.record import Record, append
 from efficient_attn.ops import paths, verdict
 from efficient_attn.studies import gpu_check
@@ -111,8 +111,17 @@ def test_on_hopper_kernels_of_an_assembler_before_13_3_are_refused(machine, capa
     verdict.write(machine, kernels())
     with pytest.warns(UserWarning, match="export TRITON_PTXAS_PATH="):
         assert not trusted()
-    outcomes = gpu_check.check_kernels("cuda:0", refused=reason, say=print)
+    outcomes = gpu_check.check_kernels("cuda:0", {}, refused=reason, say=print)
     assert {entry["outcome"] for _, _, entry in gpu_check._entries(outcomes)} == {"refused"}
+    assert gpu_check.assembler(machine)[:2] == (machine, {})
+
+
+def test_children_take_a_newer_assembler_where_there_is_one(machine, monkeypatch):
+    monkeypatch.setattr(verdict, "newer_ptxas", lambda: "/opt/ptxas")
+    monkeypatch.setattr(verdict, "ptxas_version", lambda path: "13.4.59")
+    checked, variables, (note,) = gpu_check.assembler({**machine, "ptxas": "12.8.93"})
+    assert checked == machine and set(variables.values()) == {"/opt/ptxas"}
+    assert "export TRITON_PTXAS_PATH=/opt/ptxas" in note
 
 
 @pytest.mark.parametrize("precision", standin_kernel.PRECISIONS)
@@ -130,8 +139,8 @@ def test_every_planted_fault_is_rejected(fault, monkeypatch):
     monkeypatch.setattr(
         kernel_check, "poison", lambda device: setattr(standin_kernel.Kernel, "scratch", float("nan"))
     )
-    subject, cases = standin_kernel.subject(fault), [kernel_check.Case(20, 70, True, True)]
-    result = kernel_check.check_kernel(subject, "float32", device="cpu", cases=cases, **SIZES)
+    subject = standin_kernel.subject(fault)
+    result = kernel_check.check_kernel(subject, "float32", device="cpu", cases=standin_kernel.CASES, **SIZES)
     assert result["failed"] and result["failures"]
 
 
@@ -159,7 +168,7 @@ class Child:
     def ask(self, call, limit_s):
         answers = {
             "dies": CrashError("the process crashed"),
-            "hangs": TimeoutError(),
+            "hangs": LateError("the process took longer than 2 s"),
             "serves nothing": {"served": 0, "failures": []},
             "errs": {"served": 2, "failures": ["not finite"]},
         }
@@ -173,7 +182,7 @@ def test_a_tile_that_dies_hangs_or_errs_is_struck_and_the_next_is_taken(monkeypa
     monkeypatch.setattr(gpu_check, "Process", Child)
     entry = judge("dies", "hangs", "serves nothing", "errs", "right", "never tried", limit_s=2.0)
     reasons = [
-        *("tile dies: the process crashed", "tile hangs: took longer than 2 s"),
+        *("tile dies: the process crashed", "tile hangs: the process took longer than 2 s"),
         *("tile serves nothing: the kernel served no call", "tile errs: not finite"),
     ]
     assert entry == {"outcome": "passed", "tile": "right", "reasons": reasons, "served": 2}
@@ -257,7 +266,7 @@ def test_a_check_leaves_a_verdict_in_the_cache_and_a_folder_without_names(machin
     monkeypatch.setattr(gpu_check, "available_bytes", lambda device: 1 << 40)
     outcome = ea.gpu_check(out=tmp_path / "out", device="cpu", measure=False)
     assert outcome.outcomes == {"passed"} and trusted() and trusted(kernel="window-flex")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["verdict.json"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["gpu-check.md", "verdict.json"]
     assert gpu_check.show_gpu_check(tmp_path / "out").tables() == outcome.tables()
     assert str(tmp_path) not in (tmp_path / "out" / "verdict.json").read_text()
 

@@ -2,8 +2,9 @@
 
 import pytest
 from made_records import costs, errors, folder
+from matplotlib.figure import Figure
 
-from efficient_attn.errors import DataError, UnknownNameError
+from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.measure.record import append, replace
 from efficient_attn.studies.diff import diff
 from efficient_attn.studies.results import Results, read
@@ -46,7 +47,11 @@ def test_attention_and_block_have_panels_of_their_own_in_which_a_backend_looks_a
     assert [line.get_color() for line in first.lines] == [line.get_color() for line in second.lines]
     for ax in (first, second):
         assert {text.get_text() for text in ax.texts} == {"exact", "window"}
-    assert first.get_xlabel() == "sequence length, tokens"
+    ax = Figure().subplots()
+    with pytest.raises(OptionError, match="this plot has 2"):
+        results.plot(ax=ax)
+    assert Results(costs()).plot(ax=ax) is ax
+    assert len(ax.lines) == 2 and ax.get_xlabel() == "sequence length, tokens"
 
 
 def test_one_wide_interval_does_not_flatten_the_lines():

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from efficient_attn.errors import OptionError
 from efficient_attn.report.figures import GRID, INK, MUTED, Axis, Chart, Plot, Series
 from efficient_attn.report.table import plain, short
 
@@ -53,12 +54,25 @@ _SETTINGS: dict[Any, Any] = {
 }
 
 
-def draw(plot: Plot) -> list[Any]:
-    """Axes of the charts, drawn on a figure outside of pyplot."""
+def draw(plot: Plot, *, ax: Any = None) -> list[Any]:
+    """Draw the charts on a figure outside of pyplot.
+
+    Args:
+        ax: Axes for the only chart, instead of a new figure.
+
+    Raises:
+        OptionError: `ax` with several charts.
+    """
     from matplotlib import rc_context
 
+    plot = plot.drawable()
+    if ax is not None:
+        if len(plot.charts) != 1:
+            raise OptionError(f"ax is for one chart, and this plot has {len(plot.charts)}: leave it out.")
+        _draw_chart(ax, plot.charts[0], ax.bbox.width / ax.figure.dpi, ax.bbox.height / ax.figure.dpi)
+        return [ax]
     with rc_context(_SETTINGS):
-        return _draw_figure(plot.drawable())
+        return _draw_figure(plot)
 
 
 def _draw_figure(plot: Plot) -> list[Any]:
@@ -259,10 +273,17 @@ def to_bytes(figure: Any, kind: str, *, salt: str, dots_per_inch: int = _DOTS_PE
         salt: Seed of the names of an SVG's parts.
     """
     from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_pdf import FigureCanvasPdf
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
 
+    figure.set_dpi(dots_per_inch)
     file = io.BytesIO()
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
     # Letters stay text in an SVG, and fonts of a PDF are of the type that publishers accept.
-    with rc_context({"svg.hashsalt": salt, "svg.fonttype": "none", "pdf.fonttype": 42}):
-        figure.savefig(file, format=kind, dpi=dots_per_inch, metadata=undated)
+    settings: Any = {"svg.hashsalt": salt, "svg.fonttype": "none", "pdf.fonttype": 42}
+    canvases = {"png": FigureCanvasAgg, "pdf": FigureCanvasPdf, "svg": FigureCanvasSVG}
+    with rc_context(settings):
+        # `savefig` draws everything twice, at first for the layout.
+        getattr(canvases[kind](figure), f"print_{kind}")(file, metadata=undated)
     return file.getvalue()

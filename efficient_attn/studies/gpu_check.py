@@ -19,7 +19,7 @@ from efficient_attn.measure.record import Record, write
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import YARDSTICK, select
-from efficient_attn.report.table import Table
+from efficient_attn.report.table import Table, markdown_line, to_markdown
 from efficient_attn.report.text import three_digits
 from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, on_device, time_ratio
 from efficient_attn.studies import studies
@@ -29,7 +29,7 @@ from efficient_attn.studies.run_folder import RECORDS, Store, open_folder, read_
 from efficient_attn.studies.study import Plan, Steps
 from efficient_attn.studies.workload import Costs, Workload, settle
 
-VERDICT = "verdict.json"
+VERDICT, PAGE = "verdict.json", "gpu-check.md"
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
 CHECK_LIMIT_S, MEASURE_BUDGET_S = 150.0, 600.0
 # Memory of one check, mostly weights in float64, and checks beside one another.
@@ -113,6 +113,13 @@ class GpuCheck(NamedTuple):
         )
         return [Table(title, columns, tuple(rows), (note,))] if rows else []
 
+    def page(self) -> str:
+        """One page of Markdown."""
+        facts = [f"- {name}: {value}" for name, value in self.verdict["machine"].items()]
+        texts = ["# Fused kernels of efficient-attn on a GPU", "\n".join(map(markdown_line, facts))]
+        texts += [*map(to_markdown, self.tables()), *map(markdown_line, self.sentences())]
+        return "\n\n".join(texts) + "\n"
+
 
 def _entries(kernels: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     for kernel, stored in kernels.items():
@@ -128,7 +135,7 @@ def show_gpu_check(folder: str | Path) -> GpuCheck:
     try:
         records = read_records(folder / RECORDS).records if (folder / RECORDS).exists() else ()
         outcome = GpuCheck(verdict, tuple(Store(rows=records).records.values()))
-        outcome.tables()
+        outcome.page()
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{folder / VERDICT} is no verdict of gpu-check: {error}.") from None
     return outcome
@@ -149,7 +156,7 @@ def gpu_check(
     user's cache folder: from then on kernels serve that passed and were not slower than PyTorch's operators.
 
     Args:
-        out: New folder of the records and the verdict; None: `runs/gpu-check-TIME`.
+        out: New folder of the records, the page and the verdict; None: `runs/gpu-check-TIME`.
         measure: Whether calls are timed.
         lengths: Numbers of tokens of the timed calls.
         say: Receives lines of progress.
@@ -172,31 +179,50 @@ def gpu_check(
         )
     studies()
     folder = open_folder(out or run_folder("gpu-check"), name="out", fresh=True)
-    machine = verdict.machine(place)
+    machine, variables, notes = assembler(verdict.machine(place))
     refused = verdict.refusal(machine["capability"], machine["ptxas"])
-    kernels = check_kernels(str(place), refused=refused, say=say)
+    kernels = check_kernels(str(place), variables, refused=refused, say=say)
     content = {
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine,
         "environment": environment(device=str(place)),
         "kernels": kernels,
-        "notes": [f"{refused}: {verdict.export_line()}"] if refused else [],
+        "notes": notes,
     }
     verdict.write(machine, kernels)
     records: tuple[Record, ...] = ()
     if measure:
         say(f"Timing calls of {min(lengths)} to {max(lengths)} tokens, within {show_seconds(budget_s)}.")
         store = Store(folder / RECORDS)
-        _measure(workload, str(place), lengths, store, budget_s, say)
+        _measure(workload, str(place), lengths, variables, store, budget_s, say)
         records = tuple(store.records.values())
         strike_slower(kernels, records)
         verdict.write(machine, kernels)
     outcome = GpuCheck(content, records)
     write(folder / VERDICT, content)
+    write(folder / PAGE, outcome.page())
     return outcome
 
 
-def check_kernels(device: str, *, refused: str | None, say: Say) -> dict[str, Any]:
+def assembler(machine: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """The machine with the assembler that is checked, variables of the children that name it, and notes."""
+    from efficient_attn.ops import verdict
+
+    reason = verdict.refusal(machine["capability"], machine["ptxas"])
+    if reason is None:
+        return dict(machine), {}, []
+    path = verdict.newer_ptxas()
+    if path is None:
+        note = f"No kernel was checked: {reason}. Install one and {verdict.export_line()}"
+        return dict(machine), {}, [note]
+    version = verdict.ptxas_version(path)
+    note = f"{reason}: ptxas {version} was used. Kernels serve after {verdict.export_line()}"
+    return {**machine, "ptxas": version}, dict.fromkeys(verdict.PTXAS_VARIABLES, path), [note]
+
+
+def check_kernels(
+    device: str, variables: Mapping[str, str], *, refused: str | None, say: Say
+) -> dict[str, Any]:
     """Outcome of each kernel by precision; `refused` is the reason why none may be checked."""
     from efficient_attn.measure.kernel_check import SUBJECTS
     from efficient_attn.ops import verdict
@@ -216,7 +242,7 @@ def check_kernels(device: str, *, refused: str | None, say: Say) -> dict[str, An
     say(f"Checking {len(jobs)} kernels, {count} at a time.")
     # Compilers of many processes would start a pool of a process per core each.
     threads = str(max(usable_cores() // count, 1))
-    variables = {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    variables = {**variables, "OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     start = time.monotonic()
     with ThreadPoolExecutor(count) as pool:
         futures = {pool.submit(judge, *job, device=device, variables=variables): job for job in jobs}
@@ -269,6 +295,7 @@ def _measure(
     workload: Workload,
     device: str,
     lengths: Sequence[int],
+    variables: Mapping[str, str],
     store: Store,
     budget_s: float,
     say: Say,
@@ -277,7 +304,7 @@ def _measure(
     operators = replace(linear, label=_OPERATORS)
     by_operators = {"EFFICIENT_ATTN_KERNELS": "torch"}
     with (
-        Measurer(timeout_s=budget_s) as kernels,
+        Measurer(timeout_s=budget_s, variables=variables) as kernels,
         Measurer(timeout_s=budget_s, variables=by_operators) as plain,
     ):
 

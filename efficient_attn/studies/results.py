@@ -107,14 +107,19 @@ class Results:
         """What was measured, as tables of text."""
         return self._shown("tables")
 
-    def plot(self, name: str | None = None) -> Any:
-        """Draw one of `plots()`, the first if no name is given; the first axes."""
+    def plot(self, name: str | None = None, *, ax: Any = None) -> Any:
+        """Draw one of `plots()`, the first if no name is given; the first axes.
+
+        Args:
+            ax: Axes for a plot of one chart; a new figure is made if left out.
+        """
         plots = self.plots()
         if not plots:
             raise DataError("There is nothing to plot: no record holds a number.")
         if name is not None and name not in plots:
             raise UnknownNameError("plot", name, plots)
-        return draw(plots[name or next(iter(plots))])[0]
+        plot = plots[name or next(iter(plots))]
+        return draw(plot, ax=ax)[0]
 
     def sentences(self) -> list[str]:
         """A few sentences computed from the records."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from efficient_attn.report.figures import (
 from efficient_attn.report.table import NOT_MEASURED, PREDICTED, Table, brief
 from efficient_attn.report.text import (
     calibration_note,
+    compared,
     describe,
     failure_notes,
     mark_notes,
@@ -283,5 +284,18 @@ def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, 
         tuple(series),
     )
     doublings = [tokens for tokens in time.x.ticks if math.log2(tokens).is_integer()]
-    timed = tuple(line._replace(style=styles[line.label]) for line in time.series)
+    speeds = {row.label: row.speeds for row in rows}
+    timed = tuple(
+        _with_predictions(line, speeds[line.label])._replace(style=styles[line.label]) for line in time.series
+    )
     return time._replace(x=time.x._replace(ticks=doublings or time.x.ticks), series=timed), errors
+
+
+def _with_predictions(line: Series, speeds: Mapping[int, Typical]) -> Series:
+    """Line of times with lengths that were only predicted, which have no place on its axis."""
+    predicted = {
+        tokens: speed for tokens, speed in speeds.items() if not speed.samples and tokens not in line.x
+    }
+    texts = tuple(f"predicted against exact: {compared(speed)}" for speed in predicted.values())
+    y = (*line.y, *(None for _ in predicted))
+    return line._replace(x=(*line.x, *predicted), y=y, hints=(*line.hints, *texts))
