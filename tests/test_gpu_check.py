@@ -166,7 +166,11 @@ def test_a_tile_that_dies_or_answers_nan_is_struck_and_the_next_is_taken():
 
 def test_a_tile_that_hangs_is_killed():
     entry = judge("hangs", limit_s=2.0)
-    assert entry == {"outcome": "failed", "tile": "hangs", "reasons": ["tile hangs: the process took longer than 2 s"]}
+    assert entry == {
+        "outcome": "failed",
+        "tile": "hangs",
+        "reasons": ["tile hangs: the process took longer than 2 s"],
+    }
 
 
 def timed(label, tokens, time_s, *, causal=False):

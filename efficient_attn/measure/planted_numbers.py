@@ -50,8 +50,7 @@ def _prompt(tokenizer: Any, text: str, tokens: int, draws: random.Random) -> Pro
         before, _, after = chat.partition("\0")
     numbers = {name: str(draws.randrange(10_000, 100_000)) for name in NAMES}
     facts = [encode(_FACT.format(*fact)) for fact in draws.sample(list(numbers.items()), len(NAMES))]
-    start = encode(f"{before}{_TASK}")
-    end = encode(f"\nWhat are the secret numbers?{after}")
+    start, end = encode(f"{before}{_TASK}"), encode(f"\nWhat are the secret numbers?{after}")
     answers, dialogue = list[range](), list[int]()
     for name in draws.sample(NAMES, len(NAMES)):
         dialogue += encode(_QUESTION.format(name))
@@ -61,17 +60,15 @@ def _prompt(tokenizer: Any, text: str, tokens: int, draws: random.Random) -> Pro
     words = encode(text)
     room = tokens - len(start) - sum(map(len, facts)) - len(end) - len(dialogue)
     first = draws.randrange(len(words))
-    filler = [words[(first + place) % len(words)] for place in range(max(room, 0))]
     # The facts stand between pieces of equal length.
-    length = len(filler) // (len(facts) + 1)
-    ids = start + filler[:length]
-    for number, fact in enumerate(facts, start=1):
-        ids += fact + filler[number * length : (number + 1) * length]
+    length = max(room, 0) // (len(facts) + 1)
+    ids = start
+    for number, fact in enumerate([[], *facts]):
+        piece = range(first + number * length, first + (number + 1) * length)
+        ids += [*fact, *(words[place % len(words)] for place in piece)]
     ids += end
-    return Prompt(
-        torch.tensor([ids + dialogue]),
-        tuple(range(len(ids) + answer.start, len(ids) + answer.stop) for answer in answers),
-    )
+    places = tuple(range(len(ids) + answer.start, len(ids) + answer.stop) for answer in answers)
+    return Prompt(torch.tensor([ids + dialogue]), places)
 
 
 def right_answers(logits: Logits, prompt: Prompt) -> list[bool]:

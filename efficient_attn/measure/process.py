@@ -25,9 +25,6 @@ T = TypeVar("T")
 # Time limits to start Python and load torch, and for a killed process to end.
 _START_LIMIT_S, _END_LIMIT_S = 120.0, 2.0
 
-# First message of a process that has loaded everything.
-_READY = "ready"
-
 _STDERR = 2
 
 # Address space that threads and libraries reserve without using it; excluded from the limit.
@@ -83,12 +80,11 @@ class Process:
                 env={**os.environ, **self._variables, "PYTHONPATH": paths},
             )
         try:
-            ready = self._result(_START_LIMIT_S) == _READY
+            self._result(_START_LIMIT_S)
         except CrashError:
-            ready = False
-        if not ready:
             self.close()
-            raise CrashError("the process that measures did not start; isolate='none' measures without it")
+            unstarted = "the process that measures did not start; isolate='none' measures without it"
+            raise CrashError(unstarted) from None
 
     def ask(self, call: Callable[[], T], *, limit_s: float) -> T:
         """Result of a call that the process makes; its start is no part of the time limit.
@@ -134,11 +130,11 @@ class Process:
             code = self.child.wait(_END_LIMIT_S)
         except subprocess.TimeoutExpired:
             return "the process stopped answering"
-        if code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else "unnamed"
-            likely = ": likely the system's out-of-memory killer" if code == -signal.SIGKILL else ""
-            return f"the process crashed with signal {-code} ({name}){likely}"
-        return f"the process ended with exit code {code}"
+        if code >= 0:
+            return f"the process ended with exit code {code}"
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else "unnamed"
+        likely = ": likely the system's out-of-memory killer" if code == -signal.SIGKILL else ""
+        return f"the process crashed with signal {-code} ({name}){likely}"
 
 
 def serve(calls: int, results: int, limit_bytes: int | None) -> None:
@@ -159,7 +155,8 @@ def serve(calls: int, results: int, limit_bytes: int | None) -> None:
 
     if limit_bytes is not None:
         _limit_memory(limit_bytes)
-    answers.send(_READY)
+    # The first message says that everything is loaded.
+    answers.send(None)
     while True:
         answers.send(pickle.loads(received.get())())
 
@@ -174,12 +171,10 @@ def _receive(requests: Connection, received: "SimpleQueue[bytes]") -> None:
 
 def _limit_memory(limit_bytes: int) -> None:
     """Refuse allocations beyond the limit, if the system reports current usage."""
-    try:
+    with suppress(ImportError, OSError):
         import resource
 
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except (ImportError, OSError):
-        return
-    most = pages * resource.getpagesize() + limit_bytes + _RESERVED_BYTES
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))
+        most = pages * resource.getpagesize() + limit_bytes + _RESERVED_BYTES
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (most if hard < 0 else min(most, hard), hard))

@@ -134,7 +134,7 @@ def condition(name: str, unit: str, meaning: str, *, type: Type = "number") -> Q
 
 # Costs: `bench`.
 register(
-    duration("time_s", "times_s", "Wall-clock time of a call, less the run-queue wait on one CPU thread"),
+    duration("time_s", "times_s", "Wall-clock time of a call; on one CPU thread its processor time"),
     duration("device_time_s", "device_times_s", "Time of a queued call on a GPU without launch overhead"),
     condition(
         "round_sizes", "", "Number of timed calls in each interleaved round, in order.", type="whole numbers"
