@@ -48,7 +48,6 @@ class Variant:
         backend: Name in records: a registered name, or `file.py:object`.
         target: Argument of `build`: a name, a path, a module or a callable.
         options: All options, including defaults.
-        memory_growth: Declared power of tokens in its memory.
         execution: compiled or decoded; None: eager.
     """
 
