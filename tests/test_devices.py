@@ -173,7 +173,7 @@ def test_an_illegal_access_to_memory_is_a_record_although_it_ends_the_use_of_the
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def broken(q, k, v):
-        for name in ("synchronize", "empty_cache", "memory_stats", "reset_peak_memory_stats"):
+        for name in ("synchronize", "empty_cache", "memory_allocated", "reset_peak_memory_stats"):
             monkeypatch.setattr(torch.cuda, name, use)
         use()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from efficient_attn.measure import process
+from efficient_attn.measure import isolation
 from efficient_attn.measure.environment import available_bytes, environment, moment, usable_cores
 from efficient_attn.measure.variants import select
 from efficient_attn.studies.workload import Workload, measurer_for
@@ -52,7 +52,7 @@ def test_what_another_system_does_not_report_or_enforce_is_unknown_or_a_remark()
     assert found["processor"]
     assert available_bytes() is None and moment() is None
     assert usable_cores() == os.cpu_count()
-    process._limit_memory(1)
+    isolation._limit_memory(1)
     for limit, unknown in (("70%", True), ("8GiB", False)):
         (remark,) = remarks_on(limit)
         assert "enforces no memory limit" in remark

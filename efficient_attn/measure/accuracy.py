@@ -14,12 +14,11 @@ from torch import Tensor
 from efficient_attn.backends import build, resolve
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.measure.calls import BASELINES, attention_flops
+from efficient_attn.measure.calls import BASELINES, answer, attention_flops
 from efficient_attn.measure.error import outputs_checked, random_positions, read_shares, relative_error
 from efficient_attn.measure.inputs import Subject, read_given
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant, possible, with_size
-from efficient_attn.measure.worker import answer
 from efficient_attn.options import SEED
 
 # Metrics with the fields of a record that hold them, the shown one first.

@@ -6,6 +6,7 @@ attention. A call is eager, compiled by torch.compile, or decodes the last token
 """
 
 import copy
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import calibrate
 from efficient_attn.backends import build, resolve
-from efficient_attn.contained import contained
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.contained import contained, described, one_line
+from efficient_attn.errors import AttentionError, UnsupportedError
 from efficient_attn.external import CalledAttention
 from efficient_attn.measure import memory
 from efficient_attn.measure.error import (
@@ -29,14 +30,18 @@ from efficient_attn.measure.error import (
 )
 from efficient_attn.measure.inputs import read_given
 from efficient_attn.measure.memory import ITEM_BYTES
-from efficient_attn.measure.record import DECODED, SAME_INPUTS, Case
+from efficient_attn.measure.record import DECODED, SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION
 from efficient_attn.operation_counts import MatMul, OperationCounts
+from efficient_attn.ops.paths import observed_kernels, only_torch
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.theory.complexity import Cost, call_cost
 from efficient_attn.transformer.block import TransformerBlock
 from efficient_attn.transformer.stack import Encoder
+
+# Messages of torch's allocators; the CPU allocator raises a plain RuntimeError.
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 
 Call = Callable[[], Any]
 
@@ -258,3 +263,30 @@ def _compiled(module: Any, spec: BackendSpec) -> Any:
     torch.compiler.reset()
     # One graph for the measured shapes; a graph break is an error.
     return torch.compile(module, fullgraph=True, dynamic=False)
+
+
+def answer(case: Case, measured: Callable[[], Record]) -> Record:
+    """Result of `measured` under the thread count of the case, or a record of its exception."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(case.threads)
+        with contained(), observed_kernels() as names:
+            record = measured()
+        # Fused kernels that ran, or else algorithms for the CPU or PyTorch's operators.
+        others = "cpu" if case.device == "cpu" and not only_torch() else "torch"
+        return replace(record, kernels=", ".join(sorted(names)) or others)
+    except AttentionError as refusal:
+        return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
+    except Exception as failure:  # the backend may be external code: any exception is a result
+        reason = described(failure)
+        exhausted = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
+        worded = isinstance(failure, RuntimeError) and any(words in reason for words in _OUT_OF_MEMORY)
+        status = "oom" if exhausted or worded else "error"
+    finally:
+        torch.set_num_threads(threads)
+    gc.collect()
+    if case.device.startswith("cuda"):
+        # An illegal memory access ends the context of this process, and every later call raises it again.
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
+    return Record(case=case, status=status, reason=reason)

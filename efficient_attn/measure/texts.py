@@ -34,7 +34,7 @@ def read_text(path: Path, *, name: str = "--text") -> str:
             raise DataError(f"{name}: {path} is larger than {_MOST_BYTES} bytes; take a part of it.")
         return path.read_bytes().decode("utf-8")
     except (OSError, ValueError) as error:
-        raise DataError(f"{name}: {path} cannot be read as UTF-8 text: {error}.") from None
+        raise DataError(f"{name}: cannot read {path} as UTF-8 text: {error}.") from None
 
 
 def read_texts(files: Sequence[str] | None, *, name: str) -> dict[str, str] | None:

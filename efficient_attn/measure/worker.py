@@ -4,14 +4,10 @@ The case is self-contained, so that the call can be made in another process. Ref
 and exceptions are records too.
 """
 
-import gc
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
-from efficient_attn.contained import contained, described, one_line
-from efficient_attn.errors import AttentionError
 from efficient_attn.measure import clock, memory
 from efficient_attn.measure.clock import QueuedCalls
 from efficient_attn.measure.record import Case, Record, replace
@@ -19,9 +15,6 @@ from efficient_attn.measure.record import Case, Record, replace
 # Seconds of timed calls, and most calls of a round: on a GPU each is timed twice, with slow flushes.
 CALLS_S = 0.1
 _MOST_CALLS, _MOST_CALLS_ON_CUDA = 1000, 200
-
-# Messages of torch's allocators; the CPU allocator raises a plain RuntimeError.
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 
 Call = Callable[[], object]
 
@@ -34,6 +27,7 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
         inputs: File of the q, k, v that `case.inputs` names; None: a Gaussian draw.
     """
 
+    # torch is loaded by the first measurement.
     from efficient_attn.measure import accuracy, calls
 
     if case.kind == "error" and inputs is not None:
@@ -49,7 +43,7 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
             record = replace(record, parameter_bytes=parameters, state_bytes=state)
         return replace(record, calibrated_on=prepared.calibrated_on)
 
-    return answer(case, measured)
+    return calls.answer(case, measured)
 
 
 def time_of(
@@ -86,35 +80,3 @@ def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:
     # The first call fills caches, which are not part of the measurement.
     (first or call)()
     return Record(case=case, peak_bytes=memory.peak(call, device=case.device).peak_bytes)
-
-
-def answer(case: Case, measured: Callable[[], Record]) -> Record:
-    """Result of `measured` under the thread count of the case, or a record of its exception."""
-    # torch is loaded by the first measurement.
-    import torch
-
-    from efficient_attn.ops.paths import observed_kernels, only_torch
-
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(case.threads)
-        with contained(), observed_kernels() as names:
-            record = measured()
-        # Fused kernels that ran, or else algorithms for the CPU or PyTorch's operators.
-        others = "cpu" if case.device == "cpu" and not only_torch() else "torch"
-        return replace(record, kernels=", ".join(sorted(names)) or others)
-    except AttentionError as refusal:
-        return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
-    except Exception as failure:  # the backend may be external code: any exception is a result
-        reason = described(failure)
-        exhausted = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
-        worded = isinstance(failure, RuntimeError) and any(words in reason for words in _OUT_OF_MEMORY)
-        status = "oom" if exhausted or worded else "error"
-    finally:
-        torch.set_num_threads(threads)
-    gc.collect()
-    if case.device.startswith("cuda"):
-        # An illegal memory access ends the context of this process, and every later call raises it again.
-        with suppress(RuntimeError):
-            torch.cuda.empty_cache()
-    return Record(case=case, status=status, reason=reason)

@@ -25,10 +25,10 @@ from efficient_attn.integrations.transformers.swapping import (
     forward,
     replaced_forward,
 )
+from efficient_attn.measure.calls import answer
 from efficient_attn.measure.copies import PROMPTS, copies_begin
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import OWN, PLAN, Variant
-from efficient_attn.measure.worker import answer
 from efficient_attn.studies.advise.outcomes import Targets
 from efficient_attn.studies.advise.plan import HEADS, RANDOM_HEADS, RETRIEVAL
 from efficient_attn.studies.study import Point, Request, Steps

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend, calibrate
 from efficient_attn.measure import calls
+from efficient_attn.measure.calls import answer
 from efficient_attn.measure.error import outputs_checked
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
-from efficient_attn.measure.worker import answer
 from efficient_attn.options import SEED
 from efficient_attn.studies.recall.plan import BATCH, CLASSES, LEARNED, QUERIES, TESTED, Course
 from efficient_attn.transformer.block import TransformerBlock

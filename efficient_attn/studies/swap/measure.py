@@ -12,13 +12,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from efficient_attn.contained import trial
-from efficient_attn.measure.calls import MEAN, attention_flops
+from efficient_attn.measure.calls import MEAN, answer, attention_flops
 from efficient_attn.measure.copies import copies_begin
 from efficient_attn.measure.error import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK, Variant, select
-from efficient_attn.measure.worker import answer, memory_of, time_of
+from efficient_attn.measure.worker import memory_of, time_of
 from efficient_attn.options import SEED
 from efficient_attn.studies.study import Point
 from efficient_attn.studies.swap.plan import KL
