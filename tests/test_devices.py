@@ -120,17 +120,14 @@ def calls(monkeypatch):
         yield
         told.append(f"leave {name}")
 
-    def stats(name):
-        told.append(f"stats {name}")
-        later = told.count(f"stats {name}") > 1
-        return {
-            "allocated_bytes.all.current": 1000 + 512 * later,
-            "allocated_bytes.all.peak": 5096,
-        }
+    def allocated(name):
+        told.append(f"allocated {name}")
+        return 1000 + 512 * (told.count(f"allocated {name}") > 1)
 
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda name: told.append(f"synchronise {name}"))
-    monkeypatch.setattr(torch.cuda, "memory_stats", stats)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", allocated)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda name: 5096)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda name: told.append(f"reset {name}"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("empty the cache"))
     return told
@@ -139,8 +136,8 @@ def calls(monkeypatch):
 def test_the_peak_is_taken_above_what_was_there_once_the_device_has_nothing_left_to_do(calls):
     peak = memory.peak(lambda: calls.append("call"), device="cuda:1")
     assert peak == (4096, 512)
-    before = ["synchronise cuda:1", "reset cuda:1", "stats cuda:1"]
-    assert calls == [*before, "call", "synchronise cuda:1", "stats cuda:1"]
+    before = ["synchronise cuda:1", "reset cuda:1", "allocated cuda:1"]
+    assert calls == [*before, "call", "synchronise cuda:1", "allocated cuda:1"]
 
 
 @pytest.fixture
@@ -176,7 +173,7 @@ def test_an_illegal_access_to_memory_is_a_record_although_it_ends_the_use_of_the
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def broken(q, k, v):
-        for name in ("synchronize", "empty_cache", "memory_stats", "reset_peak_memory_stats"):
+        for name in ("synchronize", "empty_cache", "memory_allocated", "reset_peak_memory_stats"):
             monkeypatch.setattr(torch.cuda, name, use)
         use()
 

@@ -11,7 +11,7 @@ from made_records import case as made_case
 import efficient_attn as ea
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.measure import kernel_check
-from efficient_attn.measure.process import CrashError, LateError
+from efficient_attn.measure.isolation import CrashError, LateError
 from efficient_attn.measure.record import Record, append
 from efficient_attn.ops import paths, verdict
 from efficient_attn.studies import gpu_check

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from efficient_attn.measure import process
+from efficient_attn.measure import isolation
 from efficient_attn.measure.environment import available_bytes, environment, moment, usable_cores
 
 ON_LINUX = sys.platform.startswith("linux")
@@ -40,4 +40,4 @@ def test_what_another_system_does_not_report_or_enforce_is_unknown_or_a_remark()
     assert found["processor"]
     assert available_bytes() is None and moment() is None
     assert usable_cores() == os.cpu_count()
-    process._limit_memory(1)
+    isolation._limit_memory(1)

@@ -14,8 +14,7 @@ from torch import Tensor
 from efficient_attn.backends import build, resolve
 from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
-from efficient_attn.measure.answers import answer
-from efficient_attn.measure.calls import BASELINES, attention_flops
+from efficient_attn.measure.calls import BASELINES, answer, attention_flops
 from efficient_attn.measure.error import outputs_checked, random_positions, read_shares, relative_error
 from efficient_attn.measure.inputs import Subject, read_given
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace

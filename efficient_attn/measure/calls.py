@@ -6,34 +6,42 @@ attention. A call is eager, compiled by torch.compile, or decodes the last token
 """
 
 import copy
-import functools
+import gc
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.backend import Backend, calibrate
+from efficient_attn.backend import calibrate
 from efficient_attn.backends import build, resolve
-from efficient_attn.contained import contained
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.contained import contained, described, one_line
+from efficient_attn.errors import AttentionError, UnsupportedError
 from efficient_attn.external import CalledAttention
 from efficient_attn.measure import memory
-from efficient_attn.measure.error import check_call, check_gradients, mean_of_values, outputs_checked
+from efficient_attn.measure.error import (
+    backends_in,
+    check_call,
+    check_gradients,
+    mean_of_values,
+    outputs_checked,
+)
 from efficient_attn.measure.inputs import read_given
 from efficient_attn.measure.memory import ITEM_BYTES
-from efficient_attn.measure.record import DECODED, SAME_INPUTS, Case
+from efficient_attn.measure.record import DECODED, SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION
 from efficient_attn.operation_counts import MatMul, OperationCounts
+from efficient_attn.ops.paths import observed_kernels, only_torch
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 from efficient_attn.theory.complexity import Cost, call_cost
 from efficient_attn.transformer.block import TransformerBlock
 from efficient_attn.transformer.stack import Encoder
 
-# Ratio of the feed-forward dimension to model_dim.
-WIDENING = 4
+# Messages of torch's allocators; the CPU allocator raises a plain RuntimeError.
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 
 Call = Callable[[], Any]
 
@@ -49,8 +57,8 @@ class Prepared(NamedTuple):
     """
 
     module: Any
-    call: Callable[[], object]
-    checked: Callable[[], object]
+    call: Call
+    checked: Call
     inputs: tuple[Tensor, ...]
     streams: bool
     calibrated_on: str | None
@@ -77,19 +85,17 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
     module = _build(case, spec, scale).to(device=case.device, dtype=getattr(torch, case.dtype)).eval()
     calibrated_on = None
     # Calibration on the measured inputs is not part of the measured call.
-    if any(isinstance(part, Backend) and part.needs_calibration for part in module.modules()):
+    if any(backend.needs_calibration for backend in backends_in(module)):
         calibrate(module, *tensors)
         calibrated_on = SAME_INPUTS
-
     streams = case.causal and bool(spec.capabilities.streaming)
     if case.execution == DECODED:
         if not (streams and case.of == "attention"):
             raise UnsupportedError(f"{spec.name!r} keeps no state from which a token could be decoded.")
-        call = _decoding(module, tensors)
-        return Prepared(module, call, call, tuple(tensors), streams, calibrated_on)
-
-    call = _with_backward(module, tensors, gradient) if case.backward else _forward(module, tensors)
-    checked = functools.partial(_checked, module, call, case)
+        call = checked = _decoding(module, tensors)
+    else:
+        call = (_backward if case.backward else _forward)(module, inputs=tensors, gradient=gradient)
+        checked = partial(_checked, module, call, case)
     return Prepared(module, call, checked, tuple(tensors), streams, calibrated_on)
 
 
@@ -109,7 +115,7 @@ def _build(case: Case, spec: BackendSpec, scale: float | None) -> Any:
         torch.default_generator.manual_seed(case.seed)
         if case.of == "attention":
             return build(spec, head_dim=case.head_dim, num_heads=case.num_heads, scale=scale, **shared)
-        shared["feed_forward_dim"] = WIDENING * case.model_dim
+        shared["feed_forward_dim"] = 4 * case.model_dim
         if case.of == "block":
             return TransformerBlock(case.model_dim, case.num_heads, spec, **shared)
         layers = case.layers or 1
@@ -150,15 +156,11 @@ MEAN = BackendSpec(
 BASELINES = {CEILING: _VALUES, UNIFORM_ATTENTION: MEAN}
 
 
-def _forward(module: Any, inputs: list[Tensor]) -> Call:
-    def call() -> object:
-        with torch.no_grad():
-            return module(*inputs)
-
-    return call
+def _forward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Call:
+    return torch.no_grad()(partial(module, *inputs))
 
 
-def _with_backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Callable[[], object]:
+def _backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Call:
     """A forward pass, then the gradients with respect to inputs and parameters."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     learned = [weight for weight in module.parameters() if weight.requires_grad]
@@ -191,7 +193,7 @@ def _inputs(case: Case) -> tuple[Tensor, ...]:
 
 
 # Cached: all backends at a length share the same inputs, alone or in a block.
-@functools.lru_cache(maxsize=2)
+@lru_cache(maxsize=2)
 def _gaussian(count: int, shape: tuple[int, ...], dtype: str, device: str, seed: int) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     drawn = (torch.randn(shape, generator=generator) for _ in range(count))
@@ -240,9 +242,36 @@ def _decoding(module: Any, inputs: list[Tensor]) -> Call:
     with torch.no_grad():
         _, state = module.extend(*before)
 
+    @torch.no_grad()
     def call() -> object:
-        with torch.no_grad():
-            return module.extend(*last, state)[0]
+        return module.extend(*last, state)[0]
 
     check_call(module, last, {}, call())
     return call
+
+
+def answer(case: Case, measured: Callable[[], Record]) -> Record:
+    """Result of `measured` under the thread count of the case, or a record of its exception."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(case.threads)
+        with contained(), observed_kernels() as names:
+            record = measured()
+        # Fused kernels that ran, or else algorithms for the CPU or PyTorch's operators.
+        others = "cpu" if case.device == "cpu" and not only_torch() else "torch"
+        return replace(record, kernels=", ".join(sorted(names)) or others)
+    except AttentionError as refusal:
+        return Record(case=case, status="unsupported", reason=one_line(str(refusal)))
+    except Exception as failure:  # the backend may be external code: any exception is a result
+        reason = described(failure)
+        exhausted = isinstance(failure, MemoryError) or type(failure).__name__ == "OutOfMemoryError"
+        worded = isinstance(failure, RuntimeError) and any(words in reason for words in _OUT_OF_MEMORY)
+        status = "oom" if exhausted or worded else "error"
+    finally:
+        torch.set_num_threads(threads)
+    gc.collect()
+    if case.device.startswith("cuda"):
+        # An illegal memory access ends the context of this process, and every later call raises it again.
+        with suppress(RuntimeError):
+            torch.cuda.empty_cache()
+    return Record(case=case, status=status, reason=reason)

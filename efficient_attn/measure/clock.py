@@ -1,20 +1,19 @@
 """Timing of calls: raw samples after a warm-up, by the CPU's clock or CUDA events; device times.
 
-Other processes lengthen calls most by keeping the core from them. Linux counts this run-queue wait per
-thread, and times on one CPU thread exclude it.
+Other processes lengthen calls most by keeping the core from them: times on one CPU thread are processor time.
 
 Device times are of calls on CUDA that are queued while the device is busy, so that it waits for no launch. As
 in `triton.testing.do_bench`, the L2 cache is flushed before each call, events enclose the call alone, and the
 host waits once, after the last call. The flush hides some 0.1 ms of launches; a spinning kernel before it
-hides the others: the call begins after the host has enqueued all of it. Launches stay visible in calls that
-synchronise, and in calls with more kernels than the queue of the device holds (about 1000).
+hides the others. Launches stay visible in calls that synchronise, and in calls with more kernels than the
+queue of the device holds (about 1000).
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 Call = Callable[[], object]
 Clock = Callable[[Call], float]
@@ -32,9 +31,6 @@ _FLUSH_BYTES = 256_000_000
 # Least device time of a warm-up, as in do_bench, during which clocks rise.
 _WARM_UP_S = 0.025
 
-# CPU time, run-queue wait and number of time slices of the calling thread, the first two in nanoseconds.
-_SCHEDSTAT = Path("/proc/thread-self/schedstat")
-
 # Cycles of the spinning kernel per second of enqueueing: twice the clock of a GPU, as a margin.
 _CYCLES_PER_S = 4e9
 
@@ -43,12 +39,13 @@ def clock(device: str, threads: int = 1) -> Clock:
     """A function that makes one call and returns its duration in seconds, including the device's work.
 
     Args:
-        threads: Number of torch threads on the CPU. With one, the time excludes the run-queue wait of this
-            thread, where the system counts it, and is at least its CPU time.
+        threads: Number of torch threads on the CPU; of one, the duration is processor time of the process.
     """
     if device.startswith("cuda"):
         return partial(_time_on_cuda, device=device)
-    return partial(_time_on_cpu, alone=threads == 1 and _wait_s() is not None)
+    # The processor time of Windows is too coarse.
+    alone = threads == 1 and os.name == "posix"
+    return partial(_time_on_cpu, counter=time.process_time if alone else time.perf_counter)
 
 
 def warm_up(call: Call, time_call: Clock, *, limit_s: float, first: Call | None = None) -> float:
@@ -69,28 +66,13 @@ def sample(call: Call, time_call: Clock, *, seconds: float, least: int, most: in
     return tuple(times_s)
 
 
-def _time_on_cpu(call: Call, *, alone: bool) -> float:
-    """Duration of a call; on one thread without its run-queue wait."""
-    wait_s, cpu_s = (-(_wait_s() or 0.0), -time.thread_time()) if alone else (0.0, 0.0)
-    start = time.perf_counter()
+def _time_on_cpu(call: Call, *, counter: Callable[[], float]) -> float:
+    start = counter()
     # The result is kept alive until the clock is read, to exclude the deallocation.
     result = call()
-    stop = time.perf_counter()
-    if not alone:
-        return stop - start
-    cpu_s += time.thread_time()
-    wait_s += _wait_s() or 0.0
+    stop = counter()
     del result
-    # The wait also counts what passes between the readings.
-    return min(stop - start, max(stop - start - wait_s, cpu_s))
-
-
-def _wait_s() -> float | None:
-    """Run-queue wait: seconds that this thread was ready to run but not running; None if not counted."""
-    try:
-        return int(_SCHEDSTAT.read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return None
+    return stop - start
 
 
 def _time_on_cuda(call: Call, *, device: str) -> float:

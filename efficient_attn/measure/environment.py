@@ -7,7 +7,6 @@ import importlib.metadata
 import os
 import platform
 import re
-import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,12 +16,6 @@ from typing import Any, NamedTuple
 # The only recorded variables: they affect speed or results and hold no secrets.
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "EFFICIENT_ATTN_KERNELS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 PACKAGES = ("efficient-attn", "numpy", "torch", "transformers", "triton")
-
-# Entries from a GPU's driver: its version, and the highest clock.
-_DRIVER = ("driver_version", "clocks.max.sm")
-
-# Time limit of a query to git or the driver.
-_PATIENCE_S = 5
 
 # An absolute path, at the start of a word or after a separator between a flag or name and its value.
 _PATH = re.compile(r"(?:(?<=^)|(?<=[=,:\s]))(?:~?/|[A-Za-z]:\\)[^,:\s]*")
@@ -34,11 +27,6 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
     """Description of machine and software, written with the records."""
     import torch
 
-    folder, git = Path(__file__).resolve().parents[2], None
-    # An installed package has no source tree.
-    if (folder / ".git").exists():
-        describe = ("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-        git = _output_of("git", "-C", str(folder), *describe)
     return {
         "command": [_PATH.sub(lambda path: _short(path.group()), word) for word in command],
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -53,7 +41,6 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
             for name in PACKAGES
         },
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-        "git": git and {"commit": git.removesuffix("-dirty"), "clean": not git.endswith("-dirty")},
         "torch": {
             "version": torch.__version__,
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -98,28 +85,16 @@ def _entry(path: str, name: str) -> Any:
 
 
 def _gpu(device: str) -> dict[str, Any]:
-    """Name, memory and driver of a GPU, the latter in the words of nvidia-smi; None if it gives none."""
     import torch
 
-    properties = torch.cuda.get_device_properties(device)
-    # CUDA_VISIBLE_DEVICES renumbers the devices; the driver knows each by its name.
-    query = (f"--id=GPU-{properties.uuid}", f"--query-gpu={','.join(_DRIVER)}", "--format=csv,noheader")
-    values = (_output_of("nvidia-smi", *query) or "").split(", ")
+    from efficient_attn.ops import verdict
+
     return {
-        "name": properties.name,
-        "memory_bytes": properties.total_memory,
+        "name": torch.cuda.get_device_name(device),
+        "memory_bytes": torch.cuda.get_device_properties(device).total_memory,
         "cuda": torch.version.cuda,
-        **dict(zip(_DRIVER, values if len(values) == len(_DRIVER) else [None, None], strict=True)),
+        "driver_version": verdict.driver_version(),
     }
-
-
-def _output_of(*command: str) -> str | None:
-    """Output of a program; None if it is missing, fails or exceeds the time limit."""
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return run.stdout.strip()
 
 
 class Moment(NamedTuple):

@@ -88,18 +88,19 @@ def read_shares(backend: Backend, q: Queries, k: Keys, rows: Tensor | None = Non
     Raises:
         UnsupportedError: If the backend reads no keys one by one.
     """
-    problem, (tokens, queries) = backend.problem, (k.shape[2], q.shape[2])
-    rows = torch.arange(queries, device=q.device) if rows is None else rows
+    tokens, ahead = k.shape[2], k.shape[2] - q.shape[2]
+    rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    counts, mass = [0, 0], 0.0
+    read_pairs, pairs, mass = 0, 0, 0.0
     for part in rows.split(max(1, _ENTRIES_AT_ONCE // (q.shape[0] * q.shape[1] * tokens))):
-        read, scores = backend.keys_read(q, k, rows=part), q[..., part, :].double() @ keys.mT * problem.factor
-        if problem.causal:
-            last = part[:, None] + tokens - queries
-            scores.masked_fill_(torch.arange(tokens, device=q.device) > last, -torch.inf)
+        read = backend.keys_read(q, k, rows=part)
+        scores = q[..., part, :].double() @ keys.mT * backend.problem.factor
+        if backend.problem.causal:
+            scores.masked_fill_(torch.arange(tokens, device=q.device) > part[:, None] + ahead, -torch.inf)
         mass += float(scores.softmax(dim=-1).masked_fill_(~read, 0.0).sum())
-        counts = [counts[0] + int(read.count_nonzero()), counts[1] + int(scores.isfinite().count_nonzero())]
-    return counts[0] / counts[1], mass / (q.shape[0] * q.shape[1] * len(rows))
+        read_pairs += int(read.count_nonzero())
+        pairs += int(scores.isfinite().count_nonzero())
+    return read_pairs / pairs, mass / (q.shape[0] * q.shape[1] * len(rows))
 
 
 def mean_of_values(q: Queries, v: Values, *, causal: bool = False, key_mask: Tensor | None = None) -> Output:
@@ -253,9 +254,8 @@ def _share(x: Tensor) -> str:
 def next_token_distances(logits: Logits, exact: Logits, ids: Tensor) -> dict[str, float]:
     """Divergence in nats, perplexity and loss of the next token, in blocks of positions.
 
-    The divergence is the mean of Σ p log(p / p'), with p of `exact`. The perplexity is exp of
-    the mean of −log p'(next token). The loss is the mean of log(p / p')(next token); its standard error that
-    of the mean over blocks of 64 consecutive tokens, whose losses depend on one another.
+    The divergence is the mean of Σ p log(p / p'), p of `exact`, the loss that of log(p / p')(next token).
+    Its standard error is that of the mean over blocks of 64 tokens, whose losses depend on one another.
 
     Args:
         logits, exact: Logits of a slice of positions, [positions vocabulary].
@@ -268,11 +268,10 @@ def next_token_distances(logits: Logits, exact: Logits, ids: Tensor) -> dict[str
         log_q, log_p = (F.log_softmax(model(rows).double(), dim=-1) for model in (logits, exact))
         kl += float(F.kl_div(log_q, log_p, reduction="sum", log_target=True))
         following = ids[rows.start + 1 : rows.stop + 1]
-        nats, exact_nats = (
-            F.nll_loss(x[: len(following)], following, reduction="none") for x in (log_q, log_p)
-        )
-        loss += float(nats.sum())
-        differences += [nats - exact_nats] if len(following) else []
+        if len(following):
+            places = torch.arange(len(following), device=ids.device), following
+            loss -= float(log_q[places].sum())
+            differences.append(log_p[places] - log_q[places])
     means = torch.stack([block.mean() for block in differences])
     return {
         # The divergence of equal distributions is zero, up to rounding of either sign.

@@ -198,10 +198,8 @@ class Subject:
 
     Attributes:
         name: Name in records, such as `gaussian(norm=0.5)`.
-        activations: q, k, v in the dtype of the computation.
         scale: Factor on q·k.
         seed: Random seed of Gaussian inputs, and of the first draw of random features.
-        causal: Causal masking.
         rows: Positions of the queries whose outputs are compared with exact ones, [rows]; None: all.
     """
 

@@ -51,14 +51,10 @@ class Subject:
     """A fused kernel as the backend that it serves.
 
     Attributes:
-        backend: Name of the backend.
         note: Name by which the kernel reports that it served a call.
-        lengths: Numbers of tokens of the cases.
         bits: Mantissa bits of operands by precision; None: the backend on the CPU is the measure.
         causal: Whether calls are causal; None: only with grouped heads.
-        streams: Whether the kernel serves `extend`.
         options: Options of the backend; none: as many features as the check asks for.
-        trained: Whether the kernel serves calls with gradients.
         module: Function of the backend, whose result takes its place.
     """
 

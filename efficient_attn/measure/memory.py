@@ -94,13 +94,12 @@ def _cuda_peak(call: Call, device: str) -> Peak:
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_stats(device)
+    level = torch.cuda.memory_allocated(device)
     result = call()
     torch.cuda.synchronize(device)
-    after = torch.cuda.memory_stats(device)
+    kept_bytes = torch.cuda.memory_allocated(device) - level
     del result
-    level = before["allocated_bytes.all.current"]
-    return Peak(*(after[f"allocated_bytes.all.{name}"] - level for name in ("peak", "current")))
+    return Peak(torch.cuda.max_memory_allocated(device) - level, kept_bytes)
 
 
 def tensors_in(value: Any) -> Iterator[Any]:

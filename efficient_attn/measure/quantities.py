@@ -81,32 +81,11 @@ KINDS: dict[str, str] = {}
 
 
 def register(*quantities: Quantity, kinds: Mapping[str, str] | None = None) -> None:
-    """Declare quantities, and kinds of records with their meaning.
-
-    Several studies may declare the same quantity in the same words.
-    """
+    """Declare quantities, and kinds of records with their meaning; several studies may declare the same."""
     for quantity in quantities:
-        table = QUANTITIES if quantity.compared else CONDITIONS
-        if table.setdefault(quantity.name, quantity) != quantity:
-            raise RuntimeError(f"Two quantities are called {quantity.name!r}; rename one of them.")
-        for field in quantity.fields:
-            if FIELDS.setdefault(field.name, field) != field:
-                raise RuntimeError(f"Two quantities are kept in {field.name!r}; rename one of the fields.")
-    KINDS.update({kind: meaning for kind, meaning in (kinds or {}).items() if kind not in KINDS})
-
-
-def duration(name: str, samples: str, meaning: str) -> Quantity:
-    """Time of a call, with one sample per timed call in the field `samples`."""
-    return Quantity(
-        name,
-        "s",
-        f"{meaning}, one entry per timed call, in order.",
-        type="numbers",
-        scatter="rounds",
-        threshold=MATTERS,
-        record_field=samples,
-        samples=samples,
-    )
+        (QUANTITIES if quantity.compared else CONDITIONS)[quantity.name] = quantity
+        FIELDS.update({field.name: field for field in quantity.fields})
+    KINDS.update(kinds or {})
 
 
 def cost(name: str, unit: str, meaning: str) -> Quantity:
@@ -134,16 +113,29 @@ def condition(name: str, unit: str, meaning: str, *, type: Type = "number") -> Q
 
 # Costs: `bench`.
 register(
-    duration("time_s", "times_s", "Wall-clock time of a call, less the run-queue wait on one CPU thread"),
-    duration("device_time_s", "device_times_s", "Time of a queued call on a GPU without launch overhead"),
+    *(
+        Quantity(
+            name,
+            "s",
+            f"{meaning}, one entry per timed call, in order.",
+            type="numbers",
+            scatter="rounds",
+            threshold=MATTERS,
+            record_field=samples,
+            samples=samples,
+        )
+        for name, samples, meaning in (
+            ("time_s", "times_s", "Wall-clock time of a call; on one CPU thread its processor time"),
+            ("device_time_s", "device_times_s", "Time of a queued call on a GPU without launch overhead"),
+        )
+    ),
     condition(
         "round_sizes", "", "Number of timed calls in each interleaved round, in order.", type="whole numbers"
     ),
     condition(
         "kernels",
         "",
-        "Kernels that served the calls: cpu (algorithms for its caches), flex, varlen, or torch (PyTorch's "
-        "operators alone).",
+        "Kernels of the calls: cpu (algorithms for its caches), flex, varlen, torch (PyTorch's operators).",
         type="text",
     ),
     cost("peak_bytes", "bytes", "Peak of allocated memory above the level before the call."),
@@ -153,16 +145,10 @@ register(
     setting(
         "calibrated_on",
         "",
-        "Inputs of the calibration of data-dependent parameters; null: no such parameters, or an earlier "
-        "calibration.",
+        "Inputs of the calibration of data-dependent parameters; null: none, or an earlier calibration.",
         type="text",
     ),
-    cost(
-        "floats_read",
-        "",
-        "Number of floats that a query reads per head: keys and values, their projections, or a state of "
-        "features.",
-    ),
+    cost("floats_read", "", "Number of floats that a query reads per head: keys and values, or a state."),
     kinds={"time": "wall-clock time", "memory": "peak memory"},
 )
 

@@ -139,8 +139,6 @@ class Record:
     def __getattr__(self, name: str) -> Any:
         if name in FIELDS:
             return self.measured.get(name)
-        if name.startswith("__"):
-            raise AttributeError(name)
         raise AttributeError(str(UnknownNameError("quantity of a record", name, FIELDS)))
 
     def __hash__(self) -> int:

@@ -32,26 +32,19 @@ def read_text(path: Path, *, name: str = "--text") -> str:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise DataError(f"{name}: {path} is larger than {_MOST_BYTES} bytes; take a part of it.")
-        text = path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        byte = f"byte {error.start} is {error.object[error.start]:#04x}"
-        raise DataError(f"{name}: {path} is no UTF-8 text: {byte}.") from None
+        return path.read_bytes().decode("utf-8")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"{name}: cannot read {path}: {reason}.") from None
-    if "\0" in text:
-        raise DataError(f"{name}: {path} is no text: it holds a zero byte.")
-    return text
+        raise DataError(f"{name}: cannot read {path} as UTF-8 text: {error}.") from None
 
 
 def read_texts(files: Sequence[str] | None, *, name: str) -> dict[str, str] | None:
     """{name of the file: text}; None if none was given."""
-    paths = [Path(file) for file in files or ()]
-    titles = [path.name for path in paths]
-    if len(set(titles)) < len(titles):
-        title = max(titles, key=titles.count)
-        raise OptionError(f"{name}: two files are called {title!r}; give them names of their own.")
-    return {path.name: read_text(path, name=name) for path in paths} or None
+    texts: dict[str, str] = {}
+    for path in map(Path, files or ()):
+        if path.name in texts:
+            raise OptionError(f"{name}: two files are called {path.name!r}; give them names of their own.")
+        texts[path.name] = read_text(path, name=name)
+    return texts or None
 
 
 def named_texts(texts: Texts | None) -> dict[str, str]:

@@ -16,7 +16,7 @@ def parse_sizes(text: str | int | Sequence[int], *, name: str) -> tuple[int, ...
     """Whole numbers in rising order from `256,512`, `256:4096:x2`, `1k`, or from numbers."""
     wrong = OptionError(
         f"{name} cannot be {text!r}. Write 256,512 or 256:4096:x2 (from, to, factor) or 1k (1024); "
-        f"sizes are from 1 to {_MOST_TOKENS}."
+        f"at most {_MOST_POINTS} sizes, from 1 to {_MOST_TOKENS}."
     )
     sizes = [text] if isinstance(text, int) else [] if isinstance(text, str) else list(text)
     for part in text.split(",") if isinstance(text, str) else ():
@@ -30,10 +30,9 @@ def parse_sizes(text: str | int | Sequence[int], *, name: str) -> tuple[int, ...
         while size <= last and len(sizes) <= _MOST_POINTS:
             sizes.append(size)
             size *= factor
-    if not sizes or not all(type(size) is int and 0 < size <= _MOST_TOKENS for size in sizes):
+    valid = all(type(size) is int and 0 < size <= _MOST_TOKENS for size in sizes)
+    if not valid or not 0 < len(sizes) <= _MOST_POINTS:
         raise wrong
-    if len(sizes) > _MOST_POINTS:
-        raise OptionError(f"{name} {text} asks for {len(sizes)} sizes; at most {_MOST_POINTS} are measured.")
     return tuple(sorted(set(sizes)))
 
 
@@ -70,19 +69,15 @@ def parse_bytes(text: str | int, *, name: str, available: int | None) -> int | N
 
 def show_bytes(amount: float) -> str:
     """Format bytes with the most readable unit: `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1000:
-            return f"{amount:.3g} {unit}"
-        amount /= 1024
-    return f"{amount:.3g} TiB"
+    power = next((power for power in range(4) if amount < 1000 * 1024**power), 4)
+    return f"{amount / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
 def show_seconds(amount: float) -> str:
     """Format a duration with the most readable unit: `1.5 ms`."""
-    for unit, factor in (("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if amount >= factor:
-            return f"{amount / factor:.3g} {unit}"
-    return f"{amount * 1e9:.3g} ns"
+    units = {"min": 60.0, "s": 1.0, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9}
+    unit = next((unit for unit, least in units.items() if amount >= least), "ns")
+    return f"{amount / units[unit]:.3g} {unit}"
 
 
 def show(amount: float, unit: str) -> str:

@@ -48,7 +48,6 @@ class Variant:
         backend: Name in records: a registered name, or `file.py:object`.
         target: Argument of `build`: a name, a path, a module or a callable.
         options: All options, including defaults.
-        memory_growth: Declared power of tokens in its memory.
         execution: decoded; None: all tokens.
     """
 
@@ -62,17 +61,8 @@ class Variant:
 
     def case(self, **fields: Any) -> Case:
         """A case of this variant, with these further fields."""
-        from efficient_attn.registry import SPECS
-
-        options, spec = self.options, SPECS.get(self.target) if isinstance(self.target, str) else None
-        if spec is not None:
-            options = recorded(spec.options_type(**options))
         return Case(
-            backend=self.backend,
-            label=self.label,
-            options=options,
-            execution=self.execution,
-            **fields,
+            backend=self.backend, label=self.label, options=self.options, execution=self.execution, **fields
         )
 
 
@@ -104,29 +94,27 @@ def select(
     """
     from efficient_attn.backends import compared_backends, resolve
 
-    targets = compared_backends() if backends is None else backends
-    named = []
-    for target in targets:
-        name = getattr(target, "name", None) or getattr(target, "__name__", None)
-        name = target if isinstance(target, str) else name
-        named.append((name if isinstance(name, str) else type(target).__name__, target))
-    chosen = ", ".join(name for name, _ in named)
+    named = [(_name_of(target), target) for target in (compared_backends() if backends is None else backends)]
     if CEILING in dict(named):
         raise OptionError(f"{CEILING!r} is not a backend: it is measured with every block automatically.")
     for backend in settings or {}:
         if backend not in dict(named):
+            chosen = ", ".join(name for name, _ in named)
             raise OptionError(f"--set {backend}.…: {backend!r} is not a selected backend ({chosen}).")
     variants: dict[str, Variant] = {}
     for name, target in named:
         choices = [(settings or {}).get(name, {})]
         if also and backends is None and not choices[0]:
-            choices += [
-                {option: [value] for option, value in further.items()} for further in resolve(target).also
-            ]
+            choices += [{option: [x] for option, x in more.items()} for more in resolve(target).also]
         for variant in itertools.chain(*(_variants(name, target, options) for options in choices)):
             if variants.setdefault(variant.label, variant) is not variant:
                 raise OptionError(f"Two of the backends are called {variant.label!r}; name each once.")
     return tuple(variants.values())
+
+
+def _name_of(target: Any) -> str:
+    name = target if isinstance(target, str) else getattr(target, "name", getattr(target, "__name__", None))
+    return name if isinstance(name, str) else type(target).__name__
 
 
 def ceiling() -> Variant:
@@ -136,19 +124,14 @@ def ceiling() -> Variant:
 
 def has_address(target: Any) -> bool:
     """Whether another process can resolve the target: a built-in or plug-in name, or a path."""
+    from efficient_attn import backends
     from efficient_attn.external import is_address, plugins
 
     if not isinstance(target, str):
         return False
-    return is_ours(target) or target == CEILING or is_address(target) or target in plugins()
-
-
-def is_ours(target: Any) -> bool:
-    """Whether the target names a built-in backend."""
-    from efficient_attn import backends
-
-    registered = backends.SPECS.get(target) if isinstance(target, str) else None
-    return registered is not None and registered.builder.__module__.startswith(f"{backends.__name__}.")
+    spec = backends.SPECS.get(target)
+    ours = spec is not None and spec.builder.__module__.startswith(f"{backends.__name__}.")
+    return ours or target == CEILING or is_address(target) or target in plugins()
 
 
 def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> Iterator[Variant]:
@@ -157,13 +140,11 @@ def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> 
 
     spec = resolve(target)
     option_types = typing.get_type_hints(spec.options_type)
-    for option in settings:
+    choices = []
+    for option, values in settings.items():
         if option not in option_types:
             raise UnknownNameError(f"option of backend {name!r}", option, option_types)
-    choices = [
-        [_converted(name, option, value, option_types[option]) for value in values]
-        for option, values in settings.items()
-    ]
+        choices.append([_converted(name, option, value, option_types[option]) for value in values])
     shown = label_of(name) if is_address(name) else name
     for values in itertools.product(*choices):
         options = dict(zip(settings, values, strict=True))

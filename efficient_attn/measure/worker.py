@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from efficient_attn.measure import clock, memory
-from efficient_attn.measure.answers import answer
 from efficient_attn.measure.clock import QueuedCalls
 from efficient_attn.measure.record import Case, Record, replace
 
@@ -44,7 +43,7 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
             record = replace(record, parameter_bytes=parameters, state_bytes=state)
         return replace(record, calibrated_on=prepared.calibrated_on)
 
-    return answer(case, measured)
+    return calls.answer(case, measured)
 
 
 def time_of(

@@ -143,7 +143,7 @@ def machine(device: torch.device) -> dict[str, str]:
     return {
         "gpu": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
-        "driver": _driver(),
+        "driver": driver_version(),
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton") if find_spec("triton") else "none",
         "ptxas": ", ".join(sorted({ptxas_version(path) for path in assemblers(device)})) or "none",
@@ -161,7 +161,7 @@ def source_hash(kernel: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _driver() -> str:
+def driver_version() -> str:
     """Version of the driver, or the CUDA version that it supports where the kernel module is hidden."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")

@@ -27,7 +27,7 @@ from efficient_attn.studies.run_folder import GPU_SOFTWARE, differences
 
 # Entries of the environment that identify the machine, and others that affect results.
 _MACHINE = ("processor", "cores", "gpu.name", "gpu.memory_bytes")
-_SOFTWARE = ("torch", *GPU_SOFTWARE, "packages", "python", "system", "variables", "git")
+_SOFTWARE = ("torch", *GPU_SOFTWARE, "packages", "python", "system", "variables")
 
 # The order of the rows: the worst first.
 _ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, CHANGED)

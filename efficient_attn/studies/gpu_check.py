@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.environment import available_bytes, environment, usable_cores
-from efficient_attn.measure.isolation import Measurer
-from efficient_attn.measure.process import CrashError, Process
+from efficient_attn.measure.isolation import CrashError, Measurer, Process
 from efficient_attn.measure.record import Record, write
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.units import show_seconds

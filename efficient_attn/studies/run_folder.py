@@ -25,7 +25,7 @@ LOCK = ".lock"
 _DECISIVE = ("torch.version", "processor", "gpu.name", MODEL)
 
 # Entries of the software of a GPU.
-GPU_SOFTWARE = ("gpu.cuda", "gpu.driver_version", "gpu.clocks.max.sm")
+GPU_SOFTWARE = ("gpu.cuda", "gpu.driver_version")
 
 
 def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False) -> Path:

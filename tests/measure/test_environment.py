@@ -19,6 +19,7 @@ from efficient_attn.measure.environment import (
     moment,
     usable_cores,
 )
+from efficient_attn.ops import verdict
 
 
 def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_other_variables_are_not(
@@ -40,20 +41,13 @@ def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_oth
     assert len(user) < 4 or f"/{user}" not in text
 
 
-@pytest.mark.parametrize("text", ["570.1, 1980 MHz", None, "No devices found"])
-def test_a_gpu_is_described_by_its_driver_and_unknown_otherwise(text, monkeypatch):
-    commands = []
-    about = SimpleNamespace(name="GPU", total_memory=2**30, uuid="12ab")
+def test_a_gpu_is_described_with_its_driver(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    about = SimpleNamespace(total_memory=2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-    monkeypatch.setattr(module, "_output_of", lambda *command: commands.append(command) or text)
-    gpu = module._gpu("cuda:1")
-    assert commands[0][:2] == ("nvidia-smi", "--id=GPU-12ab") and (gpu["name"], gpu["memory_bytes"]) == (
-        "GPU",
-        2**30,
-    )
-    assert [gpu[name] for name in module._DRIVER] == (
-        text.split(", ") if text and "," in text else [None] * 2
-    )
+    monkeypatch.setattr(verdict, "driver_version", lambda: "570.1")
+    gpu = environment(device="cuda:1")["gpu"]
+    assert (gpu["name"], gpu["memory_bytes"], gpu["driver_version"]) == ("GPU", 2**30, "570.1")
 
 
 def test_paths_are_cut_to_what_lies_below_the_current_folder_or_to_their_end(tmp_path, monkeypatch):

@@ -25,9 +25,8 @@ from efficient_attn.integrations.transformers.swapping import (
     forward,
     replaced_forward,
 )
-from efficient_attn.measure.answers import answer
-from efficient_attn.measure.copies import copies_begin
-from efficient_attn.measure.planted_numbers import PROMPTS
+from efficient_attn.measure.calls import answer
+from efficient_attn.measure.copies import PROMPTS, copies_begin
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import OWN, PLAN, Variant
 from efficient_attn.studies.advise.outcomes import Targets

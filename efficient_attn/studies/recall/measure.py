@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend, calibrate
 from efficient_attn.measure import calls
-from efficient_attn.measure.answers import answer
+from efficient_attn.measure.calls import answer
 from efficient_attn.measure.error import outputs_checked
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant

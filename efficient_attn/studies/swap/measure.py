@@ -11,8 +11,7 @@ from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from efficient_attn.measure.answers import answer
-from efficient_attn.measure.calls import MEAN
+from efficient_attn.measure.calls import MEAN, answer
 from efficient_attn.measure.copies import copies_begin
 from efficient_attn.measure.error import backends_in, outputs_checked
 from efficient_attn.measure.memory import parameter_bytes

@@ -29,8 +29,8 @@ from efficient_attn.integrations.transformers.swapping import (
     sites_of,
 )
 from efficient_attn.integrations.transformers.swapping import ModelOutputs as Outputs
+from efficient_attn.measure import copies
 from efficient_attn.measure import error as distances
-from efficient_attn.measure import planted_numbers
 from efficient_attn.measure.copies import copies_begin, copy_recall, with_copies
 from efficient_attn.measure.texts import digest
 from efficient_attn.measure.variants import OWN, Variant
@@ -161,14 +161,12 @@ class TextSubject:
 
     def right_answers(self) -> list[bool]:
         """Whether the model finds each of the numbers that prompts plant in the text."""
-        prompts = planted_numbers.prompts(
-            self.tokenizer, self.filler, self.shared["tokens"], seed=self.shared["seed"]
-        )
+        prompts = copies.prompts(self.tokenizer, self.filler, self.shared["tokens"], seed=self.shared["seed"])
         answers: list[bool] = []
         for prompt in prompts:
             outputs = run(self.model, prompt.ids.to(self.model.device), predicts=True)
             if outputs.logits is not None:
-                answers += planted_numbers.right_answers(outputs.logits, prompt)
+                answers += copies.right_answers(outputs.logits, prompt)
         return answers
 
     @contextmanager
