@@ -8,7 +8,7 @@ from scipy.special import roots_jacobi, roots_legendre
 
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.theory.kernel import (
-    log_hyperbolic_error,
+    ERRORS,
     log_oprf_error,
     log_orthogonal_error,
     log_positive_error,
@@ -21,11 +21,6 @@ ESTIMATES = {
     "positive": lambda along, square: np.exp(along - square / 2),
     "hyperbolic": lambda along, square: np.exp(-square / 2) * np.cosh(along),
     "trigonometric": lambda along, square: np.exp(square / 2) * np.cos(along),
-}
-ERRORS = {
-    "positive": log_positive_error,
-    "hyperbolic": log_hyperbolic_error,
-    "trigonometric": log_trigonometric_error,
 }
 
 
@@ -158,7 +153,11 @@ def test_every_error_is_a_number_from_zero_to_lengths_that_overflow(kind):
     [
         (lambda: log_positive_error(-1.0), OptionError, "square must be finite and at least 0"),
         (lambda: log_positive_error(np.inf), OptionError, "square must be finite"),
-        (lambda: log_positive_error(1.0, num_directions=0), OptionError, "whole number of at least 1, not 0"),
+        (
+            lambda: log_orthogonal_error(1.0, kind="positive", num_directions=0, head_dim=4),
+            OptionError,
+            "num_directions is at least 1, not 0",
+        ),
         (lambda: log_oprf_error([1.0], a=0.125), OptionError, r"a must be below 1/8, not 0\.125"),
         (
             lambda: log_orthogonal_error(1.0, kind="positiv", num_directions=1, head_dim=4),
