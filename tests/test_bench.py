@@ -321,6 +321,4 @@ def test_backward_and_batch_are_those_of_times_and_memory_and_are_named():
         ("time", True, 2, "ok"),
         ("memory", True, 2, "ok"),
     }
-    (one,) = comparisons(results.records)
-    assert all(row.error and row.timed for row in one.contenders if row.backend != "uniform attention")
     assert "batch 2, forward and backward" in results.tables()[0].title
