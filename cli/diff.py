@@ -20,9 +20,6 @@ def diff(
             " all regressions if omitted.",
         ),
     ] = None,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print Markdown for a comment on a pull request.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Compare runs case by case: exit code 1 on a regression.
@@ -31,14 +28,9 @@ def diff(
     """
     from efficient_attn.studies.diff import diff as compare
 
-    if as_json and markdown:
-        raise typer.BadParameter("--json and --markdown exclude each other.")
     comparison = compare(old, new, fail_on=_limits(fail_on))
     if as_json:
         console.put_json(comparison.as_dict())
-    elif markdown:
-        for row in comparison.to_markdown().splitlines():
-            console.put(row)
     else:
         for warning in comparison.warnings:
             console.tell(warning)

@@ -19,10 +19,6 @@ def gpu_check_command(
     check_only: Annotated[
         bool, typer.Option("--check-only", help="Check the kernels without timing any call.")
     ] = False,
-    seq_len: Annotated[
-        str | None,
-        typer.Option("--seq-len", metavar="N[,N…]", help="Lengths of timed calls; 1024 to 262144."),
-    ] = None,
     budget: Annotated[
         str, typer.Option("--budget", metavar="TIME", help="Time for timing calls; the rest is skipped.")
     ] = "10m",
@@ -38,7 +34,7 @@ def gpu_check_command(
 
     Example: efficient-attn gpu-check --out results/gpu/h100
     """
-    from efficient_attn.measure.units import parse_seconds, parse_sizes
+    from efficient_attn.measure.units import parse_seconds
     from efficient_attn.studies import gpu_check
 
     if show is not None:
@@ -46,7 +42,6 @@ def gpu_check_command(
             raise OptionError("--show runs nothing; leave --out out.")
         outcome = gpu_check.show_gpu_check(show)
     else:
-        lengths = gpu_check.LENGTHS if seq_len is None else parse_sizes(seq_len, name="--seq-len")
         budget_s = parse_seconds(budget, name="--budget")
         # Text of the compiler goes to stderr.
         with redirect_stdout(sys.stderr):
@@ -54,7 +49,6 @@ def gpu_check_command(
                 out=out,
                 device=device,
                 measure=not check_only,
-                lengths=lengths,
                 budget_s=budget_s,
                 say=console.say,
             )

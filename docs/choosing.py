@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import efficient_attn as ea
@@ -355,7 +356,8 @@ def _methods(name: str) -> str:
     for label in dict.fromkeys(row.label for row in compared[-1].contenders):
         cells = [comparison.row(label) for comparison in compared]
         errors = [_range([x.worst]) if x and x.error else "–" for x in cells]
-        shares = (cells[-1] and cells[-1].shares) or ()
+        sparse = [x for x in compared[-1].records if x.case.label == label and x.density is not None]
+        shares = [fmean(getattr(x, name) for x in sparse) for name in ("density", "covered_mass") if sparse]
         read = [f"{share:.0%}" for share in shares] or ["–", "–"]
         pairs = [(times["exact", tokens], times.get((label, tokens))) for tokens in timed]
         speeds = [f"{three_digits(exact_s / time_s)}x" if time_s else "–" for exact_s, time_s in pairs]

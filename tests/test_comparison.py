@@ -4,9 +4,8 @@ import pytest
 from made_records import case, timed
 from planned import points_of
 
-from efficient_attn.measure.record import Record, replace
+from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import OWN
-from efficient_attn.report.text import READ_NOTE
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies import find
@@ -117,24 +116,6 @@ def test_error_and_cost_of_different_lengths_are_never_joined():
     found = comparisons([*EXACT, *WINDOW[:1], longer])
     (window,) = (one for one in found[0].contenders if one.label == "window")
     assert len(found) == 1 and window.timed is None
-
-
-def test_shares_of_keys_and_weights_are_shown_if_fewer_than_all_keys_are_read():
-    def shared(label, *shares):
-        rows = zip(layered(label, (0.1, 0.1, 0.1)), shares, strict=True)
-        return [replace(row, density=density, covered_mass=mass) for row, (density, mass) in rows]
-
-    whole, unread = layered("exact", (0.0,) * 3, 0.01)[3:], layered("performer-trig", (0.1,) * 3, 0.01)
-    records = [*shared("exact", *[(1.0, 1.0)] * 3), *whole, *unread]
-    window = shared("window", (0.1, 0.5), (0.1, 0.6), (0.25, 0.91))
-    # Without a window, and without one on a layer.
-    for fewer in (records, [*records, *window[:2]]):
-        assert "keys read, %" not in tables(fewer, {})[0].columns
-    (table,) = tables([*records, *window], {})
-    at = table.columns.index("keys read, %")
-    assert table.columns[at + 1] == "weight read, %" and READ_NOTE in table.notes
-    cells = {row[0]: row[at : at + 2] for row in table.rows}
-    assert cells == {"exact": ("100", "100"), "performer-trig": ("", ""), "window": ("15", "67")}
 
 
 def test_the_front_is_what_nothing_beats_in_both():

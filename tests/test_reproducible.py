@@ -77,19 +77,6 @@ def test_a_point_alone_is_the_point_of_a_sweep():
             assert record == sweep[record.case.key]
 
 
-@pytest.mark.slow
-def test_the_bytes_of_a_point_alone_are_those_of_a_sweep():
-    settings = {"num_heads": 2, "head_dim": 8, "threads": 1, "isolate": "none", "rounds": 1, "budget_s": 3600}
-
-    def bytes_of(names, lengths):
-        records = ea.bench(names, seq_lens=lengths, **settings).records
-        return {r.case.key: (r.peak_bytes, r.parameter_bytes) for r in records if r.case.kind == "memory"}
-
-    sweep = bytes_of(["performer-positive", "window"], (16, 32))
-    alone = bytes_of(["window"], (32,))
-    assert alone and all(sweep[key] == value for key, value in alone.items())
-
-
 def built(name: str, causal: bool) -> tuple[ea.Backend, list[torch.Tensor]]:
     size, inputs = ea.spec(name).size_option, list(random_qkv(1, 4, 2, 16, 16))
     options = {} if size is None else {size: SIZES.get(name, 6)}

@@ -17,11 +17,6 @@ QUEUED_NOTE = (
     "device, with launch time."
 )
 
-READ_NOTE = (
-    "keys read: share of the visible keys that each query reads. weight read: softmax weight of exact "
-    "attention on these keys."
-)
-
 # Inputs whose names do not say what they are.
 _INPUTS = {CONCATENATED: "concatenated documents", "decoder": "causal decoder"}
 # An interval wider than this share of the median to either side is shown.

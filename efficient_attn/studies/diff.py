@@ -9,7 +9,7 @@ from typing import Any
 from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.measure.units import show
-from efficient_attn.report.table import Table, markdown_line, to_html, to_markdown
+from efficient_attn.report.table import Table, to_html
 from efficient_attn.stats.diff import (
     CHANGED,
     IMPROVEMENT,
@@ -34,9 +34,6 @@ _ORDER = (REGRESSION, IMPROVEMENT, UNCLEAR, CHANGED)
 
 # Largest number of listed cases that only one run has.
 _MOST_NAMES = 12
-
-# Rows of a comment on a pull request, which has a largest size.
-_MOST_ROWS = 40
 
 _COLUMNS = ("case", "tokens", "quantity", "verdict", "old", "new", "new / old", "95 % interval")
 
@@ -105,16 +102,6 @@ class Diff:
                 listed = "; ".join([*alone[:_MOST_NAMES], *["…"] * (len(alone) > _MOST_NAMES)])
                 sentences.append(f"Only in the {run} run ({len(alone)}): {listed}.")
         return sentences
-
-    def to_markdown(self) -> str:
-        """A comment on a pull request: verdict, a table of changes, and the sentences."""
-        failed, count = len(self.regressions) or "None", len(self.comparison.changes)
-        parts = [f"**{failed} of {count} comparisons failed.**"]
-        for table in self.tables():
-            rest = len(table.rows) - _MOST_ROWS
-            notes = (*table.notes[:_MOST_ROWS], *([f"And {rest} more."] if rest > 0 else []))
-            parts.append(to_markdown(table._replace(rows=table.rows[:_MOST_ROWS], notes=notes)))
-        return "\n\n".join([*parts, *map(markdown_line, [*self.sentences(), *self.warnings])])
 
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON."""

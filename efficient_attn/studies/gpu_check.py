@@ -145,7 +145,6 @@ def gpu_check(
     out: str | Path | None = None,
     device: str = "auto",
     measure: bool = True,
-    lengths: Sequence[int] = LENGTHS,
     budget_s: float = MEASURE_BUDGET_S,
     say: Say = lambda text: None,
 ) -> GpuCheck:
@@ -157,7 +156,6 @@ def gpu_check(
     Args:
         out: New folder of the records, the page and the verdict; None: `runs/gpu-check-TIME`.
         measure: Whether calls are timed.
-        lengths: Numbers of tokens of the timed calls.
         say: Receives lines of progress.
 
     Raises:
@@ -191,9 +189,9 @@ def gpu_check(
     verdict.write(machine, kernels)
     records: tuple[Record, ...] = ()
     if measure:
-        say(f"Timing calls of {min(lengths)} to {max(lengths)} tokens, within {show_seconds(budget_s)}.")
+        say(f"Timing calls of {LENGTHS[0]} to {LENGTHS[-1]} tokens, within {show_seconds(budget_s)}.")
         store = Store(folder / RECORDS)
-        _measure(workload, str(place), lengths, variables, store, budget_s, say)
+        _measure(workload, str(place), variables, store, budget_s, say)
         records = tuple(store.records.values())
         strike_slower(kernels, records)
         verdict.write(machine, kernels)
@@ -293,7 +291,6 @@ def judge(
 def _measure(
     workload: Workload,
     device: str,
-    lengths: Sequence[int],
     variables: Mapping[str, str],
     store: Store,
     budget_s: float,
@@ -308,7 +305,7 @@ def _measure(
     ):
 
         def steps() -> Steps:
-            for tokens, causal, backward in itertools.product(lengths, (False, True), (False, True)):
+            for tokens, causal, backward in itertools.product(LENGTHS, (False, True), (False, True)):
                 setting = {"causal": causal, "backward": backward, "device": device, "inputs": "gaussian"}
                 points = []
                 for variant in (exact, window, linear, operators):

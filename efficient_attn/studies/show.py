@@ -81,7 +81,9 @@ def show(
         options: {backend: {option: values}}; every combination is a variant.
         seed: Random seed of the backends.
     """
-    chosen = _chosen(backends, options)
+    chosen = select(_BACKENDS if backends is None else backends, options)
+    exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
+    chosen = (*exact, *(variant for variant in chosen if variant.backend != YARDSTICK))
     from efficient_attn.measure.accuracy import try_options
     from efficient_attn.measure.inputs import subjects
 
@@ -107,17 +109,6 @@ def show(
     return Shown(maps=tuple(maps), words=words, title=title, notes=tuple(notes))
 
 
-def _chosen(
-    backends: Sequence[Any] | None, options: Mapping[str, Mapping[str, Sequence[Any]]] | None
-) -> tuple[Variant, ...]:
-    from efficient_attn.backends import list_backends
-
-    named = [name for name in _BACKENDS if name in list_backends()] if backends is None else backends
-    chosen = select(named, options)
-    exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
-    return (*exact, *(variant for variant in chosen if variant.backend != YARDSTICK))
-
-
 def _words(inputs: str | Path, tokens: int) -> tuple[str, ...]:
     """The token strings of the inputs; their positions if the file has none."""
     from efficient_attn.measure.inputs import SHIPPED, read_activations, shipped
@@ -129,11 +120,9 @@ def _words(inputs: str | Path, tokens: int) -> tuple[str, ...]:
 
 
 def _span(text: str, tokens: int) -> slice:
-    first, colon, last = text.partition(":")
-    if not (colon and first.strip().isdecimal() and last.strip().isdecimal()):
-        raise OptionError(f"tokens are a range such as 0:24, not {text!r}.")
-    if not int(first) < int(last) <= tokens:
-        raise OptionError(f"tokens are a range within 0:{tokens}, not {text!r}.")
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) < int(last) <= tokens):
+        raise OptionError(f"tokens are a range within 0:{tokens}, such as 0:24, not {text!r}.")
     return slice(int(first), int(last))
 
 

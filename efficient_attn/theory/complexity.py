@@ -7,7 +7,6 @@ Operations are counted for matrix products, two for each multiplication with its
 from typing import Any, NamedTuple
 
 from efficient_attn.errors import OptionError
-from efficient_attn.operation_counts import MatMul
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
 
@@ -59,16 +58,14 @@ def call_cost(
         return None
     times = [batch * (kv_heads if matmul.shared else heads) for matmul in operations.matmuls]
     matmuls = list(zip(times, operations.matmuls, strict=True))
+    adds = (
+        count * matmul.multiply_adds * (1 + matmul.gradients if backward else 1) for count, matmul in matmuls
+    )
     tensors = batch * tokens * (heads + kv_heads) * (problem.head_dim + width)
     moved = tensors + operations.learned
     return Cost(
-        flops=sum(count * matmul_flops(matmul, backward=backward) for count, matmul in matmuls),
+        flops=2 * sum(adds),
         exponentials=sum(count * matmul.exponentials for count, matmul in matmuls),
         moved_bytes=item_bytes * (moved * (2 if backward else 1) + operations.drawn),
         kept_bytes=item_bytes * sum(count * matmul.stored for count, matmul in matmuls),
     )
-
-
-def matmul_flops(matmul: MatMul, *, backward: bool) -> int:
-    """Operations of a matrix product, with its gradients if `backward`."""
-    return 2 * matmul.multiply_adds * (1 + matmul.gradients if backward else 1)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from efficient_attn.errors import OptionError, UnknownNameError
+from efficient_attn.problem import positive_count
 
 Floats = NDArray[np.float64]
 
@@ -29,10 +30,10 @@ def log_trigonometric_error(square: ArrayLike, *, num_directions: int = 1) -> Fl
     """log of ½ e^(|x−y|²) (1 − e^(−|x−y|²))² / m: the error of cos and sin features over SM².
 
     Choromanski et al., Rethinking Attention with Performers (ICLR 2021), lemma 2, divided by SM². It is −∞
-    for x = y, where the estimate is exact.
+    for x = y, where the estimate is exact. With |x+y|² it is the error of hyperbolic features, at ω and −ω.
     """
     square = _squares(square)
-    return 2 * _log_expm1(square) - square - math.log(2 * _count("num_directions", num_directions))
+    return 2 * _log_expm1(square) - square - math.log(2 * num_directions)
 
 
 def log_positive_error(square: ArrayLike, *, num_directions: int = 1) -> Floats:
@@ -40,16 +41,7 @@ def log_positive_error(square: ArrayLike, *, num_directions: int = 1) -> Floats:
 
     Choromanski et al. (2021), lemma 2, divided by SM². It is −∞ for x = −y, where the estimate is exact.
     """
-    return _log_expm1(_squares(square)) - math.log(_count("num_directions", num_directions))
-
-
-def log_hyperbolic_error(square: ArrayLike, *, num_directions: int = 1) -> Floats:
-    """log of ½ (1 − e^(−|x+y|²)) (e^(|x+y|²) − 1) / m: the error of features at ω and −ω over SM².
-
-    Choromanski et al. (2021), lemma 2, divided by SM²: never above positive features at equal numbers of
-    features.
-    """
-    return log_trigonometric_error(square, num_directions=num_directions)
+    return _log_expm1(_squares(square)) - math.log(num_directions)
 
 
 def log_oprf_error(z: ArrayLike, *, a: ArrayLike, num_directions: int = 1) -> Floats:
@@ -67,12 +59,13 @@ def log_oprf_error(z: ArrayLike, *, a: ArrayLike, num_directions: int = 1) -> Fl
         raise OptionError(f"a must be below 1/8, not {np.max(a)}: the second moment is infinite.")
     u = 1 - 8 * a
     moment = (np.log((1 + u) / 2) - np.log(u) / 2 + z**2 / u).sum(axis=-1)
-    return _log_expm1(np.maximum(moment, 0.0)) - math.log(_count("num_directions", num_directions))
+    return _log_expm1(np.maximum(moment, 0.0)) - math.log(num_directions)
 
 
-_ERRORS: dict[str, Callable[..., Floats]] = {
+# Error by kind of features.
+ERRORS: dict[str, Callable[..., Floats]] = {
     "positive": log_positive_error,
-    "hyperbolic": log_hyperbolic_error,
+    "hyperbolic": log_trigonometric_error,
     "trigonometric": log_trigonometric_error,
 }
 
@@ -99,15 +92,16 @@ def log_orthogonal_error(
         kind: `positive`, `hyperbolic` or `trigonometric`.
         log_single: log(ρ₂ − 1), by default the error of this kind at m = 1; OPRF is of the kind `positive`.
     """
-    square, head_dim = _squares(square), _count("head_dim", head_dim)
-    if kind not in _ERRORS:
-        raise UnknownNameError("kind", kind, _ERRORS)
+    square = _squares(square)
+    if kind not in ERRORS:
+        raise UnknownNameError("kind", kind, ERRORS)
     half = -square / 2 if kind == "trigonometric" else square / 2
     log_unit = square if kind == "trigonometric" else np.zeros_like(square)
-    m = _count("num_directions", num_directions)
+    positive_count("num_directions", num_directions)
+    m = num_directions
     blocks, rest = divmod(m, head_dim)
     share = (blocks * head_dim * (head_dim - 1) + rest * (rest - 1)) / m**2
-    log_error = np.asarray(_ERRORS[kind](square) if log_single is None else log_single, dtype=np.float64)
+    log_error = np.asarray(ERRORS[kind](square) if log_single is None else log_single, dtype=np.float64)
     exact = np.isneginf(log_error)
     # Divided by ρ₂ − 1, which bounds c − 1 by Cauchy-Schwarz, so that nothing here overflows.
     excess = _pair_excess(half, head_dim)
@@ -180,10 +174,3 @@ def _squares(values: ArrayLike) -> Floats:
     if wrong.any():
         raise OptionError(f"square must be finite and at least 0, not {array[wrong].flat[0]}.")
     return array
-
-
-def _count(name: str, value: int) -> int:
-    """Value, checked to be a count."""
-    if int(value) != value or value < 1:
-        raise OptionError(f"{name} must be a whole number of at least 1, not {value}.")
-    return int(value)

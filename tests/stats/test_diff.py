@@ -140,25 +140,12 @@ def test_cases_are_matched_whatever_their_label_and_those_of_a_single_side_are_n
     assert (comparison.missing, comparison.added) == (("b, 1 tokens, memory",), ("b, 3 tokens, memory",))
 
 
-def test_a_single_true_regression_is_the_only_change():
-    generator = np.random.default_rng(0)
-    old, new = (
-        [timed(generator, tokens=n, factor=factor if n == 7 else 1) for n in range(1, 31)]
-        for factor in (1, 1.5)
-    )
-    comparison = compare(old, new)
-    (change,) = comparison.of("regression")
-    assert change.tokens == 7 and change.low < 1.5 < change.high and not comparison.of("improvement")
-    back = compare(new, old)
-    assert len(back.of("improvement")) == 1 and not back.of("regression")
-
-
 @pytest.mark.parametrize(
     ("shift", "factor", "rounds", "least", "most"),
     [(0.0, 1.0, 4, 0, 0.025), (0.03, 1.0, 8, 0, 0.025), (0.0, 1.2, 8, 0.95, 1)],
 )
 def test_equal_times_are_rarely_a_regression_and_a_fifth_more_surely_is(shift, factor, rounds, least, most):
-    generator, runs = np.random.default_rng(0), 200
+    generator, runs = np.random.default_rng(0), 100
     options = {"shift": shift, "rounds": rounds}
     pairs = [(timed(generator, **options), timed(generator, factor=factor, **options)) for _ in range(runs)]
     share = sum(change_of(*pair).verdict == "regression" for pair in pairs) / runs

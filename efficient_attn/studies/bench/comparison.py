@@ -1,7 +1,7 @@
 """Error, time and memory of backends at one length, from records: Pareto front and verdict."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean, median
+from statistics import median
 from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Case, Record, replace
@@ -28,7 +28,6 @@ class Contender(NamedTuple):
         error: Relative output error, median over draws; for several layers their median and range.
         mse: Mean squared error of the output, in the same way.
         layers: Number of layers in the error.
-        shares: Shares of keys read and of their softmax weight, mean over layers.
         timed: The record of its times.
         failed: Records of failures.
     """
@@ -38,7 +37,6 @@ class Contender(NamedTuple):
     error: Middle | None
     mse: Middle | None
     layers: int
-    shares: tuple[float, ...] | None
     timed: Record | None
     peak_bytes: int | None
     failed: tuple[Record, ...]
@@ -184,14 +182,12 @@ def _comparison(costs: Sequence[Record], errors: Mapping[str, Sequence[Record]])
 def _contender(group: Sequence[Record], layers: int) -> Contender:
     errors = [record for record in group if record.case.kind == "error"]
     times = [record for record in group if record.case.kind == "time"]
-    shares = [(record.density, record.covered_mass) for record in errors if record.density is not None]
     return Contender(
         label=group[0].case.label,
         backend=group[0].case.backend,
         error=_over_layers(errors, "output_relative_error", layers),
         mse=_over_layers(errors, "output_mse", layers),
         layers=layers,
-        shares=tuple(map(fmean, zip(*shares, strict=True))) if len(shares) == layers else None,
         timed=next((record for record in times if record.status == "ok" and record.times_s), None),
         peak_bytes=next((record.peak_bytes for record in group if record.peak_bytes is not None), None),
         failed=tuple(record for record in group if record.status != "ok"),

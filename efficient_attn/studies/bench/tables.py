@@ -7,7 +7,6 @@ from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, YARDSTIC
 from efficient_attn.report.table import NOT_MEASURED, UNDECIDED, Table
 from efficient_attn.report.text import (
     QUEUED_NOTE,
-    READ_NOTE,
     calibration_note,
     describe,
     failure_notes,
@@ -181,32 +180,19 @@ def _comparison_table(comparison: Comparison) -> Table:
     rows = []
     for row in contenders:
         time, speed, peak = cost_cells(row.timed, baseline, row.peak_bytes)
-        read, weight = (f"{100 * share:.3g}" for share in row.shares) if row.shares else ("", "")
-        cells = {
-            "backend": row.label,
-            "time, ms": time,
-            SPEED: speed,
-            "error": error_cell(row),
-            "MSE": NOT_MEASURED if row.mse is None else show_error(row.mse.median),
-            "keys read, %": read,
-            "weight read, %": weight,
-            "memory, MiB": peak,
-            "front": ", ".join(name for name, front in fronts.items() if row in front),
-        }
-        rows.append(cells)
-    sparse = any(row.shares and row.shares[0] < 1 for row in contenders)
-    columns = tuple(name for name in rows[0] if sparse or "read" not in name)
-    body = tuple(tuple(cells[name] for name in columns) for cells in rows)
+        front = ", ".join(name for name, front in fronts.items() if row in front)
+        mse = NOT_MEASURED if row.mse is None else show_error(row.mse.median)
+        rows.append((row.label, time, speed, error_cell(row), mse, peak, front))
+    columns = ("backend", "time, ms", SPEED, "error", "MSE", "memory, MiB", "front")
     several = case.inputs != GAUSSIAN and len(single_names(case.inputs)) > 1
     notes = (
         *_error_notes(comparison),
-        *([READ_NOTE] if sparse else []),
         f"{_FRONT} Times and memory: on {timed_layer(case.inputs)}." if several else _FRONT,
         *calibration_note(comparison.records),
-        *mark_notes(body),
+        *mark_notes(rows),
         *failure_notes(comparison.records),
     )
-    return Table(f"Error, time and memory: {heading_of(comparison)}", columns, body, notes).compared(
+    return Table(f"Error, time and memory: {heading_of(comparison)}", columns, tuple(rows), notes).compared(
         errors=("error", "MSE"), costs=("time, ms", "memory, MiB"), speeds=(SPEED,)
     )
 

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import show_bytes, show_seconds
 from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, single_names
-from efficient_attn.report.figures import GRID, LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
+from efficient_attn.report.figures import LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import brief, full
 from efficient_attn.report.text import compared, edges, setting, show_error, show_ratio
 from efficient_attn.stats.candidates import missing
@@ -117,7 +116,7 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
     if drawn := [group for group in groups if len(group) > 1]:
         pictures["error"] = error_plot(drawn)
     if groups:
-        pictures["comparison"] = comparison_plot(groups, error_limit(environment))
+        pictures["comparison"] = comparison_plot(groups)
     return pictures
 
 
@@ -161,20 +160,18 @@ def _series(curve: Curve, style: dict[str, object]) -> Series:
     return Series(curve.label, x, y, style, low, high, hints=hints)
 
 
-def comparison_plot(groups: Sequence[Sequence[Comparison]], max_error: float) -> Plot:
+def comparison_plot(groups: Sequence[Sequence[Comparison]]) -> Plot:
     """Two charts for the longest comparison of each setting."""
     shown = [group[-1] for group in groups]
     styles = {label: {**style, **_POINT} for label, style in _styles(shown).items()}
     headings = [heading_of(comparison) for comparison in shown]
     rows = []
     for comparison, heading in zip(shown, headings, strict=True):
-        first, second = (_chart(comparison, cost, styles, max_error) for cost in _COSTS)
+        first, second = (_chart(comparison, cost, styles) for cost in _COSTS)
         rows.append((first._replace(notes=(heading,) if len(shown) > 1 else ()), second))
     return Plot(
         "Relative error against cost",
-        f"{headings[0] if len(shown) == 1 else ''}\n"
-        f"filled: Pareto front; shaded: within {100 * max_error:g} % of exact and cheaper; "
-        "bars: range over the layers",
+        f"{headings[0] if len(shown) == 1 else ''}\nfilled: Pareto front; bars: range over the layers",
         tuple(rows),
     )
 
@@ -221,11 +218,11 @@ def _marks(low: float, errors: Sequence[float]) -> dict[float, str]:
     return {**{mark: f"{mark:g}" for mark in MARKS if mark > low}, **capped}
 
 
-def _chart(comparison: Comparison, cost: str, styles: dict[str, dict[str, Any]], max_error: float) -> Chart:
+def _chart(comparison: Comparison, cost: str, styles: dict[str, dict[str, Any]]) -> Chart:
     _, title, axis = _COSTS[cost]
     drawn = [(x, row, row.error) for row in comparison.contenders if row.error and (x := row.cost(cost))]
     real = [error for *_, spread in drawn for error in spread[:3] if error > comparison.rounding]
-    floor = min([*real, max_error]) / _BELOW
+    floor = min(real, default=HIGHEST) / _BELOW
 
     def height(error: float) -> float:
         return floor if error <= comparison.rounding else min(error, HIGHEST)
@@ -237,18 +234,9 @@ def _chart(comparison: Comparison, cost: str, styles: dict[str, dict[str, Any]],
         low, high = ((height(edge),) if row.layers > 1 else () for edge in (error.low, error.high))
         series.append(Series(row.label, (x,), (height(error.median),), style, low, high, bars=bool(low)))
     marks, limits = {floor: "rounding", **_marks(1.3 * floor, real)}, (floor / 1.3, HIGHEST * 1.05)
-    edge = comparison.exact.cost(cost) if comparison.exact is not None else None
     return Chart(
         axis._replace(label=f"{title[0].lower()}{title[1:]}"),
         _ERRORS._replace(ticks=marks, limits=limits),
         tuple(series),
         height=3.4,
-        draw=partial(_shade, edge, floor / 2, max_error),
     )
-
-
-def _shade(edge: float | None, low: float, high: float, ax: Any) -> None:
-    if edge:
-        left, right = ax.get_xlim()
-        ax.fill_between([left, edge], low, high, color=GRID, alpha=0.6, linewidth=0, zorder=0)
-        ax.set_xlim(left, right)

@@ -19,17 +19,13 @@ from efficient_attn.measure.variants import Variant, sized
 from efficient_attn.ops.linear.features import haar_rotations
 from efficient_attn.problem import positive_count
 from efficient_attn.studies.study import Point
-from efficient_attn.theory import kernel
-from efficient_attn.theory.kernel import log_oprf_error, log_orthogonal_error, rare_error
+from efficient_attn.theory.kernel import ERRORS, log_oprf_error, log_orthogonal_error, rare_error
 
 # Draws of kernel entries, which are cheap and scatter; pairs of one norm and angle, in random directions.
 DRAWS, PAIRS = 64, 64
 
 # Rare directions that give an error a larger relative standard error are mostly missed: it comes out too low.
 _MOST_UNCERTAIN = 0.2
-
-# Features whose error theory predicts.
-_KINDS = ("positive", "hyperbolic", "trigonometric")
 
 
 def pairs(*, norm: float, angle: float, head_dim: int, seed: int) -> Subject:
@@ -94,14 +90,14 @@ def _theory(backend: Any, q: torch.Tensor, k: torch.Tensor, draws: int) -> tuple
     features = getattr(backend.core, "features", None)
     random = getattr(features, "random", features)
     projection = getattr(backend.options, "projection", None)
-    if random is None or projection is None or random.kind not in _KINDS:
+    if random is None or projection is None or random.kind not in ERRORS:
         return None, 0.0
     x, y = (rows.numpy().astype(np.float64)[0, 0] for rows in backend.kernel_rows(q, k))
     z = x + y
     square = ((x - y if random.kind == "trigonometric" else z) ** 2).sum(axis=1)
     m, curvatures = len(random.projection), getattr(features, "curvatures", None)
     a = None if curvatures is None else curvatures[0].double().numpy()
-    single = getattr(kernel, f"log_{random.kind}_error")(square) if a is None else log_oprf_error(z, a=a)
+    single = ERRORS[random.kind](square) if a is None else log_oprf_error(z, a=a)
     # Cosines are bounded.
     bounded = random.kind == "trigonometric"
     rare = 0.0 if bounded else float(rare_error(single.mean(), samples=m * draws))

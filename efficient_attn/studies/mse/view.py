@@ -39,7 +39,6 @@ class ErrorPoint(NamedTuple):
         value: Median over draws; of a kernel entry the mean, or the theoretical error without draws.
         low, high: 95 % interval of the value.
         samples: Number of draws.
-        record: The first of its records.
         expected: Theoretical error of a kernel entry; None without a closed form.
     """
 
@@ -93,15 +92,12 @@ def panels(records: Iterable[Record], quantity: str) -> list[Panel]:
 
 def _panel(records: Sequence[Record], quantity: str) -> Panel:
     case = records[0].case
-    series: dict[str, dict[int | None, list[Record]]] = {}
+    curves: dict[str, list[ErrorPoint]] = {}
     for record in records:
         if _has_value(record, quantity):
-            label, size = sized(record.case)
-            series.setdefault(label, {}).setdefault(size, []).append(record)
-    curves = {
-        label: sorted((_point(group, quantity) for group in sizes.values()), key=lambda x: x.size or 0)
-        for label, sizes in series.items()
-    }
+            curves.setdefault(sized(record.case).series, []).append(_point(record, quantity))
+    for curve in curves.values():
+        curve.sort(key=lambda point: point.size or 0)
     plainest = curves.pop(UNIFORM_ATTENTION, None)
     missing = [record for record in records if record.status != "ok" and not _has_value(record, quantity)]
     # What a backend does not support is said once for all sizes.
@@ -123,10 +119,9 @@ def _has_value(record: Record, quantity: str) -> bool:
     return bool(record.kernel_value) and sized(record.case).size is not None and measured
 
 
-def _point(records: Sequence[Record], quantity: str) -> ErrorPoint:
-    """One size, from records that differ by the seed of their inputs."""
-    record, size = records[0], sized(records[0].case).size
-    draws = [draw for x in records for draw in getattr(x, f"{quantity}_draws") or () if draw is not None]
+def _point(record: Record, quantity: str) -> ErrorPoint:
+    size = sized(record.case).size
+    draws = [draw for draw in getattr(record, f"{quantity}_draws") or () if draw is not None]
     if quantity != KERNEL:
         # A non-finite draw is null in the file.
         return ErrorPoint(size, *middle(draws or [getattr(record, quantity)]), record)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, sized
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
-from efficient_attn.report.table import NOT_MEASURED, Table, full
+from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import failure_notes, heading
 from efficient_attn.stats.estimates import grouped
 from efficient_attn.studies.view import Environment, Plots
@@ -89,23 +89,15 @@ def _table(contest: Contest) -> Table:
 
 
 def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
-    """Backends that learned the task, and the best backend beside the baselines."""
-    shown = [[row for row in contest if row.accuracies] for contest in contests(records)]
-    return [sentence for rows in shown if rows for sentence in _conclusions(rows)]
-
-
-def _conclusions(rows: list[Learned]) -> list[str]:
-    learned = sorted(
-        (row for row in rows if row.accuracy >= _LEARNED), key=lambda x: x.first.floats_read or 0
-    )
-    names = ", ".join(f"{row.first.case.label} (state {row.first.floats_read} floats)" for row in learned)
-    baselines = [row for row in rows if row.first.case.backend in (YARDSTICK, UNIFORM_ATTENTION)]
-    best = [row for row in rows if row not in baselines][:1]
-    compared = "; ".join(f"{row.first.case.label} {full(row.text)}" for row in (*best, *baselines))
-    return [
-        f"Accuracy {_LEARNED:g} or more, smallest state first: {names or 'none'}.",
-        f"Best approximation and baselines: {compared}; chance {rows[0].first.chance or 0:.3g}.",
-    ]
+    """Backends that learned the task, the smallest state first."""
+    texts = []
+    for contest in contests(records):
+        learned = [row for row in contest if row.accuracy >= _LEARNED]
+        learned = sorted(learned, key=lambda row: row.first.floats_read or 0)
+        names = ", ".join(f"{row.first.case.label} (state {row.first.floats_read} floats)" for row in learned)
+        if any(row.accuracies for row in contest):
+            texts.append(f"Accuracy {_LEARNED:g} or more, smallest state first: {names or 'none'}.")
+    return texts
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
