@@ -116,8 +116,6 @@ layers at 8192 tokens: bfloat16):
 """
 
 _RECALLED = """\
-![Divergence and recall by the number of streaming heads](images/heads.png)
-
 Loss alone is no evidence: heads by chance lose little of it and much of the recall.
 """
 

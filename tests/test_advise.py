@@ -219,7 +219,7 @@ def test_a_length_without_a_decision_is_undecided_for_a_reason(records, told):
 
 
 @pytest.mark.parametrize("loss", [{}, {"next_token_kl": 1e-3}])
-def test_a_plan_of_heads_without_a_finite_loss_or_recall_is_no_verdict(loss):
+def test_a_plan_of_heads_without_a_finite_loss_or_recall_misses_the_target(loss):
     heads = {"streaming_heads": 2, "key_heads": 6, "chosen_layers": '{"0": "window in key heads 0, 1"}'}
     plan = Record(case=case("swap", "plan", 512, **HELD_OUT), **heads, **loss)
     drawn = Record(case=case("swap", "random heads", 512, **HELD_OUT), **heads)
@@ -227,7 +227,7 @@ def test_a_plan_of_heads_without_a_finite_loss_or_recall_is_no_verdict(loss):
     records = [plan, drawn]
     records += bound(512, [time_s / 3 for time_s in EXACT])
     (sentence,) = Results(records, environment={"study": "advise", "target": target}).sentences()
-    assert "At 512 tokens not measured to the end;" in sentence
+    assert "misses the target on held-out inputs (" in sentence and "loss, recall)" in sentence
     finite = {"next_token_kl": 1e-3, "loss_difference": 0.0, "loss_difference_error": 0.0}
     records[0] = replace(plan, **finite)
     (sentence,) = Results(records, environment={"study": "advise", "target": target}).sentences()

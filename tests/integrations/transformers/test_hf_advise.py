@@ -76,18 +76,15 @@ def test_the_attached_plan_reproduces_the_verified_cosine(encoder, advised, tmp_
     assert sum(distances) / len(distances) == pytest.approx(plan.mean_pool_distance, abs=1e-6)
 
 
-def test_the_fastest_by_prediction_is_tried_first(encoder, monkeypatch):
-    speeds = {"linformer(rank=12)": 3.0, "window(window=15)": 2.0, "window(window=5)": 1.5}
-    predicted = {label: Predicted(value, value, value) for label, value in speeds.items()}
-    unknown = Predicted(None, None, None)
+def test_what_is_slower_by_prediction_is_not_tried(encoder, monkeypatch):
+    highs = {"exact": 1.0, "linformer(rank=12)": 0.9, "window(window=15)": 2.0}
     models = {
-        label: SimpleNamespace(speed=lambda exact, tokens, label=label: predicted.get(label, unknown))
-        for label in ("exact", *speeds)
+        label: SimpleNamespace(speed=lambda exact, tokens, high=high: Predicted(high, high, high))
+        for label, high in highs.items()
     }
     monkeypatch.setattr("efficient_attn.studies.advise.model.time_models", lambda *arguments: models)
-    monkeypatch.setattr("efficient_attn.studies.advise.model.PROBE", (1,))
-    cases = [record.case for record in swaps(advise(encoder, min_cosine=0.9)) if record.case.layer is None]
-    assert [case.label for case in cases if case.label in speeds] == list(speeds)
+    labels = {record.case.label for record in swaps(advise(encoder, min_cosine=0.9))}
+    assert "linformer(rank=12)" not in labels and {"window(window=15)", "window(window=5)"} <= labels
 
 
 def test_a_target_below_all_losses_divides_by_nothing(decoder):
