@@ -81,7 +81,7 @@ def test_a_crossover_follows_from_speeds_and_ends_of_their_intervals():
 
 def test_intervals_hold_unseen_times_of_noisy_machines():
     inside, unseen = [], case("window", 8192, (4, 4, 32))
-    for seed in range(40):
+    for seed in range(30):
         model = time_models(calls("window", noise=0.1, seed=seed))["window"]
         _, low, high = model.time_s(**sizes_of(unseen))
         inside.append(low <= true_time(unseen) <= high)
