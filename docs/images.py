@@ -24,12 +24,10 @@ SOURCES = IMAGES / "sources.json"
 RECORDS = {
     "advise": "advise",
     "compare": "compare",
-    "heads": "advise-smollm2-4096",
     "methods": "bench-methods-causal",
     "mse": "mse-default",
     "recall": "recall-default",
     "speed": "bench-others",
-    "swap": "swap-encoder",
 }
 # Computed from the shipped activations alone, by the command of the first page.
 SHOWN = "show"

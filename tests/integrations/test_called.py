@@ -36,7 +36,7 @@ DECIDES = "has no effect with this model, which decides its inputs"
         (":make_without_attention", "code with its own softmax must call F.scaled_dot_product_attention"),
         (":make_cross", "makes no call that a backend can serve: model: its queries and keys differ in numb"),
         (":make_text", "The model returns str without a floating-point tensor"),
-        (":make_infinite", "make_infinite returns numbers that are not finite; return real rows alone"),
+        (":make_infinite", "next run, or numbers that are not finite"),
         (":make_counted", "make_counted returns another output in its next run"),
         (":make_pair --seq-len 8", f"error: seq_lens {DECIDES}"),
     ],

@@ -13,7 +13,7 @@ RUNS = Path(__file__).parents[2] / "results" / "epyc-2-cores"
 LINE = {"color": "#0072b2", "marker": "o", "linestyle": "-"}
 
 # A run of each study; the further runs of a study are drawn by the same code.
-STUDIES = ("compare", "mse-default", "recall-default", "swap-encoder")
+STUDIES = ("bench-256-4096", "compare", "mse-default", "recall-default")
 DRAWN = [path.parent.name for path in sorted(RUNS.glob("*/records.jsonl"))]
 
 

@@ -39,11 +39,6 @@ def attention_steps(
     """For each model errors and one round of calls; then all rounds, and errors at shorter lengths.
 
     On a busy machine a budget may end within the second model: the first is answered by then.
-
-    The beginning of a causal sequence is a real sequence: its activations do not depend on later tokens.
-
-    Args:
-        models: q, k, v of the layers of each shipped model.
     """
     calls: list[Point] = []
     for layers in models:
@@ -52,6 +47,7 @@ def attention_steps(
         costs = Costs(shared=shared, measure=measurer, rounds=rounds, limit_bytes=limit_bytes)
         calls += yield from _call_steps(nearest, lengths, costs)
     yield calls
+    # The beginning of a causal sequence is a real sequence.
     for layers in models:
         for tokens in lengths if layers[0].causal else ():
             if tokens < layers[0].tokens:
@@ -59,7 +55,7 @@ def attention_steps(
 
 
 def shipped_layers(workload: Workload) -> list[list[Any]]:
-    """q, k and v of the layers of each shipped model, in the dtype and on the device of the workload."""
+    """q, k and v of the layers of each shipped model."""
     return [_layers(subjects([name], seed=workload.seed), workload) for name in SOURCES]
 
 
@@ -73,8 +69,7 @@ def _errors(
 ) -> Generator[Request, Any, dict[str, float]]:
     """Yield the errors on all layers up to a failure; returns the medians by label, ∞ of failures."""
     medians = {}
-    exact = [variant for variant in variants if variant.backend == YARDSTICK]
-    for variant in (*exact, MEAN, *(variant for variant in variants if variant not in exact)):
+    for variant in (variants[0], MEAN, *variants[1:]):
         errors: list[float] = []
         for layer in layers:
             record = yield error_point(variant, layer, draws=DRAWS, threads=workload.threads or 1)
@@ -87,12 +82,9 @@ def _errors(
 
 def _near(variants: Sequence[Variant], errors: dict[str, float]) -> list[Variant]:
     """Exact attention, then backends not known to err as uniform attention, the nearest first."""
-    near = [
-        variant
-        for variant in variants
-        if variant.backend == YARDSTICK or not errors[UNIFORM_ATTENTION] <= errors[variant.label]
-    ]
-    return sorted(near, key=lambda variant: (variant.backend != YARDSTICK, errors[variant.label]))
+    exact, *others = variants
+    near = [x for x in others if not errors[UNIFORM_ATTENTION] <= errors[x.label]]
+    return [exact, *sorted(near, key=lambda variant: errors[variant.label])]
 
 
 def _call_steps(

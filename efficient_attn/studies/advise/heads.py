@@ -51,18 +51,9 @@ CHANGE, SECOND_ORDER = "change of outputs", "second-order score"
 # Plans that the bisection tries: the count is known to a 32nd of all heads then.
 _TRIALS = 5
 
-# Time of a second-order score over that of the change of outputs: 2.9 was measured.
-_SECOND_ORDER_COST = 3.0
-
 
 class HeadPlan(NamedTuple):
-    """Key heads that stream.
-
-    Attributes:
-        heads: Layer and number of each of them.
-        choice: The window that they read.
-        score: Score by which they were ranked.
-    """
+    """Layer and number of key heads that stream, the window that they read, and the score of their rank."""
 
     heads: Sequence[tuple[int, int]]
     choice: Choice
@@ -139,9 +130,9 @@ def _rank_point(subject: TextSubject, choice: Choice, score: str) -> Point:
     return Point(
         case=case,
         measure=partial(answer, case, partial(_scored, case, subject, choice)),
-        label=f"{score} of the key heads, window {choice.options['window']}, {case.tokens} tokens",
         series=OWN,
-        cost=(_SECOND_ORDER_COST if score == SECOND_ORDER else 1.0) * case.tokens,
+        # A second-order score took 2.9 times as long.
+        cost=(3.0 if score == SECOND_ORDER else 1.0) * case.tokens,
     )
 
 
@@ -177,10 +168,7 @@ def _variant(label: str, plan: HeadPlan, subject: Subject) -> Variant:
 
 def _planned(subject: TextSubject, label: str, plan: HeadPlan) -> Point:
     """Loss and recall of a plan; without heads the record is the decision for none."""
-    streaming = {
-        str(layer): f"{plan.choice.backend} in key heads {', '.join(map(str, numbers))}"
-        for layer, numbers in plan.by_layer.items()
-    }
+    streaming = {str(layer): f"window in key heads {heads}" for layer, heads in plan.by_layer.items()}
     return plan_point(
         subject,
         _variant(label, plan, subject),
@@ -226,10 +214,6 @@ def head_scores(
     The change is the norm of the difference that a key head makes in the output of its layer, after the
     projection, over the norm of that output: what the residual stream sees. One forward pass per text, with
     exact outputs; scores are changes over the mean change of all heads, added over text and copies.
-
-    Args:
-        texts: Token ids with copies at their end, [1 tokens] each.
-        streaming: The window that a key head would read.
     """
     changes: dict[int, Tensor] = {}
 
@@ -253,10 +237,6 @@ def second_order_scores(
     L is the mean loss of the next token in text and copies, o_t the output of a key head (of all its query
     heads) at token t before the projection, and Δo_t its change. The sum is the empirical Fisher information
     of the change.
-
-    Args:
-        texts: Token ids with copies at their end, [1 tokens] each.
-        streaming: The window that a key head would read.
     """
     scores: dict[int, Tensor] = {}
 
@@ -279,11 +259,9 @@ def second_order_scores(
 def _compared(
     model: Any, sites: AttentionSites, texts: Any, streaming: Choice, see: Any, *, gradients: bool = False
 ) -> Iterator[None]:
-    """The model with exact attention, each call of which is compared with one of a window.
+    """The model with exact attention; `see` receives the difference of each call from one of a window.
 
-    Args:
-        see: Receives the site, the number of key heads, the difference of the outputs and the exact output.
-        gradients: Calls with gradients are compared, not the first pass of a block that is recomputed.
+    With `gradients` calls with gradients are compared, not the first pass of a block that is recomputed.
     """
     windows, exact = (
         build_layers(sites, dict.fromkeys(sites.layers, choice), max_tokens=texts[0].shape[1], seed=0)

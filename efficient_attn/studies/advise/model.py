@@ -31,8 +31,7 @@ from efficient_attn.studies.workload import Costs
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)
 
-# Losses below this are rounding of float32 in another kernel, and below the square of this many epsilons of
-# other dtypes.
+# Losses below this are rounding of float32 in another kernel; of other dtypes below the square of 4 epsilons.
 _ROUNDING, _EPSILONS = 1e-8, 4
 
 # Sliding layers are windows of the width of the model, in every plan.
@@ -51,11 +50,7 @@ def model_steps(
     rounds: int,
     heads: Callable[[Any, Any], Steps] | None = None,
 ) -> Steps:
-    """Short calls of attention alone, then all points of each length.
-
-    Args:
-        heads: Steps of a decoder whose key heads can be ranked, after the bound and in place of all others.
-    """
+    """Short calls of attention alone, then all points of each length; `heads` ranks those of a decoder."""
     if heads is not None:
         for choosing, held_out in filter(lambda pair: has_copies(pair[0]), pairs):
             if not (yield from _bound_excludes(choosing, [OWN_ATTENTION], variants, rounds)):
@@ -71,16 +66,11 @@ def model_steps(
     short = (yield probes) if _free(first) else []
     models = time_models(short, {variant.label: variant.target for variant in called})
     exact = models.get(YARDSTICK)
-    for choosing, held_out in pairs:
-        tokens, speeds = choosing.shared["tokens"], {}
-        if exact is not None and tokens >= PROBE[0]:
-            speeds = {label: model.speed(exact, tokens=tokens) for label, model in models.items()}
-        slower = {label for label, speed in speeds.items() if speed.high is not None and speed.high < 1}
-        may_be_faster = [variant for variant in variants if variant.label not in slower - {YARDSTICK}]
-        # Baselines, then the fastest by prediction.
-        values = {label: -(speed.value or 0.0) for label, speed in speeds.items() if label not in _BASELINES}
-        fastest_first = sorted(may_be_faster, key=lambda variant: values.get(variant.label, -math.inf))
-        yield from _length_steps(choosing, held_out, fastest_first, quantity, limit, rounds)
+    for pair in pairs:
+        sizes = {"tokens": pair[0].shared["tokens"]}
+        highs = {} if exact is None else {x: model.speed(exact, **sizes).high for x, model in models.items()}
+        may_be_faster = [variant for variant in variants if (highs.get(variant.label) or 1.0) >= 1]
+        yield from _length_steps(pair, may_be_faster, quantity, limit, rounds)
 
 
 def _lossless_windows(subject: Subject, quantity: str) -> Generator[Request, Any, dict[int, str]]:
@@ -115,12 +105,7 @@ def _bound_excludes(
 
 
 def _length_steps(
-    choosing: Subject,
-    held_out: Subject,
-    variants: Sequence[Variant],
-    quantity: str,
-    limit: float,
-    rounds: int,
+    pair: tuple[Subject, Subject], variants: Sequence[Variant], quantity: str, limit: float, rounds: int
 ) -> Steps:
     """Windows in sliding layers, the bound, all layers, single layers, plans, verification."""
 
@@ -128,6 +113,7 @@ def _length_steps(
         loss = getattr(record, quantity) if record.status == "ok" else None
         return math.inf if loss is None or math.isnan(loss) else float(loss)
 
+    choosing, held_out = pair
     windows = yield from _lossless_windows(choosing, quantity)
     if choosing.sliding and not windows:
         choosing, held_out = (replace(cast(Any, part), base={}) for part in (choosing, held_out))
@@ -136,15 +122,14 @@ def _length_steps(
     free = [] if excluded else _free(choosing)
 
     losses_of_all: dict[str, float] = {}
-    working: list[Variant] = []
     statuses: set[str] = set()
     for variant in variants if free else ():
         if variant.backend != UNIFORM_ATTENTION:
             record = yield distance_point(choosing, variant)
             statuses.add(record.status)
             if record.status == "ok":
-                working.append(variant)
                 losses_of_all[variant.label] = loss_of(record)
+    working = [variant for variant in variants if variant.label in losses_of_all]
     gains_s: dict[str, float] = {}
     if working:
         times = yield [pass_point(choosing, variant, rounds=rounds) for variant in (*references, *working)]
@@ -152,8 +137,8 @@ def _length_steps(
         reference, *times = times[len(references) - 1 :]
         gains_s = _gains_s(reference, list(zip(working, times, strict=True)), len(free))
     losses: dict[int, dict[str, float]] = {layer: {} for layer in free}
-    for variant in working:
-        for layer in free if variant.label in gains_s else ():
+    for variant, layer in itertools.product(working, free):
+        if variant.label in gains_s:
             record = yield distance_point(choosing, variant, layer)
             statuses.add(record.status)
             losses[layer][variant.label] = loss_of(record)
@@ -208,11 +193,6 @@ def best_layers(
 
     Losses of single layers are added as if the errors that two layers make were independent and small: a
     first guess, which the run checks with all chosen layers replaced together.
-
-    Args:
-        losses: Loss of each layer replaced alone, by layer and label; they may exceed the limit.
-        losses_of_all: Loss of all layers replaced, by label.
-        gains_s: Seconds that one layer gains, by label; labels without a gain are left out.
     """
     plans = [dict.fromkeys(losses, label) for label in gains_s if losses_of_all[label] <= limit]
     for label in gains_s:

@@ -1,6 +1,5 @@
 """Outcomes of an advice for a model: its plans, their verdict, and Python that uses them."""
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -15,27 +14,17 @@ from efficient_attn.stats.estimates import Typical, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.advise.plan import BOUND, LIMIT, RETRIEVAL
 from efficient_attn.studies.swap.plan import KL, MEAN_POOL, NAMES, OUTPUT_COSINE
-from efficient_attn.studies.swap.view import quantity_words
+from efficient_attn.studies.swap.view import WIDTH, quantity_words
 from efficient_attn.studies.view import Environment
 
 # Name of the file that `attach` takes.
 LAYERS = "layers.json"
 
-# Standard errors from the mean to the ends of an interval.
-_WIDTH = 1.96
-
 _UNFINISHED = "not measured to the end"
 
 
 class Targets(NamedTuple):
-    """What a plan must keep.
-
-    Attributes:
-        quantity: Loss by which plans are chosen.
-        limit: Its largest value.
-        max_loss: Largest upper end of the interval of the loss difference, nats; None: no target.
-        min_recall: Smallest share of the recall of exact attention; None: no target.
-    """
+    """Largest value of the quantity that chooses; of key heads also of the loss, and least recall."""
 
     quantity: str
     limit: float
@@ -62,14 +51,9 @@ class Targets(NamedTuple):
         bounds = [(NAMES[self.quantity].partition(",")[0], getattr(record, self.quantity), self.limit)]
         if self.max_loss is not None and self.min_recall is not None:
             loss = record.loss_difference, record.loss_difference_error
-            upper_loss = None if None in loss else loss[0] + _WIDTH * loss[1]
+            upper_loss = None if None in loss else loss[0] + WIDTH * loss[1]
             bounds += [("loss", upper_loss, self.max_loss), ("recall", -_recall(record), -self.min_recall)]
         return [name for name, value, most in bounds if value is None or not value <= most]
-
-    def measured(self, record: Record) -> bool:
-        """Whether the loss is a number; it is none if the outputs are not finite."""
-        loss = 0.0 if self.max_loss is None else record.loss_difference_error
-        return getattr(record, self.quantity) is not None and loss is not None
 
 
 def _number(value: Any) -> float:
@@ -136,7 +120,7 @@ def _verdict(
     layers = parsed_layers(plan.chosen_layers)
     if layers == {}:
         return -1, "no plan"
-    if layers is None or not targets.measured(plan):
+    if layers is None:
         return None, _UNFINISHED
     if missed := targets.missed(plan):
         return -1, f"the plan misses the target on held-out inputs ({', '.join(missed)})"
@@ -154,7 +138,7 @@ def _described(plan: Record, layers: Mapping[int, str], records: Sequence[Record
     """`window in layers 0, 2–5`, or the number of key heads that stream, their loss and their recall."""
     if plan.streaming_heads is None:
         return layers_in_words(layers)
-    window, width = plan.case.options.get("window"), _WIDTH * (plan.loss_difference_error or 0.0)
+    window, width = plan.case.options.get("window"), WIDTH * (plan.loss_difference_error or 0.0)
     text = (
         f"{plan.streaming_heads} of {plan.key_heads} key heads streaming (window {window}, ranked by the "
         f"{plan.ranked_by}): loss {plan.loss_difference:+.4f} ± {width:.4f} nats, recall "
@@ -164,7 +148,7 @@ def _described(plan: Record, layers: Mapping[int, str], records: Sequence[Record
         shares = record.retrieval, record.retrieval_exact, record.retrieval_error
         if record.case.kind == RETRIEVAL and None not in shares:
             share, exact, error = (100 * x for x in shares)
-            text += f", {share:.0f} % of planted numbers (the model {exact:.0f} %, ± {_WIDTH * error:.1f})"
+            text += f", {share:.0f} % of planted numbers (the model {exact:.0f} %, ± {WIDTH * error:.1f})"
     return text
 
 
@@ -207,10 +191,10 @@ def attached_plan(outcome: Outcome) -> dict[str, Any] | None:
 def parsed_layers(text: str | None) -> dict[int, str] | None:
     """{layer: label} of the field `chosen_layers`; None if it is missing or damaged."""
     try:
-        layers = {int(layer): label for layer, label in json.loads(text or "null").items()}
-    except (ValueError, AttributeError, RecursionError):
+        layers = read_object(text or "", "chosen_layers")
+        return {int(layer): str(label) for layer, label in layers.items()}
+    except (DataError, ValueError):
         return None
-    return layers if all(isinstance(label, str) for label in layers.values()) else None
 
 
 def layers_in_words(chosen: Mapping[int, str]) -> str:

@@ -53,11 +53,7 @@ LOSSLESS, SLIDING = "window in sliding layers", "sliding window"
 def plan(
     model: Annotated[
         Any,
-        Option(
-            help=f"{shared.MODEL_HELP} Shipped activations if omitted.",
-            metavar="MODEL",
-            argument=True,
-        ),
+        Option(help=f"{shared.MODEL_HELP} Shipped activations if omitted.", metavar="MODEL", argument=True),
     ] = None,
     backends: shared.Backends = None,
     *,
@@ -67,11 +63,7 @@ def plan(
     ] = None,
     min_cosine: Annotated[
         float | None,
-        Option(
-            help="Least cosine with the exact output; 0.99 if omitted.",
-            least=0,
-            most=1,
-        ),
+        Option(help="Least cosine with the exact output; 0.99 if omitted.", least=0, most=1),
     ] = None,
     max_kl: Annotated[
         float | None,

@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import DENSE, MODEL, PLAN, UNIFORM_ATTENTION, YARDSTICK
+from efficient_attn.measure.variants import DENSE, MODEL, UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.report.figures import (
     LIMIT_STYLE,
     UNIFORM_STYLE,
@@ -38,7 +38,7 @@ from efficient_attn.studies.advise.outcomes import (
     outcomes_of,
     skipped_note,
 )
-from efficient_attn.studies.advise.plan import LIMIT, RANDOM_HEADS
+from efficient_attn.studies.advise.plan import LIMIT
 from efficient_attn.studies.bench.comparison import error_limit
 from efficient_attn.studies.bench.tables import crossover_cell
 from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
@@ -47,9 +47,6 @@ from efficient_attn.studies.view import Environment, Plots
 
 # Fields that tell the shipped models apart.
 SHAPE = ("num_heads", "head_dim", "causal")
-
-# Plans that are verified, in the legend.
-_VERIFIED = {PLAN: "the plan, other texts", RANDOM_HEADS: "random heads, other texts"}
 
 _NOTES = (
     "error: ‖out − exact‖ / ‖exact‖, exact attention in float64, median over layers. "
@@ -73,12 +70,7 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """Times against tokens: of attention alone, and of the model; errors if there is no model.
-
-    Of a plan of key heads, its divergence and recall in place of the times of one length.
-    """
-    if streaming := [record for record in records if record.streaming_heads and record.copy_recall_exact]:
-        return {"advise": _heads_plot(streaming)}
+    """Times against tokens: of attention alone, with errors, or of the model."""
     times = [record for record in records if record.case.kind == "time" and record.status == "ok"]
     if not times:
         return {}
@@ -99,12 +91,7 @@ def _of_model(records: Sequence[Record], environment: Environment) -> bool:
 
 
 class Row(NamedTuple):
-    """One backend, attention alone.
-
-    Attributes:
-        errors: Relative errors of the layers by length.
-        speeds: Speed-ups over exact attention by length, measured or else predicted, without samples.
-    """
+    """One backend: errors of the layers and speed-ups by length, which are predicted if without samples."""
 
     label: str
     backend: str
@@ -189,9 +176,8 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
         return [f"{text}: nothing measured.{skipped_note(records)}"]
     # A backend that failed on a layer or at a length is not known to be near.
     layers = {tokens: max(len(row.errors.get(tokens, ())) for row in rows) for tokens in lengths}
-    candidates = [
-        row for row in rows if row.errors and row.backend not in (YARDSTICK, DENSE, UNIFORM_ATTENTION)
-    ]
+    baselines = (YARDSTICK, DENSE, UNIFORM_ATTENTION)
+    candidates = [row for row in rows if row.errors and row.backend not in baselines]
     near = [
         _in_words(row)
         for row in candidates
@@ -220,41 +206,14 @@ def _in_words(row: Row) -> str:
 
 def _attention_plot(records: Sequence[Record], max_error: float) -> Plot:
     """For each shape times of calls and errors of the worst layer, with one legend for all."""
-    title, rows, conditions = "Time and error of attention alone", [], []
-    for shape in grouped(records, *SHAPE):
-        if times := [record for record in shape if is_time(record)]:
-            plot = cost_plot(times)
-            conditions.append(plot.conditions)
-            rows.append(_charts(plot.charts[0], rows_of(shape), max_error))
-    if len(rows) == 1:
-        return Plot(title, conditions[0], tuple(rows))
-    settings, intervals = zip(*(text.split("; ") for text in conditions), strict=True)
-    pairs = zip(rows, settings, strict=True)
-    noted = ((time._replace(notes=(words,)), errors) for (time, errors), words in pairs)
-    return Plot(title, intervals[0], tuple(noted))
-
-
-def _heads_plot(records: Sequence[Record]) -> Plot:
-    """Divergence and recall against the number of streaming heads, at the longest length."""
-    tokens = max(record.case.tokens for record in records)
-    longest = [record for record in records if record.case.tokens == tokens]
-    lines: dict[str, list[tuple[int, float, float]]] = {}
-    for record in sorted(longest, key=lambda record: record.streaming_heads):
-        trial = f"by {record.ranked_by or 'rank'}, texts that choose"
-        recall = 100 * record.copy_recall / record.copy_recall_exact
-        point = record.streaming_heads, record.next_token_kl, recall
-        lines.setdefault(_VERIFIED.get(record.case.label, trial), []).append(point)
-    styles = line_styles([(label, label) for label in lines])
-    axes = Axis("divergence, nats", "log", show_error), Axis("recall, % of exact")
-    charts = []
-    for column, axis in enumerate(axes, start=1):
-        series = []
-        for label, points in lines.items():
-            x, y = (tuple(point[place] for point in points) for place in (0, column))
-            series.append(Series(label, x, y, styles[label]))
-        charts.append(Chart(Axis(f"streaming key heads, of {longest[0].key_heads}"), axis, tuple(series)))
-    title = f"Key heads that stream, {tokens} tokens"
-    return Plot(title, setting(longest[0].case), (tuple(charts),))
+    rows, shapes = [], [shape for shape in grouped(records, *SHAPE) if any(map(is_time, shape))]
+    for shape in shapes:
+        plot = cost_plot([record for record in shape if is_time(record)])
+        time, errors = _charts(plot.charts[0], rows_of(shape), max_error)
+        words, _, intervals = plot.conditions.partition("; ")
+        rows.append((time._replace(notes=(words,) if len(shapes) > 1 else ()), errors))
+    conditions = plot.conditions if len(shapes) == 1 else intervals
+    return Plot("Time and error of attention alone", conditions, tuple(rows))
 
 
 def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, Chart]:

@@ -20,7 +20,7 @@ STUDY = Study(
         error("next_token_kl", "nats", "Divergence of exact from computed next-token distributions."),
         error("perplexity", "", "Perplexity of the texts.", rounding=0),
         replace(
-            error("loss_difference", "nats", "Loss of the texts less that of exact attention.", rounding=0),
+            error("loss_difference", "nats", "Loss less that of exact attention.", rounding=0),
             type="signed number",
         ),
         error("loss_difference_error", "nats", "Standard error of loss_difference, by blocks of 64 tokens."),

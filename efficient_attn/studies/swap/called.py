@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from efficient_attn.backend import Backend
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.external import is_address, object_at
@@ -33,22 +32,13 @@ from efficient_attn.studies.swap.measure import HELD_OUT, SAME_AGAIN, choices
 from efficient_attn.studies.swap.plan import OUTPUT_COSINE
 from efficient_attn.studies.workload import Workload
 
-_CROSS = "its queries and keys differ in number (cross-attention)"
-
 # Rounding of sums in another order, relative.
 _SAME = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
 class CalledModel:
-    """A model with its inputs.
-
-    Attributes:
-        name: Name in records, `file.py:function`.
-        call: One run of the module.
-        seed: Seed of random numbers of inputs and runs.
-        source: Contents of the file that makes it; empty: made in Python.
-    """
+    """A module, its call with its inputs, the seed of all random numbers, and the file that makes both."""
 
     name: str
     module: nn.Module
@@ -95,9 +85,6 @@ def called_model(model: Any, *, seed: int = 0, module: nn.Module | None = None) 
     Args:
         seed: Seed of the random numbers that the function draws.
         module: Earlier module that takes the inputs; None: the new one.
-
-    Raises:
-        AttentionError: If the address names nothing, or the function fails or returns another form.
     """
     make, source, name = model, b"", str(getattr(model, "__name__", "model"))
     if isinstance(model, (str, Path)):
@@ -124,11 +111,7 @@ def called_model(model: Any, *, seed: int = 0, module: nn.Module | None = None) 
 
 
 def output_vector(output: Any) -> Tensor:
-    """All floating-point tensors of nested tuples, lists and dicts as one vector, without single numbers.
-
-    Raises:
-        DataError: If there is none.
-    """
+    """All floating-point tensors of nested tuples, lists and dicts as one vector, without single numbers."""
     # A loss, a single number, stands first in many outputs.
     vectors = [
         part.detach().flatten()
@@ -166,26 +149,20 @@ class CallSubject:
 
     @classmethod
     def of(cls, called: CalledModel, workload: Workload) -> "CallSubject":
-        """The model with the call sites that one run shows.
-
-        Raises:
-            DataError: If its output is not finite, or is another one in the next run.
-            UnsupportedError: If the run makes no call that a backend can serve.
-        """
+        """The model with the call sites that one run shows."""
         search = SiteSearch(called.module, {"*": Request(YARDSTICK, {}, None)}, seed=0)
         with running(called.name), search:
             output = output_vector(called.seeded())
         search.settle()
-        if not output.isfinite().all():
-            raise DataError(f"{called.name} returns numbers that are not finite; return real rows alone.")
         again = called.output()
-        if again.shape != output.shape or relative_error(again, output) > _SAME:
+        if again.shape != output.shape or not relative_error(again, output) <= _SAME:
             raise DataError(
-                f"{called.name} returns another output in its next run: take random numbers from torch, "
-                "whose seed is set, or fix them."
+                f"{called.name} returns another output in its next run, or numbers that are not finite: take "
+                "random numbers from torch, whose seed is set, and return real rows alone."
             )
         left = {site: why for site, why in search.reasons.items() if why is not None}
-        left |= {site: _CROSS for site in search.built if len({x[-2] for x in search.first[site][:2]}) > 1}
+        crossed = [site for site in search.built if len({x[-2] for x in search.first[site][:2]}) > 1]
+        left |= dict.fromkeys(crossed, "its queries and keys differ in number (cross-attention)")
         served = [site for site in search.built if site not in left]
         if not served:
             why = "; ".join(f"{site}: {why}" for site, why in left.items()) or CALL_SDPA
@@ -219,8 +196,7 @@ class CallSubject:
     def about(self) -> dict[str, Any]:
         """Names of the model and of its call sites."""
         sites = {str(number): site for number, site in self.sites.items()}
-        named = {"model": self.called.name, "digest": self.called.digest}
-        return {**named, "sites": sites, "left_out": self.left}
+        return {"model": self.called.name, "digest": self.called.digest, "sites": sites}
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -257,14 +233,10 @@ class CallSubject:
         with self._served(variant, draw, layer) as served:
             yield any(hasattr(backend.core, "calibrate") for backend in served.backends.values())
 
-    def build(self, variant: Variant) -> dict[str, Backend]:
-        """The backends of all replaced call sites, by name."""
-        with self._served(variant) as served:
-            return served.backends
-
     def plan(self, variant: Variant) -> dict[str, Any] | None:
         """The plan that `ea.intercept.replace` takes; None with a backend without a registered name."""
-        return plan_of_backends(self.build(variant))
+        with self._served(variant) as served:
+            return plan_of_backends(served.backends)
 
     def fitted(self, variant: Variant) -> Variant:
         return variant

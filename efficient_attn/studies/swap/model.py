@@ -54,8 +54,6 @@ class TextSubject:
     Attributes:
         texts: Token ids, [1 tokens] each, of one length.
         calibration: Token ids for calibration; None: the first text.
-        shared: Fields common to all cases.
-        about: Origin of model and texts.
         base: Backend and options of layers that have them beside every variant, by their numbers.
     """
 
@@ -252,9 +250,7 @@ def load(model: Any, workload: Workload) -> Opened:
         )
     module, tokenizer = model
     if module.training:
-        raise OptionError(
-            "model is in training mode, where dropout would be taken for an error; model.eval() first."
-        )
+        raise OptionError("model is in training mode, with dropout: call model.eval() first.")
     return Opened(module, tokenizer, dict.fromkeys(("model", "class"), type(module).__name__))
 
 

@@ -42,12 +42,6 @@ DECIDES = "with this model, which decides its inputs, dtype and device"
 _SAVED_TOKENS = 512
 
 
-def _is_layer(text: str, *, name: str) -> bool:
-    if text != "layer":
-        raise OptionError(f"{name} is layer, not {text!r}.")
-    return True
-
-
 TextFiles = Annotated[
     Texts | None,
     Option(
@@ -61,14 +55,7 @@ TextFiles = Annotated[
 
 
 def plan(
-    model: Annotated[
-        Any,
-        Option(
-            help=shared.MODEL_HELP,
-            metavar="MODEL",
-            argument=True,
-        ),
-    ],
+    model: Annotated[Any, Option(help=shared.MODEL_HELP, metavar="MODEL", argument=True)],
     backends: shared.Backends = None,
     *,
     texts: TextFiles = None,
@@ -78,20 +65,14 @@ def plan(
     ] = None,
     options: shared.Settings = None,
     draws: Annotated[int, Option(help="Number of random-feature draws.", least=1)] = 3,
-    by_layer: Annotated[
-        bool | None,
-        Option(help="layer: each layer replaced alone too.", flag="--by", metavar="layer", parse=_is_layer),
-    ] = None,
+    by_layer: Annotated[bool, Option(help="Each layer replaced alone too.")] = False,
     save: Annotated[
         str | Path | None,
-        Option(
-            help="New file for q, k, v of the layers on the first text: --inputs.",
-            metavar="FILE.safetensors",
-        ),
+        Option(help="New file for q, k, v of the layers: mse --inputs.", metavar="FILE.safetensors"),
     ] = None,
     layers: Annotated[
         Sequence[int] | None,
-        shared.worded(shared.Layers, "Layers of --by layer and --save, from 0; all if omitted."),
+        shared.worded(shared.Layers, "Layers of --by-layer and --save, from 0; all if omitted."),
     ] = None,
     dtype: Annotated[
         str | None, Option(help="Dtype of the model of a folder; float32 if omitted.", rare=True)
@@ -107,11 +88,11 @@ def plan(
     from a file by its output. In Python the model may be a pair (model, tokenizer) of a loaded one, or a
     pair (module, inputs); its attention is restored afterwards.
 
-    Example: efficient-attn swap MODEL --set window.window=65,129 --by layer
+    Example: efficient-attn swap MODEL --set window.window=65,129 --by-layer
     """
     settings = locals()
     if layers is not None and save is None and not by_layer:
-        raise OptionError("layers name those that are replaced alone (--by layer) or saved (--save FILE).")
+        raise OptionError("layers name those that are replaced alone (--by-layer) or saved (--save FILE).")
     if save is not None and (Path(save).suffix != ".safetensors" or Path(save).exists()):
         raise OptionError(f"save is a new file that ends in .safetensors, not {str(save)!r}.")
     positive_count("draws", draws)
@@ -153,15 +134,9 @@ def plan(
         save_activations(captured, save)
         tokens = max(layer.k.shape[-2] for layer in captured.layers.values())
         notes += [f"Saved layers {', '.join(map(str, captured.layers))} on {tokens} tokens: {save}."]
+    alone = (layers or first.layers) if by_layer else ()
     return Plan(
-        steps=partial(
-            _steps,
-            subjects,
-            variants,
-            draws=draws,
-            rounds=rounds,
-            layers=(layers or first.layers) if by_layer else (),
-        ),
+        steps=partial(_steps, subjects, variants, draws=draws, rounds=rounds, layers=alone),
         device=first.shared["device"],
         notes=notes,
         about={

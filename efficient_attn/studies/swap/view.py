@@ -1,11 +1,10 @@
-"""Models with their attention swapped: tables, a sentence and the figure."""
+"""Models with their attention swapped: tables and a sentence."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK
-from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import NOT_MEASURED, ORIGINAL, Table
 from efficient_attn.report.text import (
     calibration_note,
@@ -29,9 +28,7 @@ from efficient_attn.studies.swap.plan import (
     PERPLEXITY,
     RECALL,
 )
-from efficient_attn.studies.view import Environment, Plots, cost_cells
-
-_DISTANCES = {**NAMES, MEAN_POOL: "1 − cosine, mean pool"}
+from efficient_attn.studies.view import Environment, cost_cells
 
 # Quantities that decide, in order of preference.
 _DECISIVE = (KL, MEAN_POOL, HIDDEN, OUTPUT)
@@ -40,33 +37,22 @@ _DECISIVE = (KL, MEAN_POOL, HIDDEN, OUTPUT)
 _OF_DECODERS = (KL, PERPLEXITY, LOSS, RECALL)
 
 # Standard errors from the mean to the ends of an interval of 95 %.
-_WIDTH = 1.96
+WIDTH = 1.96
 
 # Rounding of float32 hidden states and outputs; errors of cosines and divergences are of the order of its
 # square.
 _ROUNDING = 1e-4
-
-# Upper bound on plausible measurements.
-_LARGEST = 1e100
 
 # Fields common to the cases of one swap.
 _SHARED = ("inputs", "tokens", "num_heads", "head_dim", "causal", "dtype", "device", "threads", "seed")
 
 
 class SwapRow(NamedTuple):
-    """One backend.
-
-    Attributes:
-        whole: Record with all layers swapped; None if it failed or was only timed.
-        value: Deciding quantity with all layers swapped.
-        alone: Deciding quantity with one layer swapped, by its number.
-        timed: The record of the times of one forward pass of the model.
-    """
+    """One backend: all layers swapped, the deciding quantity with each layer swapped alone, and costs."""
 
     label: str
     backend: str
     whole: Record | None
-    value: float | None
     alone: Mapping[int, float]
     timed: Record | None
     peak_bytes: int | None
@@ -74,12 +60,7 @@ class SwapRow(NamedTuple):
 
 
 class Swap(NamedTuple):
-    """All measurements of one model on the same texts.
-
-    Attributes:
-        rows: The original model first, then in the order of the records.
-        quantity: The deciding quantity.
-    """
+    """All measurements of one model on the same texts, the original first, and the deciding quantity."""
 
     case: Case
     rows: tuple[SwapRow, ...]
@@ -90,18 +71,6 @@ class Swap(NamedTuple):
     def reference(self) -> Record | None:
         """The times of the original model."""
         return next((row.timed for row in self.rows if row.backend == OWN), None)
-
-    @property
-    def changed(self) -> list[tuple[float, SwapRow]]:
-        """Replaced attention that changes the model by more than rounding, the nearest first."""
-        rounding = _ROUNDING if self.quantity in (HIDDEN, OUTPUT) else _ROUNDING**2
-        rows = [row for row in self.rows if row.backend not in (OWN, YARDSTICK)]
-        pairs = [(row.value, row) for row in rows if row.value is not None and row.value > rounding]
-        return sorted(pairs, key=lambda pair: pair[0])
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        return tuple(sorted({layer for row in self.rows for layer in row.alone}))
 
 
 def swaps(records: Iterable[Record]) -> tuple[Swap, ...]:
@@ -121,25 +90,17 @@ def _swap(records: Sequence[Record]) -> Swap:
 def _row(records: Sequence[Record], quantity: str) -> SwapRow:
     case, ok = records[0].case, [record for record in records if record.status == "ok"]
     swapped = {record.case.layer: record for record in records if record.case.kind == "swap"}
-    whole = swapped.get(None)
-    alone = {layer: _mean(record, quantity) for layer, record in swapped.items() if layer is not None}
+    alone = {layer: getattr(record, quantity) for layer, record in swapped.items() if layer is not None}
     times = [record for record in ok if record.case.kind == "time" and any(record.times_s or ())]
     return SwapRow(
         label=ORIGINAL if case.backend == OWN else case.label,
         backend=case.backend,
-        whole=whole,
-        value=_mean(whole, quantity),
+        whole=swapped.get(None),
         alone={layer: value for layer, value in sorted(alone.items()) if value is not None},
         timed=times[0] if times else None,
         peak_bytes=next((record.peak_bytes for record in ok if record.case.kind == "memory"), None),
         failed=tuple(record for record in records if record.status != "ok"),
     )
-
-
-def _mean(record: Record | None, quantity: str) -> float | None:
-    """Mean over texts and draws; None if not measured or not finite."""
-    value = None if record is None or record.status != "ok" else getattr(record, quantity)
-    return value if value is not None and value < _LARGEST else None
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
@@ -199,69 +160,47 @@ def _whole(swap: Swap) -> Table:
 
 def _cell(row: SwapRow, quantity: str) -> str:
     """The mean and its interval, or why there is none."""
-    value, whole = _mean(row.whole, quantity), row.whole
+    whole, value = row.whole, getattr(row.whole, quantity, None)
     if value is None or whole is None:
         return next((bad.status for bad in row.failed if bad.case.kind == "swap"), NOT_MEASURED)
     if quantity == LOSS and whole.loss_difference_error is not None:
-        return f"{value:+.4f}\t±{_WIDTH * whole.loss_difference_error:.4f}"
+        return f"{value:+.4f}\t±{WIDTH * whole.loss_difference_error:.4f}"
     if quantity == RECALL:
         if not whole.copy_recall_exact:
             return NOT_MEASURED
         share, width = (100 * x / whole.copy_recall_exact for x in (value, whole.copy_recall_error or 0.0))
-        return f"{share:.1f}\t±{_WIDTH * width:.1f}"
+        return f"{share:.1f}\t±{WIDTH * width:.1f}"
     return show_quantity(quantity, value)
 
 
 def _alone(swap: Swap) -> list[Table]:
     """The decisive quantity with each layer swapped alone."""
+    layers = sorted({layer for row in swap.rows for layer in row.alone})
     rows = []
     for row in swap.rows:
-        if row.alone:
-            shown = {layer: show_quantity(swap.quantity, value) for layer, value in row.alone.items()}
-            rows.append((row.label, *(shown.get(layer, NOT_MEASURED) for layer in swap.layers)))
-    if not rows:
-        return []
-    columns = ("backend", *(f"layer, {layer}" for layer in swap.layers))
+        shown = {layer: show_quantity(swap.quantity, value) for layer, value in row.alone.items()}
+        if shown:
+            rows.append((row.label, *(shown.get(layer, NOT_MEASURED) for layer in layers)))
+    columns = ("backend", *(f"layer, {layer}" for layer in layers))
     title = f"One layer replaced, {NAMES[swap.quantity]}: {heading(swap.case)}"
-    return [Table(title, columns, tuple(rows), ("All other layers are exact.",))]
+    return [Table(title, columns, tuple(rows), ("All other layers are exact.",))] if rows else []
 
 
 def _nearest(swap: Swap, environment: Environment) -> str:
     """The backend that changes the model least, with its speed, and candidates that were not measured."""
     left = missing(environment, {row.label for row in swap.rows if row.whole is not None or row.failed})
-    nearest = next((row for _, row in swap.changed if row.backend != UNIFORM_ATTENTION), None)
-    if nearest is None or nearest.value is None:
+    rounding = _ROUNDING if swap.quantity in (HIDDEN, OUTPUT) else _ROUNDING**2
+    rows = [row for row in swap.rows if row.backend not in (OWN, YARDSTICK, UNIFORM_ATTENTION)]
+    values = [(value, row) for row in rows if (value := getattr(row.whole, swap.quantity, None)) is not None]
+    changed = [(value, row) for value, row in values if value > rounding]
+    if not changed:
         return left.strip()
+    value, nearest = min(changed, key=lambda pair: pair[0])
     speed = ""
     if nearest.timed is not None and swap.reference is not None:
         speed = f", {compared(time_ratio(nearest.timed, swap.reference))}"
     return (
         f"{swap.case.inputs} at {swap.case.tokens} tokens is changed least by {nearest.label}"
         f"{' among the candidates measured so far' if left else ''}: "
-        f"{quantity_words(swap.quantity, nearest.value)}{speed}.{left}"
+        f"{quantity_words(swap.quantity, value)}{speed}.{left}"
     )
-
-
-def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """One chart for each model with layers replaced alone, one below the other."""
-    models = [swap for swap in swaps(records) if swap.layers]
-    if not models:
-        return {}
-    several = len(models) > 1
-    plot = Plot(
-        "Output change after replacing the attention of one layer",
-        f"{'' if several else heading(models[0].case)}\n"
-        "no training; dashed: uniform attention; differences at rounding level are not drawn",
-        tuple((_chart(swap, heading(swap.case) if several else ""),) for swap in models),
-    )
-    return {"swap": plot}
-
-
-def _chart(swap: Swap, title: str) -> Chart:
-    """One line for each backend over the layers."""
-    rows = [row for _, row in swap.changed if row.alone]
-    styles = line_styles([(row.label, row.backend) for row in rows if row.backend != UNIFORM_ATTENTION])
-    styles[UNIFORM_ATTENTION] = UNIFORM_STYLE
-    series = [Series(row.label, [*row.alone], [*row.alone.values()], styles[row.label]) for row in rows]
-    layers = Axis("replaced layer (all others exact)", show="{:.0f}".format, ticks=swap.layers)
-    return Chart(layers, Axis(_DISTANCES[swap.quantity], "log"), tuple(series), title=title)

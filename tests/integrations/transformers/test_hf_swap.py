@@ -48,7 +48,9 @@ def distance(states, exact):
 
 
 def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(encoder):
-    records = quality(swap(encoder, ["window"], options={"window": {"window": [5]}}, by_layer=True))
+    records = quality(
+        swap(encoder, ["window"], options={"window": {"window": [5]}}, by_layer=True, layers=[1])
+    )
     model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
     hidden, pooled = [], []
     for ids in tokenized(encoder):
@@ -66,27 +68,10 @@ def test_an_encoder_is_compared_by_hidden_states_and_embeddings_of_every_text(en
     assert record.mean_pool_distance == pytest.approx(fmean(pooled), rel=1e-3)
     assert record.next_token_kl is None and record.perplexity is None
     # A layer alone is the model with that layer swapped.
-    for layer in range(3):
-        with swapped(model, {layer: ("window", {"window": 5})}):
-            expected = relative_error(hidden_states(model, ids), exact)
-        assert records["window(window=5)", layer].hidden_relative_error_draws[-1] == pytest.approx(
-            expected, rel=1e-3
-        )
-        assert expected > 100 * ROUNDING
-
-
-def test_the_model_is_compared_with_its_own_attention_whatever_is_measured_first(encoder):
-    options = {"window": {"window": [5]}}
-    plan = find("swap").plan(encoder, ["window"], texts=texts(), seq_lens=TOKENS, options=options)
-    (window,) = (
-        point
-        for point in points_of(plan)
-        if point.case.label == "window(window=5)" and point.case.kind == "swap"
-    )
-    alone = window.measure()
-    assert alone.hidden_relative_error > 100 * ROUNDING
-    results = swap(encoder, ["window"], options=options)
-    assert quality(results)[window.case.label, None].hidden_relative_error == alone.hidden_relative_error
+    with swapped(model, {1: ("window", {"window": 5})}):
+        expected = relative_error(hidden_states(model, ids), exact)
+    alone = records["window(window=5)", 1].hidden_relative_error_draws[-1]
+    assert alone == pytest.approx(expected, rel=1e-3) and expected > 100 * ROUNDING
 
 
 def test_a_causal_model_is_compared_by_its_next_tokens(decoder):
@@ -116,10 +101,10 @@ def test_a_causal_model_without_a_head_is_compared_by_its_hidden_states(tmp_path
 
 
 def test_random_features_are_drawn_anew_for_every_seed_and_layer(encoder):
-    results = swap(encoder, ["performer-positive"], draws=4, seed=7)
+    results = swap(encoder, ["performer-positive"], draws=2, seed=7)
     record = quality(results)["performer-positive", None]
     draws = record.hidden_relative_error_draws
-    assert len(draws) == 3 * 4 and len(set(draws)) == len(draws)
+    assert len(draws) == 3 * 2 and len(set(draws)) == len(draws)
     # The first draw of the run is what `swapped` gives with the same seed.
     model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
     ids = tokenized(encoder)[0]
@@ -136,9 +121,10 @@ def test_backends_that_need_it_are_calibrated_on_the_first_text(encoder):
 
 
 def test_layers_that_slide_stay_exact_and_are_told(tmp_path):
-    results = swap(saved(MODELS["modernbert"](), tmp_path), ["performer-positive"], by_layer=True, draws=1)
-    assert {layer for _, layer in quality(results)} == {None, 0, 2}
-    assert "1 of 3 attentions stay exact (sliding)" in results.notes[0]
+    folder = saved(MODELS["modernbert"](), tmp_path)
+    plan = find("swap").plan(folder, ["performer-positive"], texts=texts(1), by_layer=True)
+    assert {point.case.layer for point in points_of(plan)} == {None, 0, 2}
+    assert "1 of 3 attentions stay exact (sliding)" in plan.notes[0]
 
 
 def test_a_model_whose_layers_all_slide_takes_a_window_of_its_own_width_alone(tmp_path):
@@ -184,14 +170,12 @@ def test_the_models_own_attention_is_put_back_even_after_an_error(encoder):
     assert torch.equal(model(ids).logits, before)
 
 
-def test_a_run_times_all_variants_and_is_written_read_and_drawn(encoder, tmp_path):
-    sizes = {"window": {"window": [3, TOKENS + 1]}}
-    labels = {"window(window=3)", f"window(window={TOKENS + 1})", "performer-positive"}
-    request = {"options": sizes, "by_layer": True, "rounds": 2, "out": tmp_path / "run"}
-    results = swap(encoder, ["window", "performer-positive"], draws=1, **request)
+def test_a_run_times_all_variants_and_is_written_and_read(encoder, tmp_path):
+    request = {"options": {"window": {"window": [3]}}, "rounds": 2, "out": tmp_path / "run", "draws": 1}
+    results = swap(encoder, ["window", "performer-positive"], **request)
     timed = [record for record in results.records if record.case.kind == "time"]
     memories = [record for record in results.records if record.case.kind == "memory"]
-    assert len(timed) == len(memories) == 6
+    assert len(timed) == len(memories) == 5
     assert all(len(r.round_sizes) == 2 and len(r.times_s) == sum(r.round_sizes) >= 4 for r in timed)
     assert all(r.peak_bytes > 0 for r in memories)
     assert {bool(r.parameter_bytes) for r in memories if r.case.backend == "performer-positive"} == {True}
@@ -200,10 +184,9 @@ def test_a_run_times_all_variants_and_is_written_read_and_drawn(encoder, tmp_pat
     about = again.environment["model"]
     assert about["class"] == "BertForMaskedLM" and set(about["texts"]) == set(texts())
     rows = {row[0]: row for row in again.tables()[0].rows}
-    assert set(rows) == {ORIGINAL, "exact", UNIFORM_ATTENTION} | labels
+    assert set(rows) == {ORIGINAL, "exact", UNIFORM_ATTENTION, "window(window=3)", "performer-positive"}
     distances = quality(again)["window(window=3)", None]
     assert rows["window(window=3)"][1] == show_quantity(MEAN_POOL, distances.mean_pool_distance)
-    assert (tmp_path / "run" / "swap.png").is_file()
 
 
 def test_every_length_is_a_swap_of_its_own_and_layers_filter_those_replaced_alone(encoder):
@@ -226,20 +209,19 @@ def test_the_most_promising_candidates_are_measured_first(decoder):
 
 def test_a_run_of_a_model_with_other_weights_is_not_continued(encoder, tmp_path):
     run_folder = tmp_path / "run"
-    swap(encoder, ["window"], out=run_folder)
+    swap(encoder, ["exact"], out=run_folder)
     model = bert()
     model.bert.embeddings.word_embeddings.weight.data.mul_(2)
     with pytest.raises(DataError, match=r"model.weights_sha256 was .*, is "):
-        swap(saved(model, tmp_path / encoder.name), ["window"], resume=True, out=run_folder)
+        swap(saved(model, tmp_path / encoder.name), ["exact"], resume=True, out=run_folder)
 
 
 def test_texts_are_cut_to_one_length_and_to_what_the_model_can_take(encoder):
     words = {"short": " ".join(["w1"] * 10), "long": " ".join(["w2"] * 30)}
-    results = ea.swap(encoder, ["exact"], texts=words, rounds=1)
     # [CLS] and [SEP] are tokens too.
-    assert {record.case.tokens for record in results.records} == {12}
-    long = ea.swap(encoder, ["exact"], texts=[" ".join(["w3"] * 500)], rounds=1)
-    assert {record.case.tokens for record in long.records} == {64}
+    for given, tokens in ((words, 12), ([" ".join(["w3"] * 500)], 64)):
+        points = points_of(find("swap").plan(encoder, ["exact"], texts=given))
+        assert {point.case.tokens for point in points} == {tokens}
 
 
 def with_tokenizer(model, folder):
@@ -279,7 +261,6 @@ def code_of_its_own(path):
     config = json.loads((path / "config.json").read_text())
     changes = {"model_type": "strange", "auto_map": {"AutoConfig": "modeling.Strange"}}
     (path / "config.json").write_text(json.dumps({**config, **changes}))
-    (path / "modeling.py").write_text("raise SystemExit('it ran')")
 
 
 @pytest.mark.parametrize(
@@ -288,8 +269,6 @@ def code_of_its_own(path):
         (shutil.rmtree, "is not a folder"),
         (lambda path: (path / "config.json").unlink(), r"holds no config\.json"),
         (lambda path: (path / "config.json").write_text("{"), "Cannot load a model"),
-        (lambda path: (path / "config.json").write_text("[]"), "Cannot load a model"),
-        (lambda path: (path / "model.safetensors").unlink(), r"holds no model\.safetensors"),
         (only_a_pickle, r"no model\.safetensors, .* pickles, which can run code"),
         (code_of_its_own, "Cannot load a model"),
     ],
@@ -319,37 +298,8 @@ def test_the_command_names_texts_by_their_files_and_refuses_in_one_line(
     assert set(environment["model"]["texts"]) == {"0.txt", "1.txt"}
     assert str(tmp_path) not in json.dumps(environment)
     for words, message in (
-        (["--by", "head"], "--by is layer, not 'head'"),
         (["--text", "absent.txt"], "--text: cannot read absent.txt"),
         (["--text", "./0.txt"], "two files are called '0.txt'"),
     ):
         code, _, err = command(*request, *words)
         assert code == 2 and err.startswith("error: ") and message in err and err.count("\n") == 1
-
-
-# Mean cosine of the mean-pooled embedding with the exact one over six English texts of 512 tokens, found by
-# a script in float64 that shares nothing with this package. Other texts move it, and so do other draws.
-COSINES = {
-    "linformer(rank=64)": 0.59,
-    "linformer(rank=128)": 0.67,
-    "window(window=65)": 0.82,
-    "window(window=129)": 0.88,
-    "performer-positive(num_features=64)": 0.62,
-    "performer-positive(num_features=256)": 0.70,
-    "performer-positive(num_features=1024)": 0.75,
-    "uniform attention": 0.51,
-}
-TOLERANCE = 0.05
-
-
-def test_swapped_backends_keep_as_much_of_a_real_embedding_as_was_found_elsewhere():
-    run_folder = Path(__file__).parents[3] / "results" / "epyc-2-cores" / "swap-encoder"
-    records = {
-        r.case.label: r for r in ea.read(run_folder).records if r.case.kind == "swap" and r.case.layer is None
-    }
-    # Cosines of float32 embeddings of 384 entries.
-    assert records["exact"].mean_pool_distance < 1e-10
-    cosines = {label: 1 - records[label].mean_pool_distance for label in COSINES}
-    assert cosines == pytest.approx(COSINES, abs=TOLERANCE)
-    # 64 keys and 64 clusters; theory's clusters, found otherwise on other texts, keep .975.
-    assert 1 - records["window-clusters"].mean_pool_distance >= 0.975
