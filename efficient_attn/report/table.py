@@ -157,9 +157,8 @@ def to_rich(table: Table, width: int) -> Any:
         part = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
         for number in block:
             column = columns[number]
-            justify: Any = "right" if column.right else "left"
-            head = Text(column.head, justify=justify)
-            part.add_column(head, justify=justify, overflow="fold", width=column.width - _GAP)
+            head = Text(column.head, justify="right" if column.right else "left")
+            part.add_column(head, overflow="fold", width=column.width - _GAP)
         for line in range(len(table.rows)):
             part.add_row(*(Text(columns[n].cells[line], _style(table, line, n)) for n in block))
         drawn.append(part)
@@ -180,18 +179,24 @@ class _Column(NamedTuple):
 
 
 def _columns(table: Table) -> list[_Column]:
-    """Columns with their marks."""
+    """Columns with marks that leave digits below digits."""
     from rich.cells import cell_len
 
     columns = []
     for number, (name, right) in enumerate(zip(table.columns, right_aligned(table), strict=True)):
         head, cells = plain(name).replace(", ", "\n", 1), [brief(row[number]) for row in table.rows]
         cells = [cell + BEST * ((line, number) in table.best) for line, cell in enumerate(cells)]
+        if right:
+            marks = [len(cell) - len(cell.rstrip(UNDECIDED + BEST)) for cell in cells]
+            cells = [cell + " " * (max(marks) - count) for cell, count in zip(cells, marks, strict=True)]
         width = max(map(cell_len, (*head.split("\n"), *cells)))
         if number == 0:
             # Names are wrapped between words.
             words = [word for text in (head, *cells) for word in text.split()]
             width = min(width, max(_WIDEST_NAME, *map(cell_len, words)))
+        if right:
+            # Rich would strip the spaces that leave room for marks.
+            cells = [" " * (width - cell_len(cell)) + cell for cell in cells]
         columns.append(_Column(head, cells, right, width + _GAP))
     return columns
 

@@ -97,8 +97,8 @@ def predict_bytes(case: Case, memory_growth: int) -> int:
     vectors = _VECTORS * item * case.batch * case.tokens * case.model_dim
     matrix = item * case.batch * case.num_heads * case.tokens**2 if memory_growth > 1 else 0
     # The backward pass keeps the weights of every layer and has a gradient for every vector.
-    kept = case.layers or 1 if case.backward else 0
-    return (2 if case.backward else 1) * vectors + (_MATRICES + kept) * matrix
+    retained = case.layers or 1 if case.backward else 0
+    return (2 if case.backward else 1) * vectors + (_MATRICES + retained) * matrix
 
 
 @dataclass(frozen=True, kw_only=True)
