@@ -122,13 +122,9 @@ def to_html(table: Table) -> str:
     head = "".join(f"<th>{html.escape(plain(name)).replace(', ', '<br>', 1)}</th>" for name in table.columns)
     body = ""
     for number, row in enumerate(table.rows):
-        cells = [html.escape(plain(full(cell))) for cell in row]
-        for column, cell in enumerate(cells):
-            bold = f"<b>{cell}</b>" if (number, column) in table.best else cell
-            cells[column] = (
-                f"<td>{f'<small>{bold}</small>' if (number, column) in table.worse else bold}</td>"
-            )
-        body += f"<tr>{''.join(cells)}</tr>"
+        marks = (BEST * ((number, column) in table.best) for column in range(len(row)))
+        cells = (html.escape(plain(full(cell)) + mark) for cell, mark in zip(row, marks, strict=True))
+        body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
     notes = "".join(f"<p>{html.escape(plain(note))}</p>" for note in table.notes)
     caption = html.escape(plain(table.title))
     return f"<table><caption>{caption}</caption><tr>{head}</tr>{body}</table>{notes}"

@@ -103,14 +103,10 @@ def predict_bytes(case: Case, memory_growth: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Points of time, peak memory and error of calls that differ in backend and length.
+    """Points of time, peak memory and error of calls that share fields and differ in backend and length.
 
-    Attributes:
-        shared: Fields common to all cases.
-        measure: Measurement of a case, `measure(case, target=…, seconds=…)`.
-        rounds: Rounds of a time.
-        limit_bytes: Points that are predicted to need more memory are skipped.
-        l2: State of the L2 cache for device times; None: no device times.
+    Points that are predicted to need more than `limit_bytes` are skipped; `l2` is the state of the cache for
+    device times.
     """
 
     shared: Mapping[str, Any]
