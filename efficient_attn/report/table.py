@@ -31,7 +31,6 @@ _CONTROL = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
-_LONGEST_SLUG = 80
 
 
 class Table(NamedTuple):
@@ -260,9 +259,3 @@ def markdown_cell(text: str) -> str:
 def markdown_line(text: str) -> str:
     """Escape a paragraph that could start as a list, heading or rule."""
     return re.sub(r"^\s*(\d*)([-+=.)])", r"\1\\\2", markdown_cell(text))
-
-
-def slug(text: str) -> str:
-    """Part of a file name in ASCII, never empty or hidden."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text[:1000]).strip("-.")[:_LONGEST_SLUG].rstrip("-.")
-    return name or "run"
