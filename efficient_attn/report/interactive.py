@@ -112,28 +112,18 @@ def _drawing(charts: Mapping[str, Chart], name: str) -> dict[str, Any]:
         **{**_LAYOUT, "showlegend": True, "margin_t": 44},
         **{"xaxis": _axis(chart.x, across), "yaxis": _axis(chart.y, upwards)},
     }
-    menus = []
-    if chart.y.scale != "linear":
-        states = [
-            _state(kind, "relayout", {"yaxis.type": kind, "yaxis.tickmode": mode, "yaxis.autorange": True})
-            for kind, mode in (("log", layout["yaxis"].get("tickmode", "auto")), ("linear", "auto"))
-        ]
-        place = {**_ABOVE, "x": 0, "xanchor": "left"}
-        menus.append({**place, "type": "buttons", "direction": "right", "buttons": states})
     if len(charts) > 1:
         moved = [{name: [line[name] for line in step] for name in ("x", "y", "hovertext")} for step in steps]
-        states = [_state(length, "restyle", step) for length, step in zip(charts, moved, strict=True)]
+        states = [
+            {"label": length, "method": "restyle", "args": [step]}
+            for length, step in zip(charts, moved, strict=True)
+        ]
         slider = {**_ABOVE, "steps": states, "active": len(states) - 1, "x": 0.45, "len": 0.55, "ticklen": 0}
         layout |= {"sliders": [{**slider, "currentvalue": {"prefix": "tokens: "}}], "margin_t": 80}
-    figure = Figure(steps[-1]).update_layout(**layout, updatemenus=menus)
+    figure = Figure(steps[-1]).update_layout(**layout)
     html = figure.to_html(full_html=False, include_plotlyjs=False, config=_CONFIG, div_id=name)
     title = "; ".join(filter(None, (chart.title, *chart.notes)))
     return {"title": title, "html": html, "names": sum(line["showlegend"] for line in steps[-1])}
-
-
-def _state(label: str, method: str, *arguments: Any) -> dict[str, Any]:
-    """Button of a menu, or step of a slider."""
-    return {"label": label, "method": method, "args": list(arguments)}
 
 
 def _interval(axis: Axis, point: _Point) -> str:

@@ -41,11 +41,6 @@ class Workload:
     threads: int | None = None
     seed: int = 0
 
-    @property
-    def model_dim(self) -> int:
-        """Model dimension: all heads together."""
-        return self.num_heads * self.head_dim
-
 
 def settle(workload: Workload) -> Workload:
     """The workload with device, dtype and threads chosen, checked against this machine."""
