@@ -26,7 +26,7 @@ def report_command(
 
     Files: an HTML page, plots as PNG, SVG and PDF, and tables as CSV and Markdown.
 
-    Example: efficient-attn report runs/before runs/after --out both
+    Example: efficient-attn report runs/short runs/long --out both
     """
     from efficient_attn.studies.results import report
 

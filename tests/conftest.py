@@ -138,7 +138,7 @@ def unisolated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs leave no drawings, which take longer than everything else of a small one."""
-    monkeypatch.setattr("efficient_attn.studies.results.write_all", lambda runs, folder: [])
+    monkeypatch.setattr("efficient_attn.studies.results.write_all", lambda run, folder, title: [])
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,8 @@ import pytest
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
+import efficient_attn as ea
+from efficient_attn.testing import adapt
 from efficient_attn_cli.main import main
 
 ATTEND = """
@@ -48,7 +50,11 @@ def check(tmp_path, capfd):
 
 
 def test_a_function_in_a_file_is_checked_in_a_table_that_tells_what_could_not_be(check, monkeypatch):
+    def check_here(backend, *, only, declared, **settings):
+        return ea.check(adapt(backend, **(declared or {})), only=only, on_fail="collect")
+
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("efficient_attn.measure.isolation.check_isolated", check_here)
     code, out = check("attend", "--only", "padding_contents_change_no_bit,equals_softmax_attention")
     assert code == 0, out
     assert "padding_contents_change_no_bit: skipped, undeclared. Not declared: key mask." in out
@@ -65,7 +71,12 @@ def test_a_function_in_a_file_is_checked_in_a_table_that_tells_what_could_not_be
             "The check did not end: the process took longer than 15 s (raise it with --timeout).",
             marks=pytest.mark.slow,
         ),
-        ("segfaults", "5m", "The check did not end: the process crashed with signal 11 (SIGSEGV)."),
+        pytest.param(
+            "segfaults",
+            "5m",
+            "The check did not end: the process crashed with signal 11 (SIGSEGV).",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_check_that_hangs_or_crashes_is_a_row_and_the_next_one_is_made(name, timeout, detail, check):
@@ -97,8 +108,11 @@ def test_after_three_checks_that_hang_the_others_are_not_tried(check):
     ("words", "message"),
     [
         (("exact", "--only", "nonesuch"), "No check is called 'nonesuch'."),
-        (("softmax",), "No backend is called 'softmax'. Called 'exact' in this package."),
-        (("nowhere.py:attend",), "There is no file 'nowhere.py' to take a backend from."),
+        pytest.param(
+            ("nowhere.py:attend",),
+            "There is no file 'nowhere.py' to take a backend from.",
+            marks=pytest.mark.slow,
+        ),
         ((), "Missing argument 'BACKEND'"),
     ],
 )
@@ -118,9 +132,8 @@ FILES = {
 
 
 @pytest.mark.skipif(os.name != "posix", reason="isolation needs process groups")
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "crashes")) for name in FILES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
 def test_an_import_that_does_not_end_well_is_a_line_that_names_the_file(name, tmp_path, monkeypatch, capfd):
     text, ending = FILES[name]
     monkeypatch.chdir(tmp_path)

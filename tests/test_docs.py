@@ -47,7 +47,15 @@ WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page.name no
 WITH_FILES = [page for page in WITH_PYTHON if any(map(FILE.match, blocks(page, "python")))]
 
 
-@pytest.mark.parametrize("page", [page for page in WITH_PYTHON if page not in WITH_FILES], ids=page_name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page.name in ("measuring.md", "hugging-face.md")))
+        for page in WITH_PYTHON
+        if page not in WITH_FILES
+    ],
+    ids=page_name,
+)
 def test_the_python_on_a_page_runs_from_top_to_bottom(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +78,7 @@ for number, code in enumerate(sys.stdin.read().split("\\0"), start=1):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_FILES, ids=page_name)
 def test_the_python_on_a_page_that_adds_files_runs_with_them(page: Path, tmp_path: Path) -> None:
     parts = []

@@ -112,15 +112,7 @@ def test_a_failed_point_is_a_record_and_takes_no_further_turns():
     assert calls.count("bad") == 2 and calls.count("good") == ROUNDS + 1
 
 
-def test_a_point_that_would_not_fit_is_never_tried():
-    seen = []
-    planned = entries("dense", lengths=(16, 4096), growth=2, limit_bytes=2**20, measure=remembered(seen))
-    _, records, _ = run_all(planned)
-    assert {case.tokens for case in seen} == {16}
-    assert {record.status for record in records if record.case.tokens == 4096} == {"skipped"}
-
-
-@pytest.mark.parametrize("calls", range(1, 21))
+@pytest.mark.parametrize("calls", [1, 2, 5, 9, 12, 20])
 def test_a_run_interrupted_anywhere_and_resumed_measures_the_rest_alone(tmp_path, calls):
     path, seen, begun = tmp_path / "records.jsonl", [], []
 
@@ -172,7 +164,9 @@ def test_a_study_may_ask_for_more_rounds_of_the_same_calls():
 
 def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least_it_needs(clock):
     clock.call_s = lambda case: 20.0
-    lists = entries("a", "b", lengths=(16, 32), kinds=("memory",), measure=clock.measure)
+    # Uniform attention is no candidate.
+    labels = ("a", UNIFORM_ATTENTION, "b")
+    lists = entries(*labels, lengths=(16, 32), kinds=("memory",), measure=clock.measure)
     store = Store()
     engine = Engine(Plan(steps=partial(in_lists, lists)), store, budget_s=15)
     assert engine.run() and [record.case.label for record in store.records.values()] == ["a"]
@@ -180,17 +174,10 @@ def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least
     assert engine.notes == [
         "The budget of 15 s is too short: a baseline and one candidate need at least 44.5 s (--budget)."
     ]
-    engine = Engine(Plan(steps=partial(in_lists, lists)), Store(), budget_s=60)
-    assert engine.run() and engine.notes == []
-
-
-def test_uniform_attention_is_no_candidate(clock):
-    clock.call_s = lambda case: 20.0
-    lists = entries("a", UNIFORM_ATTENTION, "b", lengths=(16,), kinds=("memory",), measure=clock.measure)
     engine = Engine(Plan(steps=partial(in_lists, lists)), Store(), budget_s=47)
-    assert engine.run() and engine.notes == [
-        "The budget of 47 s is too short: a baseline and one candidate need at least 1.1 min (--budget)."
-    ]
+    assert engine.run() and len(engine.notes) == 1
+    engine = Engine(Plan(steps=partial(in_lists, lists)), Store(), budget_s=80)
+    assert engine.run() and engine.notes == []
 
 
 def test_a_resumed_run_tries_what_the_budget_skipped_if_it_has_another_budget():
@@ -199,13 +186,6 @@ def test_a_resumed_run_tries_what_the_budget_skipped_if_it_has_another_budget():
     _, (kept,) = run([times], store=Store(rows=[skipped]))
     _, (again,) = run([times], store=Store(rows=[skipped], retry_over_budget=True))
     assert kept == skipped and again.status == "ok"
-
-
-def test_a_first_round_that_is_predicted_beyond_the_limit_of_its_point_is_tried(clock):
-    clock.call_s = lambda case: 10.0
-    planned = entries("a", lengths=(16, 64), kinds=("time",), measure=clock.measure)
-    _, (short, long), _ = run_all(planned, timeout_s=50)
-    assert short.times_s and long.times_s
 
 
 def test_a_budget_knows_the_seconds_of_compiling_once_a_point_was_compiled(clock):
@@ -222,7 +202,7 @@ def test_a_budget_knows_the_seconds_of_compiling_once_a_point_was_compiled(clock
     assert "needs 10.1 s, 4.6 s of the budget" in second.reason
 
 
-@pytest.mark.parametrize("exponent", [0, 2, 4])
+@pytest.mark.parametrize("exponent", [0, 4])
 def test_measuring_ends_within_its_budget_however_much_slower_backends_become(clock, exponent):
     """But for the one turn that is under way; and it is made use of where there is more to measure."""
     clock.call_s = lambda case: 1e-3 * (case.tokens / 16) ** exponent
@@ -249,12 +229,6 @@ def test_remaining_time_knows_that_points_grow():
         durations.learn(short, Record(case=short.case, times_s=(2.0, 1.0)), 3.0)
         # Two calls to warm up and one that is timed, each so many times as long.
         assert durations.next_s(long) == 3.0 + 3 * (factor - 1)
-
-
-def test_a_case_that_is_yielded_twice_is_measured_once():
-    seen = []
-    (times,) = entries("a", lengths=(16,), kinds=("memory",), measure=remembered(seen))
-    assert run([times, times])[1] and len(seen) == 1
 
 
 class Queue:
@@ -318,19 +292,10 @@ def test_an_interruption_keeps_records_and_cancels_pending_points(tmp_path, undr
     assert all(future.cancelled() for future in queue.futures[2:])
 
 
-@pytest.mark.parametrize(
-    ("measure", "message"),
-    [
-        (
-            lambda: ea.bench(["window"], seq_lens=16, executor=Queue()),
-            "executor: the rounds of this run are interleaved in one process; leave it out.",
-        ),
-        (lambda: ea.advise(backends=["window"], executor=Queue()), "executor: the rounds of this run"),
-    ],
-)
-def test_what_an_executor_cannot_measure_is_refused(measure, message):
+def test_an_executor_is_refused_for_rounds():
+    message = "executor: the rounds of this run are interleaved in one process; leave it out."
     with pytest.raises(OptionError, match=message):
-        measure()
+        ea.bench(["window"], seq_lens=16, executor=Queue())
 
 
 def test_a_point_takes_as_long_as_its_series_and_not_as_others_of_its_kind():

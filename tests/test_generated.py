@@ -22,6 +22,7 @@ IMAGES = runpy.run_path(str(DOCS / "images.py"))
 PICTURES: list[str] = IMAGES["names"]()
 
 
+@pytest.mark.slow
 def test_a_page_is_what_its_script_makes_of_backends_and_records() -> None:
     scripts = {"backends": "generate", "choosing": "choosing"}
     # In a process of its own: other tests put backends into the table of this one.

@@ -42,14 +42,12 @@ def drawings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, str]]
 
 
 def test_a_run_in_a_notebook_has_one_line_unless_the_caller_takes_its_place(drawings) -> None:
-    point = {"of": "kernel", "sizes": (4, 8), "norms": (0.5,), "angles": (90,), "draws": 2}
+    point = {"of": "kernel", "sizes": (4, 8), "norms": (0.5,), "angles": (90,), "draws": 2, "threads": 1}
     ea.mse(["performer-positive"], **point)
-    ea.mse(["performer-positive"], **point)
-    shown = [(number, content["text/plain"][:5]) for number, content in drawings]
-    assert shown == [(run, text) for run in (0, 1) for text in ("", "[1/2]", "[2/2]")]
+    assert [content["text/plain"][:5] for _, content in drawings] == ["", "[1/2]", "[2/2]"]
     steps: list[Progress] = []
     ea.mse(["performer-positive"], progress=steps.append, **point)
-    assert [step.done for step in steps] == [1, 2] and len(drawings) == 6
+    assert [step.done for step in steps] == [1, 2] and len(drawings) == 3
 
 
 def test_names_of_other_code_move_no_cursor_in_the_line(drawings) -> None:
@@ -131,27 +129,3 @@ def test_links_of_a_notebook_lead_to_files_and_the_first_page_leads_to_it(name: 
     links = [link for link in re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", text) if "://" not in link]
     assert links and [link for link in links if not (ROOT / "docs/notebooks" / link).exists()] == []
     assert f"\nnotebooks/{name}\n" in (ROOT / "docs/index.md").read_text(encoding="utf-8")
-
-
-def test_a_page_of_the_site_has_the_cells_and_the_richest_form_of_every_output() -> None:
-    def output(**data: str) -> dict:
-        return {
-            "output_type": "display_data",
-            "data": {kind.replace("_", "/"): text for kind, text in data.items()},
-        }
-
-    code = {
-        "cell_type": "code",
-        "source": "value = 1\nvalue",
-        "outputs": [
-            {"output_type": "stream", "name": "stdout", "text": ["printed\n"]},
-            output(text_plain="plain", text_html="<table></table>"),
-            output(text_plain="plain", image_png="AAAA\n"),
-            output(text_plain="alone"),
-        ],
-    }
-    cells = [{"cell_type": "markdown", "source": ["# Title\n", "text"]}, code]
-    page = MADE["page"](json.dumps({"cells": cells}))
-    parts = ["# Title\ntext", "value = 1\nvalue", "printed", "<table></table>", "base64,AAAA", "alone"]
-    assert [page.count(part) for part in parts] == [1] * len(parts)
-    assert sorted(parts, key=page.index) == parts and "plain" not in page

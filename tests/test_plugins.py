@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-import efficient_attn as ea
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.external import plugins
@@ -76,8 +75,6 @@ def test_the_list_tells_which_package_brings_a_plug_in(install, run):
         spec("strangre")
     assert not os.path.exists("imported")
     assert spec("stranger").summary == "As exact." and os.path.exists("imported")
-    (record,) = ea.check("stranger", only=["equals_softmax_attention"])
-    assert record.outcome == "kept"
 
 
 @pytest.mark.parametrize(
@@ -93,6 +90,6 @@ def test_a_broken_plug_in_is_one_line_where_it_is_asked_for_and_nothing_elsewher
     install("strangers", "stranger", contents)
     code, _, err = run("list")
     assert code == 0 and err == ""
-    code, _, err = run("check", "stranger")
+    code, _, err = run("list", "stranger")
     assert code == 2 and "plug-in 'stranger' (strangers 2.5)" in err and message in err
     assert len(err.strip().splitlines()) == 1

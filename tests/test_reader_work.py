@@ -28,7 +28,7 @@ def calls_of(work, run):
 @pytest.mark.parametrize(
     ("work", "most"),
     [
-        pytest.param(lambda run: read(run / "records.jsonl"), 24, id="read"),
+        pytest.param(lambda run: read(run / "records.jsonl"), 24, id="read", marks=pytest.mark.slow),
         pytest.param(lambda run: diff(run, run).tables(), 600, id="diff", marks=pytest.mark.slow),
         pytest.param(lambda run: results.report(run), 4000, id="report", marks=pytest.mark.slow),
     ],

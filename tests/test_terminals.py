@@ -66,7 +66,7 @@ def on_a_terminal(code):
 def test_a_terminal_has_one_bar_and_styles_and_plain_lines_and_marks_without_colours():
     drawn, *uncoloured, rest = on_a_terminal(BAR).split("\f")
     assert "1/2 · 34 % of the budget · 0:30–1:10 left · [red]exact" in drawn and "of window" not in drawn
-    assert re.search(r"\x1b\[1m *0\.1\*\x1b", drawn) and re.search(r"\x1b\[2m *0\.9\x1b", drawn)
+    assert re.search(r"\x1b\[1m *0\.1\*\x1b", drawn) and re.search(r"\x1b\[2m *0\.9 \x1b", drawn)
     assert len(uncoloured) == 2 and rest == ""
     for text in uncoloured:
         assert "[1/2] of window; 0:30–1:10 left" in text and "0.1*" in text

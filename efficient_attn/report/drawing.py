@@ -86,16 +86,10 @@ def _draw_figure(plot: Plot) -> list[Any]:
     named_lines = all(map(_names_fit, plot.rows))
     for number, row in enumerate(plot.rows):
         span = columns // len(row)
-        first: tuple[Any, Axis] | None = None
         for column, chart in enumerate(row):
             if chart is None:
                 continue
-            shared = first[0] if first and chart.y == first[1] else None
-            ax = figure.add_subplot(grid[number, column * span : (column + 1) * span], sharey=shared)
-            first = first or (ax, chart.y)
-            if shared:
-                chart = chart._replace(y=chart.y._replace(label=""))
-                ax.tick_params(labelleft=False)
+            ax = figure.add_subplot(grid[number, column * span : (column + 1) * span])
             height, names_inches = _axes_height(row, chart), _names_inches(chart) if named_lines else 0.0
             _draw_chart(ax, chart, _axes_width(row) - names_inches, height)
             if named_lines:

@@ -5,7 +5,6 @@ The page loads nothing from elsewhere, runs no script, and its template escapes 
 
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ from typing import Any
 import efficient_attn
 from efficient_attn.measure.record import write
 from efficient_attn.report.drawing import draw, to_bytes
-from efficient_attn.report.figures import Plot
-from efficient_attn.report.table import Table, full, plain, right_aligned, short, slug, to_csv, to_markdown
+from efficient_attn.report.table import full, plain, right_aligned, short, to_csv, to_markdown
 from efficient_attn.report.text import flat
 
 REPORT, SUMMARY, MARKDOWN = "report.html", "summary.csv", "tables.md"
@@ -24,66 +22,40 @@ KINDS = ("png", "svg", "pdf")
 _LONGEST_TEXT, _LONGEST_CELL, _LONG_WORD = 20_000, 300, re.compile(r"\S{81,}")
 
 
-# Label of a run, name of a file, its plot, and the plot drawn.
-_Figure = tuple[str, str, Plot, Any]
-
-
 def save(figure: Any, folder: Path, name: str) -> list[Path]:
     """Write a figure as PNG, SVG and PDF."""
     return [write(folder / f"{name}.{kind}", to_bytes(figure, kind, salt=name)) for kind in KINDS]
 
 
-def write_all(runs: Mapping[str, Any], folder: Path, *, interactive: bool = False) -> list[Path]:
-    """Write all files to a folder, of several runs with the run's label as prefix.
+def write_all(run: Any, folder: Path, *, title: str, interactive: bool = False) -> list[Path]:
+    """Write all files of results to a folder.
 
     Args:
-        runs: Results by the label of their run.
+        run: Results.
         interactive: Also write the page drawn by plotly.
     """
-    plots = {label: run.plots() for label, run in runs.items()}
-    figures = [
-        (label, name, plot, draw(plot)[0].figure)
-        for label in runs
-        for name, plot in plots[label].items()
-        if not plot.is_empty
+    plots, tables = run.plots(), run.tables()
+    figures = {name: draw(plot)[0].figure for name, plot in plots.items() if not plot.is_empty}
+    texts = {SUMMARY: to_csv(run.summary()), **run.files()}
+    paths = [write(folder / name, text) for name, text in texts.items()]
+    for name, figure in figures.items():
+        paths += save(figure, folder, name)
+    paths.append(write(folder / MARKDOWN, "\n\n".join(map(to_markdown, tables)) + "\n"))
+    drawings = [
+        (f"{plots[name].title}: {plots[name].conditions}", to_bytes(figure, "svg", salt=name))
+        for name, figure in figures.items()
     ]
-    tables = [(label, table) for label, run in runs.items() for table in run.tables()]
-    # Tables of one title stand together, so that runs are easily compared.
-    titles = list(dict.fromkeys(table.title for _, table in tables))
-    tables.sort(key=lambda pair: titles.index(pair[1].title))
-    if len(runs) > 1:
-        tables = [(label, table._replace(title=f"{table.title}: {label}")) for label, table in tables]
-    prefixes = {label: f"{slug(label)}-" if len(runs) > 1 else "" for label in runs}
-    paths = []
-    for label, run in runs.items():
-        texts = {SUMMARY: to_csv(run.summary()), **run.files()}
-        paths += [write(folder / f"{prefixes[label]}{name}", text) for name, text in texts.items()]
-    for label, name, _, figure in figures:
-        paths += save(figure, folder, f"{prefixes[label]}{name}")
-    markdown = "\n\n".join(to_markdown(table) for _, table in tables)
-    paths.append(write(folder / MARKDOWN, f"{markdown}\n"))
-    paths.append(write(folder / REPORT, page(runs, figures, [table for _, table in tables])))
+    environment = {name: value for name, value in flat(run.environment) if name != "command"}
+    content = {"drawings": drawings, "tables": tables, "environment": environment}
+    paths.append(write(folder / REPORT, render("page.html", run, title, **content)))
     if interactive:
         from plotly.offline import get_plotlyjs
 
         from efficient_attn.report.interactive import PAGE, sections
 
-        parts = {label: sections(plots[label].values(), f"chart-{n}") for n, label in enumerate(runs)}
-        paths.append(write(folder / PAGE, render(PAGE, runs, sections=parts, plotlyjs=get_plotlyjs())))
+        charts = {"sections": sections(plots.values()), "plotlyjs": get_plotlyjs()}
+        paths.append(write(folder / PAGE, render(PAGE, run, title, **charts)))
     return paths
-
-
-def page(runs: Mapping[str, Any], figures: Sequence[_Figure], tables: Sequence[Table]) -> str:
-    """Text of the page."""
-    drawings = [
-        (label, f"{plot.title}: {plot.conditions}", to_bytes(figure, "svg", salt=name))
-        for label, name, plot, figure in figures
-    ]
-    values = [dict(flat(run.environment)) for run in runs.values()]
-    names = dict.fromkeys(name for column in values for name in column if name != "command")
-    rows = tuple((name, *(column.get(name, "–") for column in values)) for name in names)
-    environment = Table("Environment", ("", *runs), rows)
-    return render("page.html", runs, drawings=drawings, tables=tables, environment=environment)
 
 
 def _facts(run: Any) -> list[str]:
@@ -96,7 +68,7 @@ def _facts(run: Any) -> list[str]:
     return [fact for fact in (machine, names.get("utc"), torch, count) if fact]
 
 
-def render(template: str, runs: Mapping[str, Any], **values: Any) -> str:
+def render(template: str, run: Any, title: str, **values: Any) -> str:
     """Text of a template of this folder, with every value escaped."""
     from jinja2 import Environment, StrictUndefined
 
@@ -105,12 +77,11 @@ def render(template: str, runs: Mapping[str, Any], **values: Any) -> str:
     jinja.filters["brief"] = lambda text, most=_LONGEST_CELL: short(
         _LONG_WORD.sub(lambda word: short(word[0]), text), most
     )
-    jinja.filters |= {"full": full, "right": right_aligned, "facts": _facts}
+    jinja.filters |= {"full": full, "right": right_aligned}
     jinja.filters["base64"] = lambda data: b64encode(data).decode()
     text, css = (files(__package__).joinpath(name).read_text("utf-8") for name in (template, "page.css"))
-    title = short(next(iter(runs))) if len(runs) == 1 else f"{len(runs)} runs side by side"
-    values |= {"css": css, "version": efficient_attn.__version__, "title": title}
-    return jinja.from_string(text).render(runs=runs, many=len(runs) > 1, **values)
+    values |= {"css": css, "version": efficient_attn.__version__, "title": short(title)}
+    return jinja.from_string(text).render(run=run, facts=_facts(run), **values)
 
 
 def _printable(value: Any) -> Any:

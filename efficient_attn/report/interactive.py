@@ -48,12 +48,8 @@ class _Point(NamedTuple):
     status: str = ""
 
 
-def sections(plots: Collection[Plot], name: str) -> list[tuple[Plot, list[Any]]]:
-    """Plots and their charts in HTML, after errors against times where both were measured.
-
-    Args:
-        name: Prefix of the ids of the charts.
-    """
+def sections(plots: Collection[Plot]) -> list[tuple[Plot, list[Any]]]:
+    """Plots and their charts in HTML, after errors against times where both were measured."""
     # Each chart by the positions of its slider.
     parts = [(plot, [{"": chart} for chart in plot.charts]) for plot in plots]
     if sliders := list(filter(None, _trade_offs(plots))):
@@ -63,7 +59,7 @@ def sections(plots: Collection[Plot], name: str) -> list[tuple[Plot, list[Any]]]
         # Areas are drawn by matplotlib alone.
         texts = (text for text in re.split("; |\n", plot.conditions) if not text.startswith("shaded"))
         plot = plot._replace(conditions="; ".join(filter(None, texts)))
-        ids = (f"{name}-{number}-{place}" for place in range(len(groups)))
+        ids = (f"chart-{number}-{place}" for place in range(len(groups)))
         drawn.append((plot, [_drawing(group, next(ids)) for group in groups]))
     return drawn
 

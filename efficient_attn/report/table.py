@@ -31,9 +31,6 @@ _CONTROL = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff"
     "\ud800-\udfff\U000e0000-\U000e007f]"
 )
-# Windows opens these names as devices, whatever follows the first dot.
-_DEVICES = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\.|$)", flags=re.IGNORECASE)
-_LONGEST_SLUG = 80
 
 
 class Table(NamedTuple):
@@ -124,13 +121,9 @@ def to_html(table: Table) -> str:
     head = "".join(f"<th>{html.escape(plain(name)).replace(', ', '<br>', 1)}</th>" for name in table.columns)
     body = ""
     for number, row in enumerate(table.rows):
-        cells = [html.escape(plain(full(cell))) for cell in row]
-        for column, cell in enumerate(cells):
-            bold = f"<b>{cell}</b>" if (number, column) in table.best else cell
-            cells[column] = (
-                f"<td>{f'<small>{bold}</small>' if (number, column) in table.worse else bold}</td>"
-            )
-        body += f"<tr>{''.join(cells)}</tr>"
+        marks = (BEST * ((number, column) in table.best) for column in range(len(row)))
+        cells = (html.escape(plain(full(cell)) + mark) for cell, mark in zip(row, marks, strict=True))
+        body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
     notes = "".join(f"<p>{html.escape(plain(note))}</p>" for note in table.notes)
     caption = html.escape(plain(table.title))
     return f"<table><caption>{caption}</caption><tr>{head}</tr>{body}</table>{notes}"
@@ -275,9 +268,3 @@ def markdown_cell(text: str) -> str:
 def markdown_line(text: str) -> str:
     """Escape a paragraph that could start as a list, heading or rule."""
     return re.sub(r"^\s*(\d*)([-+=.)])", r"\1\\\2", markdown_cell(text))
-
-
-def slug(text: str) -> str:
-    """Part of a file name in ASCII, never empty, hidden or a device."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", text[:1000]).strip("-.")[:_LONGEST_SLUG].rstrip("-.")
-    return name if name and not _DEVICES.match(name) else f"run-{name}".rstrip("-")

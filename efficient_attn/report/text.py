@@ -10,15 +10,13 @@ from efficient_attn.measure.units import show_bytes
 from efficient_attn.report.table import PREDICTED, UNDECIDED, brief, plain
 from efficient_attn.stats.estimates import Typical
 
-# Inputs of earlier runs, longer than any text the model has read.
-CONCATENATED = "stitched"
 QUEUED_NOTE = (
     "Device time: queued calls without launch time, with a {} L2 cache. Time: single calls on an idle "
     "device, with launch time."
 )
 
-# Inputs whose names do not say what they are.
-_INPUTS = {CONCATENATED: "concatenated documents", "decoder": "causal decoder"}
+# Inputs whose names do not say what they are; earlier runs have stitched ones.
+_INPUTS = {"stitched": "concatenated documents", "decoder": "causal decoder"}
 # An interval wider than this share of the median to either side is shown.
 _NOISY = 0.1
 # A median whose interval reaches further than this factor decides nothing.

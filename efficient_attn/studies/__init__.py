@@ -16,6 +16,8 @@ from efficient_attn.studies.study import Study
 _MACHINERY = {"audit", "diff", "engine", "gpu_check", "options", "progress", "results", "run_folder", "show"}
 _MACHINERY |= {"study", "view", "workload"}
 
+_SCHEMA = "https://json-schema.org/draft/2020-12/schema"
+
 
 @cache
 def studies() -> dict[str, Study]:
@@ -33,7 +35,7 @@ def find(name: str) -> Study:
 
 
 def records_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of one line of a file of records, with the quantities of every study."""
+    """JSON Schema (draft 2020-12) of a line of records.jsonl; readers ignore fields that it does not list."""
     import msgspec
 
     from efficient_attn.measure.quantities import FIELDS, KINDS
@@ -41,12 +43,4 @@ def records_schema() -> dict[str, Any]:
 
     studies()
     (line,) = msgspec.json.schema(line_type(len(FIELDS), len(KINDS)))["$defs"].values()
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "A record of efficient-attn",
-        "description": "One line of records.jsonl: case, status and raw values. An absent field was not "
-        "measured; a reader ignores fields that are not listed here.",
-        "type": "object",
-        "required": line["required"],
-        "properties": line["properties"],
-    }
+    return {"title": "A record of efficient-attn", "$schema": _SCHEMA, **line}

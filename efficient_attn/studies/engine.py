@@ -83,16 +83,7 @@ class _TooShortError(Exception):
 
 
 class Engine:
-    """One run of a study.
-
-    Args:
-        budget_s: Seconds from `start_s`, by default now; points that would not fit are skipped.
-        executor: Object with `submit` that measures points without rounds; None: this process.
-        report: Receives the progress after every finished point.
-
-    Attributes:
-        notes: Why the run ended early.
-    """
+    """One run of a study within a budget from `start_s`; `notes` tell why it ended early."""
 
     def __init__(
         self,

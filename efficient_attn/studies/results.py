@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from efficient_attn.errors import DataError, OptionError, UnknownNameError, naming_missing
+from efficient_attn.errors import DataError, UnknownNameError, naming_missing
 from efficient_attn.measure.record import Case, Record, append, merge_rows, write
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.report.drawing import draw
@@ -81,8 +81,7 @@ class Results:
         """Refuse records of several runs that are no single run."""
         if self.conflict is not None:
             raise DataError(
-                f"{self.conflict}. Rows of to_pandas() name their run; `efficient-attn report` shows "
-                "the runs side by side."
+                f"{self.conflict}. Rows of to_pandas() name their run; `efficient-attn diff` compares two."
             )
 
     def to_pandas(self, raw: bool = False, constant: bool = False) -> Any:
@@ -155,7 +154,7 @@ class Results:
         if self.environment:
             paths.append(write(folder / ENVIRONMENT, self.environment))
         try:
-            return paths + write_all({folder.resolve().name: self}, folder)
+            return paths + write_all(self, folder, title=folder.resolve().name)
         # Whatever goes wrong in drawing, the records are safe, and whoever measured them gets them back.
         except Exception as error:
             self._notes += (
@@ -256,24 +255,22 @@ def report(*folders: str | Path, out: str | Path | None = None, interactive: boo
     """Draw runs again from their records: into the folder of the only run, or into `out`; the files.
 
     Args:
-        folders: Folders of runs; several are shown side by side on one page.
+        folders: Folders of runs; several are drawn as one run.
         out: A folder for the files; `runs/…` if there are several runs.
         interactive: Also write `interactive.html`, drawn by plotly.
 
     Raises:
         MissingPackageError: If plotly is not installed, which `interactive` needs.
-        DataError: If there is nothing to read, or a file cannot be read or written.
-        OptionError: If a folder is named twice.
+        DataError: If there is nothing to read, or a file cannot be read or written, or the records are no
+            single run.
     """
     if interactive:
         with naming_missing("report --interactive"):
             import_module("plotly")
+    results = read(*folders)
+    results.check_drawable()
     # Perhaps only the records of a run are named.
     homes = [path.parent if path.name == RECORDS else path for path in map(Path, folders)]
-    if len({home.resolve() for home in homes}) < len(homes):
-        raise OptionError("The same folder is named twice.")
-    names = [home.resolve().name for home in homes]
-    labels = names if len({*names}) == len(names) else [str(home) for home in homes]
-    runs = {label: read_one(folder) for folder, label in zip(folders, labels, strict=True)}
-    only = homes[0] if len(homes) == 1 else run_folder("report")
-    return write_all(runs, open_folder(out or only, name="out"), interactive=interactive)
+    folder = open_folder(out or (homes[0] if len(homes) == 1 else run_folder("report")), name="out")
+    title = ", ".join(home.resolve().name for home in homes)
+    return write_all(results, folder, title=title, interactive=interactive)

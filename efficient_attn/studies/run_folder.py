@@ -1,10 +1,9 @@
 """Run directory: records, other files, lock, resume."""
 
 import os
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, count
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +51,8 @@ def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False
 
 
 def run_folder(command: str) -> Path:
-    """The default folder of a command: `runs/<command>-<UTC time>`.
-
-    A number distinguishes runs started in the same second.
-    """
-    folder = Path("runs") / f"{command}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
-    numbered = (folder.with_name(f"{folder.name}-{number}") for number in count(2))
-    return next(candidate for candidate in chain([folder], numbered) if not candidate.exists())
+    """The default folder of a command: `runs/<command>-<UTC time>`."""
+    return Path("runs") / f"{command}-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}"
 
 
 def differences(

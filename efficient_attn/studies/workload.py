@@ -41,11 +41,6 @@ class Workload:
     threads: int | None = None
     seed: int = 0
 
-    @property
-    def model_dim(self) -> int:
-        """Model dimension: all heads together."""
-        return self.num_heads * self.head_dim
-
 
 def settle(workload: Workload) -> Workload:
     """The workload with device, dtype and threads chosen, checked against this machine."""
@@ -97,20 +92,16 @@ def predict_bytes(case: Case, memory_growth: int) -> int:
     vectors = _VECTORS * item * case.batch * case.tokens * case.model_dim
     matrix = item * case.batch * case.num_heads * case.tokens**2 if memory_growth > 1 else 0
     # The backward pass keeps the weights of every layer and has a gradient for every vector.
-    kept = case.layers or 1 if case.backward else 0
-    return (2 if case.backward else 1) * vectors + (_MATRICES + kept) * matrix
+    retained = case.layers or 1 if case.backward else 0
+    return (2 if case.backward else 1) * vectors + (_MATRICES + retained) * matrix
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Points of time, peak memory and error of calls that differ in backend and length.
+    """Points of time, peak memory and error of calls that share fields and differ in backend and length.
 
-    Attributes:
-        shared: Fields common to all cases.
-        measure: Measurement of a case, `measure(case, target=…, seconds=…)`.
-        rounds: Rounds of a time.
-        limit_bytes: Points that are predicted to need more memory are skipped.
-        l2: State of the L2 cache for device times; None: no device times.
+    Points that are predicted to need more than `limit_bytes` are skipped; `l2` is the state of the cache for
+    device times.
     """
 
     shared: Mapping[str, Any]

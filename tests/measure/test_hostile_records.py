@@ -14,7 +14,6 @@ from report.pages import Page
 
 from efficient_attn.measure.quantities import FIELDS
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.report.table import slug
 from efficient_attn.studies import results as redraw
 
 PAYLOADS = (
@@ -139,11 +138,3 @@ def test_markdown_has_the_lines_and_cells_of_its_harmless_twin(outputs):
         shapes.append([len(re.findall(r"(?<!\\)(?:\\\\)*\|", line)) for line in text.splitlines()])
         assert not re.search(r"[`<>\[\]]", re.sub(r"\\[!-/:-@\[-`{-~]", "", text))
     assert shapes[0] == shapes[1]
-
-
-@pytest.mark.parametrize("text", [*PAYLOADS, "..", "", "nul", "COM1.txt", "/abs", ".hidden", "日本"])
-def test_a_slug_is_a_file_name_everywhere(text, tmp_path):
-    name = slug(text)
-    assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,83}", name)
-    assert not re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name)
-    assert (tmp_path / name).resolve().parent == tmp_path.resolve()

@@ -10,7 +10,7 @@ import pytest
 from made_records import case, costs, errors, folder
 from report.pages import Page
 
-from efficient_attn.errors import DataError, OptionError
+from efficient_attn.errors import DataError
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.studies import results as redraw
 from efficient_attn.studies.results import read
@@ -90,21 +90,6 @@ def test_long_names_are_shortened(tmp_path):
 
 
 @pytest.mark.slow
-def test_several_runs_stand_side_by_side_with_their_names(tmp_path, monkeypatch):
-    for name in ("laptop", "server"):
-        folder(tmp_path / name / "bench", costs(), {"processor": name})
-    monkeypatch.chdir(tmp_path)
-    # Folders of one name are told apart by their paths as typed.
-    paths = redraw.report("laptop/bench", "server/bench", out=tmp_path / "both")
-    names = {path.name for path in paths}
-    assert {"laptop-bench-time.png", "server-bench-summary.csv", "tables.md", "report.html"} <= names
-    page = Page((tmp_path / "both" / "report.html").read_text(encoding="utf-8"))
-    assert "2 runs side by side" in page.text and len(page.ids) == len(set(page.ids))
-    for run in ("laptop/bench", "server/bench"):
-        assert page.text.count(f"Time per call, ms: {run}") == 1
-
-
-@pytest.mark.slow
 def test_the_files_of_a_report_are_the_same_bytes_again_and_records_stay(tmp_path):
     run = folder(tmp_path / "run", costs() + errors())
     records = (run / "records.jsonl").read_bytes()
@@ -127,7 +112,7 @@ def test_a_run_is_drawn_when_it_is_saved_and_a_failure_to_draw_is_a_note(tmp_pat
     def fail(*_, **__):
         raise ZeroDivisionError("no ink")
 
-    monkeypatch.setattr("efficient_attn.report.files.page", fail)
+    monkeypatch.setattr("efficient_attn.report.files.render", fail)
     results.save(tmp_path / "third")
     assert read(tmp_path / "third").records == results.records
     (note,) = results.notes
@@ -137,7 +122,6 @@ def test_a_run_is_drawn_when_it_is_saved_and_a_failure_to_draw_is_a_note(tmp_pat
 @pytest.mark.parametrize(
     ("names", "error", "message"),
     [
-        (["run", "run/records.jsonl"], OptionError, "named twice"),
         (["."], DataError, "Cannot read records"),
         (["strange"], DataError, "no JSON object"),
     ],

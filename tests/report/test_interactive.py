@@ -166,7 +166,7 @@ def test_in_a_browser_a_line_is_hidden_the_slider_moves_and_a_value_is_read(advi
         page.value(PAUSE)
         assert page.value("document.documentElement.scrollWidth <= innerWidth")
         assert page.value("document.querySelectorAll('.main-svg .scatterlayer .trace').length > 20")
-        time, slider = PLOT.format("chart-0-1-0"), PLOT.format("chart-0-0-1")
+        time, slider = PLOT.format("chart-1-0"), PLOT.format("chart-0-1")
         page.click(*page.value(MIDDLE.format(LEGEND.format(time, "linformer"))))
         page.value(PAUSE)
         hidden = f"{time}._fullData.filter(line => line.visible === 'legendonly').map(line => line.name)"
