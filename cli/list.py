@@ -21,7 +21,7 @@ def list_command(
 ) -> None:
     """List the backends, or one with its formula, paper, options and promises."""
     from efficient_attn.backends import list_backends, resolve
-    from efficient_attn.external import plugins
+    from efficient_attn.external import package_of, plugins
 
     names = list_backends()
     if name is not None:
@@ -36,14 +36,13 @@ def list_command(
     outside = [plugin for name, plugin in sorted(plugins().items()) if name not in names]
     if as_json:
         rows = [_row(spec) for spec in specs]
-        rows += [
-            dict.fromkeys(rows[0]) | {"name": plugin.name, "plugin": plugin._asdict()} for plugin in outside
-        ]
+        nothing = dict.fromkeys(rows[0])
+        rows += [nothing | {"name": plugin.name, "plugin": package_of(plugin)} for plugin in outside]
         console.put_json(rows)
         return
     console.print_tables([_table(specs)])
     for plugin in outside:
-        about = f"{plugin.name}: of {plugin.distribution} {plugin.version}, imported on first use."
+        about = f"{plugin.name}: of {package_of(plugin)}, imported on first use."
         console.tell(f"{about} efficient-attn check NAME lists its promises.")
 
 

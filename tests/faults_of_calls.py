@@ -185,7 +185,6 @@ class KeepsItsMaskBetweenThreads:
 
 OF_CALLS = {
     "a_change_before_the_backward_pass_is_noticed": {"values are read later": values(read_later)},
-    "a_copy_is_equal_and_apart": {"last output": output(remember)},
     "no_state_between_calls": {
         "masks by shape": remembered("forward", "mask", lambda mask: mask.shape),
         "queries by address": remembered("forward", "q", lambda q: (q.data_ptr(), q.shape, q.dtype)),
@@ -193,14 +192,14 @@ OF_CALLS = {
         "after 300 calls": scaled(lambda core: 1.01 if calls(core) > 300 else 1.0),
     },
     "a_saved_state_brings_the_output_back": {
+        "last output": output(remember),
         "first dtype": scaled(
             lambda core, q: core.__dict__.setdefault("third", torch.tensor(0.1, dtype=F64).to(q.dtype))
-        )
+        ),
     },
     "any_number_of_sequences_go_on_from_a_state": {
         "writes": earlier_states(written, where=lambda q, state: q.shape[2] and state[0].shape[2] > 100)
     },
-    "calls_are_silent": {"text": action(lambda q: q.shape[2] <= 128 or warnings.warn("long", stacklevel=2))},
     "compiled_it_is_the_same": {
         "branch": BranchesOnTheMask,
         "triangle": CompilesTheUpperLeftTriangle,
@@ -278,6 +277,7 @@ OF_CALLS = {
         "factor": scaled(lambda core: core.__dict__.setdefault("factor", torch.ones((), requires_grad=True))),
     },
     "nothing_global_is_touched": {
+        "text": action(lambda q: q.shape[2] <= 128 or warnings.warn("long", stacklevel=2)),
         "generator": action(lambda q: q.dtype == F16 and torch.rand(())),
         "seed": action(lambda k: k.shape[2] > 1024 and torch.manual_seed(0)),
         "gradient mode": action(lambda q: q.shape[2] > 256 and torch.set_grad_enabled(True)),

@@ -175,7 +175,7 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
 
 
 @Check(
-    "The output in float32, bfloat16 and float16 is close to float64 on the same inputs.",
+    "The output in float32, bfloat16 and float16 has that dtype and is close to float64 on the same inputs.",
     cases=(
         *everywhere(1, 3, 16, 65, dtype=NARROW),
         *everywhere(200, 513, dtype=NARROW, batch=[1]),
@@ -189,7 +189,9 @@ def narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[F
     wide = subject.build(case).double()
     expected = run(wide, inputs.double())
     bound = _narrow_bound(wide, inputs, expected, case)
-    yield close("Against float64", run(subject.build(case), inputs), expected, bound)
+    out = run(subject.build(case), inputs)
+    yield Finding(f"{out.dtype} instead of {inputs.q.dtype}", float(out.dtype != inputs.q.dtype), 0.0)
+    yield close("Against float64", out, expected, bound)
 
 
 def _narrow_bound(wide: Backend, inputs: Inputs, expected: Tensor, case: Case) -> Tensor:
@@ -316,29 +318,21 @@ def noisy(inputs: Inputs, share: float, seed: int) -> Inputs:
 
 
 @Check(
-    "Computations in float64 use float64 throughout: changes of parts in 10⁸ have proportional effects.",
-    cases=_cases("float64"),
+    "Outputs and gradients in float64 use it throughout: changes of parts in 10⁸ have proportional effects.",
+    cases=(*_cases("float64"), LONG_QUERIES.but(norm=0.5)),
 )
 def float64_is_float64_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     bound = magnified(BETWEEN["float64"], backend, inputs)
     yield from _proportional("Small steps", partial(run, backend), inputs, bound)
-
-
-@Check(
-    "Gradients in float64 use float64 throughout: changes of parts in 10⁸ have proportional effects.",
-    cases=(*vary(*SIZES[2:], norm=[0.5], causal=(False, True)), LONG_QUERIES.but(norm=0.5)),
-    needs=("gradients",),
-)
-def gradients_in_float64_are_float64_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
+    if not subject.promises.gradients or case.norm != 0.5:
+        return
 
     def flat(inputs: Inputs) -> Tensor:
         return torch.cat([x.flatten() for _, x in gradients(partial(run, backend), inputs)])
 
     # A gradient contains the square of the denominator, which magnifies rounding once more.
-    bound = magnified(BETWEEN["float64"], backend, inputs) * condition(backend, inputs)
-    most = float(bound.max()) * max(1.0, largest(flat(inputs)))
+    most = float((bound * condition(backend, inputs)).max()) * max(1.0, largest(flat(inputs)))
     yield from _proportional("Gradients at small steps", flat, inputs, most)
 
 

@@ -1,11 +1,10 @@
 """Global settings that must not affect results: default dtype, modes, seeds, layouts, warnings."""
 
 import gc
-import io
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from efficient_attn.conformance.subject import (
     Subject,
     agree,
     close,
+    gradients,
     plain_call,
     results,
     rounding,
@@ -139,18 +139,6 @@ def autocast_changes_no_result(subject: Subject, case: Case) -> Iterator[Finding
         yield from agree(f"under {dtype}", actual, expected, bound)
 
 
-@Check("Calls emit no warning and print nothing.", cases=(*KINDS, *LARGER, *both(ONE.but(tokens=200))))
-def calls_are_silent(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend, printed = subject.inputs(case), subject.build(case), io.StringIO()
-    streams = redirect_stdout(printed), redirect_stderr(printed)
-    with warnings.catch_warnings(record=True) as caught, streams[0], streams[1]:
-        warnings.simplefilter("always")
-        results(subject, backend, inputs)
-        run(backend.train(), inputs)
-    said = [str(entry.message) for entry in caught] + [printed.getvalue()] * bool(printed.getvalue())
-    yield Finding(f"Output {(said or [''])[0]!r:.100}", float(bool(said)), 0.0)
-
-
 @Check(
     "A negative scale is equivalent to negated queries at the positive scale.",
     cases=(*KINDS, *both(ONE.but(tokens=200, batch=1), ONE.but(tokens=1, keys=5))),
@@ -177,22 +165,30 @@ def layout_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding
     inputs, backend, out, bounds = plain_call(subject, case)
     flowing = subject.inputs(case, variant=1).q.new_ones(out.shape).cumsum(-1).sin()
     bound = float(bounds.max())
-    expected = _gradients(backend, [inputs], flowing)
+
+    def flow(x: Inputs, upstream: Tensor) -> list[Named]:
+        return gradients(partial(run, backend), x, upstream=upstream)
+
+    def beside_another(x: Inputs) -> Tensor:
+        out = run(backend, x)
+        run(backend, subject.inputs(case, variant=2)._replace(key_mask=x.key_mask).leaves())
+        return out
+
+    expected = flow(inputs, flowing)
     for factor in FLOWING:
-        scaled = [(name, x / factor) for name, x in _gradients(backend, [inputs], flowing * factor)]
+        scaled = [(name, x / factor) for name, x in flow(inputs, flowing * factor)]
         yield from agree(f"with upstream times {factor:g}", scaled, expected, bound)
     expanded = flowing[..., :1].expand_as(flowing)
-    contiguous = _gradients(backend, [inputs], expanded.contiguous())
-    yield from agree("of an expanded upstream", _gradients(backend, [inputs], expanded), contiguous, bound)
-    second = subject.inputs(case, variant=2)._replace(key_mask=inputs.key_mask)
-    apart = [*expected, *_gradients(backend, [second], flowing)]
-    yield from agree("after two passes", _gradients(backend, [inputs, second], flowing), apart, bound)
+    contiguous = flow(inputs, expanded.contiguous())
+    yield from agree("of an expanded upstream", flow(inputs, expanded), contiguous, bound)
+    both_passes = gradients(beside_another, inputs, upstream=flowing)
+    yield from agree("with another pass before the backward one", both_passes, expected, bound)
     turned = inputs.each(LAYOUTS["Turned"])
     for name, layout in LAYOUTS.items():
         arranged = layout(flowing)
         tensors = [x for x in (*turned, arranged) if x is not None]
         before = [x.clone() for x in tensors]
-        yield from agree(f"in {name}", _gradients(backend, [turned], arranged), expected, bound)
+        yield from agree(f"in {name}", flow(turned, arranged), expected, bound)
         for x, old in zip(tensors, before, strict=True):
             yield same_bits(f"{name}: an input or upstream gradient after the call", x, old)
         leaves = [x.detach().requires_grad_() for x in turned[:3]]
@@ -202,11 +198,3 @@ def layout_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding
             yield same_bits(f"{name}: gradient w.r.t. {letter} at a second pass", again, x)
         written = float(any(x.grad is not None for x in leaves))
         yield Finding(f"{name}: the backward pass writes to .grad", written, 0.0)
-
-
-def _gradients(backend: Backend, sequences: list[Inputs], flowing: Tensor) -> list[Named]:
-    """Gradients w.r.t. q, k and v of calls in turn, all forward passes before the first backward pass."""
-    leaves = [[x.detach().requires_grad_() for x in inputs[:3]] for inputs in sequences]
-    outputs = [run(backend, inputs.of(*x)) for inputs, x in zip(sequences, leaves, strict=True)]
-    gradients = [torch.autograd.grad(out, x, flowing) for out, x in zip(outputs, leaves, strict=True)]
-    return [(f"Gradient w.r.t. {name}", x) for each in gradients for name, x in zip("qkv", each, strict=True)]
