@@ -258,6 +258,7 @@ OF_CALLS = {
         )
     },
     "modes_change_nothing": {
+        "fresh memory": output(lambda x: x.masked_fill(torch.empty_like(x).isnan(), 7.0)),
         "kept tensor": scaled(lambda core, q: core.__dict__.setdefault("factor", q.new_ones(()))),
         "groups in turn": groups_in_turn(lambda: not torch.is_grad_enabled()),
     },
@@ -285,9 +286,6 @@ OF_CALLS = {
         "default dtype of a failure": replaced("forward", default_dtype_of_a_failure),
         "call after a failure": replaced("forward", busy_after_an_error),
         "softmax": action(lambda: setattr(nn.functional, "softmax", lambda x, dim: x.softmax(dim))),
-    },
-    "nothing_uninitialised_is_read": {
-        "fresh memory": output(lambda x: x.masked_fill(torch.empty_like(x).isnan(), 7.0))
     },
     "outputs_are_the_callers": {
         "single value": output(

@@ -48,7 +48,6 @@ BASES = {
 ONCE = replace(EXACT, second_derivatives=False, sharded=None)
 # What `ea.Backend` does around every core, which no fault of a core can break; tests/mutants.tsv breaks it.
 AROUND = {
-    "autocast_changes_no_result",
     "calibration_is_an_explicit_act",
     "empty_inputs_give_empty_outputs",
     "what_is_not_promised_is_refused",

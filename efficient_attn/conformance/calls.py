@@ -194,21 +194,19 @@ REPEATS = 5
 def memory_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
     _needs_growth(subject)
     growth = subject.promises.memory_growth
-    most, lengths = 2.0 ** (growth + BYTES_POWER), _lengths(growth, case)
+    lengths = _lengths(growth, case)
     for where, backward in _passes(subject):
         peaks = [_peak_bytes(subject, case.but(tokens=n), backward) for n in lengths]
         for tokens, (shorter, longer) in zip(lengths, itertools.pairwise(peaks), strict=False):
             ratio = longer / max(shorter, 1)
             at = f"bytes at {2 * tokens} tokens over those at {tokens}"
             yield Finding(f"{where}, {at}", ratio, 2.0 ** (growth + DOUBLING_POWER))
-        whole = f"bytes at {lengths[-1]} tokens over those at {lengths[0]}"
-        ratio = peaks[-1] / max(peaks[0], 1)
-        yield Finding(f"{where}, {whole}", ratio, most ** (len(peaks) - 1))
         if case.batch > 1:
             continue  # several workspaces fill up, one after the other
         added = [longer - shorter for shorter, longer in itertools.pairwise(peaks)]
         # A workspace that fills up bends the curve once; excess growth shows at every doubling.
         least = min(b / max(a, 1) for a, b in itertools.pairwise(added))
+        most = 2.0 ** (growth + BYTES_POWER)
         yield Finding(f"{where}, bytes added by a doubling over the doubling before", least, most)
 
 

@@ -182,7 +182,6 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
         *vary(MODEL, dtype=NARROW, causal=(False, True)),
     ),
     drawn=lambda seed: tuple(case for dtype in NARROW for case in joint(seed, 9, dtype=dtype)),
-    beyond="low-precision dtypes",
 )
 def narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
@@ -211,7 +210,6 @@ def _narrow_bound(wide: Backend, inputs: Inputs, expected: Tensor, case: Case) -
         *vary(LONG_SUM.but(tokens=3000, keys=3), dtype=HALF),
     ),
     needs=("cross",),
-    beyond="low-precision dtypes",
 )
 def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
@@ -238,7 +236,6 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
         masked=(False, True),
         causal=(False, True),
     ),
-    beyond="low-precision dtypes",
 )
 def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Finding]:
     backend, exponents = subject.build(case), torch.finfo(getattr(torch, case.dtype))
@@ -292,7 +289,6 @@ def _cases(dtype: str) -> tuple[Case, ...]:
 @Check(
     "Computations in float32 use float32 throughout: errors stay below the midpoint between it and float16.",
     cases=_cases("float32"),
-    beyond="low-precision dtypes",
 )
 def float32_is_float32_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)

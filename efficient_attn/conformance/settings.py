@@ -1,10 +1,12 @@
 """Global settings that must not affect results: default dtype, modes, seeds, layouts, warnings."""
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,23 +65,50 @@ def global_settings_change_nothing(subject: Subject, case: Case) -> Iterator[Fin
 
 
 @Check(
-    "Inference mode and no_grad affect neither the output nor later calls.",
-    cases=(*KINDS, *LARGER, *both(ONE.but(tokens=300, batch=1))),
+    "Inference mode, no_grad, autocast and uninitialised memory affect neither the output nor later calls.",
+    cases=(
+        *KINDS,
+        *LARGER,
+        *both(ONE.but(tokens=300, batch=1), ONE.but(tokens=65), ONE.but(dtype="bfloat16")),
+    ),
     drawn=lambda seed: joint(seed, 9, 70),
 )
 def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs = subject.inputs(case)
-    expected = results(subject, subject.build(case), inputs)
+    inputs, backend, _, bound = plain_call(subject, case)
+    expected, most = results(subject, backend, inputs), float(bound.max())
+    # Torch itself joins no tensors of bfloat16 under autocast to float16.
+    for dtype in (torch.bfloat16, torch.float16)[: 1 if case.dtype == "bfloat16" else 2]:
+        actual = results(subject, backend, inputs, torch.autocast("cpu", dtype=dtype))
+        yield from agree(f"under {dtype}", actual, expected, most)
+    with _filled_memory():
+        actual = results(subject, backend, inputs)
+    yield from agree("in filled memory", actual, expected, most)
     mode: Callable[[], AbstractContextManager[object]]
     for mode in (torch.inference_mode, torch.no_grad):
         backend = subject.build(case)
         with mode():
             out = run(backend, inputs.each(Tensor.clone))
         # A call without gradients may take another kernel.
-        bound = rounding(backend, inputs, case.dtype)
         yield close(f"Output in {mode.__name__}", out.clone(), expected[0][1], bound)
         # A tensor cached in that mode could not be saved for a backward pass.
         yield from agree(f"after {mode.__name__}", results(subject, backend, inputs), expected)
+
+
+@contextmanager
+def _filled_memory() -> Iterator[None]:
+    """Context in which torch fills new tensors with NaN, as its deterministic mode does."""
+    mode: Any = torch.utils.deterministic
+    filled, enabled = mode.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        mode.fill_uninitialized_memory = True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        mode.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(enabled, warn_only=warns)
 
 
 @Check(
@@ -124,19 +153,6 @@ def _graphs(where: str, subject: Subject, backend: Backend, inputs: Inputs) -> I
             out, state = backend.extend(*inputs[:3], state, key_mask=inputs.key_mask)
             traced = any(x.requires_grad for x in tensors_in((out, state)))
             yield Finding(f"Step {step} of extend requires a gradient {where}", float(traced), 0.0)
-
-
-@Check(
-    "Outputs, gradients and incremental decoding keep their dtype and accuracy under autocast.",
-    cases=(*KINDS, *both(ONE.but(dtype="bfloat16"))),
-)
-def autocast_changes_no_result(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
-    expected, bound = results(subject, backend, inputs), float(rounding(backend, inputs, case.dtype).max())
-    # Torch itself joins no tensors of bfloat16 under autocast to float16.
-    for dtype in (torch.bfloat16, torch.float16)[: 1 if case.dtype == "bfloat16" else 2]:
-        actual = results(subject, backend, inputs, torch.autocast("cpu", dtype=dtype))
-        yield from agree(f"under {dtype}", actual, expected, bound)
 
 
 @Check(
