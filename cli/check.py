@@ -12,7 +12,7 @@ from . import console, exits
 from .options import JsonOption, SeedOption
 
 _TIMEOUT = "Time limit of one check; a check that takes longer is broken."
-_SIGNATURE = "Library whose signature the function has: plain, sdpa, flash-attn or fla."
+_SIGNATURE = "Library whose signature the function has: plain, sdpa or flash-attn."
 
 
 def check(

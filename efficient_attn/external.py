@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.contained import running
-from efficient_attn.errors import DataError, DtypeError, OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.errors import DataError, DtypeError, UnknownNameError, UnsupportedError
 from efficient_attn.options import one_of
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec, Capabilities, NoOptions, add_spec
@@ -61,19 +61,12 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: Attent
     return {"causal": problem.causal, "softmax_scale": problem.scale}
 
 
-def _fla(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
-    """Linear attention of flash-linear-attention: scale; always causal, returns the output and a state."""
-    return {} if problem.scale is None else {"scale": problem.scale}
-
-
 # Arguments of a call by signature, and whether tensors are [batch, tokens, heads, dim].
 SIGNATURES: dict[str, tuple[Callable[..., dict[str, Any]], bool]] = {
     "plain": (_plain, False),
     "sdpa": (_sdpa, False),
     "flash-attn": (_flash, True),
-    "fla": (_fla, True),
 }
-_NO_KEY_MASK = ("flash-attn", "fla")
 
 
 class AdaptedAttention(nn.Module):
@@ -102,7 +95,6 @@ class AdaptedAttention(nn.Module):
         options = self._arguments(q, k, v, key_mask, self._problem)
         tensors = [x.transpose(1, 2) for x in (q, k, v)] if self._transposed else [q, k, v]
         output = self.function(*tensors, **options)
-        output = output[0] if isinstance(output, tuple) else output
         return output.transpose(1, 2) if self._transposed else output
 
 
@@ -215,9 +207,9 @@ def adapt(
 
     Args:
         function: f(q, k, v, …), or its address file.py:object.
-        signature: "plain" (key_mask=, causal=), "sdpa" (F.scaled_dot_product_attention), "flash-attn"
-            (flash_attn_func) or "fla" (linear attention of flash-linear-attention).
-        causal: Whether causality is promised; always, for "fla".
+        signature: "plain" (key_mask=, causal=), "sdpa" (F.scaled_dot_product_attention) or
+            "flash-attn" (flash_attn_func).
+        causal: Whether causality is promised.
         key_mask: Whether key masks are promised.
         cross: Whether another number of keys than of queries is promised.
         grouped: Whether the function takes fewer key heads itself; otherwise they are repeated for it.
@@ -229,10 +221,8 @@ def adapt(
         UnsupportedError: If the signature has no place for a key mask.
     """
     one_of("signature", signature, SIGNATURES)
-    if key_mask and signature in _NO_KEY_MASK:
+    if key_mask and signature == "flash-attn":
         raise UnsupportedError(f"The signature {signature!r} takes no key mask: leave key_mask out.")
-    if signature == "fla" and not causal:
-        raise OptionError("The signature 'fla' is causal: declare causal=True.")
     called, name = function, getattr(function, "__name__", type(function).__name__)
     if isinstance(function, str):
         called, name = object_at(function)[1], label_of(function)

@@ -245,7 +245,7 @@ OF_SOFTMAX = {
     "equals_softmax_attention_at_every_scale": {
         "scales up to 10": scaled(lambda core: 10 / max(abs(core.problem.factor), 10))
     },
-    "large_inputs_stay_finite": {"scores in float16": replaced("wide", lambda core, wide, x: x)},
+    "large_values_stay_proportional": {"scores in float16": replaced("wide", lambda core, wide, x: x)},
     "long_sums_do_not_stall_in_half_precision": {"denominators in float16": weights(float16_denominator)},
     "later_values_move_no_output": {"causality is ignored": visible(torch.ones_like)},
     "weights_of_a_row_sum_to_one": {

@@ -263,6 +263,7 @@ OF_CALLS = {
         "groups in turn": groups_in_turn(lambda: not torch.is_grad_enabled()),
     },
     "no_call_leaves_bytes_behind": {
+        "earlier states": replaced("extend", predecessors),
         "every output": output(collect),
         "every state": replaced("extend", lambda core, extend, *x: collect(core, extend(*x))),
         "masks of all lengths": visible(
@@ -316,7 +317,6 @@ OF_CALLS = {
             lambda x: with_gradient(x, halved), where=lambda x, heads: heads > 2
         )
     },
-    "states_keep_no_earlier_states": {"all": replaced("extend", predecessors)},
     "states_of_thousands_are_whole": {
         "3000 tokens": ring(3000),
         "bfloat16": new_values(

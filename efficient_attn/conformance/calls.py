@@ -11,7 +11,7 @@ import torch
 from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import LONG_KEYS, Case, Inputs, both, joint
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.subject import Named, Subject, agree, learn, run, same_bits
+from efficient_attn.conformance.subject import Named, Subject, agree, decode, learn, run, same_bits
 from efficient_attn.conformance.table import Check, cannot_check
 from efficient_attn.measure import memory
 
@@ -121,7 +121,7 @@ def _results(subject: Subject, backend: Backend, inputs: Inputs) -> list[Named]:
 
 
 @Check(
-    "Calls leave no bytes behind: memory after ten calls, and after further lengths, is that of the first.",
+    "Ten calls, and further lengths, leave no bytes behind, and a decoded state keeps no earlier states.",
     cases=both(ONE.but(tokens=130)),
 )
 def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -142,6 +142,15 @@ def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Findin
     calls()
     kept_bytes = memory.peak(lambda: calls(less=1), device="cpu").kept_bytes
     yield Finding("Bytes that ten calls and further lengths leave", float(kept_bytes), 0.0)
+    if subject.promises.streaming and case.causal:
+
+        @torch.no_grad()
+        def state_bytes(parts: list[int]) -> int:
+            decode(backend, inputs, parts)
+            return memory.peak(lambda: decode(backend, inputs, parts)[1], device="cpu").kept_bytes
+
+        prefilled, decoded = state_bytes([case.tokens]), state_bytes([1] * case.tokens)
+        yield Finding("Bytes of a state after single tokens", float(decoded), 4.0 * prefilled)
 
 
 @Check(
