@@ -12,7 +12,7 @@ from . import console, exits
 from .options import JsonOption, SeedOption
 
 _TIMEOUT = "Time limit of one check; a check that takes longer is broken."
-_SIGNATURE = "Library whose signature the function has: plain, sdpa, flash-attn or fla."
+_SIGNATURE = "Library whose signature the function has: plain, sdpa or flash-attn."
 
 
 def check(
@@ -55,7 +55,7 @@ def check(
     declared |= {"key_mask": key_mask, "cross": cross, "grouped": grouped, "exact": exact}
     declared = {name: value for name, value in declared.items() if value}
     declared |= {} if backward else {"backward": False}
-    from efficient_attn.conformance.table import size, snippet
+    from efficient_attn.conformance.table import snippet
     from efficient_attn.measure.isolation import check_isolated
     from efficient_attn.measure.units import parse_seconds
 
@@ -73,7 +73,7 @@ def check(
         broken = [record for record in records if record.failed and record.case is not None]
         if broken:
             console.put("The smallest input found that breaks a promise:\n")
-            for line in snippet(min(broken, key=size), backend, declared or None, seed).splitlines():
+            for line in snippet(broken[0], backend, declared or None, seed).splitlines():
                 console.put(line)
             console.put("")
         console.put(f"{backend}: {counted}.")

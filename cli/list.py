@@ -21,7 +21,7 @@ def list_command(
 ) -> None:
     """List the backends, or one with its formula, paper, options and promises."""
     from efficient_attn.backends import list_backends, resolve
-    from efficient_attn.external import plugins
+    from efficient_attn.external import package_of, plugins
 
     names = list_backends()
     if name is not None:
@@ -35,11 +35,14 @@ def list_command(
     # Named, not imported: the promises of a plug-in are known once its backend is used.
     outside = [plugin for name, plugin in sorted(plugins().items()) if name not in names]
     if as_json:
-        console.put_json([*map(_row, specs), *({**plugin._asdict(), "plugin": True} for plugin in outside)])
+        rows = [_row(spec) for spec in specs]
+        nothing = dict.fromkeys(rows[0])
+        rows += [nothing | {"name": plugin.name, "plugin": package_of(plugin)} for plugin in outside]
+        console.put_json(rows)
         return
     console.print_tables([_table(specs)])
     for plugin in outside:
-        about = f"{plugin.name}: of {plugin.distribution} {plugin.version}, imported on first use."
+        about = f"{plugin.name}: of {package_of(plugin)}, imported on first use."
         console.tell(f"{about} efficient-attn check NAME lists its promises.")
 
 

@@ -19,7 +19,7 @@ _HUGGING_FACE = "integrations.transformers"
 _INTERCEPT = "integrations.intercept"
 # The first fitting beginning of a module's name selects the heading.
 _HEADINGS = {
-    "Backends": ("backend", "registry", "signatures", "problem"),
+    "Backends": ("backend", "registry", "external", "problem"),
     "In models": ("transformer", "integrations.attach", "integrations.intercept"),
     "In Hugging Face models": (_HUGGING_FACE,),
     "Measuring": ("studies", "measure"),

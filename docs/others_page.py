@@ -34,7 +34,6 @@ NOT_ASKED = {
 # Kept by the shell that this toolkit puts around every backend, whatever is inside.
 OURS = {
     "empty_inputs_give_empty_outputs",
-    "autocast_changes_no_result",
     "what_is_not_promised_is_refused",
     "calibration_is_an_explicit_act",
 }

@@ -13,13 +13,13 @@ TYPE_CHECKING = False
 _NAMES = {
     "backend": "Backend calibrate",
     "backends": "attention build list_backends spec",
+    "external": "register",
     "errors": "AttentionError CalibrationError DataError DtypeError MissingPackageError OptionError "
     "ShapeError UnknownNameError UnsupportedError",
     "integrations.attach": "attach",
     "measure.inputs": "sample",
     "problem": "AttentionProblem",
     "registry": "BackendSpec Capabilities NoOptions",
-    "signatures": "register",
     "studies": "records_schema",
     "studies.audit": "audit",
     "studies.diff": "diff",
@@ -56,12 +56,12 @@ if TYPE_CHECKING:
     from efficient_attn.backends import build as build
     from efficient_attn.backends import list_backends as list_backends
     from efficient_attn.backends import spec as spec
+    from efficient_attn.external import register as register
     from efficient_attn.integrations import intercept as intercept
     from efficient_attn.integrations.attach import attach as attach
     from efficient_attn.registry import BackendSpec as BackendSpec
     from efficient_attn.registry import Capabilities as Capabilities
     from efficient_attn.registry import NoOptions as NoOptions
-    from efficient_attn.signatures import register as register
     from efficient_attn.testing import check as check
     from efficient_attn.transformer.block import BlockOptions as BlockOptions
     from efficient_attn.transformer.block import TransformerBlock as TransformerBlock

@@ -1,7 +1,8 @@
-"""External attention: a function, a module, an object in a user's file, or a plug-in of another package."""
+"""External attention: a function or module in a file or a plug-in, with the signature of its library."""
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,15 +11,17 @@ from hashlib import sha256
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, DtypeError, UnknownNameError, UnsupportedError
+from efficient_attn.options import one_of
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.registry import SPECS, BackendSpec, Capabilities, NoOptions
+from efficient_attn.registry import SPECS, BackendSpec, Capabilities, NoOptions, add_spec
 
 # Capabilities of a function of q, k and v without declared ones.
 BARE = Capabilities(causal=False, key_mask=False, nonnegative=False, averages=False, compile=False)
@@ -32,21 +35,67 @@ GROUP = "efficient_attn.backends"
 CODE: dict[str, str] = {}
 
 
-class CalledAttention(nn.Module):
-    """Core of a backend that calls a function or module f(q, k, v) → output.
+def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
+    """f(q, k, v), with key_mask= and causal= where they are wanted."""
+    options: dict[str, Any] = {} if mask is None else {"key_mask": mask}
+    return {**options, "causal": True} if problem.causal else options
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
+    """F.scaled_dot_product_attention: attn_mask, is_causal, scale, enable_gqa."""
+    options: dict[str, Any] = {"scale": problem.scale, "enable_gqa": k.shape[1] != q.shape[1]}
+    square = q.shape[-2] == k.shape[-2]
+    if mask is None and problem.causal and square:
+        return {**options, "is_causal": True}
+    shown = None if mask is None else mask[:, None, None]
+    if problem.causal:
+        # is_causal aligns the first query with the first key, and excludes attn_mask.
+        rows, keys = q.shape[-2], k.shape[-2]
+        triangle = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
+        shown = triangle if shown is None else shown & triangle
+    return {**options, "attn_mask": shown}
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
+    """flash_attn_func: causal, softmax_scale."""
+    return {"causal": problem.causal, "softmax_scale": problem.scale}
+
+
+# Arguments of a call by signature, and whether tensors are [batch, tokens, heads, dim].
+SIGNATURES: dict[str, tuple[Callable[..., dict[str, Any]], bool]] = {
+    "plain": (_plain, False),
+    "sdpa": (_sdpa, False),
+    "flash-attn": (_flash, True),
+}
+
+
+class AdaptedAttention(nn.Module):
+    """Core of a backend that calls a function by the signature of its library.
 
     Attributes:
-        takes_scale: False: the factor on q·k is the function's own.
+        takes_scale: Whether the signature has a factor on q·k.
     """
 
-    takes_scale = False
-
-    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        problem: AttentionProblem,
+        *,
+        signature: str = "plain",
+        grouped: bool = True,
+    ) -> None:
         super().__init__()
-        self.function = function
+        self.function, self._problem, self._grouped = function, problem, grouped
+        self._arguments, self._transposed = SIGNATURES[signature]
+        self.takes_scale = signature != "plain"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        return self.function(q, k, v)
+        if not self._grouped:
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        options = self._arguments(q, k, v, key_mask, self._problem)
+        tensors = [x.transpose(1, 2) for x in (q, k, v)] if self._transposed else [q, k, v]
+        output = self.function(*tensors, **options)
+        return output.transpose(1, 2) if self._transposed else output
 
 
 def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
@@ -67,15 +116,7 @@ def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
             f"A backend is a name, file.py:object, a module or a function f(q, k, v), not {thing!r}."
         )
     label = name or str(getattr(thing, "__name__", type(thing).__name__))
-    core = CalledAttention(thing)
-    return BackendSpec(
-        name=label,
-        summary="An attention from outside the table.",
-        options_type=NoOptions,
-        capabilities=BARE,
-        builder=lambda problem, options: core,
-        outside=True,
-    )
+    return replace(adapt(thing, grouped=True), name=label, capabilities=BARE)
 
 
 def _core_of(built: Backend, problem: AttentionProblem, options: NoOptions) -> nn.Module:
@@ -149,32 +190,107 @@ def _file(path: Path) -> ModuleType:
     return module
 
 
-class Plugin(NamedTuple):
-    """A backend that another package declares.
+def adapt(
+    function: Any,
+    *,
+    signature: str = "plain",
+    causal: bool = False,
+    key_mask: bool = False,
+    cross: bool = False,
+    grouped: bool = False,
+    exact: bool = False,
+    backward: bool = True,
+) -> BackendSpec:
+    """The spec of a function with the signature of another library, with the declared promises.
 
-    Attributes:
-        module: Module whose import registers the backend.
-        distribution: Package that declares it.
-        version: Version of the package.
+    Capabilities that are not declared stay unknown: checks that need them are not made.
+
+    Args:
+        function: f(q, k, v, …), or its address file.py:object.
+        signature: "plain" (key_mask=, causal=), "sdpa" (F.scaled_dot_product_attention) or
+            "flash-attn" (flash_attn_func).
+        causal: Whether causality is promised.
+        key_mask: Whether key masks are promised.
+        cross: Whether another number of keys than of queries is promised.
+        grouped: Whether the function takes fewer key heads itself; otherwise they are repeated for it.
+        exact: Whether the output is promised to be that of softmax attention.
+        backward: Whether gradients are promised.
+
+    Raises:
+        UnknownNameError: If the signature does not exist.
+        UnsupportedError: If the signature has no place for a key mask.
+    """
+    one_of("signature", signature, SIGNATURES)
+    if key_mask and signature == "flash-attn":
+        raise UnsupportedError(f"The signature {signature!r} takes no key mask: leave key_mask out.")
+    called, name = function, getattr(function, "__name__", type(function).__name__)
+    if isinstance(function, str):
+        called, name = object_at(function)[1], label_of(function)
+    if isinstance(called, type) or not callable(called):
+        raise DtypeError(f"A function f(q, k, v, …) or its address file.py:object is wanted, not {called!r}.")
+    capabilities = replace(
+        BARE,
+        causal=causal,
+        streaming=False,
+        key_mask=key_mask,
+        cross=cross,
+        exact=exact,
+        nonnegative=exact,
+        averages=exact,
+        gradients=backward,
+    )
+    return BackendSpec(
+        name=name,
+        summary=f"A function with the signature of {signature}.",
+        options_type=NoOptions,
+        capabilities=capabilities,
+        builder=lambda problem, options: AdaptedAttention(
+            called, problem, signature=signature, grouped=grouped
+        ),
+        outside=True,
+    )
+
+
+def register(
+    name: str,
+    *,
+    causal: bool = False,
+    key_mask: bool = False,
+    cross: bool = False,
+    exact: bool = False,
+    paper: str | None = None,
+    formula: str | None = None,
+) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+    """Register the decorated function of (q, k, v) as a backend under `name`, with the declared promises.
+
+    Backends with options, parameters or states are registered by `efficient_attn.registry.register`.
+
+    Args:
+        causal, key_mask, cross, exact: Promises, as of `adapt`.
+
+    Raises:
+        RuntimeError: If another function or builder has the name.
     """
 
-    name: str
-    module: str
-    distribution: str
-    version: str
+    def add(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        spec = adapt(function, causal=causal, key_mask=key_mask, cross=cross, exact=exact)
+        summary = (inspect.getdoc(function) or name).partition("\n")[0]
+        add_spec(replace(spec, name=name, summary=summary, paper=paper, formula=formula, function=function))
+        return function
 
-    def __str__(self) -> str:
-        return f"plug-in {self.name!r} ({self.distribution} {self.version})"
+    return add
 
 
 @cache
-def plugins() -> dict[str, Plugin]:
-    """All plug-ins by backend name; none is imported."""
-    by_name = {}
-    for point in entry_points(group=GROUP):
-        assert point.dist is not None, "entry points belong to installed packages"
-        by_name[point.name] = Plugin(point.name, point.value, point.dist.name, point.dist.version)
-    return by_name
+def plugins() -> dict[str, EntryPoint]:
+    """Entry points of backends of other packages, by backend name; none is imported."""
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def package_of(plugin: EntryPoint) -> str:
+    """Name and version of the package that declares a plug-in."""
+    assert plugin.dist is not None, "entry points belong to installed packages"
+    return f"{plugin.dist.name} {plugin.dist.version}"
 
 
 def load_plugin(name: str) -> None:
@@ -184,7 +300,8 @@ def load_plugin(name: str) -> None:
         DataError: If the import fails or does not register the declared name.
     """
     plugin = plugins()[name]
-    with running(f"The {plugin}", "cannot be imported"):
-        EntryPoint(name, plugin.module, GROUP).load()
+    label = f"The plug-in {name!r} ({package_of(plugin)})"
+    with running(label, "cannot be imported"):
+        plugin.load()
     if name not in SPECS:
-        raise DataError(f"The {plugin} did not register a backend of that name.")
+        raise DataError(f"{label} did not register a backend of that name.")

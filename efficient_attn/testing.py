@@ -25,8 +25,8 @@ from efficient_attn.conformance.records import KEPT, UNPROMISED, BrokenPromiseEr
 from efficient_attn.conformance.subject import subject
 from efficient_attn.conformance.table import CHECKS, record_of
 from efficient_attn.errors import OptionError, UnknownNameError
+from efficient_attn.external import adapt
 from efficient_attn.registry import Capabilities
-from efficient_attn.signatures import adapt
 
 __all__ = ["BrokenPromiseError", "CheckRecord", "adapt", "check", "check_names", "replay"]
 

@@ -109,12 +109,6 @@ def gradients_times_the_ranks(backend, q, k, v, mask, layout):
 
 # Each check with its faults.
 FAULTS = {
-    "a_mask_of_real_keys_changes_nothing": {
-        "last key": masks(
-            lambda mask: mask & (torch.arange(mask.shape[1]) < mask.shape[1] - 1),
-            where=lambda mask: mask.shape[1] > 1 and mask.all(),
-        )
-    },
     "a_nan_shows_where_it_is_read": {
         "keys are cleaned": keys(torch.nan_to_num),
         "queries are cleaned": queries(torch.nan_to_num),
@@ -126,6 +120,7 @@ FAULTS = {
     },
     "a_prefix_is_a_sequence_of_its_own": {"temperature": scaled(lambda k: 1 + 1e-3 * k.shape[2])},
     "a_query_alone_is_its_row": {
+        "first row": output(lambda x: torch.cat([x[:, :, :1] * row_of(x), x[:, :, 1:]], 2)),
         "last row": output(lambda x: torch.cat([x[:, :, :-1], x[:, :, -1:] * row_of(x)], 2)),
         "second block": causal_reads(lambda row, key, ahead: (key <= row) | (row < 512)),
     },
@@ -162,9 +157,9 @@ FAULTS = {
         "values": values(narrowed(F32, BF16)),
         "weights of many keys": weights(lambda x: narrowed(F32, BF16)(x) if x.shape[3] > 128 else x),
     },
-    "float64_is_float64_throughout": {"queries": queries(narrowed(F64, F32))},
-    "gradients_in_float64_are_float64_throughout": {
-        "scores": scores(lambda x: with_gradient(x, narrowed(F64, F32)))
+    "float64_is_float64_throughout": {
+        "queries": queries(narrowed(F64, F32)),
+        "scores": scores(lambda x: with_gradient(x, narrowed(F64, F32))),
     },
     "grouped_queries_are_repeated_heads": {
         "three groups in turn": groups_in_turn(lambda x: x.shape[1] == 3),
@@ -208,6 +203,7 @@ FAULTS = {
     },
     "narrow_dtypes_lose_only_rounding": {
         "bfloat16": values(lambda v: v * 1.1 if v.dtype == BF16 else v),
+        "another dtype": output(lambda x: x.float() if x.dtype == BF16 else x),
         "wide": queries(narrowed(F32, BF16), where=lambda q: q.shape[3] >= 64),
     },
     "order_of_keys_does_not_matter": {
@@ -219,17 +215,17 @@ FAULTS = {
             lambda keys: keys // 1024 * 1024 if keys > 1024 and keys % 1024 < 8 else keys
         ),
     },
-    "order_of_queries_is_order_of_outputs": {
-        "first row": output(lambda x: torch.cat([x[:, :, :1] * row_of(x), x[:, :, 1:]], 2))
-    },
     "outputs_are_linear_in_the_values": {"squares of values": values(lambda v: v + 1e-3 * v * v)},
-    "outputs_have_the_shape_and_dtype_asked_for": {
-        "bfloat16": output(lambda x: x.float() if x.dtype == BF16 else x)
-    },
     "padding_contents_change_no_bit": {
         "long masks": before("hidden", "mask")(lambda: None, where=lambda x: x.shape[2] > 128)
     },
-    "padding_on_either_side_does_not_matter": {"halves": output(halves_without_their_sums)},
+    "padding_on_either_side_does_not_matter": {
+        "halves": output(halves_without_their_sums),
+        "last key": masks(
+            lambda mask: mask & (torch.arange(mask.shape[1]) < mask.shape[1] - 1),
+            where=lambda mask: mask.shape[1] > 1 and mask.all(),
+        ),
+    },
     "scale_is_a_factor_on_the_scores": {
         "below one": scaled(lambda core: 1 / max(abs(core.problem.factor), 1.0)),
         "64": scaled(lambda core, q: 1.0 if core.problem.scale else (max(q.shape[3], 64) / 64) ** 0.5),
@@ -249,9 +245,9 @@ OF_SOFTMAX = {
     "equals_softmax_attention_at_every_scale": {
         "scales up to 10": scaled(lambda core: 10 / max(abs(core.problem.factor), 10))
     },
-    "large_inputs_stay_finite": {"scores in float16": replaced("wide", lambda core, wide, x: x)},
+    "large_values_stay_proportional": {"scores in float16": replaced("wide", lambda core, wide, x: x)},
     "long_sums_do_not_stall_in_half_precision": {"denominators in float16": weights(float16_denominator)},
-    "no_output_depends_on_a_later_token": {"causality is ignored": visible(torch.ones_like)},
+    "later_values_move_no_output": {"causality is ignored": visible(torch.ones_like)},
     "weights_of_a_row_sum_to_one": {
         "denominators above one": weights(
             lambda x, logits: x * logits.exp().sum(-1, keepdim=True).clamp_max(1.0)
@@ -263,7 +259,7 @@ OF_POSITIVE = {
         "features": replaced("keep", lambda core, keep, x: core.__dict__.update(directions=x.float()))
     },
     "a_seed_fixes_the_draw": {"large seeds": replaced("draw", lambda core, draw, seed: draw(seed % 2**31))},
-    "batch_invariance": {"a seed of the batch": action(seed_of_the_batch)},
+    "every_sequence_is_its_single_call": {"a seed of the batch": action(seed_of_the_batch)},
     "later_values_move_no_output": {"largest future key": scores(largest_future_key)},
     "more_features_come_nearer_to_softmax": {
         "rows of norm 1": replaced("draw", lambda core, draw, seed: draw(seed) / core.problem.head_dim**0.5),
@@ -274,7 +270,7 @@ OF_POSITIVE = {
 }
 OF_WINDOW = {"a_window_reads_its_neighbourhood": {"five keys": with_options(window=5)}}
 LEARNED = {
-    "a_copy_is_equal_and_apart": {"original": replaced("__deepcopy__", lambda core, *_: core)},
+    "a_saved_state_brings_the_output_back": {"original": replaced("__deepcopy__", lambda core, *_: core)},
     "no_state_between_calls": {
         "first factor": scores(
             lambda x, core: x / core.factor * core.__dict__.setdefault("first", core.factor.detach().clone())

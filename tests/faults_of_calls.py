@@ -185,7 +185,6 @@ class KeepsItsMaskBetweenThreads:
 
 OF_CALLS = {
     "a_change_before_the_backward_pass_is_noticed": {"values are read later": values(read_later)},
-    "a_copy_is_equal_and_apart": {"last output": output(remember)},
     "no_state_between_calls": {
         "masks by shape": remembered("forward", "mask", lambda mask: mask.shape),
         "queries by address": remembered("forward", "q", lambda q: (q.data_ptr(), q.shape, q.dtype)),
@@ -193,14 +192,14 @@ OF_CALLS = {
         "after 300 calls": scaled(lambda core: 1.01 if calls(core) > 300 else 1.0),
     },
     "a_saved_state_brings_the_output_back": {
+        "last output": output(remember),
         "first dtype": scaled(
             lambda core, q: core.__dict__.setdefault("third", torch.tensor(0.1, dtype=F64).to(q.dtype))
-        )
+        ),
     },
     "any_number_of_sequences_go_on_from_a_state": {
         "writes": earlier_states(written, where=lambda q, state: q.shape[2] and state[0].shape[2] > 100)
     },
-    "calls_are_silent": {"text": action(lambda q: q.shape[2] <= 128 or warnings.warn("long", stacklevel=2))},
     "compiled_it_is_the_same": {
         "branch": BranchesOnTheMask,
         "triangle": CompilesTheUpperLeftTriangle,
@@ -259,10 +258,12 @@ OF_CALLS = {
         )
     },
     "modes_change_nothing": {
+        "fresh memory": output(lambda x: x.masked_fill(torch.empty_like(x).isnan(), 7.0)),
         "kept tensor": scaled(lambda core, q: core.__dict__.setdefault("factor", q.new_ones(()))),
         "groups in turn": groups_in_turn(lambda: not torch.is_grad_enabled()),
     },
     "no_call_leaves_bytes_behind": {
+        "earlier states": replaced("extend", predecessors),
         "every output": output(collect),
         "every state": replaced("extend", lambda core, extend, *x: collect(core, extend(*x))),
         "masks of all lengths": visible(
@@ -278,6 +279,7 @@ OF_CALLS = {
         "factor": scaled(lambda core: core.__dict__.setdefault("factor", torch.ones((), requires_grad=True))),
     },
     "nothing_global_is_touched": {
+        "text": action(lambda q: q.shape[2] <= 128 or warnings.warn("long", stacklevel=2)),
         "generator": action(lambda q: q.dtype == F16 and torch.rand(())),
         "seed": action(lambda k: k.shape[2] > 1024 and torch.manual_seed(0)),
         "gradient mode": action(lambda q: q.shape[2] > 256 and torch.set_grad_enabled(True)),
@@ -285,9 +287,6 @@ OF_CALLS = {
         "default dtype of a failure": replaced("forward", default_dtype_of_a_failure),
         "call after a failure": replaced("forward", busy_after_an_error),
         "softmax": action(lambda: setattr(nn.functional, "softmax", lambda x, dim: x.softmax(dim))),
-    },
-    "nothing_uninitialised_is_read": {
-        "fresh memory": output(lambda x: x.masked_fill(torch.empty_like(x).isnan(), 7.0))
     },
     "outputs_are_the_callers": {
         "single value": output(
@@ -318,7 +317,6 @@ OF_CALLS = {
             lambda x: with_gradient(x, halved), where=lambda x, heads: heads > 2
         )
     },
-    "states_keep_no_earlier_states": {"all": replaced("extend", predecessors)},
     "states_of_thousands_are_whole": {
         "3000 tokens": ring(3000),
         "bfloat16": new_values(

@@ -48,14 +48,13 @@ BASES = {
 ONCE = replace(EXACT, second_derivatives=False, sharded=None)
 # What `ea.Backend` does around every core, which no fault of a core can break; tests/mutants.tsv breaks it.
 AROUND = {
-    "autocast_changes_no_result",
     "calibration_is_an_explicit_act",
     "empty_inputs_give_empty_outputs",
     "what_is_not_promised_is_refused",
 }
 # A fault is caught by its numbers, except for these, which end in an error.
 RAISING = {
-    "a_copy_is_equal_and_apart-last output",
+    "a_saved_state_brings_the_output_back-last output",
     "compiled_it_is_the_same-branch",
     "gradients_are_those_of_finite_differences-values",
     "modes_change_nothing-kept tensor",
@@ -67,7 +66,7 @@ QUICK = {
     "padding_on_either_side_does_not_matter-counted",
     "every_head_is_its_single_call-later heads are sharper",
     "later_values_move_no_output-largest future key",
-    "order_of_queries_is_order_of_outputs-first row",
+    "a_query_alone_is_its_row-first row",
     "parts_of_any_size_are_the_whole-caller's buffers",
     "frozen_inputs-all are asked for",
 }

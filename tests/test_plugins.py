@@ -69,8 +69,8 @@ def test_the_list_tells_which_package_brings_a_plug_in(install, run):
     code, out, _ = run("list")
     assert code == 0 and "stranger: of strangers 2.5, imported on first use." in out
     rows = {row["name"]: row for row in json.loads(run("list", "--json")[1])}
-    assert rows["stranger"]["distribution"] == "strangers" and not rows["exact"]["plugin"]
-    assert rows["stranger"]["plugin"] and "stranger" not in list_backends()
+    assert rows["stranger"]["plugin"] == "strangers 2.5" and rows["exact"]["plugin"] is None
+    assert rows["stranger"].keys() == rows["exact"].keys() and "stranger" not in list_backends()
     with pytest.raises(UnknownNameError, match="Did you mean 'stranger'"):
         spec("strangre")
     assert not os.path.exists("imported")

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import efficient_attn as ea
-from efficient_attn.errors import DtypeError, OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.errors import DtypeError, UnknownNameError, UnsupportedError
 from efficient_attn.testing import adapt
 
 # A few promises of each kind: formula, masks, causality, other lengths, grouped heads, scale, gradients.
@@ -48,13 +48,6 @@ def flash_attn(q, k, v, causal=False, softmax_scale=None):
     return attend(*(x.transpose(1, 2) for x in (q, k, v)), shown, softmax_scale).transpose(1, 2)
 
 
-def linear(q, k, v, scale=None):
-    """Causal linear attention without a feature map's denominator, as fla returns it: output and state."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    weights = ((1.0 if scale is None else scale) * q @ k.mT).tril()
-    return (weights @ v).transpose(1, 2), k.mT @ v
-
-
 # Functions with what they declare, and the check that cannot be made of it.
 CASES = {
     "plain": (plain, {**ALL, "key_mask": True}, "scale_is_a_factor_on_the_scores"),
@@ -85,12 +78,6 @@ def test_adapted_functions_compute_what_exact_computes(signature):
         torch.testing.assert_close(backend(q, k, k), ea.build("exact", **sizes)(q, k, k))
 
 
-def test_linear_attention_of_fla_is_called_in_its_layout():
-    backend = ea.build(adapt(linear, signature="fla", causal=True), head_dim=8, causal=True, scale=0.5)
-    q, k, v = torch.randn(3, 1, 2, 6, 8)
-    torch.testing.assert_close(backend(q, k, v), (0.5 * q @ k.mT).tril() @ v)
-
-
 def deaf_to_masks(q, k, v, key_mask=None, causal=False):
     return plain(q, k, v, None, causal)
 
@@ -116,7 +103,6 @@ def test_a_wrong_function_breaks_the_promise_that_it_declared(wrong, check):
     [
         ({"signature": "triton"}, UnknownNameError, "signature"),
         ({"signature": "flash-attn", "key_mask": True}, UnsupportedError, "takes no key mask"),
-        ({"signature": "fla"}, OptionError, "causal=True"),
         ({"function": 3}, DtypeError, r"its address file\.py:object is wanted"),
     ],
 )

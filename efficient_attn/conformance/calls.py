@@ -11,7 +11,7 @@ import torch
 from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import LONG_KEYS, Case, Inputs, both, joint
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.subject import Named, Subject, agree, learn, run, same_bits
+from efficient_attn.conformance.subject import Named, Subject, agree, decode, learn, run, same_bits
 from efficient_attn.conformance.table import Check, cannot_check
 from efficient_attn.measure import memory
 
@@ -121,7 +121,7 @@ def _results(subject: Subject, backend: Backend, inputs: Inputs) -> list[Named]:
 
 
 @Check(
-    "Calls leave no bytes behind: memory after ten calls, and after further lengths, is that of the first.",
+    "Ten calls, and further lengths, leave no bytes behind, and a decoded state keeps no earlier states.",
     cases=both(ONE.but(tokens=130)),
 )
 def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -142,6 +142,15 @@ def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Findin
     calls()
     kept_bytes = memory.peak(lambda: calls(less=1), device="cpu").kept_bytes
     yield Finding("Bytes that ten calls and further lengths leave", float(kept_bytes), 0.0)
+    if subject.promises.streaming and case.causal:
+
+        @torch.no_grad()
+        def state_bytes(parts: list[int]) -> int:
+            decode(backend, inputs, parts)
+            return memory.peak(lambda: decode(backend, inputs, parts)[1], device="cpu").kept_bytes
+
+        prefilled, decoded = state_bytes([case.tokens]), state_bytes([1] * case.tokens)
+        yield Finding("Bytes of a state after single tokens", float(decoded), 4.0 * prefilled)
 
 
 @Check(
@@ -194,21 +203,19 @@ REPEATS = 5
 def memory_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
     _needs_growth(subject)
     growth = subject.promises.memory_growth
-    most, lengths = 2.0 ** (growth + BYTES_POWER), _lengths(growth, case)
+    lengths = _lengths(growth, case)
     for where, backward in _passes(subject):
         peaks = [_peak_bytes(subject, case.but(tokens=n), backward) for n in lengths]
         for tokens, (shorter, longer) in zip(lengths, itertools.pairwise(peaks), strict=False):
             ratio = longer / max(shorter, 1)
             at = f"bytes at {2 * tokens} tokens over those at {tokens}"
             yield Finding(f"{where}, {at}", ratio, 2.0 ** (growth + DOUBLING_POWER))
-        whole = f"bytes at {lengths[-1]} tokens over those at {lengths[0]}"
-        ratio = peaks[-1] / max(peaks[0], 1)
-        yield Finding(f"{where}, {whole}", ratio, most ** (len(peaks) - 1))
         if case.batch > 1:
             continue  # several workspaces fill up, one after the other
         added = [longer - shorter for shorter, longer in itertools.pairwise(peaks)]
         # A workspace that fills up bends the curve once; excess growth shows at every doubling.
         least = min(b / max(a, 1) for a, b in itertools.pairwise(added))
+        most = 2.0 ** (growth + BYTES_POWER)
         yield Finding(f"{where}, bytes added by a doubling over the doubling before", least, most)
 
 

@@ -135,7 +135,6 @@ def a_change_before_the_backward_pass_is_noticed(subject: Subject, case: Case) -
         if case.heads < 4 or case.dtype != "float32"
     ),
     needs=("gradients",),
-    beyond="low-precision dtypes",
 )
 def gradients_in_narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
@@ -193,7 +192,6 @@ def every_entry_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
     ),
     drawn=lambda seed: tuple(case for case in joint(seed, 9, dtype="float32") if case.head_dim > 2),
     needs=("gradients",),
-    beyond="low-precision dtypes",
 )
 def gradients_hold_at_long_keys(subject: Subject, case: Case) -> Iterator[Finding]:
     wide = subject.build(case).double()

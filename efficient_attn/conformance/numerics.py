@@ -175,21 +175,22 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
 
 
 @Check(
-    "The output in float32, bfloat16 and float16 is close to float64 on the same inputs.",
+    "The output in float32, bfloat16 and float16 has that dtype and is close to float64 on the same inputs.",
     cases=(
         *everywhere(1, 3, 16, 65, dtype=NARROW),
         *everywhere(200, 513, dtype=NARROW, batch=[1]),
         *vary(MODEL, dtype=NARROW, causal=(False, True)),
     ),
     drawn=lambda seed: tuple(case for dtype in NARROW for case in joint(seed, 9, dtype=dtype)),
-    beyond="low-precision dtypes",
 )
 def narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     wide = subject.build(case).double()
     expected = run(wide, inputs.double())
     bound = _narrow_bound(wide, inputs, expected, case)
-    yield close("Against float64", run(subject.build(case), inputs), expected, bound)
+    out = run(subject.build(case), inputs)
+    yield Finding(f"{out.dtype} instead of {inputs.q.dtype}", float(out.dtype != inputs.q.dtype), 0.0)
+    yield close("Against float64", out, expected, bound)
 
 
 def _narrow_bound(wide: Backend, inputs: Inputs, expected: Tensor, case: Case) -> Tensor:
@@ -209,7 +210,6 @@ def _narrow_bound(wide: Backend, inputs: Inputs, expected: Tensor, case: Case) -
         *vary(LONG_SUM.but(tokens=3000, keys=3), dtype=HALF),
     ),
     needs=("cross",),
-    beyond="low-precision dtypes",
 )
 def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
@@ -228,7 +228,7 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
 
 
 @Check(
-    "Large and small values give large and small outputs: both are proportional in every dtype.",
+    "Outputs are proportional to large and small values in every dtype, and large scores do not overflow.",
     cases=vary(
         Case(tokens=7),
         Case(tokens=130, head_dim=64, batch=1),
@@ -236,7 +236,6 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
         masked=(False, True),
         causal=(False, True),
     ),
-    beyond="low-precision dtypes",
 )
 def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Finding]:
     backend, exponents = subject.build(case), torch.finfo(getattr(torch, case.dtype))
@@ -244,6 +243,14 @@ def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Fin
     if subject.promises.streaming and case.causal:
         half = case.tokens // 2
         calls[" in two parts"] = lambda inputs: decode(backend, inputs, [half, case.tokens - half])[0]
+    size = largest(subject.inputs(case).v)
+    for norm, opposed in itertools.product((3.0, 300.0), (False, True)):
+        inputs = subject.inputs(case.but(norm=norm))
+        inputs = inputs._replace(q=-inputs.k) if opposed else inputs
+        worst, terms = largest(run(backend, inputs)), float(condition(backend, inputs).max())
+        # Signed weights may cancel almost completely; such rows need only be finite.
+        most = 2 * size * terms if subject.promises.nonnegative and subject.promises.averages else math.inf
+        yield Finding(f"Norm {norm:g}{', opposed' * opposed}", worst, most if worst < math.inf else 0.0)
     for factor, (where, call) in itertools.product((BIG[case.dtype], SMALL[case.dtype]), calls.items()):
         inputs = subject.inputs(case)
         changed = inputs._replace(v=inputs.v * factor)
@@ -259,26 +266,6 @@ def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Fin
         yield close(f"Values times {factor:g}{where}", scaled.where(fits, 0), out.where(fits, 0), bound)
 
 
-@Check(
-    "Large scores in half precision, and queries opposed to every key, cause no overflow.",
-    cases=vary(
-        Case(tokens=7),
-        Case(tokens=200, batch=1, heads=1, kv_heads=1),
-        dtype=DTYPES,
-        norm=(3.0, 300.0),
-        causal=(False, True),
-    ),
-)
-def large_inputs_stay_finite(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
-    size = largest(inputs.v) * float(condition(backend, inputs).max())
-    for where, variant in (("Random", inputs), ("Opposed", inputs._replace(q=-inputs.k))):
-        out = run(backend, variant)
-        # Signed weights may cancel almost completely; such rows need only be finite.
-        bound = 2 * size if subject.promises.nonnegative and subject.promises.averages else math.inf
-        yield Finding(where, largest(out), bound if largest(out) < math.inf else 0.0)
-
-
 def _cases(dtype: str) -> tuple[Case, ...]:
     return (
         *vary(*SIZES, dtype=[dtype], norm=(0.5, 1.0, 3.0), causal=(False, True)),
@@ -290,7 +277,6 @@ def _cases(dtype: str) -> tuple[Case, ...]:
 @Check(
     "Computations in float32 use float32 throughout: errors stay below the midpoint between it and float16.",
     cases=_cases("float32"),
-    beyond="low-precision dtypes",
 )
 def float32_is_float32_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
@@ -316,29 +302,21 @@ def noisy(inputs: Inputs, share: float, seed: int) -> Inputs:
 
 
 @Check(
-    "Computations in float64 use float64 throughout: changes of parts in 10⁸ have proportional effects.",
-    cases=_cases("float64"),
+    "Outputs and gradients in float64 use it throughout: changes of parts in 10⁸ have proportional effects.",
+    cases=(*_cases("float64"), LONG_QUERIES.but(norm=0.5)),
 )
 def float64_is_float64_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     bound = magnified(BETWEEN["float64"], backend, inputs)
     yield from _proportional("Small steps", partial(run, backend), inputs, bound)
-
-
-@Check(
-    "Gradients in float64 use float64 throughout: changes of parts in 10⁸ have proportional effects.",
-    cases=(*vary(*SIZES[2:], norm=[0.5], causal=(False, True)), LONG_QUERIES.but(norm=0.5)),
-    needs=("gradients",),
-)
-def gradients_in_float64_are_float64_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
+    if not subject.promises.gradients or case.norm != 0.5:
+        return
 
     def flat(inputs: Inputs) -> Tensor:
         return torch.cat([x.flatten() for _, x in gradients(partial(run, backend), inputs)])
 
     # A gradient contains the square of the denominator, which magnifies rounding once more.
-    bound = magnified(BETWEEN["float64"], backend, inputs) * condition(backend, inputs)
-    most = float(bound.max()) * max(1.0, largest(flat(inputs)))
+    most = float((bound * condition(backend, inputs)).max()) * max(1.0, largest(flat(inputs)))
     yield from _proportional("Gradients at small steps", flat, inputs, most)
 
 

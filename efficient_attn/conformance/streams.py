@@ -227,20 +227,3 @@ def gradients_pass_through_states(subject: Subject, case: Case) -> Iterator[Find
     streamed = gradients(lambda x: decode(backend, x, parts)[0], inputs, learned=backend)
     whole = gradients(partial(run, backend), inputs, learned=backend)
     yield from agree("through two states", streamed, whole, bound)
-
-
-@Check(
-    "A decoded state keeps no earlier states: it takes at most four times the bytes of a prefilled one.",
-    cases=(CHAIN.but(tokens=200),),
-    needs=("streaming",),
-)
-def states_keep_no_earlier_states(subject: Subject, case: Case) -> Iterator[Finding]:
-    inputs, backend = subject.inputs(case), subject.build(case)
-
-    @torch.no_grad()
-    def state_bytes(parts: list[int]) -> int:
-        decode(backend, inputs, parts)
-        return memory.peak(lambda: decode(backend, inputs, parts)[1], device="cpu").kept_bytes
-
-    prefilled, decoded = state_bytes([case.tokens]), state_bytes([1] * case.tokens)
-    yield Finding("Bytes of a state after single tokens", float(decoded), 4.0 * prefilled)

@@ -255,13 +255,15 @@ def gradients(
     inputs: Inputs,
     *,
     learned: nn.Module | None = None,
-    upstream: float | None = None,
+    upstream: float | Tensor | None = None,
 ) -> list[Named]:
-    """Gradients w.r.t. q, k, v and the parameters: of the sum of squares, or for one upstream value."""
+    """Gradients w.r.t. q, k, v and the parameters: of the sum of squares, or for an upstream gradient."""
     traced, parameters = inputs.leaves(), dict(learned.named_parameters() if learned else ())
     with torch.enable_grad():
         out = call(traced)
-    flowing = 2 * out.detach() if upstream is None else torch.full_like(out, upstream)
+    flowing = 2 * out.detach() if upstream is None else upstream
+    if not isinstance(flowing, Tensor):
+        flowing = torch.full_like(out, flowing)
     leaves = [*traced[:3], *parameters.values()]
     computed = torch.autograd.grad(out, leaves, flowing, materialize_grads=True)
     return list(zip([f"Gradient w.r.t. {name}" for name in [*"qkv", *parameters]], computed, strict=True))

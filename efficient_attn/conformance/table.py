@@ -192,13 +192,6 @@ def settings(case: Case) -> dict[str, Any]:
     return {name: value for name, value in asdict(case).items() if value != getattr(Case, name, None)}
 
 
-def size(record: CheckRecord) -> int:
-    """Number of entries of the inputs of a record's counterexample."""
-    case = Case(**(record.case or {"tokens": 0}))
-    of_queries = case.heads * case.tokens * case.head_dim
-    return case.batch * (of_queries + case.kv_heads * case.k_tokens * (case.head_dim + case.value_dim))
-
-
 def snippet(record: CheckRecord, backend: str, declared: Mapping[str, Any] | None, seed: int) -> str:
     """Python that repeats the counterexample of a record and prints its inputs and comparisons."""
     imported, tested = "replay", repr(backend)

@@ -19,7 +19,7 @@ from efficient_attn.backend import calibrate
 from efficient_attn.backends import build, resolve
 from efficient_attn.contained import contained, described, one_line
 from efficient_attn.errors import AttentionError, UnsupportedError
-from efficient_attn.external import CalledAttention
+from efficient_attn.external import AdaptedAttention
 from efficient_attn.measure import memory
 from efficient_attn.measure.error import (
     backends_in,
@@ -128,7 +128,7 @@ _VALUES = BackendSpec(
     summary="Identity attention: the values themselves.",
     options_type=NoOptions,
     capabilities=Capabilities(causal=True, streaming=False),
-    builder=lambda problem, options: CalledAttention(lambda q, k, v: v),
+    builder=lambda problem, options: AdaptedAttention(lambda q, k, v: v, problem),
 )
 
 

@@ -115,4 +115,7 @@ def test_operations_are_those_of_every_key_and_summary_that_is_read(tokens):
     pairs = sum(len(near_of(i, tokens)) + number for i in range(tokens))
     backend = built()
     choosing = tokens * 8 * (number + 1)
-    assert backend.spec.flops(backend.problem, backend.options, tokens) == 2 * (pairs * 16 + choosing)
+    matmuls = backend.spec.operations(
+        backend.problem, backend.options, tokens, backend.problem.head_dim
+    ).matmuls
+    assert sum(matmul.multiply_adds for matmul in matmuls) == pairs * 16 + choosing

@@ -175,7 +175,6 @@ def test_what_nobody_counted_is_unknown_and_what_cannot_be_counted_is_refused() 
 
     spec = ea.build(mean, head_dim=HEAD_DIM).spec
     problem = AttentionProblem(head_dim=HEAD_DIM)
-    assert spec.flops(problem, None, TOKENS) is None
     assert call_cost(spec, problem, None, TOKENS) is None
     exact = ea.spec("exact")
     with pytest.raises(OptionError, match="num_heads: give the problem one"):
