@@ -267,8 +267,6 @@ def test_models_of_transformers_and_modules_around_them_are_attached_by_layer(co
         assert ea.attach(module, {"0-1": "window"}) is module
         run()
         assert [name for name, _ in counted] == ["window", "window", "exact"]
-    with pytest.raises(OptionError, match="a transformers model is attached without one"):
-        ea.attach(model, "window", example=run)
     with pytest.raises(OptionError, match=r"Linear is no transformers model: give example=lambda"):
         ea.attach(nn.Linear(2, 2), "window")
 
