@@ -233,9 +233,8 @@ def test_wrong_requests_name_the_argument_and_change_nothing(backend, options, e
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_torchs_layers_are_served_in_training_and_evaluation_and_restored(norm_first, counted):
-    layer = nn.TransformerEncoderLayer(DIM, HEADS, 48, 0.0, batch_first=True, norm_first=norm_first)
+def test_torchs_layers_are_served_in_training_and_evaluation_and_restored(counted):
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 48, 0.0, batch_first=True)
     model, x, hooked = nn.TransformerEncoder(layer, 2).double(), torch.randn(2, TOKENS, DIM).double(), []
     model.layers[0].self_attn.register_forward_hook(lambda *_: hooked.append(1))
     nested, names = model.use_nested_tensor, list(model.state_dict())
