@@ -64,7 +64,7 @@ def _cell(value: Any) -> str:
 
 def _row(spec: Any) -> dict[str, Any]:
     about = {name: getattr(spec, name) for name in ("name", "summary", "formula", "paper", "size_option")}
-    return {**about, "options": _options(spec), "plugin": False, **asdict(spec.capabilities)}
+    return {**about, "options": _options(spec), "plugin": None, **asdict(spec.capabilities)}
 
 
 def _options(spec: Any) -> dict[str, Any]:

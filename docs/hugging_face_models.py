@@ -13,7 +13,6 @@ _MAPPINGS = {
     "causal": "causal language models",
     "masked": "masked language models",
     "seq2seq": "sequence to sequence",
-    "image": "image classification",
 }
 _REASONS = {
     "No attention of this": "attention outside of the interface, or none",
@@ -29,7 +28,7 @@ _HEAD = """\
 
 <!-- Written by docs/hugging_face_models.py from hf_zoo.tsv; run hf_zoo.py beside it to measure again. -->
 
-Every entry of four mappings of transformers 5.23 as a tiny random model (2 or 3 layers, 4 heads, 24 tokens
+Every entry of three mappings of transformers 5.23 as a tiny random model (2 or 3 layers, 4 heads, 24 tokens
 with padding on both sides), with `attach(model, "exact")`.
 
 - *Right*: the output differs from eager attention by at most 2e-3 of its largest entry, and a window of 3

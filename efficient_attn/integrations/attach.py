@@ -23,11 +23,11 @@ def attach(
     Args:
         backend: Any argument of `build`, a mapping from layers or call sites to backends, or the file of a
             plan.
-        example: Runs the model on typical input: `lambda: model(x)`.
+        example: Runs a model that is not of transformers on typical input: `lambda: model(x)`.
         arguments: Further arguments of the function above: `seed`, `max_tokens`, options of the backend, …
 
     Raises:
-        OptionError: If the model is of transformers and has an example, or is not and has none.
+        OptionError: If the model is not of transformers and has no example.
         UnsupportedError: If a backend does not support a layer.
     """
     # A model of transformers has imported it.
@@ -35,11 +35,6 @@ def attach(
     if hf is not None and any(isinstance(part, hf.PreTrainedModel) for part in model.modules()):
         from efficient_attn.integrations.transformers import attach as attach_transformers
 
-        if example is not None:
-            raise OptionError(
-                "example=…: a transformers model is attached without one; ea.intercept.replace replaces its "
-                "calls of F.scaled_dot_product_attention."
-            )
         return attach_transformers(model, backend, **arguments)
     if example is None:
         raise OptionError(

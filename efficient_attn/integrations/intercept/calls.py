@@ -3,7 +3,7 @@
 import types
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import build, seeded, spawn_seeds
+from efficient_attn.backends import spawn_seeds
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import ShownKeys, read_mask
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.registry import BackendSpec
 
 SDPA = F.scaled_dot_product_attention
 PATTERN = "its mask is no key mask and not causal"
@@ -103,24 +102,6 @@ class Call:
             # A scale may be a NumPy number or a tensor.
             scale=None if self.scale is None else float(self.scale),
         )
-
-    def build(
-        self,
-        spec: BackendSpec,
-        options: Mapping[str, Any],
-        problem: AttentionProblem,
-        shown: ShownKeys,
-        seed: int,
-    ) -> Backend:
-        """Build a backend on the device of the call, and calibrate it.
-
-        Raises:
-            AttentionError: If the backend does not serve such calls.
-        """
-        backend = build(spec, **asdict(problem), **seeded(spec, options, seed)).to(self.tensors[0].device)
-        if backend.needs_calibration:
-            backend.calibrate(*self.tensors, key_mask=shown.key_mask)
-        return backend
 
     def served(self, backend: Backend, shown: ShownKeys) -> Tensor:
         """Output of a backend.

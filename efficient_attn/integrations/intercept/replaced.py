@@ -7,7 +7,7 @@ compiled graph and another thread use the same backend.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import resolve
+from efficient_attn.backends import build, resolve, seeded
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.intercept.calls import (
     CALL_SDPA,
@@ -212,7 +212,10 @@ class SiteSearch(SiteMode):
         spec = resolve(request.backend)
         try:
             problem = call.problem(shown, request.max_tokens)
-            backend = call.build(spec, request.options, problem, shown, seed)
+            backend = build(spec, **asdict(problem), **seeded(spec, request.options, seed))
+            backend = backend.to(call.query.device)
+            if backend.needs_calibration:
+                backend.calibrate(*call.tensors, key_mask=shown.key_mask)
             call.served(backend, shown)
         except (OptionError, UnknownNameError, DataError):
             raise

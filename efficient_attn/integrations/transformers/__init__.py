@@ -4,16 +4,14 @@ from efficient_attn.errors import MissingPackageError
 
 try:
     import transformers as _transformers
+
+    # Caches of earlier versions have other methods.
+    if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 14):
+        raise ImportError
 except ImportError:
     raise MissingPackageError(
         "This needs transformers, version 5.14 or later: pip install 'transformers>=5.14' tokenizers."
     ) from None
-# Caches of earlier versions have other methods.
-if tuple(map(int, _transformers.__version__.split(".")[:2])) < (5, 14):
-    raise MissingPackageError(
-        f"This needs transformers, version 5.14 or later, not {_transformers.__version__}: "
-        "pip install 'transformers>=5.14' tokenizers."
-    )
 
 from efficient_attn.integrations.transformers.attachment import (
     attach,

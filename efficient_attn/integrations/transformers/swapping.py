@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.backend import Backend
+from efficient_attn.backend import Backend, calibrate
 from efficient_attn.backends import spawn_seeds
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
@@ -105,33 +105,12 @@ def build_layers(
 
 def run(model: Any, ids: Tensor, *, predicts: bool) -> ModelOutputs:
     """Hidden states and next-token logits of a text, ids [1 tokens]."""
+    # Logits of all tokens need more memory than the model.
+    body = model.get_decoder() if predicts else model.base_model
     with torch.no_grad():
-        output, body = _called(model, ids, shortened=predicts)
-    hidden = output.hidden_states[-1][0]
-    if not predicts:
-        return ModelOutputs(hidden, None)
-    if body is None:
-        return ModelOutputs(hidden, output.logits[0].__getitem__)
-    states = replace(body, hidden_states=None)
-    return ModelOutputs(hidden, lambda rows: _head(model, states, ids, rows))
-
-
-def _called(model: Any, ids: Tensor, *, shortened: bool) -> tuple[Any, Any]:
-    """Outputs of a model, and of its body if logits are computed from its last token alone."""
-    body, base = [], model.base_model
-
-    def shorten(module: Any, args: Any, output: Any) -> Any:
-        # With a large vocabulary the logits of all tokens need more memory than the model.
-        body.append(output)
-        return replace(output, last_hidden_state=output.last_hidden_state[:, -1:])
-
-    hook = base.register_forward_hook(shorten) if shortened and base is not model else None
-    try:
-        output = model(input_ids=ids, output_hidden_states=True, **_no_cache(model))
-    finally:
-        if hook is not None:
-            hook.remove()
-    return output, body[0] if body else None
+        states = body(input_ids=ids, **_no_cache(model))
+    logits = (lambda rows: _head(model, states, ids, rows)) if predicts else None
+    return ModelOutputs(states.last_hidden_state[0], logits)
 
 
 def _head(model: Any, states: Any, ids: Tensor, rows: slice) -> Tensor:
@@ -139,11 +118,18 @@ def _head(model: Any, states: Any, ids: Tensor, rows: slice) -> Tensor:
 
     They have gradients where the hidden states require them.
     """
-    base = model.base_model
-    part = replace(states, last_hidden_state=states.last_hidden_state[:, rows])
+    part, calls = replace(states, last_hidden_state=states.last_hidden_state[:, rows]), []
     gradients = part.last_hidden_state.requires_grad
-    with replaced_forward(base, lambda *args, **named: part), torch.set_grad_enabled(gradients):
-        return model(input_ids=ids[:, rows], **_no_cache(model)).logits[0]
+
+    def body(*args: Any, **named: Any) -> Any:
+        calls.append(args)
+        return part
+
+    with replaced_forward(model.get_decoder(), body), torch.set_grad_enabled(gradients):
+        logits = model(input_ids=ids[:, rows], **_no_cache(model)).logits[0]
+    if not calls:
+        raise UnsupportedError(f"{type(model).__name__} computes its logits without calling its decoder.")
+    return logits
 
 
 @contextmanager
@@ -164,10 +150,7 @@ def backpropagate_loss(model: Any, ids: Tensor) -> None:
 
     The sum, since the gradients of a mean over many tokens underflow in half precision.
     """
-    output, body = _called(model, ids, shortened=True)
-    if body is None:
-        F.cross_entropy(upcast(output.logits[0, :-1]), ids[0, 1:], reduction="sum").backward()
-        return
+    body = model.get_decoder()(input_ids=ids, **_no_cache(model))
     states = replace(body, last_hidden_state=body.last_hidden_state.detach().requires_grad_())
     for start in range(0, ids.shape[1] - 1, _ROWS):
         rows = slice(start, min(start + _ROWS, ids.shape[1] - 1))
@@ -194,8 +177,6 @@ def _no_cache(model: Any) -> dict[str, bool]:
 
 def calibrate_on(model: Any, backends: Sequence[Backend], ids: Tensor) -> bool:
     """Calibrate backends on a text, and return whether any needed it."""
-    from efficient_attn.backend import calibrate
-
     if not any(backend.needs_calibration for backend in backends):
         return False
     calibrate(model, input_ids=ids, **_no_cache(model))

@@ -38,7 +38,7 @@ def gradients(model, batch):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["bert", "modernbert", "eurobert", "gpt2", "llama", "gemma3", "opt"])
 def test_exact_equals_sdpa_with_left_and_right_padding_and_so_do_gradients(name, counted):
     model, batch = MODELS[name](), inputs()
     expected, step = logits(model, batch), gradients(model, batch)
@@ -63,19 +63,6 @@ def test_layers_that_slide_are_served_by_the_window_of_the_models_own_width(make
     assert [getattr(options, "window", None) for _, options in counted] == widths
 
 
-def test_a_model_in_low_precision_loses_no_more_than_twice_its_loss_with_sdpa():
-    model, batch = bert(), inputs()
-    with swapped(model, "performer-positive"):
-        ours = logits(model, batch)
-    theirs = logits(model, batch)
-    model.bfloat16()
-    lost = (logits(model, batch) - theirs).norm() / theirs.norm()
-    with swapped(model, "performer-positive"):
-        low = logits(model, batch)
-    assert low.dtype == torch.bfloat16
-    assert (low - ours).norm() < 2 * lost * ours.norm()
-
-
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_an_attached_backend_equals_the_same_backend_called_by_hand(name):
     model, calls = attach(MODELS[name](), "performer-positive", num_features=16), []
@@ -91,9 +78,8 @@ def test_an_attached_backend_equals_the_same_backend_called_by_hand(name):
     assert (k.shape[1], q.shape[1]) == ((2, 4) if name == "llama" else (4, 4))
 
 
-@pytest.mark.parametrize("backend", ["exact", "window"])
-def test_a_model_that_drops_weights_in_training_is_refused(backend):
-    model = attach(bert(attention_probs_dropout_prob=0.5), backend).train()
+def test_a_model_that_drops_weights_in_training_is_refused():
+    model = attach(bert(attention_probs_dropout_prob=0.5), "exact").train()
     with pytest.raises(
         UnsupportedError, match=r"drops 0\.5 of its attention weights .* attention_dropout=0\.0"
     ):
@@ -137,38 +123,26 @@ def test_swapped_restores_the_attention_also_after_an_error():
     assert torch.equal(logits(model, batch), expected) and model.config.efficient_attn == plan
 
 
-def test_models_on_the_interface_ignore_nothing_before_and_after_attaching():
-    for make in (*MODELS.values(), bart):
-        assert ignored(make()) == {}
-    assert ignored(attach(bert(), "performer-positive")) == {}
-
-
 def test_attaching_to_a_part_of_a_model_names_the_other_part(caplog):
     """The image encoder of GIT calls the attention interface, the text decoder does not."""
     vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
     config = transformers.GitConfig(**SIZES, vision_config={**vision, "image_size": 32, "patch_size": 16})
     model = ready(transformers.GitForCausalLM, config)
-    assert set(ignored(model).values()) == {"GitSelfAttention"}
+    assert set(ignored(model).values()) == {"GitSelfAttention"} and ignored(attach(bert(), "exact")) == {}
     with caplog.at_level(logging.WARNING, "efficient_attn"):
         attach(model, "exact")
     assert "3 attention modules of GitForCausalLM stay as they are" in caplog.text
     assert "git.encoder.layer.0.attention.self (GitSelfAttention)" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("make", "backend", "options"), [(llama, "performer-positive", {}), (bert, "linformer", {"rank": 4})]
-)
-def test_a_model_that_is_offloaded_after_attaching_computes_as_without(make, backend, options):
+def test_a_model_that_is_offloaded_after_attaching_computes_as_without():
     accelerate = pytest.importorskip("accelerate", reason="the extra [dev] is not installed")
-    batch = inputs()
-    expected = logits(attach(make(), backend, **options), batch)
-    for buffers in (False, True):
-        model = attach(make(), backend, **options)
-        accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=buffers)
-        torch.testing.assert_close(logits(model, batch), expected, **ROUNDING)
-    if make is llama:
-        with pytest.raises(UnsupportedError, match="redraw: the random features lie on meta"):
-            model.model.layers[0].self_attn.efficient_attn.redraw(3)
+    batch, model = inputs(), attach(llama(), "performer-positive")
+    expected = logits(model, batch)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+    torch.testing.assert_close(logits(model, batch), expected, **ROUNDING)
+    with pytest.raises(UnsupportedError, match="redraw: the random features lie on meta"):
+        model.model.layers[0].self_attn.efficient_attn.redraw(3)
 
 
 def test_distillation_teaches_backends_alone_and_the_model_attends_by_them_again():

@@ -35,10 +35,10 @@ def test_the_table_has_every_architecture_and_none_is_silently_wrong(rows):
 
 
 # Capped scores, sinks, biases and chunks, latent attention, attention of their files alone, causality that
-# only names tell, the width of a window that no mask reads, pictures.
+# only names tell, the width of a window that no mask reads.
 FEW = (
     *("bert", "bloom", "deberta", "deepseek_v3", "falcon", "gemma2", "gpt_oss", "gptj", "jamba"),
-    *("llama4_text", "moshi", "nllb-moe", "pegasus_x", "t5", "vit"),
+    *("llama4_text", "moshi", "nllb-moe", "pegasus_x", "t5"),
 )
 
 
