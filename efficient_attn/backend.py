@@ -109,20 +109,6 @@ class Backend(nn.Module):
         weights = self(q.to(wide), k.to(wide), unit, key_mask=key_mask)
         return weights if rows is None else weights[:, :, rows]
 
-    def denominators(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-        """Row sums of signed features over the largest visible scale, [batch heads q_tokens].
-
-        A row with a denominator of 0 or below is no average; `(backend.denominators(q, k) <= 0).sum()`
-        counts these rows.
-
-        Raises:
-            UnsupportedError: If the backend has no signed features.
-        """
-        self._require("denominators", "has no random features; 'performer-trig' has denominators")
-        self._check(q, k, k, key_mask)
-        with without_autocast(q):
-            return self.core.denominators(q, k, key_mask)
-
     @torch.no_grad()
     def keys_read(self, q: Tensor, k: Tensor, *, key_mask: Tensor | None = None, rows: Any = None) -> Tensor:
         """Keys that each query reads one by one, bool [batch heads rows k_tokens].

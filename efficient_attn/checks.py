@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from efficient_attn.errors import DataError, DtypeError, ShapeError, UnsupportedError
 from efficient_attn.ops.dtypes import zero_masked
@@ -45,6 +46,11 @@ def check_inputs(
     # While a call is compiled, the operators refuse tensors of several devices.
     if not torch.compiler.is_compiling():
         _check_devices(backend, q)
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            raise UnsupportedError(
+                "Backends take no transforms of torch.func (vmap, grad, jvp) and no forward-mode "
+                "derivatives: use torch.autograd.grad."
+            )
 
 
 def check_whole(**tensors: Any) -> None:

@@ -109,11 +109,6 @@ WRONG_CALLS = {
     ],
     UnsupportedError: [
         (lambda: built().redraw(1), r"'exact' has no random features; nothing to redraw"),
-        (
-            lambda: built().denominators(Q, K),
-            r"'exact' has no random features; 'performer-trig' has denomina",
-        ),
-        (lambda: built("performer-positive").denominators(Q, K), r"features are positive"),
         (lambda: built("performer-positive").keys_read(Q, K), r"reads no keys one by one; 'window' and"),
         (
             lambda: ea.attention(Q, K, K, "performer-positive"),

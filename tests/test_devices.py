@@ -42,7 +42,6 @@ def test_a_backend_on_meta_refuses_every_call_and_names_the_tensor(name):
         "forward": (Q, K, V),
         "extend": (Q, K, V),
         "attention_weights": (Q, K),
-        "denominators": (Q, K),
         "keys_read": (Q, K),
         "kernel_ratios": (Q, K),
         "kernel_rows": (Q, K),

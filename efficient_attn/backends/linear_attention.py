@@ -22,7 +22,6 @@ from efficient_attn.ops.linear.kernel import (
     SOFTMAX_KERNELS,
     Fit,
     Moments,
-    denominators,
     kernel_ratios,
     moments,
 )
@@ -297,15 +296,6 @@ class LinearAttention(nn.Module):
     ) -> tuple[Tensor, LinearState | Means]:
         out, state = extend_linear_attention(self.inputs(q, k, v, key_mask), state)
         return out.to(q.dtype), state
-
-    def denominators(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
-        inputs = self.inputs(q, k, k, key_mask)
-        if not inputs.map.signed:
-            raise UnsupportedError(
-                "denominators are of interest for signed features, as in 'performer-trig'; "
-                "this backend's features are positive, and so is every sum of them."
-            )
-        return denominators(inputs, causal=self._causal)
 
     def kernel_ratios(self, q: Tensor, k: Tensor) -> Tensor:
         return kernel_ratios(self._softmax_inputs(q, k))

@@ -21,7 +21,6 @@ from efficient_attn.measure.error import (
     outputs_checked,
     random_positions,
     read_shares,
-    unsafe_rows,
 )
 from efficient_attn.measure.inputs import Subject, read_given
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
@@ -55,10 +54,6 @@ def measure_error(
 
     def measured(case: Case, backends: Sequence[Any]) -> Record:
         errors = _errors(case, subject, metric, (backend(q, k, v) for backend in backends))
-        unsafe = None
-        # A backend without denominators has no unsafe rows.
-        with suppress(UnsupportedError):
-            unsafe = fmean(unsafe_rows(backend.denominators(q, k)) for backend in backends)
         rows, density, mass = subject.rows, None, None
         if rows is None and len(q[0, 0]) > MOST_COMPARED:
             rows = sampled_queries(len(q[0, 0]), subject.seed).to(q.device)
@@ -67,7 +62,6 @@ def measure_error(
             density, mass = read_shares(backends[0], q, k, rows)
         return replace(
             errors,
-            unsafe_rows=unsafe,
             num_directions=directions_of(backends[0]),
             flops=attention_flops(case, backends[0].spec),
             density=density,

@@ -23,10 +23,9 @@ from efficient_attn.ops.alignment import (
     padded_rows,
 )
 from efficient_attn.ops.dtypes import upcast, zero_masked
-from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.paths import note_kernel, step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax import flex
-from efficient_attn.ops.softmax.biased import biased_softmax, eager
+from efficient_attn.ops.softmax.biased import biased_softmax
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
@@ -122,7 +121,7 @@ def block_attention(
         except flex.NotCompiledError:
             pass
     q, dtype = upcast(q) * scale, q.dtype
-    if key_mask is None or not (tuned_for_cpu(q) and eager(q, k, v)):
+    if key_mask is None or torch.compiler.is_compiling() or not tuned_for_cpu(q):
         inputs = alignment(q, k, v, key_mask, None)
         return inputs.restored([_attend(inputs, pattern, sums)], zero_padding=True).to(dtype)
     # Batch entries with one first real token have the same blocks.
@@ -148,7 +147,7 @@ def block_attention(
 def _one_call(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern) -> bool:
     """Whether FlexAttention serves a call without a key mask: on CUDA, whole, without gradients."""
     # An exported program may run without a compiler, and would then write all scores.
-    whole = q.shape[2] == k.shape[2] and not torch.compiler.is_exporting() and not transformed(q, k, v)
+    whole = q.shape[2] == k.shape[2] and not torch.compiler.is_exporting()
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     listed = whole and not trained and pattern.block in _FLEX_BLOCKS
     return listed and flex.available(q, k, v, kernel="blocks-flex")

@@ -135,8 +135,6 @@ class _MixedRows(torch.autograd.Function):
     upcast chunk by chunk.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(mix: Tensor, x: Tensor) -> Tensor:
         sums = None

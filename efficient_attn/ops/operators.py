@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from efficient_attn.errors import ShapeError, UnsupportedError
 
@@ -56,43 +55,8 @@ def check_one_device(**inputs: Any) -> None:
             )
 
 
-def transformed(*args: Any) -> bool:
-    """Whether a transform of torch.func is active, or a tensor carries a forward-mode derivative."""
-    if torch.compiler.is_compiling():
-        return False
-    if torch._C._are_functorch_transforms_active():
-        return True
-    # Outside of a dual level no tensor carries a derivative.
-    return forward_ad._current_level >= 0 and any(
-        isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args
-    )
-
-
-def with_gradient(
-    registered: Any, backward: Callable | None = None, keep: Callable | None = None
-) -> Callable[..., Any]:
-    """The operator, registered with its gradient for autograd.
-
-    Args:
-        registered: An operator, without keyword arguments.
-        backward: Takes a context and the output gradients; None: a backward pass raises an error.
-        keep: Takes a context, the inputs and the output, and saves for `backward`.
-    """
-    keep = keep or (lambda ctx, inputs, output: None)
-    torch.library.register_autograd(registered, backward or _refuse_derivatives, setup_context=keep)
-
-    def call(*args: Any) -> Any:
-        if transformed(*args):
-            raise UnsupportedError(
-                "This attention has no forward-mode derivatives and no transforms of torch.func (vmap, grad, "
-                "jvp): use torch.autograd.grad, or backend 'exact-dense'."
-            )
-        return registered(*args)
-
-    return call
-
-
-def _refuse_derivatives(ctx: Any, *gradients: Any) -> Any:
+def refuse_derivatives(ctx: Any, *gradients: Any) -> Any:
+    """Backward pass of an operator that computes gradients."""
     raise UnsupportedError(
         "The gradients of this attention have no derivatives of their own; backend 'exact-dense' has "
         "derivatives of every order."

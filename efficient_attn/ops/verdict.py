@@ -13,7 +13,6 @@ import importlib.metadata
 import json
 import os
 import re
-import shutil
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -214,20 +213,6 @@ def refusal(capability: str, version: str) -> str | None:
     return f"ptxas {version} may miscompile wgmma on Hopper; 13.3 or later is needed"
 
 
-def newer_ptxas() -> str | None:
-    """Path of a safe assembler on this machine: of Triton, of NVIDIA's packages or of a CUDA toolkit."""
-    triton = find_spec("triton")
-    folders = [Path(place) for place in (triton.submodule_search_locations or ())] if triton else []
-    candidates = [
-        *(file for folder in folders for file in (folder / "backends/nvidia/bin").glob("ptxas*")),
-        *(file for folder in folders for file in folder.parent.glob("nvidia/*/bin/ptxas")),
-        *Path("/usr/local").glob("cuda*/bin/ptxas"),
-        *filter(None, [shutil.which("ptxas")]),
-    ]
-    safe = [path for path in map(str, candidates) if _numbers(ptxas_version(path)) >= SAFE_PTXAS]
-    return max(safe, key=lambda path: _numbers(ptxas_version(path)), default=None)
-
-
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")) if version[:1].isdigit() else ()
 
@@ -250,5 +235,4 @@ def _warn(device: torch.device) -> None:
 
 def export_line() -> str:
     """Line of a shell that makes Triton use a safe assembler."""
-    path = newer_ptxas() or "/path/to/a/ptxas/of/CUDA/13.3"
-    return "export " + " ".join(f"{name}={path}" for name in PTXAS_VARIABLES)
+    return "export " + " ".join(f"{name}=/path/to/ptxas/of/CUDA/13.3" for name in PTXAS_VARIABLES)

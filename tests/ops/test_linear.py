@@ -1,6 +1,5 @@
 """Linear attention is the quadratic formula to rounding, whatever the norms, the order and the chunks."""
 
-import math
 from functools import partial
 
 import pytest
@@ -142,27 +141,17 @@ def test_float32_keeps_to_the_formula_at_large_norms_in_every_order(name, causal
     assert (absolute <= allowed * v.double().norm(dim=-1).max()).all()
 
 
-@CAUSAL
-def test_trigonometric_denominators_are_what_the_estimator_says(causal):
-    q, k, _ = random_qkv(1, 2, 1, 6, 9)
-    mask = random_mask(1, 9)
-    backend = performer("performer-trig", causal=causal, num_features=8)
-    directions, root = backend.core.features.projection.double(), math.sqrt(backend.problem.factor)
-    x, y = q.unsqueeze(-2) * root, k.unsqueeze(-3) * root
-    visible = naive.visible_keys(q, k, causal=causal, key_mask=mask)
-    sizes = (y.square().sum(dim=-1) / 2).masked_fill(~visible, -torch.inf)
-    largest = sizes.amax(dim=-1, keepdim=True).clamp_min(0.0)
-    weights = torch.cos((x - y) @ directions.mT).mean(dim=-1) * (sizes - largest).exp()
-    denominators = backend.denominators(q, k, key_mask=mask)
-    torch.testing.assert_close(denominators, weights.sum(dim=-1), rtol=1e-9, atol=1e-12)
-
-
 @pytest.mark.parametrize("path", ["", "torch"])
 def test_rows_with_a_negative_denominator_are_neither_hidden_nor_clamped(path, monkeypatch):
     monkeypatch.setenv(VARIABLE, path)
     inputs = [(x * 3).requires_grad_() for x in random_qkv(1, 2, 2, 64, 64)]
     backend = performer("performer-trig", num_features=8)
-    negative = (backend.denominators(*inputs[:2]) <= 0).detach()
+    directions, (q, k) = (
+        backend.core.features.projection.double(),
+        (x.detach() * 8**-0.25 for x in inputs[:2]),
+    )
+    features = [naive.trigonometric_features(x, directions) for x in (q, k)]
+    negative = (features[0] @ features[1].mT).sum(dim=-1) <= 0
     assert 0 < negative.sum() < negative.numel()
     outputs = backend(*inputs)[negative], by_definition(backend, *inputs)[negative]
     assert relative_error(*(out.detach() for out in outputs)) < 1e-9

@@ -34,7 +34,7 @@ from efficient_attn.ops.linear.state import (
     merge,
     with_ones,
 )
-from efficient_attn.ops.operators import check_one_device, operator, transformed, with_gradient
+from efficient_attn.ops.operators import check_one_device, operator, refuse_derivatives
 from efficient_attn.ops.paths import tuned_for_cpu
 
 _ALL = slice(None)
@@ -42,7 +42,7 @@ _ALL = slice(None)
 
 def causal_linear_attention(inputs: LinearInputs) -> Outputs:
     """Linear attention of each token to the tokens up to itself; the queries are the last positions."""
-    return Outputs(*_attend(*inputs))
+    return Outputs(*_causal(*inputs))
 
 
 def causal_rows(inputs: LinearInputs, past: LinearState | None) -> Outputs:
@@ -90,13 +90,12 @@ def extend_linear_attention(
 
 def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearState]:
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs[:3], *state))
-    plain = not trained and not transformed(*inputs[:3])
-    if plain and inputs.q.is_cuda and cuda.serves(inputs):
+    if not trained and inputs.q.is_cuda and cuda.serves(inputs):
         outputs, last = cuda.causal_rows(inputs, state, with_state=True)
         assert last is not None
         return outputs.out, last
     outputs = new_outputs(inputs.q, inputs.v)
-    if plain and inputs.map.exponential and tuned_for_cpu(inputs.q):
+    if not trained and inputs.map.exponential and tuned_for_cpu(inputs.q):
         causal_exponential(inputs, state, outputs)
         return outputs.out, merge(state, whole_state(inputs)) if inputs.k.shape[-2] else state
     rows = [outputs.out[..., :0, :]]
@@ -160,11 +159,11 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple:
     if grad_out is None:
         return (None,) * 8
-    return *_differentiate(grad_out, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
+    return *_causal_backward(grad_out, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
 
 
-_attend = with_gradient(_causal, _backward, keep_for_backward)
-_differentiate = with_gradient(_causal_backward)
+torch.library.register_autograd(_causal, _backward, setup_context=keep_for_backward)
+torch.library.register_autograd(_causal_backward, refuse_derivatives)
 
 
 def step(inputs: LinearInputs, state: LinearState | Means) -> tuple[Tensor, LinearState | Means]:

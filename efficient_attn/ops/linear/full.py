@@ -31,14 +31,14 @@ from efficient_attn.ops.linear.state import (
     with_ones,
 )
 from efficient_attn.ops.linear.trigonometric import trigonometric_attention, trigonometric_gradients
-from efficient_attn.ops.operators import check_one_device, operator, with_gradient
+from efficient_attn.ops.operators import check_one_device, operator, refuse_derivatives
 from efficient_attn.ops.paths import tuned_for_cpu
 from efficient_attn.ops.softmax.flex import NotCompiledError
 
 
 def full_linear_attention(inputs: LinearInputs) -> Outputs:
     """Σ_j φ(q)·φ(k_j) v_j / Σ_j φ(q)·φ(k_j) over all keys (Choromanski et al. 2021, section 2.2)."""
-    return Outputs(*_attend(*inputs)[:3])
+    return Outputs(*_full(*inputs)[:3])
 
 
 def whole_state(inputs: LinearInputs) -> LinearState:
@@ -148,8 +148,8 @@ def _(*arguments: Any) -> tuple[Tensor, ...]:
 def _backward(ctx: Any, grad_out: Tensor | None, *_: None) -> tuple:
     if grad_out is None:
         return (None,) * 8
-    return *_differentiate(grad_out, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
+    return *_full_backward(grad_out, *ctx.saved_tensors, ctx.kind, ctx.scale), *[None] * 5
 
 
-_attend = with_gradient(_full, _backward, keep_for_backward)
-_differentiate = with_gradient(_full_backward)
+torch.library.register_autograd(_full, _backward, setup_context=keep_for_backward)
+torch.library.register_autograd(_full_backward, refuse_derivatives)

@@ -1,4 +1,4 @@
-"""Estimates of the softmax kernel by features: ratios, row sums, and parameters fitted on samples.
+"""Estimates of the softmax kernel by features: ratios, and parameters fitted on samples.
 
 Dense-exponential features are positive features of x' = Tx and y' = T^(−T) (y − c), a transform that changes
 a row of x·y by a constant only, with exponents quadratic in the direction:
@@ -16,10 +16,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import float64_device
-from efficient_attn.ops.linear.causal import causal_linear_attention
-from efficient_attn.ops.linear.full import full_linear_attention
 from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.linear.state import finite
 
 # Maps whose inner products estimate exp(x·y); other maps estimate another kernel.
 SOFTMAX_KERNELS = ("positive", "hyperbolic", "trigonometric", "taylor-1", "taylor-2")
@@ -36,27 +33,6 @@ def kernel_ratios(inputs: LinearInputs) -> Tensor:
     if queries.values is None or keys.values is None:
         return torch.exp(logs).sum(dim=-1)
     return (queries.values * keys.values * torch.exp(logs)).sum(dim=-1)
-
-
-def denominators(inputs: LinearInputs, *, causal: bool) -> Tensor:
-    """Σ_j φ(q)·φ(k_j) over the largest visible exp(log_scale_j), [batch heads q_tokens].
-
-    The query's own scale, common to its row, is omitted. Fully-masked rows give 0.
-    """
-    # Values of width zero, since only the sum of the features is needed.
-    bare = inputs._replace(v=inputs.k[..., :0])
-    outputs = causal_linear_attention(bare) if causal else full_linear_attention(bare)
-    logarithm = outputs.log_normaliser - finite(_largest_scale(inputs, causal=causal))
-    size = logarithm.masked_fill(logarithm == torch.inf, -torch.inf).exp()
-    return torch.where(outputs.negative, -size, size).squeeze(-1)
-
-
-def _largest_scale(inputs: LinearInputs, *, causal: bool) -> Tensor:
-    """Largest log_scale among the visible keys of a query, [batch heads q_tokens|1 1]."""
-    scales = inputs.key_features(inputs.key_rows(_ALL), _ALL).log_scale
-    before = inputs.k.shape[-2] - inputs.q.shape[-2]
-    largest = scales.cummax(dim=-2).values[..., before:, :] if causal else scales.amax(-2, keepdim=True)
-    return largest.repeat_interleave(inputs.group, dim=1)
 
 
 class Moments(NamedTuple):

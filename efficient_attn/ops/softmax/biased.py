@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.softmax import cpu_flash
 
 
@@ -16,18 +15,14 @@ def biased_softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tens
         q: [batch heads rows dim]; k: [batch heads keys dim]; v: [batch heads keys value_dim].
         bias: Broadcast to [batch heads rows keys], without gradients; None: zero.
     """
-    apply = _BiasedSoftmax.apply if eager(q, k, v) else _softmax
+    apply = _softmax if torch.compiler.is_compiling() else _BiasedSoftmax.apply
     return apply(q, k, v, bias)[0]
-
-
-def eager(*tensors: Tensor) -> bool:
-    """Whether neither the compiler nor a transform of torch.func sees a call."""
-    return not torch.compiler.is_compiling() and not transformed(*tensors)
 
 
 def _softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of each row [batch heads rows], by the fused kernel where it serves."""
-    if eager(q, k, v) and q.shape[-1] == v.shape[-1] and cpu_flash.available(q, k, v):
+    alike = q.shape[-1] == v.shape[-1] and not torch.compiler.is_compiling()
+    if alike and cpu_flash.available(q, k, v):
         return cpu_flash.attend(q, k, v, bias, 1.0)
     scores = q @ k.mT
     if bias is not None:

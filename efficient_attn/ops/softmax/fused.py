@@ -10,7 +10,6 @@ from torch.autograd.function import once_differentiable
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.softmax import cpu_flash
-from efficient_attn.ops.softmax.biased import eager
 from efficient_attn.ops.softmax.definition import causal_mask
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
@@ -70,7 +69,8 @@ def _causal_in_blocks(
 ) -> Tensor:
     """Attention block by block of rows, over the keys up to the block's last row, with one mask each."""
     asks = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if asks and q.shape[-2] > _ROWS and not dropout and eager(q, k, v) and cpu_flash.available(q, k, v):
+    asks = asks and not dropout and not torch.compiler.is_compiling()
+    if asks and q.shape[-2] > _ROWS and cpu_flash.available(q, k, v):
         group = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k, v))
         return _CausalBlocks.apply(q, k, v, key_mask, scale)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import zero_masked
-from efficient_attn.ops.operators import transformed
 
 # Attribute of a storage, a `_Filled`.
 _RECORD = "_efficient_attn_filled"
@@ -119,8 +118,8 @@ def append(x: Tensor, new: Tensor) -> Tensor:
 
 
 def _recorded(x: Tensor) -> bool:
-    """Whether the storage of a tensor is Python's to mark: outside compilers, transforms and subclasses."""
-    return type(x) is Tensor and not torch.compiler.is_compiling() and not transformed(x)
+    """Whether the storage of a tensor is Python's to mark: outside compilers and subclasses."""
+    return type(x) is Tensor and not torch.compiler.is_compiling()
 
 
 def _record(x: Tensor) -> _Filled | None:

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import zero_masked
-from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.window import flex, varlen
@@ -37,20 +36,19 @@ def window_attention(
         first: Global keys, which rows read besides.
     """
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
-    mapped = transformed(q, k, v)
     # The fused kernel of exact attention has no second derivatives, which the window promises.
     tensors = (q, k, v) if first is None else (q, k, v, first.k, first.v)
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if not (mapped or trained) and back >= k_tokens - 1:
+    if not trained and back >= k_tokens - 1:
         if first is not None and q_tokens == 1:
             return attend_one(q, k, v, key_mask, first, scale)
         if first is None and (ahead == 0 or ahead >= q_tokens - 1):
             return fused_attention(q, k, v, scale=scale, causal=ahead == 0, key_mask=key_mask, dropout=0.0)
-    fused = None if mapped else _fused(q, k, v, key_mask)
+    fused = _fused(q, k, v, key_mask)
     if first is not None and fused is not _tuned:
         # A global key of a window of one token may come later than its query, or not.
         alike = first.at is not None and key_mask is None and (back or ahead)
-        flexible = not (mapped or trained) and alike and flex.available(q, k, v, kernel="window-global")
+        flexible = not trained and alike and flex.available(q, k, v, kernel="window-global")
         fused = flex.attend if flexible else None
     if fused is None:
         return unfused_window(q, k, v, key_mask, back, ahead, scale, first)

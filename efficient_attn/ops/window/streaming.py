@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import zero_masked
-from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.softmax.kv_cache import (
     KVCache,
     append,
@@ -84,7 +83,7 @@ def slide_window(
     full = k.shape[2] == 1 and state.key_mask.shape[1] == back > 0 and mask_of(KVCache(*state[:3])) is None
     tensors = q, k, v, state.k, state.v
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if not full or trained or torch.compiler.is_compiling() or transformed(*tensors):
+    if not full or trained or torch.compiler.is_compiling():
         return None
     if not isinstance(state, WindowState):
         keys, values = append(state.k, k), append(state.v, v)

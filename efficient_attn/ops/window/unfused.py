@@ -1,4 +1,4 @@
-"""Window attention by PyTorch's operators, for other devices, transforms and derivatives of any order."""
+"""Window attention by PyTorch's operators, for other devices and derivatives of any order."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
-from efficient_attn.ops.operators import transformed
 from efficient_attn.ops.paths import product_dtype, step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.definition import softmax_over
 from efficient_attn.ops.window.global_keys import GlobalKeys
@@ -51,7 +50,7 @@ def unfused_window(
         far = real.new_ones(len(k), first.k.shape[2], tokens) if first.far is None else first.far
         far = F.pad(far, (tokens - far.shape[2], blocks * _BLOCK - tokens)).mT.unflatten(1, (blocks, _BLOCK))
     # Weights of all steps, tokens · window, would live until the backward pass, were they not computed again.
-    again = torch.is_grad_enabled() and not (tuned_for_cpu(q) or transformed(q, k, v))
+    again = torch.is_grad_enabled() and not tuned_for_cpu(q)
     outs = []
     for part in (slice(i, i + group) for i in range(0, blocks, group)):
         arguments = [rows[:, :, part], keys[:, :, part], values[:, :, part], real[:, part], band]
