@@ -43,7 +43,6 @@ def check_inputs(
     _check_tokens(problem, spec, q, k, v, streaming=streaming)
     if key_mask is not None:
         _check_mask(spec, key_mask, k)
-    # While a call is compiled, the operators refuse tensors of several devices.
     if not torch.compiler.is_compiling():
         _check_devices(backend, q)
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:

@@ -22,8 +22,8 @@ from efficient_attn.measure.accuracy import error_of_case, sampled_queries
 from efficient_attn.measure.inputs import Activations, Subject, sample, write_given
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import CEILING
+from efficient_attn.ops.naive import softmax_attention
 from efficient_attn.ops.paths import VARIABLE
-from efficient_attn.ops.softmax.definition import softmax_attention
 from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.stats.estimates import by_clock, curves, speed_ups
 from efficient_attn.studies import find

@@ -10,10 +10,6 @@ import efficient_attn as ea
 from efficient_attn.errors import CalibrationError, ShapeError, UnsupportedError
 from efficient_attn.measure import memory, worker
 from efficient_attn.measure.record import Case
-from efficient_attn.ops.linear.causal import causal_linear_attention
-from efficient_attn.ops.linear.full import full_linear_attention
-from efficient_attn.ops.linear.inputs import LinearInputs
-from efficient_attn.ops.window.operator import fused_window
 from efficient_attn.studies.workload import Workload, settle
 
 Q, K, V = torch.randn(3, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
@@ -94,18 +90,6 @@ def test_a_state_dict_is_loaded_into_a_backend_that_was_built_on_meta():
     copied.to_empty(device="cpu").load_state_dict(trained.state_dict())
     for backend in (assigned, copied):
         assert torch.equal(backend(Q, K, V), trained(Q, K, V))
-
-
-def test_registered_operators_refuse_tensors_of_several_devices():
-    directions = torch.randn(4, 8, device="meta")
-    tokens = LinearInputs(Q, K, V, None, directions, None, "positive", 1.0)
-    for attention in (full_linear_attention, causal_linear_attention):
-        with pytest.raises(ShapeError, match="directions lies on meta and q on cpu"):
-            attention(tokens)
-    with pytest.raises(ShapeError, match="v lies on meta and q on cpu"):
-        fused_window(Q, K, V.to("meta"), None, 2, 2, 1.0)
-    with pytest.raises(ShapeError, match="k lies on cpu and q on meta"):
-        fused_window(Q.to("meta"), K, V, None, 2, 2, 1.0)
 
 
 @pytest.fixture

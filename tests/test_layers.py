@@ -223,9 +223,9 @@ def test_functions_of_ops_check_their_shapes_under_the_tests(monkeypatch: pytest
     import torch
     from jaxtyping import TypeCheckError, config
 
-    from efficient_attn.ops.softmax.definition import softmax_attention
+    from efficient_attn.ops.softmax.definition import softmax_weights
 
     q, k = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)
     monkeypatch.setattr(config, "jaxtyping_disable", False)
     with pytest.raises(TypeCheckError, match="head_dim"):
-        softmax_attention(q, k, k, scale=1.0, key_mask=None)
+        softmax_weights(q, k, scale=1.0, key_mask=None)

@@ -13,7 +13,6 @@ from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
 _SHARING = ("heads", "none", "key-value", "layers")
-_INITS = ("mean-pool", "gaussian")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +25,10 @@ class LinformerOptions:
         "heads: one pair of projections for all heads; none: a pair for each head; key-value: one "
         "projection for keys and values; layers: that one for a whole stack.",
     )
-    init: str = option(
-        "mean-pool", "mean-pool: means of neighbouring tokens; gaussian: entries of variance 1/rank."
-    )
 
     def __post_init__(self) -> None:
         positive_count("rank", self.rank)
         one_of("sharing", self.sharing, _SHARING)
-        one_of("init", self.init, _INITS)
 
 
 class LinformerAttention(nn.Module):
@@ -48,11 +43,11 @@ class LinformerAttention(nn.Module):
         super().__init__()
         self._scale = problem.factor
         heads = problem.num_heads if options.sharing == "none" else None
-        self.mix_keys = nn.Parameter(_initial(options, max_tokens, heads, seed=0))
+        self.mix_keys = nn.Parameter(_initial(options, max_tokens, heads))
         if options.sharing in ("key-value", "layers"):
             self.mix_values = self.mix_keys
         else:
-            self.mix_values = nn.Parameter(_initial(options, max_tokens, heads, seed=1))
+            self.mix_values = nn.Parameter(_initial(options, max_tokens, heads))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         return linformer_attention(
@@ -66,12 +61,8 @@ class LinformerAttention(nn.Module):
         )
 
 
-def _initial(options: LinformerOptions, max_tokens: int, heads: int | None, *, seed: int) -> Tensor:
+def _initial(options: LinformerOptions, max_tokens: int, heads: int | None) -> Tensor:
     shape = (options.rank, max_tokens) if heads is None else (heads, options.rank, max_tokens)
-    if options.init == "gaussian":
-        # Variance 1/rank, as in the paper's proofs (Wang et al. 2020, theorem 1).
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).float() / options.rank**0.5
     return mean_pool(options.rank, max_tokens).expand(shape).clone(memory_format=torch.contiguous_format)
 
 

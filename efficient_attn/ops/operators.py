@@ -1,4 +1,4 @@
-"""Registered operators, for autograd and the compiler, and their device check."""
+"""Registered operators, for autograd and the compiler."""
 
 import sys
 from collections.abc import Callable
@@ -6,9 +6,8 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from efficient_attn.errors import ShapeError, UnsupportedError
+from efficient_attn.errors import UnsupportedError
 
 # Functions of the operators, by name.
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
@@ -39,20 +38,6 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
 def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which the compiler leaves alone."""
     return torch.compiler.disable(function)
-
-
-def check_one_device(**inputs: Any) -> None:
-    """Refuse tensors on several devices; every fake implementation of an operator calls this function.
-
-    Torch runs the fake implementation as soon as one argument lies on meta. The result then lies on the
-    device of the other arguments and holds uninitialised memory.
-    """
-    (first, reference), *rest = ((name, x) for name, x in inputs.items() if isinstance(x, Tensor))
-    for name, x in rest:
-        if x.device != reference.device:
-            raise ShapeError(
-                f"{name} lies on {x.device} and {first} on {reference.device}; move one to the other."
-            )
 
 
 def refuse_derivatives(ctx: Any, *gradients: Any) -> Any:

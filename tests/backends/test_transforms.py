@@ -13,9 +13,7 @@ import efficient_attn as ea
 def test_transforms_and_forward_mode_are_refused_by_name(name):
     backend = ea.build(name, head_dim=8).double()
     q, k, v = random_qkv(2, 2, 2, 9, 9)
-    refused = pytest.raises(
-        ea.UnsupportedError, match=r"no transforms of torch\.func .*autograd\.grad"
-    )
+    refused = pytest.raises(ea.UnsupportedError, match=r"no transforms of torch\.func .*autograd\.grad")
     for call in (
         lambda: vmap(lambda x: backend(x[None], k[:1], v[:1]))(q),
         lambda: grad(lambda x: backend(x, k, v).sum())(q),

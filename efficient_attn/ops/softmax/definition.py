@@ -44,11 +44,3 @@ def softmax_weights(
 def apply_weights(weights: Weights, v: Values, *, key_mask: KeyMask | None) -> Output:
     """Σ_j weights_ij v_j for every head, with the values of a key head shared by its group of query heads."""
     return unfold(fold(weights, v.shape[1]) @ upcast(zero_masked(v, key_mask)), weights.shape[1])
-
-
-def softmax_attention(
-    q: Queries, k: Keys, v: Values, *, scale: float, causal: bool = False, key_mask: KeyMask | None
-) -> Output:
-    """softmax(scale · q kᵀ) v, the definition (Vaswani et al. 2017, eq. 1)."""
-    weights = softmax_weights(q, k, scale=scale, causal=causal, key_mask=key_mask)
-    return apply_weights(weights, v, key_mask=key_mask).to(q.dtype)
