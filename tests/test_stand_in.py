@@ -134,7 +134,8 @@ VERBS: dict[str, Callable[..., list[tuple[Tensor, Tensor]]]] = {"gradients": _gr
 @pytest.mark.parametrize(
     "call",
     [
-        *calls(),
+        # Every verb and nearly every backend is in the quick run.
+        *(pytest.param(one, marks=pytest.mark.slow if i % 4 else ()) for i, one in enumerate(calls())),
         *(pytest.param(one, marks=pytest.mark.slow) for one in calls(weak=True, dtype=torch.bfloat16)),
     ],
     ids=lambda call: f"{call.backend}-{call.causal}-{call.verb}-{call.weak}",

@@ -51,7 +51,7 @@ def test_a_block_reads_its_neighbours_the_first_blocks_and_random_ones(causal, w
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_block_and_every_pair_of_blocks_is_drawn_as_often(causal):
-    draws, row, counts, pairs = 4000, 9, Counter(), Counter()
+    draws, row, counts, pairs = 1000, 9, Counter(), Counter()
     backend, always = built(causal=causal, random_blocks=2), {0, 7, 8} if causal else {0, 8, 10}
     for seed in range(draws):
         backend.redraw(seed)

@@ -66,7 +66,7 @@ def rounding(inputs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("norm", [1, 20])
+@pytest.mark.parametrize("norm", [pytest.param(1, marks=pytest.mark.slow), 20])
 @pytest.mark.parametrize("keys", PARTS)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", EXPONENTIAL)

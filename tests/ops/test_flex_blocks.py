@@ -57,9 +57,8 @@ def called(backend, *tensors, **options):
     return out, names
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 100, 300])
+@pytest.mark.parametrize(("tokens", "scale"), [(1, 0.25), (16, 0.25), (100, -0.25)])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scale", [0.25, -0.25])
 @pytest.mark.parametrize(("name", "options"), BACKENDS)
 def test_one_call_equals_the_path_of_operators(served, name, options, causal, tokens, scale):
     backend = ea.build(name, head_dim=16, causal=causal, scale=scale, **options)

@@ -83,7 +83,10 @@ def every_path(names):
     return pytest.mark.parametrize(("kernel", "name", "causal"), cases, ids=ids, indirect=["kernel"])
 
 
-@pytest.mark.parametrize(("chunk", "weak"), [(1, False), (8, False), (8, True), (64, False)])
+@pytest.mark.parametrize(
+    ("chunk", "weak"),
+    [(8, False), (8, True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in (1, 64))],
+)
 @pytest.mark.parametrize("masked", [False, True])
 @every_path([*PERFORMERS, "linear-relu", "linear-elu"])
 def test_every_chunk_size_gives_the_outputs_and_gradients_of_the_definition(
@@ -120,7 +123,13 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order",
+    [
+        "norm 20, long keys last",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ORDERS if "last" not in x),
+    ],
+)
 @every_path(PERFORMERS)
 def test_float32_keeps_to_the_formula_at_large_norms_in_every_order(name, causal, order, kernel):
     norm, short = ORDERS[order]
@@ -172,7 +181,10 @@ def test_rows_with_a_negative_denominator_are_neither_hidden_nor_clamped(path, m
 
 @CAUSAL
 @pytest.mark.parametrize("path", ["", "torch"])
-@BOTH
+@pytest.mark.parametrize(
+    "name",
+    ["performer-positive", *(pytest.param(x, marks=pytest.mark.slow) for x in PERFORMERS[1:])],
+)
 def test_training_keeps_no_features(name, path, causal, monkeypatch):
     monkeypatch.setenv(VARIABLE, path)
     # Other devices hold few features at a time.

@@ -62,7 +62,7 @@ def test_the_fused_kernel_reads_half_precision_as_it_is(monkeypatch, name):
 
 @pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("sharing", ["heads", "none", "key-value"])
+@pytest.mark.parametrize("sharing", ["heads", "none", pytest.param("key-value", marks=pytest.mark.slow)])
 def test_half_precision_beyond_one_piece_is_float64_rounded_once(sharing, dtype):
     tokens = 1100
     q, k, v = (x.to(dtype) for x in random_qkv(1, 4, 2, tokens, tokens))

@@ -50,7 +50,7 @@ def difference(backend, q, k, v, key_mask):
 
 
 @PATHS
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("name", "causal"), CASES)
 def test_outputs_and_gradients_are_those_of_the_definition(name, causal, masked):
     mask = random_mask(2, 9) if masked else None
