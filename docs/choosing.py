@@ -118,6 +118,8 @@ layers at 8192 tokens: bfloat16); 208 numbers planted in a text are asked for:
 """
 
 _RECALLED = """\
+![Divergence and recall by the number of streaming heads](images/heads.png)
+
 Loss alone is no evidence: heads by chance lose little of it and much of the recall.
 """
 

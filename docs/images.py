@@ -24,6 +24,7 @@ SOURCES = IMAGES / "sources.json"
 RECORDS = {
     "advise": "advise",
     "compare": "compare",
+    "heads": "advise-smollm2-4096",
     "methods": "bench-methods-causal",
     "mse": "mse-default",
     "recall": "recall-default",

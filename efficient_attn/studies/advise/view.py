@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from efficient_attn.measure.record import Record
-from efficient_attn.measure.variants import DENSE, MODEL, UNIFORM_ATTENTION, YARDSTICK
+from efficient_attn.measure.variants import DENSE, MODEL, PLAN, UNIFORM_ATTENTION, YARDSTICK
 from efficient_attn.report.figures import (
     LIMIT_STYLE,
     UNIFORM_STYLE,
@@ -38,7 +38,7 @@ from efficient_attn.studies.advise.outcomes import (
     outcomes_of,
     skipped_note,
 )
-from efficient_attn.studies.advise.plan import LIMIT
+from efficient_attn.studies.advise.plan import LIMIT, RANDOM_HEADS
 from efficient_attn.studies.bench.comparison import error_limit
 from efficient_attn.studies.bench.tables import crossover_cell
 from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
@@ -53,6 +53,8 @@ _NOTES = (
     f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse than {UNIFORM_ATTENTION}.",
     "faster from: crossover length with exact, from measured and predicted speed-ups.",
 )
+# Plans that are verified, in the legend.
+_VERIFIED = {PLAN: "the plan, other texts", RANDOM_HEADS: "random heads, other texts"}
 
 
 def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
@@ -70,13 +72,41 @@ def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
 
 
 def plots(records: Sequence[Record], environment: Environment) -> Plots:
-    """Times against tokens: of attention alone, with errors, or of the model."""
+    """Times against tokens: of attention alone, with errors, or of the model.
+
+    Of a plan of key heads, its divergence and recall in place of the times of one length.
+    """
+    if streaming := [record for record in records if record.streaming_heads and record.copy_recall_exact]:
+        return {"advise": _heads_plot(streaming)}
     times = [record for record in records if record.case.kind == "time" and record.status == "ok"]
     if not times:
         return {}
     if _of_model(records, environment):
         return {"advise": cost_plot(times)}
     return {"advise": _attention_plot(records, error_limit(environment))}
+
+
+def _heads_plot(records: Sequence[Record]) -> Plot:
+    """Divergence and recall against the number of streaming heads, at the longest length."""
+    tokens = max(record.case.tokens for record in records)
+    longest = [record for record in records if record.case.tokens == tokens]
+    lines: dict[str, list[tuple[int, float, float]]] = {}
+    for record in sorted(longest, key=lambda record: record.streaming_heads):
+        trial = f"by {record.ranked_by or 'rank'}, texts that choose"
+        recall = 100 * record.copy_recall / record.copy_recall_exact
+        point = record.streaming_heads, record.next_token_kl, recall
+        lines.setdefault(_VERIFIED.get(record.case.label, trial), []).append(point)
+    styles = line_styles([(label, label) for label in lines])
+    axes = Axis("divergence, nats", "log", show_error), Axis("recall, % of exact")
+    charts = []
+    for column, axis in enumerate(axes, start=1):
+        series = []
+        for label, points in lines.items():
+            x, y = (tuple(point[place] for point in points) for place in (0, column))
+            series.append(Series(label, x, y, styles[label]))
+        charts.append(Chart(Axis(f"streaming key heads, of {longest[0].key_heads}"), axis, tuple(series)))
+    title = f"Key heads that stream, {tokens} tokens"
+    return Plot(title, setting(longest[0].case), (tuple(charts),))
 
 
 def files(records: Sequence[Record], environment: Environment) -> dict[str, str]:
