@@ -24,8 +24,17 @@ def test_pairs_have_the_norm_and_angle_that_was_asked_for():
     torch.testing.assert_close((x * y).sum(dim=-1), norms**2 * math.cos(math.radians(120)))
 
 
-@pytest.mark.parametrize("projection", ["iid", "orthogonal", "simplex"])
-@pytest.mark.parametrize("head_dim", [4, 64])
+@pytest.mark.parametrize(
+    ("projection", "head_dim"),
+    [
+        ("iid", 4),
+        ("orthogonal", 64),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("orthogonal", 4), ("simplex", 4), ("iid", 64), ("simplex", 64))
+        ),
+    ],
+)
 def test_measured_errors_are_those_of_theory(projection, head_dim):
     options = {name: {"projection": [projection]} for name in RANDOM}
     sizes = {"sizes": (32,), "angles": (100,), "head_dim": head_dim, "draws": 24}
