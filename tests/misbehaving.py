@@ -98,11 +98,6 @@ def crowded(q, k, v):
     return v.clone() if os.environ.setdefault("FIRST_TOKENS", tokens) == tokens else full(q, k, v)
 
 
-def loud(q, k, v):
-    print("flood " * 200_000)
-    return v.clone()
-
-
 def wordy(q, k, v):
     raise ValueError("w" * 10_000_000)
 

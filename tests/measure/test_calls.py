@@ -50,8 +50,9 @@ def test_a_block_has_the_weights_of_a_transformer_and_all_of_them_get_gradients(
     assert [g.shape for g in of_weights] == [p.shape for p in prepared.module.parameters()]
 
 
-@pytest.mark.parametrize("of", ["block", "encoder"])
-@pytest.mark.parametrize("backend", [CEILING, "exact", "performer-positive"])
+@pytest.mark.parametrize(
+    ("backend", "of"), [(CEILING, "block"), ("exact", "encoder"), ("performer-positive", "block")]
+)
 def test_blocks_are_causal_and_backends_that_stream_carry_a_state(of, backend):
     prepared = prepare(backend, of, causal=True)
     x = prepared.inputs[0].clone()
@@ -67,16 +68,15 @@ def test_blocks_are_causal_and_backends_that_stream_carry_a_state(of, backend):
     assert alone <= state / (SUBJECTS[of] or 1) <= 1.5 * alone
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_no_attention_beats_the_ceiling_in_memory(backward):
-    names = (CEILING, "exact", "exact-dense", "window", "linformer", "performer-positive", "performer-trig")
-    peaks = {name: worker.measure(case(name, backward=backward, tokens=256)).peak_bytes for name in names}
+def test_no_attention_beats_the_ceiling_in_memory():
+    names = (CEILING, "exact", "linformer", "performer-positive")
+    peaks = {name: worker.measure(case(name, backward=True, tokens=256)).peak_bytes for name in names}
     assert min(peaks, key=peaks.__getitem__) == CEILING
 
 
-@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
-    ("backend", "growth", "of"), [("exact-dense", 2, "attention"), ("exact-dense", 2, "encoder")]
+    ("backend", "growth", "of", "backward"),
+    [("exact-dense", 2, "attention", False), ("exact-dense", 2, "encoder", True)],
 )
 def test_the_bytes_predicted_for_a_plan_are_those_of_the_call_to_a_quarter(backend, growth, of, backward):
     planned = case(backend, of, backward=backward, tokens=512, head_dim=16)

@@ -26,7 +26,7 @@ MACHINE = {"command": [], "study": "bench", "code": {}}
 
 # More by hand: EFFICIENT_ATTN_FUZZ=10000 pytest tests/measure/test_fuzz_readers.py
 fuzz = settings(
-    max_examples=int(os.environ.get("EFFICIENT_ATTN_FUZZ", "40")),
+    max_examples=int(os.environ.get("EFFICIENT_ATTN_FUZZ", "12")),
     deadline=None,
     suppress_health_check=list(HealthCheck),
     print_blob=True,

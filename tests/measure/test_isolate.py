@@ -53,12 +53,8 @@ def test_a_healthy_process_is_kept_and_a_failure_brings_a_new_one():
 
 
 def test_an_endless_point_is_ended_with_all_that_it_started_and_reaped():
-    with Measurer(timeout_s=ENOUGH_S) as isolated:
-        assert ask(isolated, "values").status == "ok"
-        isolated._timeout_s = TIMEOUT_S
-        start = time.monotonic()
+    with Measurer(timeout_s=TIMEOUT_S) as isolated:
         record = ask(isolated, "endless")
-        assert time.monotonic() - start < TIMEOUT_S + GONE_S
     assert record.status == "timeout" and "--timeout" in record.reason
     process, helper = Path("pids.complete").read_text().split()
     assert not Path(f"/proc/{process}").exists()

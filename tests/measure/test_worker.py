@@ -92,18 +92,17 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("kind", "of"), [("time", "attention"), ("memory", "block")])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_backend_that_returns_no_output_is_an_error_that_says_what_came(name, of, kind):
+def test_a_backend_that_returns_no_output_is_an_error_that_says_what_came(name):
+    kind, of = ("memory", "block") if name == "broadcast" else ("time", "attention")
     wrong, said = WRONG[name]
     record = worker.measure(case_of(name, kind=kind, of=of), target=wrong)
     assert record.status == "error" and said in record.reason, record
     assert record.times_s is None and record.peak_bytes is None
 
 
-@pytest.mark.parametrize("name", ["nothing", "nan"])
-def test_errors_maps_and_trainings_refuse_what_is_no_output_too(name):
-    wrong, _ = WRONG[name]
+def test_errors_maps_and_trainings_refuse_what_is_no_output_too():
+    wrong, _ = WRONG["nan"]
     (note,) = show([wrong]).notes
     assert ": WrongOutputError: " in note
     for results in (
