@@ -51,11 +51,8 @@ def test_a_run_in_a_notebook_has_one_line_unless_the_caller_takes_its_place(draw
 
 
 def test_names_of_other_code_move_no_cursor_in_the_line(drawings) -> None:
-    show = notebook_line()
-    assert show is not None
-    show(Progress(done=1, total=2, remaining_s=65.0, outcome="name\x1b[2J", record=None))
-    (_, (_, content)) = drawings
-    assert "\x1b" not in str(content) and content["text/plain"].endswith("1:05 left")
+    notebook_line()(Progress(done=1, total=2, remaining_s=65.0, outcome="name\x1b[2J", record=None))
+    assert "\x1b" not in str(drawings) and drawings[-1][1]["text/plain"].endswith("1:05 left")
 
 
 @pytest.mark.parametrize("shell", [None, SimpleNamespace()], ids=["plain Python", "IPython in a terminal"])

@@ -25,12 +25,13 @@ def calls_of(work, run):
 
 
 # Calls of functions per record of costs, about 1.3 times the calls of today.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "most"),
     [
-        pytest.param(lambda run: read(run / "records.jsonl"), 24, id="read", marks=pytest.mark.slow),
-        pytest.param(lambda run: diff(run, run).tables(), 600, id="diff", marks=pytest.mark.slow),
-        pytest.param(lambda run: results.report(run), 4000, id="report", marks=pytest.mark.slow),
+        pytest.param(lambda run: read(run / "records.jsonl"), 24, id="read"),
+        pytest.param(lambda run: diff(run, run).tables(), 600, id="diff"),
+        pytest.param(lambda run: results.report(run), 4000, id="report"),
     ],
 )
 def test_work_grows_in_proportion_to_the_records(work, most, tmp_path, monkeypatch):

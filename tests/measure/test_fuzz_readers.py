@@ -84,7 +84,7 @@ def _compare(folder):
 
 
 def _resume(folder):
-    assert all(line(row) for row in stored_run(folder, [], MACHINE).rows)
+    assert all(line(row) for row in stored_run(folder, [], MACHINE)[0])
 
 
 @fuzz
