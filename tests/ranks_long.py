@@ -1,13 +1,13 @@
 """One causal layer on 1 048 576 tokens over several processes, against one process; run by hand.
 
-    python tests/ranks_long.py [--ranks 4] [--tokens 1048576]
+    python tests/ranks_long.py [RANKS [TOKENS]]
 
 Prints seconds, peak memory, bytes sent and relative differences of output and gradients of every process.
 """
 
-import argparse
 import os
 import resource
+import sys
 import tempfile
 import time
 
@@ -29,8 +29,9 @@ def drawn(tokens: int, rank: int) -> list[torch.Tensor]:
     return [torch.randn(1, 1, tokens, DIM, generator=generator) for _ in range(4)]
 
 
-def measured(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], str]:
-    """Output and gradients, and their cost in words."""
+def measured(tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
+    """Output and gradients; prints their cost."""
+    torch.set_num_threads(1)
     backend = ea.build("performer-positive", head_dim=DIM, causal=True, num_features=FEATURES)
     *qkv, g = tensors
     inputs = [x.requires_grad_() for x in qkv]
@@ -38,46 +39,36 @@ def measured(tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], str]:
     out = backend(*inputs)
     middle = time.perf_counter()
     out.backward(g)
-    end = time.perf_counter()
+    backward = time.perf_counter() - middle
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    words = f"forward {middle - begin:.1f} s, backward {end - middle:.1f} s, peak {peak:.0f} MiB"
-    return [out.detach(), *(x.grad for x in inputs)], words
+    print(
+        f"{name}: forward {middle - begin:.1f} s, backward {backward:.1f} s, peak {peak:.0f} MiB", flush=True
+    )
+    return [out.detach(), *(x.grad for x in inputs)]
 
 
 def alone(_: int, tokens: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    tensors = [
-        torch.cat(x, dim=2) for x in zip(*(drawn(tokens // ranks, i) for i in range(ranks)), strict=True)
-    ]
-    found, words = measured(tensors)
-    print(f"one process: {words}", flush=True)
-    for rank, parts in enumerate(zip(*(x.chunk(ranks, dim=2) for x in found), strict=True)):
-        torch.save([x.clone() for x in parts], f"{folder}/{rank}.pt")
+    parts = zip(*(drawn(tokens // ranks, rank) for rank in range(ranks)), strict=True)
+    results = measured([torch.cat(x, dim=2) for x in parts], "one process")
+    for rank, chunks in enumerate(zip(*(x.chunk(ranks, dim=2) for x in results), strict=True)):
+        torch.save([x.clone() for x in chunks], f"{folder}/{rank}.pt")
 
 
 def one_rank(rank: int, tokens: int, ranks: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
+    store, sent = dist.FileStore(f"{folder}/store", ranks), list[int]()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    sent: list[int] = []
     with context_parallel(init_device_mesh("cpu", (ranks,))), bytes_sent(sent.append):
-        found, words = measured(drawn(tokens // ranks, rank))
-    wanted = torch.load(f"{folder}/{rank}.pt")
-    errors = [((x - y).norm() / y.norm()).item() for x, y in zip(found, wanted, strict=True)]
-    differences = " ".join(f"{x:.1e}" for x in errors)
-    print(
-        f"process {rank}: {words}, {sum(sent)} bytes sent, out dq dk dv differ by {differences}", flush=True
-    )
+        results = measured(drawn(tokens // ranks, rank), f"process {rank}")
+    expected = torch.load(f"{folder}/{rank}.pt")
+    errors = [f"{(x - y).norm() / y.norm():.1e}" for x, y in zip(results, expected, strict=True)]
+    print(f"process {rank}: {sum(sent)} bytes sent, out dq dk dv differ by {' '.join(errors)}", flush=True)
     dist.barrier()
     # Threads of gloo in torch 2.13 abort some processes while the interpreter ends.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=1_048_576)
-    asked = parser.parse_args()
+    ranks, tokens = [*map(int, sys.argv[1:]), *(4, 1_048_576)[len(sys.argv) - 1 :]]
     with tempfile.TemporaryDirectory() as folder:
-        for call, processes in ((alone, 1), (one_rank, asked.ranks)):
-            multiprocessing.spawn(call, (asked.tokens, asked.ranks, folder), nprocs=processes)
+        for call, processes in ((alone, 1), (one_rank, ranks)):
+            multiprocessing.spawn(call, (tokens, ranks, folder), nprocs=processes)

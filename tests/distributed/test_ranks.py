@@ -1,4 +1,4 @@
-"""Sequences distributed over processes: results, refusals, training engines, lost ranks, the examples."""
+"""Sequences distributed over processes: results, refusals, training engines, the examples."""
 
 import re
 from pathlib import Path
@@ -12,33 +12,21 @@ import efficient_attn as ea
 from efficient_attn.errors import UnsupportedError
 
 PAGE = Path(__file__).parents[2] / "docs/distributed.md"
-# Timeout of the groups, and the time that a process has for its own end on a busy machine, in seconds.
-TIMEOUT_S, END_S = 10, 30
 # Roundings of sums in another order: 17 in float32, some hundred in float64.
-ROUNDING = {"torch.bfloat16": 2**-7, "torch.float32": 2e-6, "torch.float64": 1e-13}
+ROUNDING = {"torch.float32": 2e-6, "torch.float64": 1e-13}
 INSIDE = "Inside torch's context_parallel a backend would attend to the tokens of its own"
 
 
-def fixture_of(script, *arguments):
-    @pytest.fixture(scope="module")
-    def rows(tmp_path_factory):
-        return rows_of(f"distributed/{script}.py", tmp_path_factory.mktemp(script) / "store", *arguments)
-
-    return rows
-
-
-parts = fixture_of("ranks")
-lost = fixture_of("ranks_lost", TIMEOUT_S)
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    return rows_of("distributed/ranks.py", tmp_path_factory.mktemp("ranks") / "store")
 
 
 @pytest.mark.slow
 def test_outputs_and_gradients_are_those_of_one_process(parts):
-    assert len(parts["attention"]) == 12
+    assert len(parts["attention"]) == 5
     for row in parts["attention"]:
-        dtype = row["case"][-1]
-        for error, alone in (pair for pairs in row["errors"] for pair in pairs):
-            # As much rounding again as in one process, and once more of the exchanged tensors.
-            assert error <= ROUNDING[dtype] + (0 if dtype == "torch.float64" else 2 * alone), row["case"]
+        assert max(error for errors in row["errors"] for error in errors) <= 1e-13, row["case"]
 
 
 @pytest.mark.slow
@@ -53,19 +41,6 @@ def test_decoding_goes_on_from_a_prefill_on_all_ranks(parts):
     assert len(parts["decoding"]) == 3
     for row in parts["decoding"]:
         assert all(error <= 1e-13 and same for error, same in row["errors"]), row["case"]
-
-
-@pytest.mark.slow
-@pytest.mark.serial
-@pytest.mark.parametrize("end", ["killed", "shape"])
-def test_a_lost_rank_ends_the_others_in_time(end, lost):
-    (row,) = lost[end]
-    assert set(row["codes"]) == {1}
-    assert row["errors"].keys() >= {"0", "2", "3"}
-    assert row["seconds"] < TIMEOUT_S + END_S
-    if end == "shape":
-        assert row["errors"]["0"] == row["errors"]["1"]
-        assert row["errors"]["0"].startswith("ShapeError: Rank 1 of the mesh calls")
 
 
 @pytest.mark.slow

@@ -38,10 +38,6 @@ def modernbert(**changes: Any) -> Any:
     return tiny("ModernBertForMaskedLM", {**SIZES, **fields, **changes})
 
 
-def eurobert(**changes: Any) -> Any:
-    return tiny("EuroBertForMaskedLM", {**GROUPED, "mask_token_id": 3, **changes})
-
-
 def gpt2(**changes: Any) -> Any:
     fields = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
     special = {"bos_token_id": 1, "eos_token_id": None}
@@ -83,7 +79,7 @@ def opt(**changes: Any) -> Any:
 
 
 DECODERS = {make.__name__: make for make in (gpt2, llama, mistral, gemma3, opt)}
-MODELS = {make.__name__: make for make in (bert, modernbert, eurobert)} | DECODERS
+MODELS = {make.__name__: make for make in (bert, modernbert)} | DECODERS
 
 
 def tiny(name: str, fields: dict[str, Any]) -> Any:

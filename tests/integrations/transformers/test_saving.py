@@ -66,27 +66,6 @@ def test_a_saved_model_is_loaded_with_its_backends_options_and_state_and_saved_a
     assert_same(load(tmp_path / "shards"), model)
 
 
-LOADED = """
-import sys, torch
-from efficient_attn.integrations.transformers import load
-batch, choices = torch.load(sys.argv[2])
-torch.save(torch.stack(load(sys.argv[1]).generate(**batch, **choices).logits), sys.argv[2])
-"""
-
-
-@pytest.mark.slow
-def test_another_process_continues_texts_with_the_backends_of_a_saved_model(tmp_path):
-    model, file = MAKERS["sliding heads"](), tmp_path / "file"
-    model.save_pretrained(tmp_path / "model")
-    choices = {"max_new_tokens": 16, "output_logits": True, "return_dict_in_generate": True}
-    torch.save((BATCH, choices), file)
-    subprocess.run(
-        [sys.executable, "-c", LOADED, str(tmp_path / "model"), str(file)], check=True, timeout=600
-    )
-    expected = torch.stack(model.generate(**BATCH, **choices).logits)
-    torch.testing.assert_close(torch.load(file), expected, rtol=1e-5, atol=1e-4)
-
-
 def test_a_plan_fits_a_model_with_and_without_its_head(tmp_path):
     model = llama()
     attach(model.model, "performer-positive")
