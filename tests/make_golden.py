@@ -30,7 +30,7 @@ OPTIONS = {
     "performer-positive": {"num_features": 4, "seed": 1},
     "performer-hyperbolic": {"num_features": 4, "seed": 2, "projection": "iid"},
     "performer-trig": {"num_features": 8, "seed": 3},
-    "performer-oprf": {"num_features": 4, "seed": 4, "a": -0.25},
+    "performer-oprf": {"num_features": 4, "seed": 4},
     "performer-full": {"num_features": 4, "seed": 6},
 }
 

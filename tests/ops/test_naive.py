@@ -67,7 +67,6 @@ def test_outputs_and_gradients_are_those_of_the_definition(name, causal, masked)
         ("linformer", {"sharing": "key-value"}),
         ("linear-hedgehog", {"num_heads": None}),
         ("nystrom", {"landmarks": 4, "iterations": 2}),
-        ("performer-oprf", {"a": -0.1}),
     ],
 )
 def test_options_change_the_definition_alike(name, options):

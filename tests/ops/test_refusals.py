@@ -1,7 +1,5 @@
 """What a backend cannot do or was not calibrated for is refused by name, with what it can do."""
 
-import math
-
 import pytest
 import torch
 from reference import random_qkv
@@ -22,10 +20,6 @@ def linformer(**options):
 
 def calibrate(q=Q, k=K, *, name="performer-full", **options):
     return built(name).calibrate(q, k, **options)
-
-
-def oprf(a):
-    return built("performer-oprf", a=a)
 
 
 HIDDEN = torch.zeros(2, 7, dtype=torch.bool)
@@ -60,9 +54,6 @@ CAUSAL = "Causal backends: .*block-topk.* window"
         (lambda: calibrate(q=Q[:, :, :0]), ea.ShapeError, "needs a query"),
         (lambda: calibrate(q=Q[..., :3], k=K[..., :3]), ea.ShapeError, "q has 3 entries a vector"),
         (lambda: calibrate(name="exact"), ea.UnsupportedError, "'exact' has nothing to calibrate"),
-        (lambda: oprf(0.125), ea.OptionError, "a is finite and below 1/8, not"),
-        (lambda: oprf(math.nan), ea.OptionError, "a is finite and below 1/8, not"),
-        (lambda: oprf("x"), ea.DtypeError, "a is a number or None, not 'x'"),
     ],
 )
 def test_what_cannot_be_done_is_refused(request_, error, message):

@@ -109,12 +109,6 @@ def fit_oprf(x: Moments, y: Moments) -> Fit:
     squares = (m.second.diagonal(dim1=-2, dim2=-1).sum(dim=-1) for m in (x, y))
     together = sum(squares, 2 * (x.mean * y.mean).sum(dim=-1))
     curvatures = optimal_curvatures(together / head_dim).unsqueeze(-1).expand(heads, head_dim)
-    return one_curvature(curvatures)
-
-
-def one_curvature(curvatures: Tensor) -> Fit:
-    """Parameters without transform and shift, from a [kv_heads head_dim]."""
-    head_dim = curvatures.shape[-1]
     none = curvatures.new_empty(0, head_dim, head_dim)
     return Fit(curvatures.contiguous(), none, none.clone(), curvatures.new_empty(0, head_dim))
 
