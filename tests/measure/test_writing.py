@@ -2,7 +2,6 @@
 
 import builtins
 import errno
-import json
 import os
 import stat
 from pathlib import Path
@@ -14,7 +13,7 @@ from efficient_attn.errors import DataError
 from efficient_attn.measure.record import Record, append, line, read
 from efficient_attn.report.files import write
 from efficient_attn.studies import run_folder as files
-from efficient_attn.studies.run_folder import only_writer, open_folder, stored_run
+from efficient_attn.studies.run_folder import only_writer, open_folder
 
 RECORD = Record(case=case("time", "b", 1), times_s=(0.5,))
 MACHINE = {
@@ -98,26 +97,6 @@ def test_records_that_were_acknowledged_stay_whichever_call_fails(tmp_path, monk
         path.write_text(f"{line(RECORD)}\n")
 
     outcomes(monkeypatch, lambda: append(path, RECORD), check)
-
-
-def test_a_run_is_taken_up_or_left_as_it_was_whichever_call_fails(tmp_path, monkeypatch):
-    whole = f"{line(RECORD)}\n"
-
-    def lay_out(failed=None):
-        folder = tmp_path / "out"
-        folder.mkdir(exist_ok=True)
-        (folder / "environment.json").write_text(json.dumps(MACHINE))
-        (folder / "records.jsonl").write_text(whole + whole[:-9])
-        assert failed is None or read(folder / "records.jsonl").records == (RECORD,)
-
-    def act():
-        folder = open_folder(tmp_path / "out", name="out")
-        with only_writer(folder):
-            stored = stored_run(folder, [RECORD.case], MACHINE)
-        assert list(stored.rows) == [RECORD]
-
-    lay_out()
-    outcomes(monkeypatch, act, lay_out)
 
 
 def halved(descriptor, data, write=os.write):
