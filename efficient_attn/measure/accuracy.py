@@ -111,9 +111,8 @@ def measure_draws(
 
     def answered() -> Record:
         with torch.no_grad():
-            backends = [_build(variant, subject, seed) for seed in seeds]
-            calibrated_on = SAME_INPUTS if backends[0].needs_calibration else None
-            backends = [_calibrated(backend, subject) for backend in backends]
+            calibrated_on = SAME_INPUTS if _build(variant, subject, 0).needs_calibration else None
+            backends = [draw_backend(variant, subject, seed) for seed in seeds]
             with outputs_checked(*backends):
                 return replace(measured(case, backends), calibrated_on=calibrated_on)
 
@@ -147,9 +146,14 @@ def at_sizes(variant: Variant, subject: Subject, sizes: Sequence[int]) -> list[V
     return variants
 
 
-def draw_backend(variant: Variant, subject: Subject) -> Any:
-    """The first draw of a variant, calibrated if required."""
-    return _calibrated(_build(variant, subject, subject.seed), subject)
+def draw_backend(variant: Variant, subject: Subject, seed: int) -> Any:
+    """A draw of a variant, calibrated on the inputs of the measurement if required."""
+    backend = _build(variant, subject, seed)
+    if backend.needs_calibration:
+        # An already built backend must not be modified by a measurement.
+        backend = copy.deepcopy(backend)
+        backend.calibrate(*subject.activations)
+    return backend
 
 
 def _build(variant: Variant, subject: Subject, draw: int) -> Any:
@@ -167,15 +171,6 @@ def _build(variant: Variant, subject: Subject, draw: int) -> Any:
         **options,
     )
     return backend.to(device=q.device, dtype=q.dtype).eval()
-
-
-def _calibrated(backend: Any, subject: Subject) -> Any:
-    """A backend that needs no calibration, or a copy that is calibrated on the inputs of the measurement."""
-    if backend.needs_calibration:
-        # An already built backend must not be modified by a measurement.
-        backend = copy.deepcopy(backend)
-        backend.calibrate(*subject.activations)
-    return backend
 
 
 def error_case(variant: Variant, subject: Subject, of: str, *, threads: int | None = None) -> Case:

@@ -63,10 +63,10 @@ def available_bytes(device: str = "cpu") -> int | None:
 
         return int(torch.cuda.mem_get_info(device)[0])
     limits = [_entry("/proc/meminfo", "MemAvailable")]
-    # A control group may have a limit of its own.
+    # A control group may have a limit of its own, or "max" for none.
     with suppress(OSError, ValueError):
-        limit, used = ((_CONTROL_GROUP / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-        limits.append(None if limit == "max" else max(int(limit) - int(used), 0))
+        limit, used = (int((_CONTROL_GROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+        limits.append(max(limit - used, 0))
     return min((limit for limit in limits if limit is not None), default=None)
 
 

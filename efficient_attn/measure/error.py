@@ -24,22 +24,14 @@ from efficient_attn.shapes import Keys, Output, Queries, Values
 # Scores are computed in blocks of rows, so that a long sequence never builds the whole float64 matrix.
 _ENTRIES_AT_ONCE = 1 << 23
 
-_ROWS = 64
+# Positions of logits at once; exp of more nats leaves the range of floats.
+_ROWS, _MOST_NATS = 64, 700.0
 
-# exp of more nats leaves the range of floats.
-_MOST_NATS = 700.0
+# Fewest rows of a sample, the share of all rows where that is more, and fewest rows of a head.
+_FEWEST, _SHARE, _LEAST = 64, 0.01, 2
 
 Logits: TypeAlias = Callable[[slice], Tensor]
-
-# Fewest rows, and the share of all rows where that is more.
-_FEWEST, _SHARE = 64, 0.01
-
-# Rows of a head without which its variance is unknown.
-_LEAST = 2
-
 Floats: TypeAlias = NDArray[np.float64]
-
-Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def exact_output(
@@ -141,7 +133,7 @@ class Sample(NamedTuple):
 
 @torch.no_grad()
 def sample_rows(
-    backend: Backend, inputs: Inputs, out: Tensor, *, rows: int | None, seed: int
+    backend: Backend, inputs: Sequence[Any], out: Tensor, *, rows: int | None, seed: int
 ) -> list[Sample]:
     """A sample of every head of every batch entry, of random rows.
 

@@ -179,11 +179,10 @@ def _activations(group: Mapping[str, Tensor], path: Path) -> Activations:
     shapes = ", ".join(f"{name} {list(group[name].shape)}" for name in Activations._fields)
     tensors = [group[name] for name in Activations._fields]
     q, k, v = tensors = [tensor[None] if tensor.ndim == 3 else tensor for tensor in tensors]
-    if any(tensor.ndim != 4 or tensor.shape[0] != 1 or tensor.numel() == 0 for tensor in tensors):
-        raise DataError(f"{path} does not hold q, k, v as [heads, tokens, head_dim] or [1, …]: {shapes}.")
-    heads_fit = k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0
-    if not heads_fit or q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
-        raise DataError(f"{path} holds q, k, v with inconsistent shapes: {shapes}.")
+    fits = all(tensor.ndim == 4 and tensor.shape[0] == 1 and tensor.numel() for tensor in tensors)
+    fits = fits and k.shape[1:3] == v.shape[1:3] and q.shape[-1] == k.shape[-1]
+    if not fits or q.shape[1] % k.shape[1]:
+        raise DataError(f"{path} does not hold matching q, k, v as [heads, tokens, head_dim]: {shapes}.")
     for name, tensor in group.items():
         if str(tensor.dtype).removeprefix("torch.") not in ALL_DTYPES:
             raise DataError(f"{path} holds {name} as {tensor.dtype}; dtypes are {', '.join(ALL_DTYPES)}.")

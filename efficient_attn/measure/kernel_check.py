@@ -206,15 +206,14 @@ def _findings(
         scale = exact[number].norm()
         # With one visible key, gradients of q and k are zero and rounding is all that is left.
         scale = torch.maximum(scale, exact[-1].norm()) if number else scale
-        bounds = _bounds(plain[number], exact[number], scale, subject.bits[precision], backward=bool(number))
-        share, text = _compared(results[0][number], exact[number], scale, bounds)
+        sides = plain[number], exact[number], scale, subject.bits[precision]
+        share, text = _compared(results[0][number], *sides, backward=bool(number))
         first, *later = (result[number].nan_to_num(7e4) for result in results)
         if not text and not all(torch.equal(first, again) for again in later):
             text = f"some of {len(later)} calls differ from the first in their bits"
         yield verb, share, text and f"{name}: {text}"
         for out in streamed if not number else []:
-            share, text = _compared(out, exact[0], scale, bounds)
-            yield "extend", share, text
+            yield "extend", *_compared(out, *sides, backward=False)
 
 
 def _draw(case: Case, head_dim: int, dtype: torch.dtype, device: str) -> _Inputs:
@@ -280,24 +279,20 @@ def _references(
     return exact, [x.to(exact[0]) for x in plain]
 
 
-def _bounds(
-    plain: Tensor, exact: Tensor, scale: Tensor, bits: int | None, *, backward: bool
-) -> tuple[float, float]:
-    """Largest error of all rows together, and of one row."""
-    error, row = _errors(plain, exact, scale)
-    factor = _FACTOR_OF_GRADIENTS if backward else _FACTOR
-    if bits is None:
-        return factor * error + _FLOAT32, _FACTOR_OF_ROWS * (row + _FLOAT32)
-    # Few rows may by chance be rounded better than they deserve.
-    eps = 2.0 ** -abs(bits)
-    floor = eps * (2 if backward else 0.25) / exact.shape[2] ** 0.5
-    return factor * error + floor, _FACTOR_OF_ROWS * (row + floor) + eps
-
-
-def _compared(actual: Tensor, exact: Tensor, scale: Tensor, bounds: tuple[float, float]) -> tuple[float, str]:
-    """Larger share of the two bounds, and a failure if it is above 1."""
+def _compared(
+    actual: Tensor, plain: Tensor, exact: Tensor, scale: Tensor, bits: int | None, *, backward: bool
+) -> tuple[float, str]:
+    """Larger share of the bounds of all rows together and of one row, and a failure if it is above 1."""
     if not actual.isfinite().all():
         return float("inf"), "not finite"
+    error, row = _errors(plain, exact, scale)
+    eps, floor = 0.0, _FLOAT32
+    if bits is not None:
+        # Few rows may by chance be rounded better than they deserve.
+        eps = 2.0 ** -abs(bits)
+        floor = eps * (2 if backward else 0.25) / exact.shape[2] ** 0.5
+    factor = _FACTOR_OF_GRADIENTS if backward else _FACTOR
+    bounds = factor * error + floor, _FACTOR_OF_ROWS * (row + floor) + eps
     errors = _errors(actual.double(), exact, scale)
     share = max(error / bound for error, bound in zip(errors, bounds, strict=True))
     return share, "" if share <= 1 else f"error {share:.2g} times its bound"

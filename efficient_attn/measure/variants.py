@@ -105,7 +105,7 @@ def select(
     for name, target in named:
         choices = [(settings or {}).get(name, {})]
         if also and backends is None and not choices[0]:
-            choices += [{option: [x] for option, x in more.items()} for more in resolve(target).also]
+            choices += [{option: [x] for option, x in further.items()} for further in resolve(target).also]
         for variant in itertools.chain(*(_variants(name, target, options) for options in choices)):
             if variants.setdefault(variant.label, variant) is not variant:
                 raise OptionError(f"Two of the backends are called {variant.label!r}; name each once.")

@@ -134,7 +134,7 @@ def _map(variant: Variant, subject: Any, head: int, span: slice) -> WeightsMap:
 
     q, k, v = subject.activations
     with torch.no_grad():
-        backend = draw_backend(variant, subject)
+        backend = draw_backend(variant, subject, subject.seed)
         with outputs_checked(backend):
             error = relative_error(backend(q, k, v)[:, head], subject.exact[:, head])
         # Weights are outputs for unit vectors; the keys on the axis need few of them.

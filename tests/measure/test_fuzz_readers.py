@@ -96,12 +96,6 @@ def test_any_value_in_any_field_is_refused_or_made_use_of(folder, changes):
     use(folder, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
 
 
-@fuzz
-@given(place=st.integers(0, len(RECORDS)), removed=st.integers(0, 40), added=st.binary(max_size=12))
-def test_any_bytes_at_any_place_are_refused_or_made_use_of(folder, place, removed, added):
-    use(folder, RECORDS[:place] + added + RECORDS[place + removed :])
-
-
 ENTRIES = st.sampled_from(sorted(json.loads(ENVIRONMENT)))
 
 

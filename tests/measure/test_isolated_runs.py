@@ -10,12 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from isolated_points import ENOUGH_S, GONE_S, TIMEOUT_S, gone, soon
+from isolated_points import ENOUGH_S, GONE_S, gone, soon
 from looped import points, run
 
 from efficient_attn import bench
 from efficient_attn.external import spec_of
-from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import Record, read
 from efficient_attn.measure.variants import Variant, has_address
 from efficient_attn.registry import SPECS
@@ -25,26 +24,6 @@ pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="isolation needs process groups, signals and /proc"),
     pytest.mark.usefixtures("misbehaving"),
 ]
-
-
-@pytest.mark.slow
-def test_a_sweep_of_broken_backends_is_complete_and_longer_lengths_of_an_endless_one_are_skipped():
-    names = ("exits", "endless", "values")
-    variants = [Variant(backend=name, label=name, target=f"own.py:{name}") for name in names]
-    with Measurer(timeout_s=ENOUGH_S) as patient, Measurer(timeout_s=TIMEOUT_S) as brief:
-
-        def measure(case, **settings):
-            return (brief if case.label == "endless" else patient)(case, **settings)
-
-        complete, records = run(points(variants, (16, 32), measure, kinds=("time",)))
-    statuses = {label: [r.status for r in records if r.case.label == label] for label in names}
-    assert complete and statuses == {
-        "exits": ["crash", "crash"],
-        "endless": ["timeout", "skipped"],
-        "values": ["ok", "ok"],
-    }
-    (skipped,) = (record for record in records if record.status == "skipped")
-    assert skipped.reason == "took too long at 16 tokens already (raise it with --timeout)"
 
 
 def test_after_a_time_out_the_memory_of_the_same_call_is_not_tried():

@@ -18,15 +18,12 @@ LENGTHS = {
 }
 
 
-def test_lengths_durations_and_amounts_are_read_as_documented():
+def test_lengths_durations_and_amounts_are_read_and_shown_as_documented():
     assert {text: parse_sizes(text, name="--seq-len") for text in LENGTHS} == LENGTHS
     assert [parse_seconds(text, name="t") for text in ("90", "90s", "1.5m", "1h")] == [90, 90, 90, 3600]
     assert parse_bytes("8GiB", name="m", available=None) == parse_bytes("8g", name="m", available=1) == 2**33
     assert parse_bytes("70%", name="m", available=1000) == 700
     assert parse_bytes("70%", name="m", available=None) is None
-
-
-def test_amounts_are_shown_in_the_unit_that_reads_best():
     assert [show_bytes(n) for n in (12, 4096, 1.5 * 2**30)] == ["12 B", "4 KiB", "1.5 GiB"]
     shown = ["1.5 min", "2.5 s", "12.5 ms", "3 µs", "5 ns"]
     assert [show_seconds(t) for t in (90, 2.5, 0.0125, 3e-6, 5e-9)] == shown
