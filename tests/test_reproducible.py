@@ -43,7 +43,7 @@ for name in ea.list_backends():
     for tensor in (output, *torch.autograd.grad(output.square().sum(), [q, k, v])):
         digest.update(tensor.detach().numpy().tobytes())
 costs = ea.bench(
-    seq_lens=(16, 300), num_heads=2, head_dim=8, threads=1, isolate="none", rounds=1, budget_s=3600
+    seq_lens=(16, 300), num_heads=2, head_dim=8, threads=1, isolate="none", rounds=1, budget_s=36000
 )
 errors = ea.mse(sizes=(8, 16), seq_lens=64, inputs=("gaussian",), draws=3)
 rows = [json.loads(line(record)) for record in (*costs.records, *errors.records)]
