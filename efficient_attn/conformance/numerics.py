@@ -247,9 +247,9 @@ def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Fin
     for norm, opposed in itertools.product((3.0, 300.0), (False, True)):
         inputs = subject.inputs(case.but(norm=norm))
         inputs = inputs._replace(q=-inputs.k) if opposed else inputs
-        worst, sums = largest(run(backend, inputs)), float(condition(backend, inputs).max())
+        worst, spread = largest(run(backend, inputs)), largest(condition(backend, inputs))
         # Signed weights may cancel almost completely; such rows need only be finite.
-        most = 2 * size * sums if subject.promises.nonnegative and subject.promises.averages else math.inf
+        most = 2 * size * spread if subject.promises.nonnegative and subject.promises.averages else math.inf
         yield Finding(f"Norm {norm:g}{', opposed' * opposed}", worst, most if worst < math.inf else 0.0)
     for factor, (where, call) in itertools.product((BIG[case.dtype], SMALL[case.dtype]), calls.items()):
         inputs = subject.inputs(case)

@@ -119,7 +119,7 @@ class Subject:
     def _ready(self, backend: Backend, case: Case, learned: int | None) -> Backend:
         # An already built module belongs to the caller and must not be modified.
         if self.spec.options_type().__dict__ == {}:
-            # Without a copy the original is checked; `a_copy_is_equal_and_apart` reports the error.
+            # Without a copy the original is checked; `a_saved_state_brings_the_output_back` reports it.
             with suppress(Exception):
                 backend = copy.deepcopy(backend)
         if learned is not None:
