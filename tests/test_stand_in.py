@@ -1,17 +1,11 @@
 """Every backend on a device other than the CPU: its outputs stay there, in the dtype of the inputs.
 
-The device is meta, or a stand-in of a GPU on fake tensors: neither has memory. A dispatch mode enters the
-bodies of registered operators, answers the questions that they ask the device, and writes down operators that
-mix devices or make float64 tensors. A copy to the host raises on meta.
+The device is meta, which has no memory. A dispatch mode enters the bodies of registered operators, answers
+the questions that they ask the device, and writes down operators that mix devices or make float64 tensors. A
+copy to the host raises on meta.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -20,7 +14,6 @@ import torch
 from launches import SCALARS, Entering, line, prepared
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves
 
 import efficient_attn as ea
@@ -29,7 +22,6 @@ from efficient_attn.ops.dtypes import float64_device
 from efficient_attn.ops.linear.kernel import moments
 from efficient_attn.transformer.positions import add_sinusoidal_positions, rotate
 
-STAND_IN = "standin"
 HEADS, HEAD_DIM = 2, 8
 # Two chunks of every backend.
 TOKENS = 66
@@ -171,55 +163,6 @@ def test_moments_are_float64_on_the_cpu_for_a_device_without_it():
     assert {(x.device.type, x.dtype) for x in found[:2]} == {("cpu", torch.float64)}
 
 
-class FakeMode(FakeTensorMode):
-    """Fake tensors that no constructor puts on the stand-in in fact."""
-
-    avoid_device_init = True
-
-
-def calibrated(name: str) -> list[Tensor]:
-    backend = ea.build(name, head_dim=HEAD_DIM, num_heads=HEADS)
-    move(backend, STAND_IN)
-    backend.calibrate(*(torch.empty(1, HEADS, TOKENS, HEAD_DIM, device=STAND_IN) for _ in range(2)))
-    return list(backend.buffers())
-
-
-def generated() -> list[Tensor]:
-    def step(ids: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return torch.empty(*ids.shape, 11, device=STAND_IN), torch.empty(len(ids), 2, device=STAND_IN)
-
-    return [ea.generate(step, torch.ones(2, 3, dtype=torch.int64, device=STAND_IN), 3, temperature=1.0)]
-
-
-def main() -> None:
-    """Print faults of calibration and generation on a stand-in, which no process can give back."""
-    backend_registration._setup_privateuseone_for_python_backend(STAND_IN)
-    getattr(torch, STAND_IN).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
-    fitted = [name for name in ea.list_backends() if ea.spec(name).capabilities.needs_calibration]
-    uses = {"generate": generated, **{name: partial(calibrated, name) for name in fitted}}
-    faults = {}
-    for name, use in uses.items():
-        without = patch.object(dtypes, "WITHOUT_FLOAT64", {STAND_IN})
-        with FakeMode(), without, Watch(STAND_IN, weak=name in fitted) as watch:
-            wrong = [str(x.device) for x in use() if x.device.type != STAND_IN]
-        faults[name] = wrong + sorted(watch.faults)
-    print(json.dumps(faults))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason=f"PyTorch {torch.__version__} cannot register a device from Python",
-)
-def test_calibration_and_generation_make_no_float64_on_a_device_without_it():
-    # Python may leave the folder of a script off its path (PYTHONSAFEPATH).
-    settings = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=settings)
-    assert done.returncode == 0, done.stderr[-2000:]
-    faults = json.loads(done.stdout)
-    assert len(faults) == 3 and not any(faults.values())
-
-
 def test_only_devices_without_float64_leave_it_to_the_cpu():
     devices = [torch.device(name) for name in ("cpu", "cuda:1", "mps")]
     assert [float64_device(device) for device in devices] == [*devices[:2], torch.device("cpu")]
@@ -236,7 +179,3 @@ def test_the_watch_finds_what_it_is_for():
         "_to_copy makes float64",
         "addcmul_ mixes cpu and meta",
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -63,6 +63,7 @@ def test_a_landmark_per_token_and_a_converged_inverse_are_exact_attention():
     assert difference[0].abs().max() <= 1e-9 and difference[1, :, ::2].abs().max() <= 1e-9
 
 
+@pytest.mark.slow
 def test_more_iterations_leave_the_regularised_inverse_and_err_more():
     q, k, v = (x.double() for x in ea.sample(1)[:3])
     exact = ea.attention(q, k, v)

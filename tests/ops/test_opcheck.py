@@ -54,7 +54,7 @@ def test_every_registered_operator_is_checked():
 
 
 @pytest.mark.parametrize("utility", UTILITIES)
-@pytest.mark.parametrize("masked", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", OPERATORS)
 def test_torch_finds_nothing_wrong_with_a_registration(name, masked, utility):
     assert ea.list_backends()

@@ -40,14 +40,19 @@ def definition(*inputs, **options):
 
 WAYS = pytest.mark.parametrize(
     ("path", "fused"),
-    [("cpu", True), ("cpu", False), ("few large steps", True), ("many small steps", True)],
+    [
+        *[("cpu", True), ("few large steps", True), ("many small steps", True)],
+        pytest.param("cpu", False, marks=pytest.mark.slow),
+    ],
     indirect=["path"],
 )
 
 
 @WAYS
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("padded", PADDED)
+@pytest.mark.parametrize(
+    "padded", ["none", "holes", *(pytest.param(x, marks=pytest.mark.slow) for x in ("left", "all"))]
+)
 @pytest.mark.parametrize(("tokens", "window", "first"), SIZES)
 def test_outputs_and_gradients_are_those_of_the_definition(
     path, fused, tokens, window, first, padded, causal, monkeypatch

@@ -136,14 +136,6 @@ def test_decoding_in_parts_gives_what_decoding_at_once_gives(backend, arguments)
         assert state.tokens == TOKENS
 
 
-def test_a_context_passed_again_is_the_context_in_the_state():
-    decoder, x, context, real = build(ea.Decoder), sequence(), sequence(CONTEXT, seed=1), mask(CONTEXT)
-    _, state = decoder.extend(x[:, :5], None, context, context_mask=real)
-    stored, _ = decoder.extend(x[:, 5:], state)
-    again, _ = decoder.extend(x[:, 5:], state, context, context_mask=real)
-    assert torch.equal(stored, again)
-
-
 def test_each_layer_has_a_draw_that_the_seed_and_its_number_fix():
     name = "performer-positive"
     cross = {"cross_backend": name, "cross_options": options(name)}
