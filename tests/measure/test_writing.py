@@ -2,6 +2,7 @@
 
 import builtins
 import errno
+import json
 import os
 import stat
 from pathlib import Path
@@ -13,7 +14,7 @@ from efficient_attn.errors import DataError
 from efficient_attn.measure.record import Record, append, line, read
 from efficient_attn.report.files import write
 from efficient_attn.studies import run_folder as files
-from efficient_attn.studies.run_folder import only_writer, open_folder
+from efficient_attn.studies.run_folder import only_writer, open_folder, stored_run
 
 RECORD = Record(case=case("time", "b", 1), times_s=(0.5,))
 MACHINE = {
