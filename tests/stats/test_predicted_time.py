@@ -88,6 +88,7 @@ def test_intervals_hold_unseen_times_of_noisy_machines():
     assert np.mean(inside) > 0.9
 
 
+@pytest.mark.slow
 def test_the_coverage_that_the_page_states_follows_from_the_committed_records(capsys):
     root = Path(__file__).parents[2]
     script = root / "results" / "epyc-2-cores" / "predicted-times" / "make.py"
