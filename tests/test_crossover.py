@@ -123,6 +123,13 @@ def test_what_is_unusual_about_the_runs_is_said_and_settings_are_never_mixed():
     assert sentences([one for one in records(700) if one.case.label == "exact"] + unusual[1::2], {}) == []
 
 
+@pytest.mark.parametrize(("own", "its"), [(1e150, 1e-290), (1e-290, 1e150)])
+def test_a_ratio_that_no_float_can_hold_is_not_told(own, its):
+    seconds = {"window": own, "exact": its}
+    made = [replace(one, times_s=(seconds[one.case.label],) * 40) for one in records(700)]
+    assert sentences(made, {}) == []
+
+
 def test_the_ceiling_of_a_block_has_a_row_and_no_sentence():
     made = [replace(one, case=replace(one.case, of="block")) for one in records(700)]
     ceiling = [

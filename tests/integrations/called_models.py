@@ -80,10 +80,6 @@ def make_cross():
     return Run(lambda: attention(5)), ()
 
 
-def make_number():
-    return Run(lambda: attention().mean()), ()
-
-
 def make_infinite():
     return Run(lambda: attention() / 0), ()
 
@@ -108,7 +104,7 @@ def make_without_attention():
     return nn.Linear(2, 2), (torch.ones(1, 2),)
 
 
-number, counter = 3, iter(range(99))
+counter = iter(range(99))
 
 
 def two_layers():
