@@ -80,7 +80,7 @@ def test_every_case_becomes_one_record_and_times_have_all_rounds():
     complete, records, steps = run_all(planned)
     assert complete and {record.case for record in records} == {p.case for group in planned for p in group}
     assert [step.done for step in steps] == list(range(1, len(records) + 1)) == list(range(1, 9))
-    assert steps[-1].total == 8 and steps[-1].remaining_s == 0
+    assert steps[-1].total == 8 and steps[-1].range_s == (0, 0)
     assert all(len(record.times_s) == ROUNDS for record in records if record.case.kind == "time")
 
 
@@ -210,7 +210,7 @@ def test_measuring_ends_within_its_budget_however_much_slower_backends_become(cl
     planned = entries(*"abcdef", lengths=lengths, growth=min(exponent, 2), measure=clock.measure)
     _, records, steps = run_all(planned, budget_s=60)
     assert clock.now_s <= 60 + clock.longest_s and len(records) == sum(map(len, planned))
-    assert all(step.remaining_s <= 60 for step in steps)
+    assert all(step.range_s[1] <= 60 for step in steps)
     assert exponent < 4 or clock.now_s > 60 / 2
 
 

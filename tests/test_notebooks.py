@@ -1,4 +1,4 @@
-"""Notebooks show one line for a run and tables for its measurements; those of docs/notebooks are fresh."""
+"""Notebooks show tables for measurements; those of docs/notebooks are fresh."""
 
 import json
 import re
@@ -6,59 +6,15 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import efficient_attn as ea
 from efficient_attn.report.table import Table
-from efficient_attn.studies.progress import Progress, notebook_line
 
 ROOT = Path(__file__).parent.parent
 MADE = runpy.run_path(str(ROOT / "docs/notebooks.py"))
 NAMES = MADE["names"]()
-
-
-@pytest.fixture
-def drawings(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, dict[str, str]]]:
-    """(number of the display, its content) of everything that a notebook is asked to draw."""
-    drawn: list[tuple[int, dict[str, str]]] = []
-
-    def display(content: dict[str, str], *, raw: bool, display_id: bool) -> SimpleNamespace:
-        number = len({number for number, _ in drawn})
-
-        def update(content: dict[str, str], *, raw: bool) -> None:
-            assert raw
-            drawn.append((number, content))
-
-        update(content, raw=raw)
-        return SimpleNamespace(update=update)
-
-    ipython, shown = ModuleType("IPython"), ModuleType("IPython.display")
-    ipython.get_ipython = lambda: SimpleNamespace(kernel=object())
-    ipython.display, shown.display = shown, display
-    monkeypatch.setitem(sys.modules, "IPython", ipython)
-    return drawn
-
-
-def test_a_run_in_a_notebook_has_one_line_unless_the_caller_takes_its_place(drawings) -> None:
-    point = {"of": "kernel", "sizes": (4, 8), "norms": (0.5,), "angles": (90,), "draws": 2, "threads": 1}
-    ea.mse(["performer-positive"], **point)
-    assert [content["text/plain"][:5] for _, content in drawings] == ["", "[1/2]", "[2/2]"]
-    steps: list[Progress] = []
-    ea.mse(["performer-positive"], progress=steps.append, **point)
-    assert [step.done for step in steps] == [1, 2] and len(drawings) == 3
-
-
-def test_names_of_other_code_move_no_cursor_in_the_line(drawings) -> None:
-    notebook_line()(Progress(done=1, total=2, remaining_s=65.0, outcome="name\x1b[2J", record=None))
-    assert "\x1b" not in str(drawings) and drawings[-1][1]["text/plain"].endswith("1:05 left")
-
-
-@pytest.mark.parametrize("shell", [None, SimpleNamespace()], ids=["plain Python", "IPython in a terminal"])
-def test_there_is_no_line_outside_of_notebooks(drawings, shell) -> None:
-    sys.modules["IPython"].get_ipython = lambda: shell
-    assert notebook_line() is None
 
 
 def test_measurements_are_escaped_tables_and_figures_draw_themselves_in_a_notebook() -> None:

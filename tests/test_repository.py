@@ -117,9 +117,8 @@ def test_every_package_that_is_imported_is_declared() -> None:
             tree = ast.parse(text_of(file))
             foreign = imported(tree) - sys.stdlib_module_names - FOLDERS.keys() - core
             at_top = imported(ast.Module([node for node in tree.body if isinstance(node, IMPORTS)], []))
-            # IPython is there wherever a notebook runs.
             # A folder that is called after an optional package asks for it, in words, in its __init__.
-            allowed = (optional - at_top) | (optional & {file.parent.name}) | ({"IPython"} - at_top)
+            allowed = (optional - at_top) | (optional & {file.parent.name})
             # Triton comes with PyTorch for CUDA.
             allowed |= {"triton"} if file.parent.name == "cuda" else set()
             if foreign - allowed:

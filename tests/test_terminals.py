@@ -32,7 +32,7 @@ from efficient_attn.studies.engine import Progress
 from efficient_attn_cli import console
 
 table = Table("", ("", "error"), (("a", "0.1"), ("b", "0.9")), (), ((0, 1),), ((1, 1),))
-state = {"done": 1, "total": 2, "remaining_s": 45.0, "range_s": (30, 70), "spent": 0.34, "record": None}
+state = {"done": 1, "total": 2, "range_s": (30, 70), "spent": 0.34, "record": None}
 for settings in ({"TERM": "xterm-256color"}, {"NO_COLOR": "1"}, {"NO_COLOR": "", "TERM": "dumb"}):
     os.environ |= settings
     with console.live_bar(2) as show:

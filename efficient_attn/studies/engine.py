@@ -24,7 +24,7 @@ from efficient_attn.measure.record import Case, Record, write
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.stats.noise_warnings import DURING
-from efficient_attn.studies.progress import Durations, Progress, notebook_line
+from efficient_attn.studies.progress import Durations, Progress
 from efficient_attn.studies.results import Results
 from efficient_attn.studies.run_folder import (
     COMMAND,
@@ -241,7 +241,6 @@ class Engine:
         return Progress(
             done=self._done,
             total=self._done + len(self._missing),
-            remaining_s=min(remaining_s, left_s),
             range_s=self._durations.range_s(remaining_s, left_s),
             spent=None if math.isinf(left_s) else 1 - left_s / self._budget_s,
             outcome=f"{point.title}: {record.status}",
@@ -321,7 +320,7 @@ _OF_A_RUN = {
     "resume": "Continue the run in `out`; measured points are kept.",
     "budget_s": "Seconds of measuring; points that do not fit are skipped.",
     "executor": "Object with submit, such as a ProcessPoolExecutor; it measures runs without timed points.",
-    "progress": "Function of a `Progress` after each record; a line in notebooks if omitted.",
+    "progress": "Function of a `Progress` after each record, such as print.",
 }
 
 
@@ -330,8 +329,6 @@ def function_of(study: Study) -> Callable[..., Results]:
 
     def run(*args: Any, **options: Any) -> Results:
         of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
-        if "progress" not in of_run:
-            of_run["progress"] = notebook_line()
         return run_plan(study, study.plan(*args, **options), **of_run)
 
     signature = inspect.signature(study.plan)

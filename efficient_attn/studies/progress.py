@@ -1,14 +1,12 @@
-"""Progress of a run: predicted durations, learnt while it measures, and a line in notebooks."""
+"""Progress of a run: predicted durations, learnt while it measures."""
 
-import sys
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import NamedTuple
 
 from efficient_attn.measure.record import Record
-from efficient_attn.report.table import plain
 from efficient_attn.studies.study import Point
 
 # A longer call lengthens a round by two calls of the warm-up and at least one that is timed.
@@ -79,10 +77,9 @@ class Progress:
 
     done: int
     total: int
-    remaining_s: float
+    range_s: tuple[float, float]
     outcome: str
     record: Record
-    range_s: tuple[float, float] | None = None
     spent: float | None = None
     current: str = ""
 
@@ -92,15 +89,5 @@ class Progress:
     @property
     def left(self) -> str:
         """`0:45 left`, `0:30–1:10 left`."""
-        ends = (divmod(round(seconds), 60) for seconds in self.range_s or (self.remaining_s,))
+        ends = (divmod(round(seconds), 60) for seconds in self.range_s)
         return f"{'–'.join(dict.fromkeys(f'{minutes}:{rest:02}' for minutes, rest in ends))} left"
-
-
-def notebook_line() -> Callable[[Progress], None] | None:
-    """A progress function that keeps one line below the cell; None outside of notebooks."""
-    # A notebook has imported IPython before any of its cells; a terminal's IPython has no kernel.
-    ipython = sys.modules.get("IPython")
-    if ipython is None or getattr(ipython.get_ipython(), "kernel", None) is None:
-        return None
-    handle = ipython.display.display({"text/plain": ""}, raw=True, display_id=True)
-    return lambda step: handle.update({"text/plain": plain(str(step))}, raw=True)
