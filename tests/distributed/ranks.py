@@ -17,9 +17,9 @@ from threads import drawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel as torchs_parallel
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
 import efficient_attn as ea
@@ -193,6 +193,15 @@ def train(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> None:
         report("training", [name, str(dtype), engine], max(map(relative, gradients(model), expected)))
 
 
+def served_by_torch(tensors: list[Tensor]) -> bool:
+    """Whether torch's own attention takes these tensors; torch 2.8 takes no DTensor on the CPU."""
+    try:
+        scaled_dot_product_attention(*tensors)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def refuse(mesh: DeviceMesh) -> None:
     """Backends, one of them with the fused kernel that torch replaces, on the tokens of one process."""
     torch.manual_seed(0)
@@ -200,20 +209,32 @@ def refuse(mesh: DeviceMesh) -> None:
     exact = ea.build("exact", head_dim=8)
     linear = ea.build("performer-positive", head_dim=8, num_features=16, causal=True)
 
-    def tell(what: str, call: Callable[..., object], *tensors: Tensor) -> None:
+    def tell(what: str, case: object, call: Callable[..., object], *tensors: Tensor, **named: Tensor) -> None:
         try:
-            call(*tensors)
+            call(*tensors, **named)
         except UnsupportedError as error:
-            report(what, None, str(error))
+            report(what, case, str(error))
         else:
-            report(what, None, "an output")
+            report(what, case, "an output")
 
     with torchs_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
         for call in (exact, linear, linear.extend):
-            tell("inside", call, q, k, v)
+            tell("inside", None, call, q, k, v)
     for backend in (exact, linear):
-        tell("afterwards", backend, q, k, v)
-        tell("sharded", backend, *(distribute_tensor(x, mesh, [Shard(2)]) for x in (q, k, v)))
+        tell("afterwards", None, backend, q, k, v)
+        for axis in range(4):
+            tell(
+                "sharded",
+                ["q", axis],
+                backend,
+                *(distribute_tensor(x, mesh, [Shard(axis)]) for x in (q, k, v)),
+            )
+    whole = [distribute_tensor(x, mesh, [Replicate()]) for x in (q, k, v)]
+    if served_by_torch(whole):
+        torch.testing.assert_close(exact(*whole).full_tensor(), exact(q, k, v))
+    mask = distribute_tensor(torch.ones(2, 32, dtype=torch.bool), mesh, [Shard(1)])
+    tell("sharded", ["key_mask", 1], exact, *whole, key_mask=mask)
+    tell("sharded", ["v", 2], exact, *whole[:2], distribute_tensor(v, mesh, [Shard(2)]))
 
 
 def work(rank: int) -> None:

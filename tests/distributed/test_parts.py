@@ -23,11 +23,13 @@ CASES = [
     ("exact", True, {}),
     ("exact", False, {}),
     ("window", True, {"window": 12}),
+    ("window", False, {"window": 11}),
     ("window", False, {"window": 81}),
     ("linformer", False, {"rank": 6, "max_tokens": 70}),
     ("performer-positive", True, {"num_features": 12}),
     ("performer-positive", False, {"num_features": 12}),
     ("performer-trig", True, {"num_features": 64}),
+    ("performer-trig", False, {"num_features": 64}),
     ("window-clusters", False, CLUSTERS),
 ]
 
@@ -210,14 +212,20 @@ def test_positions_go_on_from_segment_to_segment():
     assert at_positions(add, x, 100)[0, :, 0].tolist() == list(range(100, 108))
 
 
-def test_an_error_of_a_rank_of_threads_is_raised_and_a_missing_rank_ends_the_others():
-    def call(layout, error):
-        if layout.rank == 1 and error:
+def test_an_error_of_one_rank_of_threads_ends_the_others_and_is_the_one_that_is_raised():
+    def call(layout):
+        if layout.rank == 1:
             raise ValueError("the second rank")
-        if layout.rank != 1:
-            all_tokens(torch.zeros(1), 0, layout)
+        all_tokens(torch.zeros(1), 0, layout)
 
     with pytest.raises(ValueError, match="the second rank"):
-        on_threads(RANKS, "contiguous", lambda layout: call(layout, True))
+        on_threads(RANKS, "contiguous", call)
+
+
+def test_ranks_of_threads_that_wait_for_a_missing_one_end():
+    def call(layout):
+        if layout.rank:
+            all_tokens(torch.zeros(1), 0, layout)
+
     with pytest.raises(BrokenBarrierError):
-        on_threads(RANKS, "contiguous", lambda layout: call(layout, False), timeout_s=0.1)
+        on_threads(RANKS, "contiguous", call, timeout_s=0.1)

@@ -107,9 +107,11 @@ def test_models_of_other_libraries_are_refused_replaced_or_captured():
     ("words", "changes"),
     [
         ("q float32 [1, 2, 7, 8]", {"q": zeros(7)[0]}),
+        ("q float64", {"q": zeros(8)[0].double()}),
         ("that needs a gradient", {"q": zeros(8)[0].requires_grad_()}),
         ("key_mask bool", {"key_mask": torch.ones(1, 8, dtype=torch.bool)}),
         ("exact(dropout=0.0), causal", {"backend": built(causal=True)}),
+        ("scale 0.5,", {"backend": built(scale=0.5)}),
     ],
 )
 def test_all_ranks_refuse_a_call_that_differs_with_one_message(words, changes):
@@ -127,13 +129,32 @@ def test_all_ranks_refuse_a_call_that_differs_with_one_message(words, changes):
     assert words in message.partition(", and rank 0 calls exact")[0]
 
 
-def test_a_backend_that_changes_on_one_rank_after_a_call_is_refused_until_all_are_alike():
-    backends = [built("performer-positive", num_features=12) for _ in range(RANKS)]
+def redraw(backend, rank):
+    with torch.inference_mode():
+        backend.redraw(rank)
+
+
+def train(backend, rank):
+    with torch.no_grad():
+        backend.core.mix_keys[..., :2] += rank
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "options"),
+    [
+        (redraw, "performer-positive", {"num_features": 12}),
+        (train, "linformer", {"max_tokens": 64, "rank": 4}),
+    ],
+)
+def test_a_backend_that_changes_on_one_rank_after_a_call_is_refused_until_all_are_alike(
+    change, name, options
+):
+    backends = [built(name, **options) for _ in range(RANKS)]
 
     def call(layout):
         backend = backends[layout.rank]
         check_agreeing(backend, *zeros(8, 8, 8), None, layout)
-        backend.redraw(layout.rank)
+        change(backend, layout.rank)
         with pytest.raises(UnsupportedError, match="Rank 1 of the mesh has other parameters, random feat"):
             check_agreeing(backend, *zeros(8, 8, 8), None, layout)
         backend.load_state_dict(backends[0].state_dict() if layout.rank else backend.state_dict())
