@@ -1,6 +1,6 @@
 """Noise warnings: conditions that make times uncertain, with their remedies.
 
-They are notes beside the numbers. Intervals decide whether a backend is faster.
+They are notes on the numbers. Intervals decide whether a backend is faster.
 """
 
 import math
