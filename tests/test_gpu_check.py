@@ -179,9 +179,9 @@ class Child:
         return dict(answer)
 
 
-def test_a_tile_that_dies_or_errs_is_struck_and_the_next_is_taken(monkeypatch):
+def test_a_tile_that_dies_hangs_or_errs_is_struck_and_the_next_is_taken(monkeypatch):
     monkeypatch.setattr(gpu_check, "Process", Child)
-    entry = judge("dies", "serves nothing", "errs", "right", "never tried")
+    entry = judge("dies", "hangs", "serves nothing", "errs", "right", "never tried", limit_s=2.0)
     reasons = [
         *("tile dies: the process crashed", "tile hangs: the process took longer than 2 s"),
         *("tile serves nothing: the kernel served no call", "tile errs: not finite"),

@@ -128,7 +128,7 @@ _VALUES = BackendSpec(
     summary="Identity attention: the values themselves.",
     options_type=NoOptions,
     capabilities=Capabilities(causal=True, streaming=False),
-    builder=lambda problem, options: AdaptedAttention(lambda q, k, v: v, problem),
+    builder=lambda problem, options: AdaptedAttention(lambda q, k, v, causal=False: v, problem),
 )
 
 

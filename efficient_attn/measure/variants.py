@@ -13,6 +13,7 @@ import msgspec
 
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
 from efficient_attn.measure.record import Case
+from efficient_attn.measure.units import parse_names
 from efficient_attn.options import SEED, recorded
 
 # Types of options that texts are converted to, and that records hold.
@@ -79,7 +80,7 @@ def parse_settings(texts: Sequence[str]) -> dict[str, dict[str, list[str]]]:
 
 
 def select(
-    backends: Sequence[Any] | None,
+    backends: Sequence[Any] | str | None,
     settings: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
     *,
     also: bool = False,
@@ -94,6 +95,8 @@ def select(
     """
     from efficient_attn.backends import compared_backends, resolve
 
+    if isinstance(backends, str):
+        backends = parse_names([backends], name="backends")
     named = [(_name_of(target), target) for target in (compared_backends() if backends is None else backends)]
     if CEILING in dict(named):
         raise OptionError(f"{CEILING!r} is not a backend: it is measured with every block automatically.")

@@ -81,10 +81,10 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
 def test_a_rank_computes_the_clusters_of_its_own_queries_alone(monkeypatch):
     beyond, whole = [], clusters.read_slices
 
-    def read_slices(q, k, v, real, summaries, layout, **rest):
+    def read_slices(q, k, v, real, summaries, block, **rest):
         # A part of a block before the first query of a segment.
-        beyond.append(q.shape[2] - (layout.block - 1))
-        return whole(q, k, v, real, summaries, layout, **rest)
+        beyond.append(q.shape[2] - (block - 1))
+        return whole(q, k, v, real, summaries, block, **rest)
 
     monkeypatch.setattr(clusters, "read_slices", read_slices)
     backend = ea.build("window-clusters", head_dim=8, **CLUSTERS).double()

@@ -224,7 +224,7 @@ def below_from(curve: Curve, yardstick: float) -> int | None:
 
 
 def _agreement(points: Curve) -> list[str]:
-    """How many errors of kernel entries are those of theory."""
+    """Number of errors of kernel entries that agree with theory."""
     ratios, close = [], 0
     for _, value, low, high, _, _, expected in points:
         if high > low and expected and expected > _EXACT:
