@@ -74,6 +74,7 @@ def kernels_of_a_run():
     return {record.kernels for record in bench(["window"], rounds=1, **SMALL).records}
 
 
+@pytest.mark.slow
 def test_causal_refusals_of_a_default_selection_are_records():
     results = bench(causal=True, **SMALL)
     refused = {record.case.backend for record in results.records if record.status == "unsupported"}

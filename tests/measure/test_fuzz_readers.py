@@ -87,6 +87,7 @@ def _resume(folder):
     assert all(line(row) for row in stored_run(folder, [], MACHINE)[0])
 
 
+@pytest.mark.slow
 @fuzz
 @given(changes=CHANGES)
 def test_any_value_in_any_field_is_refused_or_made_use_of(folder, changes):

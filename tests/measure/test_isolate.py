@@ -52,6 +52,7 @@ def test_a_healthy_process_is_kept_and_a_failure_brings_a_new_one():
         assert ask(isolated, "pid").reason != first and str(os.getpid()) not in first
 
 
+@pytest.mark.slow
 def test_an_endless_point_is_ended_with_all_that_it_started_and_reaped():
     with Measurer(timeout_s=TIMEOUT_S) as isolated:
         record = ask(isolated, "endless")

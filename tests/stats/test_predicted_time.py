@@ -79,6 +79,7 @@ def test_a_crossover_follows_from_speeds_and_ends_of_their_intervals():
     assert value is high is None and 256 < low < 512
 
 
+@pytest.mark.slow
 def test_intervals_hold_unseen_times_of_noisy_machines():
     inside, unseen = [], case("window", 8192, (4, 4, 32))
     for seed in range(100):
