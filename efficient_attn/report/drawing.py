@@ -26,6 +26,8 @@ _LONGEST_NAME, _LONGEST_TEXT = 60, 240
 _POINT = 1 / 72
 # Width of a letter, of the line before a name in a legend, and height of a line of text, in letters' heights.
 _LETTER, _HANDLE, _LINE = 0.56, 4.7, 1.35
+# Multiples of powers of ten at ticks, the first that fit.
+_STEPS = ((1, 1.5, 2, 3, 4, 5, 6, 8), (1, 2, 5), (1, 3), (1,))
 
 # Largest share of the width for names at the ends of lines, and steps that move them apart.
 _NAMES_SHARE, _STEPS_APART = 0.34, 200
@@ -86,10 +88,16 @@ def _draw_figure(plot: Plot) -> list[Any]:
     named_lines = all(map(_names_fit, plot.rows))
     for number, row in enumerate(plot.rows):
         span = columns // len(row)
+        first: tuple[Any, Axis] | None = None
         for column, chart in enumerate(row):
             if chart is None:
                 continue
-            ax = figure.add_subplot(grid[number, column * span : (column + 1) * span])
+            shared = first[0] if first and chart.y == first[1] else None
+            ax = figure.add_subplot(grid[number, column * span : (column + 1) * span], sharey=shared)
+            first = first or (ax, chart.y)
+            if shared:
+                chart = chart._replace(y=chart.y._replace(label=""))
+                ax.tick_params(labelleft=False)
             height, names_inches = _axes_height(row, chart), _names_inches(chart) if named_lines else 0.0
             _draw_chart(ax, chart, _axes_width(row) - names_inches, height)
             if named_lines:
@@ -234,30 +242,40 @@ def _label_axis(axis: Any, spec: Axis, inches: float, *, across: bool) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
     axis.set_label_text(_wrapped(spec.label, inches, _TEXT))
+    axis.set_minor_locator(NullLocator())
     if isinstance(spec.ticks, Mapping):
-        names = {tick: plain(short(text, _LONGEST_NAME)) for tick, text in spec.ticks.items()}
-        step = max(math.ceil(len(names) * _LINE * SMALL * _POINT / inches), 1)
-        ticks = list(names)[::-step][::-1]
-        axis.set_ticks(ticks, [names[tick] for tick in ticks], rotation=90 if across else 0)
+        _name_ticks(axis, spec, inches, across=across)
         return
     axis.set_major_formatter(FuncFormatter(lambda value, _: spec.show(value)))
     if spec.scale == "linear" and not spec.ticks:
         return
     low, high = sorted(axis.get_view_interval())
     place = axis.get_transform().transform
-    decades = math.log10(high / low) if spec.scale == "log" else math.inf
-    steps = (1,) if decades > 3 else (1, 3) if decades > 2 else (1, 2, 5) if decades > 0.7 else range(1, 10)
-    base = 2 if spec.scale == "log2" else 10
-    marks = [] if spec.ticks else LogLocator(base, steps, numticks=1000).tick_values(low, high)
-    ticks = sorted(spec.ticks) or [tick for tick in marks if low <= tick <= high] or [low, high]
-    letters = max(len(spec.show(tick)) for tick in ticks) + 1.2 if across else 2.4
-    gap = letters * _LETTER * SMALL * _POINT / inches * np.ptp(place([low, high]))
+    base, candidates = (2, _STEPS[-1:]) if spec.scale == "log2" else (10, _STEPS)
     shown: list[float] = []
-    for tick in reversed(ticks):
-        if not shown or np.ptp(place([tick, shown[-1]])) >= gap:
-            shown.append(tick)
+    for steps in candidates:
+        marks = [] if spec.ticks else LogLocator(base, steps, numticks=1000).tick_values(low, high)
+        ticks = sorted(spec.ticks) or [tick for tick in marks if low <= tick <= high] or [low, high]
+        letters = max(len(spec.show(tick)) for tick in ticks) + 1.2 if across else 2.4
+        gap = letters * _LETTER * SMALL * _POINT / inches * np.ptp(place([low, high]))
+        shown = []
+        for tick in reversed(ticks):
+            if not shown or np.ptp(place([tick, shown[-1]])) >= gap:
+                shown.append(tick)
+        if len(shown) == len(ticks):
+            break
     axis.set_major_locator(FixedLocator(shown[::-1]))
-    axis.set_minor_locator(NullLocator())
+
+
+def _name_ticks(axis: Any, spec: Axis, inches: float, *, across: bool) -> None:
+    """Write texts at ticks, upright below a narrow chart."""
+    assert isinstance(spec.ticks, Mapping)
+    texts = {tick: plain(short(text, _LONGEST_NAME)) for tick, text in spec.ticks.items()}
+    letters = sum(len(text) + 1 for text in texts.values())
+    upright = across and letters * _LETTER * SMALL * _POINT > inches
+    most = inches / (_LINE * SMALL * _POINT) if upright or not across else len(texts)
+    ticks = list(texts)[:: -max(math.ceil(len(texts) / max(most, 1)), 1)][::-1]
+    axis.set_ticks(ticks, [texts[tick] for tick in ticks], rotation=90 if upright else 0)
 
 
 def to_bytes(figure: Any, kind: str, *, salt: str, dots_per_inch: int = _DOTS_PER_INCH) -> bytes:

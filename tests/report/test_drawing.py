@@ -55,3 +55,11 @@ def test_a_single_error_bar_on_a_logarithmic_axis_has_room_and_no_warning():
         (ax,) = draw(Plot("", "", ((Chart(Axis(scale="log"), Axis(scale="log"), (bar,)),),)))
         low, high = ax.get_xlim()
         assert low < place < high and high > 2 * low
+
+
+def test_named_ticks_of_a_short_logarithmic_axis_stand_alone():
+    named = Axis("y", "log", ticks={0.4: "rounding", 0.9: "large"}, limits=(0.3, 1.0))
+    (ax,) = draw(Plot("", "", ((Chart(Axis("x"), named, (Series("a", (1, 2), (0.4, 0.9), LINE),)),),)))
+    ax.figure.draw_without_rendering()
+    labels = [label.get_text() for label in ax.get_yticklabels(which="both")]
+    assert [text for text in labels if text] == ["rounding", "large"]
