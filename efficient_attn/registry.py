@@ -102,16 +102,6 @@ class BackendSpec:
     composed: bool = False
     compared: bool = True
 
-    def flops(self, problem: Any, options: Any, tokens: int) -> int | None:
-        """Operations of one head's forward pass, two for each multiplication with its addition.
-
-        Only matrix products count, with values as wide as keys; None: unknown.
-        """
-        if self.operations is None:
-            return None
-        operations = self.operations(problem, options, tokens, problem.head_dim)
-        return None if operations is None else 2 * sum(matmul.multiply_adds for matmul in operations.matmuls)
-
 
 SPECS: dict[str, BackendSpec] = {}
 

@@ -16,13 +16,6 @@ from efficient_attn.report.text import three_digits
 
 PAGE = "interactive.html"
 
-# Symbols and dashes of plotly by the names of matplotlib.
-_SYMBOLS: dict[Any, str] = {
-    **{"o": "circle", "s": "square", "D": "diamond", "d": "diamond-tall", "P": "cross", "X": "x"},
-    **{"^": "triangle-up", "v": "triangle-down", "<": "triangle-left", ">": "triangle-right"},
-    **{"p": "pentagon", "h": "hexagon", "8": "octagon", "*": "star", (4, 1, 0): "star-diamond"},
-}
-_DASHES = {"-": "solid", "--": "dash", "none": "solid"}
 # Letters of a line on hover and of a name in the legend, and ticks, that a telephone has room for.
 _HOVER_LETTERS, _LEGEND_LETTERS, _TICKS_ACROSS, _TICKS_UPWARDS = 38, 40, 5, 11
 # Height of a row of points off the axis, as a share of the chart.
@@ -196,7 +189,7 @@ def _traces(chart: Chart, rows: dict[str, int]) -> list[dict[str, Any]]:
         group = {"legendgroup": line.label or str(number), "hoverinfo": "text"}
         trace = {
             **{"name": _text(line.label), "showlegend": bool(line.label), "hovertext": texts},
-            **{"x": x, "y": y, "connectgaps": True, **group, **_look(line)},
+            **{"x": x, "y": y, "connectgaps": True, **group, **_look(line, number)},
             "relative": [value and base.get(x) and value / base[x] for x, value in zip(x, y, strict=True)],
         }
         if any(point.low is not None for point in points):
@@ -235,20 +228,18 @@ def _text(text: str) -> str:
     return escape(plain(short(text, _LEGEND_LETTERS)))
 
 
-def _look(line: Series) -> dict[str, Any]:
-    """Mode, stroke and markers of plotly from a style of matplotlib."""
-    style, width = line.style, line.style.get("linewidth", 1.5)
-    colour, stroke = style.get("color", INK), style.get("linestyle", "-")
-    symbol = _SYMBOLS.get(style.get("marker"))
-    drawn = symbol is None or (stroke != "none" and len(line.x) != 1)
-    # matplotlib counts dashes in widths of the line.
-    dash = stroke if isinstance(stroke, str) else ",".join(f"{part * width:g}px" for part in stroke[1])
+def _look(line: Series, number: int) -> dict[str, Any]:
+    """Mode, stroke and markers of plotly; symbols count the lines."""
+    style = line.style
+    colour, stroke, marked = style.get("color", INK), style.get("linestyle", "-"), bool(style.get("marker"))
+    drawn = not marked or (stroke != "none" and len(line.x) != 1)
+    dash = "solid" if stroke in ("-", "none") else "dash"
     edge = {"color": colour, "width": 1.5}
-    marker = {"symbol": symbol, "size": 8, "line": edge, "color": style.get("markerfacecolor", colour)}
+    marker = {"symbol": number, "size": 8, "line": edge, "color": style.get("markerfacecolor", colour)}
     return {
-        "mode": "+".join(["lines"] * drawn + ["markers"] * (symbol is not None)),
-        "line": {"color": colour, "width": width, "dash": _DASHES.get(dash, dash)},
-        "marker": marker if symbol else {},
+        "mode": "+".join(["lines"] * drawn + ["markers"] * marked),
+        "line": {"color": colour, "width": style.get("linewidth", 1.5), "dash": dash},
+        "marker": marker if marked else {},
     }
 
 

@@ -1,15 +1,16 @@
 """Chunks with a row whose features are small wherever the features of all its visible keys are large.
 
-The products of such a row leave the range of floats. Its chunk is computed again by blocks of a few rows: the
-rows of a block read the keys of earlier blocks, all visible to them, relative to these keys alone, and the
-pairs of a block are computed one by one.
+The products of such a row leave the range of floats. Its chunk is computed again by halves: the rows of the
+later half read the keys of the earlier half, all visible to them, relative to these keys alone; each half is
+halved in turn, and the pairs of the smallest blocks are computed one by one.
 
 On the CPU all weak chunks are computed again. Other devices are not asked how many there are: a fixed number
 is computed again, chunks with the most weak rows first. Other weak rows lose digits, or their chunk's part.
 
-Gradients: with L_t the logarithm of a row's denominator, every power e^(a_tf + u_jf − L_t) of a visible pair
-is at most 1. Rows and earlier keys are relative to the largest of these keys, m: e^(a_tf + m_f − L_t) ≤ 1 and
-e^(u_jf − m_f) ≤ 1.
+Gradients from the pairs of weak chunks, by the halves and blocks of the forward pass.
+
+With L_t the logarithm of a row's denominator, every power e^(a_tf + u_jf − L_t) of a visible pair is at most
+1. Keys and rows of two halves are relative to the largest keys, m: e^(a_tf + m_f − L_t), e^(u_jf − m_f) ≤ 1.
 """
 
 from collections.abc import Iterator
@@ -19,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.ops.linear.scaled_chunks import floor
+from efficient_attn.ops.linear.scaled_chunks import UNSEEN, floor
 from efficient_attn.ops.paths import tuned_for_cpu
 
 # Logarithms of sums, at the scale of their chunk, below which products may have left the range of floats.
 _WEAK = {torch.float32: -60.0, torch.float64: -600.0}
 # Features of the chunks that are computed again, or the share of chunks, whichever is more.
 _FEATURES, _SHARE = 2**22, 32
-# Rows of a block.
+# Tokens of the smallest blocks.
 _BLOCK = 8
 
 
@@ -86,54 +87,70 @@ def put_chunks(whole: Tensor, chunks: Tensor, replaced: Tensor) -> Tensor:
     return whole.flatten(0, 1).index_put((chunks,), replaced).view(whole.shape)
 
 
-def _blocks(x: Tensor) -> Tensor:
-    """Whole blocks of rows, [… blocks·rows dim] as [… blocks rows dim]."""
-    return x.unflatten(-2, (-1, _BLOCK))
+def to_power_of_two(x: Tensor, fill: float) -> Tensor:
+    """Rows [… size dim] padded to a power of two."""
+    size = x.shape[-2]
+    return F.pad(x, (0, 0, 0, (1 << (size - 1).bit_length()) - size), value=fill)
 
 
-def _padded(x: Tensor, fill: float) -> Tensor:
-    """Rows [… size dim] padded to whole blocks."""
-    return F.pad(x, (0, 0, 0, -x.shape[-2] % _BLOCK), value=fill)
+def blocks(x: Tensor) -> Tensor:
+    """[… size dim] as the smallest blocks [… blocks tokens dim]."""
+    return x.unflatten(-2, (-1, min(_BLOCK, x.shape[-2])))
 
 
-def _earlier(keys: Tensor) -> Tensor:
-    """Exponents of the keys before each block, −inf elsewhere, [some 1 blocks size features]."""
-    position = torch.arange(keys.shape[-2], device=keys.device)
-    later = position >= position[::_BLOCK, None]
-    return keys[:, None, None].masked_fill(later[..., None], -torch.inf)
+def halves(size: int) -> Iterator[int]:
+    """Sizes of the halves into which a chunk is divided, down to the smallest blocks."""
+    half = _BLOCK
+    while 2 * half <= size:
+        yield half
+        half *= 2
+
+
+def half_blocks(x: Tensor, half: int, number: int) -> Tensor:
+    """The first (0) or second (1) halves of blocks, [… size dim] as [… blocks half dim]."""
+    return x.unflatten(-2, (-1, 2, half))[..., number, :, :]
+
+
+def spread(x: Tensor, number: int, fill: float = 0.0) -> Tensor:
+    """Inverse of `half_blocks`, with a fill in the other halves."""
+    return F.pad(x.unsqueeze(-3), (0, 0, 0, 0, number, 1 - number), value=fill).flatten(-4, -2)
 
 
 def _read(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
     """Sums of [some group size features] over [some size features], and values [some size value_dim+1]."""
     size = queries.shape[-2]
     # Finite exponents of masked keys have finite gradients.
-    queries, keys = _blocks(_padded(queries, 0.0)), floor(_padded(keys, -torch.inf))
-    values = _padded(values, 0.0).unsqueeze(1)
-    parts = (
-        _read_earlier(queries, floor(_earlier(keys)), values.unsqueeze(2)),
-        _read_pairs(queries, _blocks(keys.unsqueeze(1)), _blocks(values)),
-    )
-    scale = torch.maximum(*(part.scale for part in parts))
-    total = sum(((part.scale - scale).exp() * part.sums for part in parts), torch.zeros_like(scale))
-    return Sums(*(x.flatten(-3, -2)[..., :size, :] for x in (total, scale)))
+    queries, keys = to_power_of_two(queries, 0.0), floor(to_power_of_two(keys, -torch.inf)).unsqueeze(1)
+    values = to_power_of_two(values, 0.0).unsqueeze(1)
+    parts = [_read_blocks(blocks(queries), blocks(keys), blocks(values))]
+    for half in halves(queries.shape[-2]):
+        part = _read_earlier(
+            half_blocks(queries, half, 1), half_blocks(keys, half, 0), half_blocks(values, half, 0)
+        )
+        parts.append(Sums(spread(part.sums, 1), spread(part.scale, 1, UNSEEN)))
+    sums, scales = (torch.stack(x) for x in zip(*parts, strict=True))
+    scale = scales.amax(dim=0)
+    total = ((scales - scale).exp() * sums).sum(dim=0)
+    return Sums(total[..., :size, :], scale[..., :size, :])
 
 
-def _read_earlier(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
-    """Sums over the keys of earlier blocks, which every row of a block sees."""
-    reference = keys.detach().amax(dim=-2, keepdim=True)
-    exponents = queries + reference
-    scale = exponents.detach().amax(dim=-1, keepdim=True)
-    scores = (exponents - scale).exp() @ (keys - reference).exp().mT
-    return Sums(scores @ values, scale)
-
-
-def _read_pairs(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
+def _read_blocks(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
     """Sums over the keys of the same block up to each row's own, from the exponents of every pair."""
     pairs = (queries.unsqueeze(-2) + keys.unsqueeze(-3)).logsumexp(dim=-1)
     later = torch.ones(pairs.shape[-2:], dtype=torch.bool, device=pairs.device).triu(1)
     pairs = pairs.masked_fill(later, -torch.inf)
     scale = pairs.detach().amax(dim=-1, keepdim=True)
-    return Sums((pairs - scale).exp() @ values, scale)
+    sums = (pairs - scale).exp() @ values
+    return Sums(sums.flatten(-3, -2), scale.flatten(-3, -2))
+
+
+def _read_earlier(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
+    """Sums over keys that every row sees."""
+    reference = keys.detach().amax(dim=-2, keepdim=True)
+    exponents = queries + reference
+    scale = exponents.detach().amax(dim=-1, keepdim=True)
+    scores = (exponents - scale).exp() @ (keys - reference).exp().mT
+    return Sums(scores @ values, scale)
 
 
 def weak_chunk_gradients(
@@ -149,29 +166,32 @@ def weak_chunk_gradients(
         logarithm: L, [some group size 1].
     """
     size = queries.shape[-2]
-    exponents, g = _blocks(_padded(queries - logarithm, -torch.inf)), _blocks(_padded(g, 0.0))
-    keys, values = _padded(keys, -torch.inf), _padded(values, 0.0).unsqueeze(1)
-    by_pairs = _of_pairs(exponents, _blocks(keys.unsqueeze(1)), _blocks(values), g)
-    by_earlier = _of_earlier(exponents, _earlier(keys), values.unsqueeze(2), g)
-    by_query, *of_keys = (x.flatten(2, 3) for x in by_pairs)
-    by_query = by_query + by_earlier[0].flatten(2, 3)
-    by_key, by_value = (
-        x.sum(dim=1) + y.sum(dim=(1, 2)) for x, y in zip(of_keys, by_earlier[1:], strict=True)
-    )
-    return by_query[..., :size, :], by_key[..., :size, :], by_value[..., :size, :]
+    exponents, g = to_power_of_two(queries - logarithm, -torch.inf), to_power_of_two(g, 0.0)
+    keys = to_power_of_two(keys, -torch.inf).unsqueeze(1)
+    values = to_power_of_two(values, 0.0).unsqueeze(1)
+    total = list(_of_blocks(*(blocks(x) for x in (exponents, keys, values, g))))
+    for half in halves(exponents.shape[-2]):
+        rows = (half_blocks(x, half, 1) for x in (exponents, g))
+        read = (half_blocks(x, half, 0) for x in (keys, values))
+        earlier = zip(_of_earlier(*rows, *read), (1, 0, 0), strict=True)
+        total = [x + spread(y, side) for x, (y, side) in zip(total, earlier, strict=True)]
+    by_query, by_key, by_value = (x[..., :size, :] for x in total)
+    return by_query, by_key.sum(dim=1), by_value.sum(dim=1)
 
 
-def _of_pairs(exponents: Tensor, keys: Tensor, values: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients from the pairs of a block."""
+def _of_blocks(exponents: Tensor, keys: Tensor, values: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """Gradients from the pairs of the smallest blocks."""
+    tokens = exponents.shape[-2]
     powers = (exponents.unsqueeze(-2) + keys.unsqueeze(-3)).exp()
-    visible = torch.ones(_BLOCK, _BLOCK, dtype=torch.bool, device=powers.device).tril().unsqueeze(-1)
+    visible = torch.ones(tokens, tokens, dtype=torch.bool, device=powers.device).tril().unsqueeze(-1)
     powers = torch.where(visible, powers, 0.0)
     grads = powers * (g @ values.mT).unsqueeze(-1)
-    return grads.sum(dim=-2), grads.sum(dim=-3), powers.sum(dim=-1).mT @ g[..., :-1]
+    gradients = grads.sum(dim=-2), grads.sum(dim=-3), powers.sum(dim=-1).mT @ g[..., :-1]
+    return tuple(x.flatten(-3, -2) for x in gradients)
 
 
-def _of_earlier(exponents: Tensor, keys: Tensor, values: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients from the rows of a block and the keys of earlier blocks."""
+def _of_earlier(exponents: Tensor, g: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    """Gradients from rows and keys that every row sees."""
     reference = floor(keys.amax(dim=-2, keepdim=True))
     weights, features = (exponents + reference).exp(), (keys - reference).exp()
     grad_scores = g @ values.mT
