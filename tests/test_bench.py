@@ -43,7 +43,7 @@ def values(q, k, v):
     return v.clone()
 
 
-@pytest.mark.parametrize("of", ["block", "encoder"])
+@pytest.mark.parametrize("of", ["block", pytest.param("encoder", marks=pytest.mark.slow)])
 def test_the_ceiling_and_fused_exact_attention_are_measured_beside_every_block(of, undrawn, tmp_path):
     results = bench([values], of=of, out=tmp_path, **SMALL)
     assert {record.case.label for record in results.records} == {CEILING, "exact", "values"}
@@ -55,6 +55,7 @@ def test_the_ceiling_and_fused_exact_attention_are_measured_beside_every_block(o
     assert again.records == results.records
 
 
+@pytest.mark.slow
 def test_attention_and_block_are_measured_in_one_run_length_by_length():
     records = bench([values], of="block,attention", **{**SMALL, "error": True}).records
     labels = {(record.case.of, record.case.label) for record in records}

@@ -32,13 +32,13 @@ CHEAP = (
     "the_size_matters",
     "what_is_not_promised_is_refused",
 )
-TURNS, TURN = 15, 14
+TURNS, TURN = 20, 14
 BACKENDS, NAMES = ea.list_backends(), check_names()
 
 
 def marks(backend: int, check: str) -> list[pytest.MarkDecorator]:
     # All pairs take minutes, and backends share algorithms as checks share bodies: by a fixed rotation the
-    # quick run has each check with one or two backends and each backend with a fifteenth of the checks.
+    # quick run has each check with one backend and each backend with a twentieth of the checks.
     quick = check in CHEAP or (backend + NAMES.index(check)) % TURNS == TURN
     return [pytest.mark.compile] * (check in WITHOUT_SHAPE_CHECKS) + [pytest.mark.slow] * (not quick)
 

@@ -92,7 +92,8 @@ def test_the_data_are_small_and_the_provenance_names_hash_licence_and_every_text
     assert all(text.isascii() and len(text.split()) >= 512 for text in texts.values())
 
 
-@pytest.mark.parametrize("layer", [18, pytest.param(19, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [18, 19])
 def test_the_provenance_holds_the_errors_of_windows_on_2048_tokens(layer):
     (row,) = re.findall(rf"^\| 2048 \| {layer} \|(.+)\|$", PROVENANCE, re.MULTILINE)
     q, k, v = (tensor[..., :2048, :] for tensor in sample(layer, DECODER))
