@@ -107,7 +107,8 @@ seeds. Isotropy allows 4.5 standard errors of 150 draws; the limit of many featu
 error with 64 features, scaled by 1/√size.
 
 Found on {date} with Python {python} and torch {torch}, on the CPU, by `python docs/others_page.py`;
-`docs/others.py` lists the packages to install."""
+`docs/others.py` lists the packages to install. Checks of one question were merged afterwards: each merged
+check has the worst outcome of its parts."""
 
 
 def _counts(outcome: str, packages: dict[str, Any]) -> list[str]:

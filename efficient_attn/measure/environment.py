@@ -105,7 +105,7 @@ class Moment(NamedTuple):
 
 
 def moment() -> Moment | None:
-    """Current counters; None if the system has none."""
+    """Current counters, None on a system without them."""
     try:
         words = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
         ticks_per_s = os.sysconf("SC_CLK_TCK")

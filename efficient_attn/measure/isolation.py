@@ -51,7 +51,7 @@ _RESERVED_BYTES = 1 << 30
 
 
 class CrashError(Exception):
-    """The process ended before it answered; the message describes how."""
+    """The process ended before it answered."""
 
     status = "crash"
 
@@ -181,7 +181,7 @@ def serve(calls: int, results: int, limit_bytes: int | None) -> None:
 
 
 def _receive(requests: Connection, received: "SimpleQueue[bytes]") -> None:
-    """Queue calls; runs in a thread of its own, which notices the end of the parent at any time."""
+    """Queue calls in a thread that notices the end of the parent at any time."""
     with suppress(EOFError, OSError):
         while True:
             received.put(requests.recv_bytes())

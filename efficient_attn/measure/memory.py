@@ -38,7 +38,7 @@ def peak(call: Call, *, device: str) -> Peak:
 
 @functools.cache
 def allocations_are_seen() -> bool:
-    """Whether a known allocation is measured to the byte; tested once per process."""
+    """Whether a known allocation is measured to the byte."""
     import torch
 
     try:

@@ -81,7 +81,7 @@ KINDS: dict[str, str] = {}
 
 
 def register(*quantities: Quantity, kinds: Mapping[str, str] | None = None) -> None:
-    """Declare quantities, and kinds of records with their meaning; several studies may declare the same."""
+    """Declare quantities, and kinds of records with their meaning."""
     for quantity in quantities:
         (QUANTITIES if quantity.compared else CONDITIONS)[quantity.name] = quantity
         FIELDS.update({field.name: field for field in quantity.fields})

@@ -229,7 +229,7 @@ def _text(text: str) -> str:
 
 
 def _look(line: Series, number: int) -> dict[str, Any]:
-    """Mode, stroke and markers of plotly; symbols count the lines."""
+    """Mode, stroke and markers of plotly, a symbol for each line."""
     style = line.style
     colour, stroke, marked = style.get("color", INK), style.get("linestyle", "-"), bool(style.get("marker"))
     drawn = not marked or (stroke != "none" and len(line.x) != 1)

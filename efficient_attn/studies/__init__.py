@@ -35,7 +35,7 @@ def find(name: str) -> Study:
 
 
 def records_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a line of records.jsonl; readers ignore fields that it does not list."""
+    """JSON Schema (draft 2020-12) of a line of records.jsonl."""
     import msgspec
 
     from efficient_attn.measure.quantities import FIELDS, KINDS

@@ -83,7 +83,7 @@ class _TooShortError(Exception):
 
 
 class Engine:
-    """One run of a study within a budget from `start_s`; `notes` tell why it ended early."""
+    """One run of a study within a budget from `start_s`."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ class Results:
 
     @property
     def command(self) -> str:
-        """Command line of the run; empty if unknown."""
+        """Command line of the run, empty if unknown."""
         words = self.environment.get("command")
         return " ".join(map(str, words)) if isinstance(words, list) else ""
 

@@ -56,7 +56,7 @@ def flat_row(record: Record) -> dict[str, Any]:
 
 
 def samples(record: Record) -> list[dict[str, Any]]:
-    """One row per raw sample, with its number; without samples a single empty one."""
+    """Numbered rows of the raw samples, or one empty row."""
     lists = {name: x for name, x in record.row().items() if isinstance(x, (list, tuple)) and x}
     count = max(map(len, lists.values()), default=0)
     rows = [{name: x[n] for name, x in lists.items() if n < len(x)} for n in range(count)]

@@ -169,7 +169,7 @@ def plan(
 
 
 def _targets(settings: Mapping[str, Any], defaults: Mapping[str, float]) -> dict[str, float]:
-    """The targets that apply, by their names; the others are refused, whatever their value."""
+    """The targets that apply, by their names."""
     refuse(settings, [name for name in _TARGETS if name not in defaults], f"here; use {', '.join(defaults)}")
     values = {name: settings[name] for name in defaults if settings[name] is not None}
     for name, value in values.items():

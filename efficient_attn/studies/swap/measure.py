@@ -64,7 +64,7 @@ def case_of(subject: Subject, kind: str, variant: Variant, layer: int | None = N
 def choices(
     subject: Subject, variant: Variant, layer: int | None = None
 ) -> Mapping[int, tuple[Any, Mapping[str, Any]]]:
-    """Backend and options of each replaced layer; the target of a variant may be such a mapping."""
+    """Backend and options of each replaced layer."""
     if isinstance(variant.target, Mapping):
         return variant.target
     layers = subject.layers if layer is None else (layer,)

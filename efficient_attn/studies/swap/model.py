@@ -203,7 +203,7 @@ class TextSubject:
 def texts_of_lengths(
     opened: Opened, texts: Mapping[str, str], workload: Workload, lengths: Sequence[int]
 ) -> tuple[list[tuple[TextSubject, TextSubject]], list[str]]:
-    """Texts that choose and texts that verify, for each length; and notes on the other lengths."""
+    """Texts that choose, texts that verify, and notes on lengths without them."""
     pairs: list[tuple[TextSubject, TextSubject]] = []
     notes, most = [], positions(opened)
     for tokens in lengths:
