@@ -4,7 +4,13 @@ import sys
 
 from efficient_attn.errors import MissingPackageError, naming_missing
 
-from . import exits
+# Exit codes.
+DONE = 0
+REGRESSION = 1
+WRONG_REQUEST = 2
+SOME_NOT_MEASURED = 3
+NOTHING_MEASURED = 4
+INTERRUPTED = 130
 
 
 def start() -> None:
@@ -16,4 +22,4 @@ def start() -> None:
             main()
     except MissingPackageError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(exits.WRONG_REQUEST)
+        sys.exit(WRONG_REQUEST)

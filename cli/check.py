@@ -8,7 +8,7 @@ import typer
 from efficient_attn.measure.units import parse_names
 from efficient_attn.studies.options import RUNS_CODE
 
-from . import console, exits
+from . import DONE, REGRESSION, console
 from .options import JsonOption, SeedOption
 
 _TIMEOUT = "Time limit of one check; a check that takes longer is broken."
@@ -77,7 +77,7 @@ def check(
                 console.put(line)
             console.put("")
         console.put(f"{backend}: {counted}.")
-    return exits.REGRESSION if any(record.failed for record in records) else exits.DONE
+    return REGRESSION if any(record.failed for record in records) else DONE
 
 
 def _table(backend: str, records: list[Any]) -> Any:

@@ -15,7 +15,7 @@ import typer
 from efficient_attn.errors import OptionError
 from efficient_attn.studies.study import Parameter, Study
 
-from . import console, exits
+from . import DONE, INTERRUPTED, NOTHING_MEASURED, SOME_NOT_MEASURED, console
 from .options import OutOption
 
 
@@ -220,7 +220,7 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
     from efficient_attn.measure.variants import CEILING, OWN, PLAN, UNIFORM_ATTENTION, YARDSTICK
 
     if results.interrupted:
-        return exits.INTERRUPTED
+        return INTERRUPTED
     # Baselines are measured with every selection; a plan is a decision, also for no backend.
     baselines = {CEILING, UNIFORM_ATTENTION, OWN, PLAN}
     if named is not None and YARDSTICK not in named:
@@ -228,10 +228,10 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
     candidates = [record for record in results.records if record.case.backend not in baselines]
     measured = {record.case.label for record in candidates if record.status == "ok"}
     if not measured:
-        return exits.NOTHING_MEASURED
+        return NOTHING_MEASURED
     expected = () if named else ("unsupported", "skipped")
     for record in candidates:
         refused_in_part = record.status == "unsupported" and record.case.label in measured
         if record.status not in ("ok", *expected) and not refused_in_part:
-            return exits.SOME_NOT_MEASURED
-    return exits.DONE
+            return SOME_NOT_MEASURED
+    return DONE

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from . import console, exits
+from . import DONE, NOTHING_MEASURED, REGRESSION, console
 from .options import JsonOption
 
 
@@ -39,8 +39,8 @@ def diff(
             console.tell(sentence)
     if not comparison.comparison.changes:
         console.say("Nothing to compare: no case is in both runs.")
-        return exits.NOTHING_MEASURED
-    return exits.REGRESSION if comparison.regressions else exits.DONE
+        return NOTHING_MEASURED
+    return REGRESSION if comparison.regressions else DONE
 
 
 def _limits(text: str | None) -> dict[str, float] | None:

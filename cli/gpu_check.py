@@ -9,7 +9,7 @@ import typer
 
 from efficient_attn.errors import OptionError
 
-from . import console, exits
+from . import DONE, REGRESSION, SOME_NOT_MEASURED, console
 from .options import OutOption
 
 
@@ -56,5 +56,5 @@ def gpu_check_command(
     for sentence in outcome.sentences():
         console.tell(sentence)
     if "failed" in outcome.outcomes:
-        return exits.REGRESSION
-    return exits.SOME_NOT_MEASURED if "refused" in outcome.outcomes else exits.DONE
+        return REGRESSION
+    return SOME_NOT_MEASURED if "refused" in outcome.outcomes else DONE

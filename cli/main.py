@@ -20,7 +20,7 @@ from typer.core import TyperGroup
 from efficient_attn.errors import AttentionError
 from efficient_attn.studies import studies
 
-from . import console, exits
+from . import DONE, INTERRUPTED, WRONG_REQUEST, console
 from .command import command_of
 
 # Errors of the command line itself; Typer exports only a subclass.
@@ -122,13 +122,13 @@ def polite() -> Iterator[list[int]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code of its outcome."""
-    code = exits.DONE
+    code = DONE
     with polite() as codes:
         try:
-            code = int(app(args=arguments, standalone_mode=False) or exits.DONE)
+            code = int(app(args=arguments, standalone_mode=False) or DONE)
         except (AttentionError, _UsageError) as error:
             console.refuse(str(error) if isinstance(error, AttentionError) else error.format_message())
-            code = exits.WRONG_REQUEST
+            code = WRONG_REQUEST
         except (KeyboardInterrupt, typer.Abort):
-            code = exits.INTERRUPTED
+            code = INTERRUPTED
         sys.exit(next(iter(codes), code))

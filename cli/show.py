@@ -8,7 +8,7 @@ import typer
 
 from efficient_attn.measure.units import parse_names
 
-from . import console, exits
+from . import DONE, SOME_NOT_MEASURED, console
 from .options import BackendOption, OutOption, SeedOption, SetOption
 
 
@@ -50,4 +50,4 @@ def show_command(
     console.print_tables([shown.table()])
     for path in save(shown.plot(), folder, "show"):
         console.put(path)
-    raise typer.Exit(exits.SOME_NOT_MEASURED if shown.notes and backend else exits.DONE)
+    raise typer.Exit(SOME_NOT_MEASURED if shown.notes and backend else DONE)

@@ -6,13 +6,13 @@ from planned import points_of
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import OWN
-from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies import find
 from efficient_attn.studies.bench.comparison import comparisons
 from efficient_attn.studies.bench.tables import tables
 from efficient_attn.studies.bench.view import sentences
 from efficient_attn.studies.results import Results, read
+from efficient_attn.studies.study import CANDIDATES
 from efficient_attn.studies.swap.view import sentences as swap_sentences
 
 pytestmark = pytest.mark.usefixtures("hasty")

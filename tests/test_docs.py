@@ -193,7 +193,7 @@ def test_checks_quantities_and_exit_codes_on_pages_exist() -> None:
     studies()
     limited = set(re.findall(r"\b([a-z_]+):\d+%", (ROOT / "docs/measuring.md").read_text(encoding="utf-8")))
     assert limited and limited <= set(names())
-    exits = pytest.importorskip("efficient_attn_cli.exits", reason="needs an installation")
+    exits = pytest.importorskip("efficient_attn_cli", reason="needs an installation")
     section = (ROOT / "docs/reference.md").read_text(encoding="utf-8").split("## Exit codes")[1]
     stated = set(re.findall(r"\d+", " ".join(re.findall(r"^\| ([\d, ]+) \|", section, re.MULTILINE))))
     assert {str(code) for name, code in vars(exits).items() if name.isupper()} <= stated

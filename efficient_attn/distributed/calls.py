@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn import sharding
-from efficient_attn.backend import Backend, no_keys_output
-from efficient_attn.checks import check_inputs
+from efficient_attn.backend import Backend, check_inputs, no_keys_output
 from efficient_attn.distributed.exchange import gathered
 from efficient_attn.distributed.keys import attend_clusters, attend_keys, prefill_keys
 from efficient_attn.distributed.layout import Layout

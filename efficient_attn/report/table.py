@@ -129,13 +129,6 @@ def to_html(table: Table) -> str:
     return f"<table><caption>{caption}</caption><tr>{head}</tr>{body}</table>{notes}"
 
 
-def constants(table: Table) -> dict[int, str]:
-    """{column: value} of the columns that are alike in all of several rows."""
-    columns = [*zip(*table.rows, strict=True)] if len(table.rows) > 1 else []
-    values = [{brief(cell) or NOT_MEASURED for cell in cells} for cells in columns]
-    return {number: cells.pop() for number, cells in enumerate(values) if number and len(cells) == 1}
-
-
 def to_rich(table: Table, width: int) -> Any:
     """Table for a terminal, with columns that do not fit in blocks below, which repeat the rows' names."""
     from rich import box
@@ -145,8 +138,10 @@ def to_rich(table: Table, width: int) -> Any:
 
     width, columns = min(width, WIDEST), _columns(table)
     dropped = dropped_columns(table, width)
-    title = Text(plain(table.title), style="bold")
-    drawn: list[Any] = [title, *map(Text, dropped_words(table, dropped))]
+    drawn: list[Any] = [Text(plain(table.title), style="bold")]
+    if dropped:
+        drawn += map(Text, dropped_words(table, dropped))
+    styles = {**dict.fromkeys(table.best, "bold"), **dict.fromkeys(table.worse, "dim")}
     shown = [number for number in range(len(columns)) if number not in dropped]
     for block in _blocks(shown, columns, width):
         part = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
@@ -155,13 +150,9 @@ def to_rich(table: Table, width: int) -> Any:
             head = Text(column.head, justify="right" if column.right else "left")
             part.add_column(head, overflow="fold", width=column.width - _GAP)
         for line in range(len(table.rows)):
-            part.add_row(*(Text(columns[n].cells[line], _style(table, line, n)) for n in block))
+            part.add_row(*(Text(columns[n].cells[line], styles.get((line, n), "")) for n in block))
         drawn.append(part)
     return Group(*drawn)
-
-
-def _style(table: Table, line: int, column: int) -> str:
-    return "dim" if (line, column) in table.worse else "bold" if (line, column) in table.best else ""
 
 
 class _Column(NamedTuple):
@@ -196,18 +187,24 @@ def _columns(table: Table) -> list[_Column]:
     return columns
 
 
-def dropped_columns(table: Table, width: int) -> list[int]:
-    """Columns that are alike in all rows: always if not measured, else if the table is too wide."""
+def dropped_columns(table: Table, width: int) -> dict[int, str]:
+    """{column: value} of columns alike in all rows: always if not measured, else if the table is too wide."""
+    if len(table.rows) < 2:
+        return {}
     wide = sum(column.width for column in _columns(table)) > width + 1
-    dropped = [number for number, value in constants(table).items() if value == NOT_MEASURED or wide]
-    return dropped if len(dropped) + 1 < len(table.columns) else []
+    dropped = {}
+    for number, cells in enumerate(zip(*table.rows, strict=True)):
+        values = {brief(cell) or NOT_MEASURED for cell in cells}
+        if number and len(values) == 1 and (wide or values == {NOT_MEASURED}):
+            dropped[number] = values.pop()
+    return dropped if len(dropped) + 1 < len(table.columns) else {}
 
 
-def dropped_words(table: Table, dropped: Sequence[int]) -> list[str]:
+def dropped_words(table: Table, dropped: Mapping[int, str]) -> list[str]:
     """Lines above a table that name the columns which it leaves out."""
-    alike, names = constants(table), {number: plain(table.columns[number]) for number in dropped}
-    unmeasured = [name.partition(", ")[0] for number, name in names.items() if alike[number] == NOT_MEASURED]
-    same = [f"{name} {alike[number]}" for number, name in names.items() if alike[number] != NOT_MEASURED]
+    names = {plain(table.columns[number]): value for number, value in dropped.items()}
+    unmeasured = [name.partition(", ")[0] for name, value in names.items() if value == NOT_MEASURED]
+    same = [f"{name} {value}" for name, value in names.items() if value != NOT_MEASURED]
     lines = (("Not measured", unmeasured), ("In all rows", same))
     return [f"{words}: {'; '.join(parts)}." for words, parts in lines if parts]
 

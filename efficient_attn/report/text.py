@@ -159,13 +159,12 @@ def failure_notes(records: Iterable[Record]) -> tuple[str, ...]:
     failed = [record for record in records if record.status != "ok"]
     unaffordable = [r for r in failed if r.status == "skipped" and "--budget" in (r.reason or "")]
     notes = dict.fromkeys(f"{r.case.label}: {r.status}: {r.reason}" for r in failed if r not in unaffordable)
-    return (*notes, *skipped_notes(len(unaffordable)))
+    return (*notes, skipped_note(len(unaffordable))) if unaffordable else tuple(notes)
 
 
-def skipped_notes(count: int) -> list[str]:
-    """Remark on so many points beyond the budget, if there are any."""
-    text = f"{count} point{'s' * (count > 1)} skipped (budget). Continue: --resume with a larger --budget."
-    return [text] if count else []
+def skipped_note(count: int) -> str:
+    """Remark on so many points beyond the budget."""
+    return f"{count} point{'s' * (count > 1)} skipped (budget). Continue: --resume with a larger --budget."
 
 
 def calibration_note(records: Iterable[Record]) -> tuple[str, ...]:

@@ -12,8 +12,7 @@ import numpy as np
 
 from efficient_attn.measure.quantities import KINDS, QUANTITIES, Quantity
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.stats.estimates import Namer, call_time, namer, on_device, time_ratio
-from efficient_attn.stats.significance import half_width
+from efficient_attn.stats.estimates import Namer, call_time, half_width, namer, on_device, time_ratio
 
 REGRESSION, IMPROVEMENT, UNCHANGED = "regression", "improvement", "unchanged"
 CHANGED, UNCLEAR = "changed", "no evidence of change"

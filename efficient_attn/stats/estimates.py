@@ -13,16 +13,29 @@ A shift of 3 %, one standard deviation, is added to the rounds: the log half-wid
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise
 from statistics import NormalDist, median
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import CEILING, YARDSTICK
-from efficient_attn.stats.significance import OUTSIDE, WIDEST, Floats, half_width
+
+Floats = NDArray[np.float64]
+
+# Tail probability on either side of a 95 % interval.
+OUTSIDE = 0.025
+
+# Widest interval of a logarithm; beyond, the ratio leaves the range of floats.
+WIDEST = 100.0
+
+# Degrees of freedom above which Student's t is treated as normal.
+_NORMAL = 1e3
+
+_NODES = np.polynomial.legendre.leggauss(128)
 
 # Three rounds would need six standard deviations on either side, four need four.
 FEWEST_ROUNDS = 4
@@ -289,3 +302,44 @@ def _place(curve: Curve) -> tuple[bool, bool, list[tuple[int, str]]]:
     pieces = re.findall(r"\d+|\D+", curve.label)
     name = [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
     return curve.backend != YARDSTICK, curve.backend != CEILING, name
+
+
+def half_width(samples: Floats, correlation: float = 0.0) -> float:
+    """Half-width of the 95 % interval of a mean of at least two samples.
+
+    Neighbouring samples may be correlated, as in a first-order autoregression: the mean then varies more than
+    for independent samples, and the sample variance is smaller.
+    """
+    count = len(samples)
+    lags = np.arange(1, count)
+    variance = 1 + 2 * float(((1 - lags / count) * correlation**lags).sum())
+    inflation = math.sqrt(variance * (count - 1) / (count - variance))
+    error = float(samples.std(ddof=1)) * inflation / math.sqrt(count)
+    return quantile(OUTSIDE, count - 1) * error
+
+
+def upper_tail(value: float, freedom: float) -> float:
+    """Probability that Student's t exceeds `value`."""
+    if value < 0:
+        return 1 - upper_tail(-value, freedom)
+    if freedom > _NORMAL:
+        return math.erfc(value / math.sqrt(2)) / 2
+    # With t = √f tan θ the density is proportional to cos^(f−1) θ, on a bounded interval.
+    log_norm = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(math.pi) / 2
+    start = math.atan(value / math.sqrt(freedom))
+    nodes, weights = _NODES
+    angles = start + (math.pi / 2 - start) * (nodes + 1) / 2
+    heights = np.exp(log_norm + (freedom - 1) * np.log(np.cos(angles)))
+    return float(heights @ weights) * (math.pi / 2 - start) / 2
+
+
+@cache
+def quantile(tail: float, freedom: float) -> float:
+    """The value that Student's t exceeds with probability `tail`, by bisection."""
+    low, high = 0.0, 1.0
+    while upper_tail(high, freedom) > tail:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if upper_tail(middle, freedom) > tail else (low, middle)
+    return high

@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from efficient_attn.measure.record import Case, Record, replace
-from efficient_attn.stats.estimates import Typical, call_time, grouped
-from efficient_attn.stats.significance import OUTSIDE, WIDEST, Floats, quantile
+from efficient_attn.stats.estimates import OUTSIDE, WIDEST, Floats, Typical, call_time, grouped, quantile
 
 # Calls from which rates and their scatter are fitted.
 FEWEST_CALLS = 3

@@ -12,7 +12,7 @@ from efficient_attn.errors import UnsupportedError
 from efficient_attn.measure.error import Sample, sample_rows
 from efficient_attn.options import whole_number
 from efficient_attn.problem import positive_count
-from efficient_attn.stats.significance import OUTSIDE, WIDEST, quantile
+from efficient_attn.stats.estimates import OUTSIDE, WIDEST, quantile
 
 # Degrees of freedom of an interval with few rows of each head, unless Satterthwaite's are fewer.
 _FREEDOM = 5

@@ -14,8 +14,9 @@ from typing import Any
 from efficient_attn.measure.quantities import Quantity, register
 from efficient_attn.measure.record import Case, Record
 
-# Keys of a run's environment: name of the study, and digest of the code of every backend from a file.
-STUDY, CODE = "study", "code"
+# Keys of a run's environment: name of the study, digest of the code of every backend from a file, labels of
+# the candidates of a comparison.
+STUDY, CODE, CANDIDATES = "study", "code", "candidates"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,16 +4,18 @@ All are functions of (records, environment): `tables`, `sentences`, `plots` as {
 further `files` as {name: text}.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from efficient_attn.measure.quantities import FIELDS, QUANTITIES
-from efficient_attn.measure.record import Record
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.operation_counts import softmax_matmuls, visible_pairs
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import failure_notes, show_ratio, show_spread, three_digits
 from efficient_attn.stats.estimates import call_time, on_device, time_ratio
+from efficient_attn.studies.study import CANDIDATES
 
 Environment = Mapping[str, Any]
 Plots = dict[str, Plot]
@@ -36,6 +38,29 @@ def cost_cells(
     if peak_bytes is not None:
         peak = three_digits(peak_bytes / 2**20)
     return time, speed, peak
+
+
+def missing(environment: Mapping[str, Any] | None, measured: Collection[str]) -> str:
+    """` Not measured (2 of 5 candidates): window, linformer.`; empty if nothing is missing."""
+    listed = (environment or {}).get(CANDIDATES)
+    labels = (
+        dict.fromkeys(label for label in listed if isinstance(label, str)) if isinstance(listed, list) else {}
+    )
+    left = [label for label in labels if label not in measured]
+    return f" Not measured ({len(left)} of {len(labels)} candidates): {', '.join(left)}." if left else ""
+
+
+def operations_share(record: Record) -> float | None:
+    """Operations over the operations of exact attention, if counted."""
+    return None if not record.flops else record.flops / exact_operations(record.case)
+
+
+def exact_operations(case: Case) -> int:
+    """Operations of exact attention, forward, at the sizes of the case."""
+    last = case.tokens - 1
+    pairs = visible_pairs(case.tokens, back=last, ahead=0 if case.causal else last)
+    adds = sum(matmul.multiply_adds for matmul in softmax_matmuls(pairs, case.head_dim, case.head_dim))
+    return max(2 * case.batch * case.num_heads * adds, 1)
 
 
 def flat_row(record: Record) -> dict[str, Any]:

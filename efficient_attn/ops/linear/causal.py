@@ -49,7 +49,9 @@ def causal_rows(inputs: LinearInputs, past: LinearState | None) -> Outputs:
     """Output of every query, without autograd; queries are the last positions, `past` precedes all keys."""
     if inputs.q.is_cuda and cuda.serves(inputs):
         return cuda.causal_rows(inputs, past)[0]
-    outputs, past = new_outputs(inputs.q, inputs.v), _before_queries(inputs, past)
+    outputs = new_outputs(inputs.q, inputs.v)
+    if inputs.k.shape[-2] > inputs.q.shape[-2]:
+        past = _before_queries(inputs, past)
     if inputs.map.exponential and tuned_for_cpu(inputs.q):
         causal_exponential(inputs, past, outputs)
         return outputs
@@ -67,7 +69,8 @@ def causal_row_gradients(
     """Gradients with respect to q, k, v and, if `to_past`, the state `past` of `causal_rows`."""
     if inputs.q.is_cuda and cuda.serves(inputs):
         return cuda.causal_gradients(inputs, past, grad_out, outputs, to_past=to_past)
-    past = _before_queries(inputs, past)
+    if inputs.k.shape[-2] > inputs.q.shape[-2]:
+        past = _before_queries(inputs, past)
     if inputs.map.exponential and tuned_for_cpu(inputs.q):
         return causal_exponential_gradients(inputs, past, grad_out, *outputs[:2], to_past=to_past)
     before = _past(inputs, 0) if past is None else past
@@ -107,12 +110,9 @@ def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearSta
     return torch.cat(rows, dim=-2).to(inputs.q.dtype), LinearState(*(x.clone() for x in state))
 
 
-def _before_queries(inputs: LinearInputs, past: LinearState | None) -> LinearState | None:
-    """The state of `past` and of the keys before the first query; None: there are none."""
-    before = inputs.k.shape[-2] - inputs.q.shape[-2]
-    if before == 0:
-        return past
-    state = _past(inputs, before)
+def _before_queries(inputs: LinearInputs, past: LinearState | None) -> LinearState:
+    """The state of `past` and of the keys before the first query."""
+    state = _past(inputs, inputs.k.shape[-2] - inputs.q.shape[-2])
     return state if past is None else merge(past, state)
 
 

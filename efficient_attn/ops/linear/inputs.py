@@ -87,7 +87,8 @@ class LinearInputs(NamedTuple):
 
     def real_rows(self, x: Tensor, part: slice) -> Tensor:
         """Keys or values of a chunk, zero where masked, [batch kv_heads part dim]."""
-        return zero_masked(upcast(x[..., part, :]), self.mask(part))
+        rows = upcast(x[..., part, :])
+        return rows if self.key_mask is None else zero_masked(rows, self.mask(part))
 
     def flat_keys_and_values(self, part: slice) -> tuple[Tensor, Tensor]:
         """Keys and values of a chunk, zero where masked, [batch·kv_heads part dim]."""

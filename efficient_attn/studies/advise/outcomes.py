@@ -9,7 +9,7 @@ from efficient_attn.errors import DataError
 from efficient_attn.limits import read_object
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
-from efficient_attn.report.text import compared, rounded, skipped_notes
+from efficient_attn.report.text import compared, rounded, skipped_note
 from efficient_attn.stats.estimates import Typical, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.advise.plan import BOUND, LIMIT, RETRIEVAL
@@ -169,7 +169,7 @@ def model_sentences(records: Sequence[Record], environment: Environment) -> list
         text, settled = "Undecided", f" {remedy(environment)}"
     verdicts = "".join(f" At {outcome.tokens} tokens {outcome.verdict}." for outcome in outcomes)
     target = quantity_words(targets.quantity, targets.limit)
-    text = f"{text} ({target}).{verdicts}{settled}{skipped_note(records)}"
+    text = f"{text} ({target}).{verdicts}{settled}{skipped_points(records)}"
     if not faster or attached_plan(faster[-1]) is None:
         return [text]
     origin = environment.get(MODEL)
@@ -215,8 +215,8 @@ def is_time(record: Record) -> bool:
     return record.case.kind == "time" and record.status == "ok" and bool(record.times_s)
 
 
-def skipped_note(records: Sequence[Record]) -> str:
+def skipped_points(records: Sequence[Record]) -> str:
     """A remark on points that did not fit; empty if all did."""
     # Of a resumed run the skipped plan may be another plan than the measured one.
     count = sum(record.status == "skipped" for record in records if record.case.backend != PLAN)
-    return "".join(f" {note}" for note in skipped_notes(count))
+    return f" {skipped_note(count)}" if count else ""

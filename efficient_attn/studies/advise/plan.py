@@ -13,10 +13,9 @@ from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import DENSE, MODEL, YARDSTICK, Variant, select
 from efficient_attn.options import positive_number
 from efficient_attn.problem import positive_count
-from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
 from efficient_attn.studies.bench import DEFAULT_MAX_ERROR, MAX_ERROR
-from efficient_attn.studies.study import Option, Plan
+from efficient_attn.studies.study import CANDIDATES, Option, Plan
 from efficient_attn.studies.swap.plan import DECIDES, KL, OF_A_FOLDER, TextFiles, promising, refuse
 from efficient_attn.studies.workload import Workload, measurer_for, settle
 

@@ -28,7 +28,6 @@ from efficient_attn.report.text import (
     show_error,
     show_ratio,
 )
-from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.estimates import Typical, grouped, time_ratio
 from efficient_attn.studies.advise.outcomes import (
     LAYERS,
@@ -36,14 +35,14 @@ from efficient_attn.studies.advise.outcomes import (
     is_time,
     model_sentences,
     outcomes_of,
-    skipped_note,
+    skipped_points,
 )
 from efficient_attn.studies.advise.plan import LIMIT, RANDOM_HEADS
 from efficient_attn.studies.bench.comparison import error_limit
 from efficient_attn.studies.bench.tables import crossover_cell
 from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
 from efficient_attn.studies.swap.view import tables as swap_tables
-from efficient_attn.studies.view import Environment, Plots
+from efficient_attn.studies.view import Environment, Plots, missing
 
 # Fields that tell the shipped models apart.
 SHAPE = ("num_heads", "head_dim", "causal")
@@ -203,7 +202,7 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
     text, limit = f"Attention alone ({setting(times[0].case)})", error_limit(environment)
     lengths = {tokens for row in rows for tokens in row.errors}
     if not lengths:
-        return [f"{text}: nothing measured.{skipped_note(records)}"]
+        return [f"{text}: nothing measured.{skipped_points(records)}"]
     # A backend that failed on a layer or at a length is not known to be near.
     layers = {tokens: max(len(row.errors.get(tokens, ())) for row in rows) for tokens in lengths}
     baselines = (YARDSTICK, DENSE, UNIFORM_ATTENTION)
@@ -221,7 +220,7 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
         text += f": no backend is within {100 * limit:g} % of exact on every layer{nearest}."
     refused = {record.case.label for record in records if record.status == "unsupported"}
     left = missing(environment, {row.label for row in rows} | refused)
-    return [text + left + skipped_note(records)]
+    return [text + left + skipped_points(records)]
 
 
 def _in_words(row: Row) -> str:

@@ -18,9 +18,8 @@ from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import YARDSTICK, Variant, ceiling, joint_name, select
 from efficient_attn.options import positive_number
 from efficient_attn.problem import positive_count
-from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.study import Option, Plan, Point, Steps, Study
+from efficient_attn.studies.study import CANDIDATES, Option, Plan, Point, Steps, Study
 from efficient_attn.studies.workload import SUBJECTS, Costs, Workload, measurer_for, settle
 
 # Key of a run's environment that holds the error limit.

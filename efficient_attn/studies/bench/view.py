@@ -10,7 +10,6 @@ from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, single_n
 from efficient_attn.report.figures import LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import brief, full
 from efficient_attn.report.text import compared, edges, setting, show_error, show_ratio
-from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.estimates import (
     DEVICE_TIME,
     RUN_SHIFT,
@@ -26,7 +25,7 @@ from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.bench.comparison import Comparison, by_setting, comparisons, error_limit
 from efficient_attn.studies.bench.tables import error_cell, heading_of, inputs_words, subjects_alone
 from efficient_attn.studies.bench.tables import tables as tables
-from efficient_attn.studies.view import Environment, Plots
+from efficient_attn.studies.view import Environment, Plots, missing
 
 # Space around the medians; wider intervals leave the picture, which would be flat lines otherwise.
 _MARGIN = 1.5

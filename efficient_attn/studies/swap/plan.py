@@ -11,9 +11,8 @@ from efficient_attn.measure.texts import Texts, named_texts, read_texts
 from efficient_attn.measure.units import parse_sizes
 from efficient_attn.measure.variants import MODEL, UNIFORM_ATTENTION, YARDSTICK, Variant, select
 from efficient_attn.problem import positive_count
-from efficient_attn.stats.candidates import CANDIDATES
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.study import Option, Plan, Steps
+from efficient_attn.studies.study import CANDIDATES, Option, Plan, Steps
 from efficient_attn.studies.workload import Workload, settle
 
 # Quantities of a swap, and their names in tables.

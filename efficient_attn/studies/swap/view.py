@@ -15,7 +15,6 @@ from efficient_attn.report.text import (
     show_error,
     three_digits,
 )
-from efficient_attn.stats.candidates import missing
 from efficient_attn.stats.estimates import grouped, time_ratio
 from efficient_attn.studies.swap.plan import (
     HIDDEN,
@@ -28,7 +27,7 @@ from efficient_attn.studies.swap.plan import (
     PERPLEXITY,
     RECALL,
 )
-from efficient_attn.studies.view import Environment, cost_cells
+from efficient_attn.studies.view import Environment, cost_cells, missing
 
 # Quantities that decide, in order of preference.
 _DECISIVE = (KL, MEAN_POOL, HIDDEN, OUTPUT)
