@@ -252,7 +252,8 @@ def _charts(time: Chart, rows: Sequence[Row], max_error: float) -> tuple[Chart, 
     series = [
         Series(
             row.label,
-            tuple(row.errors),
+            # A line without marks shows nothing of a single point, and one without lengths crosses the chart.
+            () if row.backend == UNIFORM_ATTENTION and len(row.errors) == 1 else tuple(row.errors),
             tuple(min(max(errors), HIGHEST) for errors in row.errors.values()),
             styles[row.label],
             hints=tuple(f"measured: {show_error(max(errors))}" for errors in row.errors.values()),
