@@ -223,6 +223,13 @@ class Backend(nn.Module):
         with without_autocast(q):
             self.core.calibrate(q, k, v, key_mask)
 
+    def calibrate_first(self, tensors: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Forward pre-hook: calibrate on the arguments of the call that follows."""
+        inputs = dict(zip("qkv", tensors, strict=False)) | named
+        # Without one of them, the call names the missing argument.
+        if {"q", "k", "v"} <= inputs.keys():
+            self.calibrate(inputs["q"], inputs["k"], inputs["v"], key_mask=inputs.get("key_mask"))
+
     def extra_repr(self) -> str:
         return f"{self.spec.name!r}, {self.problem}, {self.options}"
 

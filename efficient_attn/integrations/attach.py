@@ -61,13 +61,5 @@ def calibrate(model: nn.Module, *inputs: Any, **named: Any) -> None:
         return
     with ExitStack() as stack, torch.no_grad():
         for backend in backends:
-            stack.enter_context(backend.register_forward_pre_hook(_calibrate, with_kwargs=True))
+            stack.enter_context(backend.register_forward_pre_hook(Backend.calibrate_first, with_kwargs=True))
         model(*inputs, **named)
-
-
-def _calibrate(backend: nn.Module, tensors: tuple[Any, ...], named: dict[str, Any]) -> None:
-    assert isinstance(backend, Backend)
-    inputs = dict(zip("qkv", tensors, strict=False)) | named
-    if not {"q", "k", "v"} <= inputs.keys():
-        return  # The call that follows names the missing argument.
-    backend.calibrate(inputs["q"], inputs["k"], inputs["v"], key_mask=inputs.get("key_mask"))

@@ -15,13 +15,7 @@ from efficient_attn.report.table import Table, plain, to_html
 from efficient_attn.report.text import flat
 from efficient_attn.stats.noise_warnings import DURING, doubts
 from efficient_attn.studies import studies
-from efficient_attn.studies.run_folder import (
-    ENVIRONMENT,
-    RECORDS,
-    open_folder,
-    read_json,
-    run_folder,
-)
+from efficient_attn.studies.run_folder import ENVIRONMENT, RECORDS, open_folder, read_json, run_folder
 from efficient_attn.studies.study import STUDY, Study
 from efficient_attn.studies.view import flat_row, samples, view_of
 

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from efficient_attn.measure.quantities import FIELDS, QUANTITIES
-from efficient_attn.measure.record import Case, Record
-from efficient_attn.operation_counts import softmax_matmuls, visible_pairs
+from efficient_attn.measure.record import Record
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import failure_notes, show_ratio, show_spread, three_digits
@@ -48,19 +47,6 @@ def missing(environment: Mapping[str, Any] | None, measured: Collection[str]) ->
     )
     left = [label for label in labels if label not in measured]
     return f" Not measured ({len(left)} of {len(labels)} candidates): {', '.join(left)}." if left else ""
-
-
-def operations_share(record: Record) -> float | None:
-    """Operations over the operations of exact attention, if counted."""
-    return None if not record.flops else record.flops / exact_operations(record.case)
-
-
-def exact_operations(case: Case) -> int:
-    """Operations of exact attention, forward, at the sizes of the case."""
-    last = case.tokens - 1
-    pairs = visible_pairs(case.tokens, back=last, ahead=0 if case.causal else last)
-    adds = sum(matmul.multiply_adds for matmul in softmax_matmuls(pairs, case.head_dim, case.head_dim))
-    return max(2 * case.batch * case.num_heads * adds, 1)
 
 
 def flat_row(record: Record) -> dict[str, Any]:

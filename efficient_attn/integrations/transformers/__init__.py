@@ -13,20 +13,8 @@ except ImportError:
         "This needs transformers, version 5.14 or later: pip install 'transformers>=5.14' tokenizers."
     ) from None
 
-from efficient_attn.integrations.transformers.attachment import (
-    attach,
-    distillation_loss,
-    load,
-    swapped,
-)
+from efficient_attn.integrations.transformers.attachment import attach, distillation_loss, load, swapped
 from efficient_attn.integrations.transformers.caches import StateCache
 from efficient_attn.integrations.transformers.sites import ignored
 
-__all__ = [
-    "StateCache",
-    "attach",
-    "distillation_loss",
-    "ignored",
-    "load",
-    "swapped",
-]
+__all__ = ["StateCache", "attach", "distillation_loss", "ignored", "load", "swapped"]

@@ -8,15 +8,7 @@ from typing import NamedTuple
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import DENSE, MODEL, PLAN, UNIFORM_ATTENTION, YARDSTICK
-from efficient_attn.report.figures import (
-    LIMIT_STYLE,
-    UNIFORM_STYLE,
-    Axis,
-    Chart,
-    Plot,
-    Series,
-    line_styles,
-)
+from efficient_attn.report.figures import LIMIT_STYLE, UNIFORM_STYLE, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import NOT_MEASURED, PREDICTED, Table, brief
 from efficient_attn.report.text import (
     calibration_note,
