@@ -202,9 +202,9 @@ def dropped_columns(table: Table, width: int) -> dict[int, str]:
 
 def dropped_words(table: Table, dropped: Mapping[int, str]) -> list[str]:
     """Lines above a table that name the columns which it leaves out."""
-    names = {plain(table.columns[number]): value for number, value in dropped.items()}
-    unmeasured = [name.partition(", ")[0] for name, value in names.items() if value == NOT_MEASURED]
-    same = [f"{name} {value}" for name, value in names.items() if value != NOT_MEASURED]
+    pairs = [(plain(table.columns[number]), value) for number, value in dropped.items()]
+    unmeasured = [name.partition(", ")[0] for name, value in pairs if value == NOT_MEASURED]
+    same = [f"{name} {value}" for name, value in pairs if value != NOT_MEASURED]
     lines = (("Not measured", unmeasured), ("In all rows", same))
     return [f"{words}: {'; '.join(parts)}." for words, parts in lines if parts]
 
