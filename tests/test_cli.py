@@ -16,7 +16,7 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 import efficient_attn as ea
 from efficient_attn.measure.record import replace
 from efficient_attn.studies.results import Results
-from efficient_attn_cli import exits
+from efficient_attn_cli import DONE, INTERRUPTED, NOTHING_MEASURED, SOME_NOT_MEASURED
 from efficient_attn_cli.command import exit_code
 from efficient_attn_cli.main import COMMANDS, GROUPS, app, main
 
@@ -111,21 +111,21 @@ BOTH = ["window", "linformer"]
 @pytest.mark.parametrize(
     ("outcome", "named", "code"),
     [
-        (results(), None, exits.DONE),
-        (results(REFUSED), None, exits.DONE),
-        (results(BROKEN), None, exits.SOME_NOT_MEASURED),
-        (results(BROKEN, interrupted=True), None, exits.INTERRUPTED),
-        (results(REFUSED), BOTH, exits.SOME_NOT_MEASURED),
+        (results(), None, DONE),
+        (results(REFUSED), None, DONE),
+        (results(BROKEN), None, SOME_NOT_MEASURED),
+        (results(BROKEN, interrupted=True), None, INTERRUPTED),
+        (results(REFUSED), BOTH, SOME_NOT_MEASURED),
         # Exact attention was measured beside them, but nobody asked for it.
-        (results(REFUSED, BROKEN), BOTH, exits.NOTHING_MEASURED),
-        (results(REFUSED, BROKEN), ["exact", *BOTH], exits.SOME_NOT_MEASURED),
-        (results(REFUSED, REFUSED, SKIPPED), None, exits.NOTHING_MEASURED),
+        (results(REFUSED, BROKEN), BOTH, NOTHING_MEASURED),
+        (results(REFUSED, BROKEN), ["exact", *BOTH], SOME_NOT_MEASURED),
+        (results(REFUSED, REFUSED, SKIPPED), None, NOTHING_MEASURED),
         # Nor for a yardstick.
-        (results(BROKEN, labels=("attention := v", "window")), ["window"], exits.NOTHING_MEASURED),
-        (results(BROKEN, "ok", labels=("uniform attention", "window")), ["window"], exits.DONE),
+        (results(BROKEN, labels=("attention := v", "window")), ["window"], NOTHING_MEASURED),
+        (results(BROKEN, "ok", labels=("uniform attention", "window")), ["window"], DONE),
         # A backend that refuses some inputs and is measured on others is expected.
-        (elsewhere(REFUSED), ["linformer"], exits.DONE),
-        (elsewhere(SKIPPED), ["linformer"], exits.SOME_NOT_MEASURED),
+        (elsewhere(REFUSED), ["linformer"], DONE),
+        (elsewhere(SKIPPED), ["linformer"], SOME_NOT_MEASURED),
     ],
 )
 def test_the_exit_code_tells_what_was_asked_for_and_not_measured(outcome, named, code):
