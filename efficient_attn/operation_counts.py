@@ -4,10 +4,7 @@ The unit is one multiplication with its addition. Masked entries are not counted
 nor is recomputation in a backward pass: the counts describe the algorithm, not its execution.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from efficient_attn.measure.record import Case, Record
+from typing import NamedTuple
 
 
 class MatMul(NamedTuple):
@@ -56,16 +53,3 @@ def visible_pairs(tokens: int, *, back: int, ahead: int) -> int:
 def softmax_matmuls(pairs: int, head_dim: int, value_dim: int) -> tuple[MatMul, ...]:
     """Products for the scores and the weighted values of `pairs` pairs, with one exponential per pair."""
     return MatMul(pairs * head_dim, exponentials=pairs), MatMul(pairs * value_dim)
-
-
-def operations_share(record: "Record") -> float | None:
-    """Operations over the operations of exact attention, if counted."""
-    return None if not record.flops else record.flops / exact_operations(record.case)
-
-
-def exact_operations(case: "Case") -> int:
-    """Operations of exact attention, forward, at the sizes of the case."""
-    last = case.tokens - 1
-    pairs = visible_pairs(case.tokens, back=last, ahead=0 if case.causal else last)
-    adds = sum(matmul.multiply_adds for matmul in softmax_matmuls(pairs, case.head_dim, case.head_dim))
-    return max(2 * case.batch * case.num_heads * adds, 1)

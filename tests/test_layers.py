@@ -22,7 +22,7 @@ LAYERS = (
     {"shapes", "errors", "contained", "limits", "problem", "options"} | {"operation_counts", "sharding"},
     {"ops"},
     {"registry"},
-    {"backend", "checks", "distributed"} | {"external"},
+    {"backend", "distributed"} | {"external"},
     {"backends"},
     {"transformer"},
     {"conformance", "testing", "theory", "measure", "data"},

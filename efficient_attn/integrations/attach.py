@@ -2,13 +2,10 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import nn
 
-from efficient_attn.backend import Backend
 from efficient_attn.errors import OptionError
 
 
@@ -47,19 +44,3 @@ def attach(
     from efficient_attn.integrations.intercept import replace
 
     return replace(model, backend, example=example, **arguments)
-
-
-def calibrate(model: nn.Module, *inputs: Any, **named: Any) -> None:
-    """Calibrate every backend of a model on the q, k and v that reach it in model(*inputs, **named).
-
-    Each backend is calibrated before its first output, so later layers see the calibrated outputs of earlier
-    layers. Use representative inputs; nothing else in the model changes, and nothing is recalibrated later.
-    A model without such backends stays unchanged.
-    """
-    backends = [m for m in model.modules() if isinstance(m, Backend) and hasattr(m.core, "calibrate")]
-    if not backends:
-        return
-    with ExitStack() as stack, torch.no_grad():
-        for backend in backends:
-            stack.enter_context(backend.register_forward_pre_hook(Backend.calibrate_first, with_kwargs=True))
-        model(*inputs, **named)

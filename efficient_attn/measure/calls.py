@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from efficient_attn.backend import calibrate
 from efficient_attn.backends import build, resolve
 from efficient_attn.contained import contained, described, one_line
 from efficient_attn.errors import AttentionError, UnsupportedError
 from efficient_attn.external import AdaptedAttention
-from efficient_attn.integrations.attach import calibrate
 from efficient_attn.measure import memory
 from efficient_attn.measure.error import (
     backends_in,

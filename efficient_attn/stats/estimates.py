@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import CEILING, YARDSTICK
+from efficient_attn.operation_counts import softmax_matmuls, visible_pairs
 
 Floats = NDArray[np.float64]
 
@@ -343,3 +344,16 @@ def quantile(tail: float, freedom: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if upper_tail(middle, freedom) > tail else (low, middle)
     return high
+
+
+def operations_share(record: Record) -> float | None:
+    """Operations over the operations of exact attention, if counted."""
+    return None if not record.flops else record.flops / exact_operations(record.case)
+
+
+def exact_operations(case: Case) -> int:
+    """Operations of exact attention, forward, at the sizes of the case."""
+    last = case.tokens - 1
+    pairs = visible_pairs(case.tokens, back=last, ahead=0 if case.causal else last)
+    adds = sum(matmul.multiply_adds for matmul in softmax_matmuls(pairs, case.head_dim, case.head_dim))
+    return max(2 * case.batch * case.num_heads * adds, 1)

@@ -5,7 +5,7 @@ import inspect
 import itertools
 import math
 import typing
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -175,3 +175,13 @@ class Study:
                 if isinstance(option, Option):
                     flag = option.flag or f"--{name.replace('_', '-')}"
                     yield Parameter(name=name, flag=flag, type=kind, default=parameter.default, option=option)
+
+
+def missing(environment: Mapping[str, Any] | None, measured: Collection[str]) -> str:
+    """` Not measured (2 of 5 candidates): window, linformer.`; empty if nothing is missing."""
+    listed = (environment or {}).get(CANDIDATES)
+    labels = (
+        dict.fromkeys(label for label in listed if isinstance(label, str)) if isinstance(listed, list) else {}
+    )
+    left = [label for label in labels if label not in measured]
+    return f" Not measured ({len(left)} of {len(labels)} candidates): {', '.join(left)}." if left else ""

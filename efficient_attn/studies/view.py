@@ -4,7 +4,7 @@ All are functions of (records, environment): `tables`, `sentences`, `plots` as {
 further `files` as {name: text}.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,6 @@ from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import failure_notes, show_ratio, show_spread, three_digits
 from efficient_attn.stats.estimates import call_time, on_device, time_ratio
-from efficient_attn.studies.study import CANDIDATES
 
 Environment = Mapping[str, Any]
 Plots = dict[str, Plot]
@@ -37,16 +36,6 @@ def cost_cells(
     if peak_bytes is not None:
         peak = three_digits(peak_bytes / 2**20)
     return time, speed, peak
-
-
-def missing(environment: Mapping[str, Any] | None, measured: Collection[str]) -> str:
-    """` Not measured (2 of 5 candidates): window, linformer.`; empty if nothing is missing."""
-    listed = (environment or {}).get(CANDIDATES)
-    labels = (
-        dict.fromkeys(label for label in listed if isinstance(label, str)) if isinstance(listed, list) else {}
-    )
-    left = [label for label in labels if label not in measured]
-    return f" Not measured ({len(left)} of {len(labels)} candidates): {', '.join(left)}." if left else ""
 
 
 def flat_row(record: Record) -> dict[str, Any]:

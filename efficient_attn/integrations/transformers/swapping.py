@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_attn.backend import Backend
+from efficient_attn.backend import Backend, calibrate
 from efficient_attn.backends import spawn_seeds
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.attach import calibrate
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites
 from efficient_attn.ops.dtypes import upcast

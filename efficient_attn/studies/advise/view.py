@@ -33,8 +33,9 @@ from efficient_attn.studies.advise.plan import LIMIT, RANDOM_HEADS
 from efficient_attn.studies.bench.comparison import error_limit
 from efficient_attn.studies.bench.tables import crossover_cell
 from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
+from efficient_attn.studies.study import missing
 from efficient_attn.studies.swap.view import tables as swap_tables
-from efficient_attn.studies.view import Environment, Plots, missing
+from efficient_attn.studies.view import Environment, Plots
 
 # Fields that tell the shipped models apart.
 SHAPE = ("num_heads", "head_dim", "causal")

@@ -25,7 +25,8 @@ from efficient_attn.stats.noise_warnings import remedy
 from efficient_attn.studies.bench.comparison import Comparison, by_setting, comparisons, error_limit
 from efficient_attn.studies.bench.tables import error_cell, heading_of, inputs_words, subjects_alone
 from efficient_attn.studies.bench.tables import tables as tables
-from efficient_attn.studies.view import Environment, Plots, missing
+from efficient_attn.studies.study import missing
+from efficient_attn.studies.view import Environment, Plots
 
 # Space around the medians; wider intervals leave the picture, which would be flat lines otherwise.
 _MARGIN = 1.5

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
-from efficient_attn.operation_counts import operations_share
 from efficient_attn.report import text
 from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Series, in_rows, line_styles
 from efficient_attn.report.table import PREDICTED, Table
 from efficient_attn.report.text import show_error
-from efficient_attn.stats.estimates import FEWEST_FOR_95, grouped, middle
+from efficient_attn.stats.estimates import FEWEST_FOR_95, grouped, middle, operations_share
 from efficient_attn.studies.view import Environment, Plots
 
 RELATIVE, KERNEL = "output_relative_error", "kernel_mse"

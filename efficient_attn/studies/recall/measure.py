@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efficient_attn.backend import Backend
-from efficient_attn.integrations.attach import calibrate
+from efficient_attn.backend import Backend, calibrate
 from efficient_attn.measure import calls
 from efficient_attn.measure.calls import answer
 from efficient_attn.measure.error import outputs_checked

@@ -16,6 +16,7 @@ from efficient_attn.report.text import (
     three_digits,
 )
 from efficient_attn.stats.estimates import grouped, time_ratio
+from efficient_attn.studies.study import missing
 from efficient_attn.studies.swap.plan import (
     HIDDEN,
     KL,
@@ -27,7 +28,7 @@ from efficient_attn.studies.swap.plan import (
     PERPLEXITY,
     RECALL,
 )
-from efficient_attn.studies.view import Environment, cost_cells, missing
+from efficient_attn.studies.view import Environment, cost_cells
 
 # Quantities that decide, in order of preference.
 _DECISIVE = (KL, MEAN_POOL, HIDDEN, OUTPUT)
