@@ -19,7 +19,7 @@ from efficient_attn.measure.error import cosine_distance
 from efficient_attn.measure.inputs import read_activations
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
 from efficient_attn.studies import find
-from efficient_attn.studies.swap.called import output_vector
+from efficient_attn.studies.swap.called import called_model, output_vector
 
 pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")
 
@@ -52,6 +52,13 @@ def test_a_model_that_cannot_be_swapped_is_refused_in_one_line(words, message):
 def test_all_tensors_of_a_nested_output_are_compared_but_single_numbers():
     nested = {"loss": torch.ones(()), "a": (torch.ones(2), [torch.zeros(2, dtype=torch.float64)])}
     assert output_vector({**nested, "ids": torch.arange(4)}).tolist() == [1, 1, 0, 0]
+
+
+def test_a_run_has_the_same_noise_whatever_was_drawn_before():
+    pipeline = called_model("models.py:make_pipeline")
+    first = pipeline.output()
+    torch.rand(3)
+    assert torch.equal(pipeline.output(), first)
 
 
 def made(name, seed=0):
