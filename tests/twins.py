@@ -12,20 +12,12 @@ from efficient_attn.ops.linear.features import draw_directions
 from efficient_attn.problem import AttentionProblem
 
 
-class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, change):
-        ctx.change = change
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.change(gradient), None
-
-
 def with_gradient(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """x, whose gradient a function changes."""
-    return _Gradient.apply(x, change)
+    x = x.view_as(x)
+    if x.requires_grad:
+        x.register_hook(change)
+    return x
 
 
 class Softmax(nn.Module):
@@ -127,14 +119,12 @@ class Positive(Softmax):
 
 class Window(Softmax):
     def visible(self, q, k, key_mask):
-        return band(super().visible(q, k, key_mask), self.problem, self.options.window)
-
-
-def band(visible: Tensor, problem: AttentionProblem, window: int) -> Tensor:
-    """What is visible among the nearest keys."""
-    back, ahead = (window - 1, 0) if problem.causal else (window // 2, window // 2)
-    before = visible.shape[-1] - visible.shape[-2]
-    return visible & torch.ones_like(visible).triu(before - back).tril(before + ahead)
+        back = ahead = self.options.window // 2
+        if self.problem.causal:
+            back, ahead = self.options.window - 1, 0
+        before = k.shape[2] - q.shape[2]
+        near = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(before - back).tril(before + ahead)
+        return super().visible(q, k, key_mask) & near
 
 
 @dataclass(frozen=True, kw_only=True)

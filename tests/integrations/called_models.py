@@ -42,14 +42,10 @@ def make_pair():
     return Model(), {"x": 2 * torch.randn(1, 12, 16), "real": real}
 
 
-class Run(nn.Module):
-    """A pipeline as a module: its forward calls a function."""
-
-    def __init__(self, call, **parts):
+class Pipeline(nn.Module):
+    def __init__(self, call, model=None):
         super().__init__()
-        self.call = call
-        for name, part in parts.items():
-            self.add_module(name, part)
+        self.call, self.model = call, model
 
     def forward(self):
         return self.call()
@@ -64,7 +60,7 @@ def make_pipeline():
         biased = F.scaled_dot_product_attention(q, q, q, torch.rand(12, 12))
         return {"pair": (biased, [model.causal(inner, None)]), "ids": torch.arange(3)}
 
-    return Run(run, model=model), ()
+    return Pipeline(run, model), ()
 
 
 def attention(k_tokens=12):
@@ -72,32 +68,24 @@ def attention(k_tokens=12):
     return F.scaled_dot_product_attention(q, k, k)
 
 
-def make_call():
-    return attention
-
-
 def make_cross():
-    return Run(lambda: attention(5)), ()
+    return Pipeline(lambda: attention(5)), ()
 
 
 def make_infinite():
-    return Run(lambda: attention() / 0), ()
+    return Pipeline(lambda: attention() / 0), ()
 
 
 def make_text():
-    return Run(lambda: str(attention())), ()
+    return Pipeline(lambda: str(attention())), ()
 
 
 def make_counted():
-    return Run(lambda: attention() + next(counter)), ()
+    return Pipeline(lambda: attention() + next(counter)), ()
 
 
 def make_error():
     raise ValueError("no weights\nhere")
-
-
-def make_without_inputs():
-    return Model(), ()
 
 
 def make_without_attention():

@@ -1,4 +1,4 @@
-"""Advice for tiny models of transformers, whose times are given."""
+"""Swaps of the attention of tiny models, and advice for them, whose times are given."""
 
 from functools import cache
 
@@ -17,6 +17,7 @@ TIMES_S = {
     "linformer": 1.6,
     "plan": 0.5,
     "performer-positive": 0.4,
+    "performer-full": 0.4,
 }
 
 
@@ -48,3 +49,13 @@ def plans(results):
         for record in results.records
         if record.case.backend == "plan" and record.case.kind == "swap" and record.status == "ok"
     }
+
+
+def swap(model, backends, **changes):
+    """The attention of a model of transformers swapped, timed in one round."""
+    return ea.swap(model, backends, **{"texts": texts(), "seq_lens": TOKENS, "rounds": 1, **changes})
+
+
+def quality(results):
+    """{(label, layer): record} of what was compared."""
+    return {(r.case.label, r.case.layer): r for r in results.records if r.case.kind == "swap"}

@@ -1,6 +1,5 @@
 """Tiny random models of transformers, made on the spot, and inputs for them."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 # Three layers and a head, each rounding a few times; logits are below 100.
 ROUNDING = {"rtol": 1e-5, "atol": 1e-4}
 
+# Dropout is off in training too.
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 3,
@@ -23,77 +23,65 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
+    **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "dropout"), 0.0),
+    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
 }
-GROUPED = {**SIZES, "num_key_value_heads": 2}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GROUPED = {"num_key_value_heads": 2}
 
 
 def bert(**changes: Any) -> Any:
-    return tiny("BertForMaskedLM", {**SIZES, **NO_DROPOUT, **changes})
+    return tiny("BertForMaskedLM", **changes)
 
 
 def modernbert(**changes: Any) -> Any:
     """Layers 0 and 2 read everything, layer 1 four tokens on each side."""
     fields = {"local_attention": 8, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2}
-    return tiny("ModernBertForMaskedLM", {**SIZES, **fields, **changes})
+    return tiny("ModernBertForMaskedLM", **fields, **changes)
 
 
 def gpt2(**changes: Any) -> Any:
-    fields = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
-    special = {"bos_token_id": 1, "eos_token_id": None}
-    dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    return tiny("GPT2LMHeadModel", {**fields, **special, **dropout, **changes})
+    return tiny("GPT2LMHeadModel", **changes)
 
 
 def llama(**changes: Any) -> Any:
-    return tiny("LlamaForCausalLM", {**GROUPED, **changes})
+    return tiny("LlamaForCausalLM", **GROUPED, **changes)
 
 
 def mistral(**changes: Any) -> Any:
     """All layers read the last five tokens."""
-    return tiny("MistralForCausalLM", {**GROUPED, "sliding_window": WINDOW, **changes})
+    return tiny("MistralForCausalLM", **{**GROUPED, "sliding_window": WINDOW, **changes})
 
 
 def gemma3(**changes: Any) -> Any:
     """Layers 0 and 1 read the last five tokens, layer 2 everything before it; a scale of its own."""
     fields = {"sliding_window": WINDOW, "head_dim": 8, "query_pre_attn_scalar": 20}
     types = ["sliding_attention", "sliding_attention", "full_attention"]
-    return tiny("Gemma3ForCausalLM", {**GROUPED, **fields, "layer_types": types, **changes})
+    return tiny("Gemma3ForCausalLM", **GROUPED, **fields, layer_types=types, **changes)
 
 
-def bart(**changes: Any) -> Any:
+def bart() -> Any:
     """An encoder and a decoder that reads it: three kinds of attention, two layers each."""
-    fields = {"vocab_size": VOCABULARY, "d_model": 32, "max_position_embeddings": 64}
     sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 32}
-    fields |= {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "forced_eos_token_id": None}
-    special["decoder_start_token_id"] = 1
-    return tiny("BartForConditionalGeneration", {**fields, **special, **changes})
+    fields = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in sizes.items()}
+    special = {"forced_eos_token_id": None, "decoder_start_token_id": 1}
+    return tiny("BartForConditionalGeneration", num_hidden_layers=2, **fields, **special)
 
 
 def opt(**changes: Any) -> Any:
     """Scales its queries itself and asks the attention function for a factor of 1."""
-    fields = {"vocab_size": VOCABULARY, "ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0}
-    sizes = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
-    return tiny("OPTForCausalLM", {**fields, **sizes, "max_position_embeddings": 64, **changes})
+    return tiny("OPTForCausalLM", ffn_dim=48, word_embed_proj_dim=32, **changes)
 
 
-DECODERS = {make.__name__: make for make in (gpt2, llama, mistral, gemma3, opt)}
-MODELS = {make.__name__: make for make in (bert, modernbert)} | DECODERS
+MODELS = {make.__name__: make for make in (bert, modernbert, gpt2, llama, mistral, gemma3, opt)}
 
 
-def tiny(name: str, fields: dict[str, Any]) -> Any:
-    """The model of a class of transformers with these fields of its configuration."""
+def tiny(name: str, **fields: Any) -> Any:
+    """A random model of a class of transformers, with weights large enough for attention to matter."""
     import transformers
 
     kind = getattr(transformers, name)
-    return ready(kind, kind.config_class(**fields))
-
-
-def ready(kind: Any, config: Any) -> Any:
-    """A random model in eval mode, with weights large enough for attention to matter."""
     torch.manual_seed(0)
-    model = kind(config).eval()
+    model = kind(kind.config_class(**{**SIZES, **fields})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -119,16 +107,12 @@ def logits(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def saved(model: Any, folder: Path) -> Path:
     """The model in a folder, with a tokenizer that knows the words w0, w1, …"""
-    model.save_pretrained(folder)
-    tokenizer([f"w{number}" for number in range(VOCABULARY - len(SPECIAL))]).save_pretrained(folder)
-    return folder
-
-
-def tokenizer(words: Iterable[str]) -> Any:
-    """A tokenizer that knows the special tokens and these words."""
     from transformers import BertTokenizer
 
-    return BertTokenizer({word: number for number, word in enumerate([*SPECIAL, *words])})
+    words = [*SPECIAL, *(f"w{number}" for number in range(VOCABULARY - len(SPECIAL)))]
+    model.save_pretrained(folder)
+    BertTokenizer({word: number for number, word in enumerate(words)}).save_pretrained(folder)
+    return folder
 
 
 def texts(count: int = 3, words: int = 40) -> dict[str, str]:

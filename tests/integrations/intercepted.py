@@ -9,20 +9,17 @@ DIM = HEADS * HEAD_DIM
 
 
 class OwnAttention(nn.Module):
-    """Attention as people write it: one projection, causal or by mask, `calls` times in one forward."""
+    """Attention as people write it: one projection, causal or by mask."""
 
-    def __init__(self, calls=1, dropout=0.0):
+    def __init__(self, dropout=0.0):
         super().__init__()
-        self.projection, self.calls, self.dropout = nn.Linear(DIM, 3 * DIM), calls, dropout
+        self.projection, self.dropout = nn.Linear(DIM, 3 * DIM), dropout
 
     def forward(self, x, mask=None):
-        for _ in range(self.calls):
-            q, k, v = self.projection(x).unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
-            causal, dropout = mask is None, self.dropout if self.training else 0.0
-            x = x + F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout
-            ).transpose(1, 2).flatten(2)
-        return x
+        q, k, v = self.projection(x).unflatten(-1, (3, HEADS, HEAD_DIM)).permute(2, 0, 3, 1, 4)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=dropout, is_causal=mask is None)
+        return x + y.transpose(1, 2).flatten(2)
 
 
 class OwnModel(nn.Module):
@@ -52,12 +49,6 @@ def encoder():
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 
-def padding():
-    hidden = torch.zeros(2, TOKENS, dtype=torch.bool)
-    hidden[0, 9:] = True
-    return hidden
-
-
 def written_model():
     torch.manual_seed(0)
     model, x = OwnModel().eval(), torch.randn(2, TOKENS, DIM)
@@ -67,7 +58,7 @@ def written_model():
 def padded_encoder():
     torch.manual_seed(0)
     model, x = encoder().eval(), torch.randn(2, TOKENS, DIM)
-    return model, lambda: model(x, src_key_padding_mask=padding()).masked_fill(padding()[..., None], 0.0)
+    return model, lambda: model(x, src_key_padding_mask=~REAL).masked_fill(~REAL[..., None], 0.0)
 
 
 def translation():
@@ -78,6 +69,8 @@ def translation():
     return model, lambda: model(source, target, tgt_mask=later, tgt_is_causal=True)
 
 
+MODELS = (written_model, padded_encoder, translation)
 TRIANGLE = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-REAL = ~padding()
+REAL = torch.ones(2, TOKENS, dtype=torch.bool)
+REAL[0, 9:] = False
 LEFT = REAL.flip(1)

@@ -13,7 +13,6 @@ import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.integrations.capture import capture_text, save_activations
 from efficient_attn.integrations.transformers.loading import open_model
-from efficient_attn.integrations.transformers.swapping import sites_of
 from efficient_attn.measure.inputs import Captured, read_activations
 from efficient_attn.studies import find
 
@@ -21,64 +20,37 @@ TEXT = "w3 w1 w4 w1 w5 w9 w2"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "modernbert"])
-def test_what_a_layer_shows_its_queries_is_kept_and_read_back(name, tmp_path):
-    """q, k and v of decoders, grouped queries and full layers give the outputs that the model has."""
+def test_layers_that_read_all_tokens_are_captured_with_their_pattern_and_read_back(name, tmp_path):
     (text, *_) = texts().values()
-    model = MODELS[name]()
-    captured = capture_text(open_model(saved(model, tmp_path)), text)
+    captured = capture_text(open_model(saved(MODELS[name](), tmp_path)), text)
     save_activations(captured, tmp_path / "x.safetensors")
     stored = read_activations(tmp_path / "x.safetensors")
-    causal = name != "modernbert"
-    expected = dict.fromkeys(range(3), "causal over all keys") if causal else {}
-    assert list(captured.layers) == ([0, 1, 2] if causal else [0, 2])
+    assert list(captured.layers) == ([0, 2] if name == "modernbert" else [0, 1, 2])
+    expected = {} if name == "modernbert" else dict.fromkeys(range(3), "causal over all keys")
     assert stored.patterns == captured.patterns == expected
-    outputs = {}
-    for site in sites_of(model).ordered:
-        projections = {"c_proj", "o_proj", "Wo"}
-        (projection,) = (part for part_name, part in site.module.named_children() if part_name in projections)
-        projection.register_forward_pre_hook(
-            lambda module, arguments, layer=site.layer: outputs.update({layer: arguments[0]})
-        )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    with torch.no_grad():
-        model(tokenizer(text, return_tensors="pt")["input_ids"])
-    for layer, (q, k, v) in captured.layers.items():
-        output = ea.attention(q, k, v, causal=causal, scale=captured.scale)
-        torch.testing.assert_close(output.transpose(1, 2).flatten(2), outputs[layer], rtol=1e-5, atol=1e-5)
-        assert k.shape[1] == (2 if name == "llama" else 4)
+    assert {k.shape[1] for _, k, _ in captured.layers.values()} == {2 if name == "llama" else 4}
 
 
-def test_swap_saves_the_layers_of_a_folder_in_half_precision(encoder, tmp_path):
-    captured = capture_text(open_model(encoder), TEXT, layers=[2, 0])
-    assert captured.tokens == ("[CLS]", *TEXT.split(), "[SEP]")
-    path = tmp_path / "tiny.safetensors"
-    plan = find("swap").plan(encoder, ["window"], texts=[TEXT], save=path, layers=[2, 0])
-    assert f"Saved layers 0, 2 on {len(captured.tokens)} tokens: {path}." in plan.notes
-    stored = read_activations(path)
-    assert list(stored.layers) == [0, 2]
-    assert (stored.tokens, stored.scale, stored.about) == (captured.tokens, captured.scale, captured.about)
-    assert stored.scale == 8**-0.5 and stored.about["model"] == encoder.name
-    for layer, tensors in captured.layers.items():
-        for half, tensor in zip(stored.layers[layer], tensors, strict=True):
-            assert torch.equal(half, tensor.half())
-
-
-def test_swap_saves_a_model_from_memory_as_one_from_its_folder(encoder, tmp_path):
+def test_swap_saves_the_layers_of_a_folder_or_of_a_pair_in_half_precision(encoder, tmp_path):
     model = transformers.AutoModelForMaskedLM.from_pretrained(encoder).eval()
-    pair, files = (model, transformers.AutoTokenizer.from_pretrained(encoder)), []
-    for source in (encoder, pair):
-        files.append(tmp_path / f"{len(files)}.safetensors")
-        find("swap").plan(source, ["window"], texts=[TEXT], save=files[-1], seq_lens=7)
-    first, second = map(read_activations, files)
-    assert first.tokens == second.tokens and "weights_sha256" not in second.about
-    for layer, tensors in first.layers.items():
-        assert all(map(torch.equal, tensors, second.layers[layer]))
+    pair = (model, transformers.AutoTokenizer.from_pretrained(encoder))
+    captured = capture_text(open_model(encoder), TEXT, layers=[2, 0], max_tokens=7)
+    assert captured.tokens == ("[CLS]", *TEXT.split()[:5], "[SEP]") and captured.scale == 8**-0.5
+    for number, source in enumerate((encoder, pair)):
+        path = tmp_path / f"{number}.safetensors"
+        request = {"texts": [TEXT], "save": path, "layers": [2, 0], "seq_lens": 7}
+        plan = find("swap").plan(source, ["window"], **request)
+        assert f"Saved layers 0, 2 on 7 tokens: {path}." in plan.notes
+        stored = read_activations(path)
+        assert (list(stored.layers), stored.tokens) == ([0, 2], captured.tokens)
+        assert ("weights_sha256" in stored.about) == (source is encoder)
+        for layer, tensors in captured.layers.items():
+            for half, tensor in zip(stored.layers[layer], tensors, strict=True):
+                assert torch.equal(half, tensor.half())
 
 
-def test_a_long_text_is_cut_to_the_tokens_asked_for_and_to_what_the_model_can_take(encoder):
-    opened = open_model(encoder)
-    assert len(capture_text(opened, TEXT, max_tokens=5).tokens) == 5
-    assert len(capture_text(opened, 20 * (TEXT + " "), max_tokens=500).tokens) == 64
+def test_a_long_text_is_cut_to_what_the_model_can_take(encoder):
+    assert len(capture_text(open_model(encoder), 20 * (TEXT + " "), max_tokens=500).tokens) == 64
 
 
 def write_layers(path, patterns, layers=1):
@@ -94,10 +66,6 @@ def test_of_a_file_with_both_the_bidirectional_layers_are_measured_unless_all_ar
         points = points_of(find("bench").plan(["exact"], causal=causal, inputs=path, seq_lens=6))
         records = {(point.case.inputs, point.case.causal) for point in points if point.case.kind == "error"}
         assert records == {(f"x.safetensors(layer={layer})", causal) for layer in layers}
-
-
-def capture(**settings):
-    return lambda folder: capture_text(open_model(folder), TEXT, **settings)
 
 
 def swap(**settings):
@@ -116,14 +84,12 @@ def measure(patterns):
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
-        (capture(layers=[0, 3]), OptionError, "read all tokens: 0, 1, 2; not 3"),
-        (capture(layers=[]), OptionError, "read all tokens: 0, 1, 2; not none"),
+        (swap(layers=[0, 3], save="x.safetensors"), OptionError, "read all tokens: 0, 1, 2; not 3"),
         (swap(layers=[1]), OptionError, "layers name those that are replaced alone"),
         (swap(save="x.bin"), OptionError, "save is a new file that ends in .safetensors, not 'x.bin'"),
         (store(1e6, "x.safetensors"), DataError, r"layer\.0\.q has entries beyond the range of float16"),
         (store(1.0, "absent/x.safetensors"), DataError, "Cannot write .*: No such file or directory"),
         (measure('{"0": "causal over 5 keys"}'), DataError, r"Layer 0 of x\.safetensors is causal over 5"),
-        (measure("{"), DataError, "patterns in the metadata cannot be read"),
         (measure('{"a": "b"}'), DataError, "patterns in the metadata cannot be read"),
     ],
 )

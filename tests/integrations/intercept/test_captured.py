@@ -5,20 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from integrations.intercepted import (
-    DIM,
-    HEAD_DIM,
-    HEADS,
-    LEFT,
-    REAL,
-    TOKENS,
-    TRIANGLE,
-    Called,
-    OwnAttention,
-    OwnModel,
-    padded_encoder,
-    written_model,
-)
+from integrations.intercepted import DIM, LEFT, REAL, TOKENS, TRIANGLE, Called, OwnModel, padded_encoder
 from torch import nn
 
 import efficient_attn as ea
@@ -28,38 +15,21 @@ from efficient_attn.measure.inputs import read_activations
 
 
 @torch.no_grad()
-def test_the_fused_path_of_torchs_layers_is_off_while_they_are_intercepted():
-    model, run = padded_encoder()
-    with ea.intercept.capture(model) as captured:
-        run()
-    assert [str(site) for site in captured.sites] == ["layers.0.self_attn", "layers.1.self_attn"]
-    with ea.intercept.replace(model, "exact", example=run) as replaced:
-        run()
-        assert replaced.calls == {name: {"served": 1} for name in replaced.served}
-
-
 def test_sites_are_named_by_their_module_and_keep_the_name_in_loops():
-    twice, looped = OwnModel(layers=1, calls=2), nn.Sequential(*3 * [OwnAttention()])
-    for model, runs, sites in ((twice, 2, ["layers.0", "layers.0#1"]), (looped, 1, ["0"])):
-        with torch.no_grad(), ea.intercept.capture(model) as captured:
-            for _ in range(runs):
-                model(torch.randn(1, TOKENS, DIM))
+    padded, run_padded = padded_encoder()
+    looped, x = nn.Sequential(*3 * [OwnModel().layers[0]]), torch.ones(1, TOKENS, DIM)
+    for model, run, sites in (
+        # The fused path of torch's layers is off.
+        (padded, run_padded, ["layers.0.self_attn", "layers.1.self_attn"]),
+        (looped, lambda: looped(x), ["0"]),
+    ):
+        with ea.intercept.capture(model) as captured:
+            run()
         assert list(map(str, captured.sites)) == sites
 
 
-@torch.no_grad()
-def test_the_real_tokens_of_the_first_entry_are_captured_and_stored_in_half_precision(tmp_path):
-    model, run = padded_encoder()
-    with ea.intercept.capture(model) as captured:
-        run()
-    captured.save(tmp_path / "qkv.safetensors")
-    stored = read_activations(tmp_path / "qkv.safetensors")
-    assert list(stored.layers) == [0, 1] and stored.layers[0].q.shape[-2] == 9
-    assert torch.equal(stored.layers[0].q, next(iter(captured.sites.values())).q.half())
-
-
 def test_a_capture_without_calls_or_of_too_many_bytes_is_refused(monkeypatch):
-    model, run = written_model()
+    model, run = padded_encoder()
     monkeypatch.setattr("efficient_attn.integrations.capture.MOST_BYTES", 100)
     with pytest.raises(OptionError, match="name fewer layers"), ea.intercept.capture(model):
         run()
@@ -79,6 +49,7 @@ KEYS, ROWS = REAL[:, None, None], REAL[:1, None, :, None]
     [
         (bias(KEYS), REAL, False),
         (bias(KEYS.expand(2, 3, TOKENS, TOKENS), torch.finfo(torch.float32).min), REAL, False),
+        (KEYS[:1], REAL[:1].expand(2, -1), False),
         # diffusers adds −10000, which bfloat16 rounds to −9984.
         (bias(KEYS, -1e4).bfloat16(), REAL, False),
         (bias(TRIANGLE, -1e4)[None], None, True),
@@ -123,17 +94,16 @@ def test_a_mask_that_changes_unseen_by_torch_is_read_again():
     torch.testing.assert_close(output, model(x, mask))
 
 
-def qkv(*, heads=HEADS, kv_heads=None):
+def qkv(*, heads=4, kv_heads=None):
     generator = torch.Generator().manual_seed(0)
-    shapes = (2, heads, TOKENS, HEAD_DIM), (2, kv_heads or heads, TOKENS, HEAD_DIM)
-    return tuple(torch.randn(shapes[index > 0], generator=generator) for index in range(3))
+    numbers = (heads, kv_heads or heads, kv_heads or heads)
+    return tuple(torch.randn(2, number, TOKENS, 8, generator=generator) for number in numbers)
 
 
 Q, K, V = qkv()
 CALLS = {
     "keys, is_causal": ((Q, K, V), {"attn_mask": KEYS, "is_causal": True}),
     "triangle, is_causal": ((Q, K, V), {"attn_mask": bias(TRIANGLE), "is_causal": True}),
-    "keys": ((Q, K, V), {"attn_mask": KEYS}),
     "grouped heads": (qkv(kv_heads=1), {"is_causal": True, "enable_gqa": True}),
     "two heads": (qkv(heads=2), {"attn_mask": torch.stack([REAL, REAL], 1)[:, :, None]}),
     "[heads queries keys]": (qkv(heads=2), {"attn_mask": TRIANGLE.expand(2, -1, -1)}),
@@ -143,22 +113,22 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 @torch.no_grad()
-def test_a_call_is_read_captured_and_served_as_torch_computes_it(name):
+def test_a_call_is_read_captured_in_half_precision_and_served_as_torch_computes_it(name, tmp_path):
     (q, k, v), options = CALLS[name]
     model, expected = Called(), F.scaled_dot_product_attention(q, k, v, **options)
     with ea.intercept.capture(model) as captured:
         assert torch.equal(model(q, k, v, **options), expected)
     with ea.intercept.replace(model, "exact", example=lambda: model(q, k, v, **options), strict=True):
         torch.testing.assert_close(model(q, k, v, **options), expected, rtol=1e-5, atol=1e-5)
+    captured.save(tmp_path / "qkv.safetensors")
+    stored = read_activations(tmp_path / "qkv.safetensors")
     masked = "attn_mask" in options and options["attn_mask"].shape[-2] == 1
-    (stored,) = captured.sites.values()
-    for tensor, copy in zip((q, k, v), stored, strict=True):
-        assert torch.equal(copy[0], tensor[0][:, REAL[0]] if masked else tensor[0])
-    causal = options.get("is_causal") or "queries" in name
-    assert bool(captured.captured().patterns) == causal
+    for tensor, half in zip((q, k, v), stored.layers[0], strict=True):
+        # Real tokens of the first entry.
+        assert torch.equal(half[0], (tensor[0][:, REAL[0]] if masked else tensor[0]).half())
+    assert bool(stored.patterns) == (options.get("is_causal") or "queries" in name)
 
 
-PATTERN = "its mask is no key mask and not causal"
 FORM = "its tensors are not [batch heads tokens dim] with one batch size"
 LEARNED = torch.zeros(TOKENS, TOKENS, requires_grad=True)
 
@@ -166,7 +136,7 @@ LEARNED = torch.zeros(TOKENS, TOKENS, requires_grad=True)
 @pytest.mark.parametrize(
     ("tensors", "options", "reason"),
     [
-        ((Q, K, V), {"attn_mask": ROWS}, PATTERN),
+        ((Q, K, V), {"attn_mask": ROWS}, "its mask is no key mask and not causal"),
         ((Q[:, 0], K[:, 0], V[:, 0]), {}, FORM),
         ((Q[:1], K, V), {}, FORM),
         ((Q, K, V), {"attn_mask": LEARNED}, "its mask is learned (it requires a gradient)"),

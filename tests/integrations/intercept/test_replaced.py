@@ -3,27 +3,13 @@
 import pickle
 import re
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
-from integrations.hf_models import MODELS as TRANSFORMERS
-from integrations.hf_models import ROUNDING, inputs, logits
-from integrations.intercepted import (
-    DIM,
-    HEAD_DIM,
-    HEADS,
-    REAL,
-    TOKENS,
-    TRIANGLE,
-    Called,
-    OwnAttention,
-    OwnModel,
-    encoder,
-    padded_encoder,
-    translation,
-    written_model,
-)
+from integrations import hf_models
+from integrations.intercepted import DIM, MODELS, REAL, TOKENS, Called, OwnModel, encoder, written_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,40 +18,34 @@ from efficient_attn.errors import OptionError, UnknownNameError, UnsupportedErro
 
 PATTERN = "its mask is no key mask and not causal"
 CAUSALITY = "its causality is not that of its backend"
-OWN = [written_model, padded_encoder, translation]
 
 
 def of_transformers(name):
     def make():
         pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
-        model, batch = TRANSFORMERS[name](), inputs()
-        return model, lambda: logits(model, batch)
+        model, batch = getattr(hf_models, name)(), hf_models.inputs()
+        return model, lambda: hf_models.logits(model, batch)
 
     return make
 
 
-@pytest.mark.parametrize("make", [*OWN, *map(of_transformers, ["modernbert", "opt"])])
+@pytest.mark.parametrize("make", [*MODELS, *map(of_transformers, ["modernbert", "opt"])])
 @torch.no_grad()
 def test_no_call_of_a_model_is_missed_and_exact_in_its_place_changes_rounding_alone(make, monkeypatch):
     model, run = make()
     names = list(model.state_dict())
     # The fused path of torch's layers calls no attention function and rounds elsewhere.
     monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
-    calls, real = [], F.scaled_dot_product_attention
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            F,
-            "scaled_dot_product_attention",
-            lambda *args, **options: (calls.append(args), real(*args, **options))[1],
-        )
+    real = F.scaled_dot_product_attention
+    with patch.object(F, "scaled_dot_product_attention", wraps=real) as calls:
         alone = run()
     with ea.intercept.capture(model) as captured:
         assert torch.equal(run(), alone)
     # Layers with a sliding window keep their mask, and exact attention.
     sliding = {str(name) for name in captured.left_out}
-    assert len(captured.sites) + len(sliding) == len(calls) > 0
+    assert len(captured.sites) + len(sliding) == calls.call_count > 0
     with ea.intercept.replace(model, "exact", example=run) as replaced:
-        torch.testing.assert_close(run(), alone, **ROUNDING)
+        torch.testing.assert_close(run(), alone, **hf_models.ROUNDING)
         assert replaced.left == dict.fromkeys(sliding, PATTERN)
         assert {*replaced.served} == {*map(str, captured.sites)}
         assert all(counts == {"served": 1} for counts in replaced.calls.values())
@@ -76,18 +56,18 @@ def test_no_call_of_a_model_is_missed_and_exact_in_its_place_changes_rounding_al
 @torch.no_grad()
 def test_random_features_repeat_by_seed_and_travel_with_state_dicts_and_copies():
     model, run = written_model()
-    x, options = torch.randn(1, TOKENS, DIM), {"example": run, "num_features": 16}
+    options = {"example": run, "num_features": 16}
     with ea.intercept.replace(model, "performer-positive", **options, seed=3):
-        expected, copy_, state = model(x), pickle.loads(pickle.dumps(model)), model.state_dict()
+        expected, copy_, state = model(X), pickle.loads(pickle.dumps(model)), model.state_dict()
         first, second = (x.clone() for name, x in state.items() if name.endswith("features.projection"))
         assert sum("efficient_attn.0" in name for name in state) and not torch.equal(first, second)
-    assert torch.equal(copy_(x), expected) and not torch.equal(model(x), expected)
+    assert torch.equal(copy_(X), expected) and not torch.equal(model(X), expected)
     with ea.intercept.replace(model, "performer-positive", **options, seed=3):
-        assert torch.equal(model(x), expected)
+        assert torch.equal(model(X), expected)
     with ea.intercept.replace(model, "performer-positive", **options, seed=5):
-        assert not torch.equal(model(x), expected)
+        assert not torch.equal(model(X), expected)
         model.load_state_dict(state)
-        torch.testing.assert_close(model(x), expected)
+        torch.testing.assert_close(model(X), expected)
 
 
 def test_parameters_of_backends_are_trained_and_a_checkpoint_computes_them_again():
@@ -115,15 +95,9 @@ class Pair(nn.Module):
         return x
 
 
-class Cached(nn.Module):
-    """One query of a decoding step reads all keys, and is not causal."""
-
-    def forward(self, q, k):
-        return F.scaled_dot_product_attention(q, k, k, is_causal=q.shape[-2] > 1)
-
-
-X, HEADS_OF_X = torch.randn(2, TOKENS, DIM), torch.randn(2, HEADS, TOKENS, HEAD_DIM)
-SLIDING = TRIANGLE & ~TRIANGLE.tril(-4)
+X, HEADS_OF_X = torch.randn(2, TOKENS, DIM), torch.randn(2, 4, TOKENS, 8)
+QKV, LAST = dict.fromkeys("qkv", HEADS_OF_X), HEADS_OF_X[..., -1:, :]
+SLIDING = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().triu(-3)
 SCALE = "its scale is 0.353553, that of its backend 0.9"
 DROPS = "it drops attention weights (dropout_p=0.5)"
 
@@ -134,9 +108,10 @@ DROPS = "it drops attention weights (dropout_p=0.5)"
         (OwnModel, {"x": X}, {"mask": SLIDING}, "layers.0", PATTERN),
         (OwnModel, {"x": X}, {"mask": REAL[:, None, None]}, "layers.0", CAUSALITY),
         (lambda: OwnModel(dropout=0.5), {"x": X}, {}, "layers.0", DROPS),
-        (lambda: Called(scale=0.9), dict.fromkeys("qkv", HEADS_OF_X), {"scale": None}, "model", SCALE),
+        (lambda: Called(scale=0.9), QKV, {"scale": None}, "model", SCALE),
         (Pair, {"x": HEADS_OF_X}, {"times": 2}, "model#2", "the example makes no such call"),
-        (Cached, {"q": HEADS_OF_X, "k": HEADS_OF_X}, {"q": HEADS_OF_X[..., -1:, :]}, "model", "served"),
+        # One query of a decoding step reads all keys, and is not causal.
+        (lambda: Called(is_causal=True), QKV, {"q": LAST, "is_causal": False}, "model", "served"),
     ],
 )
 def test_a_call_that_cannot_be_served_stays_exact_with_its_reason(make, arguments, changes, site, reason):
@@ -163,7 +138,7 @@ def test_a_call_that_cannot_be_served_stays_exact_with_its_reason(make, argument
 
 @torch.no_grad()
 def test_runs_with_fewer_calls_than_others_are_refused():
-    model, x = Pair(), torch.randn(1, HEADS, TOKENS, HEAD_DIM)
+    model, x = Pair(), HEADS_OF_X
     with ea.intercept.replace(model, {"model": "exact", "model#1": "window"}, example=lambda: model(x)):
         model(x)
         with pytest.raises(UnsupportedError, match="model makes 1 of the 2 calls of the example"):
@@ -185,27 +160,23 @@ def test_autocast_reaches_the_backend():
 
 @torch.no_grad()
 def test_attention_that_returns_its_weights_is_named_as_unreached():
-    layer, x = nn.MultiheadAttention(DIM, HEADS, batch_first=True), torch.randn(1, TOKENS, DIM)
+    layer = nn.MultiheadAttention(DIM, 4, batch_first=True)
     with pytest.raises(UnsupportedError, match=r"model cannot be served: its caller asks for the weights"):
-        ea.intercept.replace(layer, "window", example=lambda: layer(x, x, x))
+        ea.intercept.replace(layer, "window", example=lambda: layer(X, X, X))
 
 
 @torch.no_grad()
 def test_a_module_around_another_that_calls_attention_stays_exact():
-    class Outer(OwnAttention):
-        def __init__(self):
-            super().__init__()
-            self.inner = OwnAttention()
-
+    class Outer(OwnModel):
         def forward(self, x):
-            return self.inner(super().forward(x))
+            q = x[:, None]
+            return super().forward(F.scaled_dot_product_attention(q, q, q)[:, 0])
 
-    model, x = Outer(), torch.randn(1, TOKENS, DIM)
-    with ea.intercept.replace(model, "window", example=lambda: model(x)) as replaced:
-        assert replaced.served == {"inner": "window"}
+    model = Outer(layers=1)
+    with ea.intercept.replace(model, "window", example=lambda: model(X)) as replaced:
         assert replaced.left == {"model": "a module inside this one calls attention too"}
-        model(x)
-        assert replaced.calls == {"inner": {"served": 1}}
+        model(X)
+        assert replaced.calls == {"layers.0": {"served": 1}}
 
 
 @pytest.mark.parametrize(
@@ -234,13 +205,12 @@ def test_wrong_requests_name_the_argument_and_change_nothing(backend, options, e
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
 def test_torchs_layers_are_served_in_training_and_evaluation_and_restored(counted):
-    layer = nn.TransformerEncoderLayer(DIM, HEADS, 48, 0.0, batch_first=True)
-    model, x, hooked = nn.TransformerEncoder(layer, 2).double(), torch.randn(2, TOKENS, DIM).double(), []
-    model.layers[0].self_attn.register_forward_hook(lambda *_: hooked.append(1))
+    layer = nn.TransformerEncoderLayer(DIM, 4, 48, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).double()
     nested, names = model.use_nested_tensor, list(model.state_dict())
 
     def run():
-        return model(x, src_key_padding_mask=~REAL)
+        return model(X.double(), src_key_padding_mask=~REAL)
 
     replaced = ea.attach(model, "performer-positive", num_features=8, example=run)
     outputs = []
@@ -252,7 +222,6 @@ def test_torchs_layers_are_served_in_training_and_evaluation_and_restored(counte
         assert [name for name, _ in counted] == 2 * ["performer-positive"]
     for output in outputs[1:]:
         torch.testing.assert_close(output, outputs[0], rtol=0, atol=1e-12)
-    assert len(hooked) == 4
     replaced.undo()
     assert model.use_nested_tensor is nested and list(model.state_dict()) == names
 
@@ -277,7 +246,7 @@ def test_a_compiled_model_without_masks_is_one_graph_and_masks_break_it():
         model.forward = torch.compile(forward, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-5)
         model.forward = forward
-    model, (q, k, v) = Called(), torch.randn(3, 2, HEADS, TOKENS, HEAD_DIM)
+    model, (q, k, v) = Called(), torch.randn(3, 2, 4, TOKENS, 8)
     given = {"attn_mask": REAL[:, None, None]}
     with ea.intercept.replace(model, "window", example=lambda: model(q, k, v, **given), window=3) as replaced:
         expected = model(q, k, v, **given)

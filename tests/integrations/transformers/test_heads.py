@@ -7,34 +7,27 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_advice import TIMES_S
-from integrations.hf_advice import timed as of_times
-from integrations.hf_models import VOCABULARY, llama, mistral, opt, saved
+from integrations.hf_advice import TIMES_S, timed
+from integrations.hf_models import VOCABULARY, llama, mistral, opt, saved, texts
 
 import efficient_attn as ea
 from efficient_attn.integrations.transformers import attach, swapped
 from efficient_attn.integrations.transformers.assignment import Choice
 from efficient_attn.integrations.transformers.loading import Opened, open_model, token_ids
 from efficient_attn.integrations.transformers.swapping import sites_of
-from efficient_attn.measure.copies import (
-    DISTANCE,
-    FEWEST_TOKENS,
-    FIRST,
-    LENGTH,
-    PASSAGES,
-    copies_begin,
-    copy_recall,
-    with_copies,
-)
+from efficient_attn.measure import copies
+from efficient_attn.measure.copies import FEWEST_TOKENS, copies_begin, with_copies
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
 from efficient_attn.studies.advise.heads import head_scores, second_order_scores
-from efficient_attn.studies.advise.plan import LOSSLESS
 from efficient_attn.studies.swap.model import ranks_heads
 
 TOKENS = FEWEST_TOKENS + 100
 WINDOW = ("window", {"window": 16, "global_tokens": 1})
 LOOSE = {"seq_lens": (TOKENS,), "max_kl": 100.0, "max_loss": 100.0, "min_recall": 0.0}
+
+
+TEXTS = texts(2, words=2 * TOKENS)
 
 
 def text(seed=0, tokens=TOKENS):
@@ -46,12 +39,18 @@ def test_the_end_of_a_text_repeats_passages_from_further_back_than_any_window():
     copied = with_copies(ids, seed=0)
     begin = copies_begin(TOKENS)
     assert torch.equal(copied[:, :begin], ids[:, :begin]) and copied.shape == ids.shape
-    passages = copied[0, begin:].view(PASSAGES, LENGTH)
+    passages = copied[0, begin:].view(copies.PASSAGES, copies.LENGTH)
     starts = passages[:, 0]
-    assert torch.equal(passages, starts[:, None] + torch.arange(LENGTH))
-    assert (starts + LENGTH <= begin - DISTANCE).all() and len({*starts.tolist()}) == PASSAGES
-    assert starts.tolist() != sorted(starts.tolist()) != with_copies(ids, seed=1)[0, begin::LENGTH].tolist()
-    assert (starts.sort().values.diff() >= LENGTH).all()
+    assert torch.equal(passages, starts[:, None] + torch.arange(copies.LENGTH))
+    assert (starts + copies.LENGTH <= begin - copies.DISTANCE).all() and len(
+        {*starts.tolist()}
+    ) == copies.PASSAGES
+    assert (
+        starts.tolist()
+        != sorted(starts.tolist())
+        != with_copies(ids, seed=1)[0, begin :: copies.LENGTH].tolist()
+    )
+    assert (starts.sort().values.diff() >= copies.LENGTH).all()
     short = ids[:, : FEWEST_TOKENS - 1]
     assert with_copies(short, seed=0) is short and copies_begin(FEWEST_TOKENS - 1) == FEWEST_TOKENS - 1
 
@@ -59,20 +58,15 @@ def test_the_end_of_a_text_repeats_passages_from_further_back_than_any_window():
 def test_recall_counts_the_tokens_of_copies_that_are_predicted_right():
     ids = with_copies(text(), seed=0)[0]
     begin, right = copies_begin(TOKENS), torch.rand(TOKENS, generator=torch.Generator().manual_seed(1)) < 0.6
+    following = torch.cat([ids[1:], ids[:1]])
 
-    def logits(rows):
-        following = torch.cat([ids[1:], ids[:1]])[rows]
-        chosen = torch.where(right[rows], following, (following + 1) % VOCABULARY)
-        return torch.nn.functional.one_hot(chosen, VOCABULARY).float()
+    def predicting(tokens):
+        return lambda rows: torch.nn.functional.one_hot(tokens[rows], VOCABULARY).float()
 
-    def perfect(rows):
-        return torch.nn.functional.one_hot(torch.cat([ids[1:], ids[:1]])[rows], VOCABULARY).float()
-
-    asked = torch.tensor(
-        [[begin + n * LENGTH + place - 1 for place in range(FIRST, LENGTH)] for n in range(PASSAGES)]
-    )
-    shares = right[asked].double().mean(dim=1)
-    assert copy_recall(logits, perfect, ids) == {
+    some_right = predicting(torch.where(right, following, (following + 1) % VOCABULARY))
+    starts = begin + torch.arange(copies.PASSAGES)[:, None] * copies.LENGTH
+    shares = right[starts + torch.arange(copies.FIRST, copies.LENGTH) - 1].double().mean(dim=1)
+    assert copies.copy_recall(some_right, predicting(following), ids) == {
         "copy_recall": pytest.approx(shares.mean().item()),
         "copy_recall_exact": 1.0,
         "copy_recall_error": pytest.approx(shares.std().item() / 4),
@@ -81,23 +75,19 @@ def test_recall_counts_the_tokens_of_copies_that_are_predicted_right():
 
 @torch.no_grad()
 def test_the_score_of_a_head_is_its_share_of_the_change_in_the_output_of_its_layer():
-    model = llama(num_hidden_layers=1).double()
-    sites, ids = sites_of(model), with_copies(text(), seed=0)
-    scores = head_scores(model, sites, [ids], Choice(*WINDOW))
-    assert scores.keys() == {0} and {len(row) for row in scores.values()} == {2}
-    outputs = []
-    model.model.layers[0].self_attn.register_forward_hook(lambda m, args, out: outputs.append(out[0]))
+    model, outputs = llama(num_hidden_layers=1).double(), []
+    ids, begin = with_copies(text(), seed=0), copies_begin(TOKENS)
+    scores = head_scores(model, sites_of(model), [ids], Choice(*WINDOW))
+    model.model.layers[0].self_attn.register_forward_hook(lambda m, args, out: outputs.append(out[0][0]))
     model(ids)
-    changes = []
     for head in ("0", "1"):
         with swapped(model, {0: ("by-head", {"heads": {head: WINDOW}})}):
             model(ids)
-        rows = (slice(copies_begin(TOKENS)), slice(copies_begin(TOKENS), None))
-        exact, out = outputs[0][0], outputs[-1][0]
-        changes.append([((out - exact)[part].norm() / exact[part].norm()).item() for part in rows])
-    # Shares in the text and in copies are over different means of all heads: the ratios bound the scores'.
-    ratios = sorted(a / b for a, b in zip(*changes, strict=True))
-    assert ratios[0] - 1e-9 <= scores[0][0] / scores[0][1] <= ratios[1] + 1e-9
+    exact, *changed = outputs
+    parts = (slice(begin), slice(begin, None))
+    shares = [[(out - exact)[part].norm() / exact[part].norm() for part in parts] for out in changed]
+    changes = torch.tensor(shares, dtype=torch.float64)
+    assert scores == {0: pytest.approx((changes / changes.mean(dim=0)).sum(dim=1).tolist(), rel=1e-9)}
 
 
 # Logits of OPT are computed at once for all tokens.
@@ -132,21 +122,12 @@ def test_the_second_order_score_sums_squares_of_gradient_times_change_of_a_key_h
             exact, changed = outputs[layer][0], outputs[layer][-1]
             products = exact.grad * (changed - exact).detach()
             expected[layer] += products.view(300, kv_heads, -1).sum(dim=2).square().sum(dim=0)
-    actual = torch.tensor([scores[layer] for layer in range(3)], dtype=torch.float64)
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0.0)
+    assert scores == {layer: pytest.approx(row.tolist(), rel=1e-6) for layer, row in enumerate(expected)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return saved(llama(max_position_embeddings=4096), tmp_path_factory.mktemp("decoder"))
-
-
-@pytest.fixture(scope="module")
-def texts():
-    generator = torch.Generator().manual_seed(0)
-    words = [f"w{n}" for n in range(40)]
-    draws = torch.randint(40, (2, 2 * TOKENS), generator=generator)
-    return [" ".join(words[i] for i in row) for row in draws.tolist()]
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +138,10 @@ def small(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def advised(small, texts):
+def advised(small):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("efficient_attn.studies.swap.measure.cost", of_times)
-        return ea.advise(small, texts=texts, **LOOSE)
+        patch.setattr("efficient_attn.studies.swap.measure.cost", timed)
+        return ea.advise(small, texts=TEXTS, **LOOSE)
 
 
 def test_advise_ranks_heads_counts_them_and_verifies_the_plan(advised):
@@ -184,20 +165,19 @@ ORDER = [(layer, head) for layer in range(3) for head in range(2)]
 @pytest.fixture
 def planned(monkeypatch, given_times):
     """Scores that rank heads in ORDER by the change and backwards to second order; heads that may stream."""
-    names = ("head_scores", "second_order_scores")
-    for name, ranked in zip(names, (ORDER, ORDER[::-1]), strict=True):
+    for name, ranked in (("head_scores", ORDER), ("second_order_scores", ORDER[::-1])):
         scores = {layer: [float(ranked.index((layer, head))) for head in range(2)] for layer in range(3)}
-        monkeypatch.setattr(
-            f"efficient_attn.studies.advise.heads.{name}", lambda *arguments, scores=scores: scores
-        )
+        patched = f"efficient_attn.studies.advise.heads.{name}"
+        monkeypatch.setattr(patched, lambda *arguments, scores=scores: scores)
     streamable = {}
 
     def distance(case, *arguments, **named):
         layers = json.loads(case.options.get("layers", "{}"))
         heads = {(int(layer), head) for layer, numbers in layers.items() for head in numbers}
-        lost = {"next_token_kl": float(not heads <= {*streamable.get(case.options.get("window"), ())})}
+        lost = not heads <= {*streamable.get(case.options.get("window"), ())}
         recall = {"copy_recall": 0.9, "copy_recall_exact": 0.9, "copy_recall_error": 0.0}
-        return Record(case=case, loss_difference=0.0, loss_difference_error=0.0, **lost, **recall)
+        loss = {"loss_difference": 0.0, "loss_difference_error": 0.0, "next_token_kl": float(lost)}
+        return Record(case=case, **loss, **recall)
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.distance", distance)
     monkeypatch.setattr(
@@ -218,15 +198,13 @@ def planned(monkeypatch, given_times):
     ],
 )
 def test_a_third_of_the_heads_that_misses_the_target_is_ranked_anew_and_then_keeps_more_keys(
-    folder, texts, planned, streamable, window, score, tried
+    folder, planned, streamable, window, score, tried
 ):
     planned |= streamable
-    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,))
+    results = ea.advise(folder, texts=TEXTS, seq_lens=(TOKENS,))
     plans = [record for record in results.records if record.case.label.startswith("plan ")]
     assert [plan.streaming_heads for plan in plans] == tried
-    assert len({plan.case.label for plan in plans}) == len(tried)
     ranks = [(r.ranked_by, r.case.options["window"]) for r in results.records if r.case.kind == "heads"]
-    assert {*ranks} == {(plan.ranked_by, plan.case.options["window"]) for plan in plans}
     assert len(ranks) == len({*ranks}) and (score, window) in ranks
     (final,) = [r for r in results.records if (r.case.kind, r.case.label) == ("swap", "plan")]
     chosen = json.loads(final.case.options["layers"])
@@ -236,25 +214,23 @@ def test_a_third_of_the_heads_that_misses_the_target_is_ranked_anew_and_then_kee
     assert f"2.0 ± 0.2 times faster, with {count}" in results.sentences()[0]
 
 
-def test_a_rank_that_fails_leaves_the_plan_to_the_other_rank(folder, texts, planned, monkeypatch):
+def test_a_rank_that_fails_leaves_the_plan_to_the_other_rank(folder, planned, monkeypatch):
     def broken(*arguments):
         raise RuntimeError("no gradient")
 
     monkeypatch.setattr("efficient_attn.studies.advise.heads.second_order_scores", broken)
     planned[512] = ORDER[:1]
-    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,))
+    results = ea.advise(folder, texts=TEXTS, seq_lens=(TOKENS,))
     ranks = [record.status for record in results.records if record.case.kind == "heads"]
     assert ranks == ["ok", "error"] * 2
-    assert (
-        "1 of 6 key heads streaming (window 512, ranked by the change of outputs)" in results.sentences()[0]
-    )
+    assert "1 of 6 key heads streaming (window 512, ranked by the change" in results.sentences()[0]
 
 
-def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(small, texts, advised, tmp_path):
+def test_the_file_of_a_plan_is_attached_as_the_plan_was_measured(small, advised, tmp_path):
     (plan,) = [r for r in advised.records if (r.case.kind, r.case.label) == ("swap", "plan")]
     (tmp_path / "layers.json").write_text(plan.attached_layers)
     opened = open_model(small)
-    ids = with_copies(token_ids(opened, texts[1], most=TOKENS), seed=0)
+    ids = with_copies(token_ids(opened, list(TEXTS.values())[1], most=TOKENS), seed=0)
     with torch.no_grad():
         exact = opened.model(ids).logits[0].double()
         attach(opened.model, tmp_path / "layers.json")
@@ -269,26 +245,12 @@ def test_a_decoder_whose_layers_all_slide_has_no_heads_to_rank():
     assert [ranks_heads(Opened(make(), None, {})) for make in (llama, mistral)] == [True, False]
 
 
-@pytest.mark.slow
-def test_a_decoder_whose_layers_all_slide_gets_its_windows(texts, tmp_path):
-    folder = saved(mistral(max_position_embeddings=4096), tmp_path)
-    results = ea.advise(folder, texts=texts, seq_lens=(TOKENS,), rounds=2, max_kl=1e-9)
-    assert results.records[0].case.label == LOSSLESS
-    assert "with sliding window in layers 0–2" in results.sentences()[0]
-
-
 def test_no_head_is_ranked_unless_uniform_attention_makes_the_model_clearly_faster(
-    small, texts, advised, given_times, monkeypatch
+    small, advised, given_times, monkeypatch
 ):
     assert [record.case.kind for record in advised.records[:4]] == ["swap", "bound", "bound", "heads"]
     monkeypatch.setitem(TIMES_S, UNIFORM_ATTENTION, 0.999)
-    results = ea.advise(small, texts=texts, **LOOSE)
-    assert [record.case.label for record in results.records if record.case.kind == "swap"] == [
-        UNIFORM_ATTENTION
-    ]
-    assert {record.case.kind for record in results.records} == {"swap", "bound"}
+    results = ea.advise(small, texts=TEXTS, **LOOSE)
+    assert [record.case.kind for record in results.records] == ["swap", "bound", "bound"]
     (sentence,) = results.sentences()
-    assert (
-        "no attention makes the model clearly faster; attention takes 0 % of the time, so at most 1.00×"
-        in sentence
-    )
+    assert "no attention makes the model clearly faster; attention takes 0 % of the time" in sentence

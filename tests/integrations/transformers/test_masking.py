@@ -7,58 +7,25 @@ import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import (
-    ROUNDING,
-    TOKENS,
-    bert,
-    gemma3,
-    inputs,
-    llama,
-    logits,
-    mistral,
-    modernbert,
-)
-from transformers.masking_utils import (
-    bidirectional_mask_function,
-    causal_mask_function,
-    create_chunked_causal_mask,
-)
+from integrations.hf_models import MODELS, ROUNDING, attended, bert, inputs, llama, logits, mistral
+from transformers.masking_utils import bidirectional_mask_function
 
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.masks import CAUSAL
+from efficient_attn.integrations.masks import CAUSAL, FULL
 from efficient_attn.integrations.transformers import attach
 from efficient_attn.integrations.transformers.attend import Mask, VisibleKeys, make_mask, visible_in
 
 
-def visible(mask, function=bidirectional_mask_function, **sizes):
-    built = make_mask(1, mask_function=function, attention_mask=mask, **sizes)
-    return visible_in(built, 1, sizes["q_length"], sizes["kv_length"], causal=False)
-
-
-def test_the_real_keys_of_a_mask_are_those_that_exist_and_that_it_reaches():
-    keys = visible(torch.ones(1, 3), q_length=3, kv_length=5)
-    assert keys.key_mask.tolist() == [[True, True, True, False, False]]
-    mask = torch.tensor([[0, 0, 0, 1, 0, 1]])
-    keys = visible(mask, causal_mask_function, q_length=1, kv_length=3, q_offset=5, kv_offset=3)
-    # A cache has dropped the first three keys.
-    assert (keys.first_key, keys.keys) == (3, 3) and keys.key_mask.tolist() == [[True, False, True]]
-    keys = visible(torch.ones(1, 9), causal_mask_function, q_length=2, kv_length=9, q_offset=4)
-    # A static cache has keys that are not written yet.
-    assert keys.keys == 6 and keys.key_mask is None
-
-
-def test_a_prepared_mask_belongs_to_all_texts_and_a_learned_mask_is_a_bias():
-    for shown in (torch.tensor([[[[False, True, True]]]]), torch.tensor([[[[-1e4, 0.0, 0.0]]]])):
-        keys = visible_in(shown, 4, 3, 3, causal=False)
-        assert keys.key_mask.tolist() == [[False, True, True]] * 4
-    learned = torch.zeros(1, 1, 3, 3, requires_grad=True)
-    pattern = visible_in(learned, 1, 3, 3, causal=False).pattern
-    assert pattern.irregular == "a mask [1, 1, 3, 3] of queries and keys"
+def test_keys_beyond_a_mask_are_padding_and_a_prepared_mask_belongs_to_all_texts():
+    mask = make_mask(1, 3, 5, mask_function=bidirectional_mask_function, attention_mask=torch.ones(1, 3))
+    assert mask.visible.key_mask.tolist() == [[True, True, True, False, False]]
+    for prepared in (torch.tensor([[[[False, True, True]]]]), torch.tensor([[[[-1e4, 0.0, 0.0]]]])):
+        assert visible_in(prepared, 4, 3, 3, causal=False).key_mask.tolist() == [[False, True, True]] * 4
 
 
 def test_a_prepared_mask_of_one_query_fits_a_causal_layer():
     model, ids = llama(), inputs()["input_ids"]
-    shown = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().expand(len(ids), 1, -1, -1).clone()
+    shown = torch.ones(24, 24, dtype=torch.bool).tril().expand(len(ids), 1, -1, -1).clone()
     shown[0, :, :, :3] = False
     # Rows of padding show every key.
     shown[0, :, :3] = True
@@ -68,6 +35,24 @@ def test_a_prepared_mask_of_one_query_fits_a_causal_layer():
         cache = model(ids[:, :-1], attention_mask=shown[..., :-1, :-1]).past_key_values
         last = model(ids[:, -1:], attention_mask=shown[..., -1:, :], past_key_values=cache)
     torch.testing.assert_close(last.logits, expected, **ROUNDING)
+
+
+def test_without_a_mask_the_call_says_whether_it_is_causal_and_then_the_layer():
+    q, k, v = torch.randn(3, 1, 2, 6, 8)
+    bidirectional = {"is_causal": False}
+    for of_call, of_layer, causal in (
+        (None, {}, True),
+        (None, bidirectional, False),
+        (True, bidirectional, True),
+        (False, {}, False),
+    ):
+        layer = torch.nn.Identity()
+        vars(layer).update(of_layer)
+        pattern = CAUSAL if causal else FULL
+        out = attended("exact", q, k, v, None, layer=layer, pattern=pattern, is_causal=of_call)
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        torch.testing.assert_close(out, expected.transpose(1, 2))
+        assert out.is_contiguous()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +104,7 @@ def test_whoever_moves_our_mask_or_asks_for_its_shape_gets_it(mask):
         assert moved.visible.pattern == CAUSAL
         assert moved.visible.key_mask.device == moved.device
         assert moved.device.type == "meta" or torch.equal(moved.visible.key_mask, mask.visible.key_mask)
-    unmasked = make_mask(2, 4, 4)
+    unmasked = make_mask(2, 4, 4, attention_mask=torch.ones(2, 4))
     assert unmasked.clone().visible == unmasked.visible == VisibleKeys(CAUSAL, 0, 4, None)
 
 
@@ -139,10 +124,10 @@ def test_a_model_that_computes_its_activations_again_keeps_our_mask():
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("make", [bert, modernbert, llama, gemma3])
-def test_a_compiled_model_reads_our_mask_with_no_more_graph_breaks_than_sdpa(make):
-    model, batch = make(), inputs()
-    if make not in (bert, modernbert):
+@pytest.mark.parametrize("name", ["bert", "modernbert", "llama", "gemma3"])
+def test_a_compiled_model_reads_our_mask_with_no_more_graph_breaks_than_sdpa(name):
+    model, batch = MODELS[name](), inputs()
+    if name in ("llama", "gemma3"):
         batch["use_cache"] = False
 
     def breaks():
@@ -155,22 +140,6 @@ def test_a_compiled_model_reads_our_mask_with_no_more_graph_breaks_than_sdpa(mak
     assert breaks() <= allowed
     torch._dynamo.reset()
     torch.testing.assert_close(logits(torch.compile(model, backend="eager"), batch), expected, **ROUNDING)
-    if make in (bert, llama):
+    if name in ("bert", "llama"):
         attach(model, "performer-positive")
         assert breaks() <= allowed
-
-
-@pytest.mark.compile
-def test_compiled_code_reads_no_window_where_keys_are_in_chunks():
-    config = transformers.LlamaConfig(attn_implementation="efficient_attn")
-    config.attention_chunk_size = config.sliding_window = 3
-
-    def read(embeds):
-        mask = create_chunked_causal_mask(
-            config, inputs_embeds=embeds, attention_mask=torch.ones(1, 8), past_key_values=None
-        )
-        return mask.visible.pattern, embeds + 1
-
-    torch._dynamo.reset()
-    pattern, _ = torch.compile(read, backend="eager")(torch.zeros(1, 8, 4))
-    assert pattern.irregular is not None
