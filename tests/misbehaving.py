@@ -49,16 +49,21 @@ def unpicklable(q, k, v):
     raise Unpicklable("nobody can pickle this")
 
 
-def endless(q, k, v):
+def start_helper():
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     with open("pids", "w") as file:
         file.write(f"{os.getpid()} {helper.pid}")
     os.rename("pids", "pids.complete")
+
+
+def endless(q, k, v):
+    start_helper()
     while True:
         pass
 
 
 def hangs_in_c(q, k, v):
+    start_helper()
     # Unlike CDLL this keeps Python's lock: no other thread of the process runs any more.
     ctypes.PyDLL(None).sleep(600)
 
