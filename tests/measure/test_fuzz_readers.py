@@ -89,6 +89,7 @@ def test_any_value_in_any_field_is_refused_or_made_use_of(folder, changes):
 ENTRIES = st.sampled_from(sorted(json.loads(ENVIRONMENT)))
 
 
+@pytest.mark.slow
 @fuzz
 @given(value=NONSENSE | st.dictionaries(ENTRIES, NONSENSE, max_size=4))
 def test_any_environment_is_refused_or_made_use_of(folder, value):

@@ -38,7 +38,7 @@ def test_gaussian_inputs_depend_on_the_seed_alone_and_are_not_what_a_backend_dra
     assert not torch.isclose(q[0, 0], drawn).any()
 
 
-def test_a_file_gives_back_its_layers_tokens_scale_and_origin(tmp_path):
+def test_a_file_gives_back_its_layers_tokens_scale_and_origin_or_plain_q_k_v_as_layer_0(tmp_path):
     path, first, second = tmp_path / "captured.safetensors", tensors(), tensors(tokens=3)
     layers = {f"layer.{n}.{name}": x for n, group in ((2, first), (11, second)) for name, x in group.items()}
     about = {"tokens": json.dumps(["a", "b"]), "scale": "0.25", "model": "tiny"}
@@ -47,10 +47,6 @@ def test_a_file_gives_back_its_layers_tokens_scale_and_origin(tmp_path):
     assert list(captured.layers) == [2, 11]
     assert torch.equal(captured.layers[11].k[0], second["k"])
     assert (captured.tokens, captured.scale, captured.about) == (("a", "b"), 0.25, {"model": "tiny"})
-
-
-def test_a_file_of_plain_grouped_q_k_v_is_layer_0_and_tells_no_scale(tmp_path):
-    path = tmp_path / "plain.safetensors"
     save_file({"q": torch.ones(1, 4, 5, 8), "k": torch.ones(1, 2, 5, 8), "v": torch.ones(2, 5, 3)}, path)
     captured = read_activations(path)
     assert list(captured.layers) == [0] and captured.layers[0].v.shape == (1, 2, 5, 3)

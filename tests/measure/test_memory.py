@@ -1,6 +1,7 @@
 """Memory: known patterns are measured to the byte, the same each time."""
 
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -56,29 +57,28 @@ def test_a_known_pattern_is_measured_to_the_byte_twice_over_and_the_environment_
     assert dict(os.environ) == before
 
 
-def test_threads_of_operators_are_counted():
-    x = torch.ones(64, 1 << 12)
-    before = torch.get_num_threads()
+def test_threads_of_operators_are_counted(request):
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(2)
-    try:
-        assert memory.peak(lambda: x.softmax(dim=-1), device="cpu").peak_bytes == x.numel() * 4
-    finally:
-        torch.set_num_threads(before)
+    x = torch.ones(64, 1 << 12)
+    assert memory.peak(lambda: x.softmax(dim=-1), device="cpu").peak_bytes == x.numel() * 4
 
 
 def test_nothing_is_measured_when_the_pattern_comes_out_wrong_or_reading_it_fails(monkeypatch):
+    # Without its cache.
+    monkeypatch.setattr(memory, "allocations_are_seen", memory.allocations_are_seen.__wrapped__)
     right = memory._allocations
-    for wrong in (
-        lambda run: ((at, 2 * size) for at, size in right(run)),
-        lambda run: (_ for _ in ()).throw(AttributeError("no such part of torch")),
-    ):
+
+    def doubled(run):
+        return ((at, 2 * size) for at, size in right(run))
+
+    def missing(run):
+        raise AttributeError("no such part of torch")
+
+    for wrong in (doubled, missing):
         monkeypatch.setattr(memory, "_allocations", wrong)
-        memory.allocations_are_seen.cache_clear()
-        try:
-            with pytest.raises(UnsupportedError, match="reports no allocations"):
-                memory.peak(block, device="cpu")
-        finally:
-            memory.allocations_are_seen.cache_clear()
+        with pytest.raises(UnsupportedError, match="reports no allocations"):
+            memory.peak(block, device="cpu")
 
 
 def test_parameters_and_states_are_counted_once_however_they_are_shared():

@@ -37,8 +37,6 @@ class Coverage(NamedTuple):
     printed: int
 
     def __str__(self) -> str:
-        if not self.printed:
-            return "none printed"
         share = self.held / self.printed
         standard_error = math.sqrt(share * (1 - share) / self.printed)
         return f"{100 * share:.1f} ± {100 * standard_error:.1f}"
