@@ -15,6 +15,7 @@ from report.pages import Page
 
 from efficient_attn.measure.quantities import FIELDS
 from efficient_attn.measure.record import Case, Record
+from efficient_attn.report.table import csv_cell
 from efficient_attn.studies import results as redraw
 
 PAYLOADS = (
@@ -129,6 +130,7 @@ def test_no_cell_of_a_spreadsheet_is_a_formula_and_numbers_stay_numbers(outputs)
     assert sorted(filter(number.fullmatch, cells)) == sorted(filter(number.fullmatch, twins))
     words = [cell.lstrip() for cell in cells if not number.fullmatch(cell)]
     assert not any(word.startswith(("=", "+", "-", "@", "\t", "\r")) for word in words)
+    assert [csv_cell(text) for text in ("@SUM(A1)", " =1+1")] == ["'@SUM(A1)", "' =1+1"]
 
 
 def test_markdown_has_the_lines_and_cells_of_its_harmless_twin(outputs):
