@@ -2,18 +2,13 @@
 
 import json
 from contextlib import contextmanager
+from itertools import product
 
 from efficient_attn.measure import record as records
 from efficient_attn.measure.quantities import FIELDS, KINDS, QUANTITIES
 from efficient_attn.measure.record import Case, Record, append
-from efficient_attn.stats.diff import compare_runs
 
 LENGTHS = (256, 512, 1024, 2048)
-
-
-def compare(old, new, **options):
-    """Two runs from any sequences of records."""
-    return compare_runs(tuple(old), tuple(new), **options)
 
 
 def case(kind, label, tokens, **changes):
@@ -24,11 +19,8 @@ def case(kind, label, tokens, **changes):
 
 def timed(label, tokens, times_s, **changes):
     """A time in which every call is a round."""
-    return Record(
-        case=case("time", label, tokens, **changes),
-        times_s=tuple(times_s),
-        round_sizes=(1,) * len(times_s),
-    )
+    about = case("time", label, tokens, **changes)
+    return Record(case=about, times_s=tuple(times_s), round_sizes=(1,) * len(times_s))
 
 
 def costs(labels=("exact", "window"), lengths=LENGTHS):
@@ -44,18 +36,16 @@ def costs(labels=("exact", "window"), lengths=LENGTHS):
 
 
 def errors(labels=("performer-positive",), inputs=("gaussian(norm=1.0)",)):
+    """Two sizes of each backend beside uniform attention, four draws each."""
+    points = [("uniform attention", 0.2, {})]
+    for label in labels:
+        points += [(label, 1 / size, {"num_features": size, "seed": 0}) for size in (16, 64)]
     made = []
-    for source in inputs:
-        made.append(_error("uniform attention", source, 0.2, {}))
-        for label in labels:
-            made += [_error(label, source, 1 / size, {"num_features": size, "seed": 0}) for size in (16, 64)]
+    for source, (label, value, options) in product(inputs, points):
+        about = case("error", label, 64, inputs=source, options=options, of="output")
+        draws = tuple(value * (1 + i / 10) for i in range(4))
+        made.append(Record(case=about, output_relative_error=value, output_relative_error_draws=draws))
     return made
-
-
-def _error(label, source, value, options):
-    draws = tuple(value * (1 + i / 10) for i in range(4))
-    error = {"output_relative_error": value, "output_relative_error_draws": draws}
-    return Record(case=case("error", label, 64, inputs=source, options=options, of="output"), **error)
 
 
 def folder(path, records, environment=None):

@@ -11,21 +11,23 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 pytestmark = pytest.mark.slow
 
 # Python imports this module at its start. The hook sees every socket of the process, whoever makes it; the
-# file lists attempts that somebody may have forgiven.
+# log lists attempts that somebody may have forgiven.
 REFUSE = """
 import os, sys
 
 REFUSED = {"socket.__new__", "socket.connect", "socket.bind", "socket.getaddrinfo", "socket.gethostbyname"}
 
+def log(text):
+    with open(os.environ["LOG"], "a") as file:
+        file.write(f"{text}\\n")
+
 def refuse(event, arguments):
     if event in REFUSED:
-        with open(os.environ["TRIED"], "a") as file:
-            file.write(f"{event} {sys.argv}\\n")
+        log(f"{event} {sys.argv}")
         raise OSError(f"There is no network: {event}.")
 
 sys.addaudithook(refuse)
-with open(os.environ["HOOKED"], "a") as file:
-    file.write("1\\n")
+log("hooked")
 """
 RUN = """
 import json, sys
@@ -57,18 +59,18 @@ COMMANDS = [
 
 def offline(commands, folder):
     """The exit codes of commands where every socket is refused, and how many processes were hooked."""
-    path = folder / "hook"
+    path, log = folder / "hook", folder / "log"
     path.mkdir()
     (path / "sitecustomize.py").write_text(REFUSE)
     (folder / "mine.py").write_text("def attend(q, k, v):\n    return (q @ k.mT).softmax(dim=-1) @ v\n")
-    settings = {"PYTHONPATH": str(path), "TRIED": str(folder / "tried"), "HOOKED": str(folder / "hooked")}
+    settings = {**os.environ, "PYTHONPATH": str(path), "LOG": str(log)}
     command = [sys.executable, "-c", RUN, json.dumps(commands)]
-    run = subprocess.run(command, cwd=folder, env={**os.environ, **settings}, capture_output=True, text=True)
+    run = subprocess.run(command, cwd=folder, env=settings, capture_output=True, text=True)
     last = run.stderr.strip().splitlines()[-1]
     assert last.startswith("codes "), run.stderr
-    tried = folder / "tried"
-    assert not tried.exists(), tried.read_text()
-    return json.loads(last.removeprefix("codes ")), (folder / "hooked").read_text().count("1")
+    lines = log.read_text().splitlines()
+    assert {*lines} == {"hooked"}
+    return json.loads(last.removeprefix("codes ")), len(lines)
 
 
 def test_no_command_and_no_process_that_it_starts_makes_a_socket(tmp_path):

@@ -2,9 +2,10 @@
 
 import os
 import time
+from contextlib import nullcontext
 
 import pytest
-from device_model import FLUSH_S, Device
+import torch
 from made_records import case
 
 from efficient_attn.measure import worker
@@ -67,6 +68,73 @@ def test_samples_fill_the_time_within_their_least_and_most():
         assert samples == (time_s,) * count
 
 
+FLUSH_S, CLOCK_HZ = 85e-6, 2e9
+
+
+class Device:
+    """A CUDA device with a stream that works in order, and a host that runs ahead of it; times in seconds.
+
+    Every use of the device is written down in `told`.
+    """
+
+    def __init__(self, monkeypatch):
+        self.host_s = self.stream_s = 0.0
+        self.told = told = []
+        device = self
+
+        class Event:
+            def __init__(self, *, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                told.append("event")
+                self.at_s = max(device.stream_s, device.host_s)
+
+            def synchronize(self):
+                device.wait("wait")
+
+            def elapsed_time(self, end):
+                return 1000 * (end.at_s - self.at_s)
+
+        class Buffer:
+            def __init__(self, size, *, dtype, device):
+                assert size * dtype.itemsize == 256_000_000 and device.startswith("cuda")
+
+            def zero_(self):
+                told.append("flush")
+                device.work(FLUSH_S)
+
+        def spin(cycles):
+            told.append("spin")
+            device.work(cycles / CLOCK_HZ)
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "device", nullcontext)
+        monkeypatch.setattr(torch.cuda, "_sleep", spin)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: device.wait("synchronise"))
+        monkeypatch.setattr(torch, "empty", Buffer)
+        monkeypatch.setattr(time, "perf_counter", lambda: device.host_s)
+
+    def work(self, duration_s):
+        """One kernel, begun when it is launched and the stream has ended all earlier ones."""
+        self.stream_s = max(self.stream_s, self.host_s) + duration_s
+
+    def wait(self, event):
+        self.told.append(event)
+        self.host_s = max(self.host_s, self.stream_s)
+
+    def call(self, kernels, duration_s, launch_s):
+        """A call of equal kernels."""
+
+        def call():
+            self.told.append("call")
+            for _ in range(kernels):
+                self.host_s += launch_s
+                self.work(duration_s)
+
+        return call
+
+
 # Number of kernels, seconds of a kernel and of its launch. A flush hides the launch of the first call; the
 # launches of the second one take longer than its kernels and a flush.
 SHORT, MANY = (1, 20e-6, 5e-6), (60, 2e-6, 6e-6)
@@ -74,7 +142,7 @@ SHORT, MANY = (1, 20e-6, 5e-6), (60, 2e-6, 6e-6)
 
 @pytest.fixture
 def device(monkeypatch):
-    return Device().install(monkeypatch)
+    return Device(monkeypatch)
 
 
 def queued(device, kind, count):

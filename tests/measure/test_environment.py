@@ -10,15 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from efficient_attn.measure import environment as module
-from efficient_attn.measure.environment import (
-    Moment,
-    available_bytes,
-    between,
-    environment,
-    moment,
-    usable_cores,
-)
+from efficient_attn.measure import environment
 from efficient_attn.ops import verdict
 
 
@@ -28,13 +20,13 @@ def test_machine_and_software_are_told_in_strict_json_and_host_user_home_and_oth
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     words = ["efficient-attn", "bench", "--backend", f"{Path.home()}/secret/mine.py:f", "--out=/srv/ada/out"]
-    about = environment(command=words)
+    about = environment.environment(command=words)
     text = json.dumps(about, allow_nan=False)
     assert json.loads(text) == about
     assert about["torch"]["version"] == torch.__version__ and about["torch"]["threads"] >= 1
-    assert about["processor"] and about["cores_usable"] == usable_cores() >= 1
+    assert about["processor"] and about["cores_usable"] == environment.usable_cores() >= 1
     assert about["packages"]["numpy"] and about["gpu"] is None and '"OMP_NUM_THREADS": "2"' in text
-    checkout = str(Path(module.__file__).parents[2])
+    checkout = str(Path(environment.__file__).parents[2])
     for private in ("hunter2", platform.node(), str(Path.home()), "/secret", "/srv", checkout):
         assert len(private) < 4 or private not in text
     user = getpass.getuser()
@@ -46,7 +38,7 @@ def test_a_gpu_is_described_with_its_driver(monkeypatch):
     about = SimpleNamespace(total_memory=2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     monkeypatch.setattr(verdict, "driver_version", lambda: "570.1")
-    gpu = environment(device="cuda:1")["gpu"]
+    gpu = environment.environment(device="cuda:1")["gpu"]
     assert (gpu["name"], gpu["memory_bytes"], gpu["driver_version"]) == ("GPU", 2**30, "570.1")
 
 
@@ -59,31 +51,28 @@ def test_paths_are_cut_to_what_lies_below_the_current_folder_or_to_their_end(tmp
         "C:\\Users\\ada\\c.py": "c.py",
         **{word: word for word in ("d/e.py:h", "256:4096:x2", "linformer.rank=1,2", "3/4")},
     }
-    assert environment(command=list(shown))["command"] == list(shown.values())
+    assert environment.environment(command=list(shown))["command"] == list(shown.values())
 
 
-@pytest.mark.parametrize(
-    ("machine", "container", "least"), [(1000, 600, 600), (1000, None, 1000), (None, None, None)]
-)
-def test_available_memory_is_the_smaller_of_machine_and_container(
-    machine, container, least, monkeypatch, tmp_path
-):
-    monkeypatch.setattr(module, "_entry", lambda path, name: machine)
-    monkeypatch.setattr(module, "_CONTROL_GROUP", tmp_path)
-    (tmp_path / "memory.max").write_text("max" if container is None else f"{container + 50}")
+def test_available_memory_is_the_smaller_of_machine_and_container(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "_CONTROL_GROUP", tmp_path)
     (tmp_path / "memory.current").write_text("50")
-    assert available_bytes() == least
+    for machine, container, least in ((1000, "650", 600), (1000, "max", 1000), (None, "max", None)):
+        monkeypatch.setattr(environment, "_entry", lambda path, name, machine=machine: machine)
+        (tmp_path / "memory.max").write_text(container)
+        assert environment.available_bytes() == least
 
 
 def test_work_of_others_is_a_share_of_all_cores():
-    before, after = Moment(1.0, 10.0), Moment(3.0, 14.0)
-    assert between(before, after) == {"others_share": 0.5}
-    assert between(after, Moment(2.9, 18.0)) == {"others_share": 0.0}
-    assert between(before, None) == {"others_share": None}
+    before, after = environment.Moment(1.0, 10.0), environment.Moment(3.0, 14.0)
+    assert environment.between(before, after) == {"others_share": 0.5}
+    assert environment.between(after, environment.Moment(2.9, 18.0)) == {"others_share": 0.0}
+    assert environment.between(before, None) == {"others_share": None}
 
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="Linux alone counts the work of all processes")
 def test_work_of_this_process_and_its_children_is_not_that_of_others(monkeypatch):
-    before, times = moment(), os.times()
+    before, times = environment.moment(), os.times()
     monkeypatch.setattr(os, "times", lambda: (times.user, times.system, times.children_user + 1e6, 0.0, 0.0))
-    assert moment().others_s < before.others_s - 9e5 and moment().all_s >= before.all_s
+    after = environment.moment()
+    assert after.others_s < before.others_s - 9e5 and after.all_s >= before.all_s

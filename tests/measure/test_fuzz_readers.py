@@ -1,8 +1,8 @@
 """Whatever the files of a run hold, reading, comparing, drawing and resuming end well or in our own error."""
 
-import contextlib
 import json
 import os
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -43,11 +43,9 @@ NONSENSE = st.recursive(
 
 def changes_of(name):
     """A row, a field and a value: one of those that rows have, or anything."""
-    values = [row[name] for row in ROWS if name in row]
-    value = NONSENSE | st.lists(NUMBERS, max_size=9)
-    return st.tuples(
-        st.integers(0, len(ROWS) - 1), st.just(name), st.sampled_from(values) | value if values else value
-    )
+    values = [row[name] for row in ROWS if name in row] or [None]
+    value = st.sampled_from(values) | NONSENSE | st.lists(NUMBERS, max_size=9)
+    return st.tuples(st.integers(0, len(ROWS) - 1), st.just(name), value)
 
 
 FIELDS = st.sampled_from(sorted(records_schema()["properties"]))
@@ -63,28 +61,19 @@ def use(folder, records, environment=ENVIRONMENT):
     """All that commands do with the files of a run, but for drawing, which takes long."""
     (folder / "records.jsonl").write_bytes(records)
     (folder / "environment.json").write_bytes(environment)
-    for act in (_show, _compare, _resume):
-        with contextlib.suppress(AttentionError):
-            act(folder)
-
-
-def _show(folder):
-    results = ea.read(folder)
-    assert results.to_pandas() is not None and results.summary() is not None
-    results.tables()
-    results.sentences()
-
-
-def _compare(folder):
-    for old, new in ((FIXTURE, folder), (folder, FIXTURE)):
-        comparison = ea.diff(old, new)
-        comparison.tables()
-        comparison.sentences()
-        json.dumps(comparison.as_dict(), allow_nan=False)
-
-
-def _resume(folder):
-    assert all(line(row) for row in stored_run(folder, [], MACHINE)[0])
+    with suppress(AttentionError):
+        results = ea.read(folder)
+        assert not results.to_pandas().empty and all(results.notes)
+        results.tables()
+        results.sentences()
+    for runs in ((FIXTURE, folder), (folder, FIXTURE)):
+        with suppress(AttentionError):
+            comparison = ea.diff(*runs)
+            comparison.tables()
+            comparison.sentences()
+            json.dumps(comparison.as_dict(), allow_nan=False)
+    with suppress(AttentionError):
+        assert all(line(row) for row in stored_run(folder, [], MACHINE)[0])
 
 
 @pytest.mark.slow
@@ -100,6 +89,7 @@ def test_any_value_in_any_field_is_refused_or_made_use_of(folder, changes):
 ENTRIES = st.sampled_from(sorted(json.loads(ENVIRONMENT)))
 
 
+@pytest.mark.slow
 @fuzz
 @given(value=NONSENSE | st.dictionaries(ENTRIES, NONSENSE, max_size=4))
 def test_any_environment_is_refused_or_made_use_of(folder, value):
@@ -114,9 +104,8 @@ def test_any_environment_is_refused_or_made_use_of(folder, value):
         (b'{"torch": 1e999}', "is no JSON object"),
         (b'{"torch": "\xff"}', "is no JSON object"),
         (b'{"torch": ' + b"[" * 100_000, "is no JSON object"),
-        (b"[1]", "is no JSON object"),
     ],
-    ids=["large", "NaN", "infinite", "no UTF-8", "deep", "list"],
+    ids=["large", "NaN", "infinite", "no UTF-8", "deep"],
 )
 def test_an_environment_that_is_too_large_or_no_strict_json_is_refused(folder, content, message):
     use(folder, RECORDS, content)

@@ -10,11 +10,12 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from made_records import case, costs, errors
+from made_records import case, costs, errors, folder
 from report.pages import Page
 
 from efficient_attn.measure.quantities import FIELDS
 from efficient_attn.measure.record import Case, Record
+from efficient_attn.report.table import csv_cell
 from efficient_attn.studies import results as redraw
 
 PAYLOADS = (
@@ -37,8 +38,17 @@ PAYLOADS = (
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
 
 
-def with_texts(path, replacement):
-    """A run in which every text that is no keyword of ours goes through `replacement(original, number)`."""
+def hostile(original, number):
+    # The number keeps apart what was apart.
+    return f"{PAYLOADS[number % len(PAYLOADS)]}{number}"
+
+
+def harmless(original, number):
+    return f"word{number}"
+
+
+def report_of(path, replacement):
+    """Files of a run in which every text that is no keyword of ours is `replacement(original, number)`."""
     count = iter(range(10_000))
 
     def text(original):
@@ -62,44 +72,27 @@ def with_texts(path, replacement):
                 row[name] = text(row[name])
         row["options"] = {text(key): value for key, value in row["options"].items()} | {"text": text("text")}
         rows.append(f"{json.dumps(row)}\n")
-    environment = {name: text(name) for name in ("processor", "python", "system", "machine", "utc")}
-    environment |= {"packages": {text("torch"): text("2")}, "command": [text("line") for _ in PAYLOADS]}
-    path.mkdir(parents=True)
-    (path / "records.jsonl").write_text("".join(rows), encoding="ascii")
-    (path / "environment.json").write_text(json.dumps(environment), encoding="ascii")
-    return path
-
-
-def hostile(original, number):
-    # The number keeps apart what was apart.
-    return f"{PAYLOADS[number % len(PAYLOADS)]}{number}"
-
-
-def harmless(original, number):
-    return f"word{number}"
-
-
-def reports(root):
-    """Folders of everything that is made from the hostile run and from its harmless twin."""
-    folders = []
-    for replacement in (hostile, harmless):
-        run = with_texts(root / replacement.__name__ / "run", replacement)
-        redraw.report(run, out=run.parent / "out")
-        folders.append(run.parent / "out")
-    return folders
+    machine = {name: text(name) for name in ("processor", "python", "system", "machine", "utc")}
+    machine |= {"packages": {text("torch"): text("2")}, "command": [text("line") for _ in PAYLOADS]}
+    run = folder(path / replacement.__name__, [], machine)
+    (run / "records.jsonl").write_text("".join(rows), encoding="ascii")
+    redraw.report(run, out=run / "out")
+    return run / "out"
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
+    """Folders of everything that is made from the hostile run and from its harmless twin."""
     with pytest.MonkeyPatch.context() as patch:
         # Drawings take longer than everything else.
         patch.setattr("efficient_attn.report.files.draw", lambda plot: [SimpleNamespace(figure=None)])
         patch.setattr("efficient_attn.report.files.to_bytes", lambda figure, kind, *, salt: b"<svg></svg>")
-        return reports(tmp_path_factory.mktemp("runs"))
+        path = tmp_path_factory.mktemp("runs")
+        return report_of(path, hostile), report_of(path, harmless)
 
 
 def texts_of(outputs, name):
-    return [(folder / name).read_text(encoding="utf-8") for folder in outputs]
+    return [(out / name).read_text(encoding="utf-8") for out in outputs]
 
 
 def test_the_page_has_the_elements_and_attributes_of_its_harmless_twin(outputs):
@@ -112,7 +105,7 @@ def test_the_page_has_the_elements_and_attributes_of_its_harmless_twin(outputs):
 
 @pytest.mark.slow
 def test_plots_have_no_element_that_their_harmless_twins_lack(tmp_path):
-    folders = reports(tmp_path)
+    folders = report_of(tmp_path, hostile), report_of(tmp_path, harmless)
     for name in ("time.svg", "memory.svg", "error.svg"):
         texts = texts_of(folders, name)
         roots = [ElementTree.fromstring(text) for text in texts]
@@ -137,6 +130,7 @@ def test_no_cell_of_a_spreadsheet_is_a_formula_and_numbers_stay_numbers(outputs)
     assert sorted(filter(number.fullmatch, cells)) == sorted(filter(number.fullmatch, twins))
     words = [cell.lstrip() for cell in cells if not number.fullmatch(cell)]
     assert not any(word.startswith(("=", "+", "-", "@", "\t", "\r")) for word in words)
+    assert [csv_cell(text) for text in ("@SUM(A1)", " =1+1")] == ["'@SUM(A1)", "' =1+1"]
 
 
 def test_markdown_has_the_lines_and_cells_of_its_harmless_twin(outputs):

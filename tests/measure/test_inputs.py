@@ -38,7 +38,7 @@ def test_gaussian_inputs_depend_on_the_seed_alone_and_are_not_what_a_backend_dra
     assert not torch.isclose(q[0, 0], drawn).any()
 
 
-def test_a_file_gives_back_its_layers_tokens_scale_and_origin(tmp_path):
+def test_a_file_gives_back_its_layers_tokens_scale_and_origin_or_plain_q_k_v_as_layer_0(tmp_path):
     path, first, second = tmp_path / "captured.safetensors", tensors(), tensors(tokens=3)
     layers = {f"layer.{n}.{name}": x for n, group in ((2, first), (11, second)) for name, x in group.items()}
     about = {"tokens": json.dumps(["a", "b"]), "scale": "0.25", "model": "tiny"}
@@ -47,10 +47,6 @@ def test_a_file_gives_back_its_layers_tokens_scale_and_origin(tmp_path):
     assert list(captured.layers) == [2, 11]
     assert torch.equal(captured.layers[11].k[0], second["k"])
     assert (captured.tokens, captured.scale, captured.about) == (("a", "b"), 0.25, {"model": "tiny"})
-
-
-def test_a_file_of_plain_grouped_q_k_v_is_layer_0_and_tells_no_scale(tmp_path):
-    path = tmp_path / "plain.safetensors"
     save_file({"q": torch.ones(1, 4, 5, 8), "k": torch.ones(1, 2, 5, 8), "v": torch.ones(2, 5, 3)}, path)
     captured = read_activations(path)
     assert list(captured.layers) == [0] and captured.layers[0].v.shape == (1, 2, 5, 3)
@@ -61,20 +57,7 @@ def changed(**changes):
     return save({name: x for name, x in {**tensors(), **changes}.items() if x is not None})
 
 
-def header(entries, data=b"\0" * 48):
-    """A file with this header and these data."""
-    text = json.dumps(entries).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
-def entries(**changed):
-    rows = {
-        name: {"dtype": "F32", "shape": [1, 2, 2], "data_offsets": [16 * place, 16 * place + 16]}
-        for place, name in enumerate("qkv")
-    }
-    return {**rows, "q": {**rows["q"], **changed}}
-
-
+WHOLE = save({name: torch.ones(1, 2, 2) for name in "qkv"}, metadata={"tokens": '["a", "b"]', "scale": "0.5"})
 NO_HEADER = "is not a valid safetensors file: it has no header"
 UNMATCHED = r"does not hold matching q, k, v as \[heads, tokens, head_dim\]: q "
 REFUSED = [
@@ -88,16 +71,8 @@ REFUSED = [
     (save(tensors(), metadata={"scale": "nan"}), "scale in the metadata cannot be read"),
     (b"", NO_HEADER),
     (struct.pack("<Q", 2) + b"[]", f"{NO_HEADER}. Make one with"),
-    *(
-        (content, "is not a valid safetensors file")
-        for content in (
-            struct.pack("<Q", 2) + b"{]",
-            struct.pack("<Q", 1 << 40) + b"{}",
-            header(entries(shape=[2**62, 4])),
-            header(entries(data_offsets=[0, 2**62])),
-            header(entries(), b"\0" * 8),
-        )
-    ),
+    (struct.pack("<Q", 2) + b"{]", "is not a valid safetensors file"),
+    (struct.pack("<Q", 1 << 40) + b"{}", "is not a valid safetensors file"),
 ]
 
 
@@ -112,16 +87,13 @@ def test_a_file_without_matching_finite_q_k_v_is_refused_in_one_line(tmp_path, c
 
 def test_a_file_beyond_the_limit_is_refused_before_safetensors_reads_it(tmp_path, monkeypatch):
     path = tmp_path / "it.safetensors"
-    path.write_bytes(header(entries()))
+    path.write_bytes(WHOLE)
     assert read_activations(path).layers[0].q.shape == (1, 1, 2, 2)
     with path.open("r+b") as file:
         file.truncate(limits.TENSOR_FILE_BYTES + 1)
     monkeypatch.setattr(inputs, "safe_open", lambda *_, **__: pytest.fail("it was opened"))
     with pytest.raises(DataError, match=f"bytes; at most {limits.TENSOR_FILE_BYTES} are read"):
         read_activations(path)
-
-
-WHOLE = save({name: torch.ones(1, 2, 2) for name in "qkv"}, metadata={"tokens": '["a", "b"]', "scale": "0.5"})
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

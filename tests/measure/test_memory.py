@@ -1,7 +1,7 @@
 """Memory: known patterns are measured to the byte, the same each time."""
 
 import os
-import threading
+from functools import partial
 
 import pytest
 import torch
@@ -41,59 +41,44 @@ PATTERNS = {
     forward_and_backward: (SIZE // 2, SIZE // 4),
     kept_beside_the_result: (SIZE * 3 // 4, SIZE * 3 // 4),
     nested: (SIZE * 3 // 2, SIZE),
+    # What was allocated before does not count.
+    [block()].clear: (0, 0),
 }
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_known_pattern_is_measured_to_the_byte_twice_over(pattern):
-    assert memory.allocations_are_seen()
-    for _ in range(2):
-        assert memory.peak(pattern, device="cpu") == PATTERNS[pattern]
-
-
-def test_measuring_leaves_the_environment_of_the_process_as_it_was(monkeypatch):
+def test_a_known_pattern_is_measured_to_the_byte_twice_over_and_the_environment_is_left_alone(
+    pattern, monkeypatch
+):
     monkeypatch.delenv("KINETO_LOG_LEVEL", raising=False)
     before = dict(os.environ)
-    memory.peak(lambda: torch.zeros(10), device="cpu")
+    for _ in range(2):
+        assert memory.peak(pattern, device="cpu") == PATTERNS[pattern]
     assert dict(os.environ) == before
 
 
-def test_what_was_allocated_before_and_is_freed_inside_does_not_count():
-    blocks = [block()]
-    assert memory.peak(blocks.clear, device="cpu").peak_bytes == 0
-
-
-def test_threads_of_operators_are_counted_and_those_that_a_backend_starts_itself_are_not():
-    """The second half is a limit of torch's profiler; the docs say so, and would have to change with it."""
-    x = torch.ones(64, 1 << 12)
-
-    def own_thread():
-        thread = threading.Thread(target=block)
-        thread.start()
-        thread.join()
-
-    before = torch.get_num_threads()
+def test_threads_of_operators_are_counted(request):
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(2)
-    try:
-        assert memory.peak(lambda: x.softmax(dim=-1), device="cpu").peak_bytes == x.numel() * 4
-    finally:
-        torch.set_num_threads(before)
-    assert memory.peak(own_thread, device="cpu").peak_bytes == 0
+    x = torch.ones(64, 1 << 12)
+    assert memory.peak(lambda: x.softmax(dim=-1), device="cpu").peak_bytes == x.numel() * 4
 
 
 def test_nothing_is_measured_when_the_pattern_comes_out_wrong_or_reading_it_fails(monkeypatch):
+    # Without its cache.
+    monkeypatch.setattr(memory, "allocations_are_seen", memory.allocations_are_seen.__wrapped__)
     right = memory._allocations
-    for wrong in (
-        lambda run: ((at, 2 * size) for at, size in right(run)),
-        lambda run: (_ for _ in ()).throw(AttributeError("no such part of torch")),
-    ):
+
+    def doubled(run):
+        return ((at, 2 * size) for at, size in right(run))
+
+    def missing(run):
+        raise AttributeError("no such part of torch")
+
+    for wrong in (doubled, missing):
         monkeypatch.setattr(memory, "_allocations", wrong)
-        memory.allocations_are_seen.cache_clear()
-        try:
-            with pytest.raises(UnsupportedError, match="reports no allocations"):
-                memory.peak(block, device="cpu")
-        finally:
-            memory.allocations_are_seen.cache_clear()
+        with pytest.raises(UnsupportedError, match="reports no allocations"):
+            memory.peak(block, device="cpu")
 
 
 def test_parameters_and_states_are_counted_once_however_they_are_shared():

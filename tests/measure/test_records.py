@@ -12,15 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from made_records import case, forgotten
+from made_records import case
 
 import efficient_attn as ea
 from efficient_attn import limits
 from efficient_attn.errors import DataError
-from efficient_attn.measure import quantities
 from efficient_attn.measure.quantities import FIELDS, KINDS
 from efficient_attn.measure.record import (
-    SCHEMA,
     STATUSES,
     Case,
     Record,
@@ -36,10 +34,10 @@ from efficient_attn.studies import studies
 studies()
 LINES = ea.records_schema()
 SCHEMA_OF_LINES = Draft202012Validator(LINES)
-FIXTURE = Path(__file__).parent.parent / "fixtures" / "run"
 
-CASE = case("time", "window(window=33)", 256, options={"window": 33})
-RECORD = Record(case=CASE, times_s=(0.25, 0.5))
+# A seed has up to 64 bits, and a loss may be below that of exact attention.
+CASE = case("time", "window(window=33)", 256, options={"window": 33}, seed=2**63 - 1)
+RECORD = Record(case=CASE, times_s=(0.25, 0.5), loss_difference=-0.5, loss_difference_draws=(-0.5, 0.25))
 
 
 def test_records_are_flat_lines_of_what_was_measured_and_are_read_again(tmp_path):
@@ -121,11 +119,10 @@ def test_the_docs_state_every_limit():
     assert {str(value) for name, value in vars(limits).items() if name.isupper()} <= stated
 
 
-@pytest.mark.parametrize("device_times_s", [None, (0.5, 0.125)])
-def test_rounds_are_joined_with_their_device_times(device_times_s):
-    merged = merge_rounds([replace(RECORD, round_sizes=(2,), device_times_s=device_times_s)] * 2)
+def test_rounds_are_joined_with_their_device_times():
+    merged = merge_rounds([replace(RECORD, round_sizes=(2,), device_times_s=(0.5, 0.125))] * 2)
     assert merged.times_s == RECORD.times_s * 2 and merged.round_sizes == (2, 2)
-    assert merged.device_times_s == (device_times_s and device_times_s * 2)
+    assert merged.device_times_s == (0.5, 0.125) * 2
 
 
 def test_a_record_has_every_declared_quantity_and_no_other():
@@ -143,24 +140,16 @@ def test_numbers_of_numpy_are_written_and_a_number_that_is_not_finite_becomes_nu
     row = json.loads(line(Record(case=CASE, output_mse=np.float64(0.5), output_mse_draws=draws)))
     assert row["output_mse"] == 0.5 and row["output_mse_draws"] == [None, 0.1, None]
     assert row["reason"] == "not a finite number: output_mse_draws"
-
-
-@pytest.mark.parametrize(("times_s", "samples"), [((float("inf"), 0.5), (0.5,)), ((float("nan"),), None)])
-def test_a_time_that_was_not_finite_is_no_sample(times_s, samples):
-    assert parse(line(Record(case=CASE, times_s=times_s)).encode(), "It").times_s == samples
-
-
-def strictly(text):
-    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    # A time that was not finite is no sample.
+    for times_s, samples in (((float("inf"), 0.5), (0.5,)), ((float("nan"),), None)):
+        assert parse(line(Record(case=CASE, times_s=times_s)).encode(), "It").times_s == samples
 
 
 def test_the_schema_names_every_field_of_a_record_and_no_other():
     listed = LINES["properties"]
     assert set(listed) == {*Case.__struct_fields__, "status", "reason", *FIELDS}
-    assert len(listed) == len(Case.__struct_fields__) + 2 + len(FIELDS)
     assert all(item["description"] for item in listed.values())
-    assert set(listed["kind"]["enum"]) == set(KINDS) and set(listed["status"]["enum"]) == set(STATUSES)
-    assert listed["schema"]["enum"] == [SCHEMA]
+    assert set(listed["kind"]["enum"]) == set(KINDS)
     required = {"schema", "kind", "backend", "label", "num_heads", "head_dim", "tokens", "dtype", "device"}
     assert set(LINES["required"]) == required | {"threads", "status"}
 
@@ -174,20 +163,9 @@ def test_every_kind_of_record_is_valid_and_strict_whatever_was_measured(kind):
     about = replace(CASE, kind=kind, options={"a": 1, "b": "c", "d": None, "e": nan})
     for status, fields in itertools.product(STATUSES, ({"reason": "because"}, measured)):
         record = Record(case=about, status=status, **fields)
-        row = strictly(line(record))
+        row = json.loads(line(record), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
         assert SCHEMA_OF_LINES.is_valid(row)
         assert (row["reason"] or "").startswith("because" if record.reason else "not a finite number: ")
-
-
-def test_a_seed_is_any_whole_number_of_64_bits():
-    assert parse(with_field("seed", 2**63 - 1).encode(), "It").case.seed == 2**63 - 1
-
-
-def test_a_loss_below_that_of_exact_attention_is_read_again():
-    record = Record(case=CASE, loss_difference=-0.5, loss_difference_draws=(-0.5, 0.25))
-    assert parse(line(record).encode(), "It") == record
-    with pytest.raises(DataError, match=r"`\$\.next_token_kl`"):
-        parse(line(Record(case=CASE, next_token_kl=-0.5)).encode(), "It")
 
 
 VALUES = st.one_of(
@@ -206,35 +184,3 @@ def test_the_reader_accepts_exactly_what_the_schema_does(name, value):
     accepted = SCHEMA_OF_LINES.is_valid(row)
     with nullcontext() if accepted else pytest.raises(DataError):
         parse(json.dumps(row).encode(), "It")
-
-
-def test_stored_files_hold_records_of_all_kinds_and_are_valid():
-    texts = (FIXTURE / "records.jsonl").read_text().splitlines()
-    records = read(FIXTURE / "records.jsonl").records
-    of_advise = {"prediction", "bound", "heads", "planted"}
-    assert {record.case.kind for record in records} == set(KINDS) - of_advise
-    assert {record.status for record in records} == set(STATUSES) and len(records) == len(texts)
-    required = Draft202012Validator({**LINES, "properties": {}})
-    assert all(required.is_valid(strictly(text)) for text in texts)
-
-
-def test_a_new_quantity_needs_a_declaration_alone():
-    with pytest.raises(TypeError, match="No quantity of a record is called 'energy_j'"):
-        Record(case=CASE, energy_j=2.5)
-    with forgotten():
-        declared = quantities.Quantity(
-            name="energy_j", unit="J", meaning="Energy of a call.", scatter="draws", samples="energy_j_draws"
-        )
-        quantities.register(declared, kinds={"energy": "energy of a call"})
-        old, new = (
-            Record(
-                case=replace(CASE, kind="energy"), energy_j=mean, energy_j_draws=(mean - 0.1, mean + 0.1) * 2
-            )
-            for mean in (2.5, 5.0)
-        )
-        assert parse(line(old).encode(), "It") == old and old.energy_j_draws[0] == 2.4
-        with pytest.raises(DataError, match=r"got `str` - at `\$\.energy_j`"):
-            parse(line(old).replace('_j": 2.5', '_j": "much"').encode(), "It")
-        assert ea.records_schema()["properties"]["energy_j"]["description"] == "Energy of a call."
-        comparison = ea.diff(ea.Results([old]), ea.Results([new]), fail_on={"energy_j": 0.1})
-        assert [change.quantity for change in comparison.regressions] == ["energy_j"]

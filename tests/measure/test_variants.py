@@ -4,8 +4,10 @@ from pathlib import Path
 
 from isolated_points import SHARED
 
+from efficient_attn.external import spec_of
 from efficient_attn.measure.units import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds
-from efficient_attn.measure.variants import parse_settings, select
+from efficient_attn.measure.variants import has_address, parse_settings, select
+from efficient_attn.registry import SPECS
 from efficient_attn.studies.results import read
 
 LENGTHS = {
@@ -29,13 +31,10 @@ def test_lengths_durations_and_amounts_are_read_and_shown_as_documented():
     assert [show_seconds(t) for t in (90, 2.5, 0.0125, 3e-6, 5e-9)] == shown
 
 
-def test_names_are_also_read_from_one_text_as_on_the_command_line():
-    assert [variant.label for variant in select("exact,window")] == ["exact", "window"]
-
-
 def test_several_values_of_an_option_make_several_labelled_variants():
     settings = parse_settings(["linformer.rank=64,128", "linformer.sharing=none"])
-    variants = select(["exact", "linformer"], settings)
+    # Names are read from one text, too, as on the command line.
+    variants = select("exact,linformer", settings)
     assert [variant.label for variant in variants] == [
         "exact",
         "linformer(rank=64, sharing=none)",
@@ -72,7 +71,7 @@ def test_references_and_methods_that_lose_are_measured_only_where_they_are_named
     assert {variant.backend for variant in select(sorted(apart))} == apart
 
 
-def test_functions_and_files_are_variants_without_their_folders(tmp_path):
+def test_functions_and_files_are_variants_without_their_folders(tmp_path, monkeypatch):
     def mine(q, k, v):
         return v
 
@@ -81,3 +80,7 @@ def test_functions_and_files_are_variants_without_their_folders(tmp_path):
     variants = select([mine, f"{file}:mean"])
     assert [variant.label for variant in variants] == ["mine", "own.py:mean"]
     assert str(tmp_path) not in repr([variant.backend for variant in variants])
+    # What exists in this process alone has no address for another one.
+    monkeypatch.setitem(SPECS, "registered", spec_of(mine, name="registered"))
+    assert has_address("window") and has_address(f"{file}:mean")
+    assert not has_address(mine) and not has_address("registered")

@@ -1,46 +1,45 @@
 """Two runs compared: the verdict on each quantity, and how often equal times get the right one."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
-from made_records import case, compare
+from made_records import case
 
 from efficient_attn.measure.record import Record, replace
+from efficient_attn.stats.diff import compare_runs
 from efficient_attn.studies import studies
 
 # Studies declare the quantities of their records.
 studies()
 
 
-def timed(generator, *, shift=0.0, rounds=4, factor=1.0, tokens=64, **fields):
+def timed(generator, *, shift=0.0, rounds=4, factor=1.0):
     """Five calls in each round, which scatter by 5 %, and a shift of the whole run."""
     logs = 0.05 * generator.standard_normal(5 * rounds) + shift * generator.standard_normal()
     times_s = tuple(1e-3 * factor * np.exp(logs))
-    return Record(case=case("time", "b", tokens), times_s=times_s, round_sizes=(5,) * rounds, **fields)
+    return Record(case=case("time", "b", 64), times_s=times_s, round_sizes=(5,) * rounds)
 
 
-def memory(peak_bytes=1000, **fields):
-    return Record(case=case("memory", "b", 64), peak_bytes=peak_bytes, **fields)
+def memory(peak_bytes=1000):
+    return Record(case=case("memory", "b", 64), peak_bytes=peak_bytes)
 
 
-def errors(*draws, **fields):
-    mean = {"output_relative_error": float(np.mean(draws)), "output_relative_error_draws": draws}
-    return Record(case=case("error", "b", 64, of="output"), **{**mean, **fields})
+def drawn(kind, quantity, *draws, **fields):
+    """A quantity of which every draw is recorded."""
+    values = {quantity: float(np.mean(draws)), f"{quantity}_draws": draws}
+    return Record(case=case(kind, "b", 64), **values, **fields)
 
 
-def swapped(draws, texts):
-    mean = float(np.mean(draws))
-    return Record(case=case("swap", "b", 64), perplexity=mean, perplexity_draws=tuple(draws), texts=texts)
+errors = partial(drawn, "error", "output_relative_error")
+losses = partial(drawn, "swap", "loss_difference")
+perplexities = partial(drawn, "swap", "perplexity", texts=3)
 
 
-def differences(*draws):
-    return Record(case=case("swap", "b", 64), loss_difference=np.mean(draws), loss_difference_draws=draws)
-
-
-def accuracies(*values, answers=2048):
+def accuracies(*values):
     return [
-        Record(case=case("recall", "b", 64, seed=seed), accuracy=value, answers=answers)
+        Record(case=case("recall", "b", 64, seed=seed), accuracy=value, answers=10**6)
         for seed, value in enumerate(values)
     ]
 
@@ -48,52 +47,40 @@ def accuracies(*values, answers=2048):
 def change_of(old, new, quantity=None, **options):
     """The only change, or the change of a quantity; sides are records or lists of records."""
     sides = ([side] if isinstance(side, Record) else side for side in (old, new))
-    changes = compare(*sides, **options).changes
+    changes = compare_runs(*map(tuple, sides), **options).changes
     (change,) = (change for change in changes if quantity in (None, change.quantity))
     return change
 
 
-LOGNORMAL = np.random.default_rng(0).lognormal(-2, 0.1, (2, 16))
+FIRST, SECOND = np.random.default_rng(0).lognormal(-2, 0.1, (2, 16))
 TEXTS = np.array([5.0, 20.0, 80.0])
 SEEDS = np.repeat(TEXTS, 2) * np.tile([0.8, 1.2], 3)
 CONSTANT = Record(case=case("time", "b", 64), times_s=(1e-3,) * 20, round_sizes=(5,) * 4)
-LOSSES = differences(-0.5, -0.4, -0.6), differences(-0.1, 0.1, -0.2)
+CHANCE = "no evidence of change"
 
+# Both sides, the quantity where a record has several, and the verdict.
 VERDICTS = {
     "bytes, one more": (memory(), memory(1001), None, "regression"),
-    "bytes, equal": (memory(), memory(), None, "unchanged"),
     "bytes, from zero": (memory(0), memory(1), None, "regression"),
-    "draws, equal": (errors(*LOGNORMAL[0]), errors(*LOGNORMAL[0]), None, "unchanged"),
-    "draws, by chance": (
-        errors(*LOGNORMAL[0, -4:]),
-        errors(*LOGNORMAL[1, -4:]),
-        None,
-        "no evidence of change",
-    ),
-    "draws, all larger": (errors(*LOGNORMAL[0]), errors(*1.2 * LOGNORMAL[0]), None, "regression"),
+    "draws, equal": (errors(*FIRST), errors(*FIRST), None, "unchanged"),
+    "draws, by chance": (errors(*FIRST[-4:]), errors(*SECOND[-4:]), None, CHANCE),
+    "draws, all larger": (errors(*FIRST), errors(*1.2 * FIRST), None, "regression"),
     # A single draw is reproduced by its seed.
     "draws, single": (errors(0.1), errors(0.2), None, "regression"),
-    "draws, signed": (*LOSSES, "loss_difference", "regression"),
-    "draws, signed and better": (*LOSSES[::-1], "loss_difference", "improvement"),
+    "draws, signed": (losses(-0.5, -0.4, -0.6), losses(-0.1, 0.1, -0.2), "loss_difference", "regression"),
     "rounding": (errors(1e-7), errors(3e-7), None, "unchanged"),
     "times, constant": (CONSTANT, CONSTANT, None, "unchanged"),
     "times, three rounds": (
         replace(CONSTANT, round_sizes=(5, 5, 10)),
-        replace(CONSTANT, times_s=(2e-3,) * 20, round_sizes=(5, 5, 10)),
+        replace(CONSTANT, round_sizes=(5, 5, 10), times_s=(2e-3,) * 20),
         None,
-        "no evidence of change",
+        CHANCE,
     ),
     # Three texts of a single seed are all 10 % worse, though they differ by more from each other.
-    "texts": (swapped(TEXTS, 3), swapped(1.1 * TEXTS, 3), "perplexity", "regression"),
-    "texts, two seeds": (swapped(SEEDS, 3), swapped(1.1 * SEEDS, 3), "perplexity", "no evidence of change"),
-    "seeds": (accuracies(0.99, 0.98, 0.97), accuracies(0.11, 0.1, 0.09), "accuracy", "regression"),
+    "texts": (perplexities(*TEXTS), perplexities(*1.1 * TEXTS), "perplexity", "regression"),
+    "texts, two seeds": (perplexities(*SEEDS), perplexities(*1.1 * SEEDS), "perplexity", CHANCE),
     # A training that learns from one seed in three, whatever the number of answers.
-    "seeds, by chance": (
-        accuracies(0.99, 0.1, 0.99, answers=10**6),
-        accuracies(0.1, 0.99, 0.1, answers=10**6),
-        "accuracy",
-        "no evidence of change",
-    ),
+    "seeds, by chance": (accuracies(0.99, 0.1, 0.99), accuracies(0.1, 0.99, 0.1), "accuracy", CHANCE),
 }
 
 
@@ -105,8 +92,8 @@ def test_each_quantity_is_compared_by_its_scatter(name):
 
 def test_what_is_no_number_is_not_compared():
     strange = Record(case=case("time", "b", 64), times_s=(0.0, None, 1e300, 1e-320))
-    assert compare([strange], [strange]).changes == ()
-    assert compare([errors(0.1, math.inf)], [errors(0.1, 0.1)]).changes == ()
+    for old, new in ((strange, strange), (errors(0.1, math.inf), errors(0.1, 0.1))):
+        assert compare_runs((old,), (new,)).changes == ()
 
 
 def test_thresholds_of_quantities_and_kinds_decide():
@@ -122,7 +109,7 @@ def test_thresholds_of_quantities_and_kinds_decide():
         ("ok", "oom", "regression"),
         ("crash", "ok", "improvement"),
         ("oom", "timeout", "unchanged"),
-        ("ok", "skipped", "no evidence of change"),
+        ("ok", "skipped", CHANCE),
     ],
 )
 def test_a_case_that_stopped_working_is_a_regression(old, new, verdict):
@@ -135,7 +122,7 @@ def test_cases_are_matched_whatever_their_label_and_those_of_a_single_side_are_n
     first, second, third = (replace(memory(), case=case("memory", "b", tokens)) for tokens in (1, 2, 3))
     renamed = replace(second, case=replace(second.case, label="c"))
     # The last of equal cases counts.
-    comparison = compare([first, second], [replace(second, peak_bytes=9000), renamed, third])
+    comparison = compare_runs((first, second), (replace(second, peak_bytes=9000), renamed, third))
     assert [change.verdict for change in comparison.changes] == ["unchanged"]
     assert (comparison.missing, comparison.added) == (("b, 1 tokens, memory",), ("b, 3 tokens, memory",))
 
