@@ -83,15 +83,26 @@ def test_what_is_there_is_not_measured_again_and_what_is_missing_is(measured):
     assert run(tokens=(16, 32), resume=True).records == results.records and measured == []
 
 
-def test_what_failed_is_tried_again_and_stands_once_in_what_is_read(folder):
+def test_what_failed_may_be_mended_is_tried_again_and_stands_once_in_what_is_read(folder, measured):
     run(backend="own.py:mended")
     failed = lines()
     run(backend="own.py:mended", resume=True)
     assert lines() == failed
     (folder / "mended").touch()
+    (folder / "own.py").write_text(OWN + "# edited\n")
     results = run(backend="own.py:mended", resume=True)
     assert {record.status for record in results.records} == {"ok"} and len(results) == 4
     assert read("out").records == results.records
+    # From then on the code is watched.
+    before = lines()
+    (folder / "own.py").write_text(OWN)
+    with pytest.raises(DataError, match=r"environment: the code of own.py:mended was edited"):
+        run((16, 32), backend="own.py:mended", resume=True)
+    assert lines() == before
+    # Restored code is the one that was measured.
+    (folder / "own.py").write_text(OWN + "# edited\n")
+    measured.clear()
+    assert len(run(backend="own.py:mended", resume=True)) == 4 and measured == []
 
 
 def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(folder):
@@ -122,29 +133,6 @@ def test_environments_and_threads_are_not_mixed(folder):
         run(resume=True)
     with pytest.raises(DataError, match="out: out has the study bench, not mse; name a new folder"):
         ea.mse(["window"], seq_lens=16, out="out", resume=True)
-
-
-def test_results_of_edited_code_are_not_kept(folder, measured):
-    run()
-    before = lines()
-    (folder / "own.py").write_text(OWN.replace("return v.clone()", "return 2 * v"))
-    with pytest.raises(DataError, match=r"environment: the code of own.py:values was edited"):
-        run(tokens=(16, 32), resume=True)
-    assert lines() == before
-    # Restored code is the one that was measured.
-    (folder / "own.py").write_text(OWN)
-    measured.clear()
-    assert len(run(resume=True)) == 4 and measured == []
-
-
-def test_code_that_failed_may_be_mended_and_is_watched_from_then_on(folder):
-    run(backend="own.py:mended")
-    (folder / "mended").touch()
-    (folder / "own.py").write_text(OWN + "# edited\n")
-    assert {record.status for record in run(backend="own.py:mended", resume=True).records} == {"ok"}
-    (folder / "own.py").write_text(OWN)
-    with pytest.raises(DataError, match=r"the code of own.py:mended was edited"):
-        run(backend="own.py:mended", resume=True)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the lock is one of POSIX")
