@@ -76,29 +76,13 @@ def test_a_worse_number_of_every_quantity_is_a_regression_by_its_own_threshold_a
     assert not ea.diff(sides[0], sides[0], fail_on={name: 0.1}).regressions
 
 
-GPU = {"name": "G", "memory_bytes": 2**30}
-TORCH = {"version": "2.9"}
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "warnings"),
-    [
-        (
-            {"processor": "A", "python": "3.11"},
-            {"processor": "B", "python": "3.12"},
-            ["ANOTHER MACHINE: processor was A, is B.", "python was 3.11, is 3.12"],
-        ),
-        (
-            {"gpu": {**GPU, "driver_version": "570"}, "torch": TORCH},
-            {"gpu": {**GPU, "driver_version": "580"}, "torch": TORCH},
-            ["Other surroundings: gpu.driver_version was 570, is 580."],
-        ),
-    ],
-)
-def test_a_change_of_machine_or_software_is_said(old, new, warnings):
-    said = ea.diff(results(**old), results(**new)).warnings
-    assert len(said) == len(warnings)
-    assert all(part in text for part, text in zip(warnings, said, strict=True))
+def test_a_change_of_machine_or_software_is_said():
+    old, new = results(processor="A", python="3.11"), results(processor="B", python="3.12")
+    machine, software = ea.diff(old, new).warnings
+    assert "ANOTHER MACHINE: processor was A, is B." in machine and "python was 3.11, is 3.12" in software
+    old, new = (results(gpu={"name": "G", "driver_version": version}) for version in ("570", "580"))
+    (driver,) = ea.diff(old, new).warnings
+    assert "Other surroundings: gpu.driver_version was 570, is 580." in driver
 
 
 def calls(tokens=16, factor=1.0):
@@ -123,7 +107,6 @@ def runs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        ("old new", 1),
         ("new old", 0),
         ("old new --fail-on time:10%", 1),
         ("old new --fail-on time:60%,memory:0", 0),

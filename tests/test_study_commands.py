@@ -55,12 +55,10 @@ def cases(folder: str) -> set[str]:
 
 
 # One study stands for all in the quick tests; the slow tests have the others.
-ALL = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name != "bench")) for name in sorted({*studies(), *QUICK})
-]
+SLOW = {"marks": pytest.mark.slow}
 
 
-@pytest.fixture(params=ALL)
+@pytest.fixture(params=["bench", *(pytest.param(one, **SLOW) for one in sorted({*studies()} - {"bench"}))])
 def name(request: pytest.FixtureRequest) -> str:
     assert request.param in QUICK, "the study has no row in QUICK"
     if QUICK[request.param].startswith("tiny"):
@@ -69,15 +67,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def home(
-    name: str,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    hasty: None,
-    unisolated: None,
-    undrawn: None,
-) -> None:
+def home(name, request, tmp_path, monkeypatch, hasty, unisolated, undrawn):
     """The working folder of a run without drawings, whose rounds end after milliseconds."""
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)

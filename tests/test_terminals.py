@@ -16,12 +16,12 @@ from efficient_attn.report.table import WIDEST, brief, constants, dropped_column
 from efficient_attn.studies.results import read
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
-pytest.importorskip("pty", reason="there are no pseudo-terminals here")
 
 from command_line import command
 
 from efficient_attn_cli import console
 
+pty = pytest.importorskip("pty", reason="there are no pseudo-terminals here")
 COMMAND = "from efficient_attn_cli.main import main; main()"
 
 # A bar, a table with marks and a refusal on a terminal with colours, without, and on a dumb one.
@@ -45,8 +45,6 @@ for settings in ({"TERM": "xterm-256color"}, {"NO_COLOR": "1"}, {"NO_COLOR": "",
 
 def on_a_terminal(code):
     """What a child writes to a terminal of its own."""
-    import pty
-
     ours, its = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS")}
     child = subprocess.Popen(
