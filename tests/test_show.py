@@ -44,6 +44,7 @@ def test_the_decoder_is_shown_causally_with_its_own_words(short_decoder):
     assert causal.notes[0].startswith("linformer: UnsupportedError")
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_numbers_and_writes_the_picture_three_times(tmp_path, monkeypatch):
     pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
     from command_line import command

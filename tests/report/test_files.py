@@ -116,6 +116,7 @@ def test_a_run_is_drawn_when_it_is_saved_and_a_failure_to_draw_is_a_note(tmp_pat
     assert "no ink" in note and "efficient-attn report" in note
 
 
+@pytest.mark.slow
 def test_runs_are_drawn_and_compared_without_torch(tmp_path):
     folder(tmp_path / "run", costs(("exact",)))
     code = (
