@@ -28,70 +28,49 @@ def built(name="exact", *, head_dim=8, num_heads=None, **options):
 
 Q, K = torch.zeros(2, 4, 6, 8), torch.zeros(2, 2, 6, 8)
 
+
+def called_with(**arguments):
+    return built()(Q, K, K, **arguments)
+
+
+def masked(key_mask):
+    return called_with(key_mask=key_mask)
+
+
 # What no backend accepts is refused by name in the conformance suite; here are requests that have a remedy.
 WRONG_CALLS = {
     ea.ShapeError: [
         (lambda: built(num_heads=3)(Q, K, K), r"q has 4 heads.*built with num_heads=3\.$"),
-        (
-            lambda: built(num_heads=4)(Q.transpose(1, 2), K, K),
-            r"q has 6 heads.*num_heads=4.*\[batch, tokens, heads, dim\], give x\.transpose\(1, 2\)",
-        ),
-        (
-            lambda: built()(Q, Q[:, :3], Q[:, :3]),
-            r"4 heads and k has 3; the heads of k divide the heads of q",
-        ),
+        (lambda: built(num_heads=4)(Q.transpose(1, 2), K, K), r"num_heads=4.*give x\.transpose\(1, 2\)"),
+        (lambda: built()(Q, Q[:, :3], Q[:, :3]), r"q has 4 heads and k has 3; the heads of k divide"),
         (lambda: built()(Q, K, Q), r"v has 4 heads and k has 2; they are equal"),
         (lambda: built()(Q, K.to("meta"), K), r"k lies on meta and q on cpu; move one"),
-        (
-            lambda: built()(Q, K, K, key_mask=torch.ones(2, 1, 6, 6, dtype=torch.bool)),
-            r"shape \[2, 1, 6, 6\]. A pattern of query and key is no key mask",
-        ),
-        (
-            lambda: built(causal=True)(Q, K[:, :, :5], K[:, :, :5]),
-            r"q has 6 tokens and k has 5; causal queries are the last positions of the keys",
-        ),
+        (lambda: masked(torch.ones(2, 1, 6, 6).bool()), r"\[2, 1, 6, 6\]. A pattern of query and key is no"),
+        (lambda: built(causal=True)(Q, K[:, :, :5], K[:, :, :5]), r"q has 6 tokens and k has 5; causal"),
         (
             lambda: built("linformer", max_tokens=5, rank=2)(Q, K, K),
-            r"built for at most 5 tokens and k has 6\. Build it with max_tokens=6 or more",
+            r"k has 6\. Build it with max_tokens=6 or",
         ),
-        (
-            lambda: built(causal=True).extend(Q[:, :, :2], K, K),
-            r"extend takes as many queries as keys; q has 2 tokens and k has 6",
-        ),
+        (lambda: built(causal=True).extend(Q[:, :, :2], K, K), r"q has 2 tokens and k has 6"),
     ],
     DtypeError: [
-        (
-            lambda: built()(Q, K, K, key_mask=torch.ones(2, 6, dtype=torch.long)),
-            r"key_mask is bool \[batch, k_tokens\] = \[2, 6\].*torch\.int64\. Give key_mask\.bool\(\)",
-        ),
-        (
-            lambda: built()(Q, K, K, key_mask=torch.zeros(2, 6)),
-            r"torch\.float32\. A mask of 0 and -inf becomes \(mask == 0\)",
-        ),
+        (lambda: masked(torch.ones(2, 6).long()), r"= \[2, 6\].*torch\.int64\. Give key_mask\.bool\(\)"),
+        (lambda: masked(torch.zeros(2, 6)), r"torch\.float32\. A mask of 0 and -inf becomes \(mask == 0\)"),
         (lambda: built("window", window=2.5), r"window is a whole number, not 2\.5"),
     ],
     UnknownNameError: [
+        (lambda: called_with(attn_mask=None), r"'attn_mask'\. Called 'key_mask'.*True for a real token"),
+        (lambda: called_with(key_padding_mask=None), r"'key_padding_mask'.*the opposite of torch's"),
         (
-            lambda: built()(Q, K, K, attn_mask=None),
-            r"No argument of a backend is called 'attn_mask'\. Called 'key_mask'.*True for a real token",
-        ),
-        (
-            lambda: built()(Q, K, K, key_padding_mask=None),
-            r"'key_padding_mask'\. Called 'key_mask' in this package.*the opposite of torch's",
-        ),
-        (
-            lambda: built()(Q, K, K, is_causal=True),
-            r"'is_causal'.*Causality is fixed when the backend is built: build\(\.\.\., causal=True\)",
+            lambda: called_with(is_causal=True),
+            r"'is_causal'.*when the backend is built: build\(.*causal=True",
         ),
         (
             lambda: built("perfomer-trig"),
-            r"No backend is called 'perfomer-trig'\. Did you mean 'performer-trig'\? Known: bigbird,",
+            r"'perfomer-trig'\. Did you mean 'performer-trig'\? Known: bigbird,",
         ),
         (lambda: built("performer-trig", dropout=0.1), r"'dropout'.*no other backend has it"),
-        (
-            lambda: built("performer-positive", projection="orthogonl"),
-            r"No choice of projection is called 'orthogonl'\. Did you mean 'orthogonal'\? Known: iid,",
-        ),
+        (lambda: built("performer-positive", projection="id"), r"projection .* 'id'\. .*Known: iid,"),
         (lambda: built("math:sofmax"), r"No object in math is called 'sofmax'"),
     ],
     OptionError: [
@@ -105,10 +84,7 @@ WRONG_CALLS = {
         (lambda: built().redraw(1), r"'exact' has no random features; nothing to redraw"),
         (lambda: built("performer-positive").denominators(Q, K), r"features are positive"),
         (lambda: built("performer-positive").keys_read(Q, K), r"reads no keys one by one; 'window' and"),
-        (
-            lambda: ea.attention(Q, K, K, "performer-positive"),
-            r"keeps parameters or a random draw: build it once with ea\.build",
-        ),
+        (lambda: ea.attention(Q, K, K, "performer-positive"), r"random draw: build it once with ea\.build"),
     ],
     DataError: [(lambda: built("nowhere.py:mine"), r"no file 'nowhere\.py' to take a backend from")],
 }
@@ -172,7 +148,7 @@ def test_a_wrong_call_ends_in_one_line_that_says_what_would_work(error, call, me
 
 
 WITHOUT, HERE = "has no effect without a model", "has no effect here; use"
-MODEL = {"model": "models.py:make_same"}
+MODEL, LINFORMER = {"model": "models.py:make_same"}, {"backends": ["linformer"]}
 
 # Options of studies, beside what asks for a quick run; test_study_commands.py has those that all have.
 WRONG_STUDIES = [
@@ -183,40 +159,22 @@ WRONG_STUDIES = [
     ("advise", {**MODEL, "max_kl": 0.05}, OptionError, f"max_kl {HERE} min_cosine"),
     ("advise", {**MODEL, "min_cosine": 99.0}, OptionError, "min_cosine is a number from 0 to 1, not 99.0"),
     ("bench", {"of": "words"}, OptionError, "of is attention, block, encoder, not 'words'"),
-    (
-        "bench",
-        {"backends": [CEILING], "of": "block"},
-        OptionError,
-        "is not a backend: it is measured with",
-    ),
-    ("bench", {"device": "cuda:99"}, AttentionError, "device"),
-    (
-        "bench",
-        {"inputs": "encoder", "seq_lens": 513},
-        AttentionError,
-        "513 tokens are more than the 512 of",
-    ),
-    (
-        "bench",
-        {"inputs": "encoder", "num_heads": 4},
-        AttentionError,
-        "inputs decide the shape of attention",
-    ),
+    ("bench", {"of": "block", "backends": [CEILING]}, OptionError, "is not a backend: it is measured with"),
+    ("bench", {"decode": True, "backward": True}, OptionError, "decode is of attention alone"),
+    ("bench", {"executor": object()}, OptionError, "executor: the rounds of this run are interleaved"),
+    ("bench", {"device": "cuda:99"}, AttentionError, "device cannot be 'cuda:99'"),
+    ("bench", {"inputs": "encoder", "seq_lens": 513}, AttentionError, "513 tokens are more than the 512 of"),
+    ("bench", {"inputs": "encoder", "num_heads": 4}, AttentionError, "inputs decide the shape of attention"),
     ("bench", {"layers": [3]}, AttentionError, "layer 3 is not in encoder; it has 0, 1, 5"),
     ("mse", {"of": "heads"}, OptionError, "of is output or kernel, not 'heads'"),
     ("mse", {"angles": (60.0,)}, OptionError, "angles has no effect on the error of the output"),
     ("mse", {"metric": "msee"}, UnknownNameError, "No metric is called 'msee'. Did you mean 'mse'"),
+    ("mse", {"inputs": "absent.safetensors"}, DataError, r"no such file\. Known: gaussian, encoder"),
     (
         "mse",
-        {"inputs": "absent.safetensors"},
-        DataError,
-        r"there is no such file\. Known: gaussian, encoder",
-    ),
-    (
-        "mse",
-        {"backends": ["linformer"], "options": {"linformer": {"rank": [25]}}},
+        {**LINFORMER, "options": {"linformer": {"rank": [25]}}},
         OptionError,
-        "rank=25 is more than max_tokens=24",
+        "rank=25 is more than max_",
     ),
     ("recall", {"pairs": 63}, AttentionError, "pairs=63 is no multiple of 16"),
     ("recall", {"resume": True}, AttentionError, "resume needs out"),

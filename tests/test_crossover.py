@@ -4,8 +4,9 @@ import re
 
 import numpy as np
 import pytest
+from made_records import case
 
-from efficient_attn.measure.record import Case, Record, replace
+from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.stats.estimates import Typical, curves, speed_ups
 from efficient_attn.stats.predicted_time import crossover as crossover_of
@@ -13,19 +14,17 @@ from efficient_attn.studies.bench.tables import crossover_cells, tables
 from efficient_attn.studies.bench.view import sentences
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
-SHARED = {"num_heads": 2, "head_dim": 8, "dtype": "float32", "device": "cpu", "threads": 1}
 
 
-def records(at, *, noise=0.0, seed=0, lengths=LENGTHS, samples=40, around=0):
+def records(at, *, noise=0.0, lengths=LENGTHS, samples=40, around=0):
     """Exact attention in n² and `window` in n, equal at `at` tokens; both in a block of so much per token."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     made = []
     for tokens in lengths:
         for label, seconds in (("exact", tokens**2 + around * tokens), ("window", tokens * (at + around))):
-            case = Case(kind="time", backend=label, label=label, tokens=tokens, **SHARED)
             times_s = 1e-9 * seconds * np.exp(generator.normal(0, noise, size=samples))
-            rounds = (samples // 4,) * 4
-            made.append(Record(case=case, times_s=tuple(map(float, times_s)), round_sizes=rounds))
+            measured = {"times_s": tuple(map(float, times_s)), "round_sizes": (samples // 4,) * 4}
+            made.append(Record(case=case("time", label, tokens), **measured))
     return made
 
 
@@ -95,31 +94,28 @@ def test_an_interval_that_nothing_bounds_is_open_or_the_crossover_is_unclear():
     assert cells([*exact, *same]) == {"f": ">4096\tbelow 256 or more"}
 
 
-WHERE = "(2 heads of 8, float32, 1 CPU thread)"
+WHERE = "(2 heads of 8, float32, 2 CPU threads)"
 
 
 @pytest.mark.parametrize(
-    ("at", "lengths", "speed", "start"),
-    [
-        (700, LENGTHS, "5.9×", "700\t640 to 760"),
-        (10_000, LENGTHS, "0.41×", ">4096"),
-        (100, LENGTHS, "41×", "≤256"),
-        (900, (16384,), "18×", None),
-    ],
+    ("at", "speed", "start"),
+    [(700, "5.9×", "700\t640 to 760"), (10_000, "0.41×", ">4096"), (100, "41×", "≤256")],
 )
-def test_table_and_sentence_have_the_speed_at_the_longest_length_and_the_crossover(at, lengths, speed, start):
-    made = records(at, lengths=lengths)
-    (table,) = tables(made, {})
-    if start is not None:
-        assert [row[table.columns.index("faster from, tokens")] for row in table.rows] == ["", start]
-    assert sentences(made, {}) == [f"Speed at {lengths[-1]} tokens {WHERE}, exact 1×: window {speed}."]
+def test_table_and_sentence_have_the_speed_at_the_longest_length_and_the_crossover(at, speed, start):
+    (table,) = tables(records(at), {})
+    assert [row[table.columns.index("faster from, tokens")] for row in table.rows] == ["", start]
+    assert sentences(records(at), {}) == [f"Speed at 4096 tokens {WHERE}, exact 1×: window {speed}."]
+    # A single length has a speed and no crossover.
+    alone = records(at, lengths=LENGTHS[-1:])
+    assert "faster from, tokens" not in tables(alone, {})[0].columns
+    assert sentences(alone, {}) == sentences(records(at), {})
 
 
 def test_what_is_unusual_about_the_runs_is_said_and_settings_are_never_mixed():
     changes = {"causal": True, "backward": True, "batch": 4, "num_heads": 1}
     unusual = [replace(one, case=replace(one.case, **changes)) for one in records(700)]
     _, text = sentences([*records(700), *unusual], {})
-    assert "(1 head of 8, float32, 1 CPU thread, batch 4, causal, forward and backward)" in text
+    assert "(1 head of 8, float32, 2 CPU threads, batch 4, causal, forward and backward)" in text
     assert sentences([one for one in records(700) if one.case.label == "exact"] + unusual[1::2], {}) == []
 
 

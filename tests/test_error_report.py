@@ -5,7 +5,7 @@ from made_records import case
 
 import efficient_attn as ea
 from efficient_attn.measure.record import Record, replace
-from efficient_attn.measure.variants import UNIFORM_ATTENTION, Sized, Variant, sized, with_size
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, Sized, sized
 from efficient_attn.studies.mse.view import below_from, panels
 
 
@@ -40,9 +40,6 @@ def made_up(positive, trig, window, yardstick, **more):
 )
 def test_a_label_tells_its_size(label, options, expected):
     assert sized(record(label, 0.5, options=options).case) == expected
-    plain = Variant(backend="f", label="f(init=x)", target=None, options={"init": "x"})
-    variant = with_size(plain, "rank", 8)
-    assert (variant.label, variant.options) == ("f(init=x, rank=8)", {"init": "x", "rank": 8})
 
 
 def test_a_curve_is_below_the_yardstick_from_the_size_after_which_it_stays_there():

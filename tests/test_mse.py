@@ -14,14 +14,7 @@ from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
 from efficient_attn.studies import find
 from efficient_attn.studies.mse.view import panels
 
-SMALL = {
-    "inputs": "gaussian",
-    "seq_lens": 24,
-    "head_dim": 4,
-    "norms": (0.5,),
-    "sizes": (4, 8),
-    "draws": 3,
-}
+SMALL = {"inputs": "gaussian", "seq_lens": 24, "head_dim": 4, "norms": (0.5,), "sizes": (4, 8), "draws": 3}
 
 
 def records_of(results, backend):
@@ -101,11 +94,8 @@ def test_by_default_the_layers_of_full_length_are_measured_and_the_decoder_causa
 
 
 def test_an_option_that_is_set_keeps_its_place_in_the_label_beside_the_size():
-    results = ea.mse(
-        ["performer-positive", "linformer"],
-        **SMALL,
-        options={"performer-positive": {"projection": ["iid"]}, "linformer": {"rank": [3]}},
-    )
+    options = {"performer-positive": {"projection": ["iid"]}, "linformer": {"rank": [3]}}
+    results = ea.mse(["performer-positive", "linformer"], **SMALL, options=options)
     labels = [r.case.label for r in measured_in(results)]
     features = [f"performer-positive(projection=iid, num_features={size})" for size in (4, 8)]
     assert labels == [features[0], "linformer(rank=3)", features[1]]
@@ -114,11 +104,10 @@ def test_an_option_that_is_set_keeps_its_place_in_the_label_beside_the_size():
 
 
 def test_a_figure_of_a_paper_is_a_setting_of_its_own_and_takes_no_other():
-    plan = find("mse").plan(figure="performer-fig2")
-    cases = [point.case for point in points_of(plan)]
-    assert {case.of for case in cases} == {"kernel"} and {case.backend for case in cases} == {
-        "performer-trig",
-        "performer-positive",
+    points = points_of(find("mse").plan(figure="performer-fig2"))
+    backends = ("performer-trig", "performer-positive")
+    assert {(point.case.of, point.case.backend) for point in points} == {
+        ("kernel", name) for name in backends
     }
     with pytest.raises(OptionError, match="sizes has no effect on performer-fig4; leave it out"):
         find("mse").plan(figure="performer-fig4", sizes=(8,))

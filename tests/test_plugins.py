@@ -6,6 +6,10 @@ import sys
 
 import pytest
 
+pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
+
+from command_line import command
+
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.external import plugins
@@ -28,47 +32,32 @@ register("window", summary="", capabilities=Capabilities(causal=False))(print)
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Puts a package with a plug-in onto the path of this process, and takes all of it away again."""
+    """Puts the package `strangers` with a plug-in onto the path, and takes all of it away again."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    modules, specs = set(sys.modules), dict(SPECS)
+    monkeypatch.setenv("COLUMNS", "200")
+    specs = dict(SPECS)
 
-    def add(package, name, code):
-        (tmp_path / f"{package}.py").write_text(code)
-        about = tmp_path / f"{package}-2.5.dist-info"
+    def add(code):
+        (tmp_path / "strangers.py").write_text(code)
+        about = tmp_path / "strangers-2.5.dist-info"
         about.mkdir()
-        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 2.5\n")
-        (about / "entry_points.txt").write_text(f"[efficient_attn.backends]\n{name} = {package}\n")
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: strangers\nVersion: 2.5\n")
+        (about / "entry_points.txt").write_text("[efficient_attn.backends]\nstranger = strangers\n")
         plugins.cache_clear()
 
     yield add
     plugins.cache_clear()
     SPECS.clear()
     SPECS.update(specs)
-    for name in set(sys.modules) - modules:
-        if name in ("strangers",):
-            del sys.modules[name]
+    sys.modules.pop("strangers", None)
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Exit code, standard output and standard error of a command."""
-    main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation").main
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def command(*words):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        return ended.value.code, *capsys.readouterr()
-
-    return command
-
-
-def test_the_list_tells_which_package_brings_a_plug_in(install, run):
-    install("strangers", "stranger", GOOD)
-    code, out, _ = run("list")
+def test_the_list_tells_which_package_brings_a_plug_in(install):
+    install(GOOD)
+    code, out, _ = command("list")
     assert code == 0 and "stranger: of strangers 2.5, imported on first use." in out
-    rows = {row["name"]: row for row in json.loads(run("list", "--json")[1])}
+    rows = {row["name"]: row for row in json.loads(command("list", "--json")[1])}
     assert rows["stranger"]["plugin"] == "strangers 2.5" and rows["exact"]["plugin"] is None
     assert rows["stranger"].keys() == rows["exact"].keys() and "stranger" not in list_backends()
     with pytest.raises(UnknownNameError, match="Did you mean 'stranger'"):
@@ -84,12 +73,10 @@ def test_the_list_tells_which_package_brings_a_plug_in(install, run):
         (TAKEN, "RuntimeError: Two backends are called 'window'"),
     ],
 )
-def test_a_broken_plug_in_is_one_line_where_it_is_asked_for_and_nothing_elsewhere(
-    install, run, contents, message
-):
-    install("strangers", "stranger", contents)
-    code, _, err = run("list")
+def test_a_broken_plug_in_is_one_line_where_it_is_asked_for_and_nothing_elsewhere(install, contents, message):
+    install(contents)
+    code, _, err = command("list")
     assert code == 0 and err == ""
-    code, _, err = run("list", "stranger")
+    code, _, err = command("list", "stranger")
     assert code == 2 and "plug-in 'stranger' (strangers 2.5)" in err and message in err
     assert len(err.strip().splitlines()) == 1

@@ -12,8 +12,8 @@ import pytest
 import efficient_attn as ea
 from efficient_attn import bench
 from efficient_attn.errors import DataError
-from efficient_attn.measure import worker
 from efficient_attn.studies.results import read
+from efficient_attn.studies.run_folder import only_writer
 
 pytestmark = pytest.mark.usefixtures("hasty", "undrawn")
 
@@ -44,22 +44,8 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def measured(monkeypatch):
-    """The tokens of everything that is measured from here on."""
-    seen = []
-    measure = worker.measure
-
-    def remember(case, **settings):
-        seen.append(case.tokens)
-        return measure(case, **settings)
-
-    monkeypatch.setattr(worker, "measure", remember)
-    return seen
-
-
-def run(tokens=(16,), backends=("own.py:values",), **settings):
-    return bench(list(backends), seq_lens=tokens, out="out", **{**SMALL, **settings})
+def run(tokens=(16,), backend="own.py:values", resume=False):
+    return bench([backend], seq_lens=tokens, out="out", resume=resume, **SMALL)
 
 
 def lines():
@@ -71,26 +57,36 @@ def keys(records):
     return sorted(record.case.key for record in records)
 
 
-def test_what_is_there_is_not_measured_again_and_what_is_missing_is(measured):
+def test_what_is_there_is_not_measured_again_and_what_is_missing_is():
     run()
     before = lines()
-    measured.clear()
     results = run(tokens=(16, 32), resume=True)
-    assert set(measured) == {32} and lines()[: len(before)] == before
+    whole = lines()
+    assert whole[: len(before)] == before
+    assert {json.loads(row)["tokens"] for row in whole[len(before) :]} == {32}
     assert len(results) == 8 and keys(results.records) == keys(read("out").records)
-    measured.clear()
-    assert run(tokens=(16, 32), resume=True).records == results.records and measured == []
+    assert run(tokens=(16, 32), resume=True).records == results.records and lines() == whole
 
 
-def test_what_failed_is_tried_again_and_stands_once_in_what_is_read(folder):
-    run(backends=["own.py:mended"])
+def test_what_failed_may_be_mended_is_tried_again_and_stands_once_in_what_is_read(folder):
+    run(backend="own.py:mended")
     failed = lines()
-    run(backends=["own.py:mended"], resume=True)
+    run(backend="own.py:mended", resume=True)
     assert lines() == failed
     (folder / "mended").touch()
-    results = run(backends=["own.py:mended"], resume=True)
+    (folder / "own.py").write_text(OWN + "# edited\n")
+    results = run(backend="own.py:mended", resume=True)
     assert {record.status for record in results.records} == {"ok"} and len(results) == 4
     assert read("out").records == results.records
+    # From then on the code is watched.
+    before = lines()
+    (folder / "own.py").write_text(OWN)
+    with pytest.raises(DataError, match=r"environment: the code of own.py:mended was edited"):
+        run((16, 32), backend="own.py:mended", resume=True)
+    assert lines() == before
+    # Restored code is the one that was measured.
+    (folder / "own.py").write_text(OWN + "# edited\n")
+    assert len(run(backend="own.py:mended", resume=True)) == 4 and lines() == before
 
 
 def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(folder):
@@ -107,9 +103,10 @@ def test_environments_and_threads_are_not_mixed(folder):
     run()
     file, path = folder / "out" / "environment.json", folder / "out" / "records.jsonl"
     machine, before = file.read_text(), lines()
-    messages = {"torch.version was 1.0, is 2": {"torch": {"version": "1.0"}}}
-    messages["processor was unknown, is "] = {"processor": None}
-    for message, change in messages.items():
+    for change, message in (
+        ({"torch": {"version": "1.0"}}, "torch.version was 1.0, is 2"),
+        ({"processor": None}, "processor was unknown, is "),
+    ):
         file.write_text(json.dumps(json.loads(machine) | change))
         with pytest.raises(DataError, match=rf"in another environment: {message}.*Name a new folder"):
             run(tokens=(16, 32), resume=True)
@@ -122,49 +119,15 @@ def test_environments_and_threads_are_not_mixed(folder):
         ea.mse(["window"], seq_lens=16, out="out", resume=True)
 
 
-def test_results_of_edited_code_are_not_kept(folder, measured):
-    run()
-    before = lines()
-    (folder / "own.py").write_text(OWN.replace("return v.clone()", "return 2 * v"))
-    with pytest.raises(DataError, match=r"environment: the code of own.py:values was edited"):
-        run(tokens=(16, 32), resume=True)
-    assert lines() == before
-    # Restored code is the one that was measured.
-    (folder / "own.py").write_text(OWN)
-    measured.clear()
-    assert len(run(resume=True)) == 4 and measured == []
-
-
-def test_code_that_failed_may_be_mended_and_is_watched_from_then_on(folder):
-    run(backends=["own.py:mended"])
-    (folder / "mended").touch()
-    (folder / "own.py").write_text(OWN + "# edited\n")
-    assert {record.status for record in run(backends=["own.py:mended"], resume=True).records} == {"ok"}
-    (folder / "own.py").write_text(OWN)
-    with pytest.raises(DataError, match=r"the code of own.py:mended was edited"):
-        run(backends=["own.py:mended"], resume=True)
-
-
 @pytest.mark.skipif(os.name != "posix", reason="the lock is one of POSIX")
 def test_a_second_writer_is_refused(folder):
     (folder / "out").mkdir()
-    script = (
-        "import pathlib, sys\n"
-        "from efficient_attn.studies.run_folder import only_writer\n"
-        "with only_writer(pathlib.Path('out')):\n"
-        "    print('held', flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    first = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert first.stdout.readline() == "held\n"
-    for resume in (False, True):
-        with pytest.raises(DataError, match="out: out is being written by another process; wait for it"):
-            run(resume=resume)
+    # The lock is that of an open file: a second one excludes this process too.
+    with only_writer(folder / "out"):
+        for resume in (False, True):
+            with pytest.raises(DataError, match="out: out is being written by another process; wait for it"):
+                run(resume=resume)
     assert not (folder / "out" / "records.jsonl").exists()
-    first.kill()
-    first.communicate()
     assert len(run(resume=True)) == 4
 
 
@@ -189,7 +152,7 @@ def test_a_run_killed_at_any_moment_and_resumed_ends_with_all_cases_and_loses_no
         whole = [row for row in lines() if row.endswith("\n")]
         assert whole[: len(acknowledged)] == acknowledged
         acknowledged = whole
-    results = run(tokens=range(16, 26), resume=True)
+    results = run(range(16, 26), resume=True)
     assert lines()[: len(acknowledged)] == acknowledged
     # Two backends at ten lengths: four rounds of a time, and memory.
     assert len(results) == 2 * 2 * 10 and len(lines()) == 2 * 10 * (4 + 1)

@@ -19,22 +19,19 @@ from efficient_attn.studies.engine import function_of
 FILE = '''
 """Sums of numbers, as fast as this process adds them."""
 
-import time
 from functools import partial
 from typing import Annotated
 
 from efficient_attn.measure.quantities import Quantity
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.studies import options as shared
-from efficient_attn.studies.study import Plan, Point, in_lists
-from efficient_attn.studies.study import Option, Study
+from efficient_attn.studies.study import Option, Plan, Point, Study, in_lists
 
 
 def plan(
     *,
     seq_len: shared.SeqLens = (4, 8),
-    pause: Annotated[float, Option(help="Seconds of each point.", least=0)] = 0.0,
-    threads: shared.Threads = None,
+    first: Annotated[int, Option(help="Smallest number.", least=0)] = 0,
 ) -> Plan:
     """Sum the first whole numbers.
 
@@ -42,16 +39,15 @@ def plan(
     """
     cases = [
         Case(kind="sum", backend="exact", label="exact", num_heads=1, head_dim=1, tokens=n, dtype="float32",
-             device="cpu", threads=threads or 1)
+             device="cpu", threads=1)
         for n in seq_len
     ]
-    points = [Point(case=case, measure=partial(_sum, case, pause), cost=case.tokens) for case in cases]
+    points = [Point(case=case, measure=partial(_sum, case, first), cost=case.tokens) for case in cases]
     return Plan(steps=partial(in_lists, [points]))
 
 
-def _sum(case, pause):
-    time.sleep(pause)
-    return Record(case=case, sum=case.tokens * (case.tokens - 1) // 2)
+def _sum(case, first):
+    return Record(case=case, sum=sum(range(first, case.tokens)))
 
 
 def tables(records, environment):
@@ -120,23 +116,20 @@ def finished(home, *commands):
 def test_a_file_is_a_command_with_help_records_table_plot_page_and_diff(sums):
     codes, out, err = finished(sums, "sums --help", "sums --seq-len 4:16:x2 --out one")
     assert codes == [0, 0] and "Sums" in out and "[3/3]" in err
-    assert "Sum the first whole numbers." in out and "--seq-len" in out and "--pause" in out
+    assert "Sum the first whole numbers." in out and "--seq-len" in out and "--first" in out
     folder = Path("one")
     assert [record.sum for record in ea.read(folder).records] == [6, 28, 120]
     assert json.loads((folder / "environment.json").read_text())["study"] == "sums"
     assert (folder / "sum.png").exists() and "Sums" in (folder / "report.html").read_text()
-    changed = (folder / "records.jsonl").read_text().replace('"sum": 28', '"sum": 26')
-    for copy in ("two", "three"):
-        shutil.copytree("one", copy)
-    Path("three/records.jsonl").write_text(changed)
-    commands = (f"diff one {copy} --fail-on sum:5%" for copy in ("two", "three"))
-    codes, out, _ = finished(sums, *commands)
+    shutil.copytree("one", "two")
+    Path("two/records.jsonl").write_text(Path("one/records.jsonl").read_text().replace(": 28", ": 26"))
+    codes, out, _ = finished(sums, "diff one one --fail-on sum:5%", "diff one two --fail-on sum:5%")
     assert codes == [0, 1] and "sum " in out
 
 
-def test_the_python_function_and_the_command_measure_the_same(sums):
-    results = function_of(studies.find("sums"))(seq_len=(4, 8))
-    assert [record.sum for record in results.records] == [6, 28]
+def test_a_file_is_a_python_function_with_its_options(sums):
+    results = function_of(studies.find("sums"))(seq_len=(4, 8), first=3)
+    assert [record.sum for record in results.records] == [3, 25]
     assert [table.title for table in results.tables()] == ["Sums"]
 
 

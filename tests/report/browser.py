@@ -1,6 +1,5 @@
 """A page in headless Chromium, driven over a pipe of its DevTools protocol."""
 
-import base64
 import itertools
 import json
 import os
@@ -44,13 +43,13 @@ class Page:
             self.errors.append(answer["params"])
         return answer
 
-    def open(self, address, width, height=900):
+    def open(self, address, width):
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.session = {"sessionId": session}
         for domain in ("Page", "Runtime", "Log"):
             self.send(f"{domain}.enable")
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
         self.send("Emulation.setDeviceMetricsOverride", **size)
         self.send("Page.navigate", url=address)
         while self.receive().get("method") != "Page.loadEventFired":
@@ -70,10 +69,6 @@ class Page:
     def click(self, x, y):
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.mouse(kind, x, y)
-
-    def screenshot(self, path, **options):
-        data = self.send("Page.captureScreenshot", **options)["data"]
-        path.write_bytes(base64.b64decode(data))
 
 
 @contextmanager

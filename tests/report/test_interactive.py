@@ -31,16 +31,6 @@ def figures_of(text):
     return charts
 
 
-def lines_of(figure):
-    return {trace["name"]: trace for trace in figure[0] if "name" in trace}
-
-
-def button(figure, label):
-    buttons = [button for menu in figure[1]["updatemenus"] for button in menu["buttons"]]
-    (match,) = (button for button in buttons if button["label"] == label)
-    return match["args"]
-
-
 @pytest.fixture(scope="module")
 def advise(tmp_path_factory):
     """The interactive page of a stored run with times, errors, predictions and skipped points."""
@@ -52,23 +42,19 @@ def advise(tmp_path_factory):
     return out / "interactive.html"
 
 
-def times(**fields):
-    """Times of the stored run by label and length."""
-    records = [record for record in read(ADVISE).records if record.case.kind == "time"]
-    return {
-        (record.case.label, record.case.tokens): record
-        for record in records
-        if all(getattr(record.case, name) == value for name, value in fields.items())
-    }
+def times(*, causal, kind="time"):
+    """Times or other records of the stored run by label and length."""
+    records = [one for one in read(ADVISE).records if (one.case.kind, one.case.causal) == (kind, causal)]
+    return {(record.case.label, record.case.tokens): record for record in records}
 
 
 def test_every_record_is_a_point_with_its_value_interval_and_status(advise):
     charts = figures_of(advise.read_text())
     for causal, figure in ((False, charts[2]), (True, charts[4])):
-        lines, off = lines_of(figure), [trace for trace in figure[0] if trace.get("yaxis") == "y2"]
+        lines = {trace["name"]: trace for trace in figure[0] if "name" in trace}
+        off = [trace for trace in figure[0] if trace.get("yaxis") == "y2"]
         failures = [text for trace in off for text in trace["hovertext"]]
-        records = times(causal=causal)
-        for (label, tokens), record in records.items():
+        for (label, tokens), record in times(causal=causal).items():
             line = lines[label]
             place = line["x"].index(tokens)
             if record.status != "ok":
@@ -87,8 +73,9 @@ def test_every_record_is_a_point_with_its_value_interval_and_status(advise):
 
 def test_relative_values_are_ratios_to_exact_attention_at_the_same_length(advise):
     figure, records = figures_of(advise.read_text())[2], times(causal=False)
-    update, _, places = button(figure, "vs exact")
-    restored, _, _ = button(figure, "absolute")
+    buttons = [button for menu in figure[1]["updatemenus"] for button in menu["buttons"]]
+    arguments = {button["label"]: button["args"] for button in buttons}
+    (update, _, places), (restored, _, _) = arguments["vs exact"], arguments["absolute"]
     assert len(places) == len(update["y"]) == 8 and not update["error_y.visible"]
     for place, ratios, values in zip(places, update["y"], restored["y"], strict=True):
         line = figure[0][place]
@@ -107,16 +94,13 @@ def test_a_slider_moves_errors_against_times_over_the_lengths(advise):
     assert "sliders" not in single[1]
     steps = slider[1]["sliders"][0]["steps"]
     assert [step["label"] for step in steps] == ["512", "2048"]
-    records, errors = times(causal=True), {}
-    for record in read(ADVISE).records:
-        if record.case.kind == "error" and record.case.causal and record.status == "ok":
-            errors[record.case.label, record.case.tokens] = record.output_relative_error
+    records, errors = times(causal=True), times(causal=True, kind="error")
     for step in steps:
         tokens, moved = int(step["label"]), step["args"][0]
         for trace, x, y in zip(slider[0], moved["x"], moved["y"], strict=True):
             if trace["name"].startswith("window"):
                 point = (trace["name"], tokens)
-                assert (x, y) == ([call_time(records[point]).median], [errors[point]])
+                assert (x, y) == ([call_time(records[point]).median], [errors[point].output_relative_error])
 
 
 def test_the_page_loads_nothing_and_names_stay_text(tmp_path, advise, monkeypatch):
