@@ -1,13 +1,13 @@
 """Four processes that hold parts of a sequence, on a line or a dp × cp mesh; the first prints errors.
 
 Errors of the parts, put together, are relative to one process: of attention to float64, with the errors of
-one process in the same dtype; of models and engines to the same dtype. Of calls inside torch's own context
-parallelism, and with DTensors, the outcome is printed.
+one process in the same dtype; of models and engines to the same dtype.
 """
 
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from copy import deepcopy
 
 import torch
@@ -17,14 +17,11 @@ from threads import drawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import context_parallel as torchs_parallel
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import efficient_attn as ea
 from efficient_attn.distributed import context_parallel, shard, unshard
-from efficient_attn.errors import UnsupportedError
 
 RANKS, TOKENS, MODEL_TOKENS = 4, 192, 64
 # A backend of each exchange; windows reach over several ranks.
@@ -59,27 +56,23 @@ def gradients(module: nn.Module, *, of_all_ranks: bool = False) -> list[Tensor]:
     return learned
 
 
-def whole(backend: ea.Backend, tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
-    """Output and gradients in one process."""
-    *qkv, g = tensors
-    inputs = [x.clone().requires_grad_() for x in qkv]
-    out = backend(*inputs, key_mask=mask)
-    out.backward(g)
-    return [out.detach(), *(x.grad for x in inputs), *gradients(backend)]
-
-
-def parts(
-    mesh: DeviceMesh, backend: ea.Backend, tensors: list[Tensor], mask: Tensor | None, layout: str
+def results(
+    backend: ea.Backend, tensors: list[Tensor], mask: Tensor, mesh: DeviceMesh | None, layout: str
 ) -> list[Tensor]:
-    """The same from the parts of all ranks."""
-    *inputs, g = (shard(x, mesh, 2, layout) for x in tensors)
+    """Output and gradients, without a mesh in one process, else put together from the parts of all ranks."""
+
+    def local(x: Tensor, dim: int) -> Tensor:
+        return x.clone() if mesh is None else shard(x, mesh, dim, layout)
+
+    *inputs, g = (local(x, 2) for x in tensors)
     for x in inputs:
         x.requires_grad_()
-    with context_parallel(mesh, layout=layout):
-        out = backend(*inputs, key_mask=None if mask is None else shard(mask, mesh, 1, layout))
+    with nullcontext() if mesh is None else context_parallel(mesh, layout=layout):
+        out = backend(*inputs, key_mask=local(mask, 1))
         out.backward(g)
-    joined = [unshard(x, mesh, 2, layout) for x in (out, *(x.grad for x in inputs))]
-    return [*joined, *gradients(backend, of_all_ranks=True)]
+    parts = (out.detach(), *(x.grad for x in inputs))
+    joined = parts if mesh is None else [unshard(x, mesh, 2, layout) for x in parts]
+    return [*joined, *gradients(backend, of_all_ranks=mesh is not None)]
 
 
 def cases() -> Iterator[tuple]:
@@ -101,10 +94,10 @@ def compare(mesh: DeviceMesh) -> None:
         options = {"window": 120} if causal and name == "window" else ATTENTION[name]
         precise = ea.build(name, head_dim=8, causal=causal, max_tokens=TOKENS, **options).double()
         backend, tensors = deepcopy(precise).to(dtype), [x.to(dtype) for x in precise_tensors]
-        expected = whole(precise, [x.double() for x in tensors], mask)
-        alone = [relative(x, y) for x, y in zip(whole(backend, tensors, mask), expected, strict=True)]
-        together = parts(mesh, backend, tensors, mask, layout)
-        pairs = [[relative(x, y), z] for x, y, z in zip(together, expected, alone, strict=True)]
+        expected = results(precise, [x.double() for x in tensors], mask, None, layout)
+        alone, together = (results(backend, tensors, mask, place, layout) for place in (None, mesh))
+        triples = zip(together, alone, expected, strict=True)
+        pairs = [[relative(x, y), relative(z, y)] for x, z, y in triples]
         report("attention", [name, causal, layout, str(dtype)], pairs)
 
 
@@ -193,50 +186,6 @@ def train(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> None:
         report("training", [name, str(dtype), engine], max(map(relative, gradients(model), expected)))
 
 
-def served_by_torch(tensors: list[Tensor]) -> bool:
-    """Whether torch's own attention takes these tensors; torch 2.8 takes no DTensor on the CPU."""
-    try:
-        scaled_dot_product_attention(*tensors)
-    except NotImplementedError:
-        return False
-    return True
-
-
-def refuse(mesh: DeviceMesh) -> None:
-    """Backends, one of them with the fused kernel that torch replaces, on the tokens of one process."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 2, 32, 8).unbind()
-    exact = ea.build("exact", head_dim=8)
-    linear = ea.build("performer-positive", head_dim=8, num_features=16, causal=True)
-
-    def tell(what: str, case: object, call: Callable[..., object], *tensors: Tensor, **named: Tensor) -> None:
-        try:
-            call(*tensors, **named)
-        except UnsupportedError as error:
-            report(what, case, str(error))
-        else:
-            report(what, case, "an output")
-
-    with torchs_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
-        for call in (exact, linear, linear.extend):
-            tell("inside", None, call, q, k, v)
-    for backend in (exact, linear):
-        tell("afterwards", None, backend, q, k, v)
-        for axis in range(4):
-            tell(
-                "sharded",
-                ["q", axis],
-                backend,
-                *(distribute_tensor(x, mesh, [Shard(axis)]) for x in (q, k, v)),
-            )
-    whole = [distribute_tensor(x, mesh, [Replicate()]) for x in (q, k, v)]
-    if served_by_torch(whole):
-        torch.testing.assert_close(exact(*whole).full_tensor(), exact(q, k, v))
-    mask = distribute_tensor(torch.ones(2, 32, dtype=torch.bool), mesh, [Shard(1)])
-    tell("sharded", ["key_mask", 1], exact, *whole, key_mask=mask)
-    tell("sharded", ["v", 2], exact, *whole[:2], distribute_tensor(v, mesh, [Shard(2)]))
-
-
 def work(rank: int) -> None:
     join(rank, RANKS)
     line = init_device_mesh("cpu", (RANKS,))
@@ -246,7 +195,6 @@ def work(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "cp"))
     for name, dtype in itertools.product(MODELS, WAYS):
         train(mesh, name, dtype)
-    refuse(line)
     leave()
 
 

@@ -5,7 +5,7 @@ from threading import BrokenBarrierError
 
 import pytest
 import torch
-from threads import assert_ranks_are_the_whole, bytes_sent, drawn, join
+from threads import assert_ranks_are_the_whole, bytes_sent, drawn
 
 import efficient_attn as ea
 from efficient_attn.conformance.ranks import on_threads
@@ -46,20 +46,6 @@ STREAMS = [
 
 def of_rank(rank, ranks=RANKS, kind="contiguous"):
     return Layout(None, kind, rank, ranks)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layout_holds_every_position_once_and_knows_its_order(kind):
-    layouts = [of_rank(rank, kind=kind) for rank in range(RANKS)]
-    x = torch.arange(4 * RANKS)
-    positions = [segment for layout in layouts for segment in layout.positions(4)]
-    assert sorted(place for segment in positions for place in segment) == x.tolist()
-    assert torch.equal(join([local_tokens(x, 0, layout) for layout in layouts], kind, 0), x)
-    for layout in layouts:
-        local = local_tokens(x, 0, layout)
-        assert [local[part].tolist() for part in layout.parts(4)] == [
-            x[segment.start : segment.stop].tolist() for segment in layout.positions(4)
-        ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
