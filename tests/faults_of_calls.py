@@ -283,7 +283,6 @@ OF_CALLS = {
         "bfloat16": at.new_values(
             lambda v: v * 0.0, where=lambda v, state: v.dtype == BF16 and state and state[0].shape[2] > 256
         ),
-        "long parts": at.earlier_states(lambda: None, where=lambda q: q.shape[2] > 300),
     },
     "tensors_are_read_anew": {
         "keys": at.remembered("forward", "k", id),
@@ -295,7 +294,6 @@ OF_CALLS = {
         ),
     },
     "the_same_call_gives_the_same_bits": {
-        "counts": at.scaled(lambda core: 1 + 1e-3 * calls(core)),
         "many keys": at.scaled(lambda core, k: 1.01 if core.training and k.shape[2] > 512 else 1.0),
         "many queries": at.scaled(lambda core, q: 1.01 if core.training and q.shape[2] > 128 else 1.0),
         "running mean": at.scaled(running_mean),
