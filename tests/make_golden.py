@@ -1,129 +1,31 @@
-"""Golden values of backends with 50 digits, written to fixtures/golden.json.
+"""Golden outputs with 50 digits, of the inputs and parameters in fixtures/golden.json, where they are stored.
 
 Run by hand, with mpmath installed, where a formula is changed on purpose: `python tests/make_golden.py`. The
-formulas are those of the papers, weight by weight; nothing of the package computes here. It only draws the
-random directions and fits the parameters, which are stored with the values.
+formulas are those of the papers, weight by weight; nothing of the package computes here. Inputs have one to
+eight tokens, grouped heads, masks, norms of 1, 5 and 20, and scales of both signs. Parameters are directions
+and fits that the package drew once. Blocks, clusters and landmarks have definitions in tests of their own.
 """
 
 import json
-import random
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
 from mpmath import cos, exp, inf, mp, mpf, sqrt
-
-import efficient_attn as ea
 
 mp.dps = 50
 FILE = Path(__file__).parent / "fixtures" / "golden.json"
-MAX_TOKENS, WINDOW = 8, 3
-OPTIONS = {
-    "window": {"window": WINDOW},
-    "linformer": {"rank": 3},
-    "oracle-topk": {"keys": 2},
-    "linear-relu": {"num_features": 4, "seed": 5},
-    "performer-positive": {"num_features": 4, "seed": 1},
-    "performer-hyperbolic": {"num_features": 4, "seed": 2, "projection": "iid"},
-    "performer-trig": {"num_features": 8, "seed": 3},
-    "performer-oprf": {"num_features": 4, "seed": 4},
-    "performer-full": {"num_features": 4, "seed": 6},
-}
-
-
-# Backends with independent definitions in tests/ops/test_blocks.py, test_clusters.py and test_nystrom.py.
-ELSEWHERE = {"bigbird", "block-topk", "nystrom", "window-clusters"}
 # Backends of which the row is a softmax over some keys.
 SOFTMAX = ("exact", "exact-dense", "window", "oracle-topk")
 
 
-class Case(NamedTuple):
-    queries: int = 5
-    keys: int = 5
-    heads: int = 1
-    kv_heads: int = 1
-    head_dim: int = 2
-    value_dim: int = 2
-    causal: bool = False
-    masked: bool = False
-    norm: int = 1
-    scale: float | None = None
-
-
-CASES = [
-    Case(),
-    Case(causal=True),
-    Case(masked=True),
-    Case(causal=True, masked=True),
-    Case(1, 1),
-    Case(1, 1, causal=True),
-    Case(7, 7, heads=2, head_dim=3, value_dim=1),
-    Case(7, 7, heads=2, head_dim=3, value_dim=1, causal=True),
-    Case(4, 4, heads=4, kv_heads=2, value_dim=3),
-    Case(4, 4, heads=4, kv_heads=2, value_dim=3, causal=True, masked=True),
-    Case(2, 6, causal=True),
-    Case(2, 6, causal=True, masked=True, head_dim=3),
-    Case(norm=5),
-    Case(norm=5, causal=True),
-    Case(6, 6, norm=20, head_dim=3),
-    Case(6, 6, norm=20, head_dim=3, causal=True),
-    Case(scale=-0.75),
-    Case(scale=-0.75, causal=True),
-    Case(8, 8, scale=2.5, masked=True),
-    Case(8, 8, scale=2.5, causal=True),
-]
-
-
-def draw(*shape: int, generator: random.Random) -> list:
-    """Gaussian numbers with six bits after the point, so that every product of them is short."""
-    if not shape:
-        return round(generator.gauss(0, 1) * 64) / 64
-    return [draw(*shape[1:], generator=generator) for _ in range(shape[0])]
-
-
-def tensors(case: Case, number: int) -> dict:
-    """Inputs of one batch entry: q [heads queries head_dim], k, v and the mask."""
-    generator = random.Random(number)
-    q = draw(case.heads, case.queries, case.head_dim, generator=generator)
-    k = draw(case.kv_heads, case.keys, case.head_dim, generator=generator)
-    v = draw(case.kv_heads, case.keys, case.value_dim, generator=generator)
-    q, k = ([[[x * case.norm for x in row] for row in head] for head in some] for some in (q, k))
-    # Causal rows before the first real key see none.
-    mask = [j % 4 != 0 for j in range(case.keys)] if case.masked else None
-    return {"q": q, "k": k, "v": v, "mask": mask}
-
-
-def built(name: str, case: Case) -> ea.Backend:
-    causal = case.causal and ea.spec(name).capabilities.causal
-    backend = ea.build(
-        name,
-        head_dim=case.head_dim,
-        max_tokens=MAX_TOKENS,
-        causal=causal,
-        scale=case.scale,
-        **OPTIONS.get(name, {}),
-    )
-    return backend.double()
-
-
-def parameters(name: str, head_dim: int) -> dict:
-    """All that a backend keeps, by its name in the state_dict."""
-    backend, generator = built(name, Case(head_dim=head_dim)), random.Random(head_dim)
-    if backend.needs_calibration:
-        rows = torch.tensor(draw(2, 1, 1, 16, head_dim, generator=generator), dtype=torch.float64)
-        backend.calibrate(rows[0], 0.5 * rows[1] + 0.25)
-    if name in ("linformer", "linear-hedgehog"):
-        for parameter in backend.parameters():
-            parameter.data = torch.tensor(draw(*parameter.shape, generator=generator))
-    return {key: value.tolist() for key, value in backend.state_dict().items()}
+def exact_numbers(x):
+    """Hexadecimal numbers as they are, with 50 digits."""
+    if isinstance(x, list):
+        return [exact_numbers(one) for one in x]
+    return mpf(float.fromhex(x)) if isinstance(x, str) else x
 
 
 def dot(x, y):
     return sum((a * b for a, b in zip(x, y, strict=True)), mpf(0))
-
-
-def exact_numbers(x):
-    return [exact_numbers(one) for one in x] if isinstance(x, list) else mpf(x)
 
 
 def kernel(name: str, x: list, y: list, kept: dict, w: list):
@@ -213,67 +115,51 @@ def linformer_row(kept: dict, q: list, k: list, v: list, real: list, scale):
     return softmax_row(scores, values) if scores else None
 
 
-def row(name: str, case: Case, kept: dict, given: dict, head: int, i: int):
+def row(name: str, options: dict, case: dict, kept: dict, head: int, i: int):
     """Output of one query, and its condition."""
-    kv_head = head * case.kv_heads // case.heads
-    q, k, v = given["q"][head][i], given["k"][kv_head], given["v"][kv_head]
-    scale = 1 / sqrt(mpf(case.head_dim)) if case.scale is None else mpf(case.scale)
-    causal = case.causal and ea.spec(name).capabilities.causal
-    position = i + case.keys - case.queries if causal else i
-    seen = [j for j in range(case.keys) if given["mask"] is None or given["mask"][j]]
+    kv_head = head * len(case["k"]) // len(case["q"])
+    q, k, v = case["q"][head][i], case["k"][kv_head], case["v"][kv_head]
+    scale = 1 / sqrt(mpf(len(q))) if case["scale"] is None else mpf(case["scale"])
+    causal = case["causal"] and name != "linformer"
+    position = i + len(k) - len(case["q"][head]) if causal else i
+    seen = [j for j in range(len(k)) if case["mask"] is None or case["mask"][j]]
     if causal:
         seen = [j for j in seen if j <= position]
     if name == "window":
-        back, ahead = (WINDOW - 1, 0) if causal else (WINDOW // 2, WINDOW // 2)
+        width = options["window"]
+        back, ahead = (width - 1, 0) if causal else (width // 2, width // 2)
         seen = [j for j in seen if position - back <= j <= position + ahead]
     if name == "oracle-topk":
-        seen = sorted(seen, key=lambda j: -scale * dot(q, k[j]))[: OPTIONS[name]["keys"]]
+        seen = sorted(seen, key=lambda j: -scale * dot(q, k[j]))[: options["keys"]]
+    zeros = [mpf(0)] * len(v[0])
     if not seen:
-        return [mpf(0)] * case.value_dim, mpf(1)
+        return zeros, mpf(1)
     keys, values = [k[j] for j in seen], [v[j] for j in seen]
     if name in SOFTMAX:
         return softmax_row([scale * dot(q, key) for key in keys], values), mpf(1)
     if name == "linformer":
-        return linformer_row(kept, q, k, v, seen, scale) or [mpf(0)] * case.value_dim, mpf(1)
+        return linformer_row(kept, q, k, v, seen, scale) or zeros, mpf(1)
     return linear_row(name, kept, q, keys, values, scale)
 
 
-def hexes(x):
-    if isinstance(x, list):
-        return [hexes(one) for one in x]
-    return x if x is None or isinstance(x, bool) else float(x).hex()
-
-
 def golden() -> dict:
-    cases, inputs = [], []
-    for number, case in enumerate(CASES):
-        given = tensors(case, number)
-        inputs.append(given)
-        facts = {"head_dim": case.head_dim, "causal": case.causal, "scale": case.scale}
-        cases.append({**facts, **{name: hexes(x) for name, x in given.items()}})
-    backends = {}
-    for name in sorted(set(ea.list_backends()) - ELSEWHERE):
-        kept = {d: parameters(name, d) for d in sorted({case.head_dim for case in CASES})}
-        outputs, conditions = [], []
-        for case, given in zip(CASES, inputs, strict=True):
-            given, exact_kept = (
-                {key: x if key == "mask" else exact_numbers(x) for key, x in some.items()}
-                for some in (given, kept[case.head_dim])
-            )
+    stored = json.loads(FILE.read_text())
+    cases = [{key: exact_numbers(x) for key, x in case.items()} for case in stored["cases"]]
+    for name, backend in stored["backends"].items():
+        backend["outputs"], backend["conditions"] = [], []
+        for case in cases:
+            parameters = backend["parameters"][str(case["head_dim"])].items()
+            kept = {key: exact_numbers(x) for key, x in parameters}
             rows = [
-                [row(name, case, exact_kept, given, head, i) for i in range(case.queries)]
-                for head in range(case.heads)
+                [row(name, backend["options"], case, kept, head, i) for i in range(len(queries))]
+                for head, queries in enumerate(case["q"])
             ]
-            outputs.append(hexes([[out for out, _ in head] for head in rows]))
             assert all(condition < inf for head in rows for _, condition in head)
-            conditions.append([[float(f"{float(condition):.3g}") for _, condition in head] for head in rows])
-        backends[name] = {
-            "options": OPTIONS.get(name, {}),
-            "parameters": {d: {key: hexes(x) for key, x in some.items()} for d, some in kept.items()},
-            "outputs": outputs,
-            "conditions": conditions,
-        }
-    return {"max_tokens": MAX_TOKENS, "cases": cases, "backends": backends}
+            outputs = [[[float(x).hex() for x in out] for out, _ in head] for head in rows]
+            conditions = [[float(f"{float(condition):.3g}") for _, condition in head] for head in rows]
+            backend["outputs"].append(outputs)
+            backend["conditions"].append(conditions)
+    return stored
 
 
 if __name__ == "__main__":
