@@ -36,10 +36,8 @@ MODELS = {
     "performer-positive": {"positions": "rotary", "num_features": 16},
     "window": {"positions": "sinusoidal", "window": 21},
 }
-# Layout of each dtype; with the second sequences are padded, and activations are computed again backward.
+# Layout of each dtype; with the second, activations are computed again backward.
 WAYS = {torch.float32: "contiguous", torch.float64: "head-tail"}
-# Target that no loss counts.
-PADDING = -100
 
 
 def relative(x: Tensor, expected: Tensor) -> float:
@@ -117,20 +115,13 @@ def decode(mesh: DeviceMesh) -> None:
         report("decoding", [name, layout, str(logits.dtype)], relative(logits, expected))
 
 
-class MaskedModel(ea.LanguageModel):
-    """A language model that takes a key mask."""
-
-    def forward(self, tokens: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        return self.stack(self.embedding(tokens), key_mask=key_mask) @ self.embedding.weight.mT
-
-
-def fully_sharded(model: MaskedModel, mesh: DeviceMesh | None) -> nn.Module:
+def fully_sharded(model: ea.LanguageModel, mesh: DeviceMesh | None) -> nn.Module:
     for block in model.stack.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-ENGINES: dict[str, Callable[[MaskedModel, DeviceMesh], nn.Module]] = {
+ENGINES: dict[str, Callable[[ea.LanguageModel, DeviceMesh], nn.Module]] = {
     # DDP, and FSDP2 without a mesh, take all processes.
     "DDP": lambda model, mesh: DistributedDataParallel(model),
     "DDP, compiled": lambda model, mesh: DistributedDataParallel(torch.compile(model, backend="aot_eager")),
@@ -142,41 +133,31 @@ ENGINES: dict[str, Callable[[MaskedModel, DeviceMesh], nn.Module]] = {
 
 def train(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> None:
     """One step in one process, and with every engine; backward passes are outside of the context."""
-    layout, padded = WAYS[dtype], dtype is torch.float64
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(256, (4, MODEL_TOKENS + 1), generator=generator)
-    x, y, mask = tokens[:, :-1], tokens[:, 1:], None
-    if padded:
-        mask = torch.rand(4, MODEL_TOKENS, generator=generator) > 0.3
-        # The first sequence has no real token on its first rank.
-        mask[0, : MODEL_TOKENS // 2 + 3] = False
-        y = y.masked_fill(~mask, PADDING)
-    counted, first = (y != PADDING).sum(), 2 * mesh.get_local_rank("dp")
+    layout, first = WAYS[dtype], 2 * mesh.get_local_rank("dp")
+    tokens = torch.randint(256, (4, MODEL_TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    local = [shard(part[first : first + 2], mesh["cp"], 1, layout) for part in (x, y)]
 
-    def built() -> MaskedModel:
+    def built() -> ea.LanguageModel:
         torch.manual_seed(0)
-        return MaskedModel(16, 2, name, num_layers=2, checkpoint=padded, **MODELS[name]).to(dtype)
+        again = layout == "head-tail"
+        return ea.LanguageModel(16, 2, name, num_layers=2, checkpoint=again, **MODELS[name]).to(dtype)
 
-    def loss(model: nn.Module, x: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
-        logits = model(x, mask).flatten(0, 1)
-        return cross_entropy(logits, y.flatten(), ignore_index=PADDING, reduction="sum") / counted
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model(x).flatten(0, 1), y.flatten())
 
     alone = built()
-    loss(alone, x, y, mask).backward()
+    loss(alone, x, y).backward()
     expected = gradients(alone)
-    local = [
-        None if tensor is None else shard(tensor[first : first + 2], mesh["cp"], 1, layout)
-        for tensor in (x, y, mask)
-    ]
     for engine, wrap in ENGINES.items():
         # Compiling takes longest.
-        if "compiled" in engine and (name, padded) != ("performer-positive", False):
+        if "compiled" in engine and (name, layout) != ("performer-positive", "contiguous"):
             continue
         model = built()
         wrapped = wrap(model, mesh)
         with context_parallel(mesh["cp"], layout=layout):
-            # Engines average gradients over processes.
-            total = RANKS * loss(wrapped, *local)
+            # Engines average gradients over processes, as the loss is the mean over all tokens.
+            total = loss(wrapped, *local)
         total.backward()
         report("training", [name, engine, str(dtype)], max(map(relative, gradients(model), expected)))
 

@@ -44,10 +44,6 @@ STREAMS = [
 ]
 
 
-def of_rank(rank, ranks=RANKS, kind="contiguous"):
-    return Layout(None, kind, rank, ranks)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masked", ["no", "some", "all"])
 @pytest.mark.parametrize(("name", "causal", "options"), CASES)
@@ -185,7 +181,7 @@ def test_positions_go_on_from_segment_to_segment():
     def add(x, start):
         return x + torch.arange(start, start + x.shape[-2])[:, None]
 
-    with in_force(of_rank(0, kind="head-tail")):
+    with in_force(Layout(None, "head-tail", 0, RANKS)):
         assert at_positions(add, x, 100)[0, :, 0].tolist() == [100, 101, 102, 103, 120, 121, 122, 123]
     assert at_positions(add, x, 100)[0, :, 0].tolist() == list(range(100, 108))
 

@@ -38,27 +38,18 @@ def test_the_base_model_has_its_44_million_parameters():
     assert sizes == [18_914_304, 25_224_192, 18_914_304 + 2 * 512]
 
 
-def torchs_stacks(norm, final_norm, activation):
-    common = {"dropout": 0.0, "activation": activation, "batch_first": True, "norm_first": norm == "pre"}
-    ends = [nn.LayerNorm(DIM) if final_norm else None for _ in range(2)]
-    encoder_layer = nn.TransformerEncoderLayer(DIM, HEADS, WIDE, **common)
-    decoder_layer = nn.TransformerDecoderLayer(DIM, HEADS, WIDE, **common)
-    return nn.Transformer(
-        DIM,
-        HEADS,
-        custom_encoder=nn.TransformerEncoder(encoder_layer, LAYERS, ends[0], enable_nested_tensor=False),
-        custom_decoder=nn.TransformerDecoder(decoder_layer, LAYERS, ends[1]),
-        batch_first=True,
-    )
-
-
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True")
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("final_norm", [False, True])
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_exact_stacks_load_the_weights_of_torchs_transformer_and_give_its_outputs(
     norm, final_norm, activation
 ):
-    theirs = torchs_stacks(norm, final_norm, activation)
+    torchs = {"activation": activation, "batch_first": True, "norm_first": norm == "pre"}
+    theirs = nn.Transformer(DIM, HEADS, LAYERS, LAYERS, WIDE, 0.0, **torchs)
+    theirs.encoder.use_nested_tensor = False
+    if not final_norm:
+        theirs.encoder.norm = theirs.decoder.norm = None
     common = {"norm": norm, "final_norm": final_norm, "activation": activation, "positions": None}
     ours = ea.Transformer(DIM, HEADS, **STACK, **common)
     disturb(theirs, seed=0)
