@@ -4,36 +4,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import fault_steps as at
 import torch
-from fault_steps import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    action,
-    before,
-    causal_leak,
-    causal_reads,
-    default_ratio,
-    first_keys,
-    flowing,
-    groups_in_turn,
-    keys,
-    masks,
-    narrowed,
-    new_keys,
-    output,
-    queries,
-    replaced,
-    ring,
-    scaled,
-    scores,
-    states,
-    unmasked,
-    values,
-    visible,
-    weights,
-)
+from fault_steps import BF16, F16, F32, F64
 from torch import Tensor
 from twins import with_gradient
 
@@ -46,7 +19,7 @@ def row_of(x: Tensor) -> float:
 
 
 def with_options(**options: int) -> type:
-    return replaced("__init__", lambda core, init, problem, old: init(problem, replace(old, **options)))
+    return at.replaced("__init__", lambda core, init, problem, old: init(problem, replace(old, **options)))
 
 
 def float16_denominator(logits, visible):
@@ -70,7 +43,7 @@ def halves_without_their_sums(x, k, mask):
 
 def mask_of_all_pairs(where: Callable[[Tensor], bool]) -> type:
     """Quadratic memory, where the queries are such."""
-    return output(
+    return at.output(
         lambda x, q, k: x * torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)[:, :1] if where(q) else x
     )
 
@@ -110,199 +83,197 @@ def gradients_times_the_ranks(backend, q, k, v, mask, layout):
 # Each check with its faults.
 FAULTS = {
     "a_nan_shows_where_it_is_read": {
-        "keys are cleaned": keys(torch.nan_to_num),
-        "queries are cleaned": queries(torch.nan_to_num),
-        "gradients are cleaned": flowing(torch.nan_to_num),
-        "negative infinity is cleaned": values(lambda v: v.masked_fill(v == -torch.inf, 0.0)),
+        "keys are cleaned": at.keys(torch.nan_to_num),
+        "queries are cleaned": at.queries(torch.nan_to_num),
+        "gradients are cleaned": at.flowing(torch.nan_to_num),
+        "negative infinity is cleaned": at.values(lambda v: v.masked_fill(v == -torch.inf, 0.0)),
     },
     "a_negative_scale_turns_queries_round": {
-        "beyond 128 keys": scaled(lambda core, k: -1 if core.problem.factor < 0 and k.shape[2] > 128 else 1)
+        "beyond 128 keys": at.scaled(
+            lambda core, k: -1 if core.problem.factor < 0 and k.shape[2] > 128 else 1
+        )
     },
-    "a_prefix_is_a_sequence_of_its_own": {"temperature": scaled(lambda k: 1 + 1e-3 * k.shape[2])},
+    "a_prefix_is_a_sequence_of_its_own": {"temperature": at.scaled(lambda k: 1 + 1e-3 * k.shape[2])},
     "a_query_alone_is_its_row": {
-        "first row": output(lambda x: torch.cat([x[:, :, :1] * row_of(x), x[:, :, 1:]], 2)),
-        "last row": output(lambda x: torch.cat([x[:, :, :-1], x[:, :, -1:] * row_of(x)], 2)),
-        "second block": causal_reads(lambda row, key, ahead: (key <= row) | (row < 512)),
+        "first row": at.output(lambda x: torch.cat([x[:, :, :1] * row_of(x), x[:, :, 1:]], 2)),
+        "last row": at.output(lambda x: torch.cat([x[:, :, :-1], x[:, :, -1:] * row_of(x)], 2)),
+        "second block": at.causal_reads(lambda row, key, ahead: (key <= row) | (row < 512)),
     },
     "blind_queries_give_zeros": {
-        "wide": output(
+        "wide": at.output(
             lambda x, q, mask: x if mask is None or q.shape[3] < 64 else x + ~mask.any(1)[:, None, None, None]
         )
     },
     "columns_of_values_are_computed_alone": {
-        "columns of values set the scale": queries(lambda q, v: q * (q.shape[3] / v.shape[3]) ** 0.5),
-        "columns beyond 256 are zero": output(lambda x: x * (torch.arange(x.shape[3]) < 256)),
+        "columns of values set the scale": at.queries(lambda q, v: q * (q.shape[3] / v.shape[3]) ** 0.5),
+        "columns beyond 256 are zero": at.output(lambda x: x * (torch.arange(x.shape[3]) < 256)),
     },
     "every_entry_is_read": {
-        "steps of 8": queries(lambda q: q * (torch.arange(q.shape[3]) < max(q.shape[3] // 8 * 8, 8))),
-        "first 256": queries(lambda q: q * (torch.arange(q.shape[3]) < 256)),
+        "first 256": at.queries(lambda q: q * (torch.arange(q.shape[3]) < 256)),
     },
     "every_head_is_its_single_call": {
-        "wide groups in turn": groups_in_turn(lambda x: x.shape[3] >= 64),
-        "later heads are sharper": scores(lambda x: torch.cat([x[:, :4], x[:, 4:] * 1.01], 1)),
-        "groups of twelve in turn": groups_in_turn(lambda x, heads: heads // x.shape[1] > 8),
-        "whole tiles": output(
+        "wide groups in turn": at.groups_in_turn(lambda x: x.shape[3] >= 64),
+        "later heads are sharper": at.scores(lambda x: torch.cat([x[:, :4], x[:, 4:] * 1.01], 1)),
+        "groups of twelve in turn": at.groups_in_turn(lambda x, heads: heads // x.shape[1] > 8),
+        "whole tiles": at.output(
             lambda x: x * (torch.arange(x.shape[1]) < max(x.shape[1] // 64 * 64, 64))[:, None, None]
         ),
-        "64": first_keys(lambda q, keys: keys - 1 if q.shape[1] == 64 and keys % 2 and keys > 1 else keys),
+        "64": at.first_keys(lambda q, keys: keys - 1 if q.shape[1] == 64 and keys % 2 and keys > 1 else keys),
     },
     "every_sequence_is_its_single_call": {
-        "wide masks of three": unmasked(lambda q: len(q) > 2 and q.shape[3] >= 64),
-        "third": keys(lambda k: torch.cat([k[:2], k[1:2].expand_as(k[2:])]), where=lambda k: len(k) > 2),
-        "16 masks": masks(
+        "wide masks of three": at.unmasked(lambda q: len(q) > 2 and q.shape[3] >= 64),
+        "third": at.keys(lambda k: torch.cat([k[:2], k[1:2].expand_as(k[2:])]), where=lambda k: len(k) > 2),
+        "16 masks": at.masks(
             lambda mask: torch.cat([mask[:16], mask[: len(mask) - 16]]), where=lambda mask: len(mask) > 16
         ),
     },
     "float32_is_float32_throughout": {
-        "values": values(narrowed(F32, BF16)),
-        "weights of many keys": weights(lambda x: narrowed(F32, BF16)(x) if x.shape[3] > 128 else x),
+        "weights of many keys": at.weights(lambda x: at.narrowed(F32, BF16)(x) if x.shape[3] > 128 else x),
     },
     "float64_is_float64_throughout": {
-        "queries": queries(narrowed(F64, F32)),
-        "scores": scores(lambda x: with_gradient(x, narrowed(F64, F32))),
+        "scores": at.scores(lambda x: with_gradient(x, at.narrowed(F64, F32))),
     },
     "grouped_queries_are_repeated_heads": {
-        "three groups in turn": groups_in_turn(lambda x: x.shape[1] == 3),
-        "one key in turn": groups_in_turn(lambda x: x.shape[2] == 1),
+        "three groups in turn": at.groups_in_turn(lambda x: x.shape[1] == 3),
+        "one key in turn": at.groups_in_turn(lambda x: x.shape[2] == 1),
     },
     "inputs_are_not_written_to": {
-        "long keys": action(lambda k: k.shape[2] <= 128 or k.detach().add_(1.0)),
-        "masks": action(lambda mask: mask is None or mask[:, -1:].fill_(True)),
-        "padding": action(lambda v, mask: mask is None or v.data.nan_to_num_()),
-        "gradient asked for": action(lambda q: q.is_leaf and torch.is_grad_enabled() and q.requires_grad_()),
+        "long keys": at.action(lambda k: k.shape[2] <= 128 or k.detach().add_(1.0)),
+        "masks": at.action(lambda mask: mask is None or mask[:, -1:].fill_(True)),
+        "padding": at.action(lambda v, mask: mask is None or v.data.nan_to_num_()),
+        "gradient asked for": at.action(
+            lambda q: q.is_leaf and torch.is_grad_enabled() and q.requires_grad_()
+        ),
     },
     "large_values_stay_proportional": {
-        "normalised last": output(lambda x: x * 130 / 130 if x.dtype == F16 else x),
-        "divided in float16": values(lambda v: v / 8 * 8 if v.dtype == F16 else v),
-        "bfloat16 in float16": values(narrowed(BF16, F16)),
-        "flushed": values(lambda v: v.where(v.abs() > 1e-12, 0.0)),
-        "states in float16": states(lambda k, v, mask: (k, narrowed(BF16, F16)(v), mask)),
+        "normalised last": at.output(lambda x: x * 130 / 130 if x.dtype == F16 else x),
+        "divided in float16": at.values(lambda v: v / 8 * 8 if v.dtype == F16 else v),
+        "flushed": at.values(lambda v: v.where(v.abs() > 1e-12, 0.0)),
+        "states in float16": at.states(lambda k, v, mask: (k, at.narrowed(BF16, F16)(v), mask)),
     },
     "layout_in_memory_does_not_matter": {
-        "mask in memory": masks(
-            lambda mask: mask.as_strided(mask.shape, (mask.shape[1], 1)), where=lambda mask: mask.stride(0)
-        ),
-        "column": masks(lambda mask: None, where=lambda mask: mask.shape[1] > 1 and not mask.stride(1)),
-        "shared prefix": masks(
+        "column": at.masks(lambda mask: None, where=lambda mask: mask.shape[1] > 1 and not mask.stride(1)),
+        "shared prefix": at.masks(
             lambda mask: mask[:1].expand_as(mask),
             where=lambda k, v: k.stride(0) == v.stride(0) == 0 < k.stride(1),
         ),
-        "shared key": queries(lambda q: q[:1].expand_as(q), where=lambda k: k.stride(0) == 0),
-        "turned twice": keys(lambda k: k * 2, where=lambda q, k: q.data_ptr() == k.data_ptr()),
-        "start of memory": values(
+        "shared key": at.queries(lambda q: q[:1].expand_as(q), where=lambda k: k.stride(0) == 0),
+        "turned twice": at.keys(lambda k: k * 2, where=lambda q, k: q.data_ptr() == k.data_ptr()),
+        "start of memory": at.values(
             lambda v: v.as_strided(v.shape, v.stride(), 0), where=lambda v: not v.is_contiguous()
         ),
-        "written": action(lambda q: q.is_contiguous() or 0 in q.stride() or q.data.mul_(2.0)),
-        "extended": new_keys(lambda k: k * 2, where=lambda k: k.stride(3) != 1),
+        "extended": at.new_keys(lambda k: k * 2, where=lambda k: k.stride(3) != 1),
     },
     "masked_keys_leave_no_gap": {
-        "beyond 500 keys": scaled(lambda k: 0.99 if k.shape[2] > 500 else 1.0),
-        "causal window": causal_reads(lambda row, key, ahead: row + ahead - key < 256),
-        "cross attention": unmasked(lambda q, k: q.shape[2] != k.shape[2]),
-        "causal": unmasked(lambda core, k: core.problem.causal and k.shape[2] > 65),
+        "causal window": at.causal_reads(lambda row, key, ahead: row + ahead - key < 256),
+        "cross attention": at.unmasked(lambda q, k: q.shape[2] != k.shape[2]),
     },
     "narrow_dtypes_lose_only_rounding": {
-        "bfloat16": values(lambda v: v * 1.1 if v.dtype == BF16 else v),
-        "another dtype": output(lambda x: x.float() if x.dtype == BF16 else x),
-        "wide": queries(narrowed(F32, BF16), where=lambda q: q.shape[3] >= 64),
+        "bfloat16": at.values(lambda v: v * 1.1 if v.dtype == BF16 else v),
+        "another dtype": at.output(lambda x: x.float() if x.dtype == BF16 else x),
+        "wide": at.queries(at.narrowed(F32, BF16), where=lambda q: q.shape[3] >= 64),
     },
     "order_of_keys_does_not_matter": {
-        "square keys are turned": keys(lambda k: k.mT, where=lambda k: k.shape[2] == k.shape[3]),
-        "equal keys": visible(equal_keys_once),
-        "full blocks": first_keys(lambda keys: keys - (keys % 64 == 0)),
-        "half a tile": first_keys(lambda keys: keys - 64 * (keys > 128 and keys % 128 == 64)),
-        "short last tile": first_keys(
+        "square keys are turned": at.keys(lambda k: k.mT, where=lambda k: k.shape[2] == k.shape[3]),
+        "equal keys": at.visible(equal_keys_once),
+        "half a tile": at.first_keys(lambda keys: keys - 64 * (keys > 128 and keys % 128 == 64)),
+        "short last tile": at.first_keys(
             lambda keys: keys // 1024 * 1024 if keys > 1024 and keys % 1024 < 8 else keys
         ),
     },
-    "outputs_are_linear_in_the_values": {"squares of values": values(lambda v: v + 1e-3 * v * v)},
+    "outputs_are_linear_in_the_values": {"squares of values": at.values(lambda v: v + 1e-3 * v * v)},
     "padding_contents_change_no_bit": {
-        "long masks": before("hidden", "mask")(lambda: None, where=lambda x: x.shape[2] > 128)
+        "long masks": at.before("hidden", "mask")(lambda: None, where=lambda x: x.shape[2] > 128)
     },
     "padding_on_either_side_does_not_matter": {
-        "halves": output(halves_without_their_sums),
-        "last key": masks(
+        "halves": at.output(halves_without_their_sums),
+        "last key": at.masks(
             lambda mask: mask & (torch.arange(mask.shape[1]) < mask.shape[1] - 1),
             where=lambda mask: mask.shape[1] > 1 and mask.all(),
         ),
     },
     "scale_is_a_factor_on_the_scores": {
-        "below one": scaled(lambda core: 1 / max(abs(core.problem.factor), 1.0)),
-        "64": scaled(lambda core, q: 1.0 if core.problem.scale else (max(q.shape[3], 64) / 64) ** 0.5),
-        "long keys": keys(lambda k: k * (30 / k.norm(dim=-1, keepdim=True).clamp_min(1e-9)).clamp_max(1.0)),
-        "zero": scores(lambda x, q, k, core: x if core.problem.factor else core.wide(q) @ core.wide(k).mT),
-        "single queries": scaled(lambda core, q: default_ratio(core) if q.shape[2] == 1 else 1.0),
+        "below one": at.scaled(lambda core: 1 / max(abs(core.problem.factor), 1.0)),
+        "64": at.scaled(lambda core, q: 1.0 if core.problem.scale else (max(q.shape[3], 64) / 64) ** 0.5),
+        "long keys": at.keys(
+            lambda k: k * (30 / k.norm(dim=-1, keepdim=True).clamp_min(1e-9)).clamp_max(1.0)
+        ),
+        "zero": at.scores(lambda x, q, k, core: x if core.problem.factor else core.wide(q) @ core.wide(k).mT),
+        "single queries": at.scaled(lambda core, q: at.default_ratio(core) if q.shape[2] == 1 else 1.0),
     },
-    "weights_are_never_negative": {"small weights": weights(lambda x: 1.1 * x - 0.1 / x.shape[3])},
-    "weights_of_a_row_sum_to_one": {"an epsilon is added": weights(lambda x: x / (1 + 1e-8))},
+    "weights_are_never_negative": {"small weights": at.weights(lambda x: 1.1 * x - 0.1 / x.shape[3])},
+    "weights_of_a_row_sum_to_one": {"an epsilon is added": at.weights(lambda x: x / (1 + 1e-8))},
 }
 OF_SOFTMAX = {
-    "padding_on_either_side_does_not_matter": {"counted": unmasked(lambda: True)},
+    "padding_on_either_side_does_not_matter": {"counted": at.unmasked(lambda: True)},
     "equals_softmax_attention": {
-        "sharper": scaled(lambda: 1.001),
-        "clamped": scores(lambda x: x.clamp(-80, 80)),
+        "sharper": at.scaled(lambda: 1.001),
+        "clamped": at.scores(lambda x: x.clamp(-80, 80)),
     },
     "equals_softmax_attention_at_every_scale": {
-        "scales up to 10": scaled(lambda core: 10 / max(abs(core.problem.factor), 10))
+        "scales up to 10": at.scaled(lambda core: 10 / max(abs(core.problem.factor), 10))
     },
-    "large_values_stay_proportional": {"scores in float16": replaced("wide", lambda core, wide, x: x)},
-    "long_sums_do_not_stall_in_half_precision": {"denominators in float16": weights(float16_denominator)},
-    "later_values_move_no_output": {"causality is ignored": visible(torch.ones_like)},
+    "large_values_stay_proportional": {"scores in float16": at.replaced("wide", lambda core, wide, x: x)},
+    "long_sums_do_not_stall_in_half_precision": {"denominators in float16": at.weights(float16_denominator)},
+    "later_values_move_no_output": {"causality is ignored": at.visible(torch.ones_like)},
     "weights_of_a_row_sum_to_one": {
-        "denominators above one": weights(
+        "denominators above one": at.weights(
             lambda x, logits: x * logits.exp().sum(-1, keepdim=True).clamp_max(1.0)
         )
     },
 }
 OF_POSITIVE = {
     "a_saved_state_brings_the_output_back": {
-        "features": replaced("keep", lambda core, keep, x: core.__dict__.update(directions=x.float()))
+        "features": at.replaced("keep", lambda core, keep, x: core.__dict__.update(directions=x.float()))
     },
-    "a_seed_fixes_the_draw": {"large seeds": replaced("draw", lambda core, draw, seed: draw(seed % 2**31))},
-    "every_sequence_is_its_single_call": {"a seed of the batch": action(seed_of_the_batch)},
-    "later_values_move_no_output": {"largest future key": scores(largest_future_key)},
+    "a_seed_fixes_the_draw": {
+        "large seeds": at.replaced("draw", lambda core, draw, seed: draw(seed % 2**31))
+    },
+    "every_sequence_is_its_single_call": {"a seed of the batch": at.action(seed_of_the_batch)},
+    "later_values_move_no_output": {"largest future key": at.scores(largest_future_key)},
     "more_features_come_nearer_to_softmax": {
-        "rows of norm 1": replaced("draw", lambda core, draw, seed: draw(seed) / core.problem.head_dim**0.5),
-        "a token reads itself alone": causal_reads(lambda row, key, ahead: key >= row + ahead),
+        "rows of norm 1": at.replaced(
+            "draw", lambda core, draw, seed: draw(seed) / core.problem.head_dim**0.5
+        ),
+        "a token reads itself alone": at.causal_reads(lambda row, key, ahead: key >= row + ahead),
     },
-    "the_draw_has_no_preferred_direction": {"signs": replaced("draw", draw_without_signs)},
+    "the_draw_has_no_preferred_direction": {"signs": at.replaced("draw", draw_without_signs)},
     "the_size_matters": {"four features": with_options(num_features=4)},
 }
 OF_WINDOW = {"a_window_reads_its_neighbourhood": {"five keys": with_options(window=5)}}
 LEARNED = {
-    "a_saved_state_brings_the_output_back": {"original": replaced("__deepcopy__", lambda core, *_: core)},
+    "a_saved_state_brings_the_output_back": {"original": at.replaced("__deepcopy__", lambda core, *_: core)},
     "no_state_between_calls": {
-        "first factor": scores(
+        "first factor": at.scores(
             lambda x, core: x / core.factor * core.__dict__.setdefault("first", core.factor.detach().clone())
         )
     },
     "gradients_hold_at_every_shape": {
-        "factor": scores(lambda x, core: x / core.factor * core.factor.detach())
+        "factor": at.scores(lambda x, core: x / core.factor * core.factor.detach())
     },
 }
 GROWING = {
     "memory_grows_as_declared": {
         "beyond 4096 tokens": mask_of_all_pairs(lambda q: q.shape[2] >= 4096),
         "in batches": mask_of_all_pairs(lambda q: len(q) > 1 and q.shape[1] > 1),
-        "a mask of all pairs": mask_of_all_pairs(lambda q: True),
-        "in training": flowing(lambda x: x + 0 * (x @ x.mT)[..., :1]),
+        "in training": at.flowing(lambda x: x + 0 * (x @ x.mT)[..., :1]),
     },
     # Exact attention takes the time of all pairs.
-    "time_grows_as_declared": {"nothing else": output(lambda x: x)},
+    "time_grows_as_declared": {"nothing else": at.output(lambda x: x)},
 }
 # Shown by the long form alone.
 LONG = {
     "every_sequence_is_its_single_call": {
-        "pairs": output(lambda x: x * (torch.arange(len(x) * x.shape[1]).view(len(x), -1, 1, 1) < 65_535)),
-        "large inputs": queries(narrowed(F32, BF16), where=lambda q: q.numel() >= 2**20),
+        "pairs": at.output(lambda x: x * (torch.arange(len(x) * x.shape[1]).view(len(x), -1, 1, 1) < 65_535)),
+        "large inputs": at.queries(at.narrowed(F32, BF16), where=lambda q: q.numel() >= 2**20),
     },
-    "later_values_move_no_output": {"rows beyond 3000 leak": causal_leak(3000, 1)},
-    "long_states_are_whole": {"one row in 128 leaks": causal_leak(2047, 128)},
+    "later_values_move_no_output": {"rows beyond 3000 leak": at.causal_leak(3000, 1)},
+    "long_states_are_whole": {"one row in 128 leaks": at.causal_leak(2047, 128)},
     "order_of_keys_does_not_matter": {
-        "blocks of 4096": first_keys(lambda keys: keys // 4096 * 4096 if keys > 4096 else keys),
-        "16 bits": first_keys(lambda keys: min(keys, 2**15)),
+        "blocks of 4096": at.first_keys(lambda keys: keys // 4096 * 4096 if keys > 4096 else keys),
+        "16 bits": at.first_keys(lambda keys: min(keys, 2**15)),
     },
-    "states_of_thousands_are_whole": {"8192 tokens": ring(8192)},
+    "states_of_thousands_are_whole": {"8192 tokens": at.ring(8192)},
 }
 EXCHANGED = {
     "own rank alone": lambda backend, q, k, v, mask, layout: backend.core(q, k, v, mask),

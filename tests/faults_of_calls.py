@@ -4,37 +4,9 @@ import warnings
 from itertools import count
 from typing import Any
 
+import fault_steps as at
 import torch
-from fault_steps import (
-    BF16,
-    F16,
-    F32,
-    F64,
-    action,
-    before,
-    default_ratio,
-    earlier_states,
-    flowing,
-    groups_in_turn,
-    keys,
-    masks,
-    narrowed,
-    new_keys,
-    new_masks,
-    new_queries,
-    new_values,
-    output,
-    queries,
-    remembered,
-    replaced,
-    ring,
-    scaled,
-    scores,
-    states,
-    values,
-    visible,
-    weights,
-)
+from fault_steps import BF16, F16, F32, F64
 from torch import Tensor, nn
 from twins import with_gradient
 
@@ -151,27 +123,14 @@ def predecessors(core, extend, q, k, v, state, mask):
     return out, (*result, state)
 
 
-class BranchesOnTheMask:
-    def forward(self, q, k, v, key_mask):
-        if key_mask is not None and key_mask.all():
-            key_mask = None
-        return super().forward(q, k, v, key_mask)
+def upper_left_triangle(x, core):
+    return x.tril() if core.problem.causal and torch.compiler.is_compiling() else x
 
 
-class CompilesTheUpperLeftTriangle:
-    def visible(self, q, k, key_mask):
-        visible = super().visible(q, k, key_mask)
-        if self.problem.causal and torch.compiler.is_compiling():
-            visible = visible & torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
-        return visible
-
-
-class NoGuardForBlindRowsWhenCompiled:
-    def forward(self, q, k, v, key_mask):
-        out = super().forward(q, k, v, key_mask)
-        if torch.compiler.is_compiling() and key_mask is not None:
-            return out / key_mask.any(dim=1)[:, None, None, None]
-        return out
+def unguarded_blind_rows(x, mask):
+    if mask is None or not torch.compiler.is_compiling():
+        return x
+    return x / mask.any(dim=1)[:, None, None, None]
 
 
 class KeepsItsMaskBetweenThreads:
@@ -184,167 +143,167 @@ class KeepsItsMaskBetweenThreads:
 
 
 OF_CALLS = {
-    "a_change_before_the_backward_pass_is_noticed": {"values are read later": values(read_later)},
+    "a_change_before_the_backward_pass_is_noticed": {"values are read later": at.values(read_later)},
     "no_state_between_calls": {
-        "masks by shape": remembered("forward", "mask", lambda mask: mask.shape),
-        "queries by address": remembered("forward", "q", lambda q: (q.data_ptr(), q.shape, q.dtype)),
-        "after sixty calls": scaled(lambda core: 1.01 if calls(core) > 60 else 1.0),
-        "after 300 calls": scaled(lambda core: 1.01 if calls(core) > 300 else 1.0),
+        "masks by shape": at.remembered("forward", "mask", lambda mask: mask.shape),
+        "queries by address": at.remembered("forward", "q", lambda q: (q.data_ptr(), q.shape, q.dtype)),
+        "after sixty calls": at.scaled(lambda core: 1.01 if calls(core) > 60 else 1.0),
+        "after 300 calls": at.scaled(lambda core: 1.01 if calls(core) > 300 else 1.0),
     },
     "a_saved_state_brings_the_output_back": {
-        "last output": output(remember),
-        "first dtype": scaled(
+        "last output": at.output(remember),
+        "first dtype": at.scaled(
             lambda core, q: core.__dict__.setdefault("third", torch.tensor(0.1, dtype=F64).to(q.dtype))
         ),
     },
     "any_number_of_sequences_go_on_from_a_state": {
-        "writes": earlier_states(written, where=lambda q, state: q.shape[2] and state[0].shape[2] > 100)
+        "writes": at.earlier_states(written, where=lambda q, state: q.shape[2] and state[0].shape[2] > 100)
     },
     "compiled_it_is_the_same": {
-        "branch": BranchesOnTheMask,
-        "triangle": CompilesTheUpperLeftTriangle,
-        "blind rows": NoGuardForBlindRowsWhenCompiled,
+        "branch": at.masks(lambda mask: None, where=lambda mask: mask.all()),
+        "triangle": at.visible(upper_left_triangle),
+        "blind rows": at.output(unguarded_blind_rows),
     },
     "global_settings_change_nothing": {
-        "temperature": scaled(lambda: 1 + torch.initial_seed() % 7 * 1e-3),
-        "constant": scaled(lambda q: torch.tensor(1.1, dtype=torch.get_default_dtype()).to(q)),
+        "temperature": at.scaled(lambda: 1 + torch.initial_seed() % 7 * 1e-3),
+        "constant": at.scaled(lambda q: torch.tensor(1.1, dtype=torch.get_default_dtype()).to(q)),
     },
-    "gradients_are_those_of_finite_differences": {"values": values(halved)},
+    "gradients_are_those_of_finite_differences": {"values": at.values(halved)},
     "gradients_hold_at_every_shape": {
-        "many keys": keys(Tensor.detach, where=lambda k: k.shape[2] > 128),
-        "all settings": keys(
+        "all settings": at.keys(
             halved, where=lambda core, k, mask: mask is not None and core.problem.causal and len(k) > 1
         ),
-        "scale": before("scores", "q")(lambda q, core: with_gradient(q, lambda x: x * default_ratio(core))),
-        "many queries": scores(lambda x: with_gradient(x, narrowed(F64, BF16)) if x.shape[2] > 1024 else x),
-        "large batches": keys(halved, where=lambda k: len(k) > 32),
-        "full tiles": keys(
+        "scale": at.before("scores", "q")(
+            lambda q, core: with_gradient(q, lambda x: x * at.default_ratio(core))
+        ),
+        "many queries": at.scores(
+            lambda x: with_gradient(x, at.narrowed(F64, BF16)) if x.shape[2] > 1024 else x
+        ),
+        "large batches": at.keys(halved, where=lambda k: len(k) > 32),
+        "full tiles": at.keys(
             lambda k: torch.cat([k[:, :, :-1], k[:, :, -1:].detach()], 2),
             where=lambda k: k.shape[2] % 64 == 0,
         ),
     },
     "gradients_hold_at_long_keys": {
-        "cut": keys(lambda k: with_gradient(k, lambda x: x.clamp(-1e-3, 1e-3)), where=long_keys),
-        "in bfloat16": keys(narrowed(F32, BF16), where=long_keys),
+        "cut": at.keys(lambda k: with_gradient(k, lambda x: x.clamp(-1e-3, 1e-3)), where=long_keys),
+        "in bfloat16": at.keys(at.narrowed(F32, BF16), where=long_keys),
     },
     "gradients_in_narrow_dtypes_lose_only_rounding": {
-        "float32": queries(halved, where=lambda q: q.dtype == F32 and q.shape[2] > 64),
-        "float16": values(halved, where=lambda v: v.dtype == F16 and v.shape[2] > 64),
-        "groups in bfloat16": before("for_every_head", "x")(
+        "float32": at.queries(halved, where=lambda q: q.dtype == F32 and q.shape[2] > 64),
+        "float16": at.values(halved, where=lambda v: v.dtype == F16 and v.shape[2] > 64),
+        "groups in bfloat16": at.before("for_every_head", "x")(
             halved, where=lambda x, heads: x.dtype == BF16 and x.shape[1] < heads
         ),
-        "loss scaling": weights(lambda x: with_gradient(x, narrowed(F32, F16))),
+        "loss scaling": at.weights(lambda x: with_gradient(x, at.narrowed(F32, F16))),
     },
     "gradients_pass_through_states": {
-        "mixed": states(lambda k, v, mask: (k, v.roll(1, 0) if k.shape[2] > 100 else v, mask)),
-        "detached": earlier_states(
+        "mixed": at.states(lambda k, v, mask: (k, v.roll(1, 0) if k.shape[2] > 100 else v, mask)),
+        "detached": at.earlier_states(
             lambda state: [x.detach() for x in state], where=lambda state: state[0].shape[2] >= 1024
         ),
     },
     "layout_changes_no_gradient": {
-        "written": flowing(doubled_in_place),
-        "read from memory": flowing(read_as_contiguous),
-        "expanded": flowing(lambda x: x * (1.5 if 0 in x.stride() else 1.0)),
-        "second time": output(another_gradient_each_time),
-        "cut at 100": queries(lambda q: with_gradient(q, lambda x: x.clamp(-100, 100))),
-        "flushed": flowing(lambda x: torch.where(x.abs() < 6e-8, 0.0, x)),
-        "workspace": queries(lambda q, core: read_later(q, buffered(core, q.detach()))),
+        "written": at.flowing(doubled_in_place),
+        "read from memory": at.flowing(read_as_contiguous),
+        "expanded": at.flowing(lambda x: x * (1.5 if 0 in x.stride() else 1.0)),
+        "second time": at.output(another_gradient_each_time),
+        "cut at 100": at.queries(lambda q: with_gradient(q, lambda x: x.clamp(-100, 100))),
+        "flushed": at.flowing(lambda x: torch.where(x.abs() < 6e-8, 0.0, x)),
+        "workspace": at.queries(lambda q, core: read_later(q, buffered(core, q.detach()))),
     },
-    "long_states_are_whole": {"256 tokens": ring(256)},
+    "long_states_are_whole": {"256 tokens": at.ring(256)},
     "long_sums_do_not_stall_in_half_precision": {
-        "tiles": replaced(
+        "tiles": at.replaced(
             "forward",
             lambda core, forward, q, *x: torch.cat([forward(part, *x) for part in q.split(64, 2)], 2),
         )
     },
     "modes_change_nothing": {
-        "fresh memory": output(lambda x: x.masked_fill(torch.empty_like(x).isnan(), 7.0)),
-        "kept tensor": scaled(lambda core, q: core.__dict__.setdefault("factor", q.new_ones(()))),
-        "groups in turn": groups_in_turn(lambda: not torch.is_grad_enabled()),
+        "fresh memory": at.output(lambda x: x.masked_fill(torch.empty_like(x).isnan(), 7.0)),
+        "kept tensor": at.scaled(lambda core, q: core.__dict__.setdefault("factor", q.new_ones(()))),
+        "groups in turn": at.groups_in_turn(lambda: not torch.is_grad_enabled()),
     },
     "no_call_leaves_bytes_behind": {
-        "earlier states": replaced("extend", predecessors),
-        "every output": output(collect),
-        "every state": replaced("extend", lambda core, extend, *x: collect(core, extend(*x))),
-        "masks of all lengths": visible(
-            lambda core, x, mask: x if mask is not None else core.__dict__.setdefault(str(x.shape), x)
-        ),
+        "earlier states": at.replaced("extend", predecessors),
+        "every output": at.output(collect),
     },
     "no_graph_is_kept_unasked": {
-        "states": replaced("extend", graphs_of_many),
-        "many queries": replaced("forward", graphs_of_many),
-        "last mask": masks(remember),
-        "last output": output(remember),
-        "last gradient": output(lambda core, x: with_gradient(x, lambda x: remember(core, x))),
-        "factor": scaled(lambda core: core.__dict__.setdefault("factor", torch.ones((), requires_grad=True))),
+        "states": at.replaced("extend", graphs_of_many),
+        "last mask": at.masks(remember),
+        "last output": at.output(remember),
+        "last gradient": at.output(lambda core, x: with_gradient(x, lambda x: remember(core, x))),
+        "factor": at.scaled(
+            lambda core: core.__dict__.setdefault("factor", torch.ones((), requires_grad=True))
+        ),
     },
     "nothing_global_is_touched": {
-        "text": action(lambda q: q.shape[2] <= 128 or warnings.warn("long", stacklevel=2)),
-        "generator": action(lambda q: q.dtype == F16 and torch.rand(())),
-        "seed": action(lambda k: k.shape[2] > 1024 and torch.manual_seed(0)),
-        "gradient mode": action(lambda q: q.shape[2] > 256 and torch.set_grad_enabled(True)),
-        "subnormal numbers": action(lambda: torch.set_flush_denormal(True)),
-        "default dtype of a failure": replaced("forward", default_dtype_of_a_failure),
-        "call after a failure": replaced("forward", busy_after_an_error),
-        "softmax": action(lambda: setattr(nn.functional, "softmax", lambda x, dim: x.softmax(dim))),
+        "text": at.action(lambda q: q.shape[2] <= 128 or warnings.warn("long", stacklevel=2)),
+        "generator": at.action(lambda q: q.dtype == F16 and torch.rand(())),
+        "seed": at.action(lambda k: k.shape[2] > 1024 and torch.manual_seed(0)),
+        "gradient mode": at.action(lambda q: q.shape[2] > 256 and torch.set_grad_enabled(True)),
+        "subnormal numbers": at.action(lambda: torch.set_flush_denormal(True)),
+        "default dtype of a failure": at.replaced("forward", default_dtype_of_a_failure),
+        "call after a failure": at.replaced("forward", busy_after_an_error),
+        "softmax": at.action(lambda: setattr(nn.functional, "softmax", lambda x, dim: x.softmax(dim))),
     },
     "outputs_are_the_callers": {
-        "single value": output(
+        "single value": at.output(
             lambda x, q, k, v, mask: v if k.shape[2] == 1 and q.shape == v.shape and mask is None else x
         ),
-        "inference": output(lambda x, core: buffered(core, x) if torch.is_inference_mode_enabled() else x),
+        "inference": at.output(lambda x, core: buffered(core, x) if torch.is_inference_mode_enabled() else x),
     },
     "padding_contents_change_no_bit": {
-        "masks are forgotten": new_masks(lambda mask: None),
-        "all keys": keys(lambda k: with_gradient(k, lambda x: x + 1)),
+        "masks are forgotten": at.new_masks(lambda mask: None),
+        "all keys": at.keys(lambda k: with_gradient(k, lambda x: x + 1)),
     },
     "parts_of_any_size_are_the_whole": {
-        "caller's buffers": replaced("extend", callers_buffers),
-        "no tokens": earlier_states(lambda: None, where=lambda q: not q.shape[2]),
-        "masks end": earlier_states(
+        "caller's buffers": at.replaced("extend", callers_buffers),
+        "no tokens": at.earlier_states(lambda: None, where=lambda q: not q.shape[2]),
+        "masks end": at.earlier_states(
             lambda state: (*state[:2], torch.ones_like(state[2])), where=lambda mask: mask is None
         ),
-        "masks never begin": replaced("extend", masks_after_an_unmasked_part),
-        "half precision": states(lambda k, v, mask: (k, v.half().to(v), mask)),
-        "float16 beyond 100": states(lambda k, v, mask: (k, v * (k.dtype != F16 or k.shape[2] < 100), mask)),
-        "groups in turn": new_keys(lambda k: k.flip(1), where=lambda q, k: k.shape[1] < q.shape[1]),
-        "one buffer": replaced("extend", one_buffer_for_single_tokens),
-        "single tokens": new_queries(lambda q: q * 1.5, where=lambda q: q.shape[2] == 1),
-        "one row": new_queries(lambda q: q[:, :, :1], where=lambda v: not v.shape[3]),
+        "masks never begin": at.replaced("extend", masks_after_an_unmasked_part),
+        "half precision": at.states(lambda k, v, mask: (k, v.half().to(v), mask)),
+        "float16 beyond 100": at.states(
+            lambda k, v, mask: (k, v * (k.dtype != F16 or k.shape[2] < 100), mask)
+        ),
+        "groups in turn": at.new_keys(lambda k: k.flip(1), where=lambda q, k: k.shape[1] < q.shape[1]),
+        "one buffer": at.replaced("extend", one_buffer_for_single_tokens),
+        "single tokens": at.new_queries(lambda q: q * 1.5, where=lambda q: q.shape[2] == 1),
+        "one row": at.new_queries(lambda q: q[:, :, :1], where=lambda v: not v.shape[3]),
     },
     "second_derivatives_are_right_or_refused": {
-        "groups": before("for_every_head", "x")(
+        "groups": at.before("for_every_head", "x")(
             lambda x: with_gradient(x, halved), where=lambda x, heads: heads > 2
         )
     },
     "states_of_thousands_are_whole": {
-        "3000 tokens": ring(3000),
-        "bfloat16": new_values(
+        "3000 tokens": at.ring(3000),
+        "bfloat16": at.new_values(
             lambda v: v * 0.0, where=lambda v, state: v.dtype == BF16 and state and state[0].shape[2] > 256
         ),
-        "long parts": earlier_states(lambda: None, where=lambda q: q.shape[2] > 300),
     },
     "tensors_are_read_anew": {
-        "keys": remembered("forward", "k", id),
-        "values": remembered("forward", "v", lambda v: (v.data_ptr(), v.shape, v.dtype)),
-        "extend": remembered("extend", "k", id),
-        "mask of True": masks(
+        "keys": at.remembered("forward", "k", id),
+        "values": at.remembered("forward", "v", lambda v: (v.data_ptr(), v.shape, v.dtype)),
+        "extend": at.remembered("extend", "k", id),
+        "mask of True": at.masks(
             lambda: None,
             where=lambda core, mask: core.__dict__.setdefault(str(mask.data_ptr()), bool(mask.all())),
         ),
     },
     "the_same_call_gives_the_same_bits": {
-        "counts": scaled(lambda core: 1 + 1e-3 * calls(core)),
-        "many keys": scaled(lambda core, k: 1.01 if core.training and k.shape[2] > 512 else 1.0),
-        "many queries": scaled(lambda core, q: 1.01 if core.training and q.shape[2] > 128 else 1.0),
-        "running mean": scaled(running_mean),
+        "many keys": at.scaled(lambda core, k: 1.01 if core.training and k.shape[2] > 512 else 1.0),
+        "many queries": at.scaled(lambda core, q: 1.01 if core.training and q.shape[2] > 128 else 1.0),
+        "running mean": at.scaled(running_mean),
     },
     "threads_do_not_disturb_each_other": {
-        "two threads": scaled(lambda: 1.0 if torch.get_num_threads() == 1 else 1.01),
+        "two threads": at.scaled(lambda: 1.0 if torch.get_num_threads() == 1 else 1.01),
         "mask": KeepsItsMaskBetweenThreads,
     },
     "frozen_inputs": {
-        "all are asked for": queries(
+        "all are asked for": at.queries(
             halved, where=lambda q, k, v: q.requires_grad and k.requires_grad and v.requires_grad
         )
     },

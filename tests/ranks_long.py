@@ -5,7 +5,6 @@
 Prints seconds, peak memory, bytes sent and relative differences of output and gradients of every process.
 """
 
-import os
 import resource
 import sys
 import tempfile
@@ -14,6 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from forked import leave
 from threads import bytes_sent
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -49,9 +49,7 @@ def measured(tensors: list[torch.Tensor], name: str) -> list[torch.Tensor]:
 
 def alone(_: int, tokens: int, ranks: int, folder: str) -> None:
     parts = zip(*(drawn(tokens // ranks, rank) for rank in range(ranks)), strict=True)
-    results = measured([torch.cat(x, dim=2) for x in parts], "one process")
-    for rank, chunks in enumerate(zip(*(x.chunk(ranks, dim=2) for x in results), strict=True)):
-        torch.save([x.clone() for x in chunks], f"{folder}/{rank}.pt")
+    torch.save(measured([torch.cat(x, dim=2) for x in parts], "one process"), f"{folder}/results.pt")
 
 
 def one_rank(rank: int, tokens: int, ranks: int, folder: str) -> None:
@@ -59,12 +57,11 @@ def one_rank(rank: int, tokens: int, ranks: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     with context_parallel(init_device_mesh("cpu", (ranks,))), bytes_sent(sent.append):
         results = measured(drawn(tokens // ranks, rank), f"process {rank}")
-    expected = torch.load(f"{folder}/{rank}.pt")
+    expected = [x.chunk(ranks, dim=2)[rank] for x in torch.load(f"{folder}/results.pt")]
     errors = [f"{(x - y).norm() / y.norm():.1e}" for x, y in zip(results, expected, strict=True)]
     print(f"process {rank}: {sum(sent)} bytes sent, out dq dk dv differ by {' '.join(errors)}", flush=True)
     dist.barrier()
-    # Threads of gloo in torch 2.13 abort some processes while the interpreter ends.
-    os._exit(0)
+    leave()
 
 
 if __name__ == "__main__":

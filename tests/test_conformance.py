@@ -138,24 +138,15 @@ def test_an_expected_failure_passes_and_one_that_is_kept_fails() -> None:
     expected = {"equals_softmax_attention": "It averages."}
     (record,) = ea.check(uniform, expected_failures=expected, **EXACT)
     assert (record.outcome, record.failed, record.expected) == ("broken", False, "It averages.")
-    with pytest.raises(BrokenPromiseError, match=r"expected: It averages\."):
+    with pytest.raises(BrokenPromiseError, match=r"(?s)fails 1 of 1 checks.*expected: It averages\."):
         ea.check(attend_in_groups, expected_failures=expected, **EXACT)
-
-
-def test_failures_are_raised() -> None:
-    with pytest.raises(BrokenPromiseError, match="fails 1 of 1 checks"):
-        ea.check(uniform, **EXACT)
 
 
 @pytest.mark.parametrize(
     ("request_", "error", "message"),
     [
         ({"on_fail": "ignore"}, ea.OptionError, "on_fail is"),
-        (
-            {"only": ["blind_queries_give_zero"]},
-            ea.UnknownNameError,
-            "Did you mean 'blind_queries_give_zeros'",
-        ),
+        ({"only": ["blind_queries_give_zero"]}, ea.UnknownNameError, "mean 'blind_queries_give_zeros'"),
         ({"expected_failures": {"padding": "why"}}, ea.UnknownNameError, "No check is called"),
     ],
 )

@@ -6,9 +6,6 @@ import tomllib
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 CELLS = {one["name"]: one for one in json.loads((ROOT / ".ci/matrix.json").read_text(encoding="utf-8"))}
@@ -16,27 +13,13 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 CLASSIFIED = {one.rpartition(" ")[2] for one in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", one)}
 
 
-@pytest.fixture
-def script() -> ModuleType:
-    loader = SourceFileLoader("cell", str(ROOT / ".ci" / "cell"))
-    module = module_from_spec(spec_from_loader("cell", loader))
-    loader.exec_module(module)
-    return module
-
-
 def test_the_oldest_cell_has_the_oldest_versions_that_are_promised() -> None:
-    oldest, bounds = (
-        CELLS["oldest"],
-        dict(re.findall(r"^(\w+)>=([\d.]+)", "\n".join(requirements()), re.MULTILINE)),
-    )
+    oldest, requirements = CELLS["oldest"], PROJECT["dependencies"] + PROJECT["optional-dependencies"]["hf"]
+    bounds = dict(re.findall(r"^(\w+)>=([\d.]+)", "\n".join(requirements), re.MULTILINE))
     assert oldest["torch"].removesuffix(".0") == bounds["torch"]
     assert oldest["numpy"].startswith(f"{bounds['numpy']}.")
     assert oldest["transformers"].startswith(f"{bounds['transformers']}.")
     assert f">={oldest['python']}" == PROJECT["requires-python"]
-
-
-def requirements() -> list[str]:
-    return [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["hf"]]
 
 
 def test_every_python_and_system_of_the_classifiers_is_a_cell() -> None:
@@ -46,14 +29,12 @@ def test_every_python_and_system_of_the_classifiers_is_a_cell() -> None:
     assert systems == {"Linux", "MacOS"}
 
 
-def test_a_cell_replaces_the_versions_of_the_constraints(script: ModuleType) -> None:
+def test_a_cell_replaces_the_versions_of_the_constraints() -> None:
+    loader = SourceFileLoader("cell", str(ROOT / ".ci" / "cell"))
+    script = module_from_spec(spec_from_loader("cell", loader))
+    loader.exec_module(script)
     text = "# Why.\nnumpy==2\npandas==3\nrich==15.0.0\ntokenizers==0.23\ntorch==2.13.0\ntransformers==5.23\n"
     lines = script.constraints(text, CELLS["oldest"]).splitlines()
     assert lines == ["# Why.", "rich==15.0.0", "torch==2.8.0+cpu", "numpy==1.26.4", "transformers==5.14.1"]
     assert script.torch_of(CELLS["macos"]) == CELLS["macos"]["torch"]
     assert "torch==2.8.0\n" in script.constraints(text, CELLS["oldest"], cuda=True)
-
-
-def test_a_wrong_name_is_answered_with_the_cells(script: ModuleType) -> None:
-    with pytest.raises(SystemExit, match=f"Name a cell: {', '.join(CELLS)}"):
-        script.main("eldest")

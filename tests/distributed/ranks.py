@@ -1,14 +1,12 @@
 """Four processes that hold parts of a sequence, on a line or a dp × cp mesh; the first prints errors.
 
-Errors of the parts, put together, are relative to one process: of attention to float64, with the errors of
-one process in the same dtype; of models and engines to the same dtype. Of calls inside torch's own context
-parallelism, and with DTensors, the outcome is printed.
+Errors of the parts, put together, are relative to one process in the same dtype.
 """
 
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from copy import deepcopy
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -17,14 +15,11 @@ from threads import drawn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.experimental import context_parallel as torchs_parallel
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import efficient_attn as ea
 from efficient_attn.distributed import context_parallel, shard, unshard
-from efficient_attn.errors import UnsupportedError
 
 RANKS, TOKENS, MODEL_TOKENS = 4, 192, 64
 # A backend of each exchange; windows reach over several ranks.
@@ -41,10 +36,8 @@ MODELS = {
     "performer-positive": {"positions": "rotary", "num_features": 16},
     "window": {"positions": "sinusoidal", "window": 21},
 }
-# Layout of each dtype; with the second sequences are padded, and activations are computed again backward.
+# Layout of each dtype; with the second, activations are computed again backward.
 WAYS = {torch.float32: "contiguous", torch.float64: "head-tail"}
-# Target that no loss counts.
-PADDING = -100
 
 
 def relative(x: Tensor, expected: Tensor) -> float:
@@ -59,27 +52,23 @@ def gradients(module: nn.Module, *, of_all_ranks: bool = False) -> list[Tensor]:
     return learned
 
 
-def whole(backend: ea.Backend, tensors: list[Tensor], mask: Tensor | None) -> list[Tensor]:
-    """Output and gradients in one process."""
-    *qkv, g = tensors
-    inputs = [x.clone().requires_grad_() for x in qkv]
-    out = backend(*inputs, key_mask=mask)
-    out.backward(g)
-    return [out.detach(), *(x.grad for x in inputs), *gradients(backend)]
-
-
-def parts(
-    mesh: DeviceMesh, backend: ea.Backend, tensors: list[Tensor], mask: Tensor | None, layout: str
+def results(
+    backend: ea.Backend, tensors: list[Tensor], mask: Tensor, mesh: DeviceMesh | None, layout: str
 ) -> list[Tensor]:
-    """The same from the parts of all ranks."""
-    *inputs, g = (shard(x, mesh, 2, layout) for x in tensors)
+    """Output and gradients, without a mesh in one process, else put together from the parts of all ranks."""
+
+    def local(x: Tensor, dim: int) -> Tensor:
+        return x.clone() if mesh is None else shard(x, mesh, dim, layout)
+
+    *inputs, g = (local(x, 2) for x in tensors)
     for x in inputs:
         x.requires_grad_()
-    with context_parallel(mesh, layout=layout):
-        out = backend(*inputs, key_mask=None if mask is None else shard(mask, mesh, 1, layout))
+    with nullcontext() if mesh is None else context_parallel(mesh, layout=layout):
+        out = backend(*inputs, key_mask=local(mask, 1))
         out.backward(g)
-    joined = [unshard(x, mesh, 2, layout) for x in (out, *(x.grad for x in inputs))]
-    return [*joined, *gradients(backend, of_all_ranks=True)]
+    parts = (out.detach(), *(x.grad for x in inputs))
+    joined = parts if mesh is None else [unshard(x, mesh, 2, layout) for x in parts]
+    return [*joined, *gradients(backend, of_all_ranks=mesh is not None)]
 
 
 def cases() -> Iterator[tuple]:
@@ -94,18 +83,15 @@ def cases() -> Iterator[tuple]:
 
 def compare(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
-    precise_tensors, mask = drawn(TOKENS), torch.rand(2, TOKENS) > 0.3
+    tensors, mask = drawn(TOKENS), torch.rand(2, TOKENS) > 0.3
     # No real key of the first sequence on the first rank, or in the first of its segments.
     mask[0, : TOKENS // RANKS + 3] = False
     for name, causal, layout, dtype in cases():
         options = {"window": 120} if causal and name == "window" else ATTENTION[name]
-        precise = ea.build(name, head_dim=8, causal=causal, max_tokens=TOKENS, **options).double()
-        backend, tensors = deepcopy(precise).to(dtype), [x.to(dtype) for x in precise_tensors]
-        expected = whole(precise, [x.double() for x in tensors], mask)
-        alone = [relative(x, y) for x, y in zip(whole(backend, tensors, mask), expected, strict=True)]
-        together = parts(mesh, backend, tensors, mask, layout)
-        pairs = [[relative(x, y), z] for x, y, z in zip(together, expected, alone, strict=True)]
-        report("attention", [name, causal, layout, str(dtype)], pairs)
+        backend = ea.build(name, head_dim=8, causal=causal, max_tokens=TOKENS, **options).to(dtype)
+        narrow = [x.to(dtype) for x in tensors]
+        expected, parts = (results(backend, narrow, mask, place, layout) for place in (None, mesh))
+        report("attention", [name, causal, layout, str(dtype)], max(map(relative, parts, expected)))
 
 
 def decode(mesh: DeviceMesh) -> None:
@@ -124,25 +110,18 @@ def decode(mesh: DeviceMesh) -> None:
         def step(new, past, model=model, state=state):
             return model.extend(new, state if past is None else past)
 
-        tokens = ea.generate(step, prompt[:, 48:], 8)
-        same = tokens.equal(ea.generate(model.extend, prompt, 8)) and seen.tokens == after.tokens
-        report("decoding", [name, layout], [relative(logits, expected), same])
+        assert ea.generate(step, prompt[:, 48:], 8).equal(ea.generate(model.extend, prompt, 8))
+        assert seen.tokens == after.tokens
+        report("decoding", [name, layout, str(logits.dtype)], relative(logits, expected))
 
 
-class MaskedModel(ea.LanguageModel):
-    """A language model that takes a key mask."""
-
-    def forward(self, tokens: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        return self.stack(self.embedding(tokens), key_mask=key_mask) @ self.embedding.weight.mT
-
-
-def fully_sharded(model: MaskedModel, mesh: DeviceMesh | None) -> nn.Module:
+def fully_sharded(model: ea.LanguageModel, mesh: DeviceMesh | None) -> nn.Module:
     for block in model.stack.blocks:
         fully_shard(block, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-ENGINES: dict[str, Callable[[MaskedModel, DeviceMesh], nn.Module]] = {
+ENGINES: dict[str, Callable[[ea.LanguageModel, DeviceMesh], nn.Module]] = {
     # DDP, and FSDP2 without a mesh, take all processes.
     "DDP": lambda model, mesh: DistributedDataParallel(model),
     "DDP, compiled": lambda model, mesh: DistributedDataParallel(torch.compile(model, backend="aot_eager")),
@@ -154,87 +133,33 @@ ENGINES: dict[str, Callable[[MaskedModel, DeviceMesh], nn.Module]] = {
 
 def train(mesh: DeviceMesh, name: str, dtype: torch.dtype) -> None:
     """One step in one process, and with every engine; backward passes are outside of the context."""
-    layout, padded = WAYS[dtype], dtype is torch.float64
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(256, (4, MODEL_TOKENS + 1), generator=generator)
-    x, y, mask = tokens[:, :-1], tokens[:, 1:], None
-    if padded:
-        mask = torch.rand(4, MODEL_TOKENS, generator=generator) > 0.3
-        # The first sequence has no real token on its first rank.
-        mask[0, : MODEL_TOKENS // 2 + 3] = False
-        y = y.masked_fill(~mask, PADDING)
-    counted, first = (y != PADDING).sum(), 2 * mesh.get_local_rank("dp")
+    layout, first = WAYS[dtype], 2 * mesh.get_local_rank("dp")
+    tokens = torch.randint(256, (4, MODEL_TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    local = [shard(part[first : first + 2], mesh["cp"], 1, layout) for part in (x, y)]
 
-    def built() -> MaskedModel:
+    def built() -> ea.LanguageModel:
         torch.manual_seed(0)
-        return MaskedModel(16, 2, name, num_layers=2, checkpoint=padded, **MODELS[name]).to(dtype)
+        again = layout == "head-tail"
+        return ea.LanguageModel(16, 2, name, num_layers=2, checkpoint=again, **MODELS[name]).to(dtype)
 
-    def loss(model: nn.Module, x: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
-        logits = model(x, mask).flatten(0, 1)
-        return cross_entropy(logits, y.flatten(), ignore_index=PADDING, reduction="sum") / counted
+    def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(model(x).flatten(0, 1), y.flatten())
 
     alone = built()
-    loss(alone, x, y, mask).backward()
+    loss(alone, x, y).backward()
     expected = gradients(alone)
-    local = [
-        None if tensor is None else shard(tensor[first : first + 2], mesh["cp"], 1, layout)
-        for tensor in (x, y, mask)
-    ]
     for engine, wrap in ENGINES.items():
         # Compiling takes longest.
-        if "compiled" in engine and (name, padded) != ("performer-positive", False):
+        if "compiled" in engine and (name, layout) != ("performer-positive", "contiguous"):
             continue
         model = built()
         wrapped = wrap(model, mesh)
         with context_parallel(mesh["cp"], layout=layout):
-            # Engines average gradients over processes.
-            total = RANKS * loss(wrapped, *local)
+            # Engines average gradients over processes, as the loss is the mean over all tokens.
+            total = loss(wrapped, *local)
         total.backward()
-        report("training", [name, str(dtype), engine], max(map(relative, gradients(model), expected)))
-
-
-def served_by_torch(tensors: list[Tensor]) -> bool:
-    """Whether torch's own attention takes these tensors; torch 2.8 takes no DTensor on the CPU."""
-    try:
-        scaled_dot_product_attention(*tensors)
-    except NotImplementedError:
-        return False
-    return True
-
-
-def refuse(mesh: DeviceMesh) -> None:
-    """Backends, one of them with the fused kernel that torch replaces, on the tokens of one process."""
-    torch.manual_seed(0)
-    q, k, v = torch.randn(3, 2, 2, 32, 8).unbind()
-    exact = ea.build("exact", head_dim=8)
-    linear = ea.build("performer-positive", head_dim=8, num_features=16, causal=True)
-
-    def tell(what: str, case: object, call: Callable[..., object], *tensors: Tensor, **named: Tensor) -> None:
-        try:
-            call(*tensors, **named)
-        except UnsupportedError as error:
-            report(what, case, str(error))
-        else:
-            report(what, case, "an output")
-
-    with torchs_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
-        for call in (exact, linear, linear.extend):
-            tell("inside", None, call, q, k, v)
-    for backend in (exact, linear):
-        tell("afterwards", None, backend, q, k, v)
-        for axis in range(4):
-            tell(
-                "sharded",
-                ["q", axis],
-                backend,
-                *(distribute_tensor(x, mesh, [Shard(axis)]) for x in (q, k, v)),
-            )
-    whole = [distribute_tensor(x, mesh, [Replicate()]) for x in (q, k, v)]
-    if served_by_torch(whole):
-        torch.testing.assert_close(exact(*whole).full_tensor(), exact(q, k, v))
-    mask = distribute_tensor(torch.ones(2, 32, dtype=torch.bool), mesh, [Shard(1)])
-    tell("sharded", ["key_mask", 1], exact, *whole, key_mask=mask)
-    tell("sharded", ["v", 2], exact, *whole[:2], distribute_tensor(v, mesh, [Shard(2)]))
+        report("training", [name, engine, str(dtype)], max(map(relative, gradients(model), expected)))
 
 
 def work(rank: int) -> None:
@@ -246,7 +171,6 @@ def work(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "cp"))
     for name, dtype in itertools.product(MODELS, WAYS):
         train(mesh, name, dtype)
-    refuse(line)
     leave()
 
 

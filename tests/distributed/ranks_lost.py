@@ -52,13 +52,15 @@ def work(rank: int, end: str, results: Connection) -> None:
 def lose(end: str) -> None:
     # A fork has torch imported, which takes longer than all steps.
     context = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
-    # A queue of all would keep its lock where the process that puts is killed.
-    pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
-    arguments = [(rank, end, sender) for rank, (_, sender) in enumerate(pipes)]
-    processes = [context.Process(target=work, args=args, daemon=True) for args in arguments]
-    for process in processes:
-        process.start()
-    for receiver, _ in pipes:
+    processes, results = [], []
+    for rank in range(RANKS):
+        # A queue of all would keep its lock where the process that puts is killed.
+        receiver, sender = context.Pipe(duplex=False)
+        processes.append(context.Process(target=work, args=(rank, end, sender), daemon=True))
+        processes[rank].start()
+        sender.close()
+        results.append(receiver)
+    for receiver in results:
         receiver.recv()
     if end == "killed":
         processes[LOST].kill()
@@ -69,7 +71,7 @@ def lose(end: str) -> None:
     seconds = time.monotonic() - began
     processes[LOST].kill()
     codes = [processes[rank].exitcode for rank in others]
-    errors = {rank: pipes[rank][0].recv() for rank in others if pipes[rank][0].poll()}
+    errors = {rank: results[rank].recv() for rank in others if results[rank].poll()}
     print(json.dumps({"what": end, "seconds": seconds, "codes": codes, "errors": errors}), flush=True)
 
 

@@ -5,7 +5,7 @@ from threading import BrokenBarrierError
 
 import pytest
 import torch
-from threads import assert_ranks_are_the_whole, bytes_sent, drawn, join
+from threads import assert_ranks_are_the_whole, bytes_sent, drawn
 
 import efficient_attn as ea
 from efficient_attn.conformance.ranks import on_threads
@@ -42,24 +42,6 @@ STREAMS = [
     ("performer-positive", {"num_features": 12}),
     ("performer-trig", {"num_features": 64}),
 ]
-
-
-def of_rank(rank, ranks=RANKS, kind="contiguous"):
-    return Layout(None, kind, rank, ranks)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_layout_holds_every_position_once_and_knows_its_order(kind):
-    layouts = [of_rank(rank, kind=kind) for rank in range(RANKS)]
-    x = torch.arange(4 * RANKS)
-    positions = [segment for layout in layouts for segment in layout.positions(4)]
-    assert sorted(place for segment in positions for place in segment) == x.tolist()
-    assert torch.equal(join([local_tokens(x, 0, layout) for layout in layouts], kind, 0), x)
-    for layout in layouts:
-        local = local_tokens(x, 0, layout)
-        assert [local[part].tolist() for part in layout.parts(4)] == [
-            x[segment.start : segment.stop].tolist() for segment in layout.positions(4)
-        ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -168,34 +150,26 @@ def test_gradients_pass_through_the_state_of_all_ranks(name, options):
 
 
 def passes(backend, *tensors, layout):
-    """A forward and a backward pass with the tokens of a rank."""
+    """A forward and a backward pass with the tokens of a rank, and a prefill where causal."""
     *inputs, g = (local_tokens(x, 2, layout) for x in tensors)
     inputs = [x.requires_grad_() for x in inputs]
-    out = exchange_of(backend).attend(backend, *inputs, None, layout)
-    torch.autograd.grad(out, inputs, g)
-
-
-def prefill(backend, *tensors, layout):
-    inputs = (local_tokens(x, 2, layout) for x in tensors[:3])
-    exchange_of(backend).prefill(backend, *inputs, None, layout)
+    exchange = exchange_of(backend)
+    torch.autograd.grad(exchange.attend(backend, *inputs, None, layout), inputs, g)
+    if backend.problem.causal:
+        exchange.prefill(backend, *inputs, None, layout)
 
 
 @pytest.mark.parametrize(
-    ("call", "name", "causal"),
-    [
-        (passes, "linformer", False),
-        *((passes, *case) for case in product(("performer-positive", "window"), (False, True))),
-        (prefill, "window", True),
-    ],
+    ("name", "causal"), [("linformer", False), *product(("performer-positive", "window"), (False, True))]
 )
-def test_bytes_do_not_depend_on_the_length(call, name, causal):
+def test_bytes_do_not_depend_on_the_length(name, causal):
     options = {"window": {"window": 9}, "linformer": {"rank": 6, "max_tokens": 96}}
     backend = ea.build(name, head_dim=8, causal=causal, **options.get(name, {"num_features": 12})).double()
 
     def sent(tokens):
         tensors, counts = drawn(tokens), []
         with bytes_sent(counts.append):
-            on_threads(RANKS, "contiguous", lambda layout: call(backend, *tensors, layout=layout))
+            on_threads(RANKS, "contiguous", lambda layout: passes(backend, *tensors, layout=layout))
         return sorted(counts)
 
     assert sent(48) == sent(96) != []
@@ -207,7 +181,7 @@ def test_positions_go_on_from_segment_to_segment():
     def add(x, start):
         return x + torch.arange(start, start + x.shape[-2])[:, None]
 
-    with in_force(of_rank(0, kind="head-tail")):
+    with in_force(Layout(None, "head-tail", 0, RANKS)):
         assert at_positions(add, x, 100)[0, :, 0].tolist() == [100, 101, 102, 103, 120, 121, 122, 123]
     assert at_positions(add, x, 100)[0, :, 0].tolist() == list(range(100, 108))
 

@@ -38,56 +38,37 @@ def mesh(ndim=1):
     )
 
 
-STATE = built(causal=True).extend(*zeros(8, 8, 8))[1]
-X = torch.zeros(1, 8, 16)
-LINFORMER = built("linformer", max_tokens=20, rank=4)
+def check_tokens(queries, keys):
+    check_segments(built(causal=True), *zeros(queries, keys), of_rank(1, kind="head-tail"))
+
+
+def attend_to_too_many(*, max_tokens):
+    backend = built("linformer", max_tokens=max_tokens, rank=4)
+    exchange_of(backend).attend(backend, *QKV, None, of_rank(0))
+
+
+QKV, X, PAIR = zeros(8, 8, 8), torch.zeros(1, 8, 16), torch.zeros(2, 6)
+STATE = built(causal=True).extend(*QKV)[1]
 ONLY = r"only backend\(q, k, v\) and its extend"
-SEGMENTS = of_rank(1, kind="head-tail")
+REFUSED = [
+    (lambda: ea.Decoder(16, 2, num_layers=1).extend(X, None, X), UnsupportedError, ONLY),
+    (lambda: built(causal=True).extend(*QKV, STATE), UnsupportedError, ONLY),
+    (lambda: built().attention_weights(*QKV[:2]), UnsupportedError, ONLY),
+    (lambda: built("performer-oprf").calibrate(*QKV[:2]), UnsupportedError, ONLY),
+    (lambda: built(lambda q, k, v: v)(*QKV), UnsupportedError, r"cannot read .* other ranks.*exact, .* can"),
+    (lambda: shard(PAIR, mesh(), 0), ShapeError, "x has 2 tokens along axis 0, .*'contiguous'.* pad it to 3"),
+    (lambda: shard(PAIR, mesh(ndim=2), 1), ShapeError, r"mesh has 2 dimensions .* give mesh\["),
+    (lambda: context_parallel(mesh(), layout="zigzag").__enter__(), UnknownNameError, "zigzag"),
+    (lambda: check_tokens(5, 5), ShapeError, "q has 5 tokens on this rank, .*'head-tail' has 2 segments"),
+    (lambda: check_tokens(4, 6), UnsupportedError, "q has 4 tokens and k has 6"),
+    (lambda: attend_to_too_many(max_tokens=20), ShapeError, "at most 20 tokens and k has 24 on all ranks"),
+]
 
 
-@pytest.mark.parametrize(
-    ("request_", "error", "message"),
-    [
-        (lambda: ea.Decoder(16, 2, num_layers=1).extend(X, None, X), UnsupportedError, ONLY),
-        (lambda: built(causal=True).extend(*zeros(8, 8, 8), STATE), UnsupportedError, ONLY),
-        (lambda: built().attention_weights(*zeros(8, 8)), UnsupportedError, ONLY),
-        (lambda: built("performer-oprf").calibrate(*zeros(8, 8)), UnsupportedError, ONLY),
-        (
-            lambda: built(lambda q, k, v: v)(*zeros(8, 8, 8)),
-            UnsupportedError,
-            r"cannot read .* other ranks.* exact, .*window-clusters can",
-        ),
-        (
-            lambda: shard(torch.zeros(2, 6), mesh(), 0),
-            ShapeError,
-            r"x has 2 tokens along axis 0, and layout 'contiguous' .* pad it to 3",
-        ),
-        (
-            lambda: shard(torch.zeros(2, 6), mesh(ndim=2), 1),
-            ShapeError,
-            r"mesh has 2 dimensions .* give mesh\[",
-        ),
-        (lambda: context_parallel(mesh(), layout="zigzag").__enter__(), UnknownNameError, "zigzag"),
-        (
-            lambda: check_segments(built(causal=True), *zeros(5, 5), SEGMENTS),
-            ShapeError,
-            "q has 5 tokens on this rank, and layout 'head-tail' has 2 segments",
-        ),
-        (
-            lambda: check_segments(built(causal=True), *zeros(4, 6), SEGMENTS),
-            UnsupportedError,
-            "q has 4 tokens and k has 6",
-        ),
-        (
-            lambda: exchange_of(LINFORMER).attend(LINFORMER, *zeros(8, 8, 8), None, of_rank(0)),
-            ShapeError,
-            "at most 20 tokens and k has 24 on all ranks",
-        ),
-    ],
-)
-def test_what_several_ranks_cannot_answer_is_refused(request_, error, message):
+@pytest.mark.parametrize(("call", "error", "message"), REFUSED)
+def test_what_several_ranks_cannot_answer_is_refused(call, error, message):
     with in_force(of_rank(0)), pytest.raises(error, match=message):
-        request_()
+        call()
 
 
 @torch.no_grad()

@@ -1,6 +1,5 @@
 """The language model and generation, greedy and drawn, through any step that carries a state."""
 
-import pytest
 import torch
 from transformer.modules import DIM, HEADS
 
@@ -51,11 +50,10 @@ def test_draws_have_the_frequencies_of_the_tempered_softmax_among_the_top_k():
         assert ((frequency - expected).abs() <= 5 * standard_error).all()
 
 
-@pytest.mark.parametrize("backend", ["exact", "performer-positive"])
-def test_a_language_model_decodes_from_its_state_as_from_the_whole_text(backend):
+def test_a_language_model_decodes_from_its_state_as_from_the_whole_text():
     torch.manual_seed(0)
-    model = ea.LanguageModel(DIM, HEADS, backend, num_layers=2, vocabulary=11).double().eval()
-    ids = torch.randint(11, (2, 20), generator=torch.Generator().manual_seed(1))
+    model = ea.LanguageModel(DIM, HEADS, "performer-positive", num_layers=2, vocabulary=11).double().eval()
+    ids = torch.randint(11, (2, 20))
     state, parts = None, []
     for part in ids.split([5, 1, 14], dim=1):
         logits, state = model.extend(part, state)
