@@ -71,7 +71,7 @@ def test_the_python_on_a_page_runs_from_top_to_bottom(
         pytest.importorskip(NEEDS[page.name], reason=f"{NEEDS[page.name]} is not installed")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "studies").mkdir()
-    monkeypatch.setattr(studies, "__path__", [*studies.__path__, "studies"])
+    monkeypatch.setattr(studies, "__path__", [*studies.__path__, str(tmp_path / "studies")])
     names: dict[str, object] = {"__name__": "page"}
     with forgotten():
         for number, code in enumerate(blocks(page, "python"), start=1):
