@@ -20,14 +20,7 @@ from efficient_attn.studies import gpu_check
 CUDA, BFLOAT16 = torch.device("cuda", 0), torch.bfloat16
 MACHINE = {"gpu": "NVIDIA H100", "capability": "9.0", "driver": "580.1", "torch": "2.11.0", "triton": "3.6.0"}
 MACHINE["ptxas"] = "13.4.59"
-PASSED = {
-    "outcome": "passed",
-    "tile": "",
-    "reasons": [],
-    "cases": 96,
-    "served": 96,
-    "worst": {"forward": 0.5},
-}
+PASSED = {"outcome": "passed", "tile": "", "reasons": [], "cases": 9, "served": 9, "worst": {"forward": 0.5}}
 
 
 @pytest.fixture
@@ -46,9 +39,7 @@ def machine(monkeypatch, tmp_path):
 
 
 def kernels(outcome="passed"):
-    precisions = {
-        precision: {**PASSED, "outcome": outcome, "reasons": []} for precision in ("bfloat16", "tf32")
-    }
+    precisions = {name: {**PASSED, "outcome": outcome, "reasons": []} for name in ("bfloat16", "tf32")}
     return {"flex": {"source": verdict.source_hash("flex"), "precisions": precisions}}
 
 

@@ -72,8 +72,9 @@ def test_the_sdist_has_every_folder_and_page_of_the_checkout() -> None:
     manifest = set(text_of("MANIFEST.in").split())
     # setuptools adds these, and the sources of the packages.
     automatic = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py", "cli", "efficient_attn"}
-    # Further entries of an unpacked sdist and of a checkout in use.
+    # Further entries of an unpacked sdist, of a checkout in use and of a copy of tests/mutants.py.
     unshipped = {".git", ".venv", "PKG-INFO", "setup.cfg", "build", "dist", "runs", ".hypothesis"}
+    unshipped |= {"efficient_attn_cli"}
     found = {one.name for one in ROOT.iterdir() if not re.search(r"_cache$|^__|egg-info$", one.name)}
     assert sorted(found - manifest - automatic - unshipped) == []
 
