@@ -35,16 +35,9 @@ CASES = {
 }
 
 
-class _Rounded(torch.autograd.Function):
+def _rounded(x: Tensor) -> Tensor:
     """Rounding to half precision, of gradients as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.bfloat16().double()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.bfloat16().double()
+    return x.bfloat16().double()
 
 
 def definition(
@@ -52,7 +45,7 @@ def definition(
 ) -> Tensor:
     """Output by all pairs in float64, optionally with "weights" and "exponents" of half precision."""
     of_weights, of_exponents = (
-        _Rounded.apply if name in rounded else torch.Tensor.clone for name in ("weights", "exponents")
+        _rounded if name in rounded else torch.Tensor.clone for name in ("weights", "exponents")
     )
     assert inputs.directions is not None
     w = inputs.directions.double()
@@ -78,13 +71,8 @@ def case_inputs(case: dict[str, Any], device: str) -> tuple[LinearInputs, Tensor
     generator = torch.Generator().manual_seed(3)
     dtype, tokens, dim = getattr(torch, case["dtype"]), case["tokens"], case["dim"]
     rows = case["queries"] or tokens
-    heads = (
-        (case["heads"], rows),
-        (case["kv_heads"], tokens),
-        (case["kv_heads"], tokens),
-        (case["heads"], rows),
-    )
-    q, k, v, g = (torch.randn(2, *shape, dim, generator=generator) for shape in heads)
+    queries, keys = (case["heads"], rows), (case["kv_heads"], tokens)
+    q, k, v, g = (torch.randn(2, *at, dim, generator=generator) for at in (queries, keys, keys, queries))
     q, k = (x / x.norm(dim=-1, keepdim=True) * case["norm"] * dim**0.25 for x in (q, k))
     mask = None
     if case["masked"]:
@@ -147,80 +135,79 @@ def interpret() -> dict[str, Any]:
     return measured
 
 
-def compile_kernels(capability: int) -> dict[str, dict[str, int]]:
-    """Registers, stack and shared memory of every kernel with the first tile, without a GPU."""
-    import triton.language as tl
+class Compiled:
+    """In place of a kernel: compiles its launches without a GPU and notes their resources."""
 
-    from efficient_attn.ops.cuda import key_gradients, query_gradients, rows, states
+    def __init__(self, kernel: Any, capability: int, measured: dict[str, dict[str, int]]) -> None:
+        self.kernel, self.capability, self.measured = kernel, capability, measured
 
-    tile = tiles(divmod(capability, 10), torch.bfloat16, 64)[0]
-    walk = {"FEATURES": tile.walk_features, "bias": None, "mask": None}
-    forward = {"FEATURES": tile.features, "TOKENS": tile.tokens, "bias": None}
-    backward = {"TOKENS": tile.grad_tokens, "bias": None}
-    by_query, by_key = (backward | {"FEATURES": x} for x in (tile.query_features, tile.key_features))
-    keys = walk | {"TOKENS": tile.tokens, "QUERIES": False, "columns": None}
-    queries = walk | {"TOKENS": tile.grad_tokens, "QUERIES": True, "WRITE": True}
-    programs = {
-        "walk of segments": (states.walk_kernel, tile.walk_warps, 2, keys | {"WRITE": False}),
-        "walk of chunks": (states.walk_kernel, tile.walk_warps, 2, keys | {"WRITE": True}),
-        "walk of queries": (states.walk_kernel, tile.walk_warps, 2, queries),
-        "scan": (states.scan_kernel, 4, 2, {"FEATURES": 16, "HAS_PAST": False}),
-        "chunk": (rows.chunk_kernel, tile.warps, 2, forward),
-        "repair": (rows.repair_kernel, 4, 1, forward),
-        "gradients of queries": (query_gradients.query_kernel, tile.grad_warps, 2, by_query),
-        "repair of queries": (query_gradients.query_repair_kernel, 4, 1, by_query),
-        "gradients of keys": (key_gradients.key_kernel, tile.grad_warps, 2, by_key),
-        "repair of keys": (key_gradients.key_repair_kernel, 4, 1, by_key),
-    }
-    dims = {"DIM": 64, "VALUE_DIM": 64, "PADDED": 64, "VALUE_PADDED": 64}
-    dims |= {"HAS_MASK": False, "HAS_BIAS": False, "OPERANDS": tl.bfloat16}
-    return {
-        name: _resources(kernel, capability, {"num_warps": warps, "num_stages": stages}, dims | constants)
-        for name, (kernel, warps, stages, constants) in programs.items()
-    }
+    def __getitem__(self, grid: Any) -> Any:
+        return self.launch
+
+    def launch(self, *args: Any, num_warps: int, num_stages: int = 3, **named: Any) -> None:
+        from triton import compile
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        values = dict(zip(self.kernel.arg_names, args, strict=False)) | named
+        walk = {name: value for name, value in values.items() if name in ("QUERIES", "WRITE")}
+        name = f"{self.kernel.__name__} {walk}"
+        if name in self.measured:
+            return
+        signature, constants, divisible = {}, {}, {}
+        for param in self.kernel.params:
+            value = values[param.name]
+            if param.is_constexpr or value is None:
+                constants[param.num,] = value
+            elif isinstance(value, tuple):
+                divisible |= {(param.num, axis): [["tt.divisibility", 16]] for axis in range(len(value))}
+            elif isinstance(value, Tensor) or (param.name in ("features", "heads", "kv_heads")):
+                divisible[param.num,] = [["tt.divisibility", 16]]
+            signature[param.name] = "constexpr" if (param.num,) in constants else _type_of(value)
+        source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=divisible)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        compiled = compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+        self.measured[name] = _usage(compiled.asm["cubin"]) | {"shared": compiled.metadata.shared}
 
 
-def _resources(kernel: Any, capability: int, options: dict, constants: dict[str, Any]) -> dict[str, int]:
+def _type_of(value: Any) -> Any:
+    """Type of an argument in a signature."""
+    if isinstance(value, tuple):
+        return ("i32",) * len(value)
+    if isinstance(value, Tensor):
+        types = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int8: "*i8", torch.int32: "*i32"}
+        return types[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    """Registers and stack of a compiled kernel."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    names = kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
-    signature, divisible = {}, {}
-    for position, name in enumerate(names):
-        signature[name] = "constexpr" if name in constants else _type_of(name, kernel.__name__)
-        if name.endswith("_strides"):
-            divisible |= {(position, axis): [["tt.divisibility", 16]] for axis in range(3)}
-        elif signature[name][0] == "*" or name in ("features", "heads", "kv_heads"):
-            divisible[position,] = [["tt.divisibility", 16]]
-    places = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=divisible)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     tool = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        command = [tool, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", text).groups()
-    return {"registers": int(registers), "stack": int(stack), "shared": compiled.metadata.shared}
+    return {"registers": int(registers), "stack": int(stack)}
 
 
-def _type_of(name: str, kernel: str) -> Any:
-    """Type of an argument in a signature, by its name."""
-    half = {"w", "x", "y", "q", "k", "v", "g", "out", "grad_q", "grad_k", "grad_v", "sums"}
-    if name.endswith("_strides"):
-        return ("i32",) * 3
-    if name in {"factor", "query_factor", "half", "constant", "weak", "limit", "root", "scale"}:
-        return "fp32"
-    if name in {"negative", "flags"}:
-        return {"negative": "*i8", "flags": "*i32"}[name]
-    if name in half and kernel != "scan_kernel":
-        return "*bf16"
-    floats = {"ones", "references", "logarithms", "offsets", "columns", "deltas", "key_offsets", "sums"}
-    return "*fp32" if name in floats or name.startswith(("segment_", "to_")) else "i32"
+def compile_kernels(capability: int) -> dict[str, dict[str, int]]:
+    """Registers, stack and shared memory of every launch of a call with the first tile."""
+    from efficient_attn.ops.cuda import causal
+
+    measured: dict[str, dict[str, int]] = {}
+    for name, kernel in [*vars(causal).items()]:
+        if name.endswith("_kernel"):
+            setattr(causal, name, Compiled(kernel, capability, measured))
+    sizes = {"heads": 16, "kv_heads": 16, "dim": 64, "features": 256}
+    inputs, g = case_inputs({"dtype": "bfloat16", **sizes}, "meta")
+    tile = tiles(divmod(capability, 10), torch.bfloat16, 64)[0]
+    outputs, _ = causal.forward(inputs, None, tile=tile)
+    causal.backward(inputs, None, g, outputs, tile=tile)
+    return measured
 
 
 if __name__ == "__main__":

@@ -6,14 +6,12 @@ does.
 """
 
 import numpy as np
-import torch
-import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
 
 def install() -> None:
-    """Patch the interpreter, and refuse to go on if it does not take the patch."""
+    """Patch the interpreter."""
     dot, convert = interpreter.InterpreterBuilder.create_dot, interpreter._convert_float
 
     def create_dot(self, a, b, *rest):
@@ -27,12 +25,6 @@ def install() -> None:
         return convert(x, source, target, rounding)
 
     interpreter.InterpreterBuilder.create_dot, interpreter._convert_float = create_dot, convert_float
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(32, 32, generator=generator).bfloat16() for _ in range(2))
-    product, rounded = torch.empty(32, 32), torch.empty(32, 32, dtype=torch.bfloat16)
-    _probe[(1,)](a, b, product, rounded)
-    torch.testing.assert_close(product, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
-    assert torch.equal(rounded, product.bfloat16())
 
 
 def _wide(x):
@@ -50,12 +42,3 @@ def _rounded(x):
     bits = floats.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(floats), np.uint16(0x7FC0), rounded)
-
-
-@triton.jit
-def _probe(a, b, product, rounded):
-    i = tl.arange(0, 32)
-    at = i[:, None] * 32 + i[None, :]
-    c = tl.dot(tl.load(a + at), tl.load(b + at))
-    tl.store(product + at, c)
-    tl.store(rounded + at, c.to(tl.bfloat16))

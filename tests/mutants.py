@@ -17,14 +17,11 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
-from typing import NamedTuple, TypeVar
-
-T = TypeVar("T")
+from threading import local
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 LIST = Path(__file__).with_suffix(".tsv")
@@ -73,25 +70,20 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def outcome(folder: Path, tests: str) -> tuple[int | None, str]:
+def outcome(folder: Path, tests: str, *options: str) -> tuple[int | None, str]:
     """The exit code of pytest on the copy, None if it had to be ended; and the end of its output.
 
     Slow tests run where a row names nothing else.
     """
-    code, told = _pytest(folder, tests.split())
-    return _pytest(folder, [*tests.split(), "-m", ""]) if code == _NOTHING_RAN else (code, told)
-
-
-def _pytest(folder: Path, arguments: list[str]) -> tuple[int | None, str]:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests.split()]
     # The copy goes before the installed package.
-    settings = {**os.environ, "PYTHONPATH": str(folder)}
+    settings = {"cwd": folder, "env": {**os.environ, "PYTHONPATH": str(folder)}, "timeout": _LIMIT_S}
     try:
-        ended = subprocess.run(
-            command, cwd=folder, env=settings, capture_output=True, text=True, timeout=_LIMIT_S, check=False
-        )
+        ended = subprocess.run([*command, *options], capture_output=True, text=True, **settings)
     except subprocess.TimeoutExpired:
         return None, f"longer than {_LIMIT_S} s"
+    if ended.returncode == _NOTHING_RAN and not options:
+        return outcome(folder, tests, "-m", "")
     return ended.returncode, ended.stdout[-2000:] + ended.stderr[-1000:]
 
 
@@ -123,31 +115,22 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="Faults at once, each in a copy of its own.")
     asked = parser.parse_args()
     chosen = [mutant for mutant in mutants() if re.search(asked.pattern, "\t".join(mutant))]
-    with tempfile.TemporaryDirectory() as root, ThreadPoolExecutor(asked.jobs) as pool:
-        copies: SimpleQueue[Path] = SimpleQueue()
-        for number in range(asked.jobs):
-            copies.put(checkout(Path(root) / str(number)))
+    copies, score = local(), Counter()
 
-        def on_a_copy(act: Callable[[Path], T]) -> Future[T]:
-            def run() -> T:
-                folder = copies.get()
-                try:
-                    return act(folder)
-                finally:
-                    copies.put(folder)
+    def copy() -> None:
+        copies.folder = checkout(Path(tempfile.mkdtemp(dir=root)))
 
-            return pool.submit(run)
-
-        wholes = {tests: on_a_copy(partial(outcome, tests=tests)) for tests in {one.tests for one in chosen}}
-        failing = {tests: run.result()[1] for tests, run in wholes.items() if run.result()[0] != _PASSED}
-        for tests, told in failing.items():
-            print(f"{told}\nFails without any fault: {tests}")
+    with tempfile.TemporaryDirectory() as root, ThreadPoolExecutor(asked.jobs, initializer=copy) as pool:
+        tests = sorted({mutant.tests for mutant in chosen})
+        wholes = [*pool.map(lambda names: outcome(copies.folder, names), tests)]
+        failing = {names: told for names, (code, told) in zip(tests, wholes, strict=True) if code != _PASSED}
+        for names, told in failing.items():
+            print(f"{told}\nFails without any fault: {names}")
         if failing:
             return 2
-        runs = [on_a_copy(partial(killed, mutant)) for mutant in chosen]
-        score: Counter[str] = Counter()
-        for mutant, run in zip(chosen, runs, strict=True):
-            word = "killed" if run.result() else "equivalent" if mutant.equivalent else "SURVIVED"
+        outcomes = pool.map(lambda mutant: killed(mutant, copies.folder), chosen)
+        for mutant, dead in zip(chosen, outcomes, strict=True):
+            word = "killed" if dead else "equivalent" if mutant.equivalent else "SURVIVED"
             score[word] += 1
             print(f"{word:10} {mutant.file}: {mutant.old!r} -> {mutant.new!r}", flush=True)
     print(", ".join(f"{count} {word}" for word, count in score.items()))

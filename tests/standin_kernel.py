@@ -1,166 +1,146 @@
-"""A kernel of causal linear attention in plain PyTorch, chunk by chunk in float64, and its faults by name."""
+"""A kernel of causal linear attention in plain PyTorch, all pairs in float64, and its faults by name."""
 
 import os
 import signal
 from functools import partial
+from itertools import count
 
+import fault_steps as steps
 import torch
-from twins import with_gradient
+from twins import Positive, Softmax, with_gradient
 
 from efficient_attn.measure import kernel_check
 from efficient_attn.measure.kernel_check import Case, Subject
 from efficient_attn.ops.paths import note_kernel
 
 CHUNK = 16
-CASES = (
-    *(
-        Case(1, tokens, masked, grouped)
-        for tokens in (1, 70)
-        for masked in (False, True)
-        for grouped in (False, True)
-    ),
-    *(Case(20, 70, both, both) for both in (False, True)),
-)
+GRID = [(norm, tokens, masked) for norm, tokens in ((1, 1), (1, 70), (20, 70)) for masked in (False, True)]
+CASES = tuple(Case(norm, tokens, masked, grouped=masked) for norm, tokens, masked in GRID)
 PRECISIONS = {"bfloat16": 7, "float16": 10, "float32": None}
+# Memory that a kernel finds.
+SCRATCH = torch.zeros(())
+CALLS = count()
 
 
-def zero(gradient, *at):
-    gradient = gradient.clone()
-    gradient[at] = 0
-    return gradient
+class Rows(Positive):
+    """Attention in steps that a fault replaces."""
+
+    def __init__(self, backend):
+        Softmax.__init__(self, backend.problem, backend.options)
+        self.keep(backend.core.features.projection)
+
+    def keep(self, directions):
+        self.directions = directions.double()
+
+    def wide(self, x):
+        return x.double()
+
+    def norms(self, x):
+        """Halves of the squares of scaled rows."""
+        return self.wide(x).square().sum(dim=-1, keepdim=True) * self.problem.factor / 2
 
 
 class Kernel:
     """The module of the stand-in."""
 
-    scratch = 0.0
-
     def __init__(self, fault, backend):
-        self.fault, self.backend = fault, backend
+        mixins = (FAULTS[fault], Rows) if fault else (Rows,)
+        self.rows = type("Faulty", mixins, {})(backend)
 
     def __call__(self, q, k, v, key_mask):
-        return self.run(q, k, v, None, key_mask)[0]
+        note_kernel("stand-in")
+        return self.rows(q, k, v, key_mask)
 
     def extend(self, q, k, v, state, *, key_mask):
-        if self.fault == "extend forgets the state":
-            state = None
-        if self.fault == "extend forgets the mask":
-            k, v, key_mask = k.nan_to_num(), v.nan_to_num(), None
-        return self.run(q, k, v, state, key_mask)
-
-    def run(self, q, k, v, state, mask):
-        note_kernel("stand-in")
-        fault, dtype, hidden = self.fault, q.dtype, None
-        q, k, v = (x.double() for x in (q, k, v))
-        group, tokens = q.shape[1] // k.shape[1], q.shape[2]
-        if mask is not None:
-            hidden = ~mask[:, None, :, None]
-            if fault == "mask of the first sequence for all":
-                hidden = hidden[:1].expand_as(hidden)
-            if fault == "gradient of masked values":
-                v = with_gradient(v, lambda g: g + hidden)
-            k, v = (x.nan_to_num().masked_fill(~mask[:, None, :, None], 0.0) for x in (k, v))
-            if fault == "mask dropped at the end of a chunk":
-                hidden = hidden.clone()
-                hidden[:, :, CHUNK - 1 :: CHUNK] = False
-        q, k = self.taps(q, k, tokens)
-        heads = torch.arange(q.shape[1])
-        heads = heads % k.shape[1] if fault == "heads of a group swapped" else heads // group
-        k, v = k[:, heads], v[:, heads]
-        if fault == "gradient of one head of a group":
-            k = with_gradient(k, lambda g: zero(g, slice(None), slice(1, None, group)) if group > 1 else g)
-        w, scale = self.backend.core.features.projection.double(), self.backend.problem.factor
-        if fault == "features of the last block dropped":
-            w = w[: -len(w) // 4]
-        norms = scale / 2 * k.square().sum(-1, keepdim=True)
-        norms = 2 * norms if fault == "norms of keys twice" else norms
-        norms = 0 * norms if fault == "norms of keys forgotten" else norms
-        norms = norms.detach() if fault == "gradient through the norms forgotten" else norms
-        keys, queries = scale**0.5 * k @ w.T - norms, scale**0.5 * q @ w.T
-        if fault == "scale of queries squared":
-            queries = queries * scale**0.5
-        if hidden is not None:
-            keys = keys.masked_fill(hidden, -torch.inf)
-        outs, first = [], state is None
-        state = self.start(keys, v) if first else state
-        stale = state
-        for start in range(0, tokens, CHUNK):
-            part = slice(start, start + CHUNK)
-            before = stale if fault == "state off by a chunk" else state
-            if fault == "gradient of queries forgets the state":
-                before = (before[0].detach(), before[1])
-            out, after = self.chunk(queries[:, :, part], keys[:, :, part], v[:, :, part], before, state)
-            stale, state = state, after
-            outs.append(out)
-        out = torch.cat(outs, -2)
-        if fault == "bits differ":
-            out = out * (1 + 1e-6 * torch.rand(()))
-        if fault == "rows shifted past the first chunk" and tokens > CHUNK:
-            out = torch.cat([out[..., :CHUNK, :], out[..., CHUNK:, :].roll(1, -2)], -2)
-        if fault == "scratch is read before it is written":
-            out = out + Kernel.scratch
-        return out.to(dtype), state
-
-    def taps(self, q, k, tokens):
-        last = slice(tokens // CHUNK * CHUNK, None)
-        if self.fault == "gradient of the tail of keys lost":
-            k = with_gradient(k, lambda g: zero(g, ..., last, slice(None)))
-        if self.fault == "gradient of the tail of queries lost":
-            q = with_gradient(q, lambda g: zero(g, ..., last, slice(None)))
-        if self.fault == "gradient of queries without its scale":
-            q = with_gradient(q, lambda g: g * 2)
-        return q, k
-
-    def start(self, keys, v):
-        shape = *keys.shape[:2], keys.shape[-1], v.shape[-1] + 1
-        value = 1e-3 if self.fault == "state that is not empty at the start" else 0.0
-        reference = keys.new_full((*keys.shape[:2], 1, keys.shape[-1]), -1e4 * (not value))
-        return keys.new_full(shape, value), reference
-
-    def chunk(self, queries, keys, v, before, past):
-        fault, ones = self.fault, torch.cat([v, torch.ones_like(v[..., :1])], -1)
-        size = keys.shape[-2]
-        largest = keys.detach().amax(-2, keepdim=True)
-        if fault != "maximum without a guard":
-            largest = largest.clamp_min(-1e4)
-        reference = torch.maximum(largest, past[1])
-        if fault == "maximum without a guard":
-            reference = torch.where(past[1] > -1e4, reference, largest)
-        fade = (before[1] - reference).exp()
-        if fault == "reference of an earlier chunk":
-            fade = torch.ones_like(fade)
-        powers = (keys - reference).exp()
-        if fault == "weak rows are not repaired":
-            powers = powers.where(powers > 1e-4, 0.0)
-        if fault == "sums in bfloat16":
-            powers = powers + (powers.bfloat16() - powers).detach()
-        rows = queries + reference
-        rows = (rows - rows.detach().amax(-1, keepdim=True)).exp()
-        diagonal = {"diagonal forgotten": -1, "a key of the future": 1}.get(fault, 0)
-        weights = (rows @ powers.mT).tril(diagonal)
-        faded = before[0] * fade.mT
-        if fault == "ones not faded":
-            faded = torch.cat([faded[..., :-1], before[0][..., -1:]], -1)
-        sums = weights @ ones + rows @ faded
-        if fault == "tail not masked" and size < CHUNK:
-            sums = sums + torch.nn.functional.pad(rows.sum(-1, keepdim=True), (v.shape[-1], 0))
-        out = sums[..., :-1] / sums[..., -1:].masked_fill(sums[..., -1:] == 0, 1.0)
-        state = past[0] * (past[1] - reference).exp().mT + powers.mT @ ones
-        return out, (state, reference)
+        return self.rows.extend(q, k, v, state, key_mask)
 
 
-FAULTS = (
-    *("extend forgets the state", "extend forgets the mask", "mask of the first sequence for all"),
-    *("gradient of masked values", "mask dropped at the end of a chunk", "heads of a group swapped"),
-    *("gradient of one head of a group", "features of the last block dropped", "norms of keys twice"),
-    *("norms of keys forgotten", "gradient through the norms forgotten", "scale of queries squared"),
-    *("state off by a chunk", "gradient of queries forgets the state", "bits differ"),
-    *("rows shifted past the first chunk", "scratch is read before it is written"),
-    *("gradient of the tail of keys lost", "gradient of the tail of queries lost"),
-    *("gradient of queries without its scale", "state that is not empty at the start"),
-    *("maximum without a guard", "reference of an earlier chunk", "weak rows are not repaired"),
-    *("sums in bfloat16", "diagonal forgotten", "a key of the future", "ones not faded", "tail not masked"),
-)
+def chunk_of(x):
+    return torch.arange(x.shape[2]) // CHUNK
+
+
+def without_tail(gradient):
+    """A gradient of whole chunks alone."""
+    whole = gradient.shape[2] // CHUNK
+    return gradient * (chunk_of(gradient) < whole)[:, None]
+
+
+def without_second_heads(gradient):
+    return gradient * (torch.arange(gradient.shape[1]) % 2 == 0)[:, None, None]
+
+
+def state_without_gradient(core, scores, q, k):
+    same = chunk_of(q)[:, None] == chunk_of(k)
+    return torch.where(same, scores(q, k), scores(q.detach(), k))
+
+
+def faint(x, logits):
+    """Weights of which those far below the largest of the row, future keys included, are zero."""
+    return x.where(logits > logits.amax(dim=-1, keepdim=True) - 9, 0.0)
+
+
+mask_of_pairs = partial(steps.before("visible", "mask"), where=lambda mask: mask is not None)
+extended, logarithms = (partial(steps.replaced, step) for step in ("extend", "logarithms"))
+
+FAULTS = {
+    "extend forgets the state": steps.earlier_states(lambda state: None),
+    "extend forgets the mask": extended(
+        lambda core, extend, q, k, v, state, mask: extend(q, k.nan_to_num(), v.nan_to_num(), state, None)
+    ),
+    "mask of the first sequence for all": mask_of_pairs(lambda mask: mask[:1].expand_as(mask)),
+    "mask dropped at the end of a chunk": mask_of_pairs(
+        lambda mask: mask | (torch.arange(mask.shape[1]) % CHUNK == CHUNK - 1)
+    ),
+    "gradient of masked values": steps.values(
+        lambda v, mask: with_gradient(v, lambda g: g + ~mask[:, None, :, None]),
+        where=lambda mask: mask is not None,
+    ),
+    "heads of a group swapped": steps.groups_in_turn(lambda x, heads: heads > x.shape[1]),
+    "gradient of one head of a group": steps.after("for_every_head")(
+        lambda y, x: with_gradient(y, without_second_heads) if y.shape[1] > x.shape[1] else y
+    ),
+    "features of the last block dropped": steps.replaced(
+        "keep", lambda core, keep, w: keep(w[: -len(w) // 4])
+    ),
+    "norms of keys twice": logarithms(lambda core, logarithms, x: logarithms(x) - core.norms(x)),
+    "norms of keys forgotten": logarithms(lambda core, logarithms, x: logarithms(x) + core.norms(x)),
+    "gradient through the norms forgotten": logarithms(
+        lambda core, logarithms, x: logarithms(x) + core.norms(x) - core.norms(x).detach()
+    ),
+    "scale of queries squared": steps.scaled(lambda core: core.problem.factor**0.5),
+    "state off by a chunk": steps.causal_reads(
+        lambda row, key, ahead: (row + ahead) // CHUNK != key // CHUNK + 1
+    ),
+    "state fades too little": steps.scores(lambda x, k: x - 0.1 * chunk_of(k)),
+    "gradient of queries forgets the state": steps.replaced("scores", state_without_gradient),
+    "bits differ": steps.output(lambda x: x * (1 + 1e-6 * (next(CALLS) % 2))),
+    "rows shifted past the first chunk": steps.output(
+        lambda x: torch.cat([x[:, :, :CHUNK], x[:, :, CHUNK:].roll(1, 2)], 2)
+    ),
+    "scratch is read before it is written": steps.output(lambda x: x + SCRATCH),
+    "gradient of the tail of keys lost": steps.keys(lambda k: with_gradient(k, without_tail)),
+    "gradient of the tail of queries lost": steps.queries(lambda q: with_gradient(q, without_tail)),
+    "gradient of queries without its scale": steps.queries(lambda q: with_gradient(q, lambda g: g * 2)),
+    "tail not masked": steps.weights(lambda x: x * 0.99 if x.shape[3] % CHUNK else x),
+    "maximum without a guard": steps.replaced(
+        "weights", lambda core, weights, logits, visible: logits.masked_fill(~visible, -torch.inf).softmax(-1)
+    ),
+    "weak rows are not repaired": steps.weights(faint),
+    "sums in bfloat16": steps.weights(steps.narrowed(steps.F64, steps.BF16)),
+    "diagonal forgotten": steps.causal_reads(lambda row, key, ahead: key < row + ahead),
+    "a key of the future": steps.causal_leak(CHUNK - 1, CHUNK),
+}
+
+
+class Late(Kernel):
+    """A kernel that does to its process whatever an illegal access does."""
+
+    def __call__(self, q, k, v, key_mask):
+        tile = kernel_check.verdict.tile("stand-in", None, None)
+        if tile == "dies":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        out = super().__call__(q, k, v, key_mask)
+        return out * torch.nan if tile == "answers NaN" else out
 
 
 def subject(fault="", kernel=Kernel):
@@ -173,19 +153,6 @@ def subject(fault="", kernel=Kernel):
         streams=True,
         module=partial(kernel, fault),
     )
-
-
-class Late(Kernel):
-    """A kernel that does to its process whatever an illegal access or an endless loop does."""
-
-    def run(self, *arguments):
-        tile = kernel_check.verdict.tile("stand-in", None, None)
-        if tile == "dies":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        while tile == "hangs":
-            pass
-        out, state = super().run(*arguments)
-        return (out * torch.nan if tile == "answers NaN" else out), state
 
 
 # A child that gets `whatever` imports this file, so that its cases are short too.

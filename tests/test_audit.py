@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from reference import random_qkv
+from reference import random_qkv, reference_attention
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
@@ -16,15 +16,8 @@ from efficient_attn.studies.audit import estimate
 
 def squares(backend, q, k, v, mask=None):
     """Squared errors and squares of the exact output, [batch heads q_tokens], in float64."""
-    group, count = q.shape[1] // k.shape[1], k.shape[2]
-    keys, values = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-    seen = torch.ones(q.shape[0], 1, q.shape[2], count, dtype=torch.bool)
-    if backend.problem.causal:
-        seen &= torch.ones(q.shape[2], count, dtype=torch.bool).tril(count - q.shape[2])
-    if mask is not None:
-        seen &= mask[:, None, None]
-    scores = (q.double() @ keys.mT * backend.problem.factor).masked_fill(~seen, -torch.inf)
-    exact = scores.softmax(dim=-1).nan_to_num(0.0) @ values
+    causal, scale = backend.problem.causal, backend.problem.factor
+    exact = reference_attention(q, k, v, scale=scale, causal=causal, key_mask=mask)
     out = backend(q, k, v, key_mask=mask).double()
     return (out - exact).square().sum(dim=-1), exact.square().sum(dim=-1)
 
@@ -63,16 +56,13 @@ def test_the_default_is_64_rows_or_one_percent_with_two_of_each_head():
 
 
 def test_intervals_are_those_of_a_stratified_sample():
-    one, two = np.array([1.0, 2.0, 6.0]), np.array([3.0, 5.0])
-    squares_one, squares_two = np.array([2.0, 4.0, 7.0]), np.array([9.0, 4.0])
-    relative = estimate([Sample(one, squares_one, 30), Sample(two, squares_two, 10)])
+    one = Sample(np.array([1.0, 2.0, 6.0]), np.array([2.0, 4.0, 7.0]), 30)
+    two = Sample(np.array([3.0, 5.0]), np.array([9.0, 4.0]), 10)
+    relative = estimate([one, two])
     mean, exact = 0.75 * 3 + 0.25 * 4, 0.75 * 13 / 3 + 0.25 * 6.5
     assert relative.value == pytest.approx(math.sqrt(mean / exact))
-    first, second = one / mean - squares_one / exact, two / mean - squares_two / exact
-    parts = (
-        0.75**2 * first.var(ddof=1) / 3 * (1 - 3 / 30),
-        0.25**2 * second.var(ddof=1) / 2 * (1 - 2 / 10),
-    )
+    first, second = ((x[0] / mean - x[1] / exact).var(ddof=1) / len(x[0]) for x in (one, two))
+    parts = 0.75**2 * first * (1 - 3 / 30), 0.25**2 * second * (1 - 2 / 10)
     freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 1)
     half_width = scipy.stats.t.ppf(0.975, freedom) * math.sqrt(sum(parts)) / 2
     assert math.log(relative.value / relative.low) == pytest.approx(half_width, rel=1e-5)
@@ -154,22 +144,10 @@ def test_dropout_in_training_is_refused():
     with pytest.raises(UnsupportedError, match="is in training mode, where dropout would be taken for an"):
         ea.audit(backend, *inputs)
     assert ea.audit(backend.eval(), *inputs).relative_error.value < 1e-12
-    assert ea.audit(ea.build("exact", head_dim=8, num_heads=4), *inputs).relative_error.value < 1e-12
 
 
 # Simulated audits of 72 rows, the least number in 12 or 9 heads that is 64 or more.
 CALLS, ROWS = 400, 72
-
-
-def real_rows(name, layer):
-    """Squared errors and squares of the exact output of a backend on real activations, [heads tokens]."""
-    causal = layer == 19
-    q, k, v = ea.sample(layer, 4 if causal else 0)
-    exact = exact_output(q, k, v, scale=q.shape[-1] ** -0.5, causal=causal)
-    backend = ea.build(name, head_dim=q.shape[-1], num_heads=q.shape[1], causal=causal)
-    with torch.no_grad():
-        error = backend(q, k, v).double() - exact
-    return tuple(x.square().sum(dim=-1)[0].numpy() for x in (error, exact))
 
 
 @pytest.mark.slow
@@ -177,8 +155,13 @@ def real_rows(name, layer):
     ("name", "layer"), [("window", 0), ("performer-positive", 1), ("linear-elu", 5), ("block-topk", 19)]
 )
 def test_intervals_cover_the_error_of_real_rows_in_nine_calls_of_ten(name, layer):
-    errors, exact = real_rows(name, layer)
-    (heads, count), generator = errors.shape, torch.Generator().manual_seed(0)
+    causal = layer == 19
+    q, k, v = ea.sample(layer, 4 if causal else 0)
+    (heads, count, dim), generator = q.shape[1:], torch.Generator().manual_seed(0)
+    output = exact_output(q, k, v, scale=dim**-0.5, causal=causal)
+    with torch.no_grad():
+        error = ea.build(name, head_dim=dim, num_heads=heads, causal=causal)(q, k, v).double() - output
+    errors, exact = (x.square().sum(dim=-1)[0].numpy() for x in (error, output))
     audits, truth = [], math.sqrt(errors.sum() / exact.sum())
     for _ in range(CALLS):
         drawn = [random_positions(count, ROWS // heads, generator).numpy() for _ in errors]

@@ -5,11 +5,22 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from made_records import forgotten
+from typer.testing import CliRunner
+
+import efficient_attn as ea
+from efficient_attn import studies
+from efficient_attn.stats.diff import names as quantity_names
+from efficient_attn.testing import check_names
+
+main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation")
 
 ROOT = Path(__file__).parent.parent
 # Written when the site is built.
@@ -44,16 +55,12 @@ def page_name(page: Path) -> str:
 
 
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python") and page.name not in ON_SEVERAL_PROCESSES]
-WITH_FILES = [page for page in WITH_PYTHON if any(map(FILE.match, blocks(page, "python")))]
+LONG = ("measuring.md", "hugging-face.md", "new-attention.md")
 
 
 @pytest.mark.parametrize(
     "page",
-    [
-        pytest.param(page, marks=[pytest.mark.slow] * (page.name in ("measuring.md", "hugging-face.md")))
-        for page in WITH_PYTHON
-        if page not in WITH_FILES
-    ],
+    [pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG)) for page in WITH_PYTHON],
     ids=page_name,
 )
 def test_the_python_on_a_page_runs_from_top_to_bottom(
@@ -62,61 +69,34 @@ def test_the_python_on_a_page_runs_from_top_to_bottom(
     if page.name in NEEDS:
         pytest.importorskip(NEEDS[page.name], reason=f"{NEEDS[page.name]} is not installed")
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "studies").mkdir()
+    monkeypatch.setattr(studies, "__path__", [*studies.__path__, str(tmp_path / "studies")])
     names: dict[str, object] = {"__name__": "page"}
-    for number, code in enumerate(blocks(page, "python"), start=1):
-        exec(compile(code, f"{page_name(page)}, block {number}", "exec"), names)
+    with forgotten():
+        for number, code in enumerate(blocks(page, "python"), start=1):
+            if file := FILE.match(code):
+                Path(file[1]).write_text(code, encoding="utf-8")
+                studies.studies.cache_clear()
+            else:
+                exec(compile(code, f"{page_name(page)}, block {number}", "exec"), names)
+    studies.studies.cache_clear()
 
 
-# Runs blocks one after the other where studies have more files.
-RUN = """
-import sys
-import efficient_attn.studies
-efficient_attn.studies.__path__.append("studies")
-names = {"__name__": "page"}
-for number, code in enumerate(sys.stdin.read().split("\\0"), start=1):
-    exec(compile(code, f"block {number}", "exec"), names)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", WITH_FILES, ids=page_name)
-def test_the_python_on_a_page_that_adds_files_runs_with_them(page: Path, tmp_path: Path) -> None:
-    parts = []
-    for code in blocks(page, "python"):
-        if file := FILE.match(code):
-            path = tmp_path / file[1]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(code, encoding="utf-8")
-        else:
-            parts.append(code)
-    run = [sys.executable, "-c", RUN]
-    child = subprocess.run(run, input="\0".join(parts), capture_output=True, text=True, cwd=tmp_path)
-    assert child.returncode == 0, child.stderr
-
-
-def command_lines() -> list[tuple[str, str]]:
+def command_lines() -> Iterator[tuple[str, str]]:
     """Every `efficient-attn …` in a bash block, with the page it stands on."""
-    lines = [
-        (page_name(page), line.strip())
-        for page in PAGES
-        for code in blocks(page, "bash")
-        for line in re.sub(r"\\\n", " ", code).splitlines()
-    ]
-    return [(page, line) for page, line in lines if line.startswith("efficient-attn ")]
+    for page in PAGES:
+        for line in re.sub(r"\\\n", " ", "\n".join(blocks(page, "bash"))).splitlines():
+            if line.strip().startswith("efficient-attn "):
+                yield page_name(page), line.strip()
 
 
-@pytest.mark.parametrize(("page", "line"), command_lines())
+@pytest.mark.parametrize(("page", "line"), [*command_lines()])
 def test_the_commands_on_a_page_exist_with_their_options(page: str, line: str) -> None:
     assert_exists(line)
 
 
 def assert_exists(line: str) -> None:
     """The command of a line, with its options."""
-    main = pytest.importorskip(
-        "efficient_attn_cli.main", reason="needs an installation, if only an editable one"
-    )
-    from typer.testing import CliRunner
-
     words = line.split()
     run = partial(CliRunner().invoke, main.app, env={"COLUMNS": "200", "NO_COLOR": "1"})
     rare = run([words[1], "--help-all"])
@@ -128,12 +108,10 @@ def assert_exists(line: str) -> None:
 
 def test_the_reference_lists_every_public_name_once() -> None:
     made = runpy.run_path(str(ROOT / "docs/api.py"))["page"]()
-    import efficient_attn
-
     listed = re.findall(r"^\.\. auto(?:class|function):: efficient_attn\.(\S+)$", made, re.MULTILINE)
     modules = ("testing", "intercept", "distributed")
-    public = {name for name in efficient_attn.__all__ if name not in modules}
-    public |= {f"{module}.{name}" for module in modules for name in getattr(efficient_attn, module).__all__}
+    public = {name for name in ea.__all__ if name not in modules}
+    public |= {f"{module}.{name}" for module in modules for name in getattr(ea, module).__all__}
     assert {name for name in listed if not name.startswith("integrations.")} == public
     assert len(listed) == len(set(listed))
     assert "integrations.transformers.attach" in listed
@@ -171,9 +149,6 @@ def anchors(page: Path) -> set[str]:
 
 def known_flags() -> set[str]:
     """Flags of all commands, of the examples and of other programs."""
-    main = pytest.importorskip("efficient_attn_cli.main", reason="needs an installation")
-    import typer
-
     group: Any = typer.main.get_command(main.app)
     options = [option for command in [group, *group.commands.values()] for option in command.params]
     flags = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
@@ -183,16 +158,12 @@ def known_flags() -> set[str]:
 
 
 def test_checks_quantities_and_exit_codes_on_pages_exist() -> None:
-    from efficient_attn.stats.diff import names
-    from efficient_attn.studies import studies
-    from efficient_attn.testing import check_names
-
     faults = (ROOT / "docs/new-attention.md").read_text(encoding="utf-8").split("## Detected faults")[1]
     checks = set(re.findall(r"`(\w+)`", faults))
     assert len(checks) > 20 and checks <= set(check_names(long=True))
-    studies()
+    studies.studies()
     limited = set(re.findall(r"\b([a-z_]+):\d+%", (ROOT / "docs/measuring.md").read_text(encoding="utf-8")))
-    assert limited and limited <= set(names())
+    assert limited and limited <= set(quantity_names())
     package = pytest.importorskip("efficient_attn_cli", reason="needs an installation")
     section = (ROOT / "docs/reference.md").read_text(encoding="utf-8").split("## Exit codes")[1]
     stated = set(re.findall(r"\d+", " ".join(re.findall(r"^\| ([\d, ]+) \|", section, re.MULTILINE))))
@@ -241,18 +212,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_nothing_that_a_page_of_the_site_loads_has_an_address_elsewhere_and_formulas_are_mathml(
     site: Path,
 ) -> None:
-    loads = re.compile(r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=\"(?:https?:)?//[^\"]*")
     kinds = "stylesheet|preload|icon|preconnect"
-    sheets = re.compile(rf'<link\b(?=[^>]*\brel="(?:{kinds})")[^>]*\bhref="(?:https?:)?//[^"]*')
-    styles = re.compile(r"url\([\"']?(?:https?:)?//[^)]*\)|@import[^;]*//[^;]*")
-    found = [
-        (path.relative_to(site).as_posix(), hit)
-        for kind, patterns in (("html", (loads, sheets, styles)), ("css", (loads, styles)))
-        for path in site.rglob(f"*.{kind}")
-        for pattern in patterns
-        for hit in pattern.findall(path.read_text(encoding="utf-8"))
-    ]
-    assert found == []
+    elsewhere = re.compile(
+        r"<(?:script|img|iframe|source|video)\b[^>]*\bsrc=\"(?:https?:)?//[^\"]*"
+        rf'|<link\b(?=[^>]*\brel="(?:{kinds})")[^>]*\bhref="(?:https?:)?//[^"]*'
+        r"|url\([\"']?(?:https?:)?//[^)]*\)|@import[^;]*//[^;]*"
+    )
+    texts = {
+        path: path.read_text(encoding="utf-8") for kind in ("html", "css") for path in site.rglob(f"*.{kind}")
+    }
+    assert texts and {path: hits for path, text in texts.items() if (hits := elsewhere.findall(text))} == {}
     for name in ("backends", "errors", "measuring"):
         page = (site / f"{name}.html").read_text(encoding="utf-8")
         assert "<math " in page and "</math>" in page

@@ -1,10 +1,9 @@
 """Notebooks show tables for measurements; those of docs/notebooks are fresh."""
 
+import ast
 import json
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,37 +25,21 @@ def test_measurements_are_escaped_tables_and_figures_draw_themselves_in_a_notebo
     assert "<script>" not in table and "&lt;script&gt;" in table and "<b>" not in table
 
 
-# Runs code cells in one namespace, and draws the value of a last expression as a notebook would. Rounds of
-# times end after milliseconds.
-RUN = """
-import ast, json, sys
-from efficient_attn.studies import engine
-
-engine._ROUND_S = 0.001
-names = {"__name__": "__main__"}
-for number, code in enumerate(json.load(sys.stdin), start=1):
-    tree = ast.parse(code)
-    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, f"cell {number}", "exec"), names)
-    value = last and eval(compile(ast.Expression(last.value), f"cell {number}", "eval"), names)
-    for form in ("_repr_html_", "_repr_png_"):
-        # Figures of matplotlib have an HTML form that may be None.
-        if drawn := getattr(value, form, lambda: None)():
-            print(number, form, len(drawn), file=sys.stderr)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_the_cells_of_a_notebook_run_from_top_to_bottom(name: str, tmp_path: Path) -> None:
-    cells = json.dumps(MADE["code"](MADE["read"](name)))
-    run = [sys.executable, "-c", RUN]
-    child = subprocess.run(run, input=cells, capture_output=True, text=True, cwd=tmp_path)
-    assert child.returncode == 0, child.stderr
-    assert set(re.findall(r"^\d+ (_repr_\w+_) \d+$", child.stderr, re.MULTILINE)) == {
-        "_repr_html_",
-        "_repr_png_",
-    }
+def test_the_cells_of_a_notebook_run_from_top_to_bottom(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hasty: None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names, drawn = {"__name__": "__main__"}, set()
+    for number, code in enumerate(MADE["code"](MADE["read"](name)), start=1):
+        tree = ast.parse(code)
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, f"cell {number}", "exec"), names)
+        value = last and eval(compile(ast.Expression(last.value), f"cell {number}", "eval"), names)
+        # Figures of matplotlib have an HTML form that may be None.
+        drawn |= {form for form in ("_repr_html_", "_repr_png_") if getattr(value, form, lambda: None)()}
+    assert drawn == {"_repr_html_", "_repr_png_"}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,7 +1,6 @@
 """Files around the code: packages, dependencies, workflows, pages and the list of mutants."""
 
 import ast
-import fnmatch
 import json
 import os
 import re
@@ -23,7 +22,6 @@ TOML = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = TOML["project"]
 FOLDERS = {"efficient_attn": ROOT / "efficient_attn", "efficient_attn_cli": ROOT / "cli"}
 IMPORTS = (ast.Import, ast.ImportFrom)
-WORKFLOWS = {path.stem: path for path in (ROOT / ".github/workflows").glob("*.yml")}
 MUTANTS = list(mutants())
 
 
@@ -46,31 +44,15 @@ def requirement_names(requirements: list[str]) -> set[str]:
     return names - {PROJECT["name"]}
 
 
-def is_editable(distribution: metadata.Distribution) -> bool:
-    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
-    return origin.get("dir_info", {}).get("editable", False)
-
-
 @pytest.fixture
 def wheel() -> metadata.Distribution:
     """The installed distribution; no test of the wheel runs where the checkout itself is in use."""
-    in_use = [d for d in metadata.distributions(name="efficient-attn") if not is_editable(d)]
+    found = [*metadata.distributions(name="efficient-attn")]
+    in_use = [d for d in found if '"editable": true' not in (d.read_text("direct_url.json") or "")]
     if not in_use and "EFFICIENT_ATTN_TEST_WHEEL" not in os.environ:
         pytest.skip("the wheel is not installed, the checkout is in use; continuous integration installs it")
     assert in_use, "EFFICIENT_ATTN_TEST_WHEEL asks for the wheel, which is not installed"
     return in_use[0]
-
-
-def test_every_data_file_is_named_as_package_data() -> None:
-    patterns = TOML["tool"]["setuptools"]["package-data"]
-    data = {file: package for file, package in package_files().items() if file.suffix != ".py"}
-    assert {top / "py.typed" for top in FOLDERS.values()} <= data.keys()
-    left_out = [
-        file
-        for file, package in data.items()
-        if not any(fnmatch.fnmatch(file.name, pattern) for pattern in patterns.get(package, []))
-    ]
-    assert left_out == []
 
 
 def test_the_wheel_holds_exactly_the_files_of_the_checkout_and_is_tested(
@@ -80,6 +62,7 @@ def test_the_wheel_holds_exactly_the_files_of_the_checkout_and_is_tested(
     # A file too many was left in build/ by an earlier installation: setuptools packs that folder as it is.
     expected = [f"{package.replace('.', '/')}/{file.name}" for file, package in package_files().items()]
     assert sorted(paths) == sorted(expected)
+    assert {f"{package}/py.typed" for package in FOLDERS} <= set(paths)
     for package in FOLDERS:
         assert Path(import_module(package).__file__) == wheel.locate_file(f"{package}/__init__.py")
     assert str(ROOT) not in sys.path
@@ -89,8 +72,9 @@ def test_the_sdist_has_every_folder_and_page_of_the_checkout() -> None:
     manifest = set(text_of("MANIFEST.in").split())
     # setuptools adds these, and the sources of the packages.
     automatic = {"LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py", "cli", "efficient_attn"}
-    # Further entries of an unpacked sdist and of a checkout in use.
+    # Further entries of an unpacked sdist, of a checkout in use and of a copy of tests/mutants.py.
     unshipped = {".git", ".venv", "PKG-INFO", "setup.cfg", "build", "dist", "runs", ".hypothesis"}
+    unshipped |= {"efficient_attn_cli"}
     found = {one.name for one in ROOT.iterdir() if not re.search(r"_cache$|^__|egg-info$", one.name)}
     assert sorted(found - manifest - automatic - unshipped) == []
 
@@ -143,19 +127,14 @@ def test_the_command_exists_and_the_changelog_has_the_version_with_its_date() ->
     assert ".dev" in PROJECT["version"] or PROJECT["version"] in dict(released)
 
 
-def commands(path: Path) -> list[str]:
-    """Commands of a workflow, read without a parser of YAML."""
-    return re.findall(r"^ +(?:- )?run: (.+)$", text_of(path), re.MULTILINE)
-
-
 def test_the_scripts_and_cells_that_workflows_name_exist() -> None:
-    ran = [command for path in WORKFLOWS.values() for command in commands(path)]
-    named = {name for command in ran for name in re.findall(r"(?<![\w/])\.ci/[\w.-]+", command)}
+    workflows = "".join(map(text_of, sorted((ROOT / ".github/workflows").glob("*.yml"))))
+    ran = " ".join(re.findall(r"^ +(?:- )?run: (.+)$", workflows, re.MULTILINE))
     scripts = {".ci/run", ".ci/docs", ".ci/release", ".ci/update-constraints", ".ci/cell"}
-    assert named == scripts | {".ci/matrix.json"}
+    assert set(re.findall(r"(?<![\w/])\.ci/[\w.-]+", ran)) == scripts | {".ci/matrix.json"}
     assert [name for name in sorted(scripts) if not os.access(ROOT / name, os.X_OK)] == []
     cells = json.loads(text_of(".ci/matrix.json"))
-    read = set(re.findall(r"matrix\.cell\.(\w+)", text_of(WORKFLOWS["tests"])))
+    read = set(re.findall(r"matrix\.cell\.(\w+)", workflows))
     assert read == {"name", "os", "python"} and cells
     assert [cell for cell in cells if not read <= cell.keys()] == []
     assert len({cell["name"] for cell in cells}) == len(cells)

@@ -57,21 +57,17 @@ def test_options_that_were_written_as_json_are_the_same_options():
 @pytest.mark.parametrize("rest", ["exact", "linear-elu"])
 def test_a_mixture_keeps_the_promises_of_its_parts(rest):
     checks = [name for name in check_names() if name != "compiled_it_is_the_same"]
+    spec = ea.spec("by-head")
     spec = replace(
-        ea.spec("by-head"),
+        spec,
         options_type=NoOptions,
-        capabilities=replace(ea.spec("by-head").capabilities, cross=False, approximates_softmax=False),
+        capabilities=replace(spec.capabilities, cross=False, approximates_softmax=False),
         builder=lambda problem, options: build(problem, ByHeadOptions(heads={"0": WINDOW}, rest=rest)),
     )
     # A head alone is head 0, whose backend is another one's.
-    apart = dict.fromkeys(
-        (
-            "every_head_is_its_single_call",
-            "grouped_queries_are_repeated_heads",
-        ),
-        "heads have backends of their own",
-    )
-    ea.check(spec, only=checks, expected_failures=apart)
+    apart = ("every_head_is_its_single_call", "grouped_queries_are_repeated_heads")
+    reasons = dict.fromkeys(apart, "heads have backends of their own")
+    ea.check(spec, only=checks, expected_failures=reasons)
 
 
 @pytest.mark.parametrize(

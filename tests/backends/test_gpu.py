@@ -4,7 +4,6 @@
 itself.
 """
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -12,7 +11,7 @@ from statistics import median
 import pytest
 import torch
 from plain import LARGE, SMALL, Problem, Sizes, bounds, error, problem, results
-from torch import Tensor, nn
+from torch import Tensor
 
 import efficient_attn as ea
 from efficient_attn.measure import memory
@@ -132,29 +131,26 @@ def test_a_captured_graph_replays_the_call_on_new_inputs(cuda, name, causal, bac
     task = problem(name, BFLOAT16, cuda, LARGE, causal=causal)
     inputs = [x.clone().requires_grad_(backward) for x in task.inputs]
 
-    def called(module: nn.Module, inputs: Sequence[Tensor] = inputs) -> Callable[[], tuple[Tensor, ...]]:
-        def call() -> tuple[Tensor, ...]:
-            out = module(*inputs)
-            return (out, *torch.autograd.grad(out, inputs, torch.ones_like(out))) if backward else (out,)
+    def call(inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        out = task.backend(*inputs)
+        return (out, *torch.autograd.grad(out, inputs, torch.ones_like(out))) if backward else (out,)
 
-        return call
-
-    call, side, graph = called(task.backend), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     # Calls on a side stream before the capture, as torch's documentation asks.
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
-            call()
+            call(inputs)
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
-        replayed = call()
+        replayed = call(inputs)
     with torch.no_grad():
         for x in inputs:
             x.copy_(x.roll(1, dims=-2))
     # Leaves of the capture belong to its stream.
     leaves = [x.detach().clone().requires_grad_(backward) for x in inputs]
     graph.replay()
-    for x, expected in zip(replayed, called(task.backend, leaves)(), strict=True):
+    for x, expected in zip(replayed, call(leaves), strict=True):
         # Both are rounded, and atomics add in another order.
         assert error(x.detach(), expected.detach()) <= 2 * torch.finfo(BFLOAT16).eps
 
@@ -190,15 +186,8 @@ def test_a_million_tokens_take_bounded_memory_and_are_computed_as_few_are(device
     tokens, few, head_dim = (2**20, 2**12, 64) if device == "cuda" else (2**12, 2**8, 16)
     if device == "cpu":
         monkeypatch.setattr(paths, "HELD", 2**14)
-    sizes = Sizes(
-        batch=1,
-        heads=2,
-        tokens=few,
-        head_dim=head_dim,
-        num_features=4 * head_dim,
-        window=2 * head_dim + 1,
-        rank=1,
-    )
+    options = {"num_features": 4 * head_dim, "window": 2 * head_dim + 1, "rank": 1}
+    sizes = Sizes(batch=1, heads=2, tokens=few, head_dim=head_dim, **options)
     task = problem(name, BFLOAT16, device, sizes, causal=causal)
     # Repeated tokens have the means of one repetition; a window, and a causal call, begin as a short one.
     inputs = [x.repeat(1, 1, tokens // few, 1) for x in task.inputs]

@@ -125,13 +125,7 @@ def test_a_launch_is_an_operator_that_neither_views_nor_allocates():
 def test_a_question_of_the_host_is_a_synchronisation_with_its_line(monkeypatch):
     monkeypatch.setenv(VARIABLE, "")
     x = torch.arange(3.0)
-
-    def ask() -> None:
-        bool((x > 1).any())
-        x[x > 1].tolist()
-        x[torch.tensor([0, 1])] = x.sum().item()
-
-    assert counted(ask).syncs == {"elsewhere": 4}
+    assert counted(lambda: x[x > 1] * x.sum().item()).syncs == {"elsewhere": 2}
     # On the CPU weak chunks are counted by the host.
     backend, inputs = prepared("linear-elu", causal=True, tokens=TOKENS, heads=2, head_dim=8)
     places = [place.partition(":")[0] for place in forward(backend, inputs).syncs]

@@ -1,12 +1,11 @@
 """Adding a backend is adding one file; attention from outside the table is used by its address."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import output_of
 from reference import random_qkv
 
 import efficient_attn as ea
@@ -33,7 +32,7 @@ def build(problem, options):
 '''
 
 
-def test_adding_a_backend_is_adding_one_file(tmp_path):
+def test_adding_a_backend_is_adding_one_file(tmp_path, monkeypatch):
     copy = tmp_path / "efficient_attn"
     shutil.copytree(Path(ea.__file__).parent, copy)
     (copy / "backends" / "mean.py").write_text(NEW_BACKEND)
@@ -44,15 +43,8 @@ def test_adding_a_backend_is_adding_one_file(tmp_path):
         "assert torch.equal(ea.build('mean', head_dim=4)(x, x, x), x)\n"
         "print(ea.__file__)"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert Path(ended.stdout.strip()).parent == copy
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert Path(output_of("-c", code, cwd=tmp_path).strip()).parent == copy
 
 
 def test_a_function_in_a_file_is_built_by_its_address(tmp_path):
