@@ -48,18 +48,12 @@ def test_scales_far_from_zero_lose_no_digits(name, path, dtype, monkeypatch):
     monkeypatch.setenv(VARIABLE, path)
     backend = built(name)
     tensors = [x.to(dtype).requires_grad_() for x in random_qkv(2, 4, 2, 192, 192, head_dim=4)]
-    actual = backend.to(dtype)(*tensors)
+    actual = output_and_gradients(backend.to(dtype), tensors)
     precise = [x.detach().double().requires_grad_() for x in tensors]
-    expected = by_definition(backend.double(), *precise)
-    grad = torch.randn_like(expected).to(dtype)
+    expected = output_and_gradients(partial(by_definition, backend.double()), precise)
     # Some roundings of exponents below 4 and of sums of 192 terms; exponents of 300 or 40 would have more.
     bound = 16 * torch.finfo(dtype).eps
-    for left, right in zip(
-        (actual, *torch.autograd.grad(actual, tensors, grad)),
-        (expected, *torch.autograd.grad(expected, precise, grad.double())),
-        strict=True,
-    ):
-        assert (left - right).norm() <= bound * right.norm()
+    assert all((x - y).norm() <= bound * y.norm() for x, y in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -208,15 +202,3 @@ def test_moderate_values_keep_all_digits_and_others_are_guarded(taken, size, mod
     assert taken == ([True] * 3 if moderate else [False])
     bound = 8 * 40 * torch.finfo(torch.float32).eps if moderate else 1e-4
     assert worst_row(out.double() / size, expected / size).max() < bound
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_nan_and_exponents_whose_sums_would_leave_the_range_of_floats_are_not_moderate(dtype):
-    x = torch.ones(1, 2, 2, dtype=dtype)
-    # Sums of 2^30 products of two features and a value of 2^16.
-    large = x * (math.log2(torch.finfo(dtype).max) - 30 - 16) / 2 + 1
-    nan = torch.full_like(x, torch.nan)
-    for moderate in ((x, x, x), (x, x, 0 * x)):
-        assert causal_exponential.moderate(*moderate)
-    for extreme in ((large, x, x), (x, -large, x), (nan, x, x), (x, nan, x), (x, x, nan)):
-        assert not causal_exponential.moderate(*extreme)
