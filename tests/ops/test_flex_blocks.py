@@ -31,6 +31,8 @@ def listed_blocks(q, k, v, *, block_mask, scale, enable_gqa, kernel_options):
     block = at // block_mask.BLOCK_SIZE[0]
     count, listed = block_mask.kv_num_blocks[..., None, None], block_mask.kv_indices[..., None]
     read = (listed == torch.arange(len(listed[0, 0]))) & (torch.arange(listed.shape[3])[:, None] < count)
+    # The kernel counts the keys of a block as often as it is listed.
+    assert (read.sum(dim=3) <= 1).all()
     visible = read.any(dim=3)[:, :, block][..., block]
     visible = visible & block_mask.mask_mod(at, at, at[:, None], at)
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
