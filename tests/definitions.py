@@ -56,23 +56,27 @@ FIXED = {
 }
 
 
+def transformed(fit, q, k, head, *, scale):
+    """x' and y' of a key head and its query heads, whose products differ from scale · q·k by row only."""
+    queries, keys = math.copysign(1.0, scale) * q.chunk(k.shape[1], dim=1)[head], k[:, head : head + 1]
+    queries, keys = (abs(scale) ** 0.5 * x for x in (queries, keys))
+    if len(fit.shift):
+        queries = queries @ fit.query_transform[head].mT
+        keys = (keys - fit.shift[head]) @ fit.key_transform[head].mT
+    return queries, keys
+
+
 def dense_exponential(fit, q, k, v, *, scale, **options):
     """Each key head has parameters of its own, and transforms of queries and keys if they were fitted."""
     outs = []
-    for head, (keys, values) in enumerate(zip(k.split(1, dim=1), v.split(1, dim=1), strict=True)):
-        queries = q.chunk(k.shape[1], dim=1)[head]
-        if len(fit.shift):
-            # √s q and √s k are transformed, and stand here without their scale.
-            root = abs(scale) ** 0.5
-            queries = math.copysign(root, scale) * queries @ fit.query_transform[head].mT
-            keys = (root * keys - fit.shift[head]) @ fit.key_transform[head].mT
+    for head, values in enumerate(v.split(1, dim=1)):
         features = partial(
             naive.dense_exponential_features,
             w=fit.random.projection.double(),
             a=fit.curvatures[head % len(fit.curvatures)].double(),
         )
-        factor = 1.0 if len(fit.shift) else scale
-        outs.append(naive.linear_attention(queries, keys, values, features, scale=factor, **options))
+        inputs = transformed(fit, q, k, head, scale=scale)
+        outs.append(naive.linear_attention(*inputs, values, features, scale=1.0, **options))
     return torch.cat(outs, dim=1)
 
 

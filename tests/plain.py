@@ -12,7 +12,7 @@ from functools import cache, partial
 from unittest.mock import patch
 
 import torch
-from reference import random_mask
+from reference import random_mask, relative_error
 from torch import Tensor
 
 import efficient_attn as ea
@@ -41,10 +41,8 @@ class Sizes:
 
     def options(self, name: str) -> dict[str, int]:
         """The size of a backend."""
-        sizes = {"num_features": self.num_features, "window": self.window}
-        sizes |= {"rank": self.rank, "landmarks": self.rank}
-        option = ea.spec(name).size_option
-        return {option: sizes[option]} if option in sizes else {}
+        option = "rank" if name == "nystrom" else ea.spec(name).size_option
+        return {ea.spec(name).size_option: vars(self)[option]} if option in vars(self) else {}
 
 
 SMALL = Sizes(tokens=70, head_dim=16, num_features=32, window=9, rank=8)
@@ -134,15 +132,8 @@ def problem(
 
     Parameters and random features are rounded to `dtype` once: a rounded draw is a draw like another.
     """
-    backend = ea.build(
-        name,
-        head_dim=sizes.head_dim,
-        num_heads=sizes.heads,
-        max_tokens=sizes.tokens,
-        causal=causal,
-        scale=1 / 16,
-        **sizes.options(name),
-    )
+    shared = {"head_dim": sizes.head_dim, "num_heads": sizes.heads, "max_tokens": sizes.tokens}
+    backend = ea.build(name, causal=causal, scale=1 / 16, **shared, **sizes.options(name))
     generator = torch.Generator().manual_seed(0)
 
     def draw(heads: int, tokens: int) -> Tensor:
@@ -157,9 +148,9 @@ def problem(
     if backend.needs_calibration:
         backend.calibrate(q[..., :40, :].float(), k[..., :40, :].float())
     with torch.no_grad():
-        for kept in (*backend.parameters(), *backend.buffers()):
-            if kept.is_floating_point():
-                kept.copy_(kept.to(dtype))
+        for x in (*backend.parameters(), *backend.buffers()):
+            if x.is_floating_point():
+                x.copy_(x.to(dtype))
     return Problem(
         name=name,
         causal=causal,
@@ -181,25 +172,23 @@ def results(attend: Attend, inputs: tuple[Tensor, ...]) -> Iterator[Tensor]:
     yield from torch.autograd.grad(out, leaves, gradient)
 
 
-def error(found: Tensor, reference: Tensor) -> float:
+def error(out: Tensor, reference: Tensor) -> float:
     """Norm of the error over that of the reference."""
-    found, reference = found.double().cpu(), reference.double().cpu()
-    return float((found - reference).norm() / reference.norm())
+    return relative_error(out.cpu(), reference.double().cpu())
 
 
 @cache
-def bounds(one: Problem) -> list[tuple[Tensor, float]]:
+def bounds(task: Problem) -> list[tuple[Tensor, float]]:
     """Reference and largest error of the output and of each gradient.
 
     Twice the plain error, one rounding of the result, and the rounding of the logarithm by which weights are
     normalised, which kernels keep for the backward pass in float32. Gradients of causal linear attention in
     float16 may err four times as much: operands of its kernels on CUDA are bfloat16, whose range they need.
     """
-    linear = isinstance(one.backend.core, LinearAttention) and one.causal
-    factor = 4 if linear and one.inputs[0].is_cuda and one.inputs[0].dtype is torch.float16 else 2
-    plain, plain_exact = (results(one.plain, inputs) for inputs in (one.inputs, one.wide_inputs))
-    eps = torch.finfo(one.inputs[0].dtype).eps + _LOGARITHM * torch.finfo(torch.float32).eps / 2
-    return [
-        (wanted, (factor if number else 2) * error(found, formula) + eps)
-        for number, (wanted, found, formula) in enumerate(zip(one.exact(), plain, plain_exact, strict=True))
-    ]
+    linear = isinstance(task.backend.core, LinearAttention) and task.causal
+    factor = 4 if linear and task.inputs[0].is_cuda and task.inputs[0].dtype is torch.float16 else 2
+    plain, plain_exact = (results(task.plain, inputs) for inputs in (task.inputs, task.wide_inputs))
+    eps = torch.finfo(task.inputs[0].dtype).eps + _LOGARITHM * torch.finfo(torch.float32).eps / 2
+    factors = (2, factor, factor, factor)
+    rows = zip(task.exact(), factors, plain, plain_exact, strict=True)
+    return [(expected, times * error(out, formula) + eps) for expected, times, out, formula in rows]

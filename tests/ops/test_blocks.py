@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from reference import random_qkv, reference_attention
+from reference import random_qkv
 
 import efficient_attn as ea
 from efficient_attn.ops import naive
@@ -19,9 +19,9 @@ BACKENDS = [
 PATTERNS = [(1, 0, 0), (3, 1, 2), (5, 2, 3), (3, 0, 40)]
 
 
-def built(*, causal, window=3, global_blocks=1, random_blocks=2, block=4, **options):
-    sizes = {"window": window, "global_blocks": global_blocks, "random_blocks": random_blocks, "block": block}
-    return ea.build("bigbird", head_dim=8, causal=causal, **sizes, **options)
+def built(**options):
+    sizes = {"window": 3, "global_blocks": 1, "random_blocks": 2, "block": 4}
+    return ea.build("bigbird", head_dim=8, **(sizes | options))
 
 
 def blocks_read(backend, real=TOTAL) -> list[list[int]]:
@@ -51,8 +51,8 @@ def test_a_block_reads_its_neighbours_the_first_blocks_and_random_ones(causal, w
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_block_and_every_pair_of_blocks_is_drawn_as_often(causal):
-    draws, row, counts, pairs = 1000, 9, Counter(), Counter()
-    backend, always = built(causal=causal, random_blocks=2), {0, 7, 8} if causal else {0, 8, 10}
+    draws, row, counts, pairs = 400, 9, Counter(), Counter()
+    backend, always = built(causal=causal), {0, 7, 8} if causal else {0, 8, 10}
     for seed in range(draws):
         backend.redraw(seed)
         drawn = sorted(set(blocks_read(backend)[row]) - always)
@@ -81,33 +81,6 @@ def test_a_query_without_a_real_key_in_its_blocks_reads_no_later_one():
     mask = torch.tensor([[True] * 4 + [False] * 2 + [True] * 4])
     out = backend(*random_qkv(1, 2, 2, 10, 10, 8), key_mask=mask)
     assert not out[:, :, 4:6].any() and out[:, :, [3, 6, 9]].any(dim=-1).all()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_it_is_softmax_over_the_blocks_of_the_papers_pattern(causal):
-    # The paper's construction has global blocks, read by all and reading all; the window; random blocks.
-    backend, (q, k, v) = built(causal=causal), random_qkv(2, 4, 2, 4 * TOTAL - 1, 4 * TOTAL - 1, 8)
-    read = blocks_read(backend)
-
-    def visible(i, j):
-        row, column = i // 4, j // 4
-        return column == row or column in read[row] or (row == 0 and not causal)
-
-    expected = reference_attention(q, k, v, scale=8**-0.5, visible=visible, causal=causal)
-    torch.testing.assert_close(backend.double()(q, k, v), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_padding_around_a_sequence_changes_no_output(causal):
-    backend, alone = built(causal=causal).double(), random_qkv(2, 4, 2, 45, 45, 8)
-    expected = backend(*alone)
-    for before, after in ((0, 30), (7, 0), (5, 9)):
-        q, k, v = (torch.nn.functional.pad(x, (0, 0, before, after), value=torch.nan) for x in alone)
-        mask = torch.zeros(2, before + 45 + after, dtype=torch.bool)
-        mask[:, before : before + 45] = True
-        out = backend(q.nan_to_num(3.0), k, v, key_mask=mask)
-        torch.testing.assert_close(out[:, :, before : before + 45], expected, rtol=0, atol=1e-12)
-        assert not out[:, :, :before].any()
 
 
 @pytest.mark.parametrize(("name", "options"), BACKENDS)
@@ -144,12 +117,6 @@ def test_padding_and_holes_move_no_block_of_the_choice():
     torch.testing.assert_close(out[:1, :, 9:], alone, rtol=0, atol=1e-12)
     shorter = backend(*(x[1:, :, :50] for x in (q, k, v)), key_mask=mask[1:, :50])
     torch.testing.assert_close(out[1:, :, :50], shorter, rtol=0, atol=1e-12)
-
-
-def test_fewer_queries_than_keys_are_refused_where_earlier_ones_choose():
-    backend, (q, k, v) = ea.build("block-topk", head_dim=8, causal=True), random_qkv(1, 2, 2, 9, 9, 8)
-    with pytest.raises(ea.UnsupportedError, match=r"needs as many queries as keys; q has 1 .*StateCache"):
-        backend(q[:, :, -1:], k, v)
 
 
 def test_keys_are_ranked_in_float64():

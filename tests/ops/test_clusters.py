@@ -2,15 +2,13 @@
 
 import pytest
 import torch
-from reference import largest_difference, random_mask, random_qkv, reference_attention
+from reference import largest_difference, random_qkv
 
 import efficient_attn as ea
 from efficient_attn.ops import clusters, naive
 
 WINDOW, CLUSTERS, SCALE = 8, 3, 8**-0.5
 BLOCK = WINDOW // 2
-PATHS = pytest.mark.usefixtures("path")
-OPTIONS = pytest.mark.parametrize("options", [{}, {"clusters": 7}])
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +48,8 @@ def definition(q, k, v, *, clusters=CLUSTERS):
     return torch.stack(rows)[None]
 
 
-@PATHS
-@OPTIONS
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("options", [{}, {"clusters": 7}])
 @pytest.mark.parametrize("tokens", [1, 67])
 def test_outputs_and_gradients_are_those_of_the_definition(tokens, options):
     q, k, v = (x.requires_grad_() for x in random_qkv(1, 4, 2, tokens, tokens))
@@ -59,36 +57,16 @@ def test_outputs_and_gradients_are_those_of_the_definition(tokens, options):
     assert largest_difference(built(**options)(q, k, v), definition(q, k, v, **options), (q, k, v)) <= 1e-11
 
 
-@PATHS
-@OPTIONS
-def test_padding_in_front_and_behind_is_as_if_it_were_not_there(options):
-    q, k, v = random_qkv(3, 2, 2, 150, 150)
-    mask = torch.arange(150) >= torch.tensor([[3], [0], [20]])
-    mask &= torch.arange(150) < torch.tensor([[65], [30], [67]])
-    backend = built(**options)
+@pytest.mark.usefixtures("path")
+def test_padding_in_front_and_behind_is_as_if_it_were_not_there():
+    q, k, v = random_qkv(3, 2, 2, 90, 90)
+    mask = torch.arange(90) >= torch.tensor([[3], [0], [20]])
+    mask &= torch.arange(90) < torch.tensor([[65], [30], [67]])
+    backend = built()
     out = backend(q, k, v, key_mask=mask)
     for entry, (low, high) in enumerate([(3, 65), (0, 30), (20, 67)]):
         alone = backend(*(x[entry : entry + 1, :, low:high] for x in (q, k, v)))[0]
         assert (out[entry, :, low:high] - alone).abs().max() <= 1e-12
-
-
-@PATHS
-def test_one_head_at_a_time_has_the_same_output(monkeypatch):
-    q, k, v = (x.requires_grad_() for x in random_qkv(2, 6, 3, 67, 67))
-    mask = torch.arange(67) >= torch.tensor([[3], [0]])
-    backend = built()
-    expected = backend(q, k, v, key_mask=mask)
-    monkeypatch.setattr(clusters, "_HEADS", 67 * 2 * 8)
-    assert largest_difference(backend(q, k, v, key_mask=mask), expected, (q, k, v)) <= 1e-12
-
-
-@PATHS
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_cluster_for_every_key_is_exact_attention(masked):
-    q, k, v = random_qkv(2, 4, 2, 67, 67)
-    mask = random_mask(2, 67) if masked else None
-    expected = reference_attention(q, k, v, scale=SCALE, key_mask=mask)
-    assert (built(clusters=67)(q, k, v, key_mask=mask) - expected).abs().max() <= 1e-12
 
 
 # Theory's figures for 65 keys and 64 clusters on another text, .28 and .25, with .04 for the other text.

@@ -12,9 +12,10 @@ from reference import assert_near, output_and_gradients, random_qkv
 from torch._dynamo.exc import TorchDynamoException
 
 import efficient_attn as ea
-from efficient_attn.ops import paths, verdict
+from efficient_attn.ops import blocks, paths, verdict
 from efficient_attn.ops.linear import softmax_identity
-from efficient_attn.ops.softmax import flex
+from efficient_attn.ops.softmax import cpu_flash, flex
+from efficient_attn.ops.window import flex as window_flex
 
 EXPONENTIAL = ("performer-positive", "performer-hyperbolic", "performer-oprf", "performer-full")
 # Keys and their parts: eight of 10, the last with 5 keys of padding, and four equal parts.
@@ -304,18 +305,27 @@ def served(machine):
     machine.setattr(paths, "kernels", lambda _, dtype: "flex" if dtype in paths._FLEX_DTYPES else "cpu")
     machine.setattr(softmax_identity, "_multiprocessors", lambda device: 8)
     machine.setattr(verdict, "trusted", lambda *kernel: True)
-    flex._compiled.cache_clear()
+    machine.setattr(cpu_flash, "_FORWARD", None)
+    caches = [module._compiled for module in (flex, window_flex, blocks)]
+    for cache in caches:
+        cache.cache_clear()
     yield machine
-    flex._compiled.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
-def call():
-    """Output of a backend that FlexAttention serves."""
-    tensors, mask = inputs(75, dtype=torch.float32)
-    return performer("performer-positive")(*tensors, key_mask=mask)
-
-
-def test_operators_serve_a_call_while_compilation_is_turned_off(served):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("performer-positive", {"num_features": 64}),
+        ("window", {"window": 5}),
+        ("window", {"window": 5, "global_tokens": 2}),
+        ("bigbird", {"block": 16}),
+    ],
+)
+def test_operators_serve_a_call_while_compilation_is_turned_off(served, name, options):
+    tensors, _ = inputs(50, dtype=torch.float32)
+    call = partial(ea.build(name, head_dim=16, **options), *tensors)
     served.setattr(torch, "compile", lambda call, **options: call)
     with (
         pytest.warns(UserWarning, match="float32 runs on PyTorch's operators.* is turned off"),
@@ -332,6 +342,8 @@ def test_a_failure_of_the_compiler_is_told_once_and_decides(served):
     def fails(*_):
         raise TorchDynamoException("Failed to find C compiler.\nSpecify CC.\n\nSet TORCHDYNAMO_VERBOSE=1")
 
+    tensors, mask = inputs(75, dtype=torch.float32)
+    call = partial(performer("performer-positive"), *tensors, key_mask=mask)
     served.setattr(torch, "compile", lambda call, **options: fails)
     with pytest.warns(UserWarning, match="float32 runs .*: Failed to find C compiler. Specify CC.$"):
         call()

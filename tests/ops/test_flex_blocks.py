@@ -1,6 +1,8 @@
 """Chosen blocks of keys as one call of FlexAttention, on the CPU."""
 
+from contextlib import contextmanager
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +12,7 @@ from torch.nn.attention import flex_attention
 
 import efficient_attn as ea
 from efficient_attn.measure import kernel_check
-from efficient_attn.ops import blocks, paths, verdict
-from efficient_attn.ops.softmax import flex
+from efficient_attn.ops import blocks, paths
 
 BACKENDS = [
     ("bigbird", {"block": 16}),
@@ -30,20 +31,23 @@ def listed_blocks(q, k, v, *, block_mask, scale, enable_gqa, kernel_options):
     block = at // block_mask.BLOCK_SIZE[0]
     count, listed = block_mask.kv_num_blocks[..., None, None], block_mask.kv_indices[..., None]
     read = (listed == torch.arange(len(listed[0, 0]))) & (torch.arange(listed.shape[3])[:, None] < count)
+    # The kernel counts the keys of a block as often as it is listed.
+    assert (read.sum(dim=3) <= 1).all()
     visible = read.any(dim=3)[:, :, block][..., block]
     visible = visible & block_mask.mask_mod(at, at, at[:, None], at)
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     return (scale * q @ k.mT).masked_fill(~visible, -torch.inf).softmax(-1) @ v
 
 
-@pytest.fixture
-def served(monkeypatch):
+@contextmanager
+def on_flex_by_lists(attention=listed_blocks):
     """FlexAttention serves the CPU, by operators and in any dtype."""
-    monkeypatch.setattr(blocks, "_compiled", lambda *key: blocks._flex_attention)
-    monkeypatch.setattr(paths, "kernels", lambda device, dtype: "flex")
-    monkeypatch.setattr(verdict, "trusted", lambda *kernel: True)
-    monkeypatch.setattr(flex_attention, "flex_attention", listed_blocks)
-    return monkeypatch
+    with (
+        on_flex(),
+        patch.object(blocks, "_compiled", lambda *key: blocks._flex_attention),
+        patch.object(flex_attention, "flex_attention", attention),
+    ):
+        yield
 
 
 def inputs(tokens):
@@ -60,36 +64,26 @@ def called(backend, *tensors, **options):
 @pytest.mark.parametrize(("tokens", "scale"), [(1, 0.25), (16, 0.25), (100, -0.25)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("name", "options"), BACKENDS)
-def test_one_call_equals_the_path_of_operators(served, name, options, causal, tokens, scale):
+def test_one_call_equals_the_path_of_operators(name, options, causal, tokens, scale):
     backend = ea.build(name, head_dim=16, causal=causal, scale=scale, **options)
     tensors = inputs(tokens)
-    out, names = called(backend, *tensors)
-    assert names == {"flex"}
-    served.undo()
     expected, names = called(backend, *tensors)
-    assert not names and (out - expected).abs().max() <= 1e-12
+    assert not names
+    with on_flex_by_lists():
+        out, names = called(backend, *tensors)
+    assert names == {"flex"} and (out - expected).abs().max() <= 1e-12
 
 
 @pytest.mark.parametrize("case", ["mask", "gradients", "part", "block of 8"])
-def test_operators_serve_masks_gradients_parts_and_other_blocks(served, case):
+def test_operators_serve_masks_gradients_parts_and_other_blocks(case):
     backend = ea.build("bigbird", head_dim=16, causal=True, block=8 if case == "block of 8" else 16)
     q, k, v = inputs(100)
     mask = random_mask(2, 100) if case == "mask" else None
     if case == "gradients":
         q.requires_grad_()
-    _, names = called(backend, q[:, :, 50:] if case == "part" else q, k, v, key_mask=mask)
+    with on_flex_by_lists():
+        _, names = called(backend, q[:, :, 50:] if case == "part" else q, k, v, key_mask=mask)
     assert not names
-
-
-def test_operators_serve_what_cannot_be_compiled(served):
-    def refuse(*key):
-        raise flex.NotCompiledError("no compiler")
-
-    backend, tensors = ea.build("bigbird", head_dim=16, block=16), inputs(100)
-    expected, _ = called(backend, *tensors)
-    served.setattr(blocks, "_compiled", refuse)
-    out, names = called(backend, *tensors)
-    assert not names and (out - expected).abs().max() <= 1e-12
 
 
 def without_causality(attention, q, k, v, *, block_mask, **options):
@@ -114,11 +108,11 @@ def wrong_scale(attention, q, k, v, *, scale, **options):
 @pytest.mark.parametrize(
     "fault", [None, without_causality, last_listed_block_missed, heads_swapped, wrong_scale]
 )
-def test_the_check_of_a_gpu_accepts_the_right_call_and_no_faulty_one(served, fault):
-    if fault is not None:
-        served.setattr(flex_attention, "flex_attention", partial(fault, listed_blocks))
+def test_the_check_of_a_gpu_accepts_the_right_call_and_no_faulty_one(fault):
+    attention = listed_blocks if fault is None else partial(fault, listed_blocks)
     cases = [kernel_check.Case(5, 129, False, grouped) for grouped in (False, True)]
-    result = kernel_check.check_kernel("blocks-flex", "tf32", device="cpu", cases=cases, head_dim=16)
+    with on_flex_by_lists(attention):
+        result = kernel_check.check_kernel("blocks-flex", "tf32", device="cpu", cases=cases, head_dim=16)
     assert result["served"] == 2 and bool(result["failed"]) == (fault is not None)
 
 

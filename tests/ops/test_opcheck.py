@@ -70,6 +70,7 @@ def test_torch_finds_nothing_wrong_with_a_registration(name, masked, utility):
             assert opcheck(backward, (upstream, *outputs, *args), test_utils=utility) == {utility: "SUCCESS"}
 
 
+@pytest.mark.slow
 def test_the_package_imports_no_triton_and_calls_no_compiler():
     code = """
 import sys, torch, efficient_attn as ea

@@ -36,10 +36,11 @@ CAUSAL = "Causal backends: .*block-topk.* window"
             ea.OptionError,
             r"window=65 .* a multiple of 4 can: 64 or 68",
         ),
+        (lambda: linformer(max_tokens=None), ea.UnsupportedError, "build it with max_tokens"),
         (
-            lambda: linformer(max_tokens=None),
+            lambda: built("block-topk", causal=True)(Q[:, :, -1:], K, V),
             ea.UnsupportedError,
-            "build it with max_tokens",
+            r"needs as many queries as keys; q has 1 .*StateCache",
         ),
         (lambda: linformer(rank=7), ea.OptionError, "rank=7 is more than max_tokens=6.*rank=6 or less"),
         (lambda: linformer(sharing="none", num_heads=None), ea.OptionError, "sharing='none'.*num_heads"),

@@ -1,33 +1,31 @@
 """The window by FlexAttention and by packed sequences of FlashAttention, with stand-ins on the CPU."""
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import jaxtyping
 import pytest
 import torch
-from eager_flex import uncompiled_by_itself
+from definitions import by_definition
+from eager_flex import on_flex
 from launches import counted
 from reference import assert_near, first_and_second_derivatives, largest_difference, random_mask, random_qkv
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import flex_attention
 
 import efficient_attn as ea
-from efficient_attn.ops import naive, paths, verdict
-from efficient_attn.ops.softmax import flex
+from efficient_attn.ops import naive, paths
 from efficient_attn.ops.window import attention, varlen
 from efficient_attn.ops.window import flex as window_flex
-from efficient_attn.ops.window.attention import window_attention
 
-# Both sides of a window, at and around the edges of blocks of 128.
+# Both sides of a window, at and around the edges of blocks of 128, and numbers of global keys.
 SIDES = [
     *[(0, 0), (1, 1), (127, 127), (128, 128), (129, 129), (254, 254), (300, 300)],
     *[(2, 0), (127, 0), (128, 0), (256, 0), (383, 0), (384, 0), (64, 400), (5000, 5000)],
+    *[(0, 2), (0, 127), (0, 128), (0, 384), (400, 64)],
 ]
-
-
-def definition(*inputs, **options):
-    return naive.softmax_attention(*inputs, scale=inputs[0].shape[-1] ** -0.5, **options)
+WITH_GLOBAL = [(*sides, count) for sides in [(256, 0), (300, 0), (16, 16), (200, 200)] for count in (4, 130)]
 
 
 def pairs(number, index, size):
@@ -36,43 +34,28 @@ def pairs(number, index, size):
     return torch.zeros(size, size).scatter_add_(1, index[0, 0].long(), listed.float())
 
 
-@pytest.mark.parametrize(("back", "ahead"), SIDES)
+@pytest.mark.parametrize(("back", "ahead", "count"), [*((*sides, 0) for sides in SIDES), *WITH_GLOBAL])
 @pytest.mark.parametrize("tokens", [5, 128, 129, 500])
-def test_the_blocks_are_those_of_all_pairs_of_tokens(tokens, back, ahead):
-    def visible(entry, head, query, key):
-        return (key >= query - back) & (key <= query + ahead)
-
-    torchs = flex_attention.create_block_mask(visible, 1, 1, tokens, tokens, device="cpu")
-    size, cpu = -(-tokens // 128), torch.device("cpu")
-    for sides, masked, whole in (
-        ((back, ahead), torchs.as_tuple()[2:4], torchs.as_tuple()[4:6]),
-        ((ahead, back), torchs.as_tuple()[6:8], torchs.as_tuple()[8:10]),
-    ):
-        listed = window_flex.blocks(tokens, *sides, whole=True, device=cpu)
-        assert torch.equal(pairs(*listed[:2], size), pairs(*masked, size))
-        assert torch.equal(pairs(*listed[2:], size), pairs(*whole, size))
-        listed = window_flex.blocks(tokens, *sides, whole=False, device=cpu)
-        assert torch.equal(pairs(*listed[:2], size), pairs(*masked, size) + pairs(*whole, size))
-        assert listed[2:] == (None, None)
-
-
-@pytest.mark.parametrize("count", [4, 130])
-@pytest.mark.parametrize(("back", "ahead"), [(256, 0), (300, 0), (16, 16), (200, 200)])
-@pytest.mark.parametrize("tokens", [100, 512, 1000])
-def test_blocks_of_global_keys_are_listed_once(tokens, back, ahead, count):
+def test_the_blocks_are_those_of_all_pairs_of_tokens_and_each_is_listed_once(tokens, back, ahead, count):
     def visible(entry, head, query, key):
         near = (key >= query - back) & (key <= query + ahead)
         return near | ((key < count) & ((key <= query) | (ahead > 0)))
 
-    torchs = flex_attention.create_block_mask(visible, 1, 1, tokens, tokens, device="cpu").as_tuple()
-    size = -(-tokens // 128)
-    expected = pairs(*torchs[2:4], size) + pairs(*torchs[4:6], size)
+    def listed(*lists):
+        return [pairs(*lists[:2], size), pairs(*lists[2:], size)]
+
+    size, device = -(-tokens // 128), torch.device("cpu")
+    torchs = flex_attention.create_block_mask(visible, 1, 1, tokens, tokens, device="cpu")
+    expected = listed(*torchs.as_tuple()[2:6])
+    apart = listed(*window_flex.blocks(tokens, back, ahead, whole=True, count=count, device=device))
+    together = window_flex.blocks(tokens, back, ahead, whole=False, count=count, device=device)
+    if count == 0:
+        assert all(map(torch.equal, apart, expected))
+    every = sum(expected)
     # A causal row of blocks lists the blocks of all global keys.
-    expected[:, : -(-count // 128)] = 1
-    for whole in (False, True):
-        listed = window_flex.blocks(tokens, back, ahead, whole=whole, count=count, device=torch.device("cpu"))
-        actual = pairs(*listed[:2], size) + (pairs(*listed[2:], size) if whole else 0)
-        assert torch.equal(actual, expected)
+    every[:, : -(-count // 128)] = 1
+    assert torch.equal(sum(apart), every)
+    assert torch.equal(pairs(*together[:2], size), every) and together[2:] == (None, None)
 
 
 @pytest.fixture
@@ -85,35 +68,28 @@ def uncompiled(monkeypatch):
         return window_flex._attention
 
     monkeypatch.setattr(window_flex, "_compiled", compiled)
-    monkeypatch.setattr(paths, "kernels", lambda device, dtype: "flex")
-    monkeypatch.setattr(verdict, "trusted", lambda *kernel: True)
     monkeypatch.setattr(attention.cpu_flash, "_FORWARD", None)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
-    with uncompiled_by_itself():
+    with on_flex():
         yield keys
 
 
 def packed_attention(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False
 ):
-    """`varlen_attn` as documented; the last query of a sequence is aligned with its last key."""
+    """`varlen_attn` as documented, of equal lengths; the last query is aligned with the last key."""
     assert query.ndim == key.ndim == value.ndim == 3 and query.stride(-1) == key.stride(-1) == 1
     assert query.shape[-1] == key.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
-    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q[0] == cu_seq_k[0] == 0
-    assert (cu_seq_q[-1], cu_seq_k[-1]) == (len(query), len(key))
-    assert (cu_seq_q.diff().max(), cu_seq_k.diff().max()) == (max_q, max_k)
     assert enable_gqa == (query.shape[1] != key.shape[1])
-    left, right = (size if size >= 0 else max_k for size in window_size)
-    outs = []
-    for rows, keys in zip(cu_seq_q.tolist()[:-1], cu_seq_k.tolist()[:-1], strict=True):
-        q, k, v = query[rows : rows + max_q], key[keys : keys + max_k], value[keys : keys + max_k]
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        distance = torch.arange(max_k) - torch.arange(max_q)[:, None] - (max_k - max_q)
-        hidden = (distance < -left) | (distance > right)
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
-    return torch.cat(outs)
+    sequences = []
+    for x, ends, length in ((query, cu_seq_q, max_q), (key, cu_seq_k, max_k), (value, cu_seq_k, max_k)):
+        assert ends.dtype == torch.int32 and ends.tolist() == list(range(0, len(x) + 1, length))
+        sequences.append(x.unflatten(0, (-1, length)).transpose(1, 2))
+    left, right = window_size
+    assert right in (0, left)
+    window = left + 1 if right == 0 else 2 * left + 1
+    out = naive.softmax_attention(*sequences, scale=scale, window=window, causal=right == 0)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 class Kernel(torch.autograd.Function):
@@ -186,28 +162,28 @@ def test_the_window_and_its_gradients_equal_the_dense_band(
         mask[1, tokens // 3 :] = False
         k, v = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (k, v))
     inputs = [x.requires_grad_() for x in (q, k, v)]
+    backend = ea.build("window", head_dim=16, window=window, causal=causal)
     with paths.observed_kernels() as names:
-        out = ea.build("window", head_dim=16, window=window, causal=causal)(*inputs, key_mask=mask)
-    expected = definition(*inputs, window=window, causal=causal, key_mask=mask)
+        out = backend(*inputs, key_mask=mask)
+    expected = by_definition(backend, *inputs, key_mask=mask)
     assert len(calls) == 1 and names == {"varlen" if kernel == "packed" else "flex"}
     assert largest_difference(out, expected, inputs) <= 1e-12
 
 
 @pytest.mark.parametrize(
-    ("tokens", "window", "causal"), [(300, 33, False), (300, 32, True), (150, 2, True), (700, 257, True)]
+    ("tokens", "window", "causal"), [(300, 33, False), (300, 32, True), (150, 2, True), (400, 257, True)]
 )
 @pytest.mark.parametrize("count", [4, 130])
 def test_global_keys_take_one_call_without_gradients_and_masks(uncompiled, tokens, window, causal, count):
     q, k, v = random_qkv(2, 4, 2, tokens, tokens, 16, 24)
     backend = ea.build("window", head_dim=16, window=window, causal=causal, global_tokens=count)
-    sizes = {"window": window, "causal": causal, "global_tokens": count, "scale": 0.25}
     with paths.observed_kernels() as names:
         out = backend(q, k, v)
     assert names == {"flex"} and len(uncompiled) == 1
-    assert largest_difference(out, naive.softmax_attention(q, k, v, **sizes)) <= 1e-12
+    assert largest_difference(out, by_definition(backend, q, k, v)) <= 1e-12
     # Operators serve the others.
     mask = random_mask(2, tokens)
-    masked = naive.softmax_attention(q, k, v, key_mask=mask, **sizes)
+    masked = by_definition(backend, q, k, v, key_mask=mask)
     assert largest_difference(backend(q, k, v, key_mask=mask), masked) <= 1e-12
     backend(q.requires_grad_(), k, v).sum().backward()
     assert len(uncompiled) == 1
@@ -215,10 +191,10 @@ def test_global_keys_take_one_call_without_gradients_and_masks(uncompiled, token
 
 @pytest.mark.parametrize("scale", [0.3, 0.0, -0.7])
 def test_every_scale_is_served_by_a_positive_one(packed, scale):
-    q, k, v = random_qkv(1, 1, 1, 5, 9)
-    out = window_attention(q, k, v, scale=scale, back=2, ahead=0, key_mask=None)
-    expected = naive.softmax_attention(q, k, v, scale=scale, window=3, causal=True)
-    assert packed[0][1]["scale"] > 0 and largest_difference(out, expected) <= 1e-12
+    inputs = random_qkv(1, 1, 1, 5, 9)
+    backend = ea.build("window", head_dim=8, window=3, causal=True, scale=scale)
+    assert largest_difference(backend(*inputs), by_definition(backend, *inputs)) <= 1e-12
+    assert packed[0][1]["scale"] > 0
 
 
 @pytest.mark.parametrize("layout", [torch.clone, between_tokens])
@@ -242,7 +218,7 @@ def test_first_and_second_derivatives_are_those_of_the_formula(kernel, causal, r
     calls = request.getfixturevalue(kernel)
     inputs = [x.requires_grad_() for x in random_qkv(2, 4, 2, 20, 20, 16, 16)]
     backend = ea.build("window", head_dim=16, window=5, causal=causal)
-    expected = first_and_second_derivatives(lambda *x: definition(*x, window=5, causal=causal), inputs)
+    expected = first_and_second_derivatives(partial(by_definition, backend), inputs)
     assert_near(first_and_second_derivatives(backend, inputs), expected, 1e-12)
     assert calls
     # The kernel's own gradients serve the first order; inputs without a gradient get none.
@@ -277,16 +253,6 @@ def test_past_tokens_transforms_and_exported_programs_go_another_way(uncompiled)
     assert not uncompiled
 
 
-def test_operators_serve_what_is_not_compiled(uncompiled, monkeypatch):
-    def refuse(*key):
-        raise flex.NotCompiledError("no compiler")
-
-    monkeypatch.setattr(window_flex, "_compiled", refuse)
-    inputs = [x.requires_grad_() for x in random_qkv(1, 2, 2, 20, 20, 16, 16)]
-    out = ea.build("window", head_dim=16, window=5)(*inputs)
-    assert largest_difference(out, definition(*inputs, window=5), inputs) <= 1e-12
-
-
 @pytest.mark.parametrize(
     ("device", "expected"), [("cuda:0", (torch.bfloat16, torch.float16)), ("cpu", ()), ("mps", ())]
 )
@@ -305,15 +271,7 @@ def test_the_kernel_serves_half_precision_on_cuda(monkeypatch, stand_in, device,
     varlen._has_flash.cache_clear()
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_a_kernel_without_groups_serves_as_many_keys_as_queries(monkeypatch, packed, grouped):
-    q, k, v = random_qkv(2, 4, 2 if grouped else 4, 20, 20)
-    assert varlen.available(q, k, v, None)
-    monkeypatch.setattr(varlen, "_grouped", lambda: False)
-    assert varlen.available(q, k, v, None) != grouped
-
-
-def test_what_the_kernel_cannot_do_goes_another_way(packed):
+def test_what_the_kernel_cannot_do_goes_another_way(packed, monkeypatch):
     q, k, v = random_qkv(2, 2, 2, 20, 20)
     mask = torch.ones(2, 20, dtype=torch.bool)
     backend = ea.build("window", head_dim=8, window=5)
@@ -322,6 +280,8 @@ def test_what_the_kernel_cannot_do_goes_another_way(packed):
     ea.build("window", head_dim=200, window=5)(wide, wide, wide)
     # Transforms of torch.func have no rule for the kernel.
     torch.func.vmap(lambda x: backend(x, x, x))(torch.randn(3, 1, 1, 20, 8, dtype=torch.float64))
+    monkeypatch.setattr(varlen, "_grouped", lambda: False)
+    backend(*random_qkv(2, 4, 2, 20, 20))
     empty = torch.zeros(0, 2, 20, 8, dtype=torch.float64)
     assert backend(empty, empty, empty).shape == empty.shape
     assert len(packed) == 1
