@@ -139,6 +139,8 @@ class Late(Kernel):
         tile = kernel_check.verdict.tile("stand-in", None, None)
         if tile == "dies":
             os.kill(os.getpid(), signal.SIGSEGV)
+        while tile == "hangs":
+            pass
         out = super().__call__(q, k, v, key_mask)
         return out * torch.nan if tile == "answers NaN" else out
 

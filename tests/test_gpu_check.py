@@ -143,8 +143,9 @@ def test_a_kernel_that_serves_no_case_does_not_pass(monkeypatch):
     assert checked("float32", standin_kernel.CASES[:2])["served"] == 0
 
 
-def judge(*tiles):
-    return gpu_check.judge(standin_kernel.whatever, "bfloat16", tiles=tiles, device="cpu", variables={})
+def judge(*tiles, limit_s=300.0):
+    settings = {"device": "cpu", "variables": {}, "limit_s": limit_s}
+    return gpu_check.judge(standin_kernel.whatever, "bfloat16", tiles=tiles, **settings)
 
 
 def test_a_tile_that_dies_hangs_or_errs_is_struck_and_the_next_is_taken(monkeypatch):
@@ -169,13 +170,15 @@ def test_a_tile_that_dies_hangs_or_errs_is_struck_and_the_next_is_taken(monkeypa
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_or_answers_nan_ends_its_tile_alone():
+def test_a_process_that_dies_hangs_or_answers_nan_ends_its_tile_alone():
     entry = judge("dies", "answers NaN", "right", "never tried")
     cases = len(standin_kernel.CASES)
     assert (entry["outcome"], entry["tile"], entry["served"]) == ("passed", "right", cases)
     dead, *wrong = entry["reasons"]
     assert dead.startswith("tile dies: the process crashed with signal 11")
     assert wrong and all(text.startswith("tile answers NaN: ") and "not finite" in text for text in wrong)
+    late = ["tile hangs: the process took longer than 2 s"]
+    assert judge("hangs", limit_s=2.0) == {"outcome": "failed", "tile": "hangs", "reasons": late}
 
 
 def timed(label, tokens, time_s, *, causal=False):
