@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from reference import random_qkv
+from reference import random_qkv, reference_attention
 
 import efficient_attn as ea
 from efficient_attn.ops import naive
@@ -81,6 +81,20 @@ def test_a_query_without_a_real_key_in_its_blocks_reads_no_later_one():
     mask = torch.tensor([[True] * 4 + [False] * 2 + [True] * 4])
     out = backend(*random_qkv(1, 2, 2, 10, 10, 8), key_mask=mask)
     assert not out[:, :, 4:6].any() and out[:, :, [3, 6, 9]].any(dim=-1).all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_it_is_softmax_over_the_blocks_of_the_papers_pattern(causal):
+    # The paper's construction has global blocks, read by all and reading all; the window; random blocks.
+    backend, (q, k, v) = built(causal=causal), random_qkv(2, 4, 2, 4 * TOTAL - 1, 4 * TOTAL - 1, 8)
+    read = blocks_read(backend)
+
+    def visible(i, j):
+        row, column = i // 4, j // 4
+        return column == row or column in read[row] or (row == 0 and not causal)
+
+    expected = reference_attention(q, k, v, scale=8**-0.5, visible=visible, causal=causal)
+    torch.testing.assert_close(backend.double()(q, k, v), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "options"), BACKENDS)
