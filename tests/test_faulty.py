@@ -85,9 +85,8 @@ CASES = [
 ]
 # Every base with each check that a fault of it breaks. Checks of the long form hold for `exact` in
 # test_conformance.py; compiled code stumbles over checked shapes.
-QUICK_CONTROLS = {case.values[:2] for case in CASES if case.values[2] in QUICK}
 CONTROLS = [
-    pytest.param(*control, marks=[pytest.mark.slow] * (control not in QUICK_CONTROLS))
+    control
     for control in dict.fromkeys(case.values[:2] for case in CASES)
     if control[1] in check_names() and control[1] != "compiled_it_is_the_same"
 ]
@@ -136,6 +135,7 @@ def test_every_check_has_a_fault() -> None:
     assert {check for _, table in TABLES for check in table} | {ranks} | AROUND == set(check_names(long=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("base", "check"), CONTROLS)
 def test_what_has_no_fault_passes_the_check_of_its_faults(base: str, check: str) -> None:
     assert outcome(BASES[base], check) == ("kept", False, False)
