@@ -126,15 +126,14 @@ def main() -> int:
         failing = {names: told for names, (code, told) in zip(tests, wholes, strict=True) if code != _PASSED}
         for names, told in failing.items():
             print(f"{told}\nFails without any fault: {names}")
-        if failing:
-            return 2
+        chosen = [mutant for mutant in chosen if mutant.tests not in failing]
         outcomes = pool.map(lambda mutant: killed(mutant, copies.folder), chosen)
         for mutant, dead in zip(chosen, outcomes, strict=True):
             word = "killed" if dead else "equivalent" if mutant.equivalent else "SURVIVED"
             score[word] += 1
             print(f"{word:10} {mutant.file}: {mutant.old!r} -> {mutant.new!r}", flush=True)
     print(", ".join(f"{count} {word}" for word, count in score.items()))
-    return 1 if score["SURVIVED"] else 0
+    return 2 if failing else min(score["SURVIVED"], 1)
 
 
 if __name__ == "__main__":
