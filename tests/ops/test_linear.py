@@ -191,6 +191,17 @@ def test_training_keeps_no_features(name, path, causal, monkeypatch):
     assert peaks[1] - peaks[0] < 1024 * 4 * (5 * 16 + 16)
 
 
+def test_a_step_of_other_devices_holds_as_many_numbers_of_sequences_as_of_heads(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "torch")
+    monkeypatch.setattr(device_paths, "HELD", 2**17)
+    backend, peaks = performer("performer-positive", head_dim=16, num_features=256), []
+    for sizes in ((1, 4), (4, 1)):
+        x = torch.randn(*sizes, 1024, 16)
+        with torch.no_grad():
+            peaks.append(peak(lambda x=x: backend(x, x, x), device="cpu").peak_bytes)
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.1)
+
+
 def test_projections_stay_wide():
     backend = performer("performer-positive")
     before = backend.core.features.projection.clone()
