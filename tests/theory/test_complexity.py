@@ -72,16 +72,18 @@ def test_attention_made_of_products_does_what_torch_counts(name, options, backwa
 
 @BOTH
 @pytest.mark.parametrize(
-    ("name", "causal", "visible"),
+    ("name", "options", "causal", "visible"),
     [
-        ("exact", True, lambda i, j: j <= i),
-        ("exact-dense", True, lambda i, j: j <= i),
-        ("window", False, lambda i, j: abs(i - j) <= 2),
-        ("window", True, lambda i, j: i - 5 < j <= i),
-        ("bigbird", True, lambda i, j: j <= i and (i // 2 - j // 2 < 3 or j < 2)),
+        ("exact", {}, True, lambda i, j: j <= i),
+        ("exact-dense", {}, True, lambda i, j: j <= i),
+        ("window", {}, False, lambda i, j: abs(i - j) <= 2),
+        ("window", {}, True, lambda i, j: i - 5 < j <= i),
+        ("window", {"global_tokens": 4}, False, lambda i, j: abs(i - j) <= 2 or j < 4),
+        ("window", {"global_tokens": 4}, True, lambda i, j: j <= i and (i - 5 < j or j < 4)),
+        ("bigbird", {}, True, lambda i, j: j <= i and (i // 2 - j // 2 < 3 or j < 2)),
     ],
 )
-def test_what_a_mask_throws_away_is_not_counted(name, causal, visible, backward):
+def test_what_a_mask_throws_away_is_not_counted(name, options, causal, visible, backward):
     def row_by_row(q, k, v):
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
         rows = []
@@ -90,7 +92,8 @@ def test_what_a_mask_throws_away_is_not_counted(name, causal, visible, backward)
             rows.append((q[:, :, i : i + 1] @ k[:, :, read].mT).softmax(-1) @ v[:, :, read])
         return torch.cat(rows, dim=2)
 
-    assert cost(name, causal=causal, backward=backward).flops == counted(row_by_row, backward=backward)
+    expected = counted(row_by_row, backward=backward)
+    assert cost(name, causal=causal, backward=backward, **options).flops == expected
 
 
 @BOTH
