@@ -211,6 +211,13 @@ def test_rounds_that_no_longer_fit_are_not_taken_and_every_backend_has_one(clock
     assert {record.case.label: len(record.times_s or ()) for record in records} == {"a": 1, "b": 1}
 
 
+def test_a_point_is_tried_once_even_if_it_is_expected_to_take_longer_than_the_timeout(clock):
+    clock.call_s = lambda case: 1.0
+    planned = entries("a", lengths=(16, 64), growth=2, kinds=("time",), measure=clock.measure)
+    _, records = run(planned, timeout_s=5)
+    assert [len(record.times_s) for record in records] == [ROUNDS, ROUNDS]
+
+
 class Queue:
     """An executor that measures a point when its result is asked for."""
 

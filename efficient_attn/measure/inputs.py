@@ -254,7 +254,7 @@ def subjects(
     num_heads: int = 1,
     head_dim: int = 1,
     layers: Sequence[int] | None = None,
-    seq_len: int | None = None,
+    shorter: bool = False,
     seed: int = 0,
     causal: bool = False,
 ) -> tuple[Subject, ...]:
@@ -262,8 +262,7 @@ def subjects(
 
     Args:
         norms, tokens, num_heads, head_dim: Of Gaussian inputs alone.
-        seq_len: Length to which the caller cuts the layers. Unless `layers` names them, shorter shipped
-            layers are left out; None leaves out all but the longest.
+        shorter: Whether shipped layers shorter than the longest are taken where `layers` names none.
         causal: Whether layers that are not causal in their model are measured causally too.
     """
     if not inputs or not norms:
@@ -279,12 +278,12 @@ def subjects(
                 for norm in norms
             ]
         else:
-            chosen += _of_model(source, layers, seq_len, seed, causal)
+            chosen += _of_model(source, layers, shorter, seed, causal)
     return tuple(chosen)
 
 
 def _of_model(
-    source: str | Path | Captured, layers: Sequence[int] | None, seq_len: int | None, seed: int, causal: bool
+    source: str | Path | Captured, layers: Sequence[int] | None, shorter: bool, seed: int, causal: bool
 ) -> Iterator[Subject]:
     """Layers that read all keys in the model, or all earlier ones, as in the measurement.
 
@@ -304,12 +303,9 @@ def _of_model(
     past = {layer for layer, pattern in captured.patterns.items() if pattern == CAUSAL}
     full = [x for x in captured.layers if x not in captured.patterns or (causal and x in past)]
     usual = full or sorted(past) or list(captured.layers)
-    if name in SHIPPED:
-        # The layers of at least `seq_len` tokens, or the longest.
+    if name in SHIPPED and not shorter:
         tokens = {layer: captured.layers[layer].k.shape[-2] for layer in usual}
-        longest = max(tokens.values())
-        least = longest if seq_len is None else min(seq_len, longest)
-        usual = [layer for layer in usual if tokens[layer] >= least]
+        usual = [layer for layer in usual if tokens[layer] == max(tokens.values())]
     for layer in dict.fromkeys(usual if layers is None else layers):
         if layer not in captured.layers:
             has = ", ".join(map(str, captured.layers))
