@@ -189,9 +189,7 @@ def _subjects(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> 
     if source == "gaussian":
         raise OptionError("inputs are of a model: encoder, decoder or a safetensors file, not gaussian.")
     # Layers of all lengths are taken.
-    captured = list(
-        subjects([source], layers=layers, shorter=True, seed=workload.seed, causal=workload.causal)
-    )
+    captured = [*subjects([source], layers=layers, shorter=True, seed=workload.seed, causal=workload.causal)]
     if len({tuple(subject.shape.values()) for subject in captured}) > 1:
         raise OptionError(
             f"layers of {source} differ in shape or causality; save one alone, or pass layers=[N] in Python."
