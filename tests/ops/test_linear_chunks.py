@@ -58,7 +58,7 @@ def test_scales_far_from_zero_lose_no_digits(name, path, dtype, monkeypatch):
 
 @pytest.mark.parametrize(
     ("path", "scale", "masked"),
-    [("", None, False), ("", -0.4, True), ("torch", None, False), ("torch", -0.4, True)],
+    [("", None, False), ("", -0.4, False), ("", -0.4, True), ("torch", None, False), ("torch", -0.4, True)],
 )
 @pytest.mark.parametrize("name", LINEAR)
 def test_tokens_after_a_state_have_the_rows_and_gradients_of_one_call(name, path, scale, masked, monkeypatch):
