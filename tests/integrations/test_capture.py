@@ -13,6 +13,7 @@ import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.integrations.capture import capture_text, save_activations
 from efficient_attn.integrations.transformers.loading import open_model
+from efficient_attn.integrations.transformers.swapping import sites_of
 from efficient_attn.measure.inputs import Captured, read_activations
 from efficient_attn.studies import find
 
@@ -20,15 +21,28 @@ TEXT = "w3 w1 w4 w1 w5 w9 w2"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "modernbert"])
-def test_layers_that_read_all_tokens_are_captured_with_their_pattern_and_read_back(name, tmp_path):
+def test_layers_that_read_all_tokens_are_captured_with_their_pattern_and_give_their_outputs(name, tmp_path):
     (text, *_) = texts().values()
-    captured = capture_text(open_model(saved(MODELS[name](), tmp_path)), text)
+    model, causal = MODELS[name](), name != "modernbert"
+    captured = capture_text(open_model(saved(model, tmp_path)), text)
     save_activations(captured, tmp_path / "x.safetensors")
     stored = read_activations(tmp_path / "x.safetensors")
-    assert list(captured.layers) == ([0, 2] if name == "modernbert" else [0, 1, 2])
-    expected = {} if name == "modernbert" else dict.fromkeys(range(3), "causal over all keys")
+    assert list(captured.layers) == ([0, 1, 2] if causal else [0, 2])
+    expected = dict.fromkeys(range(3), "causal over all keys") if causal else {}
     assert stored.patterns == captured.patterns == expected
-    assert {k.shape[1] for _, k, _ in captured.layers.values()} == {2 if name == "llama" else 4}
+    outputs = {}
+    for site in sites_of(model).ordered:
+        (projection,) = (x for x in map(site.module._modules.get, ("c_proj", "o_proj", "Wo")) if x)
+        projection.register_forward_pre_hook(
+            lambda module, arguments, layer=site.layer: outputs.update({layer: arguments[0]})
+        )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    with torch.no_grad():
+        model(tokenizer(text, return_tensors="pt")["input_ids"])
+    for layer, (q, k, v) in captured.layers.items():
+        output = ea.attention(q, k, v, causal=causal, scale=captured.scale)
+        torch.testing.assert_close(output.transpose(1, 2).flatten(2), outputs[layer], rtol=1e-5, atol=1e-5)
+        assert k.shape[1] == (2 if name == "llama" else 4)
 
 
 def test_swap_saves_the_layers_of_a_folder_or_of_a_pair_in_half_precision(encoder, tmp_path):

@@ -68,6 +68,11 @@ def test_the_bytes_predicted_for_a_plan_are_those_of_the_call_to_a_quarter(of, b
     assert predict_bytes(planned, 2) == pytest.approx(record.peak_bytes + inputs + weights, rel=0.25)
 
 
+def test_weights_come_from_the_seed_of_the_case():
+    first, same, second = (prepare(seed=seed).module.feed_forward.up.weight for seed in (1, 1, 2))
+    assert torch.equal(first, same) and not torch.equal(first, second)
+
+
 def test_keys_have_the_heads_of_the_case_and_products_of_keys_alone_are_counted_for_each():
     few, many = (
         case("linformer", "attention", tokens=16, options={"rank": 4}, num_heads=6, num_kv_heads=heads)

@@ -188,7 +188,6 @@ def _subjects(inputs: Any, layers: Sequence[int] | None, workload: Workload) -> 
     source = (_CAUSAL_INPUTS if workload.causal else _INPUTS) if inputs is None else inputs
     if source == "gaussian":
         raise OptionError("inputs are of a model: encoder, decoder or a safetensors file, not gaussian.")
-    # Layers of all lengths are taken.
     captured = [*subjects([source], layers=layers, shorter=True, seed=workload.seed, causal=workload.causal)]
     if len({tuple(subject.shape.values()) for subject in captured}) > 1:
         raise OptionError(
