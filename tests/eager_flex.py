@@ -61,10 +61,10 @@ def traced_flex(*, operators: bool = False) -> Iterator[list[Any]]:
         graphs.append(graph)
         return _by_operators if operators else graph.forward
 
-    flex._compiled.cache_clear()
+    flex.compiled.cache_clear()
     with on_flex(), patch.object(torch, "compile", partial(torch.compile, backend=keep)):
         yield graphs
-    flex._compiled.cache_clear()
+    flex.compiled.cache_clear()
 
 
 def _by_operators(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,7 +5,6 @@ keys that they read, which are gathered. A causal block reads itself, up to each
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -174,7 +173,8 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, su
         # Sizes are marked on tensors, which must not be the caller's.
         for x, sizes in zip(tensors, ((0, 2), (0, 2), (0, 2), (2,), (2, 3)), strict=True):
             torch._dynamo.maybe_mark_dynamic(x, sizes)
-        call = _compiled(q.device, q.dtype, q.shape[1], *k.shape[1::2], v.shape[3], len(number), size)
+        sizes = q.shape[1], *k.shape[1::2], v.shape[3], len(number), size
+        call = flex.compiled(_flex_attention, q.device, q.dtype, *sizes)
         out = call(*tensors, size, pattern.causal, scale)
     note_kernel("flex")
     end = min(pattern.readers * size, tokens)
@@ -182,12 +182,6 @@ def _by_flex(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, scale: float, su
         return out
     rows = fused_attention(q[:, :, :end], k, v, scale=scale, causal=False, key_mask=None, dropout=0.0)
     return torch.cat([rows, out[:, :, end:]], dim=2)
-
-
-@cache
-def _compiled(*key: Any) -> Any:
-    """The compiled attention of one configuration of heads, dimensions and blocks."""
-    return flex.compiled(_flex_attention, *key)
 
 
 def _flex_attention(

@@ -12,10 +12,9 @@ from reference import assert_near, output_and_gradients, random_qkv
 from torch._dynamo.exc import TorchDynamoException
 
 import efficient_attn as ea
-from efficient_attn.ops import blocks, paths, verdict
+from efficient_attn.ops import paths, verdict
 from efficient_attn.ops.linear import softmax_identity
 from efficient_attn.ops.softmax import cpu_flash, flex
-from efficient_attn.ops.window import flex as window_flex
 
 EXPONENTIAL = ("performer-positive", "performer-hyperbolic", "performer-oprf", "performer-full")
 # Keys and their parts: eight of 10, the last with 5 keys of padding, and four equal parts.
@@ -306,12 +305,9 @@ def served(machine):
     machine.setattr(softmax_identity, "_multiprocessors", lambda device: 8)
     machine.setattr(verdict, "trusted", lambda *kernel: True)
     machine.setattr(cpu_flash, "_FORWARD", None)
-    caches = [module._compiled for module in (flex, window_flex, blocks)]
-    for cache in caches:
-        cache.cache_clear()
+    flex.compiled.cache_clear()
     yield machine
-    for cache in caches:
-        cache.cache_clear()
+    flex.compiled.cache_clear()
 
 
 @pytest.mark.parametrize(

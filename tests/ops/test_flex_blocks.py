@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention
 import efficient_attn as ea
 from efficient_attn.measure import kernel_check
 from efficient_attn.ops import blocks, paths
+from efficient_attn.ops.softmax import flex
 
 BACKENDS = [
     ("bigbird", {"block": 16}),
@@ -44,7 +45,7 @@ def on_flex_by_lists(attention=listed_blocks):
     """FlexAttention serves the CPU, by operators and in any dtype."""
     with (
         on_flex(),
-        patch.object(blocks, "_compiled", lambda *key: blocks._flex_attention),
+        patch.object(flex, "compiled", lambda function, *key: function),
         patch.object(flex_attention, "flex_attention", attention),
     ):
         yield

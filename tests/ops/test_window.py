@@ -25,8 +25,8 @@ PADDED = {
 # Short of a block, and several with a rest; a window of all keys; the rows at which a global key leaves it.
 SIZES = [
     *[(1, 1, 0), (7, 3, 0), (97, 1, 0), (97, 201, 0), (2 * BLOCK + 1, 2 * BLOCK + 1, 0)],
-    *[(5 * BLOCK, 129, 0), (6 * BLOCK + 1, 5, 0), (6 * BLOCK + 1, 201, 0)],
-    *[(3 * BLOCK + 1, 1, 4), (3 * BLOCK + 1, 5, 1), (3 * BLOCK + 1, 9, 20), (3 * BLOCK + 1, 129, 4)],
+    *[(5 * BLOCK, 129, 0), (13 * BLOCK + 1, 61, 0), (6 * BLOCK + 1, 201, 0)],
+    *[(3 * BLOCK + 1, 1, 4), (10 * BLOCK + 1, 5, 1), (3 * BLOCK + 1, 9, 20), (3 * BLOCK + 1, 129, 4)],
 ]
 
 
@@ -56,8 +56,8 @@ def test_outputs_and_gradients_are_those_of_the_definition(
     if not fused:
         monkeypatch.setattr(cpu_flash, "_FORWARD", None)
     # Several tiles, the last with fewer blocks.
-    for constant in ("_BLOCKS", "_BLOCKS_BACK"):
-        monkeypatch.setattr(operator, constant, 6)
+    for constant, blocks in (("_BLOCKS", 6), ("_BLOCKS_BACK", 6), ("_BLOCKS_SHORT", 3)):
+        monkeypatch.setattr(operator, constant, blocks)
     # A causal window may be even, and its queries are the last positions of the keys.
     window, queries = (window + 1, max(1, tokens - 37)) if causal else (window, tokens)
     inputs = [x.requires_grad_() for x in random_qkv(2, 4, 2, queries, tokens)]
@@ -70,7 +70,7 @@ def test_outputs_and_gradients_are_those_of_the_definition(
 def test_training_grows_by_output_and_gradients_alone(monkeypatch):
     # On other devices autograd keeps the weights.
     monkeypatch.setenv(VARIABLE, "")
-    lengths, heads, dim = (1024, 2048), 4, 64
+    lengths, heads, dim = (2048, 4096), 4, 64
     backend = ea.build("window", head_dim=dim, window=257)
     peaks = []
     for tokens in lengths:
@@ -81,6 +81,14 @@ def test_training_grows_by_output_and_gradients_alone(monkeypatch):
     # Per token an output, three gradients and a log-sum-exp, in float32.
     per_token = heads * (4 * dim + 1) * 4
     assert peaks[1] - peaks[0] == pytest.approx(per_token * (lengths[1] - lengths[0]), rel=0.02)
+
+
+def test_a_weight_of_one_is_one_in_gradients_too():
+    # Scores further apart than float32's exponents reach, at a scale that is a power of two.
+    q, k, v = (x.float().requires_grad_() for x in random_qkv(1, 1, 1, 1024, 1024, 16, 16))
+    out = ea.build("window", head_dim=16, window=129)(1e7 * q, k, v)
+    (grad,) = torch.autograd.grad(out.sum(), v)
+    assert torch.equal(grad, grad.round()) and grad.sum() == out.numel()
 
 
 def test_steps_of_other_devices_hold_no_more_numbers_than_they_may(monkeypatch):

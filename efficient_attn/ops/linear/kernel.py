@@ -46,17 +46,12 @@ def denominators(inputs: LinearInputs, *, causal: bool) -> Tensor:
     # Values of width zero, since only the sum of the features is needed.
     bare = inputs._replace(v=inputs.k[..., :0])
     outputs = causal_linear_attention(bare) if causal else full_linear_attention(bare)
-    logarithm = outputs.log_normaliser - finite(_largest_scale(inputs, causal=causal))
-    size = logarithm.masked_fill(logarithm == torch.inf, -torch.inf).exp()
-    return torch.where(outputs.negative, -size, size).squeeze(-1)
-
-
-def _largest_scale(inputs: LinearInputs, *, causal: bool) -> Tensor:
-    """Largest log_scale among the visible keys of a query, [batch heads q_tokens|1 1]."""
     scales = inputs.key_features(inputs.key_rows(_ALL), _ALL).log_scale
     before = inputs.k.shape[-2] - inputs.q.shape[-2]
     largest = scales.cummax(dim=-2).values[..., before:, :] if causal else scales.amax(-2, keepdim=True)
-    return largest.repeat_interleave(inputs.group, dim=1)
+    logarithm = outputs.log_normaliser - finite(largest.repeat_interleave(inputs.group, dim=1))
+    size = logarithm.masked_fill(logarithm == torch.inf, -torch.inf).exp()
+    return torch.where(outputs.negative, -size, size).squeeze(-1)
 
 
 class Moments(NamedTuple):

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from efficient_attn.ops.alignment import padded_rows
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.inputs import (
@@ -213,8 +214,7 @@ def _pieces(x: Tensor, inputs: LinearInputs, *, masked: bool) -> list[slice]:
 
 def _pad_width(x: Tensor, inputs: LinearInputs) -> Tensor:
     """`x` padded to the common width that the kernel requires; zero columns change no product."""
-    missing = max(inputs.q.shape[-1], inputs.v.shape[-1]) - x.shape[-1]
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+    return padded_rows(x, max(inputs.q.shape[-1], inputs.v.shape[-1]))
 
 
 def two_softmaxes_gradients(

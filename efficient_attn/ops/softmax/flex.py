@@ -91,6 +91,7 @@ def _attention(
     return flex.flex_attention(q, k, v, return_lse=True, **options)
 
 
+@cache
 def _everything(device: torch.device) -> Any:
     """Block mask of one block, of all rows and keys; flex_attention would make another for each call."""
     from torch.nn.attention.flex_attention import BlockMask
@@ -102,7 +103,6 @@ def _everything(device: torch.device) -> Any:
     return BlockMask.from_kv_blocks(count, torch.zeros_like(count)[..., None], BLOCK_SIZE=2**30, **options)
 
 
-@cache
 def _compiled(device: torch.device, dtype: torch.dtype, *sizes: int) -> Callable[..., tuple[Tensor, Tensor]]:
     """The compiled attention of one configuration of heads and dimensions."""
     attention, everything = compiled(_attention, device, dtype, *sizes), _everything(device)
@@ -117,10 +117,11 @@ def _compiled(device: torch.device, dtype: torch.dtype, *sizes: int) -> Callable
     return call
 
 
+@cache
 def compiled(
     function: Callable[..., Any], device: torch.device, dtype: torch.dtype, *key: Any
 ) -> Callable[..., Any]:
-    """A function that calls `flex_attention`, compiled, with versions of its own for each key.
+    """A function that calls `flex_attention`, compiled once for each key, its configuration.
 
     Raises:
         NotCompiledError: Here or by the function, if it cannot be compiled.

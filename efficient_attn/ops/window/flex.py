@@ -4,7 +4,6 @@ The blocks of scores that the kernel visits follow from the window alone: no mas
 evaluated, and a sequence of n tokens has O(n · window / 128²) of them.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -60,17 +59,12 @@ def attend(
             torch._dynamo.maybe_mark_dynamic(x, sizes)
     shape, window = (q.shape[1], *k.shape[1::2], v.shape[-1], key_mask is None), (back, ahead, scale, count)
     try:
-        out = _compiled(q.device, q.dtype, *shape, *window)(q, k, v, key_mask, *window)
+        call = flex.compiled(_attention, q.device, q.dtype, *shape, *window)
+        out = call(q, k, v, key_mask, *window)
     except flex.NotCompiledError:
         return unfused_window(q, k, v, key_mask, back, ahead, scale, first)
     paths.note_kernel("flex")
     return out
-
-
-@cache
-def _compiled(*key: Any) -> Any:
-    """The compiled attention of one configuration of heads, dimensions and window."""
-    return flex.compiled(_attention, *key)
 
 
 def _attention(

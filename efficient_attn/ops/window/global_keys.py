@@ -125,9 +125,11 @@ def merge(
     """Add the global keys to the window's output and log-sum-exps, in float32 or better, in place."""
     rows, hidden = _rows(q, first)
     if key_mask is not None:
-        before = key_mask.shape[1] - q.shape[2]
-        empty = _no_real_key(key_mask, before, back, ahead)[:, None, rows]
-        log_sum[:, :, rows].masked_fill_(empty, -torch.inf)
+        # Rows whose window has no real key.
+        tokens, count = key_mask.shape[1], F.pad(key_mask.cumsum(dim=-1), (1, 0))
+        row = torch.arange(tokens - q.shape[2], tokens, device=key_mask.device)[rows]
+        empty = count[:, (row + ahead + 1).clamp(max=tokens)] == count[:, (row - back).clamp(min=0)]
+        log_sum[:, :, rows].masked_fill_(empty[:, None], -torch.inf)
     group = q.shape[1] // first.k.shape[1]
     for entry in range(q.shape[0]):
         keys, values = (upcast(x[entry]).repeat_interleave(group, dim=0) for x in (first.k, first.v))
@@ -148,14 +150,6 @@ def _rows(q: Tensor, first: GlobalKeys) -> tuple[slice, Tensor | None]:
     if first.far is None:
         return slice(None), None
     return slice(q.shape[2] - first.far.shape[2], None), ~first.far
-
-
-def _no_real_key(key_mask: Tensor, before: int, back: int, ahead: int) -> Tensor:
-    """Rows whose window has no real key, bool [batch q_tokens]."""
-    k_tokens = key_mask.shape[1]
-    row = torch.arange(before, k_tokens, device=key_mask.device)
-    count = F.pad(key_mask.cumsum(dim=-1), (1, 0))
-    return count[:, (row + ahead + 1).clamp(max=k_tokens)] == count[:, (row - back).clamp(min=0)]
 
 
 def add_gradients(

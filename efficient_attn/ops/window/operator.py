@@ -1,14 +1,17 @@
 """Window attention on the CPU, forward and backward, as registered operators.
 
 The fused kernel computes many heads and blocks of queries per call. The slices of keys that consecutive
-blocks read overlap and are views. Memory excluding inputs and outputs is the scratch of one call.
+blocks read overlap and are views. Memory excluding inputs and outputs is the scratch of one call. Gradients
+of short windows are batched products, which read fewer keys outside the window than the fused kernel.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, without_autocast
@@ -20,6 +23,11 @@ from efficient_attn.ops.window.global_keys import GlobalKeys, add_gradients, mer
 # and their slices overlap less, of which the backward pass adds up gradients.
 _BLOCK, _BLOCKS = 32, 128
 _BLOCK_BACK, _BLOCKS_BACK = 64, 24
+# Keys beside its own that a query reads, up to which batched products are faster. Numbers in their scratch
+# memory, and blocks of a head per tile: fewer repeat more work at the ends of a tile.
+_SHORT, _NUMBERS, _BLOCKS_SHORT = 256, 900_000, 62
+# PyTorch computes powers of two faster than powers of e.
+_LOG2_E = 1 / math.log(2)
 # Queries per tile near the ends of the sequence, where slices are truncated and differ.
 _EDGE = 128
 # Scores of a head up to which a sequence hardly longer than its window is one tile.
@@ -159,35 +167,17 @@ def fused_window_backward(grad_out: Tensor, out: Tensor, log_sum: Tensor, *field
     inputs = WindowInputs(*fields)
     (q, k, v, key_mask, back, ahead, scale), first = inputs[:7], inputs.first
     dtype = upcast_dtype(q.dtype)
-    grad_q = q.new_empty(q.shape, dtype=dtype)
     # Several blocks read a key; their contributions are summed in float32 or better.
-    grad_k, grad_v = (x.new_zeros(x.shape, dtype=dtype) for x in (k, v))
-    sums = [grad_q, grad_k, grad_v]
+    sums = [q.new_empty(q.shape, dtype=dtype), *(x.new_zeros(x.shape, dtype=dtype) for x in (k, v))]
     with without_autocast(q):
         for heads, mask in _heads(q, k, v, key_mask):
-            queries, keys, values, log_sums = (heads(x) for x in (q, k, v, log_sum))
-            grad_outs, outs = heads(grad_out), heads(out)
-            for tile, bias in _steps(queries, keys, mask, back, ahead, _BLOCK_BACK, _BLOCKS_BACK):
-                k_read, v_read = (tile.slices(x, len(queries)) for x in (keys, values))
-                some_q, some_k, some_v = cpu_flash.gradients(
-                    upcast(tile.queries(grad_outs)),
-                    upcast(tile.queries(queries)),
-                    k_read,
-                    v_read,
-                    upcast(tile.queries(outs)),
-                    tile.queries(log_sums),
-                    bias,
-                    scale,
-                )
-                tile.queries(heads(grad_q)).copy_(some_q)
-                tile.add(heads(grad_k), some_k)
-                tile.add(heads(grad_v), some_v)
-                del some_q, some_k, some_v
+            tensors = [heads(x) for x in (grad_out, q, out, log_sum, sums[0], k, v, *sums[1:])]
+            _add_gradients(tensors, mask, back, ahead, scale)
+            del tensors
         by_first = q.new_empty(0), q.new_empty(0)
         if first is not None:
             by_first = add_gradients(grad_out, out, log_sum, q, first, scale, *sums)
     # One conversion at a time: in half precision all three exist in float32 until here.
-    del grad_q, grad_k, grad_v
     grads = sums.pop(0).to(q.dtype), sums.pop(0).to(k.dtype), sums.pop(0).to(v.dtype)
     return *grads, by_first[0].to(k.dtype), by_first[1].to(v.dtype)
 
@@ -198,6 +188,73 @@ def _(grad_out: Tensor, out: Tensor, log_sum: Tensor, *fields: Any) -> tuple[Ten
     empty = inputs.first is None or inputs.at is not None
     first = [inputs.q.new_empty(0)] * 2 if empty else inputs[7:9]
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (*inputs[:3], *first))
+
+
+def _add_gradients(tensors: list[Tensor], mask: Tensor | None, back: int, ahead: int, scale: float) -> None:
+    """Write the query gradients of heads [heads tokens …], and add to the key and value gradients.
+
+    Args:
+        tensors: Output gradients, q, outputs, log-sum-exps, gradients of q, then k, v and their gradients.
+    """
+    queries, keys = tensors[1], tensors[5]
+    # The products of a head take many calls, which 512 tokens and four tokens per key outweigh.
+    short = back + ahead <= min(_SHORT, (queries.shape[1] - 512) // 4)
+    group = min(_BLOCKS_SHORT, _NUMBERS // (2 * _BLOCK * (back + ahead + queries.shape[2])))
+    size = (_BLOCK, group * len(queries)) if short else (_BLOCK_BACK, _BLOCKS_BACK)
+    for tile, bias in _steps(queries, keys, mask, back, ahead, *size):
+        if short and tile.blocks > 1 and bias is not None:
+            for head in zip(*(x.expand(len(queries), *x.shape[1:]) for x in tensors), strict=True):
+                _add_band_gradients(tile, bias, scale, head)
+            continue
+        grad_out, q, out, log_sum, grad_q = (upcast(tile.queries(x)) for x in tensors[:5])
+        k, v = (tile.slices(x, len(queries)) for x in tensors[5:7])
+        some_q, some_k, some_v = cpu_flash.gradients(grad_out, q, k, v, out, log_sum, bias, scale)
+        grad_q.copy_(some_q)
+        tile.add(tensors[7], some_k)
+        tile.add(tensors[8], some_v)
+        del grad_out, q, out, k, v, some_q, some_k, some_v
+
+
+def _add_band_gradients(tile: Tile, bias: Tensor, scale: float, head: tuple[Tensor, ...]) -> None:
+    """The same for one head and the queries of a tile, by products of blocks of the band.
+
+    The gradient of a key sums over all blocks of queries that read it. Weights are therefore stored with
+    every block one block further to the right than its predecessor:
+
+        queries 0   ▒▒▒▒▒        The weights of a block of keys are a column of this layout, a strided view,
+        queries 1     ▒▒▒▒▒      and one product with the queries gives its gradient.
+
+    Args:
+        head: As of `_add_gradients`, [tokens …] each.
+    """
+    rows, blocks, width = tile.rows, tile.blocks, tile.keys
+    reach, earlier, pitch = width - rows, width // rows - 1, rows * (width + 1)
+    columns = blocks + earlier
+    grad_out, q, out, log_sum, grad_q = (
+        upcast(x[tile.start : tile.stop]).unflatten(0, (blocks, rows)) for x in head[:5]
+    )
+    k, v = (tile.slices(x[None], 1)[0] for x in head[5:7])
+    grad_k, grad_v = (
+        x[tile.first_key : tile.first_key + columns * rows].unflatten(0, (columns, rows)) for x in head[7:]
+    )
+    layout = q.new_empty((columns + earlier) * pitch)
+    weights = layout.as_strided((blocks, rows, width), (pitch, width, 1), earlier * pitch)
+    weight_columns = layout.as_strided((columns, rows, width), (pitch, 1, width), reach)
+    # Fewer blocks of the tile read the keys at its ends: the other weights and queries are zero.
+    layout[: earlier * pitch].zero_()
+    layout[columns * pitch :].zero_()
+    grad_out_columns, q_columns = (
+        F.pad(x.flatten(0, 1), (0, 0, reach, reach)).unfold(0, width, rows).mT for x in (grad_out, q)
+    )
+    scores = torch.sub(bias.reshape(-1, rows, width), log_sum.unsqueeze(-1)).baddbmm_(q, k.mT, alpha=scale)
+    # Large scores and log-sum-exps, rounded alike, cancel before a factor is rounded.
+    torch.exp2(scores.mul_(_LOG2_E), out=weights)
+    grad_v.baddbmm_(weight_columns, grad_out_columns)
+    # Weights sum to one: subtract g·out, the gradient's component along the output.
+    torch.baddbmm((grad_out * out).sum(dim=-1, keepdim=True), grad_out, v.mT, beta=-1, out=scores)
+    weights.mul_(scores)
+    grad_q.baddbmm_(weights, k, beta=0, alpha=scale)
+    grad_k.baddbmm_(weight_columns, q_columns, alpha=scale)
 
 
 def _heads(

@@ -45,7 +45,9 @@ def unfused_window(
     rows = rows.unflatten(-2, (blocks, _BLOCK))
     # Row i of a block may read columns i … i+window−1 of its slice.
     band = torch.ones(_BLOCK, _BLOCK + reach, dtype=torch.bool, device=q.device).triu().tril(reach)
-    group = _group(q, v, _BLOCK + reach)
+    # Scores, or slices of keys or values, of all heads.
+    numbers = q.shape[0] * q.shape[1] * (_BLOCK + reach) * max(_BLOCK, q.shape[-1], v.shape[-1])
+    group = _GROUP if tuned_for_cpu(q) else step_capacity(numbers)
     if first is not None:
         first_k, first_v = (x.to(dtype).unsqueeze(2) for x in (first.k, first.v))
         far = real.new_ones(len(k), first.k.shape[2], tokens) if first.far is None else first.far
@@ -64,13 +66,6 @@ def unfused_window(
             else _attend(*arguments)
         )
     return torch.cat(outs, dim=2).flatten(2, 3)[:, :, :tokens].to(q.dtype)
-
-
-def _group(q: Tensor, v: Tensor, width: int) -> int:
-    """Blocks per step: scores, or slices of keys or values, of all heads."""
-    if tuned_for_cpu(q):
-        return _GROUP
-    return step_capacity(q.shape[0] * q.shape[1] * width * max(_BLOCK, q.shape[-1], v.shape[-1]))
 
 
 def _attend(
