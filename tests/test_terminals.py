@@ -39,7 +39,7 @@ for settings in ({"TERM": "xterm-256color"}, {"NO_COLOR": "1"}, {"NO_COLOR": "",
         show(Progress(outcome="of window", current="[red]exact", **state))
     console.print_tables([table])
     console.refuse("a wrong request")
-    print(end="\\f")
+    print(end="\\f", flush=True)
 """
 
 
