@@ -171,9 +171,8 @@ def fused_window_backward(grad_out: Tensor, out: Tensor, log_sum: Tensor, *field
     sums = [q.new_empty(q.shape, dtype=dtype), *(x.new_zeros(x.shape, dtype=dtype) for x in (k, v))]
     with without_autocast(q):
         for heads, mask in _heads(q, k, v, key_mask):
-            tensors = [heads(x) for x in (grad_out, q, out, log_sum, sums[0], k, v, *sums[1:])]
-            _add_gradients(tensors, mask, back, ahead, scale)
-            del tensors
+            tensors = (heads(x) for x in (grad_out, q, out, log_sum, sums[0], k, v, *sums[1:]))
+            _add_gradients([*tensors], mask, back, ahead, scale)
         by_first = q.new_empty(0), q.new_empty(0)
         if first is not None:
             by_first = add_gradients(grad_out, out, log_sum, q, first, scale, *sums)
