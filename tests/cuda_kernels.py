@@ -1,4 +1,4 @@
-"""Errors and resources of the Triton kernels, in a process of its own: `interpret` or `compile 90`."""
+"""Errors and resources of the Triton kernels, in a process of its own: `interpret` or `compile 90 64`."""
 
 import json
 import math
@@ -194,7 +194,7 @@ def _usage(cubin: bytes) -> dict[str, int]:
     return {"registers": int(registers), "stack": int(stack)}
 
 
-def compile_kernels(capability: int) -> dict[str, dict[str, int]]:
+def compile_kernels(capability: int, dim: int) -> dict[str, dict[str, int]]:
     """Registers, stack and shared memory of every launch of a call with the first tile."""
     from efficient_attn.ops.cuda import causal
 
@@ -202,13 +202,13 @@ def compile_kernels(capability: int) -> dict[str, dict[str, int]]:
     for name, kernel in [*vars(causal).items()]:
         if name.endswith("_kernel"):
             setattr(causal, name, Compiled(kernel, capability, measured))
-    sizes = {"heads": 16, "kv_heads": 16, "dim": 64, "features": 256}
+    sizes = {"heads": 16, "kv_heads": 16, "dim": dim, "features": 256}
     inputs, g = case_inputs({"dtype": "bfloat16", **sizes}, "meta")
-    tile = tiles(divmod(capability, 10), torch.bfloat16, 64)[0]
+    tile = tiles(divmod(capability, 10), torch.bfloat16, dim)[0]
     outputs, _ = causal.forward(inputs, None, tile=tile)
     causal.backward(inputs, None, g, outputs, tile=tile)
     return measured
 
 
 if __name__ == "__main__":
-    print(json.dumps(interpret() if sys.argv[1] == "interpret" else compile_kernels(int(sys.argv[2]))))
+    print(json.dumps(interpret() if sys.argv[1] == "interpret" else compile_kernels(*map(int, sys.argv[2:]))))

@@ -188,7 +188,7 @@ def backward(
     by_key |= {"root": math.sqrt(abs(inputs.scale)), "scale": abs(inputs.scale)}
     grid = (call.chunks, call.batch * call.kv_heads)
     by_key["flags"] = call.new(grid[0] * grid[1], dtype=torch.int32)
-    key_kernel[grid](**by_key, num_warps=tile.grad_warps, num_stages=2)
+    key_kernel[grid](**by_key, num_warps=tile.grad_warps, num_stages=tile.key_stages)
     key_repair_kernel[grid](**by_key, num_warps=_REPAIR_WARPS, num_stages=1)
     grad_past = None
     if to_past:

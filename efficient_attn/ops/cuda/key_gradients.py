@@ -17,7 +17,7 @@ from efficient_attn.ops.cuda.states import (
     finite,
     load_directions,
     load_offsets,
-    load_sums,
+    load_state,
     load_tokens,
     store_rows,
     with_weights,
@@ -65,14 +65,13 @@ def key_kernel(
             rays = load_directions(w, w_h, kv, f, DIM, PADDED)
             # The state has the queries of all heads and is read once.
             later = tl.where(member == 0, tl.load(references + at + f), float("-inf"))
-            later_ones = tl.load(ones + at + f)
             exponents = dot(queries, tl.trans(rays)) * query_factor + row_offset[:, None]
             latest = tl.maximum(later, tl.max(exponents, 0))
             reference = finite(latest)
             fade, powers = tl.exp2(later - reference), tl.exp2(exponents - reference[None, :]).to(OPERANDS)
-            state = (load_sums(sums, at, f, VALUE_DIM, VALUE_PADDED) * fade[:, None]).to(OPERANDS)
-            slopes = dot(values.to(OPERANDS), tl.trans(state)) + dot(pairs, powers)
-            slopes += (later_ones * fade)[None, :]
+            state = load_state(sums, at, f, VALUE_DIM, VALUE_PADDED)
+            slopes = dot(values.to(OPERANDS), tl.trans(state)) + tl.load(ones + at + f)[None, :]
+            slopes = slopes * fade[None, :] + dot(pairs, powers)
             exponents = dot(keys, tl.trans(rays)) * factor + (offset[:, None] + reference[None, :])
             exponents = with_weights(exponents, bias, kv, f, features, HAS_BIAS)
             largest = tl.maximum(
@@ -82,12 +81,13 @@ def key_kernel(
             slopes *= key_powers
             longer += tl.sum(slopes, 1)
             by_key += dot(slopes.to(OPERANDS), rays.to(OPERANDS))
-            key_powers = key_powers.to(OPERANDS)
-            by_value += dot(key_powers, state)
-            scores += dot(key_powers, tl.trans(powers))
+            scores += dot(key_powers.to(OPERANDS), tl.trans(powers))
+            by_value += dot((key_powers * fade[None, :]).to(OPERANDS), state)
         scores = tl.where(column[:, None] <= column[None, :], scores, 0.0)
+        upstream = load_tokens(g, g_strides, b, h, t - before, real_rows, VALUE_DIM, VALUE_PADDED)
         by_value += dot(scores.to(OPERANDS), upstream.to(OPERANDS))
     tl.store(flags + bkv * tl.num_programs(0) + chunk, tl.max(tl.where(largest > limit, 1, 0), 0))
+    keys = load_tokens(k, k_strides, b, kv, t, real, DIM, PADDED)
     by_key = by_key * root - keys.to(tl.float32) * (longer * scale)[:, None]
     line, in_range = bkv * tokens, t < tokens
     store_rows(grad_k + line * DIM, t, in_range, by_key, DIM, PADDED)
@@ -148,16 +148,15 @@ def key_repair_kernel(
                 latest = tl.maximum(later, tl.max(exponents, 0))
                 fade = tl.exp2(later - finite(latest))
                 powers = tl.exp2(exponents - finite(latest)[None, :]).to(OPERANDS)
-                state = (load_sums(sums, at, f, VALUE_DIM, VALUE_PADDED) * fade[:, None]).to(OPERANDS)
-                slopes = dot(values.to(OPERANDS), tl.trans(state)) + dot(pairs, powers)
-                slopes += (later_ones * fade)[None, :]
+                state = load_state(sums, at, f, VALUE_DIM, VALUE_PADDED)
+                slopes = dot(values.to(OPERANDS), tl.trans(state)) + later_ones[None, :]
+                slopes = slopes * fade[None, :] + dot(pairs, powers)
                 key_exponents = dot(keys, tl.trans(rays)) * factor + offset[:, None]
                 key_exponents = with_weights(key_exponents, bias, kv, f, features, HAS_BIAS)
                 key_powers = tl.exp2(tl.minimum(key_exponents + latest[None, :], 1.0))
                 slopes *= key_powers
-                key_powers = key_powers.to(OPERANDS)
-                by_value += dot(key_powers, state)
-                scores += dot(key_powers, tl.trans(powers))
+                scores += dot(key_powers.to(OPERANDS), tl.trans(powers))
+                by_value += dot((key_powers * fade[None, :]).to(OPERANDS), state)
                 exponents = dot(block_queries, tl.trans(rays)) * query_factor + block_offset[:, None]
                 for i in range(0, 16):
                     pair = key_exponents + line_of(exponents, number, i)[None, :]

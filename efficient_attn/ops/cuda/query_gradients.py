@@ -19,7 +19,7 @@ from efficient_attn.ops.cuda.states import (
     load_directions,
     load_offsets,
     load_rows,
-    load_sums,
+    load_state,
     load_tokens,
     store_rows,
     with_weights,
@@ -86,9 +86,9 @@ def query_kernel(
         exponents = with_weights(exponents, bias, kv, f, features, HAS_BIAS)
         reference = finite(tl.maximum(past, tl.max(exponents, 0)))
         fade, key_powers = tl.exp2(past - reference), tl.exp2(exponents - reference[None, :])
-        state = load_sums(sums, at, f, VALUE_DIM, VALUE_PADDED) * fade[:, None]
-        slopes = dot(upstream, tl.trans(state.to(OPERANDS))) + delta[:, None] * (past_ones * fade)[None, :]
-        slopes += dot(pairs, key_powers.to(OPERANDS))
+        state = load_state(sums, at, f, VALUE_DIM, VALUE_PADDED)
+        slopes = dot(upstream, tl.trans(state)) + delta[:, None] * past_ones[None, :]
+        slopes = slopes * fade[None, :] + dot(pairs, key_powers.to(OPERANDS))
         exponents = dot(queries, tl.trans(rays)) * query_factor + (row_offset[:, None] + reference[None, :])
         largest = tl.maximum(largest, tl.max(exponents, 1))
         slopes *= tl.exp2(tl.minimum(exponents, limit))
@@ -119,7 +119,6 @@ def query_repair_kernel(
     offset = load_offsets(key_offsets, b * kv_heads + kv, t, tokens)
     real = offset != float("-inf")
     keys = load_tokens(k, k_strides, b, kv, t, real, DIM, PADDED)
-    values = load_tokens(v, v_strides, b, kv, t, real, VALUE_DIM, VALUE_PADDED)
     at, line = ((b * kv_heads + kv) * slots + slot) * features, bh * (tokens - before)
     for block in range(0, TOKENS, 16):
         i = (first + slot) * TOKENS + block + number
@@ -132,6 +131,7 @@ def query_repair_kernel(
         delta = tl.load(deltas + line + row, mask=real_rows, other=0.0)
         block_keys = load_tokens(k, k_strides, b, kv, i, real_i, DIM, PADDED)
         block_values = load_tokens(v, v_strides, b, kv, i, real_i, VALUE_DIM, VALUE_PADDED)
+        values = load_tokens(v, v_strides, b, kv, t, real, VALUE_DIM, VALUE_PADDED)
         pairs = (dot(upstream, tl.trans(values)) + delta[:, None]).to(OPERANDS)
         block_pairs = dot(upstream, tl.trans(block_values)) + delta[:, None]
         upstream = upstream.to(OPERANDS)
@@ -145,11 +145,9 @@ def query_repair_kernel(
             exponents = tl.where((column < block)[:, None], exponents, float("-inf"))
             latest = tl.maximum(past, tl.max(exponents, 0))
             fade, key_powers = tl.exp2(past - finite(latest)), tl.exp2(exponents - finite(latest)[None, :])
-            state = load_sums(sums, at, f, VALUE_DIM, VALUE_PADDED) * fade[:, None]
-            slopes = (
-                dot(upstream, tl.trans(state.to(OPERANDS))) + delta[:, None] * (past_ones * fade)[None, :]
-            )
-            slopes += dot(pairs, key_powers.to(OPERANDS))
+            state = load_state(sums, at, f, VALUE_DIM, VALUE_PADDED)
+            slopes = dot(upstream, tl.trans(state)) + delta[:, None] * past_ones[None, :]
+            slopes = slopes * fade[None, :] + dot(pairs, key_powers.to(OPERANDS))
             row_exponents = dot(queries, tl.trans(rays)) * query_factor + row_offset[:, None]
             slopes *= tl.exp2(row_exponents + latest[None, :])
             exponents = dot(block_keys, tl.trans(rays)) * factor + block_offset[:, None]

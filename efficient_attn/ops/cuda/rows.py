@@ -16,7 +16,7 @@ from efficient_attn.ops.cuda.states import (
     finite,
     load_directions,
     load_offsets,
-    load_sums,
+    load_state,
     load_tokens,
     store_rows,
     with_weights,
@@ -67,12 +67,10 @@ def chunk_kernel(
     at = ((b * kv_heads + kv) * slots + slot) * features
     top, total = tl.full([TOKENS], float("-inf"), tl.float32), tl.zeros([TOKENS], tl.float32)
     acc, scores = tl.zeros([TOKENS, VALUE_PADDED], tl.float32), tl.zeros([TOKENS, TOKENS], tl.float32)
-    has_past = 0.0
     for start in range(0, features, FEATURES):
         f = start + tl.arange(0, FEATURES)
         rays = load_directions(w, w_h, kv, f, DIM, PADDED)
         past, past_ones = tl.load(references + at + f), tl.load(ones + at + f)
-        has_past = tl.maximum(has_past, tl.max(tl.where(past > float("-inf"), 1.0, 0.0), 0))
         exponents = dot(keys, tl.trans(rays)) * factor + offset[:, None]
         exponents = with_weights(exponents, bias, kv, f, features, HAS_BIAS)
         reference = finite(tl.maximum(past, tl.max(exponents, 0)))
@@ -80,17 +78,18 @@ def chunk_kernel(
         exponents = dot(queries, tl.trans(rays)) * query_factor + reference[None, :]
         new = tl.maximum(top, tl.max(exponents, 1))
         shrink, powers = tl.exp2(top - new), tl.exp2(exponents - new[:, None])
-        state = load_sums(sums, at, f, VALUE_DIM, VALUE_PADDED) * fade[:, None]
-        total = total * shrink + tl.sum(powers * (past_ones * fade)[None, :], 1)
-        powers = powers.to(OPERANDS)
-        scores = scores * shrink[:, None] + dot(powers, tl.trans(key_powers.to(OPERANDS)))
-        acc = acc * shrink[:, None] + dot(powers, state.to(OPERANDS))
+        scores = scores * shrink[:, None] + dot(powers.to(OPERANDS), tl.trans(key_powers.to(OPERANDS)))
+        powers *= fade[None, :]
+        total = total * shrink + tl.sum(powers * past_ones[None, :], 1)
+        state = load_state(sums, at, f, VALUE_DIM, VALUE_PADDED)
+        acc = acc * shrink[:, None] + dot(powers.to(OPERANDS), state)
         top = new
     scores = tl.where(column[:, None] >= column[None, :], scores, 0.0)
     total += tl.sum(scores, 1)
     values = load_tokens(v, v_strides, b, kv, t, real, VALUE_DIM, VALUE_PADDED)
     acc += dot(scores.to(OPERANDS), values.to(OPERANDS))
-    seen = (tl.cumsum(tl.where(real, 1.0, 0.0), 0) + has_past) > 0
+    # Each key has powers of all features: one tells whether there is a past.
+    seen = tl.cumsum(tl.where(real, 1.0, 0.0), 0) + tl.load(ones + at) > 0
     weak_rows = tl.where(seen & (total < weak) & real_rows, 1, 0)
     tl.store(flags + bh * tl.num_programs(0) + slot, tl.max(weak_rows, 0))
     line = bh * (tokens - before)
@@ -154,11 +153,11 @@ def repair_kernel(
             new = tl.maximum(top, tl.max(query_exponents + latest[None, :], 1))
             shrink = tl.exp2(top - finite(new))
             powers = tl.exp2(query_exponents + latest[None, :] - finite(new)[:, None])
-            state = load_sums(sums, at, f, VALUE_DIM, VALUE_PADDED) * fade[:, None]
-            total = total * shrink + tl.sum(powers * (past_ones * fade)[None, :], 1)
-            powers = powers.to(OPERANDS)
-            scores = scores * shrink[:, None] + dot(powers, tl.trans(key_powers.to(OPERANDS)))
-            acc = acc * shrink[:, None] + dot(powers, state.to(OPERANDS))
+            scores = scores * shrink[:, None] + dot(powers.to(OPERANDS), tl.trans(key_powers.to(OPERANDS)))
+            powers *= fade[None, :]
+            total = total * shrink + tl.sum(powers * past_ones[None, :], 1)
+            state = load_state(sums, at, f, VALUE_DIM, VALUE_PADDED)
+            acc = acc * shrink[:, None] + dot(powers.to(OPERANDS), state)
             top = new
             exponents = dot(block_keys, tl.trans(rays)) * factor + block_offset[:, None]
             exponents = with_weights(exponents, bias, kv, f, features, HAS_BIAS)

@@ -76,9 +76,9 @@ def with_weights(exponents, bias, kv, f, features, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def load_sums(sums, at, f, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Sums [features PADDED] of the state that starts at feature `at`, in float32."""
-    return load_rows(sums + at * DIM, f, f >= 0, DIM, DIM, PADDED).to(tl.float32)
+def load_state(sums, at, f, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """Sums [features PADDED] of the state that starts at feature `at`."""
+    return load_rows(sums + at * DIM, f, f >= 0, DIM, DIM, PADDED)
 
 
 @triton.jit(do_not_specialize=["tokens", "before", "first", "per_segment", "slots"])
@@ -108,7 +108,7 @@ def walk_kernel(
     reference = tl.full([FEATURES], float("-inf"), tl.float32)
     total, acc = tl.zeros([FEATURES], tl.float32), tl.zeros([FEATURES, VALUE_PADDED], tl.float32)
     if WRITE:
-        acc = load_sums(segment_sums, at, f, VALUE_DIM, VALUE_PADDED)
+        acc = load_state(segment_sums, at, f, VALUE_DIM, VALUE_PADDED)
         total, reference = tl.load(segment_ones + at + f), tl.load(segment_references + at + f)
     last = tl.minimum((segment + 1) * per_segment, steps)
     for turn in range(segment * per_segment * group, last * group):
@@ -181,14 +181,14 @@ def scan_kernel(
     reference = tl.full([FEATURES], float("-inf"), tl.float32)
     total, acc = tl.zeros([FEATURES], tl.float32), tl.zeros([FEATURES, PADDED], tl.float32)
     if HAS_PAST:
-        acc = load_sums(sums, at, f, DIM, PADDED)
+        acc = load_state(sums, at, f, DIM, PADDED)
         total, reference = tl.load(ones + at + f), tl.load(references + at + f)
     store_rows(to_sums + at * DIM, f, f >= 0, acc, DIM, PADDED)
     tl.store(to_ones + at + f, total)
     tl.store(to_references + at + f, reference)
     for _ in range(0, segments):
         at += features
-        next_acc = load_sums(sums, at, f, DIM, PADDED)
+        next_acc = load_state(sums, at, f, DIM, PADDED)
         next_total, next_reference = tl.load(ones + at + f), tl.load(references + at + f)
         new = tl.maximum(reference, next_reference)
         fade, factor = tl.exp2(reference - finite(new)), tl.exp2(next_reference - finite(new))

@@ -47,7 +47,7 @@ def causal_linear_attention(inputs: LinearInputs) -> Outputs:
 
 def causal_rows(inputs: LinearInputs, past: LinearState | None) -> Outputs:
     """Output of every query, without autograd; queries are the last positions, `past` precedes all keys."""
-    if inputs.q.is_cuda and cuda.serves(inputs):
+    if cuda.serves(inputs):
         return cuda.causal_rows(inputs, past)[0]
     outputs = new_outputs(inputs.q, inputs.v)
     if inputs.k.shape[-2] > inputs.q.shape[-2]:
@@ -67,7 +67,7 @@ def causal_row_gradients(
     inputs: LinearInputs, past: LinearState | None, grad_out: Tensor, outputs: Outputs, *, to_past: bool
 ) -> CausalGradients:
     """Gradients with respect to q, k, v and, if `to_past`, the state `past` of `causal_rows`."""
-    if inputs.q.is_cuda and cuda.serves(inputs):
+    if cuda.serves(inputs):
         return cuda.causal_gradients(inputs, past, grad_out, outputs, to_past=to_past)
     if inputs.k.shape[-2] > inputs.q.shape[-2]:
         past = _before_queries(inputs, past)
@@ -94,7 +94,7 @@ def extend_linear_attention(
 def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearState]:
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs[:3], *state))
     plain = not trained and not transformed(*inputs[:3])
-    if plain and inputs.q.is_cuda and cuda.serves(inputs):
+    if plain and cuda.serves(inputs):
         outputs, last = cuda.causal_rows(inputs, state, with_state=True)
         assert last is not None
         return outputs.out, last
