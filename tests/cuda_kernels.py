@@ -1,4 +1,7 @@
-"""Errors and resources of the Triton kernels, in a process of its own: `interpret` or `compile 90 64`."""
+"""Errors and resources of the Triton kernels, in a process of its own.
+
+interpret CASE | check CASE [FOLDER] | compile CAPABILITY HEAD_DIM
+"""
 
 import json
 import math
@@ -7,12 +10,16 @@ import re
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from efficient_attn.ops.cuda.tiles import tiles
+from efficient_attn.measure import kernel_check
+from efficient_attn.measure.kernel_check import Case
+from efficient_attn.ops import cuda
+from efficient_attn.ops.cuda.tiles import SMALL, tiles
 from efficient_attn.ops.linear.causal import causal_row_gradients, causal_rows
 from efficient_attn.ops.linear.features import draw_directions
 from efficient_attn.ops.linear.inputs import LinearInputs
@@ -22,16 +29,22 @@ DEFAULTS = {
     "dtype": FLOAT32, "norm": 1.0, "tokens": 70, "queries": None, "heads": 2, "kv_heads": 1, "dim": 32,
     "features": 64, "masked": False, "kind": "positive", "weights": False, "repair": False,
 }  # fmt: skip
-# Cases for the interpreter, which takes up to a minute for each.
+# Cases for the interpreter beyond those of `gpu-check`.
 CASES = {
-    "plain": {},
     "masked keys, fewer queries": {"norm": 5.0, "tokens": 100, "queries": 60, "masked": True},
-    "large norms": {"norm": 20.0, "tokens": 100, "masked": True},
     "rows out of range": {"norm": 60.0, "tokens": 40},
     "all chunks repaired": {"norm": 5.0, "masked": True, "repair": True},
     "hyperbolic features": {"kind": "hyperbolic", "weights": True, "heads": 1},
-    "half precision": {"dtype": "bfloat16", "norm": 5.0},
-    "half precision, large norms": {"dtype": "bfloat16", "norm": 20.0, "masked": True},
+}
+# Cases of `gpu-check` for the interpreter.
+CHECKED = {
+    "one token": (FLOAT32, Case(norm=1, tokens=1, masked=False, grouped=False)),
+    "plain": (FLOAT32, Case(norm=1, tokens=70, masked=False, grouped=False)),
+    "masked": (FLOAT32, Case(norm=5, tokens=100, masked=True, grouped=False)),
+    "grouped": (FLOAT32, Case(norm=5, tokens=70, masked=False, grouped=True)),
+    "large norms": (FLOAT32, Case(norm=20, tokens=100, masked=True, grouped=False)),
+    "half": ("bfloat16", Case(norm=5, tokens=70, masked=True, grouped=True)),
+    "half, large norms": ("bfloat16", Case(norm=20, tokens=40, masked=True, grouped=True)),
 }
 
 
@@ -120,19 +133,40 @@ def errors(case: dict[str, Any], device: str, tile: Any) -> dict[str, list[float
     }
 
 
-def interpret() -> dict[str, Any]:
-    """Errors of all cases under Triton's interpreter."""
+def interpret(name: str) -> dict[str, list[float]]:
+    """Errors of a case under Triton's interpreter."""
+    from efficient_attn.ops.cuda import causal
+
+    if CASES[name].get("repair"):
+        causal.WEAK, causal.LIMIT = math.inf, -math.inf
+    return errors(CASES[name], "cpu", SMALL)
+
+
+def check(name: str, *folders: str) -> dict[str, Any]:
+    """Result of `gpu-check` under Triton's interpreter, with kernels from `folders`."""
     import interpreter_bf16
 
-    from efficient_attn.ops.cuda import causal
-    from efficient_attn.ops.cuda.tiles import SMALL
-
     interpreter_bf16.install()
-    measured, bounds = {}, (causal.WEAK, causal.LIMIT)
-    for name, case in CASES.items():
-        causal.WEAK, causal.LIMIT = (math.inf, -math.inf) if case.get("repair") else bounds
-        measured[name] = errors(case, "cpu", SMALL)
-    return measured
+    cuda.__path__[:0] = folders
+    from efficient_attn.ops.cuda import causal
+
+    references = kernel_check._references
+
+    def by_operators(*arguments: Any) -> Any:
+        """The references, which come last; no kernel computes them."""
+        cuda.serves = lambda inputs: False
+        return references(*arguments)
+
+    kernel_check._references, cuda.serves, cuda._tile = by_operators, cuda.supports, lambda inputs: SMALL
+    torch.cuda.device = nullcontext
+    # Few heads, several chunks in a segment, memory that holds NaN or the largest number of its dtype.
+    kernel_check._HEADS, kernel_check._KV_HEADS, causal._SEGMENTS = 2, 1, 2
+    causal.Call.new = lambda call, *shape, dtype=torch.float32: call.inputs.q.new_full(
+        shape, torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max, dtype=dtype
+    )
+    precision, case = CHECKED[name]
+    sizes = {"head_dim": 16, "features": 32}
+    return kernel_check.check_kernel("causal-linear", precision, device="cpu", cases=[case], **sizes)
 
 
 class Compiled:
@@ -211,4 +245,6 @@ def compile_kernels(capability: int, dim: int) -> dict[str, dict[str, int]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(interpret() if sys.argv[1] == "interpret" else compile_kernels(*map(int, sys.argv[2:]))))
+    verb, *arguments = sys.argv[1:]
+    numbers = map(int, arguments) if verb == "compile" else arguments
+    print(json.dumps({"interpret": interpret, "check": check, "compile": compile_kernels}[verb](*numbers)))

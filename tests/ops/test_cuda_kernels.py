@@ -12,12 +12,15 @@ import cuda_kernels
 import pytest
 import torch
 
-from efficient_attn.ops.cuda import supports
+from efficient_attn.ops import cuda
 from efficient_attn.ops.cuda.tiles import tiles
 
 TRITON = find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not TRITON, reason="triton is not installed")
 SCRIPT = Path(cuda_kernels.__file__)
+# By name: the case of `gpu-check` that rejects the fault, and what changes in a file.
+ROWS = Path(__file__).with_name("kernel_faults.tsv").read_text(encoding="utf-8").splitlines()[1:]
+FAULTS = {name: row for name, *row in (row.replace("⏎", "\n").split("\t") for row in ROWS)}
 # Bytes of shared memory of a block.
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 ON_GPU = [
@@ -53,17 +56,35 @@ def check(measured: dict[str, list[float]], *, float32: bool) -> None:
         assert computed <= factor * yardstick + least
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, Any]:
-    return child("interpret", TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+def interpreted(*arguments: str) -> Any:
+    return child(*arguments, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cuda_kernels.CASES)
-def test_interpreted_kernels_are_as_accurate_as_the_algorithm_of_the_cpu(interpreted, name):
-    dtype = cuda_kernels.CASES[name].get("dtype", cuda_kernels.FLOAT32)
-    check(interpreted[name], float32=dtype == cuda_kernels.FLOAT32)
+def test_interpreted_kernels_are_as_accurate_as_the_algorithm_of_the_cpu(name):
+    check(interpreted("interpret", name), float32=True)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("case", cuda_kernels.CHECKED)
+def test_gpu_check_passes_the_interpreted_kernels(case):
+    result = interpreted("check", case)
+    assert result["served"] == 1 and not result["failures"]
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "file", "old", "new"), FAULTS.values(), ids=FAULTS)
+def test_gpu_check_rejects_interpreted_kernels_with_a_fault(case, file, old, new, tmp_path):
+    source = Path(cuda.__file__).with_name(file).read_text(encoding="utf-8")
+    assert source.count(old) == 1
+    (tmp_path / file).write_text(source.replace(old, new), encoding="utf-8")
+    result = interpreted("check", case, str(tmp_path))
+    # A kernel that fails to run has no errors of gradients.
+    assert result["failures"] and len(result["worst"]) == 3
 
 
 class Launches:
@@ -158,5 +179,5 @@ def test_many_calls_on_a_gpu_have_the_same_bits(cuda, dtype):
     "change", [{"features": 24}, {"dim": 8}, {"dim": 144}, {"dtype": "float64"}], ids=str
 )
 def test_kernels_support_calls_within_their_limits_alone(change):
-    assert supports(cuda_kernels.case_inputs({}, "cpu")[0])
-    assert not supports(cuda_kernels.case_inputs(change, "cpu")[0])
+    assert cuda.supports(cuda_kernels.case_inputs({}, "cpu")[0])
+    assert not cuda.supports(cuda_kernels.case_inputs(change, "cpu")[0])

@@ -88,7 +88,7 @@ def chunk_kernel(
     total += tl.sum(scores, 1)
     values = load_tokens(v, v_strides, b, kv, t, real, VALUE_DIM, VALUE_PADDED)
     acc += dot(scores.to(OPERANDS), values.to(OPERANDS))
-    # Each key has powers of all features: one tells whether there is a past.
+    # One feature tells of a past, also of the empty one of means, whose repair gives zeros.
     seen = tl.cumsum(tl.where(real, 1.0, 0.0), 0) + tl.load(ones + at) > 0
     weak_rows = tl.where(seen & (total < weak) & real_rows, 1, 0)
     tl.store(flags + bh * tl.num_programs(0) + slot, tl.max(weak_rows, 0))
