@@ -35,7 +35,7 @@ def key_kernel(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
     FEATURES: tl.constexpr, TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one chunk's keys and values of one key head, and the flag of the chunk."""
+    """Gradients of a chunk's keys and values, and its flag; registers do not hold inputs to the end."""
     chunk, bkv = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, kv = bkv // kv_heads, bkv % kv_heads
     group = heads // kv_heads
