@@ -19,7 +19,7 @@ from efficient_attn.studies.study import CANDIDATES, Option, Plan
 from efficient_attn.studies.swap.plan import DECIDES, KL, OF_A_FOLDER, TextFiles, promising, refuse
 from efficient_attn.studies.workload import Workload, measurer_for, settle
 
-# Seconds for the shipped activations: with the installation less than two minutes.
+# Seconds for the shipped activations; the installation takes about as long.
 _BUDGET_S = 60.0
 # Seconds for a model.
 _MODEL_BUDGET_S = 300.0
