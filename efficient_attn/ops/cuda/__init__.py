@@ -20,7 +20,7 @@ _MOST_OFFSET, _MOST_HEADS = 2**31 - 1, 65535
 def serves(inputs: LinearInputs) -> bool:
     """Whether the kernels of causal linear attention serve a call on this machine."""
     q = inputs.q
-    if q.device.type != "cuda" or only_torch() or find_spec("triton") is None:
+    if not q.is_cuda or only_torch() or find_spec("triton") is None:
         return False
     return supports(inputs) and verdict.trusted("causal-linear", q.device, q.dtype)
 
