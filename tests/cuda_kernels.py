@@ -153,7 +153,7 @@ def check(name: str, *folders: str) -> dict[str, Any]:
     references = kernel_check._references
 
     def by_operators(*arguments: Any) -> Any:
-        """The references, which come last; no kernel computes them."""
+        """References without kernels, after all calls that kernels serve."""
         cuda.serves = lambda inputs: False
         return references(*arguments)
 

@@ -35,7 +35,7 @@ def key_kernel(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
     FEATURES: tl.constexpr, TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a chunk's keys and values, and its flag; registers do not hold inputs to the end."""
+    """Gradients of one chunk's keys and values of one key head, and the flag of the chunk."""
     chunk, bkv = tl.program_id(0), tl.program_id(1).to(tl.int64)
     b, kv = bkv // kv_heads, bkv % kv_heads
     group = heads // kv_heads
@@ -84,6 +84,7 @@ def key_kernel(
             scores += dot(key_powers.to(OPERANDS), tl.trans(powers))
             by_value += dot((key_powers * fade[None, :]).to(OPERANDS), state)
         scores = tl.where(column[:, None] <= column[None, :], scores, 0.0)
+        # Read again, as the keys below: registers do not hold them over the loop.
         upstream = load_tokens(g, g_strides, b, h, t - before, real_rows, VALUE_DIM, VALUE_PADDED)
         by_value += dot(scores.to(OPERANDS), upstream.to(OPERANDS))
     tl.store(flags + bkv * tl.num_programs(0) + chunk, tl.max(tl.where(largest > limit, 1, 0), 0))

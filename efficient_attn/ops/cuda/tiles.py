@@ -36,8 +36,7 @@ class Tile(NamedTuple):
 # Measured on an H200: for each kernel the fastest block of the few tried. Later that of keys was halved and
 # walks got twice as many warps, so that no register spills.
 _HOPPER = Tile(128, 64, 8, 64, 64, 16, 2, 4, 128, 8)
-# Others were chosen without a GPU, by shared memory, of which consumer cards have 99 kB, and by registers.
-# None spills in half precision.
+# Others without a GPU: by shared memory, of which consumer cards have 99 kB, and by registers.
 _WIDE = Tile(128, 32, 8, 64, 32, 32, 2, 4, 64, 8)
 _NARROW = Tile(64, 16, 4, 64, 16, 16, 1, 4, 32, 4)
 SMALL = Tile(32, 16, 4, 32, 16, 16, 1, 4, 32, 4)
