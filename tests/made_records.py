@@ -7,6 +7,7 @@ from itertools import product
 from efficient_attn.measure import record as records
 from efficient_attn.measure.quantities import FIELDS, KINDS, QUANTITIES
 from efficient_attn.measure.record import Case, Record, append
+from efficient_attn.registry import SPECS
 
 LENGTHS = (256, 512, 1024, 2048)
 
@@ -60,8 +61,8 @@ def folder(path, records, environment=None):
 
 @contextmanager
 def forgotten():
-    """Quantities and kinds that are declared inside exist inside alone."""
-    tables = [(table, dict(table)) for table in (QUANTITIES, FIELDS, KINDS)]
+    """Quantities, kinds and backends that are declared inside exist inside alone."""
+    tables = [(table, dict(table)) for table in (QUANTITIES, FIELDS, KINDS, SPECS)]
     try:
         yield
     finally:

@@ -9,11 +9,11 @@ import pytest
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 from command_line import command
+from made_records import forgotten
 
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.external import plugins
-from efficient_attn.registry import SPECS
 
 GOOD = """
 from efficient_attn.backends.exact import ExactOptions, FusedAttention
@@ -36,7 +36,6 @@ def install(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("COLUMNS", "200")
-    specs = dict(SPECS)
 
     def add(code):
         (tmp_path / "strangers.py").write_text(code)
@@ -46,10 +45,9 @@ def install(tmp_path, monkeypatch):
         (about / "entry_points.txt").write_text("[efficient_attn.backends]\nstranger = strangers\n")
         plugins.cache_clear()
 
-    yield add
+    with forgotten():
+        yield add
     plugins.cache_clear()
-    SPECS.clear()
-    SPECS.update(specs)
     sys.modules.pop("strangers", None)
 
 
