@@ -7,6 +7,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parent))
 from choosing import table
 
+from efficient_attn.measure.record import Case
 from efficient_attn.report.text import three_digits
 from efficient_attn.stats.estimates import DEVICE_TIME, SpeedUp, by_clock, call_time, curves, speed_ups
 from efficient_attn.stats.predicted_time import crossover
@@ -36,22 +37,25 @@ def _of_gpu(folder: Path, check: GpuCheck) -> Iterator[str]:
     )
     timed = by_clock(check.records).get(DEVICE_TIME, ())
     compared = speed_ups(curves(timed, "time_s"))
-    starts = {(row.case.label, row.case.causal, row.case.backward): _start(row) for row in compared}
-    times = {
-        (r.case.label, r.case.causal, r.case.backward, r.case.tokens): 1000 * call_time(r).median
-        for r in timed
-    }
+    starts = {_call(row.case): _start(row) for row in compared}
+    times = {(*_call(r.case), r.case.tokens): 1000 * call_time(r).median for r in timed}
     rows = []
-    for call in dict.fromkeys(key[:3] for key in sorted(times, key=lambda key: key[1:3])):
-        label, causal, backward = call
-        name = ", ".join([label, *["causal"] * causal, *["with gradients"] * backward])
+    for call in dict.fromkeys(key[:4] for key in sorted(times, key=lambda key: key[1:4])):
+        label, dtype, causal, backward = call
+        marks = {"float32": dtype == "float32", "causal": causal, "with gradients": backward}
+        name = ", ".join([label, *(mark for mark, holds in marks.items() if holds)])
+        predicted = PREDICTED_MS.get((label, causal, backward)) if dtype == "bfloat16" else None
         cells = []
-        for n, guess in zip(PREDICTED_LENGTHS, PREDICTED_MS.get(call, [None] * 4), strict=True):
+        for n, guess in zip(PREDICTED_LENGTHS, predicted or [None] * 4, strict=True):
             time = times.get((*call, n))
             shown = "–" if time is None else three_digits(time)
             cells.append(shown if guess is None or time is None else f"{shown} ({three_digits(guess)})")
         rows.append([name, *cells, starts.get(call, "")])
     yield table(["call, ms (predicted)", *map(str, PREDICTED_LENGTHS), "faster from, tokens"], rows)
+
+
+def _call(case: Case) -> tuple[str, str, bool, bool]:
+    return case.label, case.dtype, case.causal, case.backward
 
 
 def _start(row: SpeedUp) -> str:

@@ -1,6 +1,6 @@
 """Errors and resources of the Triton kernels, in a process of its own.
 
-interpret CASE | check CASE [FOLDER] | compile CAPABILITY HEAD_DIM
+interpret CASE | check CASE [FOLDER] | compile CAPABILITY HEAD_DIM DTYPE
 """
 
 import json
@@ -38,13 +38,13 @@ CASES = {
 }
 # Cases of `gpu-check` for the interpreter.
 CHECKED = {
-    "one token": (FLOAT32, Case(norm=1, tokens=1, masked=False, grouped=False)),
-    "plain": (FLOAT32, Case(norm=1, tokens=70, masked=False, grouped=False)),
-    "masked": (FLOAT32, Case(norm=5, tokens=100, masked=True, grouped=False)),
-    "grouped": (FLOAT32, Case(norm=5, tokens=70, masked=False, grouped=True)),
-    "large norms": (FLOAT32, Case(norm=20, tokens=100, masked=True, grouped=False)),
-    "half": ("bfloat16", Case(norm=5, tokens=70, masked=True, grouped=True)),
-    "half, large norms": ("bfloat16", Case(norm=20, tokens=40, masked=True, grouped=True)),
+    "one token": (FLOAT32, Case(norm=1, tokens=1, masked=False, grouped=False, head_dim=16)),
+    "plain": (FLOAT32, Case(norm=1, tokens=70, masked=False, grouped=False, head_dim=16)),
+    "masked": (FLOAT32, Case(norm=5, tokens=100, masked=True, grouped=False, head_dim=16)),
+    "grouped": (FLOAT32, Case(norm=5, tokens=70, masked=False, grouped=True, head_dim=16)),
+    "large norms": (FLOAT32, Case(norm=20, tokens=100, masked=True, grouped=False, head_dim=16)),
+    "half": ("bfloat16", Case(norm=5, tokens=70, masked=True, grouped=True, head_dim=16)),
+    "half, large norms": ("bfloat16", Case(norm=20, tokens=40, masked=True, grouped=True, head_dim=16)),
 }
 
 
@@ -139,7 +139,7 @@ def interpret(name: str) -> dict[str, list[float]]:
 
     if CASES[name].get("repair"):
         causal.WEAK, causal.LIMIT = math.inf, -math.inf
-    return errors(CASES[name], "cpu", SMALL)
+    return errors(CASES[name], "cpu", tiles((8, 0), torch.float32, 128)[0])
 
 
 def check(name: str, *folders: str) -> dict[str, Any]:
@@ -165,8 +165,7 @@ def check(name: str, *folders: str) -> dict[str, Any]:
         shape, torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max, dtype=dtype
     )
     precision, case = CHECKED[name]
-    sizes = {"head_dim": 16, "features": 32}
-    return kernel_check.check_kernel("causal-linear", precision, device="cpu", cases=[case], **sizes)
+    return kernel_check.check_kernel("causal-linear", precision, device="cpu", cases=[case], features=32)
 
 
 class Compiled:
@@ -228,17 +227,17 @@ def _usage(cubin: bytes) -> dict[str, int]:
     return {"registers": int(registers), "stack": int(stack)}
 
 
-def compile_kernels(capability: int, dim: int) -> dict[str, dict[str, int]]:
+def compile_kernels(capability: str, dim: str, dtype: str) -> dict[str, dict[str, int]]:
     """Registers, stack and shared memory of every launch of a call with the first tile."""
     from efficient_attn.ops.cuda import causal
 
     measured: dict[str, dict[str, int]] = {}
     for name, kernel in [*vars(causal).items()]:
         if name.endswith("_kernel"):
-            setattr(causal, name, Compiled(kernel, capability, measured))
-    sizes = {"heads": 16, "kv_heads": 16, "dim": dim, "features": 256}
-    inputs, g = case_inputs({"dtype": "bfloat16", **sizes}, "meta")
-    tile = tiles(divmod(capability, 10), torch.bfloat16, dim)[0]
+            setattr(causal, name, Compiled(kernel, int(capability), measured))
+    sizes = {"heads": 16, "kv_heads": 16, "dim": int(dim), "features": 256}
+    inputs, g = case_inputs({"dtype": dtype, **sizes}, "meta")
+    tile = tiles(divmod(int(capability), 10), inputs.q.dtype, int(dim))[0]
     outputs, _ = causal.forward(inputs, None, tile=tile)
     causal.backward(inputs, None, g, outputs, tile=tile)
     return measured
@@ -246,5 +245,4 @@ def compile_kernels(capability: int, dim: int) -> dict[str, dict[str, int]]:
 
 if __name__ == "__main__":
     verb, *arguments = sys.argv[1:]
-    numbers = map(int, arguments) if verb == "compile" else arguments
-    print(json.dumps({"interpret": interpret, "check": check, "compile": compile_kernels}[verb](*numbers)))
+    print(json.dumps({"interpret": interpret, "check": check, "compile": compile_kernels}[verb](*arguments)))

@@ -116,8 +116,8 @@ def test_children_take_a_newer_assembler_where_there_is_one(machine, monkeypatch
 
 
 def checked(precision, cases, fault=""):
-    subject, sizes = standin_kernel.subject(fault), {"head_dim": 16, "features": 32}
-    return kernel_check.check_kernel(subject, precision, device="cpu", cases=cases, **sizes)
+    subject = standin_kernel.subject(fault)
+    return kernel_check.check_kernel(subject, precision, device="cpu", cases=cases, features=32)
 
 
 @pytest.mark.parametrize("precision", standin_kernel.PRECISIONS)
@@ -141,6 +141,14 @@ def test_every_planted_fault_is_rejected(fault, monkeypatch):
 def test_a_kernel_that_serves_no_case_does_not_pass(monkeypatch):
     monkeypatch.setattr(standin_kernel, "note_kernel", lambda name: None)
     assert checked("float32", standin_kernel.CASES[:2])["served"] == 0
+
+
+def test_heads_that_another_tile_serves_are_checked_too(monkeypatch):
+    dims = set()
+    monkeypatch.setattr(kernel_check, "cases_of", lambda lengths, head_dim=64: [head_dim] * len(lengths))
+    monkeypatch.setattr(kernel_check, "_findings", lambda subject, dim, *rest: dims.add(dim) or ())
+    kernel_check.check_kernel("causal-linear", "float32", device="cpu")
+    assert dims == {64, 128}
 
 
 def judge(*tiles, limit_s=300.0):
@@ -181,8 +189,8 @@ def test_a_process_that_dies_hangs_or_answers_nan_ends_its_tile_alone():
     assert judge("hangs", limit_s=2.0) == {"outcome": "failed", "tile": "hangs", "reasons": late}
 
 
-def timed(label, tokens, time_s, *, causal=False):
-    on_gpu = {"dtype": "bfloat16", "device": "cuda:0", "l2": "cold", "backend": label.split(",")[0]}
+def timed(label, tokens, time_s, *, causal=False, dtype="bfloat16"):
+    on_gpu = {"dtype": dtype, "device": "cuda:0", "l2": "cold", "backend": label.split(",")[0]}
     case = made_case("time", label, tokens, causal=causal, **on_gpu)
     times = (time_s,) * 4
     return Record(case=case, times_s=times, device_times_s=times, round_sizes=(1,) * 4)
@@ -192,16 +200,17 @@ def timed(label, tokens, time_s, *, causal=False):
 def test_a_kernel_slower_than_operators_at_most_lengths_serves_no_call(kernel_s, outcome):
     entries = kernels()
     records = [timed("performer-positive, operators", tokens, 1.0) for tokens in (1024, 4096, 16384)]
-    # Short calls are slow, and causal ones are those of another kernel.
+    # Short calls are slow, and causal ones are those of another kernel, slow in one precision.
     speeds = {1024: 3.0, 4096: kernel_s, 16384: kernel_s}
     records += [timed("performer-positive", tokens, time_s) for tokens, time_s in speeds.items()]
-    records += [
-        timed(f"performer-positive{x}", 1024, s, causal=True) for x, s in (("", 9.0), (", operators", 1.0))
-    ]
+    entries["causal-linear"] = {"precisions": {x: {**PASSED, "reasons": []} for x in ("float16", "float32")}}
+    for x, s in (("", 9.0), (", operators", 1.0)):
+        records += [timed(f"performer-positive{x}", 1024, s, causal=True, dtype="float32")]
     gpu_check.strike_slower(entries, records[1:] if kernel_s == 1.0 else records)
     assert entries["flex"]["precisions"]["bfloat16"]["outcome"] == outcome
-    # The timed calls say nothing on float32.
+    # The timed calls that are not causal say nothing on float32, and those in float32 nothing on float16.
     assert entries["flex"]["precisions"]["tf32"]["outcome"] == "passed"
+    assert [entry["outcome"] for *_, entry in gpu_check._entries(entries)][2:] == ["passed", "slower"]
 
 
 @pytest.fixture

@@ -38,12 +38,13 @@ class Case(NamedTuple):
     tokens: int
     masked: bool
     grouped: bool
+    head_dim: int = 64
 
 
-def cases_of(lengths: Sequence[int]) -> list[Case]:
+def cases_of(lengths: Sequence[int], head_dim: int = 64) -> list[Case]:
     """Every length with every norm, with and without a key mask and grouped heads."""
     grid = itertools.product(lengths, (1, 5, 20), (False, True), (False, True))
-    return [Case(norm, tokens, masked, grouped) for tokens, norm, masked, grouped in grid]
+    return [Case(norm, tokens, masked, grouped, head_dim) for tokens, norm, masked, grouped in grid]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ class Subject:
         note: Name by which the kernel reports that it served a call.
         bits: Mantissa bits of operands by precision; None: the backend on the CPU is the measure.
         causal: Whether calls are causal; None: only with grouped heads.
+        wide_lengths: Lengths with heads of 128, which another tile serves.
         options: Options of the backend; none: as many features as the check asks for.
         module: Function of the backend, whose result takes its place.
     """
@@ -62,17 +64,18 @@ class Subject:
     note: str
     lengths: Sequence[int]
     bits: Mapping[str, int | None]
+    wide_lengths: Sequence[int] = ()
     causal: bool | None = False
     streams: bool = False
     options: Mapping[str, int] = field(default_factory=dict)
     trained: bool = True
     module: Callable[..., Any] | None = None
 
-    def build(self, case: Case, precision: str, head_dim: int, features: int) -> Any:
+    def build(self, case: Case, precision: str, features: int) -> Any:
         """The backend, with directions that both half precisions can hold."""
         size = self.options or {"num_features": features}
         causal = case.grouped if self.causal is None else self.causal
-        backend = build(self.backend, head_dim=head_dim, num_heads=_HEADS, causal=causal, **size)
+        backend = build(self.backend, head_dim=case.head_dim, num_heads=_HEADS, causal=causal, **size)
         for x in backend.buffers() if precision.endswith("16") else ():
             x.copy_(_rounded(x.double(), _BITS["bfloat16"]))
         return backend
@@ -88,6 +91,7 @@ SUBJECTS = {
         note="triton causal-linear",
         # More chunks than segments of the scan in the last one.
         lengths=(1, 63, 64, 65, 127, 129, 1000, 4097),
+        wide_lengths=(65, 1000),
         # Features beyond the range of float16 are numbers of bfloat16.
         bits={"bfloat16": 7, "float16": 7, "float32": None},
         causal=True,
@@ -117,7 +121,6 @@ def check_kernel(
     device: str,
     tile: str = "",
     cases: Sequence[Case] | None = None,
-    head_dim: int = 64,
     features: int = 256,
 ) -> dict[str, Any]:
     """Counts of cases, of cases that the kernel served and that failed; worst shares of bounds; failures."""
@@ -126,7 +129,8 @@ def check_kernel(
     name = kernel if isinstance(kernel, str) else subject.note
     worst: dict[str, float] = {}
     failures: list[str] = []
-    cases = cases_of(subject.lengths) if cases is None else cases
+    if cases is None:
+        cases = cases_of(subject.lengths) + cases_of(subject.wide_lengths, head_dim=128)
     served = failed = 0
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
@@ -134,7 +138,7 @@ def check_kernel(
         with verdict.on_trial({name: tile}):
             for case in cases:
                 with observed_kernels() as names:
-                    findings = list(_findings(subject, case, precision, device, head_dim, features, names))
+                    findings = list(_findings(subject, case, precision, device, features, names))
                 served += bool(findings)
                 for verb, share, text in findings:
                     worst[verb] = max(worst.get(verb, 0.0), share)
@@ -174,17 +178,16 @@ def _findings(
     case: Case,
     precision: str,
     device: str,
-    head_dim: int,
     features: int,
     names: set[str],
 ) -> Iterator[tuple[str, float, str]]:
     """Verb, largest share of its bound, and a failure or ""; nothing if none of `names` is the kernel."""
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
-    backend = subject.build(case, precision, head_dim, features)
+    backend = subject.build(case, precision, features)
     module = backend.to(device, dtype).eval()
     if subject.module is not None:
         module = subject.module(module)
-    inputs = _draw(case, head_dim, dtype, device)
+    inputs = _draw(case, dtype, device)
     try:
         results = []
         for _ in range(2 if case.tokens < _OFTEN_FROM else _OFTEN):
@@ -216,13 +219,14 @@ def _findings(
             yield "extend", *_compared(out, *sides, backward=False)
 
 
-def _draw(case: Case, head_dim: int, dtype: torch.dtype, device: str) -> _Inputs:
+def _draw(case: Case, dtype: torch.dtype, device: str) -> _Inputs:
     """Inputs with rows of q and k of one norm after scaling, and NaN in masked tokens of k and v."""
     generator = torch.Generator().manual_seed(case.tokens)
     batch = _BATCH if case.tokens <= _LONGEST_BATCH else 1
     heads = (_HEADS, *[_KV_HEADS if case.grouped else _HEADS] * 2, _HEADS)
-    q, k, v, gradient = (torch.randn(batch, h, case.tokens, head_dim, generator=generator) for h in heads)
-    q, k = (x / x.norm(dim=-1, keepdim=True) * case.norm * head_dim**0.25 for x in (q, k))
+    rows = (case.tokens, case.head_dim)
+    q, k, v, gradient = (torch.randn(batch, h, *rows, generator=generator) for h in heads)
+    q, k = (x / x.norm(dim=-1, keepdim=True) * case.norm * case.head_dim**0.25 for x in (q, k))
     # The weight of a key depends on its norm.
     k = k * (0.7 + 0.3 * torch.rand(*k.shape[:3], 1, generator=generator))
     mask = None

@@ -35,9 +35,9 @@ CHECK_LIMIT_S, MEASURE_BUDGET_S = 150.0, 600.0
 _CHECK_BYTES, _MOST_CHECKS = 8 << 30, 6
 _HEADS, _HEAD_DIM, _ROUNDS = 16, 64, 4
 _LINEAR, _OPERATORS = "performer-positive", "performer-positive, operators"
-# Kernels that serve the measured calls, by causality, and the precisions for which half precision speaks.
-_TIMED = {False: "flex", True: "causal-linear"}
-_HALF = ("bfloat16", "float16")
+# Causality of the measured calls that each kernel serves. In float32 only one does, timed up to a length.
+_TIMED = {"flex": False, "causal-linear": True}
+_LONGEST_FLOAT32 = 16384
 # Milliseconds of the model of docs/roofline.py for an H100 at _LENGTHS from 4096 on, by label, causal and
 # backward. A factor of two either way is a finding.
 PREDICTED_LENGTHS = (4096, 16384, 65536, 262144)
@@ -98,7 +98,7 @@ class GpuCheck(NamedTuple):
         for record in by_clock(self.records).get(DEVICE_TIME, ()):
             case = record.case
             predicted = PREDICTED_MS.get((case.label, case.causal, case.backward))
-            if predicted is None or case.tokens not in PREDICTED_LENGTHS:
+            if predicted is None or case.dtype != "bfloat16" or case.tokens not in PREDICTED_LENGTHS:
                 continue
             milliseconds = predicted[PREDICTED_LENGTHS.index(case.tokens)]
             measured = 1000 * call_time(record).median
@@ -120,7 +120,7 @@ class GpuCheck(NamedTuple):
         return "\n\n".join(texts) + "\n"
 
 
-def _entries(kernels: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+def _entries(kernels: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for kernel, stored in kernels.items():
         for precision, entry in stored["precisions"].items():
             yield kernel, precision, entry
@@ -305,18 +305,21 @@ def _measure(
     ):
 
         def steps() -> Steps:
-            for tokens, causal, backward in itertools.product(LENGTHS, (False, True), (False, True)):
+            dtypes, both = (workload.dtype, "float32"), (False, True)
+            for tokens, dtype, causal, backward in itertools.product(LENGTHS, dtypes, both, both):
+                if dtype == "float32" and (tokens > _LONGEST_FLOAT32 or not causal):
+                    continue
                 setting = {"causal": causal, "backward": backward, "device": device, "inputs": "gaussian"}
                 points = []
                 for variant in (exact, window, linear, operators):
                     costs = Costs(
                         measure=plain if variant is operators else kernels,
-                        shared={**vars(workload), **setting},
+                        shared={**vars(workload), **setting, "dtype": dtype},
                         rounds=_ROUNDS,
                         l2=COLD,
                     )
                     # Durations of one setting say nothing on another.
-                    series = (variant.label, causal, backward)
+                    series = (variant.label, dtype, causal, backward)
                     points.append(replace(costs.point(variant, tokens), series=series))
                 yield points
 
@@ -325,20 +328,18 @@ def _measure(
 
 
 def strike_slower(kernels: Mapping[str, Any], records: Sequence[Record]) -> None:
-    """Mark kernels in half precision that lost to operators at more lengths than they won."""
+    """Mark kernels that lost to operators at more lengths than they won; bfloat16 speaks for float16."""
     from efficient_attn.ops.verdict import PASSED, SLOWER
 
-    timed = {(r.case.label, r.case.tokens, r.case.causal, r.case.backward): r for r in records}
-    for causal, kernel in _TIMED.items():
+    calls = [(r.case.dtype, r.case.causal, r.case.tokens, r.case.backward) for r in records]
+    timed = {(r.case.label, call): r for call, r in zip(calls, records, strict=True) if r.device_times_s}
+    for kernel, precision, entry in _entries(kernels):
+        setting = ("bfloat16" if precision == "float16" else precision, _TIMED.get(kernel))
         sides = [
             time_ratio(on_device(record), on_device(operators)).side_of_one
-            for case, record in timed.items()
-            if case[0] == _LINEAR and case[2] == causal and record.device_times_s
-            if (operators := timed.get((_OPERATORS, *case[1:]))) and operators.device_times_s
+            for (label, call), record in timed.items()
+            if label == _LINEAR and call[:2] == setting and (operators := timed.get((_OPERATORS, call)))
         ]
-        if kernel in kernels and sum(sides) < 0:
-            for precision in _HALF:
-                entry = kernels[kernel]["precisions"].get(precision, {"outcome": ""})
-                if entry["outcome"] == PASSED:
-                    entry["outcome"] = SLOWER
-                    entry["reasons"].append("PyTorch's operators were measured faster at most lengths")
+        if entry["outcome"] == PASSED and sum(sides) < 0:
+            entry["outcome"] = SLOWER
+            entry["reasons"].append("PyTorch's operators were measured faster at most lengths")

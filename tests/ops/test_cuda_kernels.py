@@ -15,8 +15,7 @@ import torch
 from efficient_attn.ops import cuda
 from efficient_attn.ops.cuda.tiles import tiles
 
-TRITON = find_spec("triton") is not None
-needs_triton = pytest.mark.skipif(not TRITON, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 SCRIPT = Path(cuda_kernels.__file__)
 # By name: the case of `gpu-check` that rejects the fault, and what changes in a file.
 ROWS = Path(__file__).with_name("kernel_faults.tsv").read_text(encoding="utf-8").splitlines()[1:]
@@ -43,9 +42,8 @@ ON_GPU = [
 def child(*arguments: str, **environment: str) -> Any:
     # Where the folder of a script is left off the path, its helpers have to be found too.
     environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent)} | environment
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *arguments], env=environment, capture_output=True, text=True
-    )
+    command = [sys.executable, SCRIPT, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
@@ -119,11 +117,9 @@ def test_launches_do_not_grow_with_the_length_and_bytes_stay_within_their_bound(
     inputs = inputs._replace(q=q, k=k, v=v, directions=inputs.directions.to("meta"))
     tile = tiles((9, 0), torch.bfloat16, 64)[0]
     outputs, _ = causal.forward(inputs, None, tile=tile)
-    assert [name for name, _ in seen] == [
-        f"{name}_kernel" for name in ("walk", "scan", "walk", "chunk", "repair")
-    ]
-    # Keys and values in three launches, queries and output in one; states of chunks written and read; states
-    # of segments written, scanned and read. The repair reads flags alone where no chunk is flagged.
+    launched = [name.removesuffix("_kernel") for name, _ in seen]
+    assert launched == ["walk", "scan", "walk", "chunk", "repair"]
+    # Keys and values in three launches, queries and output in one; the repair reads flags alone.
     state = 256 * 64 * 2
     chunks, segments = 2 * 8 * tokens // tile.tokens * state, 2 * 8 * 33 * state * 2
     moved = sum(moved for name, moved in seen if name != "repair_kernel")
@@ -135,11 +131,12 @@ def test_launches_do_not_grow_with_the_length_and_bytes_stay_within_their_bound(
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 64), ("bfloat16", 128), ("float32", 64)])
 @pytest.mark.parametrize("capability", SHARED)
-def test_compiled_kernels_of_half_precision_fit_registers_and_shared_memory(capability, dim):
-    for name, resources in child("compile", str(capability), str(dim)).items():
-        assert resources["stack"] == 0, name
+def test_compiled_kernels_fit_registers_and_shared_memory(capability, dtype, dim):
+    for name, resources in child("compile", str(capability), str(dim), dtype).items():
+        # In float32 only walks fit: others keep operands of a whole loop in local memory.
+        assert resources["stack"] == 0 or (dtype == "float32" and not name.startswith("walk")), name
         assert resources["registers"] <= 255, name
         assert resources["shared"] <= SHARED[capability] * 1024, name
 

@@ -23,7 +23,6 @@ _SEGMENTS = 32
 WEAK = 2.0**-80
 # Base-2 logarithm of the largest power of the backward pass. Its product with the other factor is at most 1.
 LIMIT = 80.0
-_REPAIR_WARPS = 4
 
 
 class States(NamedTuple):
@@ -55,18 +54,17 @@ class Call:
         (batch, self.heads, rows, dim), (_, self.kv_heads, self.tokens, _) = q.shape, k.shape
         self.batch, self.before, self.features = batch, self.tokens - rows, inputs.num_features
         self.first, self.chunks = self.before // chunk, triton.cdiv(self.tokens, chunk)
-        self.chunk, self.value_dim = chunk, v.shape[-1]
+        self.chunk, self.tile, self.value_dim = chunk, tile, v.shape[-1]
         self.key_offsets = self.new(batch, self.kv_heads, self.tokens)
         self.dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
+        self.repair_warps = 8 if self.dtype == torch.float32 else 4
         self.factors: tuple[float, ...] = (
             inputs.query_factor * LOG2_E,
             math.sqrt(abs(inputs.scale)) * LOG2_E,
             abs(inputs.scale) / 2 * LOG2_E,
             math.log2(self.features) / 2,
         )
-        shared = self.directions.ndim == 2
-        self.w_h = 0 if shared else self.directions.stride(0)
-        self.tile = tile
+        self.w_h = 0 if self.directions.ndim == 2 else self.directions.stride(0)
         self.sizes: dict[str, Any] = {
             "features": self.features,
             "heads": self.heads,
@@ -131,7 +129,7 @@ def forward(
     }
     grid = (slots, call.batch * call.heads)
     chunk_kernel[grid](**arguments, num_warps=tile.warps, num_stages=2)
-    repair_kernel[grid](**arguments, num_warps=_REPAIR_WARPS, num_stages=1)
+    repair_kernel[grid](**arguments, num_warps=call.repair_warps, num_stages=1)
     return outputs, _last_state(call, states) if with_state else None
 
 
@@ -176,7 +174,7 @@ def backward(
     by_query |= {"flags": call.new(flat_heads * slots, dtype=torch.int32), "root": inputs.query_factor}
     by_query["FEATURES"] = call.block(tile.query_features)
     query_kernel[(slots, flat_heads)](**by_query, num_warps=tile.grad_warps, num_stages=2)
-    query_repair_kernel[(slots, flat_heads)](**by_query, num_warps=_REPAIR_WARPS, num_stages=1)
+    query_repair_kernel[(slots, flat_heads)](**by_query, num_warps=call.repair_warps, num_stages=1)
     # Its memory is that of the states of queries.
     del by_query, sums, ones, references
 
@@ -189,7 +187,7 @@ def backward(
     grid = (call.chunks, call.batch * call.kv_heads)
     by_key["flags"] = call.new(grid[0] * grid[1], dtype=torch.int32)
     key_kernel[grid](**by_key, num_warps=tile.grad_warps, num_stages=tile.key_stages)
-    key_repair_kernel[grid](**by_key, num_warps=_REPAIR_WARPS, num_stages=1)
+    key_repair_kernel[grid](**by_key, num_warps=call.repair_warps, num_stages=1)
     grad_past = None
     if to_past:
         assert past is not None

@@ -116,11 +116,12 @@ def walk_kernel(
         chunk = chunks - 1 - step if QUERIES else step
         if WRITE:
             slot = chunk - first + 1 if QUERIES else chunk - first
-            if (member == 0) & (slot >= 0):
-                to = (bh * slots + slot) * features
-                store_rows(sums + to * VALUE_DIM, f, f >= 0, acc, VALUE_DIM, VALUE_PADDED)
-                tl.store(ones + to + f, total)
-                tl.store(references + to + f, reference)
+            # A mask, since registers spill over a branch.
+            written = f >= tl.where((member == 0) & (slot >= 0), 0, features)
+            to = (bh * slots + slot) * features
+            store_rows(sums + to * VALUE_DIM, f, written, acc, VALUE_DIM, VALUE_PADDED)
+            tl.store(ones + to + f, total, mask=written)
+            tl.store(references + to + f, reference, mask=written)
         t = chunk * TOKENS + tl.arange(0, TOKENS)
         if QUERIES:
             h = kv * group + member

@@ -33,8 +33,7 @@ class Tile(NamedTuple):
     walk_warps: int
 
 
-# Measured on an H200: for each kernel the fastest block of the few tried. Later that of keys was halved and
-# walks got twice as many warps, so that no register spills.
+# The fastest of the few tried on an H200, but for warps of walks and blocks of keys, which spilled registers.
 _HOPPER = Tile(128, 64, 8, 64, 64, 16, 2, 4, 128, 8)
 # Others without a GPU: by shared memory, of which consumer cards have 99 kB, and by registers.
 _WIDE = Tile(128, 32, 8, 64, 32, 32, 2, 4, 64, 8)
@@ -46,6 +45,8 @@ _FIRST = {(9, 0): _HOPPER, (10, 0): _WIDE}
 def tiles(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
     """Tiles for heads of this many entries at most, the first choice first."""
     if dtype == torch.float32 or head_dim > 64:
-        return SMALL, SMALL._replace(warps=8, grad_warps=8), SMALL._replace(warps=2, grad_warps=2)
+        # Wide heads in float32 do not fit registers; with half a chunk the gradients of keys spill least.
+        small = SMALL._replace(grad_tokens=16) if dtype == torch.float32 and head_dim > 64 else SMALL
+        return small, small._replace(warps=8, grad_warps=8), small._replace(warps=2, grad_warps=2)
     first = _FIRST.get(capability, _NARROW)
     return first, *[tile for tile in (_NARROW, SMALL, _WIDE) if tile != first][:2]
