@@ -139,7 +139,7 @@ def interpret(name: str) -> dict[str, list[float]]:
 
     if CASES[name].get("repair"):
         causal.WEAK, causal.LIMIT = math.inf, -math.inf
-    return errors(CASES[name], "cpu", tiles((8, 0), torch.float32, 128)[0])
+    return errors(CASES[name], "cpu", SMALL)
 
 
 def check(name: str, *folders: str) -> dict[str, Any]:

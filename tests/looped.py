@@ -16,9 +16,7 @@ ROUNDS = 4
 def points(variants, lengths, measure, *, kinds=("time", "memory"), **costs):
     """Lists of points: for each length the times, then the memory of all variants."""
     made = Costs(shared=SHARED, measure=measure, rounds=ROUNDS, **costs)
-    return [
-        [made.point(variant, tokens, kind) for variant in variants] for tokens in lengths for kind in kinds
-    ]
+    return [[made.point(x, tokens, kind) for x in variants] for tokens in lengths for kind in kinds]
 
 
 def run(lists, *, store=None, progress=None, budget_s=None, timeout_s=math.inf):

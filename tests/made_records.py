@@ -4,10 +4,10 @@ import json
 from contextlib import contextmanager
 from itertools import product
 
+from efficient_attn.backends import SPECS
 from efficient_attn.measure import record as records
 from efficient_attn.measure.quantities import FIELDS, KINDS, QUANTITIES
 from efficient_attn.measure.record import Case, Record, append
-from efficient_attn.registry import SPECS
 
 LENGTHS = (256, 512, 1024, 2048)
 

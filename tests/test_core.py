@@ -70,9 +70,7 @@ def test_torch_numpy_and_jaxtyping_are_enough_and_the_rest_names_what_it_lacks(t
     pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
     script = tmp_path / "child.py"
     script.write_text((WITHOUT + USES).format(absent=ABSENT), encoding="utf-8")
-    child = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    child = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
     lines = [*child.stdout.splitlines(), *child.stderr.splitlines()]
     pattern = r"\S.* needs (\w+), which is not installed: pip install \1\."
     matches = [re.fullmatch(pattern, line) for line in lines]

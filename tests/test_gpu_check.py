@@ -2,6 +2,7 @@
 
 import json
 import warnings
+from itertools import product
 
 import pytest
 import standin_kernel
@@ -17,6 +18,7 @@ from efficient_attn.measure.record import Record
 from efficient_attn.ops import paths, verdict
 from efficient_attn.studies import gpu_check
 
+PRECISIONS = ("bfloat16", "float16", "tf32", "float32")
 CUDA, BFLOAT16 = torch.device("cuda", 0), torch.bfloat16
 MACHINE = {"gpu": "NVIDIA H100", "capability": "9.0", "driver": "580.1", "torch": "2.11.0", "triton": "3.6.0"}
 MACHINE["ptxas"] = "13.4.59"
@@ -39,7 +41,7 @@ def machine(monkeypatch, tmp_path):
 
 
 def kernels(outcome="passed"):
-    precisions = {name: {**PASSED, "outcome": outcome, "reasons": []} for name in ("bfloat16", "tf32")}
+    precisions = {name: {**PASSED, "outcome": outcome, "reasons": []} for name in PRECISIONS}
     return {"flex": {"source": verdict.source_hash("flex"), "precisions": precisions}}
 
 
@@ -196,27 +198,33 @@ def timed(label, tokens, time_s, *, causal=False, dtype="bfloat16"):
     return Record(case=case, times_s=times, device_times_s=times, round_sizes=(1,) * 4)
 
 
-@pytest.mark.parametrize(("kernel_s", "outcome"), [(0.5, "passed"), (1.0, "passed"), (2.0, "slower")])
-def test_a_kernel_slower_than_operators_at_most_lengths_serves_no_call(kernel_s, outcome):
-    entries = kernels()
+@pytest.mark.parametrize(
+    ("kernel_s", "before", "after"),
+    [
+        (0.5, "passed", "passed"),
+        (1.0, "passed", "passed"),
+        (2.0, "passed", "slower"),
+        (2.0, "failed", "failed"),
+    ],
+)
+def test_a_kernel_slower_than_operators_at_most_lengths_serves_no_call(kernel_s, before, after):
+    entries = {**kernels(before), "causal-linear": kernels()["flex"], "window-flex": kernels()["flex"]}
     records = [timed("performer-positive, operators", tokens, 1.0) for tokens in (1024, 4096, 16384)]
-    # Short calls are slow, and causal ones are those of another kernel, slow in one precision.
+    # Short calls are slow, and causal ones are those of another kernel, slow in float32.
     speeds = {1024: 3.0, 4096: kernel_s, 16384: kernel_s}
     records += [timed("performer-positive", tokens, time_s) for tokens, time_s in speeds.items()]
-    entries["causal-linear"] = {"precisions": {x: {**PASSED, "reasons": []} for x in ("float16", "float32")}}
     for x, s in (("", 9.0), (", operators", 1.0)):
         records += [timed(f"performer-positive{x}", 1024, s, causal=True, dtype="float32")]
     gpu_check.strike_slower(entries, records[1:] if kernel_s == 1.0 else records)
-    assert entries["flex"]["precisions"]["bfloat16"]["outcome"] == outcome
-    # The timed calls that are not causal say nothing on float32, and those in float32 nothing on float16.
-    assert entries["flex"]["precisions"]["tf32"]["outcome"] == "passed"
-    assert [entry["outcome"] for *_, entry in gpu_check._entries(entries)][2:] == ["passed", "slower"]
+    outcomes = [entry["outcome"] for *_, entry in gpu_check._entries(entries)]
+    assert outcomes == [after, after, before, before, *["passed"] * 3, "slower", *["passed"] * 4]
 
 
 @pytest.fixture
 def folder(machine, tmp_path):
     """A folder as a GPU writes it."""
-    records = [timed(label, n, n * 1e-8) for n in (4096, 16384) for label in ("exact", "performer-positive")]
+    calls = product(("exact", "performer-positive"), (4096, 16384), ("bfloat16", "float32"))
+    records = [timed(label, n, n * 1e-8, dtype=dtype) for label, n, dtype in calls]
     place, entries = made_folder(tmp_path / "shared", records), kernels()
     entries["flex"]["precisions"]["tf32"] |= {"outcome": "failed", "reasons": ["norm 5, 65 tokens: error 1"]}
     content = {"utc": "", "machine": machine, "environment": {}, "kernels": entries, "notes": ["A note."]}
@@ -232,6 +240,8 @@ def test_a_folder_is_shown_anywhere(folder, capsys):
     assert ending.value.code == 1
     for text in ("NVIDIA H100", "flex", "failed", "forward 0.50", "error 1", "A note.", "exact 1×"):
         assert text in shown
+    # The model predicts half precision.
+    assert [len(table.rows) for table in gpu_check.show_gpu_check(folder)._predictions()] == [4]
 
 
 @pytest.mark.parametrize("content", ["{}", "no JSON"])

@@ -106,9 +106,7 @@ def test_an_option_that_is_set_keeps_its_place_in_the_label_beside_the_size():
 def test_a_figure_of_a_paper_is_a_setting_of_its_own_and_takes_no_other():
     points = points_of(find("mse").plan(figure="performer-fig2"))
     backends = ("performer-trig", "performer-positive")
-    assert {(point.case.of, point.case.backend) for point in points} == {
-        ("kernel", name) for name in backends
-    }
+    assert {(x.case.of, x.case.backend) for x in points} == {("kernel", name) for name in backends}
     with pytest.raises(OptionError, match="sizes has no effect on performer-fig4; leave it out"):
         find("mse").plan(figure="performer-fig4", sizes=(8,))
     with pytest.raises(UnknownNameError, match="figure"):

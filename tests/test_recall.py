@@ -52,9 +52,7 @@ def test_all_backends_begin_with_the_same_weights_and_so_the_same_q_k_v(causal):
     cases = (asked(), window(3), features())
     models = [learner(COURSE, replace(x, causal=causal), x.backend) for x in cases]
     # A backend that takes numbers from the generator while it is built.
-    drawing = replace(
-        MEAN.target, builder=lambda *given: torch.rand(3) is None or MEAN.target.builder(*given)
-    )
+    drawing = replace(MEAN.target, builder=lambda *x: torch.rand(3) is None or MEAN.target.builder(*x))
     models.append(learner(COURSE, replace(asked(MEAN.backend), causal=causal), drawing))
     exact, *others = [model.state_dict() for model in models]
     assert all(torch.equal(other[name], weight) for other in others for name, weight in exact.items())

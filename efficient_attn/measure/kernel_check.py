@@ -91,7 +91,7 @@ SUBJECTS = {
         note="triton causal-linear",
         # More chunks than segments of the scan in the last one.
         lengths=(1, 63, 64, 65, 127, 129, 1000, 4097),
-        wide_lengths=(65, 1000),
+        wide_lengths=(65, 1025),
         # Features beyond the range of float16 are numbers of bfloat16.
         bits={"bfloat16": 7, "float16": 7, "float32": None},
         causal=True,

@@ -110,9 +110,7 @@ def test_token_by_token_is_the_whole(device, sizes, name, dtype):
     assert error(torch.cat(parts, dim=-2), expected) <= bound
 
 
-@pytest.mark.parametrize(
-    ("name", "causal"), [case for case in CASES if ea.spec(case[0]).capabilities.compile]
-)
+@pytest.mark.parametrize(("name", "causal"), [x for x in CASES if ea.spec(x[0]).capabilities.compile])
 def test_compiled_without_a_graph_break_it_keeps_to_the_bounds(device, name, causal):
     if device == "cuda" and (name, causal) == ("window-clusters", False) and torch.__version__ < "2.13":
         pytest.xfail("PyTorch 2.11 does not compile torch.searchsorted in a view for GPUs")

@@ -131,12 +131,13 @@ def test_launches_do_not_grow_with_the_length_and_bytes_stay_within_their_bound(
 
 @needs_triton
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "dim"), [("bfloat16", 64), ("bfloat16", 128), ("float32", 64)])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("capability", SHARED)
 def test_compiled_kernels_fit_registers_and_shared_memory(capability, dtype, dim):
     for name, resources in child("compile", str(capability), str(dim), dtype).items():
-        # In float32 only walks fit: others keep operands of a whole loop in local memory.
-        assert resources["stack"] == 0 or (dtype == "float32" and not name.startswith("walk")), name
+        # Products in float32 keep operands in local memory, but for walks of heads of 64.
+        assert resources["stack"] == 0 or (dtype == "float32" and (dim > 64 or "walk" not in name)), name
         assert resources["registers"] <= 255, name
         assert resources["shared"] <= SHARED[capability] * 1024, name
 
@@ -172,9 +173,7 @@ def test_many_calls_on_a_gpu_have_the_same_bits(cuda, dtype):
     assert all(all(map(torch.equal, first, results())) for _ in range(2000))
 
 
-@pytest.mark.parametrize(
-    "change", [{"features": 24}, {"dim": 8}, {"dim": 144}, {"dtype": "float64"}], ids=str
-)
-def test_kernels_support_calls_within_their_limits_alone(change):
+@pytest.mark.parametrize("case", [{"features": 24}, {"dim": 8}, {"dim": 144}, {"dtype": "float64"}], ids=str)
+def test_kernels_support_calls_within_their_limits_alone(case):
     assert cuda.supports(cuda_kernels.case_inputs({}, "cpu")[0])
-    assert not cuda.supports(cuda_kernels.case_inputs(change, "cpu")[0])
+    assert not cuda.supports(cuda_kernels.case_inputs(case, "cpu")[0])

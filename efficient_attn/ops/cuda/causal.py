@@ -57,6 +57,7 @@ class Call:
         self.chunk, self.tile, self.value_dim = chunk, tile, v.shape[-1]
         self.key_offsets = self.new(batch, self.kv_heads, self.tokens)
         self.dtype = torch.float32 if q.dtype == torch.float32 else torch.bfloat16
+        # Rows of float32 do not fit the registers of four warps.
         self.repair_warps = 8 if self.dtype == torch.float32 else 4
         self.factors: tuple[float, ...] = (
             inputs.query_factor * LOG2_E,
@@ -122,11 +123,8 @@ def forward(
     arguments = call.rows | call.positions | call.sizes | {"FEATURES": call.block(tile.features)}
     arguments |= {"sums": sums, "ones": ones, "references": references, "flags": flags, "weak": WEAK}
     arguments |= {"query_factor": query_factor, "factor": factor}
-    arguments |= {
-        "out": outputs.out,
-        "logarithms": outputs.log_normaliser,
-        "negative": outputs.negative.view(torch.int8),
-    }
+    arguments |= {"out": outputs.out, "logarithms": outputs.log_normaliser}
+    arguments |= {"negative": outputs.negative.view(torch.int8)}
     grid = (slots, call.batch * call.heads)
     chunk_kernel[grid](**arguments, num_warps=tile.warps, num_stages=2)
     repair_kernel[grid](**arguments, num_warps=call.repair_warps, num_stages=1)

@@ -33,7 +33,7 @@ class Tile(NamedTuple):
     walk_warps: int
 
 
-# The fastest of the few tried on an H200, but for warps of walks and blocks of keys, which spilled registers.
+# The fastest of the few tried on an H200, but for warps of walks and blocks of keys: with those none spills.
 _HOPPER = Tile(128, 64, 8, 64, 64, 16, 2, 4, 128, 8)
 # Others without a GPU: by shared memory, of which consumer cards have 99 kB, and by registers.
 _WIDE = Tile(128, 32, 8, 64, 32, 32, 2, 4, 64, 8)
@@ -45,8 +45,9 @@ _FIRST = {(9, 0): _HOPPER, (10, 0): _WIDE}
 def tiles(capability: tuple[int, int], dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
     """Tiles for heads of this many entries at most, the first choice first."""
     if dtype == torch.float32 or head_dim > 64:
-        # Wide heads in float32 do not fit registers; with half a chunk the gradients of keys spill least.
-        small = SMALL._replace(grad_tokens=16) if dtype == torch.float32 and head_dim > 64 else SMALL
+        # Four warps do not hold the rows of wide heads in float32.
+        wide = dtype == torch.float32 and head_dim > 64
+        small = SMALL._replace(grad_warps=8, walk_warps=8) if wide else SMALL
         return small, small._replace(warps=8, grad_warps=8), small._replace(warps=2, grad_warps=2)
     first = _FIRST.get(capability, _NARROW)
     return first, *[tile for tile in (_NARROW, SMALL, _WIDE) if tile != first][:2]
