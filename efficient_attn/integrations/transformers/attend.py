@@ -18,6 +18,7 @@ from efficient_attn import sharding
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern, read_mask
+from efficient_attn.ops.operators import operator
 
 # attn_implementation of attached models.
 NAME = "efficient_attn"
@@ -30,6 +31,10 @@ STATE = "_efficient_attn_state"
 NO_WEIGHTS = (
     "output_attentions: attention weights are never materialised; use attn_implementation='eager', or "
     "backend.attention_weights(q, k) with q and k of a layer."
+)
+PAST_CHANGED = (
+    "attention_mask hides or shows tokens unlike when they were read, which {} cannot follow; pass the same "
+    "mask for earlier tokens, or use transformers' own cache."
 )
 
 # Arguments of attention functions that no backend supports.
@@ -47,6 +52,37 @@ _DESCRIBING = {
 _MOVING = {"to", "cpu", "cuda", "contiguous", "clone", "detach"}
 
 
+class TextMask:
+    """Mask of all tokens so far, which is compared with the past once per step.
+
+    Attributes:
+        real: bool [batch tokens], True for a real token; None: all are real.
+    """
+
+    def __init__(self, real: Tensor | None, size: tuple[int, int] | None = None) -> None:
+        self.real, self._size = real, size
+        self._compared: tuple[Tensor | None, bool] | None = None
+
+    def continues(self, read: Tensor | None, past: int, tokens: int) -> bool:
+        """Whether past tokens are masked as they were `read`; compiled code raises an error if not."""
+        if self.real is not None and self._size is not None:
+            # A copy, since a caller may change a mask in place.
+            self.real = _tokens_of(self.real, 0, self._size[1]).expand(self._size).clone()
+            self._size = None
+        mask = self.real if read is None else read
+        if past == 0 or mask is None:
+            return True
+        if self._compared is None or self._compared[0] is not read:
+            real = mask.new_ones(len(mask), tokens) if self.real is None else self.real
+            old = mask.new_ones(len(mask), past) if read is None else read
+            if torch.compiler.is_compiling():
+                self.real, same = _checked_mask(real, old), True
+            else:
+                same = torch.equal(real[:, :past], old)
+            self._compared = read, same
+        return self._compared[1]
+
+
 class VisibleKeys(NamedTuple):
     """Visible keys of one forward pass.
 
@@ -54,12 +90,14 @@ class VisibleKeys(NamedTuple):
         first_key: Position of the first key; above 0 if a cache has dropped earlier keys.
         keys: Number of keys; a static cache includes slots that are not filled yet.
         key_mask: bool [batch keys], True for a real token; None: all are real.
+        text: Mask of all tokens so far; None: `key_mask` is.
     """
 
     pattern: Pattern
     first_key: int
     keys: int
     key_mask: Tensor | None
+    text: TextMask | None = None
 
 
 class Mask(Tensor):
@@ -125,8 +163,9 @@ def make_mask(
     keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
     key_mask = _real_keys(attention_mask, kv_offset, keys)
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
+    text = TextMask(attention_mask, (batch_size, kv_offset + keys))
     entries = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
-    return Mask.of(entries, VisibleKeys(pattern, kv_offset, keys, key_mask))
+    return Mask.of(entries, VisibleKeys(pattern, kv_offset, keys, key_mask, text))
 
 
 def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) -> VisibleKeys | None:
@@ -162,11 +201,27 @@ def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor |
     """Key mask of these keys. None if all are real."""
     if attention_mask is None:
         return None
-    real = attention_mask[:, first : first + keys].bool()
-    # As in transformers, keys beyond the end of the mask are padding.
-    real = F.pad(real, (0, keys - real.shape[1]))
+    real = _tokens_of(attention_mask, first, keys)
     # A compiled graph has one form for all masks.
     return None if not torch.compiler.is_compiling() and bool(real.all()) else real
+
+
+def _tokens_of(attention_mask: Tensor, first: int, tokens: int) -> Tensor:
+    """Part of a mask. As in transformers, tokens beyond its end are padding."""
+    real = attention_mask[:, first : first + tokens].bool()
+    return F.pad(real, (0, tokens - real.shape[1]))
+
+
+@operator("unchanged_past", "(Tensor real, Tensor read) -> Tensor")
+def _checked_mask(real: Tensor, read: Tensor) -> Tensor:
+    if not torch.equal(real[:, : read.shape[1]], read):
+        raise UnsupportedError(PAST_CHANGED.format("compiled code"))
+    return real.clone()
+
+
+@torch.library.register_fake(_checked_mask)
+def _(real: Tensor, read: Tensor) -> Tensor:
+    return torch.empty_like(real)
 
 
 def _read_pattern(mask_function: Callable) -> Pattern:
@@ -306,7 +361,7 @@ def _run_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, vi
     """The output in transformers' layout [batch tokens heads value_dim]."""
     layer = getattr(key, STATE, None)
     if layer is not None:
-        return layer.extend(backend, query, key, value, visible.key_mask).transpose(1, 2).contiguous()
+        return layer.extend(backend, query, key, value, visible).transpose(1, 2).contiguous()
     earlier = visible.keys - query.shape[2]
     dropped = visible.first_key and (visible.pattern.back is None or earlier < visible.pattern.back)
     if dropped or key.shape[2] < visible.keys:

@@ -7,6 +7,7 @@ the text. The state of exact attention is the usual KV cache.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import (
     Cache,
@@ -18,8 +19,18 @@ from transformers.cache_utils import (
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import Pattern
-from efficient_attn.integrations.transformers.attend import NAME, PATTERN, STATE, SUBMODULE
+from efficient_attn.integrations.transformers.attend import (
+    NAME,
+    PAST_CHANGED,
+    PATTERN,
+    STATE,
+    SUBMODULE,
+    TextMask,
+    VisibleKeys,
+)
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, unwrap
+from efficient_attn.ops.softmax.kv_cache import KVCache
+from efficient_attn.ops.window.streaming import WindowState, hide_tokens
 
 
 class StateCache(Cache):
@@ -53,6 +64,8 @@ class StateLayer(CacheLayerMixin):
         self.unread = False
         # A NamedTuple of tensors, or a tuple of such; None before the first token.
         self.state: Any = None
+        # Mask of the tokens that the state has read, bool [batch tokens]; None: all were real.
+        self.read: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -68,8 +81,10 @@ class StateLayer(CacheLayerMixin):
         setattr(key_states, STATE, self)
         return key_states, value_states
 
-    def extend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        """Output of the new tokens, the last ones of `key_mask`. Updates the state."""
+    def extend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
+        """Output of the new tokens, the last ones of `visible`. Updates the state."""
+        key_mask, past = visible.key_mask, self.seen - k.shape[2]
+        text = visible.text or TextMask(key_mask)
         if key_mask is not None:
             key_mask = key_mask[:, key_mask.shape[1] - k.shape[2] :]
         if not self.unread:
@@ -78,6 +93,11 @@ class StateLayer(CacheLayerMixin):
                 "use_cache=False works, or no StateCache and no global_tokens in sliding layers."
             )
         self.unread = False
+        if not text.continues(self.read, past, self.seen):
+            all_real = k.new_ones(len(k), past, dtype=torch.bool)
+            masks = (all_real if x is None else x[:, :past].to(k.device) for x in (self.read, text.real))
+            self.state = _hidden(self.state, *masks, name=backend.spec.name)
+        self.read = text.real
         out, self.state = backend.extend(q, k, v, self.state, key_mask=key_mask)
         return out
 
@@ -93,7 +113,7 @@ class StateLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.seen, self.state = 0, None
+        self.seen, self.state, self.read = 0, None, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._each(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -112,8 +132,8 @@ class StateLayer(CacheLayerMixin):
             )
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply a function to all tensors of the state, [batch …]."""
-        self.state = _changed(self.state, change)
+        """Apply a function to all tensors of the state and to its mask, [batch …]."""
+        self.state, self.read = _changed(self.state, change), _changed(self.read, change)
 
 
 def _changed(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -122,6 +142,19 @@ def _changed(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return state if state is None else change(state)
     parts = [_changed(part, change) for part in state]
     return type(state)(*parts) if hasattr(state, "_fields") else tuple(parts)
+
+
+def _hidden(state: Any, read: Tensor, shown: Tensor, *, name: str) -> Any:
+    """The state with past tokens masked that were `read` and are not `shown`, both bool [batch tokens]."""
+    if type(state) is tuple:
+        return tuple(part if part is None else _hidden(part, read, shown, name=name) for part in state)
+    hidden = None
+    # Keys that were masked are not part of a state.
+    if isinstance(state, (KVCache, WindowState)) and shown.shape == read.shape and not (shown & ~read).any():
+        hidden = hide_tokens(state, read, shown)
+    if hidden is None:
+        raise UnsupportedError(PAST_CHANGED.format(f"the state of {name!r}"))
+    return hidden
 
 
 def _check_streams(site: AttentionSite) -> None:

@@ -73,6 +73,24 @@ def extend_window(
     return whole, None, WindowState(*last_tokens(rest, back), first_k, first_v, real)
 
 
+def hide_tokens(
+    state: KVCache | WindowState, read: Tensor, shown: Tensor
+) -> KVCache | WindowState | None:
+    """The state with past tokens masked that were `read` and are not `shown`, both [batch tokens].
+
+    Returns:
+        None if one is a global token: the next real token, which would take its place, may have been dropped.
+    """
+    (k, v, mask), first = state[:3], state[3:]
+    back = mask.shape[1]
+    if first:
+        if (read & ~shown & (read.cumsum(dim=1) <= first[0].shape[2])).any():
+            return None
+        k, v = (_without_global(x, y, back) for x, y in zip((k, v), first[:2]))
+    cache = summarise_tokens(k, v, mask & shown[:, shown.shape[1] - back :])
+    return WindowState(*cache, *first) if first else cache
+
+
 def slide_window(
     state: KVCache | WindowState, q: Tensor, k: Tensor, v: Tensor, *, back: int
 ) -> tuple[Tensor, Tensor, KVCache | WindowState] | None:
