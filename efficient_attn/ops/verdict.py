@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,15 @@ import torch
 
 from efficient_attn.ops import paths
 
-# Files and folders of `ops` that make up each kernel.
+# Module of `ops` through which calls reach each kernel: it prepares their inputs.
 SOURCES = {
-    "flex": ("softmax/flex.py", "linear/softmax_identity.py"),
-    "window-flex": ("softmax/flex.py", "window/flex.py"),
-    "window-global": ("softmax/flex.py", "window/flex.py"),
-    "blocks-flex": ("softmax/flex.py", "blocks.py"),
-    "causal-linear": ("cuda",),
+    "flex": "linear.kernel",
+    "window-flex": "window.attention",
+    "window-global": "window.attention",
+    "blocks-flex": "blocks",
+    "causal-linear": "linear.kernel",
 }
+_IMPORT = re.compile(r"from (efficient_attn\.ops[\w.]*) import (\([^)]*\)|.*)")
 # Tiles of each kernel in the order of choice; of our kernels the numbers in their table.
 TILES = dict.fromkeys(SOURCES, ("",)) | {"causal-linear": ("0", "1", "2")}
 PASSED, FAILED, SLOWER, REFUSED = OUTCOMES = ("passed", "failed", "slower", "refused")
@@ -152,13 +154,20 @@ def machine(device: torch.device) -> dict[str, str]:
 
 @cache
 def source_hash(kernel: str) -> str:
-    """Hash of the source of a kernel."""
-    digest = hashlib.sha256()
-    for name in SOURCES[kernel]:
-        place = Path(__file__).parent / name
-        for file in [place] if place.is_file() else sorted(place.rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
+    """Hash of the module through which calls reach a kernel, and of all modules of `ops` that it imports."""
+    root, sources = files("efficient_attn"), dict[str, bytes]()
+    names = [f"efficient_attn.ops.{SOURCES[kernel]}"]
+    while names:
+        name = names.pop()
+        parts = name.split(".")[1:]
+        places = (root.joinpath(*parts[:-1], f"{parts[-1]}.py"), root.joinpath(*parts, "__init__.py"))
+        for file in (x for x in places if name not in sources and x.is_file()):
+            sources[name] = file.read_bytes()
+            for module, members in _IMPORT.findall(sources[name].decode()):
+                names += [module, *(f"{module}.{member}" for member in re.findall(r"\w+", members))]
+            # An import runs the packages around a module too.
+            names += [".".join(["efficient_attn", *parts[:n]]) for n in range(1, len(parts))]
+    return hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:16]
 
 
 def driver_version() -> str:

@@ -32,7 +32,7 @@ NO_WEIGHTS = (
     "output_attentions: attention weights are never materialised; use attn_implementation='eager', or "
     "backend.attention_weights(q, k) with q and k of a layer."
 )
-PAST_CHANGED = (
+PAST = (
     "attention_mask hides or shows tokens unlike when they were read, which {} cannot follow; pass the same "
     "mask for earlier tokens, or use transformers' own cache."
 )
@@ -53,7 +53,7 @@ _MOVING = {"to", "cpu", "cuda", "contiguous", "clone", "detach"}
 
 
 class TextMask:
-    """Mask of all tokens so far, which is compared with the past once per step.
+    """Mask of all tokens so far, compared with the past once for all layers of a step.
 
     Attributes:
         real: bool [batch tokens], True for a real token; None: all are real.
@@ -74,12 +74,10 @@ class TextMask:
             return True
         if self._compared is None or self._compared[0] is not read:
             real = mask.new_ones(len(mask), tokens) if self.real is None else self.real
-            old = mask.new_ones(len(mask), past) if read is None else read
+            earlier = mask.new_ones(len(mask), past) if read is None else read
             if torch.compiler.is_compiling():
-                self.real, same = _checked_mask(real, old), True
-            else:
-                same = torch.equal(real[:, :past], old)
-            self._compared = read, same
+                self.real = _with_same_past(real, earlier)
+            self._compared = read, torch.compiler.is_compiling() or torch.equal(real[:, :past], earlier)
         return self._compared[1]
 
 
@@ -212,15 +210,15 @@ def _tokens_of(attention_mask: Tensor, first: int, tokens: int) -> Tensor:
     return F.pad(real, (0, tokens - real.shape[1]))
 
 
-@operator("unchanged_past", "(Tensor real, Tensor read) -> Tensor")
-def _checked_mask(real: Tensor, read: Tensor) -> Tensor:
-    if not torch.equal(real[:, : read.shape[1]], read):
-        raise UnsupportedError(PAST_CHANGED.format("compiled code"))
+@operator("with_same_past", "(Tensor real, Tensor earlier) -> Tensor")
+def _with_same_past(real: Tensor, earlier: Tensor) -> Tensor:
+    if not torch.equal(real[:, : earlier.shape[1]], earlier):
+        raise UnsupportedError(PAST.format("compiled code"))
     return real.clone()
 
 
-@torch.library.register_fake(_checked_mask)
-def _(real: Tensor, read: Tensor) -> Tensor:
+@torch.library.register_fake(_with_same_past)
+def _(real: Tensor, earlier: Tensor) -> Tensor:
     return torch.empty_like(real)
 
 
@@ -361,7 +359,8 @@ def _run_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, vi
     """The output in transformers' layout [batch tokens heads value_dim]."""
     layer = getattr(key, STATE, None)
     if layer is not None:
-        return layer.extend(backend, query, key, value, visible).transpose(1, 2).contiguous()
+        out = layer.extend(backend, query, key, value, visible.key_mask, visible.text)
+        return out.transpose(1, 2).contiguous()
     earlier = visible.keys - query.shape[2]
     dropped = visible.first_key and (visible.pattern.back is None or earlier < visible.pattern.back)
     if dropped or key.shape[2] < visible.keys:

@@ -19,15 +19,7 @@ from transformers.cache_utils import (
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import Pattern
-from efficient_attn.integrations.transformers.attend import (
-    NAME,
-    PAST_CHANGED,
-    PATTERN,
-    STATE,
-    SUBMODULE,
-    TextMask,
-    VisibleKeys,
-)
+from efficient_attn.integrations.transformers.attend import NAME, PAST, PATTERN, STATE, SUBMODULE, TextMask
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, unwrap
 from efficient_attn.ops.softmax.kv_cache import KVCache
 from efficient_attn.ops.window.streaming import WindowState, hide_tokens
@@ -81,10 +73,21 @@ class StateLayer(CacheLayerMixin):
         setattr(key_states, STATE, self)
         return key_states, value_states
 
-    def extend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, visible: VisibleKeys) -> Tensor:
-        """Output of the new tokens, the last ones of `visible`. Updates the state."""
-        key_mask, past = visible.key_mask, self.seen - k.shape[2]
-        text = visible.text or TextMask(key_mask)
+    def extend(
+        self,
+        backend: Backend,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_mask: Tensor | None,
+        text: TextMask | None = None,
+    ) -> Tensor:
+        """Output of the new tokens, the last ones of `key_mask`. Updates the state.
+
+        Args:
+            text: Mask of all tokens; None: `key_mask` is.
+        """
+        text, past = text or TextMask(key_mask), self.seen - k.shape[2]
         if key_mask is not None:
             key_mask = key_mask[:, key_mask.shape[1] - k.shape[2] :]
         if not self.unread:
@@ -153,7 +156,7 @@ def _hidden(state: Any, read: Tensor, shown: Tensor, *, name: str) -> Any:
     if isinstance(state, (KVCache, WindowState)) and shown.shape == read.shape and not (shown & ~read).any():
         hidden = hide_tokens(state, read, shown)
     if hidden is None:
-        raise UnsupportedError(PAST_CHANGED.format(f"the state of {name!r}"))
+        raise UnsupportedError(PAST.format(f"the state of {name!r}"))
     return hidden
 
 

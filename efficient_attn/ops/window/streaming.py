@@ -76,19 +76,19 @@ def extend_window(
 def hide_tokens(
     state: KVCache | WindowState, read: Tensor, shown: Tensor
 ) -> KVCache | WindowState | None:
-    """The state with past tokens masked that were `read` and are not `shown`, both [batch tokens].
+    """The state with past tokens masked that were `read` and are not `shown`, both bool [batch tokens].
 
     Returns:
         None if one is a global token: the next real token, which would take its place, may have been dropped.
     """
-    (k, v, mask), first = state[:3], state[3:]
-    back = mask.shape[1]
-    if first:
-        if (read & ~shown & (read.cumsum(dim=1) <= first[0].shape[2])).any():
-            return None
-        k, v = (_without_global(x, y, back) for x, y in zip((k, v), first[:2]))
-    cache = summarise_tokens(k, v, mask & shown[:, shown.shape[1] - back :])
-    return WindowState(*cache, *first) if first else cache
+    back = state.key_mask.shape[1]
+    mask = state.key_mask & shown[:, shown.shape[1] - back :]
+    if not isinstance(state, WindowState):
+        return summarise_tokens(state.k, state.v, mask)
+    if (read & ~shown & (read.cumsum(dim=1) <= state.first_k.shape[2])).any():
+        return None
+    k, v = _without_global(state.k, state.first_k, back), _without_global(state.v, state.first_v, back)
+    return state._replace(**summarise_tokens(k, v, mask)._asdict())
 
 
 def slide_window(
