@@ -95,17 +95,118 @@ def test_the_state_of_linear_attention_and_of_windows_does_not_grow(make, backen
 def test_a_changed_cache_continues_texts_as_no_cache_does(backend, change, rows):
     model = attach(llama(), backend, **OPTIONS.get(backend, {}))
     texts, following = ids(2, 13).split([9, 4], dim=1)
+    # The second text is padded, which a state remembers row by row.
+    mask = torch.ones(2, 13, dtype=torch.int64)
+    mask[1, :3] = 0
     cache = StateCache(model)
     # A state that has read nothing has nothing to select.
     cache.reorder_cache(torch.tensor([0]))
     with torch.no_grad():
-        model(texts, past_key_values=cache)
+        model(texts, attention_mask=mask[:, :9], past_key_values=cache)
         change(cache)
-        texts, following = (texts[:, :0], following) if rows is None else (texts[rows], following[rows])
-        actual = model(following, past_key_values=cache).logits
+        if rows is None:
+            texts, mask = texts[:, :0], mask[:, 9:]
+        else:
+            texts, following, mask = texts[rows], following[rows], mask[rows]
+        actual = model(following, attention_mask=mask, past_key_values=cache).logits
         whole = torch.cat([texts, following], dim=1)
-        expected = model(whole, use_cache=False).logits[:, texts.shape[1] :]
+        expected = model(whole, attention_mask=mask, use_cache=False).logits[:, texts.shape[1] :]
     torch.testing.assert_close(actual, expected, **ROUNDING)
+
+
+HIDING = [("exact", {}), ("exact-dense", {}), ("oracle-topk", {"keys": 6}), ("bigbird", {"block": 4})]
+HIDING += [("window", {"window": width}) for width in (1, 5, 65)]
+HIDING += [("window", {"window": 5, "global_tokens": 2}), SECOND_HEAD]
+NO_PAST = "mask hides or shows tokens unlike .* the state of '{}' cannot follow; pass the same"
+
+
+def chat(model, cache, *masks, steps=((9, 10, 11, 12), (17, 18, 19, 20), (25, 26, 27))):
+    """Logits of a chat, zero where masked: prompts and tokens one by one, with a mask for each turn."""
+    outputs, start = [], 0
+    for mask, ends in zip(masks, steps, strict=True):
+        for end in ends:
+            part = None if mask is None else mask[:, :end]
+            out = model(ids(3, 27)[:, start:end], attention_mask=part, past_key_values=cache).logits
+            outputs.append(out if mask is None else out * mask[:, start:end, None])
+            start = end
+    return torch.cat(outputs, dim=1)
+
+
+def masks_of_turns():
+    """Row 0 ends early in the first turn and row 2 in the second; row 1 is padded on the left."""
+    first = torch.ones(3, 27, dtype=torch.int64)
+    first[1, :3] = 0
+    second, third = first.clone(), first.clone()
+    second[0, 10:12], third[0, 10:12], third[2, 17:20] = 0, 0, 0
+    return first, second, third
+
+
+@pytest.mark.parametrize(("backend", "options"), HIDING)
+@torch.no_grad()
+def test_tokens_that_a_later_mask_hides_are_hidden_as_in_the_cache_of_transformers(backend, options):
+    model, masks = attach(llama().double(), backend, **options), masks_of_turns()
+    expected = chat(model, DynamicCache(config=model.config), *masks)
+    torch.testing.assert_close(chat(model, StateCache(model), *masks), expected, rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def test_a_state_in_place_of_a_sliding_cache_hides_tokens_too():
+    # With one layer, earlier keys depend on no mask.
+    model, masks = attach(mistral(num_hidden_layers=1).double(), sliding=STREAMING), masks_of_turns()
+    expected = model(ids(3, 27), attention_mask=masks[2], use_cache=False).logits * masks[2][..., None]
+    actual = chat(model, DynamicCache(config=model.config), *masks)
+    torch.testing.assert_close(actual[:, 20:], expected[:, 20:], rtol=0, atol=1e-12)
+
+
+def shown(mask, value, column):
+    changed = mask.clone()
+    changed[1, column] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "change"),
+    [
+        ("linear-elu", {}, lambda mask: shown(mask, 0, 8)),
+        ("performer-positive", {}, lambda mask: shown(mask, 0, 8)),
+        ("block-topk", {}, lambda mask: shown(mask, 0, 8)),
+        ("by-head", {"heads": {"1": "linear-elu"}}, lambda mask: shown(mask, 0, 8)),
+        # A global token, whose place another one would take.
+        ("window", {"window": 5, "global_tokens": 2}, lambda mask: shown(mask, 0, 4)),
+        ("exact", {}, lambda mask: shown(mask, 1, 2)),
+        ("exact", {}, lambda mask: None),
+        ("linear-elu", {}, lambda mask: mask[:, 9:]),
+        ("linear-elu", {}, lambda mask: mask.fill_(True)),
+    ],
+)
+@torch.no_grad()
+def test_a_mask_over_the_past_that_a_state_cannot_follow_is_refused(backend, options, change):
+    model, mask = attach(llama(), backend, **options), masks_of_turns()[0].bool()
+    cache, same = StateCache(model), mask.clone()
+    chat(model, cache, mask, same, steps=((9,), (12,)))
+    with pytest.raises(UnsupportedError, match=NO_PAST.format(backend)):
+        model(ids(3, 1), attention_mask=change(mask), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_no_mask_is_a_mask_of_ones_and_all_layers_compare_once(monkeypatch):
+    model, ones, calls = attach(llama(), "linear-elu"), torch.ones(3, 27, dtype=torch.int64), []
+    chat(model, StateCache(model), None, ones, None)
+    equal = torch.equal
+    monkeypatch.setattr(torch, "equal", lambda *pair: calls.append(pair) or equal(*pair))
+    chat(model, StateCache(model), ones, ones, ones)
+    assert len(calls) == 10
+
+
+@pytest.mark.compile
+@torch.no_grad()
+def test_a_compiled_model_follows_a_mask_and_refuses_another_one_over_the_past():
+    model, (first, second, _) = attach(llama(), "exact"), masks_of_turns()
+    compiled, steps = torch.compile(model, backend="eager", fullgraph=True), ((9, 10, 11, 12),)
+    expected, cache = chat(model, StateCache(model), first, steps=steps), StateCache(model)
+    torch.testing.assert_close(chat(compiled, cache, first, steps=steps), expected, **ROUNDING)
+    with pytest.raises(UnsupportedError, match="which compiled code cannot follow"):
+        compiled(ids(3, 1), attention_mask=second[:, :13], past_key_values=cache)
 
 
 @pytest.mark.parametrize(("make", "backend"), [(llama, "exact"), (mistral, "exact"), (mistral, STREAMING)])
