@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import DataError, OptionError
 from efficient_attn.integrations.intercept.calls import CALL_SDPA, Call, Site, SiteMode
-from efficient_attn.integrations.masks import ShownKeys
+from efficient_attn.integrations.masks import ShownKeys, keys_to_last_query
 from efficient_attn.measure.inputs import CAUSAL, Activations, Captured
 from efficient_attn.measure.units import show_bytes
 from efficient_attn.problem import positive_count
@@ -131,8 +131,10 @@ class Capturing(SiteMode):
     def _store(self, site: Site, call: Call, shown: ShownKeys) -> None:
         q, k, v = (tensor[:1].detach() for tensor in call.tensors)
         if shown.key_mask is not None:
-            real = shown.key_mask[0]
-            q = q[..., real, :] if q.shape[-2] == k.shape[-2] else q
+            ends = None if shown.ends is None else shown.ends[:1]
+            k, v, key_mask = keys_to_last_query(k, v, shown.key_mask[:1], ends)
+            real = key_mask[0] if key_mask is not None else k.new_ones(k.shape[2], dtype=torch.bool)
+            q = q[..., real[-q.shape[2]:], :] if shown.causal or q.shape[2] == k.shape[2] else q
             k, v = k[..., real, :], v[..., real, :]
         self._bytes += sum(_HALF_BYTES * tensor.numel() for tensor in (q, k, v))
         if self._bytes > MOST_BYTES:

@@ -3,9 +3,12 @@
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
-from efficient_attn.ops.softmax.definition import causal_mask
+from efficient_attn.ops.alignment import rotated
+
+PATTERN = "its mask is no key mask and not causal"
 
 # Largest entry that hides a key from a row that sees another key.
 _HIDDEN = -1e4
@@ -52,36 +55,78 @@ class ShownKeys(NamedTuple):
 
     Attributes:
         key_mask: bool [batch k_tokens], True for a real key; None: all are.
-        causal: Whether a query sees no later key; queries are the last positions of the keys.
+        causal: Whether a query sees no later key.
+        ends: Number of keys up to the last causal query, int64 [batch]; None: all. The only query of a call
+            stands at the last visible key.
     """
 
     key_mask: Tensor | None
     causal: bool
+    ends: Tensor | None = None
 
 
-def read_mask(mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> ShownKeys | None:
-    """Keys that a mask shows. None for other patterns and biases.
+def keys_to_last_query(
+    k: Tensor, v: Tensor, key_mask: Tensor | None, ends: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys, values and key mask that end at the last query, without the empty end of a cache.
+
+    Rows that end earlier than the longest are rotated, so that their empty slots come first.
+    """
+    if key_mask is None or ends is None:
+        return k, v, key_mask
+    lengths = ends.tolist()
+    shortest, longest = min(lengths), max(lengths)
+    if shortest == k.shape[2]:
+        return k, v, key_mask
+    k, v, key_mask = k[:, :, :longest], v[:, :, :longest], key_mask[:, :longest]
+    if shortest < longest:
+        k, v, real = (rotated(x, ends - longest) for x in (k, v, key_mask[:, None, :, None]))
+        key_mask = real[:, 0, :, 0]
+    return k, v, None if bool(key_mask.all()) else key_mask
+
+
+def read_mask(mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> ShownKeys | str:
+    """Keys that a mask shows, or the reason why it is not read or shows others.
 
     Every call reads the entries: NumPy and `.data` change them without a trace in torch's version counter.
     """
+    if isinstance(mask, CausalBias):
+        return _shown_by_bias(mask, q_tokens, k_tokens)
+    batched = torch._C._functorch.is_batchedtensor(mask)
+    # A subclass may have no entries, and a batch of `vmap` tells none.
+    if type(mask) not in (Tensor, nn.Parameter) or batched:
+        kind = "batch of vmap" if batched else type(mask).__name__
+        return f"its mask is a {kind}, whose entries are not read"
     if mask.ndim > 4 or not mask.numel():
-        return None
+        return PATTERN
     mask = mask[(None,) * (4 - mask.ndim)]
     # Heads and rows that are copies of each other are read once.
     mask = mask[:, :1] if not mask.stride(1) else mask
     mask = mask[:, :, :1] if not mask.stride(2) else mask
     shown, legible = _shown_entries(mask)
     if not bool(legible) or (shown.shape[1] > 1 and not bool((shown == shown[:, :1]).all())):
-        return None
-    shown = shown[:, :1]
-    keys = shown[:, 0, -1].expand(batch, k_tokens)
+        return PATTERN
+    shown = shown[:, 0].expand(-1, -1, k_tokens)
+    keys = shown[:, -1].expand(batch, k_tokens)
     key_mask = None if bool(keys.all()) else keys
     # Rows of most causal masks already differ at their ends.
-    if bool((shown[:, :, 0] == shown[:, :, -1]).all()) and bool((shown == shown[:, :, -1:]).all()):
-        return ShownKeys(key_mask, causal=False)
-    if q_tokens > k_tokens or not bool(_fits_triangle(shown, keys, k_tokens).all()):
-        return None
-    return ShownKeys(key_mask, causal=True)
+    if bool((shown[:, 0] == shown[:, -1]).all()) and bool((shown == shown[:, -1:]).all()):
+        last = _last_shown(keys) if q_tokens == 1 and key_mask is not None else None
+        return ShownKeys(key_mask, causal=False, ends=None if last is None else last.clamp(min=0) + 1)
+    if q_tokens > k_tokens:
+        return PATTERN
+    first = _first_position(shown)
+    if not bool(_fits_triangle(shown, first).all()):
+        return PATTERN
+    return ShownKeys(key_mask, causal=True, ends=None if key_mask is None else first.expand(batch) + q_tokens)
+
+
+def _shown_by_bias(bias: CausalBias, q_tokens: int, k_tokens: int) -> ShownKeys | str:
+    if (bias.seq_len_q, bias.seq_len_kv) != (q_tokens, k_tokens) or q_tokens > k_tokens:
+        return PATTERN
+    if bias.variant != CausalVariant.LOWER_RIGHT and q_tokens != k_tokens:
+        return f"causal_upper_left aligns {q_tokens} queries with the first of {k_tokens} keys"
+    return ShownKeys(None, causal=True)
 
 
 def _shown_entries(mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,11 +141,33 @@ def _shown_entries(mask: Tensor) -> tuple[Tensor, Tensor]:
     return shown, (shown | (mask <= _HIDDEN)).all() & in_rows.all()
 
 
-def _fits_triangle(shown: Tensor, keys: Tensor, k_tokens: int) -> Tensor:
+def _last_shown(shown: Tensor) -> Tensor:
+    """Position of the last visible key of each row, -1 where none is."""
+    return torch.where(shown, torch.arange(shown.shape[-1], device=shown.device), -1).amax(dim=-1)
+
+
+def _first_position(shown: Tensor) -> Tensor:
+    """Position of the first of consecutive causal queries, [batch], or [1] if there are as many keys.
+
+    Args:
+        shown: bool [batch queries keys].
+    """
+    queries, tokens = shown.shape[1:]
+    if queries == tokens:
+        return torch.zeros(1, dtype=torch.int64, device=shown.device)
+    # A real query stands at its last visible key, padding behind it. Padding that sees more than the last
+    # query says nothing.
+    first = _last_shown(shown) - torch.arange(queries, device=shown.device)
+    return (first * (shown <= shown[:, -1:]).all(dim=-1)).amax(dim=1).clamp(0, tokens - queries)
+
+
+def _fits_triangle(shown: Tensor, first: Tensor) -> Tensor:
     """Rows that are causal over the real keys, or padding."""
-    rows = shown.shape[-2]
-    fits = (shown == (keys[:, None, None] & causal_mask(rows, k_tokens, shown.device))).all(dim=-1)
+    keys, device = shown[:, -1], shown.device
+    position = first[:, None] + torch.arange(shown.shape[1], device=device)
+    earlier = torch.arange(shown.shape[2], device=device) <= position[..., None]
+    fits = (shown == (keys[:, None] & earlier)).all(dim=-1)
     # Libraries show everything to a row without a visible key, whose softmax would be NaN. An entry without
     # any key is a mask of rows.
-    padding_rows = ~keys[:, None, k_tokens - rows :] & keys.any(dim=-1)[:, None, None]
+    padding_rows = ~keys.gather(1, position.expand(len(keys), -1)) & keys.any(dim=-1, keepdim=True)
     return fits | (padding_rows & (shown == shown[..., :1]).all(dim=-1))

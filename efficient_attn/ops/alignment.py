@@ -52,7 +52,7 @@ class Alignment(NamedTuple):
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         if self.shift is None:
             return out
-        out = _turn(out, -self.shift)
+        out = rotated(out, -self.shift)
         if zero_padding:
             # Padding before the first real token was rotated to the end.
             padding = torch.arange(out.shape[2], device=out.device) < self.shift[:, None]
@@ -79,8 +79,8 @@ def alignment(
         return Alignment(q, k, v, key_mask, positions, None, queries)
     # A mask may put the queries anywhere.
     q, shift = F.pad(q, (0, 0, tokens - queries, 0)), key_mask.long().argmax(dim=-1)
-    q, k, v = (_turn(x, shift) for x in (q, k, v))
-    real = _turn(key_mask[:, None, :, None], shift)[:, 0, :, 0]
+    q, k, v = (rotated(x, shift) for x in (q, k, v))
+    real = rotated(key_mask[:, None, :, None], shift)[:, 0, :, 0]
     return Alignment(q, k, v, real, [range(tokens)], shift, queries)
 
 
@@ -100,7 +100,7 @@ def after(x: Tensor, tokens: int) -> Tensor:
     return F.pad(x, (0, 0, tokens, 0)) if tokens else x
 
 
-def _turn(x: Tensor, by: Tensor) -> Tensor:
+def rotated(x: Tensor, by: Tensor) -> Tensor:
     """`x` rotated along the tokens: token i of the result is token i + by of x."""
     index = (torch.arange(x.shape[2], device=x.device) + by[:, None]) % x.shape[2]
     return x.gather(2, index[:, None, :, None].expand_as(x))

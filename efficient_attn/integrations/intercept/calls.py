@@ -10,16 +10,16 @@ from typing import Any, NamedTuple, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import spawn_seeds
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.masks import ShownKeys, read_mask
+from efficient_attn.integrations.masks import ShownKeys, keys_to_last_query, read_mask
 from efficient_attn.problem import AttentionProblem
 
 SDPA = F.scaled_dot_product_attention
-PATTERN = "its mask is no key mask and not causal"
 IN_COMPILED_CODE = "masks are not read in a whole compiled graph: compile without fullgraph=True, or no mask"
 _OUTER = "a module inside this one calls attention too"
 _UNEVEN = "the runs of its module differ in their number of calls"
@@ -85,11 +85,11 @@ class Call:
             return self.refusal
         if self.attn_mask is None:
             return ShownKeys(None, causal=self.is_causal)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not isinstance(self.attn_mask, CausalBias):
             raise UnsupportedError(IN_COMPILED_CODE)
         q_tokens, k_tokens = self.query.shape[-2], self.key.shape[-2]
         shown = read_mask(self.attn_mask, batch=self.query.shape[0], q_tokens=q_tokens, k_tokens=k_tokens)
-        return PATTERN if shown is None else ShownKeys(shown.key_mask, shown.causal or self.is_causal)
+        return shown if isinstance(shown, str) else shown._replace(causal=shown.causal or self.is_causal)
 
     def problem(self, shown: ShownKeys, max_tokens: int | None) -> AttentionProblem:
         """Problem of such calls, of at least `max_tokens` tokens."""
@@ -116,7 +116,10 @@ class Call:
             raise UnsupportedError(
                 f"its scale is {self.factor:g}, that of its backend {backend.problem.factor:g}"
             )
-        return backend(*self.tensors, key_mask=shown.key_mask)
+        (q, k, v), key_mask = self.tensors, shown.key_mask
+        if backend.problem.causal:
+            k, v, key_mask = keys_to_last_query(k, v, key_mask, shown.ends)
+        return backend(q, k, v, key_mask=key_mask)
 
     @property
     def refusal(self) -> str | None:

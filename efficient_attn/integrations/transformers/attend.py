@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from efficient_attn import sharding
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern, read_mask
+from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern, keys_to_last_query, read_mask
 from efficient_attn.ops.operators import operator
 
 # attn_implementation of attached models.
@@ -89,6 +90,7 @@ class VisibleKeys(NamedTuple):
         keys: Number of keys; a static cache includes slots that are not filled yet.
         key_mask: bool [batch keys], True for a real token; None: all are real.
         text: Mask of all tokens so far; None: `key_mask` is.
+        ends: As of `ShownKeys`.
     """
 
     pattern: Pattern
@@ -96,6 +98,7 @@ class VisibleKeys(NamedTuple):
     keys: int
     key_mask: Tensor | None
     text: TextMask | None = None
+    ends: Tensor | None = None
 
 
 class Mask(Tensor):
@@ -184,15 +187,17 @@ def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) 
             f"attention_mask is a {type(mask).__name__}; pass a mask of real tokens [batch, tokens]."
         )
     fits = mask.ndim == 4 and mask.shape[-1] in (1, keys) and mask.shape[0] in (1, batch)
+    fits = fits or isinstance(mask, CausalBias)
     # A mask that is learned is a bias, zero at first or not.
     fits = fits and not mask.requires_grad
-    shown = read_mask(mask, batch=batch, q_tokens=queries, k_tokens=keys) if fits else None
-    if shown is None:
+    shown = read_mask(mask, batch=batch, q_tokens=queries, k_tokens=keys) if fits else ""
+    if isinstance(shown, str):
         return VisibleKeys(
             Pattern(None, None, f"a mask {list(mask.shape)} of queries and keys"), 0, keys, None
         )
     triangle = shown.causal or (causal and queries == 1)
-    return VisibleKeys(CAUSAL if triangle else FULL, 0, keys, shown.key_mask)
+    ends = shown.ends if triangle else None
+    return VisibleKeys(CAUSAL if triangle else FULL, 0, keys, shown.key_mask, ends=ends)
 
 
 def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor | None:
@@ -369,4 +374,5 @@ def _run_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, vi
             "use transformers' own cache."
         )
     k, v = key[:, :, : visible.keys], value[:, :, : visible.keys]
-    return backend(query, k, v, key_mask=visible.key_mask).transpose(1, 2).contiguous()
+    k, v, key_mask = keys_to_last_query(k, v, visible.key_mask, visible.ends)
+    return backend(query, k, v, key_mask=key_mask).transpose(1, 2).contiguous()

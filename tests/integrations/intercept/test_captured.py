@@ -77,9 +77,9 @@ KEYS, ROWS = REAL[:, None, None], REAL[:1, None, :, None]
 def test_masks_of_keys_and_causal_masks_are_read_back_and_no_others(mask, keys, causal):
     shown = masks.read_mask(mask, batch=2, q_tokens=mask.shape[-2], k_tokens=mask.shape[-1])
     if causal is None:
-        assert shown is None
+        assert shown == masks.PATTERN
         return
-    assert shown is not None and shown.causal is causal
+    assert shown.causal is causal
     assert (shown.key_mask is None) if keys is None else torch.equal(shown.key_mask, keys)
 
 
