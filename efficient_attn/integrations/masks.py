@@ -163,11 +163,11 @@ def _first_position(shown: Tensor) -> Tensor:
 
 def _fits_triangle(shown: Tensor, first: Tensor) -> Tensor:
     """Rows that are causal over the real keys, or padding."""
-    keys, device = shown[:, -1], shown.device
-    position = first[:, None] + torch.arange(shown.shape[1], device=device)
-    earlier = torch.arange(shown.shape[2], device=device) <= position[..., None]
-    fits = (shown == (keys[:, None] & earlier)).all(dim=-1)
+    keys, slot = shown[:, -1], torch.arange(shown.shape[2], device=shown.device)
+    position = first[:, None] + torch.arange(shown.shape[1], device=shown.device)
+    fits = (shown == (keys[:, None] & (slot <= position[..., None]))).all(dim=-1)
     # Libraries show everything to a row without a visible key, whose softmax would be NaN. An entry without
     # any key is a mask of rows.
     padding_rows = ~keys.gather(1, position.expand(len(keys), -1)) & keys.any(dim=-1, keepdim=True)
-    return fits | (padding_rows & (shown == shown[..., :1]).all(dim=-1))
+    empty = slot > position[:, -1:, None]
+    return fits | (padding_rows & ((shown == shown[..., :1]) | empty).all(dim=-1))

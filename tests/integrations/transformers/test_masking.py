@@ -8,6 +8,7 @@ import torch.nn.functional as F
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from integrations.hf_models import MODELS, ROUNDING, attended, bert, inputs, llama, logits, mistral
+from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import bidirectional_mask_function
 
 from efficient_attn.errors import UnsupportedError
@@ -23,18 +24,23 @@ def test_keys_beyond_a_mask_are_padding_and_a_prepared_mask_belongs_to_all_texts
         assert visible_in(prepared, 4, 3, 3, causal=False).key_mask.tolist() == [[False, True, True]] * 4
 
 
-def test_a_prepared_mask_of_one_query_fits_a_causal_layer():
-    model, ids = llama(), inputs()["input_ids"]
+@pytest.mark.parametrize("slots", [None, 24, 40])
+@torch.no_grad()
+def test_prepared_masks_of_steps_fit_a_causal_layer_with_growing_and_with_fixed_caches(slots):
+    model, ids = attach(llama(), "window", window=5), inputs()["input_ids"]
     shown = torch.ones(24, 24, dtype=torch.bool).tril().expand(len(ids), 1, -1, -1).clone()
     shown[0, :, :, :3] = False
     # Rows of padding show every key.
     shown[0, :, :3] = True
-    attach(model, "window")
-    with torch.no_grad():
-        expected = model(ids, attention_mask=shown).logits[:, -1:]
-        cache = model(ids[:, :-1], attention_mask=shown[..., :-1, :-1]).past_key_values
-        last = model(ids[:, -1:], attention_mask=shown[..., -1:, :], past_key_values=cache)
-    torch.testing.assert_close(last.logits, expected, **ROUNDING)
+    cache = DynamicCache() if slots is None else StaticCache(model.config, max_cache_len=slots)
+    outs, start = [], 0
+    for tokens in (12, 5, 1, 5, 1):
+        end = start + tokens
+        mask = F.pad(shown[..., start:end, :end], (0, 0 if slots is None else slots - end))
+        step = model(ids[:, start:end], attention_mask=mask, past_key_values=cache)
+        outs, start = [*outs, step.logits], end
+    expected = model(ids, attention_mask=shown).logits
+    torch.testing.assert_close(torch.cat(outs, dim=1)[:, 3:], expected[:, 3:], **ROUNDING)
 
 
 def test_without_a_mask_the_call_says_whether_it_is_causal_and_then_the_layer():
