@@ -134,7 +134,7 @@ class Capturing(SiteMode):
             ends = None if shown.ends is None else shown.ends[:1]
             k, v, key_mask = keys_to_last_query(k, v, shown.key_mask[:1], ends)
             real = key_mask[0] if key_mask is not None else k.new_ones(k.shape[2], dtype=torch.bool)
-            q = q[..., real[-q.shape[2]:], :] if shown.causal or q.shape[2] == k.shape[2] else q
+            q = q[..., real[-q.shape[2] :], :] if shown.causal or q.shape[2] == k.shape[2] else q
             k, v = k[..., real, :], v[..., real, :]
         self._bytes += sum(_HALF_BYTES * tensor.numel() for tensor in (q, k, v))
         if self._bytes > MOST_BYTES:

@@ -22,6 +22,8 @@ def test_keys_beyond_a_mask_are_padding_and_a_prepared_mask_belongs_to_all_texts
     assert mask.visible.key_mask.tolist() == [[True, True, True, False, False]]
     for prepared in (torch.tensor([[[[False, True, True]]]]), torch.tensor([[[[-1e4, 0.0, 0.0]]]])):
         assert visible_in(prepared, 4, 3, 3, causal=False).key_mask.tolist() == [[False, True, True]] * 4
+    # The only query of cross-attention reads keys where they stand.
+    assert visible_in(prepared.flip(-1), 4, 1, 3, causal=False).ends is None
 
 
 @pytest.mark.parametrize("slots", [None, 24, 40])
