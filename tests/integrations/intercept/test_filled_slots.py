@@ -81,6 +81,8 @@ def test_steps_over_filled_slots_equal_the_whole_sequence_for_every_causal_backe
                 served = model(step.q, step.k, step.v, attn_mask=masked(step.shown))
                 assert (expected[4] == 0).all() and expected[1].abs().max() > 0.1
                 torch.testing.assert_close(served, expected, rtol=0, atol=1e-6, msg=f"{slots} {form}")
+        nothing = FORMS["smallest float"](torch.zeros(2, 1, 1, 24, dtype=torch.bool))
+        assert (model(q[:, :, :1], k, v, attn_mask=nothing) == 0).all()
 
 
 @torch.no_grad()
@@ -117,6 +119,7 @@ LEFT_EXACT = {
     "gaps between queries": (GAPS, PATTERN),
     "descending queries": (GAPS.flip(0), PATTERN),
     "queries that do not see themselves": (NINE[:, None] > NINE, PATTERN),
+    "a row that sees all": (torch.stack([GAPS | True, NINE[6:, None] >= NINE])[:, None], PATTERN),
     "upper left": (causal_upper_left(7, 9), "causal_upper_left aligns 7 queries with the first of 9 keys"),
     "subclass": ((NINE[2:, None] >= NINE).as_subclass(Foreign), UNREAD),
 }
@@ -126,7 +129,7 @@ LEFT_EXACT = {
 @torch.no_grad()
 def test_queries_that_are_not_consecutive_and_masks_that_are_not_read_stay_exact(name):
     (mask, reason), model = LEFT_EXACT[name], Called()
-    q, k, v = torch.randn(3, 1, 2, mask.shape[-1], 8)
+    q, k, v = torch.randn(3, 2, 2, mask.shape[-1], 8)
     call = {"q": q[:, :, : mask.shape[-2]], "k": k, "v": v, "attn_mask": mask}
     expected, example = model(**call), {"example": lambda: model(q, k, v, is_causal=True)}
     with ea.attach(model, "window", window=3, **example) as replaced:
@@ -149,4 +152,5 @@ def test_a_causal_bias_is_causal_and_an_unknown_class_unread_at_all_sizes(causal
         torch.testing.assert_close(model(q[:, :, -7:], k, v, attn_mask=step), expected[:, :, -7:])
     positional, unread = Call.of((q, k, v, mask), {}), Call.of((q, k, v, mask.as_subclass(Foreign)), {})
     assert {positional.shown_keys() for _ in range(50)} == {ShownKeys(None, causal=True)}
+    assert Call.of((q[:, :, 1:], k, v, mask), {}).shown_keys() == PATTERN
     assert {unread.shown_keys() for _ in range(50)} == {UNREAD}

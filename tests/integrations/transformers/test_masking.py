@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
@@ -24,6 +25,13 @@ def test_keys_beyond_a_mask_are_padding_and_a_prepared_mask_belongs_to_all_texts
         assert visible_in(prepared, 4, 3, 3, causal=False).key_mask.tolist() == [[False, True, True]] * 4
     # The only query of cross-attention reads keys where they stand.
     assert visible_in(prepared.flip(-1), 4, 1, 3, causal=False).ends is None
+
+
+def test_a_causal_bias_of_torch_is_causal_and_an_unknown_class_of_tensors_is_no_mask():
+    assert visible_in(causal_lower_right(2, 3), 4, 2, 3, causal=True) == VisibleKeys(CAUSAL, 0, 3, None)
+    foreign = torch.ones(1, 1, 3, 3).as_subclass(type("Foreign", (torch.Tensor,), {}))
+    pattern = visible_in(foreign, 4, 3, 3, causal=True).pattern
+    assert pattern.irregular == "a mask [1, 1, 3, 3] of queries and keys"
 
 
 @pytest.mark.parametrize("slots", [None, 24, 40])
