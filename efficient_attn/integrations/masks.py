@@ -109,16 +109,19 @@ def read_mask(mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> Show
     shown = shown[:, 0].expand(-1, -1, k_tokens)
     keys = shown[:, -1].expand(batch, k_tokens)
     key_mask = None if bool(keys.all()) else keys
+    # The last query of a growing cache sees the last key.
+    filled = q_tokens >= k_tokens or key_mask is None or bool(keys[:, -1].all())
     # Rows of most causal masks already differ at their ends.
-    if bool((shown[:, 0] == shown[:, -1]).all()) and bool((shown == shown[:, -1:]).all()):
-        last = _last_shown(keys) if q_tokens == 1 and key_mask is not None else None
-        return ShownKeys(key_mask, causal=False, ends=None if last is None else last.clamp(min=0) + 1)
+    alike = shown.shape[1] == 1 or bool((shown[:, 0] == shown[:, -1]).all())
+    if alike and bool((shown == shown[:, -1:]).all()):
+        ends = None if filled or q_tokens > 1 else _last_shown(keys).clamp(min=0) + 1
+        return ShownKeys(key_mask, causal=False, ends=ends)
     if q_tokens > k_tokens:
         return PATTERN
-    first = _first_position(shown)
-    if not bool(_fits_triangle(shown, first).all()):
+    first = keys.new_full((1,), k_tokens - q_tokens, dtype=torch.int64) if filled else _first_position(shown)
+    if not _fits_triangle(shown, first):
         return PATTERN
-    return ShownKeys(key_mask, causal=True, ends=None if key_mask is None else first.expand(batch) + q_tokens)
+    return ShownKeys(key_mask, causal=True, ends=None if filled else first.expand(batch) + q_tokens)
 
 
 def _shown_by_bias(bias: CausalBias, q_tokens: int, k_tokens: int) -> ShownKeys | str:
@@ -147,27 +150,23 @@ def _last_shown(shown: Tensor) -> Tensor:
 
 
 def _first_position(shown: Tensor) -> Tensor:
-    """Position of the first of consecutive causal queries, [batch], or [1] if there are as many keys.
-
-    Args:
-        shown: bool [batch queries keys].
-    """
+    """Position of the first of consecutive causal queries, [batch], in a mask [batch queries keys]."""
     queries, tokens = shown.shape[1:]
-    if queries == tokens:
-        return torch.zeros(1, dtype=torch.int64, device=shown.device)
     # A real query stands at its last visible key, padding behind it. Padding that sees more than the last
     # query says nothing.
     first = _last_shown(shown) - torch.arange(queries, device=shown.device)
     return (first * (shown <= shown[:, -1:]).all(dim=-1)).amax(dim=1).clamp(0, tokens - queries)
 
 
-def _fits_triangle(shown: Tensor, first: Tensor) -> Tensor:
-    """Rows that are causal over the real keys, or padding."""
+def _fits_triangle(shown: Tensor, first: Tensor) -> bool:
+    """Whether each row is causal over the real keys, or padding."""
     keys, slot = shown[:, -1], torch.arange(shown.shape[2], device=shown.device)
     position = first[:, None] + torch.arange(shown.shape[1], device=shown.device)
     fits = (shown == (keys[:, None] & (slot <= position[..., None]))).all(dim=-1)
+    if bool(fits.all()):
+        return True
     # Libraries show everything to a row without a visible key, whose softmax would be NaN. An entry without
     # any key is a mask of rows.
     padding_rows = ~keys.gather(1, position.expand(len(keys), -1)) & keys.any(dim=-1, keepdim=True)
     empty = slot > position[:, -1:, None]
-    return fits | (padding_rows & ((shown == shown[..., :1]) | empty).all(dim=-1))
+    return bool((fits | (padding_rows & ((shown == shown[..., :1]) | empty).all(dim=-1))).all())

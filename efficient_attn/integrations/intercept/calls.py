@@ -117,7 +117,7 @@ class Call:
                 f"its scale is {self.factor:g}, that of its backend {backend.problem.factor:g}"
             )
         (q, k, v), key_mask = self.tensors, shown.key_mask
-        if backend.problem.causal:
+        if shown.ends is not None and backend.problem.causal:
             k, v, key_mask = keys_to_last_query(k, v, key_mask, shown.ends)
         return backend(q, k, v, key_mask=key_mask)
 
