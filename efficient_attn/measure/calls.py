@@ -7,7 +7,8 @@ attention. A call is eager, compiled by torch.compile, or decodes the last token
 
 import copy
 import gc
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -22,11 +23,15 @@ from efficient_attn.errors import AttentionError, UnsupportedError
 from efficient_attn.external import AdaptedAttention
 from efficient_attn.measure import memory
 from efficient_attn.measure.error import (
+    WrongOutputError,
     backends_in,
     check_call,
     check_gradients,
+    exact_output,
     mean_of_values,
     outputs_checked,
+    random_positions,
+    relative_error,
 )
 from efficient_attn.measure.inputs import read_given
 from efficient_attn.measure.memory import ITEM_BYTES
@@ -45,12 +50,22 @@ _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
 
 Call = Callable[[], Any]
 
+# Number of a write of new values, so that no two calls of a process have the same.
+_NUMBERS = itertools.count(1)
+
+# Change of all inputs, step of its sequence (the golden ratio fills an interval evenly), and patterns of signs.
+_CHANGE, _STEP, _PATTERNS = 0.01, 0.6180339887, 64
+
+# Compared queries; errors of equal calls differ by less; further calls of a function whose output looks wrong.
+_COMPARED, _FACTOR, _TRIALS = 64, 1.5, 3
+
 
 class Prepared(NamedTuple):
     """A module on its device, and its measured call: forward, or forward and backward.
 
     Attributes:
         checked: The call with checks of its results; raises on an invalid output or gradient.
+        values: New values of the inputs before each timed call.
         inputs: q, k, v [batch heads tokens head_dim], or x [batch tokens model_dim].
         streams: Whether the module supports incremental decoding.
         calibrated_on: Calibration inputs of backends that need calibration; None: no backend does.
@@ -59,6 +74,7 @@ class Prepared(NamedTuple):
     module: Any
     call: Call
     checked: Call
+    values: "Values"
     inputs: tuple[Tensor, ...]
     streams: bool
     calibrated_on: str | None
@@ -77,11 +93,13 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
         raise UnsupportedError(f"Backend {spec.name!r} has no gradients; measure it without --backward.")
     scale = None
     if inputs is None:
-        *tensors, gradient = _inputs(case)
+        *sources, gradient = _inputs(case)
     else:
         subject = read_given(inputs, case.dtype, case.device, case.tokens, case.batch)
-        tensors, scale = list(subject.activations), subject.scale
-        gradient = tensors[0].new_ones(*tensors[0].shape[:-1], tensors[2].shape[-1])
+        sources, scale = list(subject.activations), subject.scale
+        gradient = sources[0].new_ones(*sources[0].shape[:-1], sources[2].shape[-1])
+    # All backends share the sources, into which a call may write.
+    tensors = [source.clone() for source in sources]
     module = _build(case, spec, scale).to(device=case.device, dtype=getattr(torch, case.dtype)).eval()
     calibrated_on = None
     # Calibration on the measured inputs is not part of the measured call.
@@ -96,7 +114,105 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
     else:
         call = (_backward if case.backward else _forward)(module, inputs=tensors, gradient=gradient)
         checked = partial(_checked, module, call, case)
-    return Prepared(module, call, checked, tuple(tensors), streams, calibrated_on)
+    values = Values(case, module, call, tensors, sources)
+    return Prepared(module, call, checked, values, tuple(tensors), streams, calibrated_on)
+
+
+class Values:
+    """New values in the storage of the inputs before each timed call, and a check of what it makes of them.
+
+    A function that keeps outputs would otherwise be timed at returning them. Norms and scores stay as they are
+    within 2 %, so that the call takes as long and errs as much; signs of the last input change by dimension.
+    """
+
+    def __init__(
+        self, case: Case, module: nn.Module, call: Call, tensors: list[Tensor], sources: list[Tensor]
+    ) -> None:
+        self._module, self._call, self._sources = module, call, sources
+        self._decoded = case.execution == DECODED
+        # The result is the output of the only backend.
+        self._alone = case.of == "attention" and not case.backward
+        self._tensors = [x[:, :, -1:] for x in tensors] if self._decoded else tensors
+        generator = torch.Generator().manual_seed(case.seed)
+        signs = torch.randint(2, (_PATTERNS, tensors[-1].shape[-1]), generator=generator) * 2 - 1
+        self._signs, self._number = signs.to(tensors[-1]), 0
+        self._first: list[tuple[float, Tensor]] = []
+
+    def _products(self) -> Iterator[tuple[Tensor, Any]]:
+        """Entries of the sources and their factor, for each of the tensors."""
+        scale = 1 + _CHANGE * (2 * (self._number * _STEP % 1) - 1)
+        for x, source in zip(self._tensors, self._sources, strict=True):
+            # A decoded token is another one of the sequence each time.
+            start = self._number % (source.shape[-2] - x.shape[-2] + 1)
+            last = source is self._sources[-1]
+            factor = self._signs[self._number % _PATTERNS] * scale if last else scale
+            yield source[..., start : start + x.shape[-2], :], factor
+
+    @torch.no_grad()
+    def renew(self) -> None:
+        """Write new values into the inputs, on the current stream of their device."""
+        self._number = next(_NUMBERS)
+        for x, (source, factor) in zip(self._tensors, self._products(), strict=True):
+            torch.mul(source, factor, out=x)
+
+    def first(self, checked: Call) -> object:
+        """Make the first call, whose errors are those of later ones."""
+        result, self._first = self._compared(checked)
+        return result
+
+    def verify(self, result: object) -> str | None:
+        """Remark on the last timed call.
+
+        Raises:
+            WrongOutputError: If its output errs more on these values than the first one, or has not changed.
+        """
+        expected = [source * factor for source, factor in self._products()]
+        changed = not all(map(torch.equal, self._tensors, expected))
+        calls = [lambda: result] if self._alone else []
+        for call in [*calls, *[self._renewed] * _TRIALS]:
+            _, last = self._compared(call)
+            pairs = list(zip(self._first, last, strict=True))
+            floor = torch.finfo(self._signs.dtype).eps ** 0.5
+            wrong = [(x, y) for (x, old), (y, new) in pairs if y > _FACTOR * x + floor or torch.equal(old, new)]
+            if not wrong:
+                return "the call changes its inputs" if changed else None
+        first, error = wrong[0]
+        raise WrongOutputError(
+            f"the output does not follow the inputs, whose values change in place from call to call: its error is "
+            f"{error:.2g}, that of the first call {first:.2g}."
+        )
+
+    def _renewed(self) -> object:
+        self.renew()
+        return self._call()
+
+    def _compared(self, call: Call) -> tuple[object, list[tuple[float, Tensor]]]:
+        """Result of a call, then error and rows of the output of each backend in it."""
+        if self._alone:
+            result = call()
+            q, k, v = (source * factor for source, factor in self._products())
+            if self._decoded:
+                k, v = (torch.cat([x[:, :, :-1], new], dim=2) for x, new in zip(self._sources[1:], (k, v)))
+            return result, [_error_of_rows(self._module, (q, k, v), {}, result)]
+        rows: list[tuple[float, Tensor]] = []
+
+        def compare(*called: Any) -> None:
+            rows.append(_error_of_rows(*called))
+
+        with outputs_checked(self._module, check=compare):
+            return call(), rows
+
+
+@torch.no_grad()
+def _error_of_rows(backend: Any, args: Sequence[Any], named: Any, output: Any) -> tuple[float, Tensor]:
+    """Error of some rows of the first head, and these rows."""
+    arguments = dict(zip("qkv", args, strict=False)) | dict(named)
+    q, k, v = (arguments[name].detach()[:1, :1] for name in "qkv")
+    rows = random_positions(q.shape[2], min(_COMPARED, q.shape[2]), torch.Generator().manual_seed(0))
+    rows, problem = rows.to(q.device), backend.problem
+    exact = exact_output(q, k, v, scale=problem.factor, causal=problem.causal, rows=rows)
+    shown = output.detach()[:1, :1, rows]
+    return relative_error(shown, exact), shown
 
 
 def state_bytes(prepared: Prepared) -> int | None:

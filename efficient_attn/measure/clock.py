@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 Call = Callable[[], object]
 Clock = Callable[[Call], float]
@@ -35,17 +36,26 @@ _WARM_UP_S = 0.025
 _CYCLES_PER_S = 4e9
 
 
-def clock(device: str, threads: int = 1) -> Clock:
+def _nothing(*results: object) -> None:
+    """Neither prepare a call nor look at its result."""
+
+
+def clock(
+    device: str, threads: int = 1, *, before: Call = _nothing, after: Callable[[Any], None] = _nothing
+) -> Clock:
     """A function that makes one call and returns its duration in seconds, including the device's work.
 
     Args:
         threads: Number of torch threads on the CPU; of one, the duration is processor time of the process.
+        before: Untimed preparation of each call.
+        after: Untimed function of its result.
     """
     if device.startswith("cuda"):
-        return partial(_time_on_cuda, device=device)
+        return partial(_time_on_cuda, device=device, before=before, after=after)
     # The processor time of Windows is too coarse.
     alone = threads == 1 and os.name == "posix"
-    return partial(_time_on_cpu, counter=time.process_time if alone else time.perf_counter)
+    counter = time.process_time if alone else time.perf_counter
+    return partial(_time_on_cpu, counter=counter, before=before, after=after)
 
 
 def warm_up(call: Call, time_call: Clock, *, limit_s: float, first: Call | None = None) -> float:
@@ -66,16 +76,21 @@ def sample(call: Call, time_call: Clock, *, seconds: float, least: int, most: in
     return tuple(times_s)
 
 
-def _time_on_cpu(call: Call, *, counter: Callable[[], float]) -> float:
+def _time_on_cpu(
+    call: Call, *, counter: Callable[[], float], before: Call, after: Callable[[Any], None]
+) -> float:
+    before()
     start = counter()
     # The result is kept alive until the clock is read, to exclude the deallocation.
     result = call()
     stop = counter()
-    del result
+    after(result)
     return stop - start
 
 
-def _time_on_cuda(call: Call, *, device: str) -> float:
+def _time_on_cuda(
+    call: Call, *, device: str, before: Call = _nothing, after: Callable[[Any], None] = _nothing
+) -> float:
     """Duration between two events on the device's current stream, after all earlier work has finished.
 
     The L2 cache is not flushed between calls, so that inputs are cached as in a model, where projections have
@@ -86,22 +101,27 @@ def _time_on_cuda(call: Call, *, device: str) -> float:
     # Events and streams belong to the current device, which may differ from the measured one.
     with torch.cuda.device(device):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before()
         torch.cuda.synchronize()
         start.record()
         result = call()
         stop.record()
         stop.synchronize()
-    del result
+    after(result)
     return float(start.elapsed_time(stop)) / 1000
 
 
 class QueuedCalls:
-    """A call on a CUDA device with the time that the host takes to enqueue it."""
+    """A call on a CUDA device with the time that the host takes to enqueue it.
 
-    def __init__(self, call: Call, device: str) -> None:
+    Args:
+        before: Untimed preparation of each call.
+    """
+
+    def __init__(self, call: Call, device: str, before: Call = _nothing) -> None:
         import torch
 
-        self._call, self._device = call, device
+        self._call, self._device, self._before = call, device, before
         self._flushed = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device)
         self._enqueue_s = 0.0
 
@@ -116,7 +136,7 @@ class QueuedCalls:
             enqueue_s.append(time.perf_counter() - before_s)
 
         while worked_s < _WARM_UP_S:
-            worked_s += _time_on_cuda(flushed_call, device=self._device)
+            worked_s += _time_on_cuda(flushed_call, device=self._device, before=self._before)
         # The first calls may allocate; a call that is interrupted lasts longer than it needs.
         self._enqueue_s = min(enqueue_s)
 
@@ -128,6 +148,7 @@ class QueuedCalls:
         with torch.cuda.device(self._device):
             events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
             for start, stop in events:
+                self._before()
                 # torch's own tests hold streams by this function; it touches no memory.
                 torch.cuda._sleep(hold)
                 self._flushed.zero_()
