@@ -48,7 +48,8 @@ def measure_error(
     def measured(case: Case, backends: Sequence[Any]) -> Record:
         errors: dict[str, Any] = dict.fromkeys(METRICS[metric], ())
         for backend in backends:
-            output = subject.compared(backend(q, k, v)).double()
+            # All backends share the inputs, into which a call may write.
+            output = subject.compared(backend(q.clone(), k.clone(), v.clone())).double()
             error = {
                 "output_relative_error": relative_error(output, subject.exact),
                 "output_mse": float((output - subject.exact).square().mean()),

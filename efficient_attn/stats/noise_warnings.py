@@ -28,7 +28,7 @@ def remedy(environment: Mapping[str, Any] | None) -> str:
 
 
 def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = None) -> list[str]:
-    """Sentences on conditions that make times uncertain or wrong."""
+    """Sentences on conditions and calls that make times uncertain or wrong."""
     timed = [
         record
         for record in records
@@ -48,7 +48,8 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
     load = _load(environment)
     if load > _LOADED:
         sentences.append(f"Background load {100 * load:.0f} %. {_THREADS}")
-    return sentences
+    remarks = dict.fromkeys(f"{record.case.label}: {record.reason}." for record in timed if record.reason)
+    return [*sentences, *remarks]
 
 
 def _load(environment: Mapping[str, Any] | None) -> float:
