@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from efficient_attn.errors import OptionError
+from efficient_attn.errors import IncompleteError, OptionError
 from efficient_attn.studies.study import Parameter, Study
 
 from . import DONE, INTERRUPTED, NOTHING_MEASURED, SOME_NOT_MEASURED, console
@@ -97,20 +97,25 @@ def command_of(study: Study) -> Callable[..., None]:
         if not quiet and limit_s is not None:
             console.say(f"{points} points; measuring ends within {show_seconds(limit_s)} (--budget).")
         # Text that a backend prints goes to stderr: stdout holds the results alone.
+        complete = True
         with nullcontext() if quiet else console.live_bar(points) as progress, redirect_stdout(sys.stderr):
-            results = run_plan(
-                study,
-                plan,
-                out=folder,
-                resume=resume,
-                budget_s=budget_s,
-                start_s=start_s,
-                command=[Path(sys.argv[0]).name, *sys.argv[1:]],
-                progress=progress,
-            )
+            try:
+                results = run_plan(
+                    study,
+                    plan,
+                    out=folder,
+                    resume=resume,
+                    budget_s=budget_s,
+                    start_s=start_s,
+                    command=[Path(sys.argv[0]).name, *sys.argv[1:]],
+                    progress=progress,
+                )
+            except IncompleteError as ending:
+                results, complete = ending.results, False
         if open_page:
             webbrowser.open((folder / REPORT).resolve().as_uri())
-        finish(results, options.get("backends"), folder=folder, as_json=as_json, quiet=quiet)
+        code = exit_code(results, options.get("backends"), complete=complete)
+        finish(results, code, folder=folder, as_json=as_json, quiet=quiet)
 
     signature: list[tuple[str, Any, Any]] = [
         ("context", typer.Context, inspect.Parameter.empty),
@@ -173,14 +178,8 @@ def _points(plan: Any) -> Any:
     return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(plan.notes))
 
 
-def finish(
-    results: Any, named: Sequence[str] | None, *, folder: Path, as_json: bool, quiet: bool = False
-) -> NoReturn:
-    """Print the results, last the conclusion and the path of the page, and exit with the code of the outcome.
-
-    Args:
-        named: Requested backends; None for the default selection.
-    """
+def finish(results: Any, code: int, *, folder: Path, as_json: bool, quiet: bool = False) -> NoReturn:
+    """Print the results, last the conclusion and the path of the page, and exit with the code."""
     from efficient_attn.report.files import REPORT
 
     if as_json:
@@ -195,7 +194,7 @@ def finish(
     page = folder / REPORT
     # With JSON, stdout holds the document alone.
     console.put(folder if quiet or as_json or not page.exists() else page, err=as_json)
-    raise typer.Exit(exit_code(results, named))
+    raise typer.Exit(code)
 
 
 def document(results: Any) -> dict[str, Any]:
@@ -211,11 +210,15 @@ def document(results: Any) -> dict[str, Any]:
     }
 
 
-def exit_code(results: Any, named: Sequence[str] | None) -> int:
+def exit_code(results: Any, named: Sequence[str] | None, *, complete: bool = True) -> int:
     """Exit code of the outcome.
 
     Refusals and skips of a default selection are expected, and so is the refusal of some inputs, such as
     causal ones, by a backend that is measured on others.
+
+    Args:
+        named: Requested backends; None for the default selection.
+        complete: Whether every point has a record.
     """
     from efficient_attn.measure.variants import CEILING, OWN, PLAN, UNIFORM_ATTENTION, YARDSTICK
 
@@ -234,4 +237,4 @@ def exit_code(results: Any, named: Sequence[str] | None) -> int:
         refused_in_part = record.status == "unsupported" and record.case.label in measured
         if record.status not in ("ok", *expected) and not refused_in_part:
             return SOME_NOT_MEASURED
-    return DONE
+    return DONE if complete else SOME_NOT_MEASURED

@@ -14,8 +14,8 @@ _NAMES = {
     "backend": "Backend calibrate",
     "backends": "attention build list_backends spec",
     "external": "register",
-    "errors": "AttentionError CalibrationError DataError DtypeError MissingPackageError OptionError "
-    "ShapeError UnknownNameError UnsupportedError",
+    "errors": "AttentionError CalibrationError DataError DtypeError IncompleteError MissingPackageError "
+    "OptionError ShapeError UnknownNameError UnsupportedError",
     "integrations.attach": "attach",
     "measure.inputs": "sample",
     "problem": "AttentionProblem",

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 # Names here, with names in other libraries that edit distance cannot match.
 _ELSEWHERE = {
@@ -80,6 +82,19 @@ class DataError(AttentionError, ValueError):
 
 class MissingPackageError(AttentionError, ImportError):
     """A package is not installed; the message has the command that installs it."""
+
+
+class IncompleteError(AttentionError, RuntimeError):
+    """The budget of a run ended before a baseline and one candidate were measured.
+
+    Attributes:
+        results: What was measured until then; `records` are its records.
+        folder: Folder of the run; None: it has none.
+    """
+
+    def __init__(self, message: str, *, results: Any, folder: Path | None) -> None:
+        super().__init__(message)
+        self.results, self.records, self.folder = results, results.records, folder
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Every wrong call ends in one line that names the argument, what came and what would work."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -104,7 +105,7 @@ def select_with(backend, setting):
 REFUSED = [
     (draw, {"norm": math.inf}, OptionError, "norm is a finite number above 0, not inf"),
     (Measurer, {"isolate": "fork", "timeout_s": 1}, OptionError, "isolate is none, reuse, not 'fork'"),
-    (Measurer, {"isolate": "reuse", "timeout_s": 0}, OptionError, "timeout_s is a number of seconds"),
+    (Measurer, {"isolate": "reuse", "timeout_s": 0}, OptionError, "timeout_s is a finite number above 0"),
     (read_activations, {"path": "absent.safetensors"}, DataError, "Cannot read absent.* No such file"),
     (read, {"path": "nothing"}, DataError, "Cannot read records from nothing: No such file"),
     (select, {"backends": ["softmax"]}, UnknownNameError, "Called 'exact' in this package"),
@@ -161,7 +162,7 @@ WRONG_STUDIES = [
     ("bench", {"of": "words"}, OptionError, "of is attention, block, encoder, not 'words'"),
     ("bench", {"of": "block", "backends": [CEILING]}, OptionError, "is not a backend: it is measured with"),
     ("bench", {"decode": True, "backward": True}, OptionError, "decode is of attention alone"),
-    ("bench", {"executor": object()}, OptionError, "executor: the rounds of this run are interleaved"),
+    ("bench", {"executor": ThreadPoolExecutor(1)}, OptionError, "executor: the rounds of this run"),
     ("bench", {"device": "cuda:99"}, AttentionError, "device cannot be 'cuda:99'"),
     ("bench", {"inputs": "encoder", "seq_lens": 513}, AttentionError, "513 tokens are more than the 512 of"),
     ("bench", {"inputs": "encoder", "num_heads": 4}, AttentionError, "inputs decide the shape of attention"),

@@ -161,12 +161,11 @@ def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least
     engine = Engine(Plan(steps=partial(in_lists, lists)), store, budget_s=15)
     assert engine.run() and [record.case.label for record in store.records.values()] == ["a"]
     # Of 15 s 4.5 are for the page.
-    assert engine.notes == [
-        "The budget of 15 s is too short: a baseline and one candidate need at least 44.5 s (--budget)."
-    ]
+    needed = "a baseline and one candidate need at least 44.5 s (--budget)."
+    assert engine.too_short == f"The budget of 15 s is too short: {needed}"
     for budget_s, notes in ((47, 1), (80, 0)):
         engine = Engine(Plan(steps=partial(in_lists, lists)), Store(), budget_s=budget_s)
-        assert engine.run() and len(engine.notes) == notes
+        assert engine.run() and bool(engine.too_short) == notes
 
 
 def test_a_resumed_run_tries_what_the_budget_skipped_if_it_has_another_budget():
@@ -251,6 +250,35 @@ def test_an_executor_gets_all_points_at_once_and_gives_the_records_of_one_proces
 def test_processes_measure_as_this_one():
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as processes:
         assert mse(executor=processes).records == mse().records
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        *(("executor", x, "executor is an object with submit, such as") for x in (object(), 2, Queue)),
+        ("progress", "yes", "progress is a function of a Progress, such as print, not 'yes'"),
+        ("budget_s", "30s", "budget_s is a number, not '30s'"),
+        ("out", 5, "out is a folder, not '5'"),
+    ],
+)
+def test_a_wrong_object_is_refused_in_one_line_before_anything_is_measured(option, value, message, tmp_path):
+    out = {} if option == "out" else {"out": tmp_path / "out"}
+    with pytest.raises(ea.AttentionError, match=message) as caught:
+        mse(**{option: value}, **out)
+    assert "\n" not in str(caught.value) and not any(tmp_path.iterdir())
+
+
+def test_an_executor_that_accepts_no_points_is_their_error():
+    processes = ProcessPoolExecutor(1)
+    processes.shutdown()
+    assert {record.status for record in mse(executor=processes).records} == {"error"}
+
+
+def test_a_run_too_short_for_a_comparison_raises_its_records_and_folder(tmp_path, undrawn):
+    with pytest.raises(ea.IncompleteError, match="is too short: a baseline and one candidate") as caught:
+        mse(budget_s=1e-6, out=tmp_path)
+    assert (caught.value.folder, caught.value.records) == (tmp_path, ())
+    assert (tmp_path / "environment.json").exists() and caught.value.results.notes[0] == str(caught.value)
 
 
 def test_a_failure_of_the_executor_is_a_record_and_resumed(tmp_path, undrawn):

@@ -4,6 +4,7 @@ A backend that crashes, hangs or exhausts memory ends its process alone. The chi
 makes calls until a backend crashes or blocks it. Calls and results are pickled over private pipes.
 """
 
+import math
 import os
 import pickle
 import signal
@@ -26,6 +27,7 @@ from efficient_attn.measure import worker
 from efficient_attn.measure.environment import usable_cores
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.units import show_seconds
+from efficient_attn.options import positive_number
 
 T = TypeVar("T")
 
@@ -222,8 +224,8 @@ class Measurer:
     ) -> None:
         if isolate not in ISOLATIONS:
             raise OptionError(f"isolate is {', '.join(ISOLATIONS)}, not {isolate!r}.")
-        if not timeout_s > 0:
-            raise OptionError(f"timeout_s is a number of seconds above 0, not {timeout_s!r}.")
+        if timeout_s != math.inf:
+            positive_number("timeout_s", timeout_s)
         self.inputs: dict[str, str] = {}
         self._isolate, self._timeout_s = isolate, timeout_s
         self._process = Process(limit_bytes, variables=variables)

@@ -43,6 +43,9 @@ DECODED = "decoded"
 # `calibrated_on` of a backend that was calibrated on the inputs of its measurement.
 SAME_INPUTS = "the inputs measured"
 
+# Samples of a round in a file that is half full: quantiles in steps of 5 %, among them the median.
+_QUANTILES = 21
+
 # A symbolic link in place of a file of records is refused, and its target left alone.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 
@@ -180,7 +183,8 @@ def merge_rounds(parts: Sequence[Record]) -> Record:
         name: tuple(itertools.chain.from_iterable(getattr(part, name) or () for part in parts)) or None
         for name in ("times_s", "device_times_s", "round_sizes")
     }
-    return replace(parts[0], **joined)
+    reason = next((part.reason for part in parts if part.reason), None)
+    return replace(parts[0], reason=reason, **joined)
 
 
 class Reading(NamedTuple):
@@ -207,13 +211,55 @@ def _finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def append(path: str | Path, record: Record) -> None:
-    """Add one line to the file, whole or not at all, and wait until it is on the disk."""
+def thinned(record: Record) -> Record:
+    """Copy with quantiles of the samples of each round that has more; medians stay as they are."""
+    if not record.round_sizes or max(record.round_sizes) <= _QUANTILES:
+        return record
+    starts = [0, *itertools.accumulate(record.round_sizes)]
+    rounds = list(itertools.pairwise(starts))
+    samples = {
+        name: tuple(time_s for start, stop in rounds for time_s in _quantiles(times_s[start:stop]))
+        for name in ("times_s", "device_times_s")
+        if (times_s := getattr(record, name)) is not None
+    }
+    sizes = tuple(min(size, _QUANTILES) for size in record.round_sizes)
+    note = f"at most {_QUANTILES} quantiles of the {starts[-1]} calls of a row stand for each round"
+    reason = note if record.reason is None else f"{record.reason}; {note}"
+    return replace(record, reason=reason, round_sizes=sizes, **samples)
+
+
+def _quantiles(times_s: Sequence[float]) -> Sequence[float]:
+    """Quantiles in equal steps from the smallest to the largest, by linear interpolation."""
+    if len(times_s) <= _QUANTILES:
+        return times_s
+    ordered, places = sorted(times_s), ((len(times_s) - 1) * n / (_QUANTILES - 1) for n in range(_QUANTILES))
+    pairs = ((ordered[int(x)], ordered[min(int(x) + 1, len(ordered) - 1)], x % 1) for x in places)
+    return [low * (1 - share) + high * share for low, high, share in pairs]
+
+
+def append(path: str | Path, record: Record) -> Record:
+    """Add one line to the file, whole or not at all, and wait until it is on the disk.
+
+    Returns:
+        The record of the line: with fewer samples where readers would refuse the line, or soon the file.
+
+    Raises:
+        DataError: If it cannot be written, or readers would refuse it.
+    """
     path, data = Path(path), f"{line(record)}\n".encode()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o644)
         try:
             size = os.fstat(descriptor).st_size
+            if len(data) > limits.RECORD_LINE_BYTES or 2 * (size + len(data)) > limits.RECORDS_BYTES:
+                record = thinned(record)
+                data = f"{line(record)}\n".encode()
+            if size + len(data) > limits.RECORDS_BYTES:
+                raise DataError(
+                    f"{path} would be larger than {limits.RECORDS_BYTES} bytes, the most that is read; "
+                    "write further points to a new folder."
+                )
+            parse(data.strip(), "The record to write")
             # The system may write less than requested; only the result reports it.
             while data:
                 data = data[os.write(descriptor, data) :]
@@ -227,6 +273,7 @@ def append(path: str | Path, record: Record) -> None:
             os.close(descriptor)
         if size == 0:
             sync_names(path.parent)
+        return record
     except OSError as error:
         raise DataError(f"Cannot write records to {path}: {error.strerror}.") from None
 

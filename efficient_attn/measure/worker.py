@@ -14,7 +14,7 @@ from efficient_attn.measure.clock import QueuedCalls
 from efficient_attn.measure.record import Case, Record, replace
 
 if TYPE_CHECKING:
-    from efficient_attn.measure.calls import Values
+    from efficient_attn.measure.new_values import Values
 
 # Seconds of timed calls, and most calls of a round: on a GPU each is timed twice, with slow flushes.
 CALLS_S = 0.1

@@ -12,17 +12,20 @@ import textwrap
 import time
 import typing
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from efficient_attn import external
 from efficient_attn.contained import described
-from efficient_attn.errors import OptionError
+from efficient_attn.errors import IncompleteError, OptionError
 from efficient_attn.measure.environment import between, environment, moment
 from efficient_attn.measure.record import Case, Record, write
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
+from efficient_attn.options import positive_number
+from efficient_attn.report.table import short
 from efficient_attn.stats.noise_warnings import DURING
 from efficient_attn.studies.progress import Durations, Progress
 from efficient_attn.studies.results import Results
@@ -110,7 +113,7 @@ class Engine:
         self._durations = Durations(self._round_s)
         self._timed_out: dict[Hashable, int] = {}
         self._budget_reported = False
-        self.notes: list[str] = []
+        self.too_short: str | None = None
 
     def run(self) -> bool:
         """Measure until the study ends; False after Ctrl-C."""
@@ -119,7 +122,7 @@ class Engine:
         except KeyboardInterrupt:
             return False
         except _TooShortError as refusal:
-            self.notes.append(str(refusal))
+            self.too_short = str(refusal)
         return True
 
     def not_measured(self) -> list[str]:
@@ -139,7 +142,7 @@ class Engine:
         futures = {}
         if self._executor is not None:
             due = [point for point in points if not self._store.answers(point) and point.skip is None]
-            futures = {point.case.key: self._executor.submit(point.measure) for point in due}
+            futures = {point.case.key: _submitted(self._executor, point) for point in due}
         try:
             for point in points:
                 if self._store.answers(point) or self._skip(point):
@@ -249,6 +252,16 @@ class Engine:
         )
 
 
+def _submitted(executor: Any, point: Point) -> Any:
+    """Future of a point, which has failed if the executor accepts none."""
+    try:
+        return executor.submit(point.measure)
+    except Exception as failure:
+        future: Future[Record] = Future()
+        future.set_exception(failure)
+        return future
+
+
 def run_plan(
     study: Study,
     plan: Plan,
@@ -265,11 +278,22 @@ def run_plan(
 
     Args:
         start_s: Time by `time.monotonic` from which the budget counts; None: the first point's.
+
+    Raises:
+        IncompleteError: If the budget is too short for a comparison.
     """
+    submit = getattr(executor, "submit", None)
+    if executor is not None and (isinstance(executor, type) or not callable(submit)):
+        raise OptionError(
+            "executor is an object with submit, such as concurrent.futures.ProcessPoolExecutor(2), "
+            f"not {short(repr(executor))}."
+        )
+    if progress is not None and not callable(progress):
+        raise OptionError(f"progress is a function of a Progress, such as print, not {progress!r}.")
     if resume and out is None:
         raise OptionError("resume needs out, the folder of the run to go on with.")
-    if budget_s is not None and not budget_s > 0:
-        raise OptionError(f"budget_s is a number of seconds above 0, not {budget_s!r}.")
+    if budget_s not in (None, math.inf):
+        positive_number("budget_s", budget_s)
     folder = None if out is None else open_folder(out, name="out", fresh=not resume)
     cases = [point.case for point in foreseen(plan, Store()).values()]
     code = {case.backend: external.CODE[case.backend] for case in cases if case.backend in external.CODE}
@@ -302,7 +326,7 @@ def run_plan(
             complete = engine.run()
         machine = dict(earlier or machine)
         machine[DURING] = [*machine.get(DURING, []), between(start, moment())]
-        notes = [*engine.notes, *plan.notes, *stored_notes]
+        notes = [*filter(None, [engine.too_short]), *plan.notes, *stored_notes]
         results = Results(
             store.records.values(),
             environment=machine,
@@ -311,6 +335,8 @@ def run_plan(
         )
         if folder is not None:
             results.save(folder)
+    if engine.too_short is not None:
+        raise IncompleteError(engine.too_short, results=results, folder=folder)
     return results
 
 

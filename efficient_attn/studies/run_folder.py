@@ -34,7 +34,7 @@ def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False
         name: Name of the argument in messages.
         fresh: Refuse a folder that holds records already.
     """
-    if str(folder) in ("", "-"):
+    if not isinstance(folder, (str, os.PathLike)) or str(folder) in ("", "-"):
         raise DataError(f"{name} is a folder, not {str(folder)!r}; --json writes to stdout.")
     folder = Path(folder)
     try:
@@ -197,7 +197,7 @@ class Store:
         if stored == row and not row.round_sizes:
             return
         if self._path is not None:
-            append(self._path, row)
+            row = append(self._path, row)
         self.records |= merge_rows([row] if stored is None else [stored, row])
 
     def close(self, case: Case) -> None:

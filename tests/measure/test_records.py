@@ -6,6 +6,8 @@ import pickle
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from random import Random
+from statistics import median
 
 import numpy as np
 import pytest
@@ -25,11 +27,14 @@ from efficient_attn.measure.record import (
     append,
     line,
     merge_rounds,
+    merge_rows,
     parse,
     read,
     replace,
 )
+from efficient_attn.stats.estimates import time_ratio
 from efficient_attn.studies import studies
+from efficient_attn.studies.run_folder import Store
 
 studies()
 LINES = ea.records_schema()
@@ -108,9 +113,38 @@ def test_files_and_lines_beyond_their_limits_are_refused(tmp_path, monkeypatch):
     append(path, RECORD)
     monkeypatch.setattr(limits, "RECORDS_BYTES", path.stat().st_size)
     assert read(path).records == (RECORD,)
-    append(path, RECORD)
+    with pytest.raises(DataError, match=f"{path} would be larger than .* to a new folder"):
+        append(path, RECORD)
+    assert read(path).records == (RECORD,)
+    path.write_bytes(2 * path.read_bytes())
     with pytest.raises(DataError, match=f"{path} is larger than"):
         read(path)
+
+
+def test_samples_are_thinned_where_readers_would_refuse_them_and_medians_stay(tmp_path, monkeypatch):
+    random = Random(0)
+    rounds = [tuple(random.random() for _ in range(random.randint(300, 999))) for _ in range(40)]
+    rows = [
+        replace(RECORD, times_s=times_s, device_times_s=times_s[::-1], round_sizes=(len(times_s),))
+        for times_s in rounds
+    ]
+    monkeypatch.setattr(limits, "RECORDS_BYTES", 300_000)
+    store = Store(tmp_path / "records.jsonl")
+    for row in rows:
+        store.add(row)
+    (record,) = merge_rows(read(tmp_path / "records.jsonl").records).values()
+    assert record == store.records[CASE.key] and len(record.round_sizes) == len(rounds)
+    assert record.round_sizes[:5] == tuple(map(len, rounds[:5])) and record.round_sizes[-1] == 21
+    assert "of the" in record.reason and time_ratio(record, merge_rounds(rows)).median == pytest.approx(1)
+    stored = [record.times_s[-21:], record.device_times_s[-21:]]
+    assert stored == [tuple(sorted(stored[0]))] * 2
+    assert stored[0][::10] == pytest.approx((min(rounds[-1]), median(rounds[-1]), max(rounds[-1])))
+    # All rounds of a call on one line.
+    monkeypatch.setattr(limits, "RECORD_LINE_BYTES", 100_000)
+    assert append(tmp_path / "whole.jsonl", merge_rounds(rows)).round_sizes == (21,) * 40
+    assert len(read(tmp_path / "whole.jsonl").records) == 1
+    with pytest.raises(DataError, match="The record to write is no record"):
+        append(tmp_path / "seed.jsonl", replace(RECORD, case=replace(CASE, seed=2**63)))
 
 
 def test_the_docs_state_every_limit():
