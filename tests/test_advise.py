@@ -124,6 +124,26 @@ def test_a_backend_that_failed_somewhere_is_not_within_the_limit_everywhere(fail
         assert told in sentence
 
 
+@pytest.mark.parametrize(
+    ("value", "status", "said"),
+    [
+        (0.074, "skipped", "whether a backend is within 10 % of exact {}is not known (skipped at 512); "),
+        (0.2, "skipped", "no backend is within 10 % of exact {}"),
+        (0.074, "oom", "no backend is within 10 % of exact {}"),
+    ],
+)
+def test_of_a_backend_skipped_at_a_length_it_is_not_known_whether_it_is_within_the_limit(value, status, said):
+    names = (("exact", 1e-7), (UNIFORM_ATTENTION, 0.5), ("window", value))
+    errors = [error(name, 2048, "decoder", 19, value) for name, value in names]
+    shorter = [error(name, 512, "decoder", 19, value) for name, value in names]
+    shorter[-1] = Record(case=shorter[-1].case, status=status, reason="needs 9 s (raise it with --budget)")
+    environment = {"study": "advise", "candidates": ["exact", "window"]}
+    times = [timed("exact", 1024, (1.0,) * 4)]
+    (sentence,) = Results([*errors, *shorter, *times], environment=environment).sentences()
+    words = said.format("on every layer " if "known" in said else "on every layer; ")
+    assert f"{words}nearest: window (error {value:.2g})." in sentence
+
+
 def test_without_a_timed_call_no_speed_is_shown():
     errors = [error(name, 512, "encoder", 0, value) for name, value in (("exact", 1e-7), ("window", 0.3))]
     skipped = Record(case=timed("exact", 8192, (1.0,)).case, status="skipped", reason="budget")

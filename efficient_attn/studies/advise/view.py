@@ -206,13 +206,23 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
         if max(map(max, row.errors.values())) <= limit
         and {tokens: len(errors) for tokens, errors in row.errors.items()} == layers
     ]
-    if near:
-        text += f" is within {100 * limit:g} % of exact on every layer with {', '.join(near)}."
-    else:
-        nearest = f"; nearest: {_in_words(candidates[0])}" if candidates else ""
-        text += f": no backend is within {100 * limit:g} % of exact on every layer{nearest}."
+    errors = [record for record in records if record.case.kind == "error"]
+    failed = {record.case.label for record in errors if record.status not in ("ok", "skipped")}
+    undecided = [
+        row for row in candidates if row.label not in failed and max(map(max, row.errors.values())) <= limit
+    ]
     refused = {record.case.label for record in records if record.status == "unsupported"}
     left = missing(environment, {row.label for row in rows} | refused)
+    if near:
+        text += f" is within {100 * limit:g} % of exact on every layer with {', '.join(near)}."
+    elif undecided:
+        lacking = [n for n in layers if any(len(row.errors.get(n, ())) < layers[n] for row in undecided)]
+        text += f": whether a backend is within {100 * limit:g} % of exact on every layer is not known "
+        text += f"(skipped at {', '.join(map(str, sorted(lacking)))}); nearest: {_in_words(undecided[0])}."
+    else:
+        nearest = f"; nearest: {_in_words(candidates[0])}" if candidates else ""
+        measured = "measured backend" if left else "backend"
+        text += f": no {measured} is within {100 * limit:g} % of exact on every layer{nearest}."
     return [text + left + skipped_points(records)]
 
 
