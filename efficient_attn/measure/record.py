@@ -224,7 +224,7 @@ def thinned(record: Record) -> Record:
     }
     sizes = tuple(min(size, _QUANTILES) for size in record.round_sizes)
     note = f"at most {_QUANTILES} quantiles of the {starts[-1]} calls of a row stand for each round"
-    reason = note if record.reason is None else f"{record.reason}; {note}"
+    reason = "; ".join(filter(None, [record.reason, note]))
     return replace(record, reason=reason, round_sizes=sizes, **samples)
 
 
@@ -252,8 +252,7 @@ def append(path: str | Path, record: Record) -> Record:
         try:
             size = os.fstat(descriptor).st_size
             if len(data) > limits.RECORD_LINE_BYTES or 2 * (size + len(data)) > limits.RECORDS_BYTES:
-                record = thinned(record)
-                data = f"{line(record)}\n".encode()
+                data = f"{line(record := thinned(record))}\n".encode()
             if size + len(data) > limits.RECORDS_BYTES:
                 raise DataError(
                     f"{path} would be larger than {limits.RECORDS_BYTES} bytes, the most that is read; "
