@@ -3,6 +3,7 @@
 import os
 import time
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -145,8 +146,8 @@ def device(monkeypatch):
     return Device(monkeypatch)
 
 
-def queued(device, kind, count):
-    calls = QueuedCalls(device.call(*kind), "cuda:1")
+def queued(device, kind, count, **settings):
+    calls = QueuedCalls(device.call(*kind), "cuda:1", **settings)
     calls.warm_up()
     device.told.clear()
     return calls.times(count)
@@ -159,6 +160,23 @@ def test_cold_calls_are_queued_in_the_order_of_do_bench_behind_a_spinning_kernel
     # No launches are seen where a flush does not hide them; on an idle stream they are.
     assert queued(device, MANY, 5) == pytest.approx([60 * 2e-6] * 5)
     assert clock("cuda")(device.call(*MANY)) == pytest.approx(60 * 6e-6 + 2e-6)
+
+
+def test_a_preparation_is_untimed_and_precedes_the_wait_for_the_device_and_the_spinning_kernel(device):
+    def prepare():
+        device.told.append("prepare")
+        device.work(7.0)
+
+    assert queued(device, SHORT, 2, before=prepare) == pytest.approx([20e-6] * 2)
+    assert device.told == [*["prepare", "spin", "flush", "event", "call", "event"] * 2, "synchronise"]
+    results = []
+    device.told.clear()
+    timed = clock("cuda", before=prepare, after=results.append)
+    assert timed(device.call(*SHORT)) == pytest.approx(25e-6) and results == [None]
+    assert device.told == ["prepare", "synchronise", "event", "call", "event", "wait"]
+    calls = []
+    clock("cpu", before=partial(calls.append, 1), after=calls.append)(partial(calls.append, 2))
+    assert calls == [1, 2, None]
 
 
 @pytest.mark.parametrize(("kind", "each_s"), [(SHORT, FLUSH_S + 20e-6), ((1, 3.0, 0.0), 3.0)])
