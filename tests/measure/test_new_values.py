@@ -1,7 +1,5 @@
 """Each timed call has new values in the same storage: no function is timed at returning what it keeps."""
 
-import itertools
-
 import pytest
 import torch
 from isolated_points import case_of
@@ -108,9 +106,10 @@ def test_a_function_that_computes_each_output_is_measured_whatever_it_keeps(name
         computed.append(q.clone())
         return HONEST[name](q, k, v)
 
-    record = worker.measure(case_of("f", tokens=64), target=counted, seconds=0.003)
-    assert record.status == "ok" and record.reason is None, record
-    assert not any(torch.equal(x, y) for x, y in itertools.pairwise(computed))
+    records = [worker.measure(case_of("f", tokens=64), target=counted, seconds=0.003) for _ in range(2)]
+    assert {(record.status, record.reason) for record in records} == {("ok", None)}
+    # Not two calls of all rounds have the same inputs.
+    assert len({x.double().sum().item() for x in computed}) == len(computed) > 4
 
 
 def writing(q, k, v):
