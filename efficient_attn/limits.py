@@ -1,8 +1,9 @@
 """Limits of all readers, which refuse larger inputs before parsing, and strict JSON."""
 
+import errno
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from efficient_attn.errors import DataError
 
@@ -15,8 +16,20 @@ COUNT, WHOLE_NUMBER = 1 << 40, (1 << 63) - 1
 # Files whose tensors are read as a whole: captured activations.
 TENSOR_FILE_BYTES = 1 << 34
 
-# Text files: environment of a run, model configuration.
-ENVIRONMENT_BYTES, CONFIG_BYTES = 1 << 22, 1 << 22
+# Text files: environment of a run, model configuration, text for a model, file of a tokenizer.
+ENVIRONMENT_BYTES, CONFIG_BYTES, TEXT_BYTES, TOKENIZER_BYTES = 1 << 22, 1 << 22, 1 << 24, 1 << 28
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file.
+
+    Raises:
+        OSError: If it is something else, or cannot be opened.
+    """
+    # Reading a pipe or a device may take for ever.
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a regular file", str(path))
+    return path.open("rb")
 
 
 def read_bytes(path: Path, most: int) -> bytes:
@@ -26,7 +39,7 @@ def read_bytes(path: Path, most: int) -> bytes:
         DataError: If the file is larger than `most` bytes.
         OSError: If the file cannot be read.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise DataError(f"{path} is larger than {most} bytes, the limit for such a file.")
@@ -44,7 +57,7 @@ def check_header(path: Path, *, most: int | None = None, hint: str = "") -> None
         DataError: If the file cannot be read, has no header, or exceeds a limit.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size, start = os.fstat(file.fileno()).st_size, file.read(9)
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None

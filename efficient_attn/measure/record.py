@@ -37,6 +37,9 @@ SCHEMA = 2
 
 STATUSES = ("ok", "unsupported", "skipped", "oom", "timeout", "crash", "error")
 
+# A file with more damaged lines is no file of records.
+_MOST_DAMAGED = 1000
+
 # Execution of a call other than over all tokens.
 DECODED = "decoded"
 
@@ -46,8 +49,8 @@ SAME_INPUTS = "the inputs measured"
 # Samples of a round in a file that is half full: quantiles in steps of 5 %, among them the median.
 _QUANTILES = 21
 
-# A symbolic link in place of a file of records is refused, and its target left alone.
-NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+# A symbolic link in place of a file of records is refused, and its target left alone; a pipe does not wait.
+NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 _NUMBER = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 _SIGNED = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
@@ -188,10 +191,23 @@ def merge_rounds(parts: Sequence[Record]) -> Record:
 
 
 class Reading(NamedTuple):
-    """Records of a file, and whether its last line was cut off and left out."""
+    """Records of a file, and the lines that were left out.
+
+    Attributes:
+        torn: Whether the last line was cut off.
+        damaged: {number of a whole line: reason why it is no record}.
+    """
 
     records: tuple[Record, ...]
     torn: bool
+    damaged: Mapping[int, str]
+
+    def notes(self, name: str) -> list[str]:
+        """Sentences on the lines that were left out."""
+        count, first = len(self.damaged), next(iter(self.damaged.values()), "")
+        lines = "1 damaged line is" if count == 1 else f"{count} damaged lines are"
+        damaged = [f"{lines} left out of {name}: {first}"] if count else []
+        return [*damaged, *[f"The last line of {name} was cut off and is left out."] * self.torn]
 
 
 def line(record: Record) -> str:
@@ -314,15 +330,23 @@ def write(path: Path, content: str | bytes | Mapping[str, Any]) -> Path:
 
 
 def read(path: str | Path) -> Reading:
-    """The records of a file; a torn last line is left out and reported."""
+    """The records of a file; damaged lines are left out and reported."""
     try:
         *lines, rest = limits.read_bytes(Path(path), limits.RECORDS_BYTES).split(b"\n")
     except OSError as error:
         raise DataError(f"Cannot read records from {path}: {error.strerror}.") from None
-    records = [
-        parse(text, f"{path}, line {number}") for number, text in enumerate(lines, start=1) if text.strip()
-    ]
-    return Reading(tuple(records), torn=bool(rest.strip()))
+    records: list[Record] = []
+    damaged: dict[int, str] = {}
+    for number, text in enumerate(lines, start=1):
+        try:
+            records += [parse(text, f"{path}, line {number}")] if text.strip() else []
+        except DataError as error:
+            damaged[number] = str(error)
+            if len(damaged) > _MOST_DAMAGED:
+                break
+    if damaged and (not records or len(damaged) > _MOST_DAMAGED):
+        raise DataError(next(iter(damaged.values())))
+    return Reading(tuple(records), torn=bool(rest.strip()), damaged=damaged)
 
 
 def parse(text: bytes, source: str) -> Record:

@@ -6,13 +6,11 @@ from importlib import resources
 from pathlib import Path
 
 from efficient_attn.errors import DataError, DtypeError, OptionError
+from efficient_attn.limits import TEXT_BYTES, read_bytes
 
 Texts = Mapping[str, str] | Sequence[str]
 
 NAMES = ("alice", "pride", "sawyer", "opticks", "moby", "origin")
-
-# A file of more bytes is no text for one sequence.
-_MOST_BYTES = 1 << 24
 
 
 def shipped_texts() -> dict[str, str]:
@@ -30,9 +28,9 @@ def long_texts() -> dict[str, str]:
 def read_text(path: Path, *, name: str = "--text") -> str:
     """The text of a file."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise DataError(f"{name}: {path} is larger than {_MOST_BYTES} bytes; take a part of it.")
-        return path.read_bytes().decode("utf-8")
+        return read_bytes(path, TEXT_BYTES).decode("utf-8")
+    except DataError as error:
+        raise DataError(f"{name}: {error}") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{name}: cannot read {path} as UTF-8 text: {error}.") from None
 

@@ -14,7 +14,7 @@ from efficient_attn.errors import DataError, UnsupportedError
 from efficient_attn.measure.clock import COLD
 from efficient_attn.measure.environment import available_bytes, environment, usable_cores
 from efficient_attn.measure.isolation import CrashError, Measurer, Process
-from efficient_attn.measure.record import Record, write
+from efficient_attn.measure.record import Reading, Record, write
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import YARDSTICK, select
@@ -130,8 +130,10 @@ def show_gpu_check(folder: str | Path) -> GpuCheck:
     folder = Path(folder)
     verdict = read_json(folder / VERDICT)
     try:
-        records = read_records(folder / RECORDS).records if (folder / RECORDS).exists() else ()
-        outcome = GpuCheck(verdict, tuple(Store(rows=records).records.values()))
+        reading = read_records(folder / RECORDS) if (folder / RECORDS).exists() else Reading((), False, {})
+        notes = [*verdict["notes"], *reading.notes(RECORDS)]
+        records = tuple(Store(rows=reading.records).records.values())
+        outcome = GpuCheck({**verdict, "notes": notes}, records)
         outcome.page()
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{folder / VERDICT} is no verdict of gpu-check: {error}.") from None

@@ -213,9 +213,8 @@ def read_one(path: str | Path) -> Results:
     reading = read_records(file)
     # Rounds, and repetitions of failed measurements, are rows of their own.
     records = merge_rows(reading.records).values()
-    torn = [f"The last line of {file.name} was cut off and is left out."] if reading.torn else []
     environment = read_json(file.parent / ENVIRONMENT) if (file.parent / ENVIRONMENT).exists() else {}
-    return Results(records, environment=environment, notes=torn)
+    return Results(records, environment=environment, notes=reading.notes(file.name))
 
 
 def _conflict(runs: Mapping[str, Results]) -> str | None:

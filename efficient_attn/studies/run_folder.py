@@ -4,12 +4,13 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from efficient_attn.errors import DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes, read_object
-from efficient_attn.measure.record import NO_LINK, Case, Record, append, merge_rows
+from efficient_attn.measure.record import NO_LINK, Case, Record, append, merge_rows, write
 from efficient_attn.measure.record import read as read_records
 from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.table import short
@@ -108,7 +109,9 @@ def only_writer(folder: Path) -> Iterator[None]:
 def stored_run(
     folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, fixed: Sequence[str] = ()
 ) -> tuple[Sequence[Record], Mapping[str, Any] | None, Sequence[str]]:
-    """Rows, environment and notes of the earlier run; a last line that was cut off is removed.
+    """Rows, environment and notes of the earlier run.
+
+    A last line that was cut off is removed; a file with damaged lines is set aside, its records kept.
 
     Args:
         machine: Environment of the run that goes on.
@@ -124,10 +127,10 @@ def stored_run(
         if environment.get(name) != machine[name]:
             was, now = (short(str(run.get(name))) for run in (environment, machine))
             raise DataError(f"out: {folder} has the {name} {was}, not {now}; name a new folder.")
-    if not path.exists() or not path.stat().st_size:
-        return (), None, ()
     studies()
-    reading = read_records(path)
+    reading = read_records(path) if path.exists() else None
+    if reading is None or not (reading.records or reading.torn):
+        return (), None, ()
     records = merge_rows(reading.records).values()
     # Code without a result, of an added backend or a mended one, is that of now.
     measured = {record.case.backend for record in records if record.status == "ok"}
@@ -141,12 +144,18 @@ def stored_run(
     ]
     if unlike := "; ".join(filter(None, reasons)):
         raise DataError(f"out: {folder} was measured in another environment: {unlike}. Name a new folder.")
-    if reading.torn:
+    if reading.torn and not reading.damaged:
         try:
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
         except OSError as error:
             raise DataError(f"out: cannot write to {path}: {error.strerror}.") from None
-    notes = [f"The last line of {RECORDS} was cut off; it was dropped."] if reading.torn else []
+    notes = reading.notes(RECORDS)
+    if reading.damaged:
+        data = path.read_bytes()
+        rows = enumerate(data.split(b"\n")[:-1], start=1)
+        aside = write(path.with_name(f"{RECORDS}.damaged-{sha256(data).hexdigest()[:8]}"), data)
+        write(path, b"".join(row + b"\n" for number, row in rows if number not in reading.damaged))
+        notes.append(f"The damaged file was set aside as {aside.name}.")
     environment = {**environment, CODE: {**machine[CODE], **code}} if environment else environment
     return reading.records, (reading.records and environment) or None, notes
 

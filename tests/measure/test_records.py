@@ -52,7 +52,7 @@ def test_records_are_flat_lines_of_what_was_measured_and_are_read_again(tmp_path
     assert same == CASE and same.key == CASE.key and len({CASE, same, refusal.case}) == 2
     for record in (RECORD, refusal):
         append(path, record)
-    assert read(path) == ((RECORD, refusal), False)
+    assert read(path) == ((RECORD, refusal), False, {})
     row = json.loads(line(RECORD))
     assert [name for name, value in row.items() if isinstance(value, dict)] == ["options"]
     assert row["schema"] == 2 and row["tokens"] == 256 and row["times_s"] == [0.25, 0.5]
@@ -64,7 +64,7 @@ def test_a_torn_last_line_is_left_out_and_told(tmp_path):
     whole = f"{line(RECORD)}\n".encode()
     for length in range(0, len(whole), 9):
         path.write_bytes(whole + whole[:length])
-        assert read(path) == ((RECORD,), length > 0)
+        assert read(path) == ((RECORD,), length > 0, {})
 
 
 def with_field(name, value):
