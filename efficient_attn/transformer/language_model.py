@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from efficient_attn.errors import DtypeError, OptionError, ShapeError
+from efficient_attn.errors import DataError, DtypeError, OptionError, ShapeError
 from efficient_attn.options import whole_number
 from efficient_attn.problem import positive_count
 from efficient_attn.transformer.stack import Encoder, StackState, resolve_pairs
@@ -102,25 +102,41 @@ def generate(
 
     Raises:
         ShapeError, DtypeError, OptionError: If an argument is invalid.
+        DataError: If a logit is NaN or +inf, or all logits of a row are -inf.
     """
     _check(first, tokens, temperature, top_k)
     whole_number("seed", seed)
     generator = torch.Generator().manual_seed(seed)
-    texts, state, new = [first[:, :0]], None, first
+    texts, maxima, state, new = [first[:, :0]], [], None, first
     for _ in range(tokens):
         logits, state = step(new, state)
-        new = _chosen(logits[:, -1], temperature, top_k, generator).to(first)
+        if temperature == 0:
+            largest, new = logits[:, -1].max(dim=-1, keepdim=True)
+            maxima.append(largest)
+        else:
+            new = _drawn(logits[:, -1], temperature, top_k, generator)
+        new = new.to(first)
         texts.append(new)
+    if maxima:
+        # Checked at the end, so that no token waits for the device.
+        _check_finite(torch.cat(maxima, dim=1))
     return torch.cat(texts, dim=1)
 
 
-def _chosen(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """Next token for each row of logits [batch vocabulary], [batch 1]."""
-    if temperature == 0:
-        return logits.argmax(dim=-1, keepdim=True)
+def _drawn(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    """Token drawn for each row of logits [batch vocabulary], [batch 1]."""
     likeliest, token = logits.cpu().double().topk(min(top_k or logits.shape[-1], logits.shape[-1]))
-    drawn = torch.multinomial((likeliest / temperature).softmax(dim=-1), 1, generator=generator)
+    _check_finite(likeliest[:, :1])
+    # Relative to the largest, so that no temperature overflows; -inf over an infinite one is NaN.
+    weights = ((likeliest - likeliest[:, :1]) / temperature).masked_fill(likeliest == -torch.inf, -torch.inf)
+    drawn = torch.multinomial(weights.softmax(dim=-1), 1, generator=generator)
     return token.gather(-1, drawn)
+
+
+def _check_finite(maxima: Tensor) -> None:
+    """Refuse a largest logit that is NaN or infinite."""
+    if not maxima.isfinite().all():
+        raise DataError("step returned logits with NaN or +inf, or a row of -inf alone: no token follows.")
 
 
 def _check(first: Tensor, tokens: int, temperature: float, top_k: int | None) -> None:
