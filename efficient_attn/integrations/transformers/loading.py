@@ -5,6 +5,10 @@ when it is used; both are refused.
 """
 
 import hashlib
+import json
+import math
+import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
@@ -13,17 +17,28 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from efficient_attn.errors import AttentionError, DataError
 from efficient_attn.integrations.transformers.attend import NAME
-from efficient_attn.limits import check_header
+from efficient_attn.limits import CONFIG_BYTES, TOKENIZER_BYTES, check_header, open_regular, read_bytes
 
 _LONGEST_MESSAGE = 200
 
 # Tokenizers denote "no limit" by a number of this magnitude.
 _NO_LIMIT = 1 << 30
+
+# Models have up to twice the tensors and numbers of their files, packed weights eight times the numbers.
+_MOST_TIMES = 16
+
+# Numbers in configurations for which transformers makes lists before it makes a model.
+_COUNTS = re.compile("layer|num_labels")
+
+# Endings of files that tokenizers and configurations are read from.
+_TEXTS = (".bpe", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt", ".vocab")
 
 
 class Opened(NamedTuple):
@@ -101,6 +116,11 @@ def positions(opened: Opened) -> int | None:
 
 def read_config(path: Path) -> Any:
     with data_errors(f"Cannot load a model from {path}"):
+        pairs: list[tuple[str, Any]] = []
+        json.loads(read_bytes(path / "config.json", CONFIG_BYTES), object_pairs_hook=pairs.extend)
+        counts = [x for name, x in pairs if _COUNTS.search(name) and isinstance(x, int)]
+        if max(counts, default=0) > _stored_size(path)[1]:
+            raise _too_large(path)
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
@@ -118,7 +138,7 @@ def read_model(path: Path, kind: Any, **arguments: Any) -> tuple[PreTrainedModel
     Missing tensors, which transformers would initialise randomly with a warning, are refused. A model that
     was saved without its optional pooler has none again.
     """
-    with data_errors(f"Cannot load a model from {path}"), _quiet():
+    with data_errors(f"Cannot load a model from {path}"), _quiet(), _not_larger(path):
         model, report = kind.from_pretrained(
             path,
             **arguments,
@@ -152,6 +172,43 @@ def data_errors(what: str) -> Iterator[None]:
 
 
 @contextmanager
+def _not_larger(path: Path) -> Iterator[None]:
+    """Refuse a model with far more tensors or numbers than its files, before it takes memory."""
+    tensors, numbers = (_MOST_TIMES * count for count in _stored_size(path))
+
+    def add(module: nn.Module, name: str, parameter: Tensor) -> None:
+        nonlocal tensors, numbers
+        # transformers makes a model on meta, and then reads its tensors.
+        if parameter.is_meta:
+            tensors, numbers = tensors - 1, numbers - parameter.numel()
+        if min(tensors, numbers) < 0:
+            raise _too_large(path)
+
+    hook = register_module_parameter_registration_hook(add)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _stored_size(path: Path) -> tuple[int, int]:
+    """Number of tensors in the safetensors of a folder, and of their entries, by their headers."""
+    counts = []
+    for file in path.glob("model*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            counts += [math.prod(opened.get_slice(name).get_shape()) for name in opened.keys()]  # noqa: SIM118
+    return len(counts), sum(counts)
+
+
+def _too_large(path: Path) -> DataError:
+    tensors, numbers = _stored_size(path)
+    return DataError(
+        f"{path}/config.json describes a larger model than its safetensors, which hold {tensors} tensors of "
+        f"{numbers} numbers."
+    )
+
+
+@contextmanager
 def _quiet() -> Iterator[None]:
     """Silence transformers' progress bars and report of extra tensors."""
     level = transformers.logging.get_verbosity()
@@ -173,7 +230,7 @@ def refuse_tensors(path: Path, what: str, names: Any) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Files of the weights, which are no pickles."""
+    """Files of the weights, which are no pickles; other files that are read have a limit."""
     if not path.is_dir():
         raise DataError(
             f"{path} is not a folder. Models are read from local folders; download a model of the Hub by "
@@ -189,4 +246,9 @@ def weight_files(path: Path) -> list[Path]:
         )
     for file in weights:
         check_header(file)
+    for file in path.iterdir():
+        if file.suffix in _TEXTS and file.exists() and not file.is_dir():
+            with data_errors(f"Cannot read {file}"), open_regular(file) as opened:
+                if opened.seek(0, os.SEEK_END) > TOKENIZER_BYTES:
+                    raise DataError(f"{file} is larger than {TOKENIZER_BYTES} bytes.")
     return weights
