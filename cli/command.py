@@ -2,11 +2,13 @@
 
 import inspect
 import json
+import signal
 import sys
+import threading
 import time
 import webbrowser
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -80,17 +82,17 @@ def command_of(study: Study) -> Callable[..., None]:
             for value in [values[parameter.name]]
         }
         budget_s = None if budget is None else parse_seconds(budget, name="--budget")
-
+        # A wrong request must leave no folder behind, so the plan is made first.
+        with _alarm(budget_s):
+            plan = study.plan(**options)
         if dry_run:
-            console.print_tables([_points(study.plan(**options))])
+            console.print_tables([_points(plan)])
             return
 
         from efficient_attn.report.files import REPORT
         from efficient_attn.studies.engine import foreseen, run_plan
         from efficient_attn.studies.run_folder import Store, open_folder, run_folder
 
-        # A wrong request must leave no folder behind, so the plan is made first.
-        plan = study.plan(**options)
         folder = open_folder(out or run_folder(study.name), name="--out", fresh=not resume)
         limit_s = plan.budget_s if budget_s is None else budget_s
         points = len(foreseen(plan, Store()))
@@ -139,6 +141,28 @@ def command_of(study: Study) -> Callable[..., None]:
     )
     command.__annotations__ = {name: kind for name, kind, _ in signature}
     return command
+
+
+@contextmanager
+def _alarm(budget_s: float | None) -> Iterator[None]:
+    """Refuse a plan that takes longer than the budget, as a model that is opened may."""
+
+    def refuse(*_: Any) -> NoReturn:
+        raise OptionError("The budget ended before anything was measured; raise --budget.")
+
+    # Only the main thread has signals, and Windows no alarm.
+    main = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    if budget_s is None or not main:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, refuse)
+    # Repeated, since other libraries may catch an error of theirs.
+    signal.setitimer(signal.ITIMER_REAL, budget_s, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _declared(parameter: Parameter) -> tuple[str, Any, Any]:
@@ -237,4 +261,4 @@ def exit_code(results: Any, named: Sequence[str] | None, *, complete: bool = Tru
         refused_in_part = record.status == "unsupported" and record.case.label in measured
         if record.status not in ("ok", *expected) and not refused_in_part:
             return SOME_NOT_MEASURED
-    return DONE if complete else SOME_NOT_MEASURED
+    return DONE if complete and results.drawn else SOME_NOT_MEASURED

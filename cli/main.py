@@ -9,7 +9,8 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from importlib import import_module
 from types import FrameType
 from typing import Annotated, Any
@@ -20,11 +21,21 @@ from typer.core import TyperGroup
 from efficient_attn.errors import AttentionError
 from efficient_attn.studies import studies
 
-from . import DONE, INTERRUPTED, WRONG_REQUEST, console
+from . import DONE, INTERRUPTED, SOME_NOT_MEASURED, WRONG_REQUEST, console
 from .command import command_of
 
 # Errors of the command line itself; Typer exports only a subclass.
 _UsageError: Any = typer.BadParameter.__bases__[0]
+
+# Words that stand for a flag elsewhere; the first flag that a command has is named.
+_ELSEWHERE = {
+    "--size": "sizes num-features features rank window",
+    "--set": "num-features features rank window option options",
+    "--seq-len": "tokens length lengths context",
+    "--text": "texts",
+    "--inputs": "text texts activations data",
+    "--out": "output folder save-dir",
+}
 
 # Help texts use this many columns of a terminal.
 _WIDE = {"max_content_width": 100}
@@ -120,6 +131,17 @@ def polite() -> Iterator[list[int]]:
             signal.signal(number, handler or signal.SIG_DFL)
 
 
+def _message(error: Any) -> str:
+    """Message of an error of the command line; an unknown option has the flag that takes its value."""
+    if not hasattr(error, "possibilities"):
+        return str(error.format_message())
+    flags = [flag for parameter in error.ctx.command.params for flag in parameter.opts]
+    word = error.option_name.lstrip("-").replace("_", "-")
+    named = [flag for flag, words in _ELSEWHERE.items() if flag in flags and word in words.split()]
+    near = [f"--{flag}" for flag in get_close_matches(word, [flag.lstrip("-") for flag in flags], n=1)]
+    return ". ".join([error.message.rstrip("."), *[f"Did you mean {flag}?" for flag in (named or near)[:1]]])
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with the code of its outcome."""
     code = DONE
@@ -127,8 +149,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             code = int(app(args=arguments, standalone_mode=False) or DONE)
         except (AttentionError, _UsageError) as error:
-            console.refuse(str(error) if isinstance(error, AttentionError) else error.format_message())
+            console.refuse(str(error) if isinstance(error, AttentionError) else _message(error))
             code = WRONG_REQUEST
+        except OSError as error:
+            # Results that cannot be printed; without stderr the code alone says so.
+            with suppress(OSError):
+                console.refuse(f"Cannot print: {error.strerror or error}.")
+            code = SOME_NOT_MEASURED
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
         sys.exit(next(iter(codes), code))

@@ -1,11 +1,13 @@
 """Every wrong call ends in one line that names the argument, what came and what would work."""
 
 import math
+import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
+from made_records import case
 
 import efficient_attn as ea
 from efficient_attn.errors import (
@@ -16,11 +18,14 @@ from efficient_attn.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from efficient_attn.integrations.plan_files import read_plan
 from efficient_attn.measure.inputs import gaussian, read_activations
 from efficient_attn.measure.isolation import Measurer
-from efficient_attn.measure.record import read
+from efficient_attn.measure.record import Record, append, read
+from efficient_attn.measure.texts import read_texts
 from efficient_attn.measure.units import parse_bytes, parse_seconds, parse_sizes
 from efficient_attn.measure.variants import CEILING, parse_settings, select
+from efficient_attn.studies.run_folder import open_folder
 
 
 def built(name="exact", *, head_dim=8, num_heads=None, **options):
@@ -146,6 +151,35 @@ def test_a_wrong_call_ends_in_one_line_that_says_what_would_work(error, call, me
         call()
     assert isinstance(caught.value, AttentionError)
     assert "\n" not in str(caught.value)
+
+
+READERS = {
+    "records.jsonl": ea.read,
+    "environment.json": lambda path: ea.read(path.parent),
+    "plan.json": read_plan,
+    "text.txt": lambda path: read_texts([path], name="--text"),
+    "q.safetensors": read_activations,
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes with names")
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "zero"])
+@pytest.mark.parametrize("name", READERS)
+def test_pipes_and_devices_are_read_by_no_reader(name, make, tmp_path):
+    (tmp_path / "records.jsonl").write_text("")
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name}.*not a regular file") as caught:
+        READERS[name](tmp_path / name)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes with names")
+@pytest.mark.parametrize("name", ["records.jsonl", ".trial"])
+def test_no_file_of_a_run_is_written_to_a_pipe(name, tmp_path):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match="annot write"):
+        append(open_folder(tmp_path) / "records.jsonl", Record(case=case("time", "exact", 1)))
 
 
 WITHOUT, HERE = "has no effect without a model", "has no effect here; use"

@@ -1,5 +1,8 @@
 """The command line as a whole: help, exit codes, what the commands of studies print, write and refuse."""
 
+import contextlib
+import errno
+import io
 import json
 import re
 import sys
@@ -15,6 +18,7 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 from command_line import command
 
 import efficient_attn as ea
+from efficient_attn.errors import DataError
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.studies.results import Results
 from efficient_attn_cli import DONE, INTERRUPTED, NOTHING_MEASURED, SOME_NOT_MEASURED
@@ -126,6 +130,11 @@ def mean(q, k, v):
 def talkative(q, k, v):
     print("hello")
     return v.clone()
+
+
+def endless():
+    for _ in range(10**9):
+        pass
 """
 
 
@@ -162,6 +171,30 @@ def test_what_a_backend_prints_stays_out_of_the_results(folder, undrawn, capfd, 
     assert Path("out/command.txt").read_text() == f"efficient-attn {SMALL} --out out\n"
 
 
+def full(*_, **__):
+    raise DataError("Cannot write it: No space left on device.")
+
+
+@pytest.mark.parametrize("late", ["results.write", "results.write_all"])
+def test_a_run_whose_files_cannot_be_written_keeps_its_records_and_exits_with_3(late, folder, monkeypatch):
+    monkeypatch.setattr(f"efficient_attn.studies.{late}", full)
+    code, out, err = command(*SMALL.split(), "--backend", "own.py:mean", "--out", "out")
+    assert code == SOME_NOT_MEASURED and len(ea.read("out")) == 4
+    assert "No space left on device" in err and "own.py:mean" in out
+
+
+class FullDisk(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_output_that_cannot_be_printed_is_one_line_and_no_verdict():
+    full, err = contextlib.redirect_stdout(FullDisk()), io.StringIO()
+    with full, contextlib.redirect_stderr(err), pytest.raises(SystemExit, match=f"^{SOME_NOT_MEASURED}$"):
+        main(["list"])
+    assert err.getvalue() == "error: Cannot print: No space left on device.\n"
+
+
 def test_a_dry_run_tells_what_would_not_fit(folder, monkeypatch):
     monkeypatch.setattr("efficient_attn.studies.workload.available_bytes", lambda device: 2**30)
     out = command("bench", "--dry-run", "--seq-len", "16,64k", "--backend", "exact-dense")[1]
@@ -178,6 +211,12 @@ WRONG = [
     ("mse --norm inf", "--norm is made of finite numbers above 0, such as 0.5,1, not 'inf'"),
     ("mse --layers first", "--layers is made of whole numbers, such as 0,1,5, not 'first'"),
     ("recall --steps many", "'--steps': Input should be a valid integer"),
+    ("show --text page.txt", "--text. Did you mean --inputs?"),
+    ("mse --num-features 64", "--num-features. Did you mean --size?"),
+    ("bench --num_features 64", "--num_features. Did you mean --set?"),
+    ("mse --sed 3", "--sed. Did you mean --seed?"),
+    ("advise own.py:endless --budget 0.5s", "The budget ended before anything was measured"),
+    ("swap own.py:endless --budget 0.5s --dry-run", "The budget ended before anything was measured"),
 ]
 
 

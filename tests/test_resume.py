@@ -99,6 +99,23 @@ def test_a_torn_last_line_is_dropped_with_a_notice_and_measured_again(folder):
     assert all(json.loads(line) for line in lines())
 
 
+def test_a_file_with_damaged_lines_is_set_aside_and_their_rows_alone_are_measured_again(folder):
+    wanted = run()
+    path = folder / "out" / "records.jsonl"
+    first, second, *others = path.read_bytes().splitlines(keepends=True)
+    # A carriage return ends no line of ours.
+    whole = [b"\r" + first, *others]
+    damaged = b"".join([whole[0], second[9:], *others, second[:9]])
+    path.write_bytes(damaged)
+    results = run(resume=True)
+    (aside,) = (folder / "out").glob("records.jsonl.damaged-*")
+    assert aside.read_bytes() == damaged and path.read_bytes().startswith(b"".join(whole))
+    assert [note for note in results.notes if f"set aside as {aside.name}" in note]
+    assert [note for note in results.notes if "1 damaged line is left out of records.jsonl" in note]
+    assert keys(results.records) == keys(wanted.records) == keys(read("out").records)
+    assert not [note for note in read("out").notes if "left out" in note]
+
+
 def test_environments_and_threads_are_not_mixed(folder):
     run()
     file, path = folder / "out" / "environment.json", folder / "out" / "records.jsonl"

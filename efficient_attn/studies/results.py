@@ -32,6 +32,7 @@ class Results:
         interrupted: The run was ended from the keyboard; what was measured until then is here.
         runs: Name of the run of each record; empty: there is one run.
         conflict: Reason why the records of several runs cannot be drawn as one run.
+        drawn: False once a file other than the records could not be written.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Results:
         self._notes = tuple(notes)
         self.runs = tuple(runs)
         self.conflict = conflict
+        self.drawn = True
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -145,12 +147,13 @@ class Results:
         if not paths[0].exists():
             for record in self.records:
                 append(paths[0], record)
-        if self.environment:
-            paths.append(write(folder / ENVIRONMENT, self.environment))
         try:
+            if self.environment:
+                paths.append(write(folder / ENVIRONMENT, self.environment))
             return paths + write_all(self, folder, title=folder.resolve().name)
         # Whatever goes wrong in drawing, the records are safe, and whoever measured them gets them back.
         except Exception as error:
+            self.drawn = False
             self._notes += (
                 f"Not all could be drawn ({type(error).__name__}: {plain(str(error))}). "
                 f"The records are safe; `efficient-attn report {folder}` draws them again.",

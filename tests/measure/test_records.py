@@ -67,6 +67,19 @@ def test_a_torn_last_line_is_left_out_and_told(tmp_path):
         assert read(path) == ((RECORD,), length > 0, {})
 
 
+def test_damaged_lines_are_left_out_by_their_number_unless_they_are_all(tmp_path, monkeypatch):
+    path, whole = tmp_path / "records.jsonl", f"{line(RECORD)}\n"
+    path.write_text(whole + "\0" * 9 + "\n" + whole + whole[9:] + whole + whole[:9])
+    reading = read(path)
+    assert reading.records == (RECORD,) * 3 and list(reading.damaged) == [2, 4]
+    damaged, torn = ea.read(path).notes
+    assert "2 damaged lines are left out of records.jsonl: " in damaged and "line 2 is no record" in damaged
+    assert torn == "The last line of records.jsonl was cut off and is left out."
+    monkeypatch.setattr("efficient_attn.measure.record._MOST_DAMAGED", 1)
+    with pytest.raises(DataError, match="line 2 is no record"):
+        read(path)
+
+
 def with_field(name, value):
     return json.dumps({**json.loads(line(RECORD)), name: value})
 

@@ -87,7 +87,9 @@ def test_logits_without_a_likeliest_token_are_an_error_and_excluded_tokens_are_n
         assert 4 not in ea.generate(broken, FIRST[1:], 2, **sampling)
 
 
-@pytest.mark.parametrize(("temperature", "tokens"), [(1e-320, {4}), (1e308, {0, 3, 4}), (torch.inf, {0, 3, 4})])
+@pytest.mark.parametrize(
+    ("temperature", "tokens"), [(1e-320, {4}), (1e308, {0, 3, 4}), (torch.inf, {0, 3, 4})]
+)
 def test_any_temperature_draws_among_the_tokens_that_are_not_excluded(temperature, tokens):
     logits = torch.tensor([3.0, -torch.inf, -torch.inf, 2.0, 5.0])
 

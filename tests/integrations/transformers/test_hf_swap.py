@@ -1,6 +1,7 @@
 """Attention of transformers models swapped: distances from the model itself, runs, refusals, the command."""
 
 import json
+import os
 import shutil
 from itertools import product
 from pathlib import Path
@@ -214,6 +215,30 @@ def only_a_pickle(path):
     (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
 
 
+def config(**fields):
+    """Change fields of the configuration."""
+
+    def act(path):
+        whole = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(whole | fields))
+
+    return act
+
+
+def ten_bytes(path):
+    (path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+
+
+def a_device(path):
+    (path / "tokenizer.json").unlink()
+    (path / "tokenizer.json").symlink_to(os.devnull)
+
+
+def large(path):
+    os.truncate(path / "tokenizer.json", (1 << 28) + 1)
+
+
+LARGER = "describes a larger model than its safetensors, which hold"
 STRANGE = '{"model_type": "strange", "auto_map": {"AutoConfig": "modeling.Strange"}}'
 
 
@@ -225,6 +250,15 @@ STRANGE = '{"model_type": "strange", "auto_map": {"AutoConfig": "modeling.Strang
         (lambda path: (path / "config.json").write_text("{"), "Cannot load a model"),
         (only_a_pickle, r"no model\.safetensors, .* pickles, which can run code"),
         (lambda path: (path / "config.json").write_text(STRANGE), "Cannot load a model"),
+        (lambda path: (path / "config.json").write_text(" " * (1 << 22) + "{}"), "is larger than"),
+        (ten_bytes, f"{LARGER} 0 tensors of 0 numbers"),
+        # Before transformers makes lists of as many entries, modules, or tensors of such a size.
+        (config(num_hidden_layers=1 << 40), LARGER),
+        (config(inner={"num_labels": 1 << 40}), LARGER),
+        (config(num_hidden_layers=3000), LARGER),
+        (config(vocab_size=1 << 40), LARGER),
+        (large, "tokenizer.json is larger than"),
+        (a_device, "tokenizer.json.*not a regular file"),
     ],
 )
 def test_a_folder_that_is_no_model_is_refused_in_one_line(encoder, tmp_path, change, message):
