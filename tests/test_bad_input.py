@@ -121,7 +121,10 @@ REFUSED = [
             ("linformer", "linformer.rang=3", UnknownNameError, "Did you mean 'rank'"),
             ("linformer", "linformer.rank=many", DtypeError, "rank is a whole number, not 'many'"),
             ("exact", "linformer.rank=3", OptionError, "'linformer' is not a selected backend"),
-            ("exact", "linformer.rank=", OptionError, "--set cannot be"),
+            *(
+                ("exact", text, OptionError, "--set cannot be")
+                for text in ("linformer.rank=", "linformer.rank", "linformer.=3", ".rank=3", "rank=3", "=")
+            ),
         )
     ),
     *(

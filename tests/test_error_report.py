@@ -36,6 +36,8 @@ def made_up(positive, trig, window, yardstick, **more):
         ("f(init=x, rank=8)", {"init": "x", "rank": 8}, Sized("f(init=x)", 8)),
         ("f(rank=8, seed=3)", {"rank": 8, "seed": 3}, Sized("f(seed=3)", 8)),
         ("strange(n=8)", {}, Sized("strange(n=8)", None)),
+        ("f(rank=8, init=x)", {"init": "x", "rank": 8}, Sized("f(init=x)", 8)),
+        ("f(8=seed)", {}, Sized("f(8=seed)", None)),
     ],
 )
 def test_a_label_tells_its_size(label, options, expected):

@@ -58,6 +58,12 @@ def test_a_kernel_serves_in_precisions_in_which_it_passed_and_nothing_is_said(ma
     assert trusted() == (outcome == "passed")
 
 
+def test_a_repeated_check_replaces_the_verdict(machine):
+    for outcome in ("failed", "passed"):
+        verdict.write(machine, kernels(outcome))
+        assert verdict.trusted("flex", CUDA, BFLOAT16) == (outcome == "passed")
+
+
 @pytest.mark.parametrize("name", [None, *MACHINE, "source"])
 def test_without_a_verdict_on_this_machine_operators_serve_with_a_warning(machine, name, monkeypatch):
     if name is not None:

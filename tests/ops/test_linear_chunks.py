@@ -97,6 +97,41 @@ def test_a_row_whose_features_are_small_where_those_of_its_key_are_large_reads_i
     assert (out - torch.tensor([1.0, 1.5])).abs().max() <= 1e-6
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_that_are_computed_again_are_those_of_the_definition(masked, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+    # Every row is weak, in groups of query heads, also after a state.
+    monkeypatch.setitem(linear_state.TINY, torch.float64, torch.inf)
+    monkeypatch.setattr(causal_exponential, "moderate", lambda *_: False)
+    monkeypatch.setattr(causal_exponential, "CHUNK", 16)
+    backend, inputs, state = built("performer-positive"), random_qkv(2, 4, 2, 40, 40, head_dim=4), None
+    mask = (torch.arange(40) > torch.tensor([[-1], [9]])) & random_mask(2, 40) if masked else None
+    rows = []
+    for part in (slice(21), slice(21, None)):
+        shown = None if mask is None else mask[:, part]
+        out, state = backend.extend(*(x[..., part, :] for x in inputs), state, key_mask=shown)
+        rows.append(out)
+    results, expected = (
+        output_and_gradients(partial(call, key_mask=mask), [x.requires_grad_() for x in inputs])
+        for call in (backend, partial(by_definition, backend))
+    )
+    assert_near([torch.cat(rows, dim=-2), *results], [expected[0], *expected], 1e-11)
+
+
+@pytest.mark.parametrize("norm", [20, 40])
+def test_rows_below_the_range_of_float32_are_those_of_the_definition(norm, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "")
+    backend, (q, k, v) = built("performer-positive", head_dim=8), rising(norm)
+    # The longest key, whose features are the smallest, comes first.
+    inputs = [x.float() for x in (q * norm / 4, k.flip(-2), v)]
+    out, features = backend.float()(*inputs).double(), backend.core.features
+    options = {"scale": backend.problem.factor, "causal": True}
+    expected = reference_linear(*inputs, features.projection, features.kind, **options)
+    # Exponents of some size E are rounded to E · 6e-8, which is a relative error of the weights.
+    exponent = (k.square().sum(dim=-1).max() * backend.problem.factor).item()
+    assert (out - expected).norm(dim=-1).max() <= exponent * torch.finfo(torch.float32).eps * v.norm()
+
+
 def rising(norm):
     """Inputs whose keys grow, so that early rows of a chunk see only keys far below its largest."""
     q, k, v = random_qkv(1, 2, 2, 150, 150, head_dim=8, value_dim=4)
@@ -118,7 +153,8 @@ def test_other_devices_compute_a_fixed_number_of_weak_chunks_again(monkeypatch):
     assert [x.tolist() for x in weak_chunks.weak_chunks(rows, 8)] == [[2], [4]]
 
 
-def test_gradients_are_right_where_pieces_of_exponential_features_are_halved(monkeypatch):
+@pytest.mark.parametrize(("tiny", "norm"), [(0.25, 6.0), (None, 1.0)], ids=["halved", "whole"])
+def test_gradients_are_right_and_pieces_halved_where_exponential_features_are_large(tiny, norm, monkeypatch):
     pieces, query_gradients = [], causal_exponential._query_gradients
     monkeypatch.setenv(VARIABLE, "")
 
@@ -128,12 +164,13 @@ def test_gradients_are_right_where_pieces_of_exponential_features_are_halved(mon
         return actual
 
     monkeypatch.setattr(causal_exponential, "_query_gradients", recorded)
-    monkeypatch.setitem(linear_state.TINY, torch.float64, 0.25)
-    backend, inputs = built("performer-positive", head_dim=8), [x.requires_grad_() for x in rising(6.0)]
+    monkeypatch.setitem(linear_state.TINY, torch.float64, tiny or linear_state.TINY[torch.float64])
+    backend, inputs = built("performer-positive", head_dim=8), [x.requires_grad_() for x in rising(norm)]
     results, expected = (
         output_and_gradients(call, inputs) for call in (backend, partial(by_definition, backend))
     )
-    assert len(pieces) > math.ceil(150 / causal_exponential.BACKWARD_CHUNK), "nothing was halved"
+    whole = math.ceil(150 / causal_exponential.BACKWARD_CHUNK)
+    assert len(pieces) > whole if tiny else len(pieces) == whole
     assert_near(results, expected, 1e-9)
 
 

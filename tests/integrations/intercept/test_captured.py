@@ -28,6 +28,17 @@ def test_sites_are_named_by_their_module_and_keep_the_name_in_loops():
         assert list(map(str, captured.sites)) == sites
 
 
+@torch.no_grad()
+def test_the_first_call_of_each_chosen_site_is_kept_and_no_other_site(monkeypatch):
+    model, run = padded_encoder()
+    with ea.intercept.capture(model, only="layers.1.*") as captured:
+        run()
+        ((site, first),) = captured.sites.items()
+        monkeypatch.setattr("efficient_attn.integrations.capture.MOST_BYTES", captured._bytes)
+        run()
+    assert str(site) == "layers.1.self_attn" and captured.sites[site] is first
+
+
 def test_a_capture_without_calls_or_of_too_many_bytes_is_refused(monkeypatch):
     model, run = padded_encoder()
     monkeypatch.setattr("efficient_attn.integrations.capture.MOST_BYTES", 100)
