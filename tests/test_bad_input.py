@@ -2,6 +2,7 @@
 
 import math
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -166,15 +167,27 @@ READERS = {
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes with names")
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "zero"])
 @pytest.mark.parametrize("name", READERS)
-def test_pipes_and_devices_are_read_by_no_reader(name, make, tmp_path):
+def test_pipes_and_devices_are_read_by_no_reader(name, tmp_path):
+    path = tmp_path / name
     (tmp_path / "records.jsonl").write_text("")
-    (tmp_path / name).unlink(missing_ok=True)
-    make(tmp_path / name)
-    with pytest.raises(DataError, match=f"{name}.*not a regular file") as caught:
-        READERS[name](tmp_path / name)
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    # Whoever reads the pipe all the same finds its end.
+    writer = threading.Thread(target=lambda: path.open("wb").close())
+    writer.start()
+    try:
+        with pytest.raises(DataError, match=f"{name}.*not a regular file") as caught:
+            READERS[name](path)
+    finally:
+        reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        writer.join()
+        os.close(reader)
     assert "\n" not in str(caught.value)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=f"{name}.*not a regular file"):
+        READERS[name](path)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no pipes with names")

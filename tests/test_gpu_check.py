@@ -116,7 +116,13 @@ def test_the_environment_turns_kernels_off_without_a_word(machine, monkeypatch):
     assert not trusted()
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"kernels": 1}'])
+OTHER = {"machine": {**MACHINE, "gpu": "another"}, "kernels": kernels()}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"kernels": 1}', json.dumps({"machine": MACHINE, "kernels": []}), json.dumps(OTHER)],
+)
 def test_a_file_that_is_no_verdict_is_none(machine, content):
     verdict.write(machine, kernels()).write_text(content)
     with pytest.warns(UserWarning, match="gpu-check"):
