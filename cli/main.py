@@ -133,7 +133,7 @@ def polite() -> Iterator[list[int]]:
 
 def _message(error: Any) -> str:
     """Message of an error of the command line; an unknown option has the flag that takes its value."""
-    if not hasattr(error, "possibilities"):
+    if type(error).__name__ != "NoSuchOption":
         return str(error.format_message())
     flags = [flag for parameter in error.ctx.command.params for flag in parameter.opts]
     word = error.option_name.lstrip("-").replace("_", "-")
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except OSError as error:
             # Results that cannot be printed; without stderr the code alone says so.
             with suppress(OSError):
-                console.refuse(f"Cannot print: {error.strerror or error}.")
+                console.refuse(f"Cannot write {error.filename or 'the output'}: {error.strerror or error}.")
             code = SOME_NOT_MEASURED
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED

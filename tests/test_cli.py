@@ -192,7 +192,7 @@ def test_output_that_cannot_be_printed_is_one_line_and_no_verdict():
     full, err = contextlib.redirect_stdout(FullDisk()), io.StringIO()
     with full, contextlib.redirect_stderr(err), pytest.raises(SystemExit, match=f"^{SOME_NOT_MEASURED}$"):
         main(["list"])
-    assert err.getvalue() == "error: Cannot print: No space left on device.\n"
+    assert err.getvalue() == "error: Cannot write the output: No space left on device.\n"
 
 
 def test_a_dry_run_tells_what_would_not_fit(folder, monkeypatch):
