@@ -1,5 +1,6 @@
 """A built backend: the module of an attention, and the checks of its inputs that all backends share."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from efficient_attn import sharding
 from efficient_attn.errors import DataError, DtypeError, ShapeError, UnknownNameError, UnsupportedError
-from efficient_attn.ops.dtypes import without_autocast, zero_masked
+from efficient_attn.ops.dtypes import without_autocast, without_inference_mode, zero_masked
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import BackendSpec
 
@@ -71,13 +72,7 @@ class Backend(nn.Module):
             return self.core(q, k, v, key_mask)
 
     def extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Any = None,
-        *,
-        key_mask: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         """Output of new tokens that follow `state`, and the new state.
 
@@ -226,8 +221,12 @@ class Backend(nn.Module):
         for name, x in (("q", q), ("k", k), ("v", v)):
             if x is not None and not (x if name == "q" else zero_masked(x, key_mask)).isfinite().all():
                 raise DataError(f"{name} holds numbers that are not finite; calibrate on finite ones.")
-        with without_autocast(q):
+        with without_autocast(q), without_inference_mode():
             self.core.calibrate(q, k, v, key_mask)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Backend":
+        with without_inference_mode():
+            return super()._apply(fn, recurse)
 
     def calibrate_first(self, tensors: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Forward pre-hook: calibrate on the arguments of the call that follows."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnknownNameError, UnsupportedError
 from efficient_attn.external import is_address, load, load_plugin, plugins, spec_of
+from efficient_attn.ops.dtypes import without_inference_mode
 from efficient_attn.options import whole_number
 from efficient_attn.problem import AttentionProblem
 from efficient_attn.registry import SPECS, BackendSpec
@@ -80,7 +81,8 @@ def build(
         head_dim=head_dim, num_heads=num_heads, max_tokens=max_tokens, causal=causal, scale=scale
     )
     _check_promises(backend, problem)
-    return Backend(backend.builder(problem, chosen), backend, problem, chosen)
+    with without_inference_mode():
+        return Backend(backend.builder(problem, chosen), backend, problem, chosen)
 
 
 def attention(

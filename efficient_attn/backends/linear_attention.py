@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from efficient_attn.errors import CalibrationError, OptionError, ShapeError, UnsupportedError
 from efficient_attn.operation_counts import MatMul, OperationCounts, visible_pairs
-from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
+from efficient_attn.ops.dtypes import upcast, upcast_dtype, without_inference_mode, zero_masked
 from efficient_attn.ops.grouped_queries import unfold
 from efficient_attn.ops.linear import causal_exponential, scaled_chunks
 from efficient_attn.ops.linear.causal import causal_linear_attention, extend_linear_attention
@@ -228,7 +228,8 @@ class CalibratedFeatures(Float32Buffers):
         for name in Fit._fields:
             saved, buffer = state_dict.get(prefix + name), getattr(self, name)
             if saved is not None and saved.shape[1:] == buffer.shape[1:]:
-                setattr(self, name, buffer.new_empty(saved.shape))
+                with without_inference_mode():
+                    setattr(self, name, buffer.new_empty(saved.shape))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

@@ -1,6 +1,7 @@
-"""Accumulation dtype, device of float64, and zeros in place of masked tokens."""
+"""Accumulation dtype, device of float64, zeros in place of masked tokens, and contexts that are left."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -39,3 +40,13 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
+
+
+@contextmanager
+def without_inference_mode() -> Iterator[None]:
+    """Context for new parameters and buffers, which inference mode would keep from training."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
