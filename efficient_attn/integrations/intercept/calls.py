@@ -1,8 +1,10 @@
 """Calls of `F.scaled_dot_product_attention`: arguments, call sites, and the mode that receives them."""
 
+import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import spawn_seeds
@@ -23,6 +26,11 @@ SDPA = F.scaled_dot_product_attention
 IN_COMPILED_CODE = "masks are not read in a whole compiled graph: compile without fullgraph=True, or no mask"
 _OUTER = "a module inside this one calls attention too"
 _UNEVEN = "the runs of its module differ in their number of calls"
+RECOMPUTED = (
+    "it is called in a checkpoint or autograd.Function inside its module, whose backward pass would attend "
+    "exactly (put the checkpoint around the module)"
+)
+_COMPILED = "it is called in a compiled function (compile the module instead)"
 WEIGHTS_ASKED = "its caller asks for the weights (pass need_weights=False)"
 CALL_SDPA = (
     "a model from transformers needs attn_implementation='sdpa', nn.MultiheadAttention need_weights=False, "
@@ -178,6 +186,34 @@ def unsure_modules(calls: Mapping[Site, int]) -> dict[str, str]:
     return dict.fromkeys(uneven, _UNEVEN) | dict.fromkeys(outer, _OUTER)
 
 
+def _frames_since(start: Any) -> Iterator[types.FrameType]:
+    """Python frames of this call, from the latest to a frame or its code."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and start not in (frame, frame.f_code):
+        yield frame
+        frame = frame.f_back
+
+
+_APPLY: Any = torch.autograd.Function.apply
+
+
+def recomputed(start: Any) -> bool:
+    """Whether the backward pass would leave the mode of this call.
+
+    Args:
+        start: Frame that entered the mode, or its code.
+    """
+    if torch.compiler.is_compiling():
+        # A graph shows no frames: an error breaks it, and the call runs again outside.
+        if not torch.is_grad_enabled():
+            raise UnsupportedError(RECOMPUTED)
+        return False
+    return any(
+        frame.f_code is _APPLY.__func__.__code__ or frame.f_globals.get("__name__") == checkpoint.__name__
+        for frame in _frames_since(start)
+    )
+
+
 class AttentionMode(TorchFunctionMode):
     """Passes calls of attention to `attend`, also inside `nn.MultiheadAttention`.
 
@@ -204,8 +240,10 @@ class AttentionMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             if options.get("need_weights", True):
                 self.unreached(WEIGHTS_ASKED)
-            with _Again(self):
-                return _MULTI_HEAD(*args, **options)
+            return _again(self, _MULTI_HEAD, *args, **options)
+        if torch.compiler.is_compiling() and func is torch.ops.higher_order.tag_activation_checkpoint:
+            # A checkpoint in a graph, which turns the mode off for its function.
+            return func(partial(_again, self, args[0]), *args[1:], **options)
         # The compiler cannot follow the method, which calls its parent class, inside a mode.
         return (torch.unflatten if func is Tensor.unflatten else func)(*args, **options)
 
@@ -219,6 +257,11 @@ class _Again(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), options: Any = None) -> Any:
         return self._mode.__torch_function__(func, kinds, args, options)
+
+
+def _again(mode: AttentionMode, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with _Again(mode):
+        return function(*args, **options)
 
 
 def _composite(function: Any) -> Callable[..., Any]:
@@ -241,11 +284,20 @@ class SiteMode(AttentionMode):
     def __init__(self, model: nn.Module | None) -> None:
         super().__init__()
         self._model = model
-        self._running: list[list[Any]] = [["", 0]]
+        # torch.compile puts a module into another one.
+        self.modules = {
+            name.removeprefix("_orig_mod").replace("._orig_mod", "").removeprefix("."): module
+            for name, module in (() if model is None else model.named_modules())
+        }
+        self._running: list[list[Any]] = [["", 0, None]]
         self._hooks: list[Any] = []
+        self._stance: AbstractContextManager = nullcontext()
 
     def __enter__(self) -> Self:
-        for name, module in () if self._model is None else self._model.named_modules():
+        # Hooks and modes see no compiled code, which has imported the compiler.
+        if "torch._dynamo" in sys.modules:
+            self._stance = torch.compiler.set_stance("force_eager")
+        for name, module in self.modules.items():
             enter = module.register_forward_pre_hook(partial(self._enter_module, name))
             leave = module.register_forward_hook(self._leave_module, always_call=True)
             self._hooks += [enter, leave]
@@ -254,6 +306,7 @@ class SiteMode(AttentionMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._stance.__exit__(*error)
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -264,12 +317,21 @@ class SiteMode(AttentionMode):
 
     def next_site(self) -> Site:
         """Site of a call that is made now."""
-        name, number = self._running[-1]
+        name, number, _ = self._running[-1]
         self._running[-1][1] += 1
         return Site(name, number)
 
+    def detour(self) -> str | None:
+        """Reason for which a backend could not follow the call that is made now."""
+        start = self._running[-1][2]
+        if recomputed(start):
+            return RECOMPUTED
+        callers = {type(frame.f_locals.get("self")).__name__ for frame in _frames_since(start)}
+        return _COMPILED if "OptimizeContext" in callers else None
+
     def _enter_module(self, name: str, module: nn.Module, args: Any) -> None:
-        self._running.append([name, 0])
+        # The caller of the hook calls the forward too.
+        self._running.append([name, 0, sys._getframe(1)])
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()

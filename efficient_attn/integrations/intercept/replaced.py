@@ -21,10 +21,12 @@ from efficient_attn.backends import build, resolve, seeded
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.intercept.calls import (
     CALL_SDPA,
+    RECOMPUTED,
     AttentionMode,
     Call,
     Site,
     SiteMode,
+    recomputed,
     seed_of,
     unsure_modules,
 )
@@ -137,7 +139,7 @@ def replace(
         backends = {str(site.number): x for site, x in search.built.items() if site.module == name}
         num_calls = sum(site.module == name for site in search.reasons)
         module = SiteBackends(name, backends, num_calls=num_calls, strict=strict)
-        owner = replaced._owners[name] = model.get_submodule(name)
+        owner = replaced._owners[name] = search.modules[name]
         replaced._restore.append(install_backends(owner, module))
     replaced._restore += forbid_nesting(model, list(replaced._owners.values()))
     return replaced
@@ -193,6 +195,9 @@ class SiteSearch(SiteMode):
             q, k, _ = call.tensors
             self.first[site] = q.shape, k.shape, q.dtype, q.device
             self.reasons[site] = _OUTSIDE if outside else self._build(site, call)
+        if self.reasons[site] is None and (detour := self.detour()) is not None:
+            self.reasons[site] = detour
+            del self.built[site]
         return call.exact()
 
     def unreached(self, reason: str) -> None:
@@ -291,9 +296,15 @@ class _Serving(AttentionMode):
     def __init__(self, backends: SiteBackends) -> None:
         super().__init__()
         self._backends, self.number = backends, 0
+        self._differentiable = torch.is_grad_enabled()
 
     def attend(self, call: Call) -> Tensor:
         number, self.number = str(self.number), self.number + 1
+        if self._differentiable and number in self._backends and recomputed(_forward_served.__code__):
+            site = Site(self._backends.owner, int(number))
+            raise UnsupportedError(
+                f"{site} cannot be served: {RECOMPUTED}; an example that shows this leaves the site exact."
+            )
         return self._backends.attend(number, call)
 
     def unreached(self, reason: str) -> None:
@@ -329,16 +340,29 @@ def _no_change(module: nn.Module, args: Any) -> None:
     """Hook that keeps an enclosing nn.TransformerEncoderLayer from its fused path; copies pickle it."""
 
 
+def _replicate(module: nn.Module, before: Callable[..., Any] | None) -> nn.Module:
+    """Replica for nn.DataParallel, whose copy would call the forward of the original."""
+    replica = type(module)._replicate_for_data_parallel(module)
+    _bind(replica, before)
+    return replica
+
+
+def _bind(owner: Any, before: Callable[..., Any] | None) -> None:
+    owner.forward = partial(_forward_served, owner, before)
+    owner._replicate_for_data_parallel = partial(_replicate, owner, before)
+
+
 def install_backends(owner: nn.Module, backends: SiteBackends) -> Callable[[], None]:
     """Let the forward of a module use backends, and return the removal."""
     before = owner.__dict__.get("forward")
     owner.add_module(ATTRIBUTE, backends)
-    owner.forward = partial(_forward_served, owner, before)
+    _bind(owner, before)
     hook = owner.register_forward_pre_hook(_no_change)
 
     def restore() -> None:
         hook.remove()
         delattr(owner, ATTRIBUTE)
+        del owner._replicate_for_data_parallel
         if before is None:
             del owner.forward
         else:
