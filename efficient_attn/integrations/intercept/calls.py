@@ -214,6 +214,11 @@ def recomputed(start: Any) -> bool:
     )
 
 
+def compiler_stance(stance: str) -> AbstractContextManager[Any]:
+    """Context with a stance of the compiler, whose import would take seconds."""
+    return torch.compiler.set_stance(stance) if "torch._dynamo" in sys.modules else nullcontext()
+
+
 class AttentionMode(TorchFunctionMode):
     """Passes calls of attention to `attend`, also inside `nn.MultiheadAttention`.
 
@@ -291,12 +296,11 @@ class SiteMode(AttentionMode):
         }
         self._running: list[list[Any]] = [["", 0, None]]
         self._hooks: list[Any] = []
-        self._stance: AbstractContextManager = nullcontext()
 
     def __enter__(self) -> Self:
-        # Hooks and modes see no compiled code, which has imported the compiler.
-        if "torch._dynamo" in sys.modules:
-            self._stance = torch.compiler.set_stance("force_eager")
+        # Hooks see no compiled code.
+        self._stance = compiler_stance("force_eager")
+        self._stance.__enter__()
         for name, module in self.modules.items():
             enter = module.register_forward_pre_hook(partial(self._enter_module, name))
             leave = module.register_forward_hook(self._leave_module, always_call=True)

@@ -26,6 +26,7 @@ from efficient_attn.integrations.intercept.calls import (
     Call,
     Site,
     SiteMode,
+    compiler_stance,
     recomputed,
     seed_of,
     unsure_modules,
@@ -219,9 +220,11 @@ class SiteSearch(SiteMode):
             problem = call.problem(shown, request.max_tokens)
             backend = build(spec, **asdict(problem), **seeded(spec, request.options, seed))
             backend = backend.to(call.query.device)
-            if backend.needs_calibration:
-                backend.calibrate(*call.tensors, key_mask=shown.key_mask)
-            call.served(backend, shown)
+            # Kernels of a backend may be compiled ones.
+            with compiler_stance("default"):
+                if backend.needs_calibration:
+                    backend.calibrate(*call.tensors, key_mask=shown.key_mask)
+                call.served(backend, shown)
         except (OptionError, UnknownNameError, DataError):
             raise
         except AttentionError as error:

@@ -34,6 +34,8 @@ from efficient_attn.studies.workload import Workload
 
 # Rounding of sums in another order, relative.
 _SAME = 1e-3
+# Attributes of a module that torch.compile replaces, and of a compiled function.
+_COMPILED, _ORIGINAL = ("forward", "_compiled_call_impl"), "_torchdynamo_orig_callable"
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +57,31 @@ class CalledModel:
             digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
+    @cached_property
+    def compiled(self) -> list[tuple[dict[str, Any], str, Any]]:
+        """Attributes of modules that hold compiled code, as (attributes, name, value)."""
+        attributes = [vars(module) for module in self.module.modules()]
+        pairs = ((x, name) for x in attributes for name in _COMPILED)
+        return [(x, name, x[name]) for x, name in pairs if hasattr(x.get(name), _ORIGINAL)]
+
+    def run(self) -> Any:
+        """Output of the call, eager, since the compiler would stop after a few backends."""
+        # A module with backends has another forward.
+        replaced = [part for part in self.compiled if part[0][part[1]] is part[2]]
+        for attributes, name, value in replaced:
+            attributes[name] = getattr(value, _ORIGINAL)
+        try:
+            return self.call()
+        finally:
+            for attributes, name, value in replaced:
+                attributes[name] = value
+
     @torch.no_grad()
     def seeded(self) -> Any:
         """Output of a run whose random numbers are always the same."""
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
-            return self.call()
+            return self.run()
 
     def output(self) -> Tensor:
         """Output as one vector, without the fused path of torch's layers, which changes padding."""
@@ -206,7 +227,8 @@ class CallSubject:
     def notes(self) -> list[str]:
         named = ", ".join(f"{number} is {site}" for number, site in self.sites.items())
         reasons = [f"Left out: {site}: {why.rstrip('.')}." for site, why in self.left.items()]
-        return [f"Layers are call sites: {named}.", *reasons]
+        compiled = ["Compiled parts of the model ran eagerly."] if self.called.compiled else []
+        return [f"Layers are call sites: {named}.", *reasons, *compiled]
 
     @cached_property
     def exact(self) -> tuple[Tensor]:
@@ -214,7 +236,7 @@ class CallSubject:
 
     @torch.no_grad()
     def forward(self) -> Any:
-        return self.called.call()
+        return self.called.run()
 
     def distances(self, number: int) -> dict[str, float]:
         """Distances of the present output from the exact one."""
