@@ -183,7 +183,7 @@ class Capturing(SiteMode):
 def capture(model: nn.Module | None = None, *, only: str = "*") -> Capturing:
     """Capture all calls of `F.scaled_dot_product_attention` in a `with` block.
 
-    The output of the model stays the same bit for bit. A compiled model runs with graph breaks.
+    The output of the model stays the same bit for bit. A compiled model runs eagerly.
 
     Args:
         model: Module whose names name the sites; None: all calls belong to one unnamed module.

@@ -209,7 +209,7 @@ def recomputed(start: Any) -> bool:
             raise UnsupportedError(RECOMPUTED)
         return False
     return any(
-        frame.f_code is _APPLY.__func__.__code__ or frame.f_globals.get("__name__") == checkpoint.__name__
+        frame.f_code is _APPLY.__func__.__code__ or frame.f_globals is vars(checkpoint)
         for frame in _frames_since(start)
     )
 
@@ -291,7 +291,7 @@ class SiteMode(AttentionMode):
         self._model = model
         # torch.compile puts a module into another one.
         self.modules = {
-            name.removeprefix("_orig_mod").replace("._orig_mod", "").removeprefix("."): module
+            ".".join(part for part in name.split(".") if part != "_orig_mod"): module
             for name, module in (() if model is None else model.named_modules())
         }
         self._running: list[list[Any]] = [["", 0, None]]

@@ -1,0 +1,214 @@
+"""Replaced sites in models that recompute, compile or replicate their forward."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from integrations.called_models import two_layers
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import efficient_attn as ea
+from efficient_attn.errors import UnsupportedError
+from efficient_attn.integrations.intercept.calls import RECOMPUTED
+
+# The example runs without gradients, and the compiler reads those of inner tensors.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+]
+X = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+BACKENDS = [("window", {"window": 3}), ("performer-positive", {"num_features": 8}), ("linformer", {"rank": 4})]
+
+
+class Recomputing(torch.autograd.Function):
+    """A checkpoint as models of diffusion write their own."""
+
+    @staticmethod
+    def forward(ctx, function, *inputs):
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        return None, *torch.autograd.grad(output, inputs, gradient)
+
+
+class Separate(Recomputing):
+    """The same, with a forward that gets no context."""
+
+    @staticmethod
+    def forward(function, *inputs):
+        return function(*inputs)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.function = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+
+
+def in_sequence(function, q, k, v):
+    return checkpoint_sequential([lambda x: function(x, k, v), nn.Identity()], 2, q, use_reentrant=False)
+
+
+def nested(function, *inputs):
+    return checkpoint(partial(checkpoint, function, use_reentrant=False), *inputs, use_reentrant=False)
+
+
+def offloaded(function, *inputs):
+    with torch.autograd.graph.save_on_cpu():
+        return function(*inputs)
+
+
+def frozen(function, *inputs):
+    with torch.no_grad():
+        return function(*inputs)
+
+
+def direct(function, *inputs):
+    return function(*inputs)
+
+
+REENTRANT, PLAIN = partial(checkpoint, use_reentrant=True), partial(checkpoint, use_reentrant=False)
+CHECKPOINTS = [REENTRANT, PLAIN, in_sequence, nested, Recomputing.apply, Separate.apply]
+
+
+class Layer(nn.Module):
+    """Attention by a function that runs it, with a torch layer inside or none."""
+
+    def __init__(self, run, *, always=True, inner=False):
+        super().__init__()
+        self.projection, self.run, self.always = nn.Linear(16, 48), run, always
+        self.inner = nn.MultiheadAttention(16, 2, batch_first=True) if inner else None
+
+    def attend(self, q, k, v):
+        if self.inner is not None:
+            q, k, v = (x.transpose(1, 2).flatten(2) for x in (q, k, v))
+            return self.inner(q, k, v, need_weights=False)[0].unflatten(-1, (2, 8)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    def forward(self, x):
+        q, k, v = self.projection(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        run = self.run if self.always or self.training else direct
+        return x + v.transpose(1, 2).flatten(2) + run(self.attend, q, k, v).transpose(1, 2).flatten(2)
+
+
+def model_of(*runs, **options):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(run, **options) for run in runs)).double()
+
+
+def gradients(model):
+    # A reentrant checkpoint allows no gradients of chosen tensors.
+    model(X).square().sum().backward()
+    return [x.grad for x in model.parameters()]
+
+
+@pytest.mark.parametrize(("name", "options"), BACKENDS)
+@pytest.mark.parametrize("run", CHECKPOINTS)
+def test_a_call_in_a_checkpoint_inside_its_module_stays_exact_in_both_passes(run, name, options):
+    model, reference = model_of(run, direct), model_of(direct, direct)
+    replaced = ea.attach(model, name, example=lambda: model(X), seed=3, **options)
+    assert (replaced.left, replaced.served) == ({"0": RECOMPUTED}, {"1": name})
+    ea.attach(reference, {"1": (name, options)}, example=lambda: reference(X), seed=3)
+    # The seed of a site counts the sites before it.
+    reference.load_state_dict(model.state_dict())
+    torch.testing.assert_close(gradients(model), gradients(reference))
+    replaced.undo()
+    with pytest.raises(UnsupportedError, match="0 cannot be served: it is called in a checkpoint or"):
+        ea.attach(model, name, example=lambda: model(X), strict=True, **options)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.compile)])
+@pytest.mark.parametrize("run", CHECKPOINTS)
+def test_a_checkpoint_that_the_example_does_not_show_is_refused_in_training(run, compiled):
+    model = model_of(direct, run, always=False)
+    ea.attach(model, "window", window=3, example=lambda: model(X))
+    called = torch.compile(model, backend="eager") if compiled else model
+    with torch.no_grad():
+        called.eval()(X)
+    with pytest.raises(UnsupportedError, match="1 cannot be served: .* an example that shows this leaves"):
+        called.train()(X)
+
+
+@pytest.mark.parametrize(
+    ("run", "inner"), [(frozen, False), (offloaded, False), (PLAIN, True), (REENTRANT, True)]
+)
+def test_calls_that_no_backward_pass_repeats_outside_of_their_module_stay_served(run, inner):
+    model, reference = model_of(run, inner=inner), model_of(frozen if run is frozen else direct, inner=inner)
+    exact = gradients(copy.deepcopy(reference))[0]
+    for x in (model, reference):
+        ea.attach(x, "window", window=3, example=lambda x=x: x(X), strict=True)
+    expected = gradients(reference)
+    torch.testing.assert_close(gradients(model), expected)
+    assert not torch.allclose(exact, expected[0])
+
+
+def replica_of(module, factor):
+    """A replica as nn.DataParallel makes it, with tensors times a factor."""
+    replica = module._replicate_for_data_parallel()
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        setattr(replica, name, None if tensor is None else tensor.detach() * factor)
+    replica._modules = {name: replica_of(child, factor) for name, child in module._modules.items()}
+    return replica
+
+
+@pytest.mark.parametrize(("name", "options"), [*BACKENDS, ("linear-hedgehog", {})])
+@torch.no_grad()
+def test_replicas_and_copies_run_their_own_tensors(name, options):
+    model = model_of(direct, direct, inner=True).eval()
+    with ea.attach(model, name, example=lambda: model(X), **options):
+        expected, scaled = model(X), copy.deepcopy(model)
+        for x in (*scaled.parameters(), *scaled.buffers()):
+            x.mul_(0.5)
+        torch.testing.assert_close(replica_of(model, 0.5)(X), scaled(X))
+        assert torch.equal(model(X), expected) and not torch.allclose(scaled(X), expected)
+    exact = model_of(direct, direct, inner=True).eval()
+    torch.testing.assert_close(replica_of(model, 1.0)(X), exact(X))
+
+
+def in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+def in_part(model):
+    model[0], model[1] = torch.compile(model[0], backend="eager"), in_place(model[1])
+    return model
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("compiled", [partial(torch.compile, backend="eager"), in_place, in_part])
+@pytest.mark.parametrize("ran", [False, True])
+@torch.no_grad()
+def test_a_compiled_model_is_served_by_the_names_of_the_original(compiled, ran):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = two_layers(), X.float()
+    exact = model(x)
+    with ea.attach(model, {"0": ("window", {"window": 3})}, example=lambda: model(x)):
+        expected = model(x)
+    model = compiled(model)
+    if ran:
+        model(x)
+    with ea.intercept.capture(model) as captured:
+        assert torch.equal(model(x), exact)
+    assert list(map(str, captured.sites)) == ["0", "1"]
+    with ea.attach(model, {"0": ("window", {"window": 3})}, example=lambda: model(x)) as replaced:
+        assert torch.equal(model(x), expected) and not torch.allclose(expected, exact)
+        # Compiled calls are not counted.
+        assert replaced.calls == {"0": {}}
+    assert torch.equal(model(x), exact)
+
+
+@pytest.mark.compile
+def test_a_compiled_function_is_named():
+    model = model_of(torch.compile(direct, backend="eager"))
+    with pytest.raises(UnsupportedError, match=r"0 cannot be served: it is called in a compiled function \("):
+        ea.attach(model, "window", example=lambda: model(X))
