@@ -45,6 +45,20 @@ def test_weights_of_half_precision_come_in_float32_unrounded():
     assert torch.equal(backend.attention_weights(q, k), backend.attention_weights(q.float(), k.float()))
 
 
+@pytest.mark.parametrize("name", ["performer-positive", "performer-full", "linear-hedgehog", "linformer"])
+def test_a_backend_of_inference_mode_is_trained_outside_it(name):
+    q, k, v = (x.float() for x in random_qkv(1, 2, 2, 7, 7))
+    options = {"rank": 4} if name == "linformer" else {}
+    with torch.inference_mode():
+        backend, loaded = (ea.build(name, head_dim=8, max_tokens=7, **options) for _ in range(2))
+        ea.calibrate(backend.double().float(), q.clone(), k.clone(), v.clone())
+        loaded.load_state_dict(backend.state_dict())
+    for module in (backend, loaded):
+        x = q.clone().requires_grad_()
+        module(x, k, v).square().sum().backward()
+        assert x.grad.abs().max() > 0 and not any(y.is_inference() for y in module.state_dict().values())
+
+
 # Half precision is computed with in float32; the many operations of causal chunks take seconds.
 @pytest.mark.parametrize(
     ("name", "causal"),

@@ -153,6 +153,26 @@ def test_every_call_of_a_pipeline_gets_the_same_noise_and_other_masks_stay_exact
     assert plan.about["model"] == json.loads(json.dumps(plan.about["model"]))
 
 
+@pytest.mark.compile
+def test_a_compiled_model_is_measured_as_the_original_and_stays_compiled():
+    graphs, (model, *inputs) = [], pair()
+
+    def count(graph, example):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model.eval(), backend=count)
+    for called in (model, compiled):
+        results = ea.swap((called, tuple(inputs)), BACKENDS, options=OPTIONS, rounds=1)
+        errors = {key: record.output_relative_error for key, record in quality(results).items()}
+        assert called is model or errors == first
+        first = errors
+    notes = find("swap").plan((compiled, tuple(inputs)), BACKENDS).notes
+    assert notes[-1] == "Compiled parts of the model ran eagerly." and not graphs
+    compiled(*inputs)
+    assert graphs
+
+
 def advise(model, backend="window", **changes):
     given = {"options": {"window": {"window": [7]}}, "min_cosine": 0.0, **changes}
     return ea.advise(model, [backend], **given)

@@ -207,6 +207,18 @@ def test_a_compiled_model_is_served_by_the_names_of_the_original(compiled, ran):
     assert torch.equal(model(x), exact)
 
 
+@torch.inference_mode()
+def attached_in_inference_mode(model, name, options):
+    return ea.attach(model, name, example=lambda: model(X), **options)
+
+
+@pytest.mark.parametrize(("name", "options"), [*BACKENDS, ("performer-full", {"num_features": 8})])
+def test_a_model_attached_in_inference_mode_is_trained(name, options):
+    model = model_of(direct)
+    attached_in_inference_mode(model, name, options)
+    assert all(x.abs().max() > 0 for x in gradients(model)[:2])
+
+
 @pytest.mark.compile
 def test_a_compiled_function_is_named():
     model = model_of(torch.compile(direct, backend="eager"))
