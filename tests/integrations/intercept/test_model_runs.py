@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
 ]
 X = torch.randn(2, 12, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-BACKENDS = [("window", {"window": 3}), ("performer-positive", {"num_features": 8}), ("linformer", {"rank": 4})]
+BACKENDS = [("window", {"window": 3}), ("linear-hedgehog", {}), ("linformer", {"rank": 4})]
 
 
 class Recomputing(torch.autograd.Function):
@@ -38,19 +38,6 @@ class Recomputing(torch.autograd.Function):
         with torch.enable_grad():
             output = ctx.function(*inputs)
         return None, *torch.autograd.grad(output, inputs, gradient)
-
-
-class Separate(Recomputing):
-    """The same, with a forward that gets no context."""
-
-    @staticmethod
-    def forward(function, *inputs):
-        return function(*inputs)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.function = inputs[0]
-        ctx.save_for_backward(*inputs[1:])
 
 
 def in_sequence(function, q, k, v):
@@ -76,7 +63,7 @@ def direct(function, *inputs):
 
 
 REENTRANT, PLAIN = partial(checkpoint, use_reentrant=True), partial(checkpoint, use_reentrant=False)
-CHECKPOINTS = [REENTRANT, PLAIN, in_sequence, nested, Recomputing.apply, Separate.apply]
+CHECKPOINTS = [REENTRANT, PLAIN, in_sequence, nested, Recomputing.apply]
 
 
 class Layer(nn.Module):
@@ -114,11 +101,9 @@ def gradients(model):
 @pytest.mark.parametrize("run", CHECKPOINTS)
 def test_a_call_in_a_checkpoint_inside_its_module_stays_exact_in_both_passes(run, name, options):
     model, reference = model_of(run, direct), model_of(direct, direct)
-    replaced = ea.attach(model, name, example=lambda: model(X), seed=3, **options)
+    replaced = ea.attach(model, name, example=lambda: model(X), **options)
     assert (replaced.left, replaced.served) == ({"0": RECOMPUTED}, {"1": name})
-    ea.attach(reference, {"1": (name, options)}, example=lambda: reference(X), seed=3)
-    # The seed of a site counts the sites before it.
-    reference.load_state_dict(model.state_dict())
+    ea.attach(reference, {"1": (name, options)}, example=lambda: reference(X))
     torch.testing.assert_close(gradients(model), gradients(reference))
     replaced.undo()
     with pytest.raises(UnsupportedError, match="0 cannot be served: it is called in a checkpoint or"):
@@ -133,7 +118,7 @@ def test_a_checkpoint_that_the_example_does_not_show_is_refused_in_training(run,
     called = torch.compile(model, backend="eager") if compiled else model
     with torch.no_grad():
         called.eval()(X)
-    with pytest.raises(UnsupportedError, match="1 cannot be served: .* an example that shows this leaves"):
+    with pytest.raises(UnsupportedError, match=r"1 cannot be served: .* an example that shows this leaves"):
         called.train()(X)
 
 
@@ -159,7 +144,7 @@ def replica_of(module, factor):
     return replica
 
 
-@pytest.mark.parametrize(("name", "options"), [*BACKENDS, ("linear-hedgehog", {})])
+@pytest.mark.parametrize(("name", "options"), [*BACKENDS, ("performer-positive", {"num_features": 8})])
 @torch.no_grad()
 def test_replicas_and_copies_run_their_own_tensors(name, options):
     model = model_of(direct, direct, inner=True).eval()
@@ -205,18 +190,6 @@ def test_a_compiled_model_is_served_by_the_names_of_the_original(compiled, ran):
         # Compiled calls are not counted.
         assert replaced.calls == {"0": {}}
     assert torch.equal(model(x), exact)
-
-
-@torch.inference_mode()
-def attached_in_inference_mode(model, name, options):
-    return ea.attach(model, name, example=lambda: model(X), **options)
-
-
-@pytest.mark.parametrize(("name", "options"), [*BACKENDS, ("performer-full", {"num_features": 8})])
-def test_a_model_attached_in_inference_mode_is_trained(name, options):
-    model = model_of(direct)
-    attached_in_inference_mode(model, name, options)
-    assert all(x.abs().max() > 0 for x in gradients(model)[:2])
 
 
 @pytest.mark.compile
