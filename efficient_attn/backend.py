@@ -192,6 +192,12 @@ class Backend(nn.Module):
         self.core.redraw(seed)
 
     @property
+    def supports_cross(self) -> bool:
+        """Whether keys may be of another sequence, for all backends of `by-head` too."""
+        parts = (part for part in self.modules() if isinstance(part, Backend))
+        return all(part.spec.capabilities.cross for part in parts)
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether the backend must be calibrated before its first call."""
         return not getattr(self.core, "calibrated", True)

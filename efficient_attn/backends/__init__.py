@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import UnknownNameError, UnsupportedError
+from efficient_attn.errors import OptionError, UnknownNameError, UnsupportedError
 from efficient_attn.external import is_address, load, load_plugin, plugins, spec_of
 from efficient_attn.ops.dtypes import without_inference_mode
 from efficient_attn.options import whole_number
@@ -75,11 +75,16 @@ def build(
         UnsupportedError: If the backend does not promise a requested capability.
         OptionError, DtypeError: If a number or an option is invalid.
     """
-    backend = resolve(name)
-    chosen = _options(backend, options)
     problem = AttentionProblem(
         head_dim=head_dim, num_heads=num_heads, max_tokens=max_tokens, causal=causal, scale=scale
     )
+    return build_for(problem, name, options)
+
+
+def build_for(problem: AttentionProblem, name: Any, options: Mapping[str, Any]) -> Backend:
+    """Build a backend for a problem that a model or another backend sets."""
+    backend = resolve(name)
+    chosen = parse_options(backend, options)
     _check_promises(backend, problem)
     with without_inference_mode():
         return Backend(backend.builder(problem, chosen), backend, problem, chosen)
@@ -122,11 +127,23 @@ def seeded(spec: BackendSpec, options: Mapping[str, Any], seed: int) -> dict[str
     return {"seed": seed, **options} if draws else dict(options)
 
 
-def _options(backend: BackendSpec, options: dict[str, Any]) -> Any:
+def parse_options(backend: BackendSpec, options: Mapping[str, Any]) -> Any:
+    """The options as an instance of the backend's class.
+
+    Raises:
+        OptionError: If an option is a field of the problem.
+        UnknownNameError: If the backend has no such option.
+    """
     names = [field.name for field in fields(backend.options_type)]
-    for option in options:
+    for option, value in options.items():
+        if option in AttentionProblem.__dataclass_fields__:
+            beside = ", and give max_tokens beside the backend" if option == "max_tokens" else ""
+            raise OptionError(
+                f"{option}={value!r} is no option of backend {backend.name!r}: "
+                f"the attention that it serves sets it. Leave it out{beside}."
+            )
         if option not in names:
-            raise UnknownNameError(f"option of backend {backend.name!r}", option, names)
+            raise UnknownNameError(f"option of backend {backend.name!r}", str(option), names)
     return backend.options_type(**options)
 
 

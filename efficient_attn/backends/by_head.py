@@ -1,7 +1,7 @@
 """A backend for each key head: retrieval heads stay exact, and heads that stream keep a window."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -172,6 +172,6 @@ def build(problem: AttentionProblem, options: ByHeadOptions) -> ByHeadAttention:
     )
     if any(entry["backend"] == NAME for entry in entries):
         raise OptionError(f"heads: a part of {NAME!r} is another backend.")
-    sizes = {**asdict(problem), "num_heads": None}
-    parts = [backends.build(entry["backend"], **sizes, **entry["options"]) for entry in entries]
+    of_part = replace(problem, num_heads=None)
+    parts = [backends.build_for(of_part, entry["backend"], entry["options"]) for entry in entries]
     return ByHeadAttention(parts, groups)

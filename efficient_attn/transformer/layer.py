@@ -213,7 +213,7 @@ class AttentionLayer(nn.Module):
             raise UnsupportedError(
                 "A causal layer reads its own tokens and takes no context: build it with causal=False."
             )
-        if not self.backend.spec.capabilities.cross:
+        if not self.backend.supports_cross:
             raise UnsupportedError(f"Backend {name!r} cannot read another sequence: it takes no context.")
         if self._rotary:
             raise UnsupportedError(

@@ -23,6 +23,7 @@ from efficient_attn.integrations.masks import ShownKeys, keys_to_last_query, rea
 from efficient_attn.problem import AttentionProblem
 
 SDPA = F.scaled_dot_product_attention
+CROSS = "its queries and keys are of two sequences (cross-attention)"
 IN_COMPILED_CODE = "masks are not read in a whole compiled graph: compile without fullgraph=True, or no mask"
 _OUTER = "a module inside this one calls attention too"
 _UNEVEN = "the runs of its module differ in their number of calls"
@@ -44,6 +45,7 @@ class Call:
 
     Attributes:
         attn_mask: Bool, True for a visible key, or a bias of the scores.
+        same: Whether `nn.MultiheadAttention` got one tensor as query and key; None: called elsewhere.
     """
 
     query: Tensor
@@ -54,13 +56,14 @@ class Call:
     is_causal: bool = False
     scale: float | None = None
     enable_gqa: bool = False
+    same: bool | None = None
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], options: dict[str, Any]) -> "Call":
+    def of(cls, args: tuple[Any, ...], options: dict[str, Any], same: bool | None = None) -> "Call":
         """The call with these arguments, positional ones in torch's order."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         # The compiler of torch 2.8 ends a zip of unequal lengths with an error, whatever `strict` says.
-        return cls(**dict(zip(names[: len(args)], args, strict=True)), **options)
+        return cls(**dict(zip(names[: len(args)], args, strict=True)), **options, same=same)
 
     def exact(self) -> Tensor:
         """Output of torch's own function."""
@@ -115,7 +118,7 @@ class Call:
         """Output of a backend.
 
         Raises:
-            UnsupportedError: If it was built for another causality or scale.
+            UnsupportedError: If it was built for another causality or scale, or for one sequence.
         """
         # The only query of a decoding step sees all keys, causal or not.
         if shown.causal != backend.problem.causal and self.query.shape[-2] != 1:
@@ -124,6 +127,9 @@ class Call:
             raise UnsupportedError(
                 f"its scale is {self.factor:g}, that of its backend {backend.problem.factor:g}"
             )
+        # Causal queries have positions among the keys.
+        if self.same is False and not backend.problem.causal and not backend.supports_cross:
+            raise UnsupportedError(CROSS)
         (q, k, v), key_mask = self.tensors, shown.key_mask
         if shown.ends is not None and backend.problem.causal:
             k, v, key_mask = keys_to_last_query(k, v, key_mask, shown.ends)
@@ -245,10 +251,12 @@ class AttentionMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             if options.get("need_weights", True):
                 self.unreached(WEIGHTS_ASKED)
-            return _again(self, _MULTI_HEAD, *args, **options)
+            # Callers of the function may name its arguments.
+            query, key = (*args, *(options[name] for name in ("query", "key")[len(args) :]))[:2]
+            return _again(self, _same_tensor(query, key), _MULTI_HEAD, *args, **options)
         if torch.compiler.is_compiling() and func is torch.ops.higher_order.tag_activation_checkpoint:
             # A checkpoint in a graph, which turns the mode off for its function.
-            return func(partial(_again, self, args[0]), *args[1:], **options)
+            return func(partial(_again, self, None, args[0]), *args[1:], **options)
         # The compiler cannot follow the method, which calls its parent class, inside a mode.
         return (torch.unflatten if func is Tensor.unflatten else func)(*args, **options)
 
@@ -256,17 +264,34 @@ class AttentionMode(TorchFunctionMode):
 class _Again(TorchFunctionMode):
     """A mode inside its call, where torch turns it off and would see no call of attention."""
 
-    def __init__(self, mode: AttentionMode) -> None:
+    def __init__(self, mode: AttentionMode, same: bool | None) -> None:
         super().__init__()
-        self._mode = mode
+        self._mode, self._same = mode, same
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), options: Any = None) -> Any:
+        if func is SDPA:
+            return self._mode.attend(Call.of(args, options or {}, self._same))
         return self._mode.__torch_function__(func, kinds, args, options)
 
 
-def _again(mode: AttentionMode, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    with _Again(mode):
+def _again(
+    mode: AttentionMode, same: bool | None, function: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    with _Again(mode, same):
         return function(*args, **options)
+
+
+def _same_tensor(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are one, or equal views of one."""
+    if x is y or torch.compiler.is_compiling():
+        return True
+    # With `batch_first`, nn.MultiheadAttention transposes a query that is the key twice.
+    same_view = x.shape == y.shape and x.stride() == y.stride()
+    try:
+        return same_view and x.data_ptr() == y.data_ptr()
+    except RuntimeError:
+        # Tensors inside torch.func.vmap have no address, and exact attention is right for any.
+        return False
 
 
 def _composite(function: Any) -> Callable[..., Any]:

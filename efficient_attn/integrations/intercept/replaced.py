@@ -7,7 +7,7 @@ compiled graph and another thread use the same backend.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import build, resolve, seeded
+from efficient_attn.backends import build_for, resolve, seeded
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnknownNameError, UnsupportedError
 from efficient_attn.integrations.intercept.calls import (
     CALL_SDPA,
+    CROSS,
     RECOMPUTED,
     AttentionMode,
     Call,
@@ -40,6 +41,7 @@ ATTRIBUTE = "efficient_attn"
 UNSEEN = "the example makes no such call"
 _OUTSIDE = "it is called outside the forward of a module of the model"
 _UNNAMED = "no pattern names it"
+_UNSURE = "if this is cross-attention, pass an example with unequal lengths"
 
 
 @dataclass(kw_only=True)
@@ -50,11 +52,13 @@ class ReplacedSites:
         served: {site: name of its backend}.
         left: {site: reason why it stays exact}.
         backends: {site: its backend}.
+        remarks: {site: what the example leaves open}.
     """
 
     served: dict[str, str]
     left: dict[str, str]
     backends: dict[str, Backend] = field(repr=False)
+    remarks: dict[str, str]
     _owners: dict[str, nn.Module] = field(repr=False)
     _restore: list[Callable[[], None]] = field(repr=False)
 
@@ -84,7 +88,7 @@ def replace(
     model: nn.Module,
     backend: Any,
     *,
-    example: Callable[[], Any],
+    example: Callable[[], Any] | Sequence[Callable[[], Any]],
     strict: bool = False,
     seed: int = 0,
     max_tokens: int | None = None,
@@ -93,16 +97,18 @@ def replace(
     """Serve the attention of a model of any library by backends.
 
     The example shows the call sites and their shapes; it is run once without gradients, in evaluation.
-    A site keeps its backend at other lengths. Calls that a backend cannot serve, such as with another scale,
-    stay exact and are counted with their reason. A run of a module that skips a call of the example raises
-    `UnsupportedError`. `torch.compile(model, fullgraph=True)` keeps the whole graph of a model without masks.
+    A site keeps its backend at other lengths. Cross-attention, known by unequal lengths of queries and keys
+    or by two tensors in `nn.MultiheadAttention`, stays exact unless the backend supports it. Calls that a
+    backend cannot serve, such as with another scale, stay exact and are counted with their reason. A run of a
+    module that skips a call of the example raises `UnsupportedError`. `torch.compile(model, fullgraph=True)`
+    keeps the whole graph of a model without masks.
 
     Args:
         model: The model, changed in place; `undo()` of the result reverts it.
         backend: Any argument of `build`, or {pattern of sites: backend or (backend, options)}, such as
             "encoder.layers.*", of which the first that matches counts, or the file of a plan, `layers.json`
             of `advise`.
-        example: Runs the model on inputs as they will come: `lambda: model(x)`.
+        example: Runs the model on inputs as they will come: `lambda: model(x)`; or a list of such calls.
         strict: Whether a call that a backend cannot serve raises an error instead of staying exact.
         seed: Random seed, from which each site's random features get a seed of their own.
         max_tokens: Maximum sequence length of backends that need one, at least that of the example.
@@ -123,7 +129,8 @@ def replace(
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(), search:
-            example()
+            for run in example if isinstance(example, Sequence) else [example]:
+                run()
     finally:
         for module in training:
             module.training = True
@@ -133,6 +140,11 @@ def replace(
         served={str(site): backend.spec.name for site, backend in search.built.items()},
         left={str(site): why for site, why in search.reasons.items() if why is not None},
         backends={str(site): backend for site, backend in search.built.items()},
+        remarks={
+            str(site): _UNSURE
+            for site, backend in search.built.items()
+            if site in search.unsure and not backend.supports_cross
+        },
         _owners={},
         _restore=[],
     )
@@ -179,6 +191,8 @@ class SiteSearch(SiteMode):
         reasons: {site: reason why it stays exact, or None}.
         built: {site: its backend}.
         first: {site: shapes of queries and keys, dtype and device of its first call}.
+        crossed: Sites that are not causal, whose queries and keys are of two sequences in a call.
+        unsure: Sites that are not causal, of which no call tells this.
     """
 
     def __init__(self, model: nn.Module, requests: Mapping[str, Request], seed: int) -> None:
@@ -188,6 +202,8 @@ class SiteSearch(SiteMode):
         self.reasons: dict[Site, str | None] = {}
         self.built: dict[Site, Backend] = {}
         self.first: dict[Site, tuple[torch.Size, torch.Size, torch.dtype, torch.device]] = {}
+        self.crossed: set[Site] = set()
+        self.unsure: set[Site] = set()
 
     def attend(self, call: Call) -> Tensor:
         outside, site = self.outside, self.next_site()
@@ -199,6 +215,18 @@ class SiteSearch(SiteMode):
         if self.reasons[site] is None and (detour := self.detour()) is not None:
             self.reasons[site] = detour
             del self.built[site]
+        backend = self.built.get(site)
+        needs_max = backend is not None and backend.spec.capabilities.needs_max_tokens
+        if backend is not None and needs_max and call.key.shape[-2] > (backend.problem.max_tokens or 0):
+            del self.built[site]
+            self.reasons[site] = self._build(site, call)
+        # Causal queries are positions of the keys, also those of a step of decoding.
+        if backend is not None and not backend.problem.causal:
+            if call.same is False or call.query.shape[-2] != call.key.shape[-2]:
+                self.crossed.add(site)
+            # One projection of queries and keys reads one sequence.
+            elif call.same is None and not _share_storage(call.query, call.key):
+                self.unsure.add(site)
         return call.exact()
 
     def unreached(self, reason: str) -> None:
@@ -214,11 +242,11 @@ class SiteSearch(SiteMode):
         shown = call.shown_keys()
         if isinstance(shown, str):
             return shown
-        request, seed = matching[0], seed_of(self._seed, len(self.reasons))
+        request, seed = matching[0], seed_of(self._seed, [*self.reasons, site].index(site))
         spec = resolve(request.backend)
         try:
             problem = call.problem(shown, request.max_tokens)
-            backend = build(spec, **asdict(problem), **seeded(spec, request.options, seed))
+            backend = build_for(problem, spec, seeded(spec, request.options, seed))
             backend = backend.to(call.query.device)
             # Kernels of a backend may be compiled ones.
             with compiler_stance("default"):
@@ -233,8 +261,12 @@ class SiteSearch(SiteMode):
         return None
 
     def settle(self) -> None:
-        """Leave sites exact whose calls have no sure number."""
+        """Leave sites exact whose calls have no sure number, or have keys that the backend cannot read."""
         exact = unsure_modules(self._calls)
+        for site, backend in [*self.built.items()]:
+            if site in self.crossed and not backend.supports_cross:
+                self.reasons[site] = CROSS
+                del self.built[site]
         for site, reason in self.reasons.items():
             self.reasons[site] = reason or exact.get(site.module)
             if site.module in exact:
@@ -252,6 +284,10 @@ class SiteSearch(SiteMode):
         if exact and (strict or not self.built):
             site, why = exact[0]
             raise UnsupportedError(f"{site} cannot be served: {str(why).rstrip('.')}.")
+
+
+def _share_storage(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 class SiteBackends(nn.ModuleDict):

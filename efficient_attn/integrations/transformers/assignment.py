@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import build, resolve, seeded, spawn_seeds
+from efficient_attn.backends import build_for, parse_options, resolve, seeded, spawn_seeds
 from efficient_attn.backends.by_head import NAME as BY_HEAD
 from efficient_attn.backends.by_head import parts_of
 from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
@@ -14,6 +14,8 @@ from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.integrations.transformers.sites import AttentionSite
 from efficient_attn.options import numbers_in_ranges
+from efficient_attn.problem import AttentionProblem
+from efficient_attn.registry import BackendSpec
 
 
 class Choice(NamedTuple):
@@ -72,37 +74,39 @@ def build_all(
 
 def _build_choice(site: AttentionSite, choice: Choice, max_tokens: int | None, seed: int | None) -> Backend:
     chosen, options = resolve(choice.backend), dict(choice.options)
-    if site.kind == "cross" and not chosen.capabilities.cross:
-        raise UnsupportedError(
-            f"Backend {chosen.name!r} has no cross-attention, unlike {site.path}; "
-            "attach(model, …, cross='exact') leaves such layers exact."
-        )
     if options.get("sharing") == "layers":
         raise UnsupportedError("sharing='layers' is for ea.Encoder; in a transformers model: 'key-value'.")
     if site.pattern.window is not None:
-        name, window_options = _within_window(site, chosen.name, options)
+        name, window_options = _within_window(site, chosen, options)
         chosen, options = resolve(name), dict(window_options)
     if seed is not None:
         options = seeded(chosen, options, seed)
-    return build(
-        chosen,
+    problem = AttentionProblem(
         head_dim=site.head_dim,
         num_heads=site.num_heads,
         max_tokens=max_tokens or site.max_tokens,
         causal=site.pattern.causal,
         scale=site.scale,
-        **options,
     )
+    backend = build_for(problem, chosen, options)
+    if site.kind == "cross" and not backend.supports_cross:
+        raise UnsupportedError(
+            f"Backend {chosen.name!r} has no cross-attention, unlike {site.path}; "
+            "attach(model, …, cross='exact') leaves such layers exact."
+        )
+    return backend
 
 
-def _within_window(site: AttentionSite, name: str, options: Mapping[str, Any]) -> Choice:
+def _within_window(site: AttentionSite, spec: BackendSpec, options: Mapping[str, Any]) -> Choice:
     """The backend that serves a request in a sliding-window layer, whose width is fixed by the model.
 
     Exact attention is a window of this width there.
     """
-    width = site.pattern.window
+    name, width = spec.name, site.pattern.window
+    # The window that replaces exact attention has options of its own.
+    parse_options(spec, options)
     if name == BY_HEAD:
-        entries = [(resolve(part["backend"]).name, part["options"]) for part in parts_of(options)]
+        entries = [(resolve(part["backend"]), part["options"]) for part in parts_of(options)]
         rest, *parts = (_within_window(site, *entry) for entry in entries)
         return Choice(name, {"heads": dict(zip(options["heads"], parts, strict=True)), "rest": rest})
     if name not in ("exact", "window"):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.external import is_address, object_at
-from efficient_attn.integrations.intercept.calls import CALL_SDPA, AttentionMode, seed_of
+from efficient_attn.integrations.intercept.calls import CALL_SDPA, CROSS, AttentionMode, seed_of
 from efficient_attn.integrations.intercept.replaced import ReplacedSites, Request, SiteSearch, replace
 from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.measure.error import cosine_distance, relative_error
@@ -182,8 +182,7 @@ class CallSubject:
                 "random numbers from torch, whose seed is set, and return real rows alone."
             )
         left = {site: why for site, why in search.reasons.items() if why is not None}
-        crossed = [site for site in search.built if len({x[-2] for x in search.first[site][:2]}) > 1]
-        left |= dict.fromkeys(crossed, "its queries and keys differ in number (cross-attention)")
+        left |= {site: CROSS for site in search.built if site in search.crossed}
         served = [site for site in search.built if site not in left]
         if not served:
             why = "; ".join(f"{site}: {why}" for site, why in left.items()) or CALL_SDPA
