@@ -7,6 +7,7 @@ saved code is run: backends are looked up by name, tensors read from safetensors
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from efficient_attn.backend import Backend
+from efficient_attn.backends import build_for
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
+from efficient_attn.integrations.masks import CAUSAL, FULL
 from efficient_attn.integrations.plan_files import check_plan, is_plan_file, read_plan
 from efficient_attn.integrations.transformers.assignment import (
     build_all,
@@ -26,12 +29,14 @@ from efficient_attn.integrations.transformers.assignment import (
     plan_of,
 )
 from efficient_attn.integrations.transformers.attend import (
+    FLIPPED,
     NAME,
     NO_WEIGHTS,
     PATTERN,
     SUBMODULE,
     attend,
     make_mask,
+    visible_in,
 )
 from efficient_attn.integrations.transformers.caches import needs_state, replace_cache_layer
 from efficient_attn.integrations.transformers.loading import (
@@ -46,6 +51,9 @@ from efficient_attn.integrations.transformers.sites import AttentionSite, find_s
 from efficient_attn.ops.dtypes import upcast
 
 M = TypeVar("M", bound=nn.Module)
+
+# attn_implementation of a call that reads causality alone.
+_DRY = "efficient_attn_dry"
 
 # The configuration entry from which `from_pretrained` takes its attention function.
 _FUNCTION = "attn_implementation"
@@ -127,6 +135,7 @@ def install(
     try:
         model.set_attn_implementation(NAME)
         for site in sites:
+            _add_flipped(backends[site.path])
             backend: Any = _move(backends[site.path], site).train(site.module.training)
             # transformers reads this attribute to find tied parameters before it saves them.
             backend._tied_weights_keys = second_names(backend)
@@ -149,6 +158,14 @@ def install(
         restore()
         raise
     return restore
+
+
+def _add_flipped(backend: Backend) -> None:
+    """Let exact attention serve calls of either causality, which some models choose in the call."""
+    spec, problem = backend.spec, backend.problem
+    if spec.capabilities.exact and spec.capabilities.causal:
+        flipped = replace(problem, causal=not problem.causal)
+        backend.add_module(FLIPPED, build_for(flipped, spec, vars(backend.options)))
 
 
 def _move(backend: Backend, site: AttentionSite) -> Backend:
@@ -190,7 +207,7 @@ def _build_request(
     **options: Any,
 ) -> tuple[list[AttentionSite], dict[str, Backend]]:
     kinds = {"full": full, "sliding": sliding, "cross": cross}
-    sites = find_sites(model)
+    sites = observed_sites(model)
     if rest := ignored(model):
         path, kind = next(iter(rest.items()))
         _log.warning(
@@ -208,6 +225,53 @@ def _build_request(
             raise OptionError(f"{passed[0]}=…: the file {backend} sets the backend of every layer itself.")
         return sites, build_plan(model, sites, read_plan(backend), str(backend))
     return sites, build_all(sites, choose_backends(sites, backend, kinds, options), max_tokens, seed)
+
+
+def observed_sites(model: PreTrainedModel) -> list[AttentionSite]:
+    """Attention modules, causal if the call makes them so, as in CLIP's text tower.
+
+    The text models of modules that seem bidirectional run once, on two tokens.
+    """
+    sites, causal = find_sites(model), set[Any]()
+
+    def record(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
+    ) -> tuple[Tensor, None]:
+        batch, heads, tokens, _ = query.shape
+        visible = visible_in(attention_mask, batch, tokens, key.shape[2], causal=False)
+        if arguments.get("is_causal") if visible is None else visible.pattern == CAUSAL:
+            causal.add(module)
+        return value.new_zeros(batch, tokens, heads, value.shape[-1]), None
+
+    AttentionInterface.register(_DRY, record)
+    AttentionMaskInterface.register(_DRY, make_mask)
+    bodies = [body for body in model.modules() if isinstance(body, PreTrainedModel)]
+    # The innermost body comes last.
+    body_of = {module: body for body in bodies for module in body.modules()}
+    unsure = [site.module for site in sites if site.kind == "full" and site.pattern == FULL]
+    for body in dict.fromkeys(body_of[module] for module in unsure):
+        if body.main_input_name == "input_ids":
+            _call_dry(body)
+    return [
+        site._replace(pattern=CAUSAL) if site.module in causal.intersection(unsure) else site
+        for site in sites
+    ]
+
+
+def _call_dry(body: PreTrainedModel) -> None:
+    """Call a model on two tokens with the recording attention function. Models with other inputs fail."""
+    training = [module for module in body.modules() if module.training]
+    restore = _snapshot(body)
+    try:
+        body.eval().set_attn_implementation(_DRY)
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            body(input_ids=torch.zeros(1, 2, dtype=torch.long, device=body.device))
+    except Exception as error:
+        _log.debug("%s was not called on two tokens: %s", type(body).__name__, error)
+    finally:
+        restore()
+        for module in training:
+            module.training = True
 
 
 def _snapshot(model: PreTrainedModel) -> Callable[[], None]:
@@ -272,7 +336,7 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
 
 
 def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Path) -> None:
-    sites, folder = find_sites(model), plan.parent
+    sites, folder = observed_sites(model), plan.parent
     saved: dict[str, dict[str, Tensor]] = {site.path: {} for site in sites}
     with data_errors(f"Cannot read the safetensors of {folder}"):
         for file in sorted(folder.glob("model*.safetensors")):

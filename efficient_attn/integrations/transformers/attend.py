@@ -27,6 +27,8 @@ NAME = "efficient_attn"
 SUBMODULE = "efficient_attn"
 # Attribute of an attached backend that holds the expected pattern.
 PATTERN = "_efficient_attn_pattern"
+# Submodule of attached exact attention with the opposite causality.
+FLIPPED = "flipped"
 # Attribute that attaches the layer of a StateCache to its keys.
 STATE = "_efficient_attn_state"
 NO_WEIGHTS = (
@@ -327,7 +329,10 @@ def attend(
             "others are attention_probs_dropout_prob and attn_pdrop."
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    visible = _visible_keys(module, query, key, attention_mask, causal, getattr(backend, PATTERN))
+    expected = getattr(backend, PATTERN)
+    visible = _visible_keys(module, query, key, attention_mask, causal, expected)
+    if visible.pattern != expected:
+        backend = _flipped(backend, visible.pattern, expected)
     # Some models scale the queries themselves, although an attribute declares a scale, and pass 1.
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     if factor != backend.problem.factor:
@@ -352,12 +357,23 @@ def _visible_keys(
             f"This layer reads {visible.pattern}, which no backend supports; use the model's own attention, "
             "attn_implementation='sdpa'."
         )
-    if visible.pattern != expected:
-        raise UnsupportedError(
-            f"This layer reads {visible.pattern}, and its backend was attached to one that reads {expected}; "
-            "attach again, or use attn_implementation='sdpa' if that changes nothing."
-        )
     return visible
+
+
+def _flipped(backend: Any, pattern: Pattern, expected: Pattern) -> Backend:
+    """Exact attention of the causality of a call.
+
+    Raises:
+        UnsupportedError: If another backend, or a window, is attached.
+    """
+    if not hasattr(backend, FLIPPED) or pattern.sliding:
+        raise UnsupportedError(
+            f"This layer reads {pattern}, and its backend was attached to one that reads {expected}; attach "
+            "again after a change of the configuration, or leave the layer 'exact', which reads both "
+            "causalities, or use attn_implementation='sdpa'."
+        )
+    flipped: Backend = getattr(backend, FLIPPED)
+    return flipped
 
 
 def _run_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys) -> Tensor:

@@ -18,7 +18,8 @@ from efficient_attn.backend import Backend, calibrate
 from efficient_attn.backends import spawn_seeds
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
-from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites
+from efficient_attn.integrations.transformers.attachment import observed_sites
+from efficient_attn.integrations.transformers.sites import AttentionSite
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.options import SEED
 
@@ -75,7 +76,7 @@ def sites_of(model: Any) -> AttentionSites:
             f"{type(model).__name__} is an encoder-decoder; only encoders and decoders are measured. "
             "Use `swapped` to compare such a model yourself."
         )
-    sites = find_sites(model)
+    sites = observed_sites(model)
     for kind in ("full", "sliding"):
         chosen = tuple(site for site in sites if site.kind == kind)
         if chosen:
