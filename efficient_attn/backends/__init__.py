@@ -137,10 +137,9 @@ def parse_options(backend: BackendSpec, options: Mapping[str, Any]) -> Any:
     names = [field.name for field in fields(backend.options_type)]
     for option, value in options.items():
         if option in AttentionProblem.__dataclass_fields__:
-            beside = ", and give max_tokens beside the backend" if option == "max_tokens" else ""
             raise OptionError(
-                f"{option}={value!r} is no option of backend {backend.name!r}: "
-                f"the attention that it serves sets it. Leave it out{beside}."
+                f"{option}={value!r} is no option of backend {backend.name!r}: leave it out, since the "
+                "attention that the backend serves sets it (max_tokens: beside the backend)."
             )
         if option not in names:
             raise UnknownNameError(f"option of backend {backend.name!r}", str(option), names)

@@ -72,6 +72,29 @@ def opt(**changes: Any) -> Any:
     return tiny("OPTForCausalLM", ffn_dim=48, word_embed_proj_dim=32, **changes)
 
 
+def clip_text(**changes: Any) -> Any:
+    """Its modules are not causal, and it calls them causally."""
+    return tiny("CLIPTextModel", eos_token_id=2, **changes)
+
+
+def clip() -> Any:
+    """A causal text model and one of images beside each other."""
+    import transformers
+
+    text = clip_text().config.to_dict()
+    vision = {"image_size": 8, "patch_size": 4, **{name: text[name] for name in list(SIZES)[:4]}}
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    ).eval()
+
+
+def moonshine() -> Any:
+    """Modules of one class are causal, bidirectional and cross-attention."""
+    layers = {f"{side}_num_hidden_layers": 2 for side in ("encoder", "decoder")}
+    heads = {f"{side}_num_attention_heads": 4 for side in ("encoder", "decoder")}
+    return tiny("MoonshineForConditionalGeneration", **layers, **heads)
+
+
 MODELS = {make.__name__: make for make in (bert, modernbert, gpt2, llama, mistral, gemma3, opt)}
 
 

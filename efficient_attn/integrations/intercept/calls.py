@@ -118,10 +118,13 @@ class Call:
         """Output of a backend.
 
         Raises:
-            UnsupportedError: If it was built for another causality or scale, or for one sequence.
+            UnsupportedError: If it is not exact and was built for another causality, for another scale, or
+                for one sequence.
         """
         # The only query of a decoding step sees all keys, causal or not.
         if shown.causal != backend.problem.causal and self.query.shape[-2] != 1:
+            if backend.spec.capabilities.exact:
+                return self.exact()
             raise UnsupportedError("its causality is not that of its backend")
         if self.factor != backend.problem.factor:
             raise UnsupportedError(

@@ -208,24 +208,23 @@ class SiteSearch(SiteMode):
     def attend(self, call: Call) -> Tensor:
         outside, site = self.outside, self.next_site()
         self._calls[site] += 1
+        q, k = call.query, call.key
         if site not in self.reasons:
-            q, k, _ = call.tensors
-            self.first[site] = q.shape, k.shape, q.dtype, q.device
+            self.first[site] = q.shape, k.shape, call.tensors[0].dtype, q.device
             self.reasons[site] = _OUTSIDE if outside else self._build(site, call)
         if self.reasons[site] is None and (detour := self.detour()) is not None:
             self.reasons[site] = detour
             del self.built[site]
         backend = self.built.get(site)
         needs_max = backend is not None and backend.spec.capabilities.needs_max_tokens
-        if backend is not None and needs_max and call.key.shape[-2] > (backend.problem.max_tokens or 0):
+        if backend is not None and needs_max and k.shape[-2] > (backend.problem.max_tokens or 0):
             del self.built[site]
             self.reasons[site] = self._build(site, call)
         # Causal queries are positions of the keys, also those of a step of decoding.
         if backend is not None and not backend.problem.causal:
-            if call.same is False or call.query.shape[-2] != call.key.shape[-2]:
+            if call.same is False or q.shape[-2] != k.shape[-2]:
                 self.crossed.add(site)
-            # One projection of queries and keys reads one sequence.
-            elif call.same is None and not _share_storage(call.query, call.key):
+            elif call.same is None:
                 self.unsure.add(site)
         return call.exact()
 
@@ -284,10 +283,6 @@ class SiteSearch(SiteMode):
         if exact and (strict or not self.built):
             site, why = exact[0]
             raise UnsupportedError(f"{site} cannot be served: {str(why).rstrip('.')}.")
-
-
-def _share_storage(x: Tensor, y: Tensor) -> bool:
-    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
 
 class SiteBackends(nn.ModuleDict):

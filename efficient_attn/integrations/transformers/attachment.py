@@ -6,8 +6,7 @@ saved code is run: backends are looked up by name, tensors read from safetensors
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import build_for
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL
 from efficient_attn.integrations.plan_files import check_plan, is_plan_file, read_plan
@@ -29,7 +27,6 @@ from efficient_attn.integrations.transformers.assignment import (
     plan_of,
 )
 from efficient_attn.integrations.transformers.attend import (
-    FLIPPED,
     NAME,
     NO_WEIGHTS,
     PATTERN,
@@ -60,6 +57,8 @@ _FUNCTION = "attn_implementation"
 
 # Attribute that holds the handle of a module's hook.
 _HOOK = "_efficient_attn_hook"
+# Attribute of a model with packed documents, of which users are warned once.
+_PACKED = "_efficient_attn_packed"
 
 _log = logging.getLogger(__name__)
 
@@ -135,7 +134,6 @@ def install(
     try:
         model.set_attn_implementation(NAME)
         for site in sites:
-            _add_flipped(backends[site.path])
             backend: Any = _move(backends[site.path], site).train(site.module.training)
             # transformers reads this attribute to find tied parameters before it saves them.
             backend._tied_weights_keys = second_names(backend)
@@ -160,14 +158,6 @@ def install(
     return restore
 
 
-def _add_flipped(backend: Backend) -> None:
-    """Let exact attention serve calls of either causality, which some models choose in the call."""
-    spec, problem = backend.spec, backend.problem
-    if spec.capabilities.exact and spec.capabilities.causal:
-        flipped = replace(problem, causal=not problem.causal)
-        backend.add_module(FLIPPED, build_for(flipped, spec, vars(backend.options)))
-
-
 def _move(backend: Backend, site: AttentionSite) -> Backend:
     parameter = next((p for p in site.module.parameters() if p.is_floating_point()), None)
     if parameter is None:
@@ -190,9 +180,26 @@ def second_names(backend: Backend) -> dict[str, str]:
 
 
 def _refuse_call(model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Refuse calls that the attention function cannot: some models hide output_attentions from it."""
+    """Refuse calls with attention weights, and warn of packed documents, which the attention may not see."""
     if named.get("output_attentions"):
         raise UnsupportedError(NO_WEIGHTS)
+    positions: Any = named.get("position_ids")
+    mask: Any = named.get("attention_mask")
+    if torch.compiler.is_compiling() or hasattr(model, _PACKED) or getattr(positions, "ndim", 0) != 2:
+        return
+    if mask is None and named.get("use_cache") is not False:
+        mask = torch.ones_like(positions)
+    if isinstance(mask, Tensor) and mask.shape[1:] == positions.shape[1:]:
+        # Libraries fill the positions of padding with any number.
+        real = mask.bool()
+        if bool((positions.diff().lt(0) & real[:, 1:] & real[:, :-1]).any()):
+            setattr(model, _PACKED, True)
+            _log.warning(
+                "position_ids restart within a row, as of packed documents, and %s attends across them, with "
+                "its own attention too: transformers separates documents only without attention_mask and "
+                "with use_cache=False, which no backend supports.",
+                type(model).__name__,
+            )
 
 
 def _build_request(
@@ -228,50 +235,39 @@ def _build_request(
 
 
 def observed_sites(model: PreTrainedModel) -> list[AttentionSite]:
-    """Attention modules, causal if the call makes them so, as in CLIP's text tower.
+    """Attention modules, causal where a call makes them so, as in CLIP's text tower.
 
-    The text models of modules that seem bidirectional run once, on two tokens.
+    Text models whose modules seem bidirectional run once, on two tokens.
     """
     sites, causal = find_sites(model), set[Any]()
 
     def record(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
     ) -> tuple[Tensor, None]:
-        batch, heads, tokens, _ = query.shape
-        visible = visible_in(attention_mask, batch, tokens, key.shape[2], causal=False)
+        visible = visible_in(attention_mask, query.shape[0], query.shape[2], key.shape[2], causal=False)
         if arguments.get("is_causal") if visible is None else visible.pattern == CAUSAL:
             causal.add(module)
-        return value.new_zeros(batch, tokens, heads, value.shape[-1]), None
+        return query.transpose(1, 2)[..., :1].repeat(1, 1, 1, value.shape[-1]), None
 
     AttentionInterface.register(_DRY, record)
     AttentionMaskInterface.register(_DRY, make_mask)
-    bodies = [body for body in model.modules() if isinstance(body, PreTrainedModel)]
-    # The innermost body comes last.
-    body_of = {module: body for body in bodies for module in body.modules()}
-    unsure = [site.module for site in sites if site.kind == "full" and site.pattern == FULL]
-    for body in dict.fromkeys(body_of[module] for module in unsure):
-        if body.main_input_name == "input_ids":
-            _call_dry(body)
-    return [
-        site._replace(pattern=CAUSAL) if site.module in causal.intersection(unsure) else site
-        for site in sites
-    ]
-
-
-def _call_dry(body: PreTrainedModel) -> None:
-    """Call a model on two tokens with the recording attention function. Models with other inputs fail."""
-    training = [module for module in body.modules() if module.training]
-    restore = _snapshot(body)
-    try:
-        body.eval().set_attn_implementation(_DRY)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            body(input_ids=torch.zeros(1, 2, dtype=torch.long, device=body.device))
-    except Exception as error:
-        _log.debug("%s was not called on two tokens: %s", type(body).__name__, error)
-    finally:
-        restore()
-        for module in training:
-            module.training = True
+    # The innermost model of a module comes last.
+    models = [inner for inner in model.modules() if isinstance(inner, PreTrainedModel)]
+    model_of = {module: inner for inner in models for module in inner.modules()}
+    unsure = {site.module for site in sites if site.kind == "full" and site.pattern == FULL}
+    for inner in {model_of[module] for module in unsure}:
+        if inner.main_input_name == "input_ids":
+            training, restore = [module for module in inner.modules() if module.training], _snapshot(inner)
+            try:
+                # A model that needs other inputs fails.
+                with suppress(Exception), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                    inner.eval().set_attn_implementation(_DRY)
+                    inner(input_ids=torch.zeros(1, 2, dtype=torch.long, device=inner.device))
+            finally:
+                restore()
+                for module in training:
+                    module.training = True
+    return [site._replace(pattern=CAUSAL) if site.module in causal & unsure else site for site in sites]
 
 
 def _snapshot(model: PreTrainedModel) -> Callable[[], None]:

@@ -7,6 +7,7 @@ computes with it is refused.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from efficient_attn import sharding
 from efficient_attn.backend import Backend
+from efficient_attn.backends import build_for
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern, keys_to_last_query, read_mask
 from efficient_attn.ops.operators import operator
@@ -27,8 +29,6 @@ NAME = "efficient_attn"
 SUBMODULE = "efficient_attn"
 # Attribute of an attached backend that holds the expected pattern.
 PATTERN = "_efficient_attn_pattern"
-# Submodule of attached exact attention with the opposite causality.
-FLIPPED = "flipped"
 # Attribute that attaches the layer of a StateCache to its keys.
 STATE = "_efficient_attn_state"
 NO_WEIGHTS = (
@@ -329,10 +329,11 @@ def attend(
             "others are attention_probs_dropout_prob and attn_pdrop."
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    expected = getattr(backend, PATTERN)
-    visible = _visible_keys(module, query, key, attention_mask, causal, expected)
-    if visible.pattern != expected:
-        backend = _flipped(backend, visible.pattern, expected)
+    visible = _visible_keys(module, query, key, attention_mask, causal, backend)
+    if visible.pattern.causal != backend.problem.causal:
+        # Some models choose the causality of exact attention in the call.
+        problem = replace(backend.problem, causal=visible.pattern.causal)
+        backend = build_for(problem, backend.spec, vars(backend.options)).train(backend.training)
     # Some models scale the queries themselves, although an attribute declares a scale, and pass 1.
     factor = query.shape[-1] ** -0.5 if scaling is None else scaling
     if factor != backend.problem.factor:
@@ -341,9 +342,10 @@ def attend(
 
 
 def _visible_keys(
-    module: Any, query: Tensor, key: Tensor, mask: Any, causal: bool, expected: Pattern
+    module: Any, query: Tensor, key: Tensor, mask: Any, causal: bool, backend: Backend
 ) -> VisibleKeys:
-    """Visible keys by the mask, or else by the causality of the call, in the pattern of `attach`."""
+    """Visible keys by the mask, or else by the causality of the call, which the backend can read."""
+    expected: Pattern = getattr(backend, PATTERN)
     visible = visible_in(mask, query.shape[0], query.shape[2], key.shape[2], causal=expected == CAUSAL)
     if visible is None:
         if getattr(module, "sliding_window", None) is not None:
@@ -357,23 +359,14 @@ def _visible_keys(
             f"This layer reads {visible.pattern}, which no backend supports; use the model's own attention, "
             "attn_implementation='sdpa'."
         )
-    return visible
-
-
-def _flipped(backend: Any, pattern: Pattern, expected: Pattern) -> Backend:
-    """Exact attention of the causality of a call.
-
-    Raises:
-        UnsupportedError: If another backend, or a window, is attached.
-    """
-    if not hasattr(backend, FLIPPED) or pattern.sliding:
+    either = backend.spec.capabilities.exact and not visible.pattern.sliding
+    if visible.pattern != expected and not either:
         raise UnsupportedError(
-            f"This layer reads {pattern}, and its backend was attached to one that reads {expected}; attach "
-            "again after a change of the configuration, or leave the layer 'exact', which reads both "
-            "causalities, or use attn_implementation='sdpa'."
+            f"This layer reads {visible.pattern}, and its backend was attached to one that reads {expected}; "
+            "attach again if its configuration changed, or use 'exact', which has both causalities, or "
+            "attn_implementation='sdpa'."
         )
-    flipped: Backend = getattr(backend, FLIPPED)
-    return flipped
+    return visible
 
 
 def _run_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys) -> Tensor:

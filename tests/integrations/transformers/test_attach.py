@@ -8,11 +8,24 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import MODELS, ROUNDING, bart, bert, inputs, llama, logits, modernbert, tiny
+from integrations.hf_models import (
+    MODELS,
+    ROUNDING,
+    bart,
+    bert,
+    clip,
+    clip_text,
+    inputs,
+    llama,
+    logits,
+    modernbert,
+    moonshine,
+    tiny,
+)
 
 import efficient_attn as ea
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.transformers import attach, distillation_loss, ignored, swapped
+from efficient_attn.integrations.transformers import attach, distillation_loss, ignored, load, swapped
 from efficient_attn.integrations.transformers.sites import find_sites
 
 
@@ -66,6 +79,82 @@ def test_cross_attention_is_recognised_and_not_causal(name):
     model = MODELS[name](is_decoder=True, add_cross_attention=True)
     kinds = [(site.kind, site.pattern.causal) for site in find_sites(model)]
     assert kinds == [("full", True), ("cross", False)] * 3
+
+
+@torch.no_grad()
+def test_cross_attention_that_its_name_alone_tells_is_left_to_its_own_backend():
+    model, sound, ids = moonshine().get_decoder(), torch.randn(3, 9, 32), inputs()["input_ids"]
+    expected = model(ids, encoder_hidden_states=sound).last_hidden_state
+    with swapped(model, full=("window", {"window": 63})):
+        out = model(ids, encoder_hidden_states=sound).last_hidden_state
+    torch.testing.assert_close(out, expected, **ROUNDING)
+    # A window of a part of the heads has no positions there either.
+    with pytest.raises(UnsupportedError, match=r"has no cross-attention.*cross='exact'"):
+        attach(bart(), cross=("by-head", {"heads": {"0": "window"}}))
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+@pytest.mark.parametrize("backend", ["exact", "exact-dense", "window", "block-topk"])
+@torch.no_grad()
+def test_a_model_that_passes_its_causality_in_the_call_is_served_by_it(backend, padding, counted, tmp_path):
+    model, batch = clip_text().train(), inputs(left=0, right=padding)
+    expected = model(**batch).last_hidden_state
+    # A window that only a causal layer can have, and that a bidirectional layer would have on both sides.
+    options = {"window": 24} if backend == "window" else {}
+    attach(model, backend, **options)
+    assert all(module.training for module in model.modules()) and not counted
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(model(**batch).last_hidden_state[real], expected[real], **ROUNDING)
+    assert [name for name, _ in counted] == [backend] * 3
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(load(tmp_path)(**batch).last_hidden_state[real], expected[real], **ROUNDING)
+
+
+@torch.no_grad()
+def test_a_causal_text_model_inside_another_is_told_from_the_images_beside_it():
+    model, batch = clip(), {**inputs(), "pixel_values": torch.randn(3, 3, 8, 8)}
+    expected = model(**batch)
+    with swapped(model, "window", window=49):
+        out = model(**batch)
+    torch.testing.assert_close(out.logits_per_text, expected.logits_per_text, **ROUNDING)
+    with pytest.raises(UnsupportedError, match="cannot be causal"):
+        attach(model, "nystrom")
+
+
+@torch.no_grad()
+def test_exact_attention_reads_either_causality_and_other_backends_that_of_their_layer():
+    ids = inputs()["input_ids"]
+    for backend in ("exact", "window"):
+        model = attach(bert(), backend)
+        for causal in (False, True):
+            # transformers reads this field in every call.
+            model.config.is_decoder = causal
+            expected = bert(is_decoder=causal)(ids).logits
+            if backend == "window" and causal:
+                with pytest.raises(UnsupportedError, match="use 'exact', which has both causalities"):
+                    model(ids)
+            else:
+                torch.testing.assert_close(model(ids).logits, expected, **ROUNDING)
+
+
+def test_packed_documents_that_a_mask_of_ones_hides_are_remarked_once(caplog):
+    ids = torch.randint(4, 50, (1, 24))
+    packed, ones = torch.cat([torch.arange(n) for n in (7, 12, 5)])[None], torch.ones_like(ids)
+    left = torch.ones_like(ids)
+    left[:, :3] = 0
+    padded = (left.cumsum(-1) - 1).masked_fill(left == 0, 1)
+    for mask, positions, remarks in (
+        (ones, packed, 1),
+        (None, packed, 1),
+        (left, padded, 0),
+        (ones, torch.arange(24)[None], 0),
+    ):
+        caplog.clear()
+        model = attach(llama(), "window")
+        with caplog.at_level(logging.WARNING, "efficient_attn"):
+            for _ in range(2):
+                model(ids, attention_mask=mask, position_ids=positions)
+        assert caplog.text.count("position_ids restart within a row") == remarks
 
 
 def test_swapped_restores_the_attention_also_after_an_error():
