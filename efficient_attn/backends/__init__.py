@@ -139,7 +139,7 @@ def parse_options(backend: BackendSpec, options: Mapping[str, Any]) -> Any:
         if option in AttentionProblem.__dataclass_fields__:
             raise OptionError(
                 f"{option}={value!r} is no option of backend {backend.name!r}: leave it out, since the "
-                "attention that the backend serves sets it (max_tokens: beside the backend)."
+                "attention that the backend serves sets it (max_tokens: an argument of the attachment)."
             )
         if option not in names:
             raise UnknownNameError(f"option of backend {backend.name!r}", str(option), names)

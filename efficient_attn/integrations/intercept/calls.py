@@ -118,8 +118,7 @@ class Call:
         """Output of a backend.
 
         Raises:
-            UnsupportedError: If it is not exact and was built for another causality, for another scale, or
-                for one sequence.
+            UnsupportedError: If it was built for another causality or scale, or for one sequence.
         """
         # The only query of a decoding step sees all keys, causal or not.
         if shown.causal != backend.problem.causal and self.query.shape[-2] != 1:

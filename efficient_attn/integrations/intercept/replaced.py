@@ -140,11 +140,7 @@ def replace(
         served={str(site): backend.spec.name for site, backend in search.built.items()},
         left={str(site): why for site, why in search.reasons.items() if why is not None},
         backends={str(site): backend for site, backend in search.built.items()},
-        remarks={
-            str(site): _UNSURE
-            for site, backend in search.built.items()
-            if site in search.unsure and not backend.supports_cross
-        },
+        remarks={str(site): _UNSURE for site in search.built if site in search.unsure},
         _owners={},
         _restore=[],
     )
@@ -191,8 +187,8 @@ class SiteSearch(SiteMode):
         reasons: {site: reason why it stays exact, or None}.
         built: {site: its backend}.
         first: {site: shapes of queries and keys, dtype and device of its first call}.
-        crossed: Sites that are not causal, whose queries and keys are of two sequences in a call.
-        unsure: Sites that are not causal, of which no call tells this.
+        crossed: Sites whose queries and keys are of two sequences.
+        unsure: Sites whose backend compares positions, of maybe two sequences.
     """
 
     def __init__(self, model: nn.Module, requests: Mapping[str, Request], seed: int) -> None:
@@ -224,7 +220,7 @@ class SiteSearch(SiteMode):
         if backend is not None and not backend.problem.causal:
             if call.same is False or q.shape[-2] != k.shape[-2]:
                 self.crossed.add(site)
-            elif call.same is None:
+            elif call.same is None and not backend.supports_cross:
                 self.unsure.add(site)
         return call.exact()
 
@@ -260,7 +256,7 @@ class SiteSearch(SiteMode):
         return None
 
     def settle(self) -> None:
-        """Leave sites exact whose calls have no sure number, or have keys that the backend cannot read."""
+        """Leave sites exact whose calls have no sure number or keys of another sequence."""
         exact = unsure_modules(self._calls)
         for site, backend in [*self.built.items()]:
             if site in self.crossed and not backend.supports_cross:

@@ -33,7 +33,7 @@ from efficient_attn.integrations.transformers.attend import (
     SUBMODULE,
     attend,
     make_mask,
-    visible_in,
+    shown_in,
 )
 from efficient_attn.integrations.transformers.caches import needs_state, replace_cache_layer
 from efficient_attn.integrations.transformers.loading import (
@@ -49,7 +49,7 @@ from efficient_attn.ops.dtypes import upcast
 
 M = TypeVar("M", bound=nn.Module)
 
-# attn_implementation of a call that reads causality alone.
+# attn_implementation of a call that reads causality alone, and the attribute for it.
 _DRY = "efficient_attn_dry"
 
 # The configuration entry from which `from_pretrained` takes its attention function.
@@ -195,9 +195,8 @@ def _refuse_call(model: Any, args: tuple[Any, ...], named: dict[str, Any]) -> No
         if bool((positions.diff().lt(0) & real[:, 1:] & real[:, :-1]).any()):
             setattr(model, _PACKED, True)
             _log.warning(
-                "position_ids restart within a row, as of packed documents, and %s attends across them, with "
-                "its own attention too: transformers separates documents only without attention_mask and "
-                "with use_cache=False, which no backend supports.",
+                "position_ids restart within a row (packed documents): %s attends across them, as it does "
+                "without backends. Pass one document per row.",
                 type(model).__name__,
             )
 
@@ -239,18 +238,7 @@ def observed_sites(model: PreTrainedModel) -> list[AttentionSite]:
 
     Text models whose modules seem bidirectional run once, on two tokens.
     """
-    sites, causal = find_sites(model), set[Any]()
-
-    def record(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
-    ) -> tuple[Tensor, None]:
-        visible = visible_in(attention_mask, query.shape[0], query.shape[2], key.shape[2], causal=False)
-        if arguments.get("is_causal") if visible is None else visible.pattern == CAUSAL:
-            causal.add(module)
-        return query.transpose(1, 2)[..., :1].repeat(1, 1, 1, value.shape[-1]), None
-
-    AttentionInterface.register(_DRY, record)
-    AttentionMaskInterface.register(_DRY, make_mask)
+    sites = find_sites(model)
     # The innermost model of a module comes last.
     models = [inner for inner in model.modules() if isinstance(inner, PreTrainedModel)]
     model_of = {module: inner for inner in models for module in inner.modules()}
@@ -267,7 +255,21 @@ def observed_sites(model: PreTrainedModel) -> list[AttentionSite]:
                 restore()
                 for module in training:
                     module.training = True
-    return [site._replace(pattern=CAUSAL) if site.module in causal & unsure else site for site in sites]
+    causal = {module for module in unsure if vars(module).pop(_DRY, False)}
+    return [site._replace(pattern=CAUSAL) if site.module in causal else site for site in sites]
+
+
+def _record_causality(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
+) -> tuple[Tensor, None]:
+    """Attention function that reads the causality of a call, and whose output has the right shape alone."""
+    shown = shown_in(module, query, key, attention_mask, arguments.get("is_causal"), FULL)
+    vars(module)[_DRY] = shown.pattern == CAUSAL
+    return query.transpose(1, 2)[..., :1].repeat(1, 1, 1, value.shape[-1]), None
+
+
+AttentionInterface.register(_DRY, _record_causality)
+AttentionMaskInterface.register(_DRY, make_mask)
 
 
 def _snapshot(model: PreTrainedModel) -> Callable[[], None]:

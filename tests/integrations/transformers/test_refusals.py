@@ -53,7 +53,7 @@ def by_head(backend):
         (mistral, by_head("linear-elu"), UnsupportedError, "'linear-elu' does not support causal over 5"),
         (bert, {"backend": {"0-1": ("exact", {"causal": True})}}, OptionError, "causal=True is no option of"),
         (bert, {"backend": "window", "scale": 0.3}, OptionError, "scale=0.3 is no option .* leave it out"),
-        (bert, {"full": ("window", {"max_tokens": 9})}, OptionError, "max_tokens: beside the backend"),
+        (bert, {"full": ("window", {"max_tokens": 9})}, OptionError, "max_tokens: an argument of the attach"),
         (mistral, {"sliding": ("exact", {"head_dim": 8})}, OptionError, "head_dim=8 is no option of"),
         (mistral, by_head(("exact", {"num_heads": 1})), OptionError, "num_heads=1 is no option of"),
         (bert, by_head(("window", {"causal": True})), OptionError, "causal=True is no option of"),
