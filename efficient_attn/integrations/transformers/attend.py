@@ -358,7 +358,7 @@ def shown_in(
 
 
 def _check_pattern(pattern: Pattern, backend: Backend, expected: Pattern) -> None:
-    """Refuse patterns but those of the attached layer, and of either causality for exact attention."""
+    """Refuse patterns of no backend, or of another layer. Exact attention has either causality."""
     if pattern.irregular is not None:
         raise UnsupportedError(
             f"This layer reads {pattern}, which no backend supports; use the model's own attention, "
