@@ -18,6 +18,7 @@ from integrations.hf_models import (
     inputs,
     llama,
     logits,
+    mistral,
     modernbert,
     moonshine,
     tiny,
@@ -124,8 +125,8 @@ def test_a_causal_text_model_inside_another_is_told_from_the_images_beside_it():
 @torch.no_grad()
 def test_exact_attention_reads_either_causality_and_other_backends_that_of_their_layer():
     ids = inputs()["input_ids"]
-    for backend in ("exact", "window"):
-        model = attach(bert(), backend)
+    for backend, options in (("exact", {"dropout": 0.5}), ("window", {})):
+        model = attach(bert(), backend, **options)
         for causal in (False, True):
             # transformers reads this field in every call.
             model.config.is_decoder = causal
@@ -135,6 +136,10 @@ def test_exact_attention_reads_either_causality_and_other_backends_that_of_their
                     model(ids)
             else:
                 torch.testing.assert_close(model(ids).logits, expected, **ROUNDING)
+    model = attach(mistral(sliding_window=None), "exact")
+    model.config.sliding_window = 5
+    with pytest.raises(UnsupportedError, match="reads causal over 5 keys"):
+        model(ids)
 
 
 def test_packed_documents_that_a_mask_of_ones_hides_are_remarked_once(caplog):
