@@ -1,7 +1,7 @@
 """Backends in a model: of transformers, or of any code that calls torch's attention."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,7 +10,11 @@ from efficient_attn.errors import OptionError
 
 
 def attach(
-    model: nn.Module, backend: Any = None, *, example: Callable[[], Any] | None = None, **arguments: Any
+    model: nn.Module,
+    backend: Any = None,
+    *,
+    example: Callable[[], Any] | Sequence[Callable[[], Any]] | None = None,
+    **arguments: Any,
 ) -> Any:
     """Replace the attention of a model by backends, in place. The model decides how:
 
@@ -23,7 +27,8 @@ def attach(
     Args:
         backend: Any argument of `build`, a mapping from layers or call sites to backends, or the file of a
             plan.
-        example: Runs a model that is not of transformers on typical input: `lambda: model(x)`.
+        example: Runs a model that is not of transformers on typical input: `lambda: model(x)`,
+            or a list of such calls.
         arguments: Further arguments of the function above: `seed`, `max_tokens`, options of the backend, …
 
     Raises:

@@ -199,7 +199,7 @@ def test_a_site_seen_with_unequal_lengths_stays_exact_and_one_seen_with_equal_on
         assert "as many queries as keys" in reason
     for example in ([equal, unequal], [unequal, equal]):
         with pytest.raises(UnsupportedError, match=r"cannot be served: .*(two sequ|as many q)"):
-            ea.intercept.replace(model, "window", window=3, example=example)
+            ea.attach(model, "window", window=3, example=example)
     # Causal sites that decode, and features, leave nothing open.
     decoding = [lambda: model(q, k, k, is_causal=True), lambda: model(q[:, :, -1:], k, k)]
     for backend, calls in (("window", decoding), ("linear-elu", [equal, unequal])):
