@@ -46,7 +46,7 @@ def fused_attention(
         v = F.pad(v, (0, missing))
     elif missing < 0:
         q, k = F.pad(q, (0, -missing)), F.pad(k, (0, -missing))
-    rowwise = causal and q.shape[-2] > 1
+    rowwise = causal and _plain(q.shape[-2] > 1)
     if rowwise and (key_mask is not None or q.shape[-2] != k.shape[-2]):
         out = _causal_in_blocks(q, k, v, scale=scale, key_mask=key_mask, dropout=dropout)
     else:
@@ -59,10 +59,16 @@ def fused_attention(
             dropout_p=dropout,
             is_causal=rowwise,
             scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=_plain(q.shape[1] != k.shape[1]),
         )
     # A slice of the whole tensor would copy its gradient in the backward pass.
     return out[..., :-missing] if missing > 0 else out
+
+
+def _plain(condition: bool) -> bool:
+    """Bool for the kernel, of a compiler's symbol or a trace's tensor."""
+    # In compiled code bool() of a symbol stays a symbol.
+    return any([condition])
 
 
 def _causal_in_blocks(
@@ -83,7 +89,7 @@ def _causal_in_blocks(
             attn_mask=_visible(rows, end, q, key_mask),
             dropout_p=dropout,
             scale=scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=_plain(q.shape[1] != k.shape[1]),
         )
         blocks.append(block)
     return torch.cat(blocks, dim=-2)
@@ -91,9 +97,16 @@ def _causal_in_blocks(
 
 def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, int]]:
     """Rows of each block, and the number of keys up to the block's last row."""
-    for start in range(0, q.shape[-2], _ROWS):
-        stop = min(start + _ROWS, q.shape[-2])
-        yield slice(start, stop), k.shape[-2] - q.shape[-2] + stop
+    tokens, size = q.shape[-2], _ROWS
+    if torch.compiler.is_exporting():
+        from torch.fx.experimental.symbolic_shapes import has_static_value
+
+        # An exported program has a fixed number of blocks: one where the length is dynamic.
+        size = _ROWS if has_static_value(tokens) else tokens
+    # Compiled code serves all lengths with the same number of blocks.
+    for number in range(-(-tokens // size)):
+        stop = min((number + 1) * size, tokens)
+        yield slice(number * size, stop), k.shape[-2] - tokens + stop
 
 
 def _visible(rows: slice, end: int, q: Tensor, key_mask: Tensor | None) -> Tensor:
