@@ -65,7 +65,9 @@ def _segments(q: Tensor, key_mask: Tensor | None, landmarks: int) -> tuple[Tenso
     """
     real = torch.ones_like(q[:1, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
     count = real.sum(dim=-1, keepdim=True)
-    index = torch.arange(min(landmarks, q.shape[2]), device=q.device)
+    # The exporter cannot compare sizes that are a minimum with a dynamic length.
+    most = landmarks if torch.compiler.is_exporting() else min(landmarks, q.shape[2])
+    index = torch.arange(most, device=q.device)
     segment = (real.cumsum(dim=-1) - 1) * count.clamp_max(landmarks) // count.clamp_min(1)
     members = (segment.unsqueeze(1) == index[:, None]) & real.unsqueeze(1)
     sizes = members.sum(dim=-1, keepdim=True)

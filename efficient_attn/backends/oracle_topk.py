@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from efficient_attn.operation_counts import OperationCounts
 from efficient_attn.ops.dtypes import WITHOUT_FLOAT64, upcast, zero_masked
 from efficient_attn.ops.grouped_queries import fold, unfold
-from efficient_attn.ops.paths import step_capacity
+from efficient_attn.ops.paths import parts, step_capacity
 from efficient_attn.ops.softmax.definition import apply_weights, softmax_over
 from efficient_attn.ops.softmax.kv_cache import KVCache, append_tokens, mask_of
 from efficient_attn.options import option
@@ -39,10 +39,10 @@ class OracleTopK(nn.Module):
         self._scale, self._causal, self._keys = problem.factor, problem.causal, options.keys
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
-        rows = torch.arange(q.shape[2], device=q.device)
+        rows, size = torch.arange(q.shape[2], device=q.device), q.shape[0] * q.shape[1] * k.shape[2]
         outs = [
-            apply_weights(self._weights(q, k, key_mask, part), _wide(v), key_mask=key_mask)
-            for part in rows.split(step_capacity(q.shape[0] * q.shape[1] * k.shape[2]))
+            apply_weights(self._weights(q, k, key_mask, rows[part]), _wide(v), key_mask=key_mask)
+            for part in parts(q.shape[2], step_capacity(size)) or [slice(0)]
         ]
         return torch.cat(outs, dim=2).to(q.dtype)
 

@@ -1,11 +1,16 @@
 """Grouped-query attention: several query heads that share one key head."""
 
+import torch
 from torch import Tensor
 
 
 def fold(x: Tensor, kv_heads: int) -> Tensor:
     """[batch heads tokens dim] as [batch kv_heads group·tokens dim]: group by group."""
-    return x.unflatten(1, (kv_heads, x.shape[1] // kv_heads)).flatten(2, 3)
+    x = x.unflatten(1, (kv_heads, x.shape[1] // kv_heads))
+    if torch.compiler.is_exporting() and x.shape[2] > 1:
+        # The exporter cannot compare strides that grow with a dynamic length.
+        return torch.cat(x.unbind(2), dim=2)
+    return x.flatten(2, 3)
 
 
 def unfold(x: Tensor, heads: int) -> Tensor:

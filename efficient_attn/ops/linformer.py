@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast_dtype, zero_masked
-from efficient_attn.ops.paths import product_dtype, step_capacity, tuned_for_cpu
+from efficient_attn.ops.paths import parts, product_dtype, step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
@@ -60,7 +60,7 @@ def _parts(x: Tensor, size: int | None = None) -> list[slice]:
     tokens = x.shape[-2]
     if size is None:
         size = _PIECE if tuned_for_cpu(x) else step_capacity(x.numel() // max(tokens, 1))
-    return [slice(start, start + size) for start in range(0, tokens, size)]
+    return parts(tokens, size)
 
 
 def _read(q: Tensor, few_keys: Tensor, few_values: Tensor, alive: Tensor, scale: float) -> Tensor:

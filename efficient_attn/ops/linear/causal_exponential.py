@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast
-from efficient_attn.ops.linear.inputs import LOG2_E, ExpKernel, LinearInputs, Outputs, parts, power
+from efficient_attn.ops.linear.inputs import LOG2_E, ExpKernel, LinearInputs, Outputs, power
 from efficient_attn.ops.linear.state import TINY, CausalGradients, LinearState, finite, sees
+from efficient_attn.ops.paths import parts
 
 # Tokens per chunk: larger chunks need fewer calls, but more pairs and more memory.
 CHUNK = 80

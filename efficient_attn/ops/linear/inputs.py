@@ -12,7 +12,7 @@ from efficient_attn.ops.dtypes import upcast, zero_masked
 from efficient_attn.ops.grouped_queries import fold, unfold
 from efficient_attn.ops.linear.features import MAPS, FeatureMap, Features
 from efficient_attn.ops.linear.state import LOWEST
-from efficient_attn.ops.paths import step_capacity, tuned_for_cpu
+from efficient_attn.ops.paths import parts, step_capacity, tuned_for_cpu
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 # Fewer tokens per chunk cost more calls than cache misses, and more save no call worth their memory.
@@ -164,11 +164,6 @@ class LinearInputs(NamedTuple):
     def mask(self, part: slice) -> Tensor | None:
         """Key mask of some positions."""
         return None if self.key_mask is None else self.key_mask[:, part]
-
-
-def parts(length: int, size: int) -> list[slice]:
-    """Consecutive parts of a sequence."""
-    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
 
 
 def chunks(inputs: LinearInputs, length: int, features: int = _FEATURES) -> list[slice]:

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.ops.linear.features import Features
-from efficient_attn.ops.linear.inputs import LinearInputs, held_tokens, parts
+from efficient_attn.ops.linear.inputs import LinearInputs, held_tokens
 from efficient_attn.ops.linear.state import LinearState, with_ones
-from efficient_attn.ops.paths import tuned_for_cpu
+from efficient_attn.ops.paths import parts, tuned_for_cpu
 
 # Stands for −inf where a scale is subtracted: no exponent of a finite input is as low.
 _LOWEST = -1e30

@@ -38,6 +38,7 @@ from efficient_attn.ops.linear.inputs import (
     power,
 )
 from efficient_attn.ops.linear.state import LinearState, finite, with_ones
+from efficient_attn.ops.paths import parts
 from efficient_attn.ops.softmax import cpu_flash, flex
 
 # Programs for each multiprocessor: with some of each, none waits long for the last.
@@ -209,7 +210,7 @@ def _pieces(x: Tensor, inputs: LinearInputs, *, masked: bool) -> list[slice]:
     length, untouched = x.shape[-2], x.dtype is upcast(x[:0]).dtype and not masked
     if untouched and inputs.q.shape[-1] == inputs.v.shape[-1]:
         return [slice(0, length)]
-    return [slice(start, min(start + _PIECE, length)) for start in range(0, length, _PIECE)]
+    return parts(length, _PIECE)
 
 
 def _pad_width(x: Tensor, inputs: LinearInputs) -> Tensor:

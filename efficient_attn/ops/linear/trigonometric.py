@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype
-from efficient_attn.ops.linear.inputs import LinearInputs, Outputs, Scratch, chunks, new_outputs, parts
+from efficient_attn.ops.linear.inputs import LinearInputs, Outputs, Scratch, chunks, new_outputs
 from efficient_attn.ops.linear.state import (
     LinearState,
     exponential,
@@ -22,6 +22,7 @@ from efficient_attn.ops.linear.state import (
     sees,
     with_ones,
 )
+from efficient_attn.ops.paths import parts
 
 # Tokens per chunk for scales alone.
 _PIECE = 512

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
+from efficient_attn.ops.paths import parts
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.biased import eager
 from efficient_attn.ops.softmax.definition import causal_mask
@@ -97,16 +98,8 @@ def _causal_in_blocks(
 
 def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, int]]:
     """Rows of each block, and the number of keys up to the block's last row."""
-    tokens, size = q.shape[-2], _ROWS
-    if torch.compiler.is_exporting():
-        from torch.fx.experimental.symbolic_shapes import has_static_value
-
-        # An exported program has a fixed number of blocks: one where the length is dynamic.
-        size = _ROWS if has_static_value(tokens) else tokens
-    # Compiled code serves all lengths with the same number of blocks.
-    for number in range(-(-tokens // size)):
-        stop = min((number + 1) * size, tokens)
-        yield slice(number * size, stop), k.shape[-2] - tokens + stop
+    for rows in parts(q.shape[-2], _ROWS):
+        yield rows, k.shape[-2] - q.shape[-2] + rows.stop
 
 
 def _visible(rows: slice, end: int, q: Tensor, key_mask: Tensor | None) -> Tensor:
