@@ -43,6 +43,7 @@ CHECKED = {
     "masked": (FLOAT32, Case(norm=5, tokens=100, masked=True, grouped=False, head_dim=16)),
     "grouped": (FLOAT32, Case(norm=5, tokens=70, masked=False, grouped=True, head_dim=16)),
     "large norms": (FLOAT32, Case(norm=20, tokens=100, masked=True, grouped=False, head_dim=16)),
+    "half, one token": ("bfloat16", Case(norm=5, tokens=1, masked=False, grouped=True, head_dim=16)),
     "half": ("bfloat16", Case(norm=5, tokens=70, masked=True, grouped=True, head_dim=16)),
     "half, large norms": ("bfloat16", Case(norm=20, tokens=40, masked=True, grouped=True, head_dim=16)),
 }

@@ -31,13 +31,17 @@ def line_of(rows, number, i):
 
 @triton.jit
 def store_outputs(
-    out, logarithms, negative, row, real, acc, total, top, DIM: tl.constexpr, PADDED: tl.constexpr
+    out, logarithms, negative, row, real, acc, lost, total, top, DIM: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Store rows over their denominators, and logarithms of these; zeros for a row without keys."""
+    """Store rows over their denominators, and logarithms of these; zeros for a row without keys.
+
+    Weights lose a sum by the rounding to operands, and so does the denominator of the output.
+    """
     # A comparison with NaN is false: such a row counts as seen, and shows.
     empty = total <= 0
     safe = tl.where(empty, 1.0, total)
-    store_rows(out, row, real, tl.where(empty[:, None], 0.0, acc / safe[:, None]), DIM, PADDED)
+    rows = tl.where(empty[:, None], 0.0, acc / (safe - lost)[:, None])
+    store_rows(out, row, real, rows, DIM, PADDED)
     logarithm = tl.where(empty, float("inf"), (top + tl.log2(safe)) * 0.6931471805599453)
     tl.store(logarithms + row, logarithm, mask=real)
     tl.store(negative + row, (row < 0).to(tl.int8), mask=real)
@@ -87,7 +91,9 @@ def chunk_kernel(
     scores = tl.where(column[:, None] >= column[None, :], scores, 0.0)
     total += tl.sum(scores, 1)
     values = load_tokens(v, v_strides, b, kv, t, real, VALUE_DIM, VALUE_PADDED)
-    acc += dot(scores.to(OPERANDS), values.to(OPERANDS))
+    weights = scores.to(OPERANDS)
+    acc += dot(weights, values.to(OPERANDS))
+    lost = tl.sum(scores - weights.to(tl.float32), 1)
     # One feature tells of a past, also of the empty one of means, whose repair gives zeros.
     seen = tl.cumsum(tl.where(real, 1.0, 0.0), 0) + tl.load(ones + at) > 0
     weak_rows = tl.where(seen & (total < weak) & real_rows, 1, 0)
@@ -100,6 +106,7 @@ def chunk_kernel(
         t - before,
         real_rows,
         acc,
+        lost,
         total,
         top,
         VALUE_DIM,
@@ -175,8 +182,10 @@ def repair_kernel(
         shrink, pairs = tl.exp2(top - finite(new)), pairs * tl.exp2(pair_tops - finite(new)[:, None])
         total = (total + tl.sum(scores, 1)) * shrink + tl.sum(pairs, 1)
         block_values = load_tokens(v, v_strides, b, kv, i, real_i, VALUE_DIM, VALUE_PADDED).to(OPERANDS)
-        acc = (acc + dot(scores.to(OPERANDS), values)) * shrink[:, None]
-        acc += dot(pairs.to(OPERANDS), block_values)
+        weights, pair_weights = scores.to(OPERANDS), pairs.to(OPERANDS)
+        acc = (acc + dot(weights, values)) * shrink[:, None] + dot(pair_weights, block_values)
+        lost = tl.sum(scores - weights.to(tl.float32), 1) * shrink
+        lost += tl.sum(pairs - pair_weights.to(tl.float32), 1)
         store_outputs(
             out + line * VALUE_DIM,
             logarithms + line,
@@ -184,6 +193,7 @@ def repair_kernel(
             i - before,
             real_rows,
             acc,
+            lost,
             total,
             new,
             VALUE_DIM,
