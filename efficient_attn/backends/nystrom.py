@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from efficient_attn.operation_counts import MatMul, OperationCounts, softmax_matmuls
 from efficient_attn.ops.dtypes import upcast, zero_masked
+from efficient_attn.ops.paths import dynamic
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.options import option
 from efficient_attn.problem import AttentionProblem, positive_count
@@ -65,8 +66,7 @@ def _segments(q: Tensor, key_mask: Tensor | None, landmarks: int) -> tuple[Tenso
     """
     real = torch.ones_like(q[:1, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
     count = real.sum(dim=-1, keepdim=True)
-    # The exporter cannot compare sizes that are a minimum with a dynamic length.
-    most = landmarks if torch.compiler.is_exporting() else min(landmarks, q.shape[2])
+    most = landmarks if dynamic(q.shape[2]) else min(landmarks, q.shape[2])
     index = torch.arange(most, device=q.device)
     segment = (real.cumsum(dim=-1) - 1) * count.clamp_max(landmarks) // count.clamp_min(1)
     members = (segment.unsqueeze(1) == index[:, None]) & real.unsqueeze(1)

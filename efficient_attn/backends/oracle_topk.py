@@ -42,7 +42,7 @@ class OracleTopK(nn.Module):
         rows, size = torch.arange(q.shape[2], device=q.device), q.shape[0] * q.shape[1] * k.shape[2]
         outs = [
             apply_weights(self._weights(q, k, key_mask, rows[part]), _wide(v), key_mask=key_mask)
-            for part in parts(q.shape[2], step_capacity(size)) or [slice(0)]
+            for part in parts(max(q.shape[2], 1), step_capacity(size))
         ]
         return torch.cat(outs, dim=2).to(q.dtype)
 

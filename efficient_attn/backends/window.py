@@ -55,8 +55,8 @@ class WindowAttention(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         # A window that reaches both ends of the sequence has every key.
-        whole = not self._causal and self._ahead >= k.shape[2] - 1
-        first = None if whole or not self._count else first_keys(k, v, key_mask, self._count)
+        alone = not self._count or (not self._causal and self._ahead >= k.shape[2] - 1)
+        first = None if alone else first_keys(k, v, key_mask, self._count)
         return self.attend(q, k, v, key_mask, first)
 
     def attend(

@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor
 
+from efficient_attn.ops.paths import dynamic
+
 
 def fold(x: Tensor, kv_heads: int) -> Tensor:
     """[batch heads tokens dim] as [batch kv_heads group·tokens dim]: group by group."""
     x = x.unflatten(1, (kv_heads, x.shape[1] // kv_heads))
-    if torch.compiler.is_exporting() and x.shape[2] > 1:
-        # The exporter cannot compare strides that grow with a dynamic length.
+    if dynamic(x.shape[-1]):
+        # The exporter cannot compare the strides.
         return torch.cat(x.unbind(2), dim=2)
     return x.flatten(2, 3)
 

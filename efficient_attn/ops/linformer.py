@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.ops.dtypes import upcast_dtype, zero_masked
-from efficient_attn.ops.paths import parts, product_dtype, step_capacity, tuned_for_cpu
+from efficient_attn.ops.paths import dynamic, parts, product_dtype, step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values
 
@@ -81,9 +81,11 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
     `mix` is [rank max_tokens] for all heads, or [heads rank max_tokens].
     """
     mix = mix.to(product_dtype(x))
-    used = mix[..., : x.shape[-2]]
+    tokens = x.shape[-2]
+    # The exporter takes a slice for shorter than the whole.
+    used = mix[..., torch.arange(tokens, device=x.device)] if dynamic(tokens) else mix[..., :tokens]
     sums = row_sums(used, zero_masked(x, key_mask), heads)
-    if key_mask is None and used.shape[-1] == mix.shape[-1]:
+    if key_mask is None and not dynamic(tokens) and used.shape[-1] == mix.shape[-1]:
         # All tokens are real, so every share is 1 except that of an all-zero row.
         alive = (mix.detach().abs().sum(dim=-1) > 0).unsqueeze(0)
         return sums, alive.unsqueeze(1) if mix.ndim == 2 else alive

@@ -91,13 +91,19 @@ def step_capacity(numbers: int) -> int:
     return max(HELD // max(numbers, 1), 1)
 
 
-def parts(length: int, size: int) -> list[slice]:
-    """Consecutive parts of a sequence; the whole, if an exported program leaves the length open."""
-    if torch.compiler.is_exporting():
-        from torch.fx.experimental.symbolic_shapes import has_static_value
+def dynamic(length: int) -> bool:
+    """Whether an exported program leaves a length open, so that no choice may depend on it."""
+    if not torch.compiler.is_exporting():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value
 
-        if not has_static_value(length):
-            return [slice(0, length)]
+    return not has_static_value(length)
+
+
+def parts(length: int, size: int) -> list[slice]:
+    """Consecutive parts of a sequence, one of a dynamic length."""
+    if dynamic(length):
+        return [slice(0, length)]
     # Compiled code serves all lengths with the same number of parts.
     return [slice(i * size, min((i + 1) * size, length)) for i in range(-(-length // size))]
 

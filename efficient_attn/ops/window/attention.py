@@ -9,6 +9,7 @@ from torch import Tensor
 
 from efficient_attn.ops.dtypes import zero_masked
 from efficient_attn.ops.operators import transformed
+from efficient_attn.ops.paths import dynamic
 from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.softmax.fused import fused_attention
 from efficient_attn.ops.window import flex, varlen
@@ -41,7 +42,7 @@ def window_attention(
     # The fused kernel of exact attention has no second derivatives, which the window promises.
     tensors = (q, k, v) if first is None else (q, k, v, first.k, first.v)
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    if not (mapped or trained) and back >= k_tokens - 1:
+    if not (mapped or trained or dynamic(k_tokens)) and back >= k_tokens - 1:
         if first is not None and q_tokens == 1:
             return attend_one(q, k, v, key_mask, first, scale)
         if first is None and (ahead == 0 or ahead >= q_tokens - 1):
@@ -85,7 +86,6 @@ def _tuned(
     scale: float,
     first: GlobalKeys | None = None,
 ) -> Tensor:
-    back, ahead = min(back, k.shape[2]), min(ahead, k.shape[2])
     value_dim, widest = v.shape[-1], max(q.shape[-1], v.shape[-1])
     # The kernel requires one width for all three; zero columns change no product.
     q, k, v = (x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in (q, k, v))

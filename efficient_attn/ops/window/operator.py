@@ -129,6 +129,7 @@ def fused_window(*fields: Any) -> tuple[Tensor, Tensor]:
     """
     inputs = WindowInputs(*fields)
     (q, k, v, key_mask, back, ahead, scale), first = inputs[:7], inputs.first
+    back, ahead = min(back, k.shape[2]), min(ahead, k.shape[2])
     # The output of half precision is rounded once, after the global keys.
     dtype = q.dtype if first is None else upcast_dtype(q.dtype)
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=dtype)
@@ -166,6 +167,7 @@ def fused_window_backward(grad_out: Tensor, out: Tensor, log_sum: Tensor, *field
     """
     inputs = WindowInputs(*fields)
     (q, k, v, key_mask, back, ahead, scale), first = inputs[:7], inputs.first
+    back, ahead = min(back, k.shape[2]), min(ahead, k.shape[2])
     dtype = upcast_dtype(q.dtype)
     # Several blocks read a key; their contributions are summed in float32 or better.
     sums = [q.new_empty(q.shape, dtype=dtype), *(x.new_zeros(x.shape, dtype=dtype) for x in (k, v))]

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from efficient_attn.ops.dtypes import upcast, upcast_dtype, zero_masked
 from efficient_attn.ops.operators import transformed
-from efficient_attn.ops.paths import product_dtype, step_capacity, tuned_for_cpu
+from efficient_attn.ops.paths import parts, product_dtype, step_capacity, tuned_for_cpu
 from efficient_attn.ops.softmax.definition import softmax_over
 from efficient_attn.ops.window.global_keys import GlobalKeys
 
@@ -55,7 +55,7 @@ def unfused_window(
     # Weights of all steps, tokens · window, would live until the backward pass, were they not computed again.
     again = torch.is_grad_enabled() and not (tuned_for_cpu(q) or transformed(q, k, v))
     outs = []
-    for part in (slice(i, i + group) for i in range(0, blocks, group)):
+    for part in parts(blocks, group):
         arguments = [rows[:, :, part], keys[:, :, part], values[:, :, part], real[:, part], band]
         if first is not None:
             arguments += [first_k, first_v, far[:, part]]
