@@ -71,6 +71,8 @@ def test_interpreted_kernels_are_as_accurate_as_the_algorithm_of_the_cpu(name):
 def test_gpu_check_passes_the_interpreted_kernels(case):
     result = interpreted("check", case)
     assert result["served"] == 1 and not result["failures"]
+    # A row that sees one key returns its value, whatever the rounding of its weight.
+    assert case != "half, one token" or result["worst"]["forward"] == 0
 
 
 @needs_triton
