@@ -33,13 +33,14 @@ class Softmax(nn.Module):
         return (self.weights(self.scores(q, k), visible) @ self.wide(v)).to(q.dtype)
 
     def extend(self, q, k, v, state, key_mask):
-        mask = torch.ones(len(k), k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+        if key_mask is None:
+            key_mask = torch.ones(len(k), k.shape[2], dtype=torch.bool, device=k.device)
         if state is not None:
             k, v = (torch.cat(pair, 2) for pair in zip(state[:2], (k, v), strict=True))
-            mask = torch.cat([state[2], mask], 1)
-        out = q.new_zeros(*q.shape[:-1], v.shape[-1]) if k.shape[2] == 0 else self(q, k, v, mask)
+            key_mask = torch.cat([state[2], key_mask], 1)
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1]) if k.shape[2] == 0 else self(q, k, v, key_mask)
         # A state owns its memory: the caller may use the tensors again.
-        return out, (k.clone(), v.clone(), mask.clone())
+        return out, (k.clone(), v.clone(), key_mask.clone())
 
     def for_every_head(self, x: Tensor, heads: int) -> Tensor:
         return x.repeat_interleave(heads // x.shape[1], dim=1)
@@ -51,7 +52,7 @@ class Softmax(nn.Module):
         return x.to(torch.promote_types(x.dtype, torch.float32))
 
     def visible(self, q: Tensor, k: Tensor, key_mask: Tensor | None) -> Tensor:
-        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
         if self.problem.causal:
             visible = visible.tril(k.shape[2] - q.shape[2])
         return visible[None, None] if key_mask is None else visible & key_mask[:, None, None, :]
@@ -123,8 +124,9 @@ class Window(Softmax):
         if self.problem.causal:
             back, ahead = self.options.window - 1, 0
         before = k.shape[2] - q.shape[2]
-        near = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(before - back).tril(before + ahead)
-        return super().visible(q, k, key_mask) & near
+        visible = super().visible(q, k, key_mask)
+        near = torch.ones_like(visible[0, 0]).triu(before - back).tril(before + ahead)
+        return visible & near
 
 
 @dataclass(frozen=True, kw_only=True)

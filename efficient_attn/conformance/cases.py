@@ -132,6 +132,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "Sliced": lambda x: torch.stack([torch.zeros_like(x), x], dim=-1).flatten(-2)[..., 1::2],
     # [batch, heads, dim, tokens]
     "Turned": lambda x: x.mT.contiguous().mT,
+    # The second half of a projection that queries and keys share.
+    "Fused": lambda x: torch.cat([torch.zeros_like(x), x], dim=1)[:, x.shape[1] :],
 }
 
 # One token, no multiples of a block size, and more than a block of 64.
@@ -179,6 +181,14 @@ WIDE = Case(tokens=3, batch=1, head_dim=160, value_dim=136, norm=0.5)
 LARGE = (*LONG_KEYS, LONG_QUERIES, MANY_HEADS, MANY_HEADS.but(kv_heads=1), WIDE_KEYS, WIDE_VALUES)
 # As wide, grouped and padded as in a model.
 MODEL = Case(tokens=70, batch=3, heads=4, kv_heads=2, head_dim=64, value_dim=64, masked=True, pattern=5)
+# Sizes for which kernels are tuned: of heads, of a model of 12 heads, and the most usual length.
+HEAD_SIZES = (16, 32, 64, 80, 96, 128)
+TUNED = (
+    *(Case(tokens=70, head_dim=size, value_dim=size) for size in HEAD_SIZES),
+    Case(tokens=70, batch=1, heads=12, kv_heads=12, head_dim=64, value_dim=32),
+)
+TWELVE = MODEL.but(heads=12, kv_heads=4)
+THOUSAND = Case(tokens=1024, batch=1, heads=1, kv_heads=1, head_dim=64, value_dim=3)
 # More pairs of batch and head than a grid has rows, and 2²⁰ entries of each tensor.
 MANY_PAIRS = Case(tokens=2, batch=65_537)
 

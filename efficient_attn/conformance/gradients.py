@@ -13,8 +13,11 @@ from torch.autograd.gradcheck import GradcheckError
 from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import (
     GROUPS,
+    HEAD_SIZES,
     LARGE,
     LARGE_BATCH,
+    TUNED,
+    TWELVE,
     WIDE,
     Case,
     Inputs,
@@ -171,7 +174,7 @@ def _jumps(backend: Backend, inputs: Inputs, expected: list[Tensor]) -> list[flo
 
 @Check(
     "No entry of a query or key is left out, at any head dimension.",
-    cases=vary(Case(tokens=4, batch=1, norm=0.5), head_dim=(3, 71, 160, 256, 257)),
+    cases=vary(Case(tokens=4, batch=1, norm=0.5), head_dim=(3, 71, *HEAD_SIZES, 160, 256, 257)),
     needs=("gradients",),
 )
 def every_entry_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
@@ -229,7 +232,8 @@ def _differentiable(subject: Subject, case: Case) -> tuple[list[Tensor], Callabl
     cases=BEYOND,
     drawn=lambda seed: (
         *(case.but(norm=GENTLE) for case in joint(seed, 2, 6, 33)),
-        *both(GROUPS, WIDE),
+        *both(GROUPS, WIDE, TWELVE),
+        *vary(*TUNED, norm=[GENTLE], causal=(False, True)),
         LARGE_BATCH.but(batch=40, norm=GENTLE),
         *LARGE,
     ),

@@ -86,7 +86,7 @@ def padding_contents_change_no_bit(subject: Subject, case: Case) -> Iterator[Fin
     cases=(
         *everywhere(1, 7, 65, masked=[False]),
         *both(Case(tokens=200, batch=1)),
-        *vary(SINGLE, tokens=(1, 7, *BORDERS), causal=(False, True)),
+        *vary(SINGLE, tokens=(1, 7, *BORDERS, 1023), causal=(False, True)),
         *LONG_KEYS,
     ),
     long=lambda seed: both(LONGEST),
@@ -98,7 +98,7 @@ def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iter
     yield close("A mask of True", run(backend, inputs._replace(key_mask=mask)), expected, bound)
     # In one case whole tiles are masked, which have neither a largest score nor a sum.
     tiles = ((1100, 0), (0, 1100)) if case.tokens == 200 else ()
-    sides = ((0, 1), (0, 3), (1, 0), (3, 0), (0, 64), (64, 3)) if case.batch > 1 else ()
+    sides = ((0, 1), (0, 3), (1, 0), (3, 0), (0, 64), (64, 3)) if case.batch > 1 else ((0, 1),)
     for before, after in (*sides, *tiles):
         if before and subject.promises.needs_max_tokens:
             continue  # its parameters belong to positions

@@ -263,7 +263,8 @@ def gradients(
         out = call(traced)
     flowing = 2 * out.detach() if upstream is None else upstream
     if not isinstance(flowing, Tensor):
-        flowing = torch.full_like(out, flowing)
+        # As the gradient of a sum comes, all entries share memory.
+        flowing = out.new_full((), flowing).expand_as(out)
     leaves = [*traced[:3], *parameters.values()]
     computed = torch.autograd.grad(out, leaves, flowing, materialize_grads=True)
     return list(zip([f"Gradient w.r.t. {name}" for name in [*"qkv", *parameters]], computed, strict=True))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.conformance.cases import BORDERS, LONG_KEYS, Case, both, everywhere, vary
+from efficient_attn.conformance.numerics import STANDARD_ERRORS
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import (
     Subject,
@@ -142,8 +143,6 @@ def reads(subject: Subject, case: Case, key_mask: Tensor | None, out: Tensor) ->
     return seen & (out != 0).any(dim=-1) if local else seen
 
 
-# A correct implementation exceeds this many standard errors less than once in 100 000 comparisons.
-STANDARD_ERRORS = 4.5
 DRAWS = 150
 FEW, MANY = 64, 4096
 LITTLE = Case(tokens=7)
