@@ -107,9 +107,14 @@ FAULTS = {
     "columns_of_values_are_computed_alone": {
         "columns of values set the scale": at.queries(lambda q, v: q * (q.shape[3] / v.shape[3]) ** 0.5),
         "columns beyond 256 are zero": at.output(lambda x: x * (torch.arange(x.shape[3]) < 256)),
+        "last tile": at.output(lambda x: x * (torch.arange(x.shape[3]) < 64) if x.shape[3] == 96 else x),
+        "wide values": at.output(lambda x, q: x * 1.02 if x.shape[3] > q.shape[3] == 64 else x),
     },
     "every_entry_is_read": {
         "first 256": at.queries(lambda q: q * (torch.arange(q.shape[3]) < 256)),
+        "first 64 of 80": at.keys(
+            lambda k: k * (torch.arange(k.shape[3]) < 64), where=lambda k: k.shape[3] == 80
+        ),
     },
     "every_head_is_its_single_call": {
         "wide groups in turn": at.groups_in_turn(lambda x: x.shape[3] >= 64),
@@ -118,11 +123,13 @@ FAULTS = {
         "whole tiles": at.output(
             lambda x: x * (torch.arange(x.shape[1]) < max(x.shape[1] // 64 * 64, 64))[:, None, None]
         ),
+        "12": at.scores(lambda x: x * 1.02 if x.shape[1] == 12 else x),
         "64": at.first_keys(lambda q, keys: keys - 1 if q.shape[1] == 64 and keys % 2 and keys > 1 else keys),
     },
     "every_sequence_is_its_single_call": {
         "wide masks of three": at.unmasked(lambda q: len(q) > 2 and q.shape[3] >= 64),
         "third": at.keys(lambda k: torch.cat([k[:2], k[1:2].expand_as(k[2:])]), where=lambda k: len(k) > 2),
+        "eight": at.scaled(lambda q: 1.02 if len(q) == 8 else 1.0),
         "16 masks": at.masks(
             lambda mask: torch.cat([mask[:16], mask[: len(mask) - 16]]), where=lambda mask: len(mask) > 16
         ),
@@ -136,6 +143,14 @@ FAULTS = {
     "grouped_queries_are_repeated_heads": {
         "three groups in turn": at.groups_in_turn(lambda x: x.shape[1] == 3),
         "one key in turn": at.groups_in_turn(lambda x: x.shape[2] == 1),
+        "16 heads in turn": at.groups_in_turn(lambda x, heads: heads == 16 and x.shape[1] > 1),
+    },
+    "half_precision_has_no_bias": {
+        "long queries": at.queries(lambda q: q * 1.02, where=lambda q: q.dtype == BF16),
+        "long keys": at.keys(lambda k: k * 1.02, where=lambda k: k.dtype == F16),
+        "scale": at.scaled(
+            lambda q, core: float(torch.tensor(core.problem.factor, dtype=q.dtype)) / core.problem.factor
+        ),
     },
     "inputs_are_not_written_to": {
         "long keys": at.action(lambda k: k.shape[2] <= 128 or k.detach().add_(1.0)),
@@ -201,6 +216,14 @@ FAULTS = {
         "zero": at.scores(lambda x, q, k, core: x if core.problem.factor else core.wide(q) @ core.wide(k).mT),
         "single queries": at.scaled(lambda core, q: at.default_ratio(core) if q.shape[2] == 1 else 1.0),
     },
+    "usual_sizes_are_no_exception": {
+        "64 entries": at.scaled(lambda q, core: 1 / core.problem.factor if q.shape[3] == 64 else 1.0),
+        "96 entries": at.queries(lambda q: q * 1.01, where=lambda q: q.shape[3] == 96),
+        "1024 keys": at.scaled(lambda k: 1.01 if k.shape[2] == 1024 else 1.0),
+        "whole tiles": at.scaled(
+            lambda k, core: 1.01 if k.shape[2] % 128 == 0 and not core.problem.causal else 1.0
+        ),
+    },
     "weights_are_never_negative": {"small weights": at.weights(lambda x: 1.1 * x - 0.1 / x.shape[3])},
     "weights_of_a_row_sum_to_one": {"an epsilon is added": at.weights(lambda x: x / (1 + 1e-8))},
 }
@@ -209,6 +232,9 @@ OF_SOFTMAX = {
     "equals_softmax_attention": {
         "sharper": at.scaled(lambda: 1.001),
         "clamped": at.scores(lambda x: x.clamp(-80, 80)),
+        "64 entries": at.scaled(lambda q, core: 1 / core.problem.factor if q.shape[3] == 64 else 1.0),
+        "12 heads": at.scores(lambda x: x * 1.02 if x.shape[1] == 12 else x),
+        "1024 keys": at.scaled(lambda k: 1.01 if k.shape[2] == 1024 else 1.0),
     },
     "equals_softmax_attention_at_every_scale": {
         "scales up to 10": at.scaled(lambda core: 10 / max(abs(core.problem.factor), 10))

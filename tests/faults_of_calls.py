@@ -167,6 +167,9 @@ OF_CALLS = {
     "global_settings_change_nothing": {
         "temperature": at.scaled(lambda: 1 + torch.initial_seed() % 7 * 1e-3),
         "constant": at.scaled(lambda q: torch.tensor(1.1, dtype=torch.get_default_dtype()).to(q)),
+        "device": at.scores(lambda x: x * torch.ones(())),
+        "heads": at.scaled(lambda core: 1.0 if core.problem.num_heads else 1.5),
+        "longest": at.scaled(lambda core: 1.0 if core.problem.max_tokens else 1.5),
     },
     "gradients_are_those_of_finite_differences": {"values": at.values(halved)},
     "gradients_hold_at_every_shape": {
@@ -207,6 +210,10 @@ OF_CALLS = {
         "written": at.flowing(doubled_in_place),
         "read from memory": at.flowing(read_as_contiguous),
         "expanded": at.flowing(lambda x: x * (1.5 if 0 in x.stride() else 1.0)),
+        "sum": at.flowing(lambda x: x * (1.0 if any(x.stride()) else 2.0)),
+        "mean over tokens": at.flowing(lambda x: x * (2.0 if x.stride(2) == 0 < x.stride(3) else 1.0)),
+        "64 columns": at.flowing(lambda x: x * (2.0 if 0 in x.stride() and x.shape[3] == 64 else 1.0)),
+        "offset": at.flowing(lambda x: x * (2.0 if x.storage_offset() and x.stride(3) == 1 else 1.0)),
         "second time": at.output(another_gradient_each_time),
         "cut at 100": at.queries(lambda q: with_gradient(q, lambda x: x.clamp(-100, 100))),
         "flushed": at.flowing(lambda x: torch.where(x.abs() < 6e-8, 0.0, x)),

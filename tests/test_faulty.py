@@ -55,6 +55,7 @@ AROUND = {
 # A fault is caught by its numbers, except for these, which end in an error.
 RAISING = {
     "a_saved_state_brings_the_output_back-last output",
+    "global_settings_change_nothing-device",
     "compiled_it_is_the_same-branch",
     "gradients_are_those_of_finite_differences-values",
     "modes_change_nothing-kept tensor",

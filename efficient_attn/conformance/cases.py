@@ -181,14 +181,13 @@ WIDE = Case(tokens=3, batch=1, head_dim=160, value_dim=136, norm=0.5)
 LARGE = (*LONG_KEYS, LONG_QUERIES, MANY_HEADS, MANY_HEADS.but(kv_heads=1), WIDE_KEYS, WIDE_VALUES)
 # As wide, grouped and padded as in a model.
 MODEL = Case(tokens=70, batch=3, heads=4, kv_heads=2, head_dim=64, value_dim=64, masked=True, pattern=5)
-# Sizes for which kernels are tuned: of heads, of a model of 12 heads, and the most usual length.
-HEAD_SIZES = (16, 32, 64, 80, 96, 128)
-TUNED = (
-    *(Case(tokens=70, head_dim=size, value_dim=size) for size in HEAD_SIZES),
+# Head sizes and lengths for which kernels are tuned.
+HEAD_SIZES, USUAL = (16, 32, 64, 80, 96, 128), (64, 128, 256, 384, 512, 768, 1024)
+TWELVE = (
     Case(tokens=70, batch=1, heads=12, kv_heads=12, head_dim=64, value_dim=32),
+    MODEL.but(heads=12, kv_heads=4, value_dim=128),
 )
-TWELVE = MODEL.but(heads=12, kv_heads=4)
-THOUSAND = Case(tokens=1024, batch=1, heads=1, kv_heads=1, head_dim=64, value_dim=3)
+TUNED = (*(Case(tokens=70, head_dim=size, value_dim=size) for size in HEAD_SIZES), *TWELVE)
 # More pairs of batch and head than a grid has rows, and 2²⁰ entries of each tensor.
 MANY_PAIRS = Case(tokens=2, batch=65_537)
 

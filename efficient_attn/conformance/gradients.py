@@ -17,7 +17,6 @@ from efficient_attn.conformance.cases import (
     LARGE,
     LARGE_BATCH,
     TUNED,
-    TWELVE,
     WIDE,
     Case,
     Inputs,
@@ -232,7 +231,7 @@ def _differentiable(subject: Subject, case: Case) -> tuple[list[Tensor], Callabl
     cases=BEYOND,
     drawn=lambda seed: (
         *(case.but(norm=GENTLE) for case in joint(seed, 2, 6, 33)),
-        *both(GROUPS, WIDE, TWELVE),
+        *both(GROUPS, WIDE),
         *vary(*TUNED, norm=[GENTLE], causal=(False, True)),
         LARGE_BATCH.but(batch=40, norm=GENTLE),
         *LARGE,

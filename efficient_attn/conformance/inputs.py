@@ -215,7 +215,7 @@ def _beside(inputs: Inputs, backend: Backend, axis: int, out: Tensor, bound: Ten
     drawn=lambda seed: (
         *joint(seed, 3, 9, 70),
         *joint(seed, 9, dtype="float32"),
-        *both(GROUPS, TWELVE, MODEL, MODEL.but(dtype="bfloat16"), *TUNED[-1:]),
+        *both(GROUPS, *TWELVE, MODEL, MODEL.but(dtype="bfloat16")),
         GROUPS.but(heads=64, kv_heads=64),
         *LARGE,
     ),

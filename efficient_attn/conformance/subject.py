@@ -70,6 +70,7 @@ class Subject:
         scale: float | None = None,
         learned: int | None = 0,
         calibrated: bool = True,
+        sized: bool = True,
         **options: Any,
     ) -> Backend:
         """Build the backend for a case, in evaluation mode and in the case's dtype.
@@ -81,6 +82,7 @@ class Subject:
                 initial values; None keeps the initial values.
             calibrated: Whether to calibrate a backend that supports it, on inputs that no check uses and with
                 scores of the same spread at every scale.
+            sized: Whether to pass num_heads and max_tokens.
         """
         option = self.spec.size_option
         default = option is None or option in {**self.options, **options}
@@ -94,8 +96,8 @@ class Subject:
                 backend = build(
                     self.spec,
                     head_dim=case.head_dim,
-                    num_heads=case.heads,
-                    max_tokens=longest,
+                    num_heads=case.heads if sized else None,
+                    max_tokens=longest if sized or self.promises.needs_max_tokens else None,
                     causal=case.causal,
                     scale=scale,
                     **chosen,
