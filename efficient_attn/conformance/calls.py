@@ -133,7 +133,7 @@ def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Findin
             with torch.set_grad_enabled(asks):
                 _results(subject, backend, inputs.of(*(x.requires_grad_(asks).clone() for x in inputs[:3])))
         with torch.no_grad():
-            for tokens in range(case.tokens - less, 2, -16):
+            for tokens in range(case.tokens - less, 2, -8):
                 copies = inputs.part(slice(tokens))
                 run(backend, copies if tokens % 3 else copies._replace(key_mask=None))
         gc.collect()

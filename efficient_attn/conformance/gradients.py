@@ -124,7 +124,7 @@ def a_change_before_the_backward_pass_is_noticed(subject: Subject, case: Case) -
     "Gradients in half precision are close to float64 on the same inputs, for any size of the upstream one.",
     cases=vary(
         Case(tokens=7, norm=0.5),
-        Case(tokens=130, batch=1, value_dim=8, norm=0.5),
+        Case(tokens=130, batch=1, head_dim=64, value_dim=64, norm=0.5),
         dtype=("bfloat16", "float16", "float32"),
         causal=(False, True),
     ),
@@ -232,7 +232,7 @@ def _differentiable(subject: Subject, case: Case) -> tuple[list[Tensor], Callabl
     drawn=lambda seed: (
         *(case.but(norm=GENTLE) for case in joint(seed, 2, 6, 33)),
         *both(GROUPS, WIDE),
-        *vary(*TUNED, norm=[GENTLE], causal=(False, True)),
+        *vary(*TUNED, norm=[GENTLE]),
         LARGE_BATCH.but(batch=40, norm=GENTLE),
         *LARGE,
     ),
@@ -292,7 +292,7 @@ def _along(
 
 @Check(
     "Gradients do not depend on which of q, k, v and the parameters require them.",
-    cases=vary(*BEYOND, dtype=("float64", "float32")),
+    cases=(*BEYOND[::2], *vary(*BEYOND[1::2], dtype=["float32"])),
     drawn=lambda seed: (*joint(seed, 6), *joint(seed, 6, dtype="float32")),
     needs=("gradients",),
 )

@@ -11,12 +11,12 @@ from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import (
     DTYPES,
     GROUPS,
+    HEAD_SIZES,
     LARGE,
     LARGE_BATCH,
     LAYOUTS,
     MANY_PAIRS,
     MODEL,
-    TUNED,
     TWELVE,
     WIDE,
     Case,
@@ -44,6 +44,7 @@ from efficient_attn.conformance.table import Check
 SMALL = Case(tokens=5)
 # An input of the long form that every backend serves; another has everything at once.
 LONG = Case(tokens=2100, batch=2, heads=2, kv_heads=2)
+WIDTHS = (WIDE, *vary(SMALL, value_dim=HEAD_SIZES), *TWELVE)
 # Entries of a vector register: of float32 with 512 bits.
 LANES = 16
 
@@ -96,9 +97,10 @@ def _views(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
     for names in ("qkv", "q", "k", "v"):
         arranged = {name: x[:1, :1].expand_as(x) for name, x in inputs._asdict().items() if name in names}
         yield f"Expanded {names}", inputs._replace(**arranged)
-    # Sequences with a common prefix, of which each has a mask.
-    shared = inputs._replace(k=inputs.k[:1].expand_as(inputs.k), v=inputs.v[:1].expand_as(inputs.v))
-    yield "k and v expanded over the batch", shared
+    # Sequences with a common prefix, each with a mask of its own, and heads that share keys.
+    for axis, where in enumerate(("batch", "heads")):
+        k, v = (x.narrow(axis, 0, 1).expand_as(x) for x in (inputs.k, inputs.v))
+        yield f"k and v expanded over the {where}", inputs._replace(k=k, v=v)
     if inputs.q.shape == inputs.k.shape == inputs.v.shape:
         yield "One tensor for q, k and v", inputs.of(inputs.q, inputs.q, inputs.q)
     if inputs.key_mask is not None:
@@ -237,7 +239,7 @@ def every_head_is_its_single_call(subject: Subject, case: Case) -> Iterator[Find
 
 @Check(
     "A column of the values has the same output as in a call of its own, for any key and value dimensions.",
-    drawn=lambda seed: (*joint(seed, 3, 9), *joint(seed, 9, dtype="float32"), WIDE, *TUNED, *LARGE),
+    drawn=lambda seed: (*joint(seed, 3, 9), *joint(seed, 9, dtype="float32"), *WIDTHS, *LARGE),
 )
 def columns_of_values_are_computed_alone(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend, out, bound = plain_call(subject, case)

@@ -9,9 +9,11 @@ import torch
 from efficient_attn.conformance.cases import (
     BORDERS,
     DTYPES,
+    HEAD_SIZES,
     LONG_BORDERS,
     LONG_KEYS,
     LONG_QUERIES,
+    MODEL,
     Case,
     Inputs,
     both,
@@ -240,7 +242,11 @@ def a_query_alone_is_its_row(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @Check(
     "Masked keys leave no gap: outputs equal the outputs for the real tokens alone.",
-    cases=(*both(MASKED.but(batch=2)), Case(tokens=3, keys=40, masked=True, pattern=1)),
+    cases=(
+        *both(MASKED.but(batch=2)),
+        *vary(MODEL, head_dim=HEAD_SIZES, causal=(False, True)),
+        Case(tokens=3, keys=40, masked=True, pattern=1),
+    ),
     drawn=lambda seed: (
         *(case.but(keys=None) if case.causal else case for case in joint(seed, 9, 70, 200) if case.masked),
         *(case.but(masked=True, pattern=2) for case in LONG_KEYS if not case.causal),

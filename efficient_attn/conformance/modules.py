@@ -21,6 +21,7 @@ from efficient_attn.conformance.cases import (
     DTYPES,
     LONG_KEYS,
     LONG_QUERIES,
+    TUNED,
     Case,
     Inputs,
     both,
@@ -52,7 +53,7 @@ _FUNCTIONS = ("softmax", "matmul", "scaled_dot_product_attention", "dropout")
 
 @Check(
     "Equal calls give equal bits, in training and in evaluation, and leave the module as it was.",
-    cases=(*everywhere(1, 7), *LONG_KEYS, LONG_QUERIES, *both(ONE.but(tokens=300, batch=1))),
+    cases=(*everywhere(1, 7), *LONG_KEYS, LONG_QUERIES, *both(ONE.but(tokens=300, batch=1)), *TUNED),
 )
 def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
@@ -120,7 +121,7 @@ def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @Check(
     "Calls are thread-safe: eight threads at once, and a call over two threads, give the sequential outputs.",
-    cases=both(ONE, ONE.but(masked=True), ONE.but(tokens=130, batch=1)),
+    cases=both(ONE.but(masked=True), ONE.but(tokens=130, batch=1)),
 )
 def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[Finding]:
     backend = subject.build(case)

@@ -31,6 +31,7 @@ from efficient_attn.conformance.cases import (
 )
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import (
+    ROUNDING,
     Subject,
     close,
     condition,
@@ -104,7 +105,6 @@ SHAPES = (
     Case(tokens=5, heads=3, kv_heads=1, value_dim=7),
     Case(tokens=3, keys=8, head_dim=1, value_dim=1),
     Case(tokens=16, head_dim=59, value_dim=64, masked=True),
-    Case(tokens=3, head_dim=128, batch=1),
     Case(tokens=3, head_dim=71, value_dim=136, batch=1),
     Case(tokens=3, head_dim=256, value_dim=71, batch=1),
 )
@@ -117,9 +117,10 @@ EXTREME = (Case(tokens=7), Case(tokens=300, batch=1, heads=1, kv_heads=1))
 @Check(
     "The output equals softmax attention up to rounding, for scores of any size.",
     cases=(
-        *everywhere(*LENGTHS, 97, dtype=DTYPES),
-        *vary(*SHAPES, *TUNED, dtype=DTYPES, causal=(False, True)),
-        *vary(Case(tokens=1024, batch=1, head_dim=64), dtype=("float64", "float32"), causal=(False, True)),
+        *everywhere(*LENGTHS, dtype=DTYPES),
+        *vary(*SHAPES, dtype=DTYPES, causal=(False, True)),
+        *vary(*TUNED, dtype=("float64", "float32"), causal=(False, True)),
+        *both(Case(tokens=1024, batch=1, head_dim=64)),
         *vary(Case(tokens=1, batch=1, heads=1, kv_heads=1), tokens=BORDERS, causal=(False, True)),
         *vary(*LARGE, dtype=DTYPES),
         MANY_PAIRS.but(dtype="float32"),
@@ -183,9 +184,9 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
 @Check(
     "The output in float32, bfloat16 and float16 has that dtype and is close to float64 on the same inputs.",
     cases=(
-        *everywhere(1, 3, 16, 65, dtype=NARROW),
+        *everywhere(1, 3, 16, dtype=NARROW),
         *everywhere(200, 513, dtype=NARROW, batch=[1]),
-        *vary(MODEL, *TUNED, dtype=NARROW, causal=(False, True)),
+        *vary(*both(MODEL), *TUNED, dtype=NARROW),
     ),
     drawn=lambda seed: tuple(case for dtype in NARROW for case in joint(seed, 9, dtype=dtype)),
 )
@@ -215,6 +216,8 @@ def _narrow_bound(wide: Backend, inputs: Inputs, expected: Tensor, case: Case) -
 )
 @torch.no_grad()
 def half_precision_has_no_bias(subject: Subject, case: Case) -> Iterator[Finding]:
+    if case.batch * case.heads < 30:
+        return  # too few for a standard error, where a smaller counterexample is searched
     inputs, wide = subject.inputs(case), subject.build(case).double()
     exactly = inputs.double()
     error = run(subject.build(case), inputs).double() - run(wide, exactly)
@@ -226,7 +229,8 @@ def half_precision_has_no_bias(subject: Subject, case: Case) -> Iterator[Finding
         sizes = slope.square().sum((2, 3))
         factors = ((error * slope).sum((2, 3)) / sizes.clamp_min(sizes.median())).nan_to_num()
         chance = STANDARD_ERRORS * float(factors.std()) / factors.numel() ** 0.5
-        yield Finding(f"Mean relative bias of {name}", abs(float(factors.mean())), chance)
+        # What is computed in float32 on the way may be biased by its rounding.
+        yield Finding(f"Relative bias of {name}", abs(float(factors.mean())), chance + ROUNDING["float32"])
 
 
 @Check(
@@ -248,11 +252,12 @@ def usual_sizes_are_no_exception(subject: Subject, case: Case) -> Iterator[Findi
         return run(backend, repeated)[:, :, times - 1 :: times] * times**power
 
     # Weights are functions of q·k, or sums over entries without or with a default scale; outputs are averages
-    # or sums. The power that holds for 3 and 5 repetitions says which.
+    # or sums. The power that holds at smaller and larger unusual sizes decides, unless a window cuts them.
     for call, powers, sizes in ((head_dim, (-0.25, 0.0, 0.25), HEAD_SIZES), (tokens, (0.0, -1.0), USUAL)):
-        fits = [p for p in powers if all(close("", call(n, p), out, bound).holds for n in (3, 5))]
-        for size in sizes if fits else ():
-            times = size // getattr(case, call.__name__)
+        usual = [size // getattr(case, call.__name__) for size in sizes]
+        unusual = (3, 5, usual[-1] + 1)
+        fits = [p for p in powers if all(close("", call(n, p), out, bound).holds for n in unusual)]
+        for size, times in zip(sizes, usual, strict=True) if fits else ():
             yield close(f"{call.__name__}={size}", call(times, fits[0]), out, bound)
 
 
@@ -322,7 +327,7 @@ def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Fin
 
 def _cases(dtype: str) -> tuple[Case, ...]:
     return (
-        *vary(*SIZES, dtype=[dtype], norm=(0.5, 1.0, 3.0), causal=(False, True)),
+        *vary(*SIZES, dtype=[dtype], norm=(0.5, 3.0), causal=(False, True)),
         *vary(Case(tokens=513, batch=1), dtype=[dtype], causal=(False, True)),
         *vary(*LONG_KEYS, LONG_QUERIES, dtype=[dtype]),
     )

@@ -197,7 +197,7 @@ def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterat
 @Check(
     "Gradients are proportional to the upstream gradient, in any layout; nothing is modified in place.",
     cases=TUNED,
-    drawn=lambda seed: (*joint(seed, 9, 70), *joint(seed, 9, dtype="float32")),
+    drawn=lambda seed: (*joint(seed, 9), *joint(seed, 70, dtype="float32")),
     needs=("gradients",),
 )
 def layout_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding]:
