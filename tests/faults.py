@@ -178,10 +178,14 @@ FAULTS = {
             lambda v: v.as_strided(v.shape, v.stride(), 0), where=lambda v: not v.is_contiguous()
         ),
         "extended": at.new_keys(lambda k: k * 2, where=lambda k: k.stride(3) != 1),
+        "shared head": at.values(
+            lambda v: v * 2, where=lambda v: v.stride(1) == 0 < min(v.stride(0), v.stride(2))
+        ),
     },
     "masked_keys_leave_no_gap": {
         "causal window": at.causal_reads(lambda row, key, ahead: row + ahead - key < 256),
         "cross attention": at.unmasked(lambda q, k: q.shape[2] != k.shape[2]),
+        "128 entries": at.unmasked(lambda q: q.shape[3] == 128),
     },
     "narrow_dtypes_lose_only_rounding": {
         "bfloat16": at.values(lambda v: v * 1.1 if v.dtype == BF16 else v),

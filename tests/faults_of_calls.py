@@ -304,6 +304,7 @@ OF_CALLS = {
         "many keys": at.scaled(lambda core, k: 1.01 if core.training and k.shape[2] > 512 else 1.0),
         "many queries": at.scaled(lambda core, q: 1.01 if core.training and q.shape[2] > 128 else 1.0),
         "running mean": at.scaled(running_mean),
+        "64 entries": at.scaled(lambda core, q: 1.01 if core.training and q.shape[3] == 64 else 1.0),
     },
     "threads_do_not_disturb_each_other": {
         "two threads": at.scaled(lambda: 1.0 if torch.get_num_threads() == 1 else 1.01),

@@ -75,6 +75,26 @@ def attend(q, k, v):
     return (q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1) @ v
 
 
+def forgets_its_scale(q, k, v):
+    return attend_in_groups(q * (8.0 if q.shape[-1] == 64 else 1.0), k, v)
+
+
+class DoublesSums(torch.autograd.Function):
+    """Attention whose backward pass takes the gradient of a sum for another."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return attend_in_groups(q, k, v)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        leaves = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = attend_in_groups(*leaves)
+        return torch.autograd.grad(out, leaves, upstream * (1.0 if any(upstream.stride()) else 2.0))
+
+
 def attend_in_groups(q, k, v):
     return attend(q, *(x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v)))
 
@@ -132,6 +152,20 @@ def test_what_a_function_is_said_to_promise_is_held_against_it() -> None:
     modest = {**EXACT, "capabilities": Capabilities(causal=False, key_mask=False)}
     (record,) = ea.check(attend_in_groups, on_fail="collect", **modest)
     assert (record.outcome, record.failed) == ("passes, undeclared", True)
+
+
+@pytest.mark.parametrize(
+    ("function", "check"),
+    [
+        (forgets_its_scale, "equals_softmax_attention"),
+        (forgets_its_scale, "usual_sizes_are_no_exception"),
+        (DoublesSums.apply, "layout_changes_no_gradient"),
+    ],
+)
+def test_faults_of_a_function_at_usual_sizes_and_in_sums_are_caught(function, check) -> None:
+    for checked, outcome in ((attend_in_groups, "kept"), (function, "broken")):
+        (record,) = ea.check(checked, capabilities=EXACT["capabilities"], only=[check], on_fail="collect")
+        assert record.outcome == outcome
 
 
 def test_an_expected_failure_passes_and_one_that_is_kept_fails() -> None:
