@@ -72,6 +72,8 @@ FACTORS = (2.0, 2.0**5, 2.0**-2, 2.0**-4)
 BIG = {"float16": 2.0**12, "bfloat16": 2.0**40, "float32": 2.0**40, "float64": 2.0**40}
 # Values near the smallest numbers of float16; in other dtypes they round as usual.
 SMALL = {"float16": 2.0**-20, "bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-60}
+# Many outputs, whose roundings average out; the scale 1/√7 loses .25 % when it is rounded to bfloat16.
+BIASED = Case(tokens=30, batch=8, heads=8, kv_heads=8, head_dim=7, value_dim=32)
 # More keys of weight one than half precision can count; their sum overflows float16.
 LONG_SUM = Case(tokens=1, keys=70_000, batch=1, heads=1, kv_heads=1, dtype="float16", norm=0.0)
 
@@ -211,8 +213,7 @@ def _narrow_bound(wide: Backend, inputs: Inputs, expected: Tensor, case: Case) -
 
 @Check(
     "Half precision has no bias: no factor on queries, keys or values brings float64 nearer to it.",
-    # The scale 1/√7 loses a quarter of a percent when it is rounded to bfloat16.
-    cases=vary(Case(tokens=30, batch=8, heads=8, kv_heads=8, head_dim=7), dtype=HALF, causal=(False, True)),
+    cases=vary(BIASED, dtype=HALF, causal=(False, True)),
 )
 @torch.no_grad()
 def half_precision_has_no_bias(subject: Subject, case: Case) -> Iterator[Finding]:
