@@ -91,7 +91,8 @@ FAULTS = {
     "a_negative_scale_turns_queries_round": {
         "beyond 128 keys": at.scaled(
             lambda core, k: -1 if core.problem.factor < 0 and k.shape[2] > 128 else 1
-        )
+        ),
+        "64 entries": at.scaled(lambda core, q: -1 if core.problem.factor < 0 and q.shape[3] == 64 else 1),
     },
     "a_prefix_is_a_sequence_of_its_own": {"temperature": at.scaled(lambda k: 1 + 1e-3 * k.shape[2])},
     "a_query_alone_is_its_row": {
@@ -217,12 +218,15 @@ FAULTS = {
         "long keys": at.keys(
             lambda k: k * (30 / k.norm(dim=-1, keepdim=True).clamp_min(1e-9)).clamp_max(1.0)
         ),
+        "half": at.scaled(lambda core, q: at.default_ratio(core) if q.dtype in (BF16, F16) else 1.0),
         "zero": at.scores(lambda x, q, k, core: x if core.problem.factor else core.wide(q) @ core.wide(k).mT),
         "single queries": at.scaled(lambda core, q: at.default_ratio(core) if q.shape[2] == 1 else 1.0),
     },
     "usual_sizes_are_no_exception": {
         "64 entries": at.scaled(lambda q, core: 1 / core.problem.factor if q.shape[3] == 64 else 1.0),
-        "96 entries": at.queries(lambda q: q * 1.01, where=lambda q: q.shape[3] == 96),
+        "96 entries": at.queries(
+            lambda q: q * 1.01, where=lambda q: q.shape[3] == 96 and not torch.is_grad_enabled()
+        ),
         "1024 keys": at.scaled(lambda k: 1.01 if k.shape[2] == 1024 else 1.0),
         "whole tiles": at.scaled(
             lambda k, core: 1.01 if k.shape[2] % 128 == 0 and not core.problem.causal else 1.0

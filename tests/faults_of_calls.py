@@ -183,6 +183,7 @@ OF_CALLS = {
             lambda x: with_gradient(x, at.narrowed(F64, BF16)) if x.shape[2] > 1024 else x
         ),
         "large batches": at.keys(halved, where=lambda k: len(k) > 32),
+        "1024 keys": at.keys(halved, where=lambda k: k.shape[2] == 1024),
         "full tiles": at.keys(
             lambda k: torch.cat([k[:, :, :-1], k[:, :, -1:].detach()], 2),
             where=lambda k: k.shape[2] % 64 == 0,

@@ -163,6 +163,7 @@ def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Ite
     cases=(
         *vary(Case(tokens=7), head_dim=(4, *HEAD_SIZES), causal=(False, True)),
         *both(Case(tokens=200, batch=1, value_dim=3), Case(tokens=1, keys=5)),
+        *vary(Case(tokens=7), dtype=HALF),
     ),
     drawn=lambda seed: joint(seed, 9),
 )
@@ -238,6 +239,7 @@ def half_precision_has_no_bias(subject: Subject, case: Case) -> Iterator[Finding
     "Usual head sizes and lengths are no exception: repeated entries and tokens act as at other sizes.",
     cases=both(Case(tokens=16, batch=1)),
 )
+@torch.inference_mode()
 def usual_sizes_are_no_exception(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, _, out, bound = plain_call(subject, case)
 

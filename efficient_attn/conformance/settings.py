@@ -179,7 +179,7 @@ def _graphs(where: str, subject: Subject, backend: Backend, inputs: Inputs) -> I
 
 @Check(
     "A negative scale is equivalent to negated queries at the positive scale.",
-    cases=(*KINDS, *both(ONE.but(tokens=200, batch=1), ONE.but(tokens=1, keys=5))),
+    cases=(*KINDS, *both(ONE.but(tokens=200, batch=1), ONE.but(tokens=1, keys=5)), *TUNED),
     drawn=lambda seed: joint(seed, 9),
 )
 def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterator[Finding]:
