@@ -56,6 +56,8 @@ BUILT = [
     (lambda: ea.Transformer(backend="linformer"), {}, ea.AttentionError, "linformer"),
     (partial(ea.LanguageModel, 16, 2, num_layers=1), {"vocabulary": 0}, OptionError, "vocabulary .* least 1"),
     (generate, {"first": IDS.float()}, DtypeError, "first holds token numbers.*float32"),
+    (generate, {"first": IDS.bool()}, DtypeError, "first holds token numbers.*bool"),
+    (generate, {"first": IDS.cfloat()}, DtypeError, "first holds token numbers.*complex64"),
     (generate, {"first": IDS[:, :0]}, ShapeError, r"first has shape \[1, 0\].*at least 1 token"),
     (generate, {"tokens": -1}, OptionError, "tokens is at least 0"),
     (generate, {"temperature": -0.5}, OptionError, "temperature is at least 0, not -0.5"),

@@ -269,6 +269,13 @@ def test_a_folder_that_is_no_model_is_refused_in_one_line(encoder, tmp_path, cha
     assert "\n" not in str(caught.value)
 
 
+def test_folders_and_broken_links_beside_a_model_are_left_alone(encoder, tmp_path):
+    shutil.copytree(encoder, tmp_path / "m")
+    (tmp_path / "m" / "logs.json").mkdir()
+    (tmp_path / "m" / "old.json").symlink_to(tmp_path / "gone")
+    assert open_model(tmp_path / "m").tokenizer
+
+
 def test_the_command_names_texts_by_their_files(encoder, tmp_path, monkeypatch, undrawn):
     pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
     from command_line import command
