@@ -69,8 +69,8 @@ class TextMask:
     def continues(self, read: Tensor | None, past: int, tokens: int) -> bool:
         """Whether past tokens are masked as they were `read`; compiled code raises an error if not."""
         if self.real is not None and self._size is not None:
-            # A copy, since a caller may change a mask in place.
-            self.real = _tokens_of(self.real, 0, self._size[1]).expand(self._size).clone()
+            # A caller may change a mask in place; F.pad copies it.
+            self.real = _tokens_of(self.real, 0, self._size[1]).expand(self._size)
             self._size = None
         mask = self.real if read is None else read
         if past == 0 or mask is None:
@@ -166,7 +166,8 @@ def make_mask(
     keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
     key_mask = _real_keys(attention_mask, kv_offset, keys)
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
-    text = TextMask(attention_mask, (batch_size, kv_offset + keys))
+    whole = key_mask is None and kv_offset == 0
+    text = None if whole else TextMask(attention_mask, (batch_size, kv_offset + keys))
     entries = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
     return Mask.of(entries, VisibleKeys(pattern, kv_offset, keys, key_mask, text))
 
