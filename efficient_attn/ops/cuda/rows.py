@@ -89,11 +89,13 @@ def chunk_kernel(
         acc = acc * shrink[:, None] + dot(powers.to(OPERANDS), state)
         top = new
     scores = tl.where(column[:, None] >= column[None, :], scores, 0.0)
-    total += tl.sum(scores, 1)
+    score_sums = tl.sum(scores, 1)
+    total += score_sums
     values = load_tokens(v, v_strides, b, kv, t, real, VALUE_DIM, VALUE_PADDED)
     weights = scores.to(OPERANDS)
     acc += dot(weights, values.to(OPERANDS))
-    lost = tl.sum(scores - weights.to(tl.float32), 1)
+    # A sum of differences would spill registers.
+    lost = score_sums - tl.sum(weights.to(tl.float32), 1)
     # One feature tells of a past, also of the empty one of means, whose repair gives zeros.
     seen = tl.cumsum(tl.where(real, 1.0, 0.0), 0) + tl.load(ones + at) > 0
     weak_rows = tl.where(seen & (total < weak) & real_rows, 1, 0)
