@@ -48,12 +48,14 @@ def inputs(tokens: int, masked: bool) -> tuple[Tensor, ...]:
 
 
 def assert_equal_at(lengths: tuple[int, ...], call: Callable, module: nn.Module, masked: bool) -> None:
-    for tokens in lengths:
-        tensors = inputs(tokens, masked)
+    for tensors in (inputs(tokens, masked) for tokens in lengths):
         torch.testing.assert_close(call(*tensors), module(*tensors), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "causal", "masked"), CASES)
+EVERY = pytest.mark.parametrize(("name", "causal", "masked"), CASES)
+
+
+@EVERY
 @torch.no_grad()
 def test_a_compiled_backend_serves_later_lengths(name, causal, masked):
     module, fixed = Masked(name, causal), name in FIXED
@@ -63,7 +65,7 @@ def test_a_compiled_backend_serves_later_lengths(name, causal, masked):
         assert_equal_at(lengths, compiled, module, masked)
 
 
-@pytest.mark.parametrize(("name", "causal", "masked"), CASES)
+@EVERY
 def test_an_exported_backend_serves_all_lengths_or_says_that_its_length_is_fixed(name, causal, masked):
     module, tensors = Masked(name, causal), inputs(LENGTHS[0], masked)
     tokens = torch.export.Dim("tokens", min=8, max=LONGEST)
@@ -80,7 +82,7 @@ def test_an_exported_backend_serves_all_lengths_or_says_that_its_length_is_fixed
 # A trace warns of the shapes that it takes for constants.
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
-@pytest.mark.parametrize(("name", "causal", "masked"), CASES)
+@EVERY
 def test_a_traced_backend_serves_its_length(name, causal, masked):
     module = Masked(name, causal)
     traced = torch.jit.trace(module, inputs(24, masked), check_trace=False)
