@@ -169,6 +169,7 @@ LONG_BORDERS = (1023, 1024, 1025, 2047, 2048, 2049, 2100)
 LONG_KEYS = vary(Case(tokens=3, batch=1, kv_heads=1, value_dim=3), keys=(1025, 2052), causal=BOTH)
 # More queries than a tile holds, and few keys.
 LONG_QUERIES = Case(tokens=1100, keys=5, batch=1, kv_heads=1, value_dim=3)
+LARGER = (*LONG_KEYS, LONG_QUERIES)
 # More heads than a tile holds, in small and large groups, and vectors beyond 512 entries.
 MANY_HEADS = Case(tokens=3, batch=1, heads=130, kv_heads=130, norm=0.5)
 WIDE_KEYS = Case(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=521, value_dim=3, norm=0.5)
@@ -178,7 +179,7 @@ LARGE_BATCH = Case(tokens=3, batch=260, heads=8, kv_heads=2, masked=True, patter
 GROUPS = Case(tokens=3, batch=2, heads=36, kv_heads=3, norm=0.5)
 WIDE = Case(tokens=3, batch=1, head_dim=160, value_dim=136, norm=0.5)
 # Beyond any table or tile, and small in all but one respect.
-LARGE = (*LONG_KEYS, LONG_QUERIES, MANY_HEADS, MANY_HEADS.but(kv_heads=1), WIDE_KEYS, WIDE_VALUES)
+LARGE = (*LARGER, MANY_HEADS, MANY_HEADS.but(kv_heads=1), WIDE_KEYS, WIDE_VALUES)
 # As wide, grouped and padded as in a model.
 MODEL = Case(tokens=70, batch=3, heads=4, kv_heads=2, head_dim=64, value_dim=64, masked=True, pattern=4)
 # Head sizes and lengths for which kernels are tuned.

@@ -17,17 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from efficient_attn.conformance.cases import (
-    DTYPES,
-    LONG_KEYS,
-    LONG_QUERIES,
-    TUNED,
-    Case,
-    Inputs,
-    both,
-    everywhere,
-    vary,
-)
+from efficient_attn.conformance.cases import DTYPES, LARGER, TUNED, Case, Inputs, both, everywhere, vary
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import (
     Subject,
@@ -53,7 +43,7 @@ _FUNCTIONS = ("softmax", "matmul", "scaled_dot_product_attention", "dropout")
 
 @Check(
     "Equal calls give equal bits, in training and in evaluation, and leave the module as it was.",
-    cases=(*everywhere(1, 7), *LONG_KEYS, LONG_QUERIES, *both(ONE.but(tokens=300, batch=1)), *TUNED),
+    cases=(*everywhere(1, 7), *LARGER, *both(ONE.but(tokens=300, batch=1)), *TUNED),
 )
 def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
@@ -150,8 +140,7 @@ def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[
     cases=(
         *vary(ONE, dtype=DTYPES, causal=(False, True)),
         *both(ONE.but(masked=True), ONE.but(tokens=300, batch=1)),
-        *LONG_KEYS,
-        LONG_QUERIES,
+        *LARGER,
     ),
     long=lambda seed: both(LONGEST, LONGEST.but(masked=True, pattern=2)),
 )

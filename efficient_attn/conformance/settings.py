@@ -12,17 +12,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import (
-    LAYOUTS,
-    LONG_KEYS,
-    LONG_QUERIES,
-    TUNED,
-    Case,
-    Inputs,
-    both,
-    joint,
-    vary,
-)
+from efficient_attn.conformance.cases import LARGER, LAYOUTS, TUNED, Case, Inputs, both, joint, vary
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import (
     Named,
@@ -44,9 +34,6 @@ from efficient_attn.measure.memory import tensors_in
 ONE = Case(tokens=7, value_dim=3)
 # Powers of two, which cause no rounding: loss scaling, and gradients of a mean over many tokens.
 FLOWING = (2.0**20, 2.0**-40)
-# Axes along which the upstream gradient of a sum or a mean has stride 0.
-EXPANDED = ((0, 1, 2, 3), (0,), (1,), (2,), (3,))
-LARGER = (*LONG_KEYS, LONG_QUERIES)
 KINDS = both(ONE, ONE.but(masked=True), ONE.but(dtype="float32"))
 HALF = ("bfloat16", "float16")
 
@@ -73,11 +60,10 @@ def global_settings_change_nothing(subject: Subject, case: Case) -> Iterator[Fin
     with torch.device("meta"):
         got = results(subject, usual, inputs)
     yield from agree("with meta as default device", got, expected)
-    state = usual.state_dict()
     with suppress(AttentionError):  # options may need sizes
         sizeless = subject.build(case, sized=False)
-        if all(x.shape == state[name].shape for name, x in sizeless.state_dict().items()):
-            sizeless.load_state_dict(state)
+        if all(x.shape == usual.state_dict()[name].shape for name, x in sizeless.state_dict().items()):
+            sizeless.load_state_dict(usual.state_dict())
             yield from agree("without num_heads and max_tokens", results(subject, sizeless, inputs), expected)
     for seed in (0, 1):
         with torch.random.fork_rng(devices=[]):
@@ -219,7 +205,8 @@ def layout_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding
     for factor in FLOWING:
         scaled = [(name, x / factor) for name, x in again(flowing * factor)]
         yield from agree(f"with upstream times {factor:g}", scaled, expected, bound)
-    for axes in EXPANDED:
+    # The gradient of a sum or a mean has strides of 0.
+    for axes in ((0, 1, 2, 3), (0,), (1,), (2,), (3,)):
         expanded = flowing.mean(axes, keepdim=True).expand_as(flowing)
         passes = again(expanded), again(expanded.contiguous())
         yield from agree(f"of an upstream expanded along {axes}", *passes, bound)
