@@ -17,7 +17,8 @@ _HEAD = """\
 A backend is built by name, `ea.build("window", head_dim=64, window=129)`; on the command line an option is
 set with `--set window.window=129`. Promises are tested; requests beyond them are refused. Time and memory
 grow with the number of tokens n or its square. *Stream*: tokens in parts; *cross*: two sequences. Compiled
-and exported, `bigbird`, `block-topk` and `window-clusters` fix the length; the others serve all lengths.
+and exported, `bigbird`, `block-topk` and `window-clusters` fix the length, exported on a GPU `window` too;
+the others serve all lengths.
 
 q is [batch, heads, q_tokens, head_dim], k and v are [batch, kv_heads, k_tokens, …]; $s$ is the factor on q·k.
 """
