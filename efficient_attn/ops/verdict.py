@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,15 +27,14 @@ import torch
 
 from efficient_attn.ops import paths
 
-# Module of `ops` through which calls reach each kernel: it prepares their inputs.
+# Files of `ops` that make up each kernel, prepare its inputs or compute their factors.
 SOURCES = {
-    "flex": "linear.kernel",
-    "window-flex": "window.attention",
-    "window-global": "window.attention",
-    "blocks-flex": "blocks",
-    "causal-linear": "linear.kernel",
+    "flex": ("*.py", "softmax/*.py", "linear/*.py"),
+    "window-flex": ("*.py", "softmax/*.py", "window/*.py"),
+    "window-global": ("*.py", "softmax/*.py", "window/*.py"),
+    "blocks-flex": ("*.py", "softmax/*.py"),
+    "causal-linear": ("*.py", "softmax/*.py", "linear/*.py", "cuda/*.py"),
 }
-_IMPORT = re.compile(r"from (efficient_attn\.ops[\w.]*) import (\([^)]*\)|.*)")
 # Tiles of each kernel in the order of choice; of our kernels the numbers in their table.
 TILES = dict.fromkeys(SOURCES, ("",)) | {"causal-linear": ("0", "1", "2")}
 PASSED, FAILED, SLOWER, REFUSED = OUTCOMES = ("passed", "failed", "slower", "refused")
@@ -154,20 +152,12 @@ def machine(device: torch.device) -> dict[str, str]:
 
 @cache
 def source_hash(kernel: str) -> str:
-    """Hash of the module through which calls reach a kernel, and of all modules of `ops` that it imports."""
-    root, sources = files("efficient_attn"), dict[str, bytes]()
-    names = [f"efficient_attn.ops.{SOURCES[kernel]}"]
-    while names:
-        name = names.pop()
-        parts = name.split(".")[1:]
-        places = (root.joinpath(*parts[:-1], f"{parts[-1]}.py"), root.joinpath(*parts, "__init__.py"))
-        for file in (x for x in places if name not in sources and x.is_file()):
-            sources[name] = file.read_bytes()
-            for module, members in _IMPORT.findall(sources[name].decode()):
-                names += [module, *(f"{module}.{member}" for member in re.findall(r"\w+", members))]
-            # An import runs the packages around a module too.
-            names += [".".join(["efficient_attn", *parts[:n]]) for n in range(1, len(parts))]
-    return hashlib.sha256(repr(sorted(sources.items())).encode()).hexdigest()[:16]
+    """Hash of the source of a kernel."""
+    digest = hashlib.sha256()
+    for pattern in SOURCES[kernel]:
+        for file in sorted(Path(__file__).parent.glob(pattern)):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def driver_version() -> str:
