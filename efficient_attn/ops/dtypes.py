@@ -1,7 +1,6 @@
 """Accumulation dtype, device of float64, zeros in place of masked tokens, and contexts that are left."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -42,11 +41,6 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
     return torch.autocast(x.device.type, enabled=False)
 
 
-@contextmanager
-def without_inference_mode() -> Iterator[None]:
+def without_inference_mode() -> AbstractContextManager[Any]:
     """Context for new parameters and buffers, which inference mode would keep from training."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

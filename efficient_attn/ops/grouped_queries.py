@@ -8,11 +8,9 @@ from efficient_attn.ops.paths import dynamic
 
 def fold(x: Tensor, kv_heads: int) -> Tensor:
     """[batch heads tokens dim] as [batch kv_heads group·tokens dim]: group by group."""
-    x = x.unflatten(1, (kv_heads, x.shape[1] // kv_heads))
-    if dynamic(x.shape[-1]):
-        # The exporter cannot compare the strides.
-        return torch.cat(x.unbind(2), dim=2)
-    return x.flatten(2, 3)
+    groups = x.unflatten(1, (kv_heads, x.shape[1] // kv_heads))
+    # The exporter cannot compare strides of a dynamic width.
+    return torch.cat(groups.unbind(2), dim=2) if dynamic(x.shape[-1]) else groups.flatten(2, 3)
 
 
 def unfold(x: Tensor, heads: int) -> Tensor:

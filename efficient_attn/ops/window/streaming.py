@@ -73,21 +73,18 @@ def extend_window(
     return whole, None, WindowState(*last_tokens(rest, back), first_k, first_v, real)
 
 
-def hide_tokens(
-    state: KVCache | WindowState, read: Tensor, shown: Tensor
-) -> KVCache | WindowState | None:
+def hide_tokens(state: KVCache | WindowState, read: Tensor, shown: Tensor) -> KVCache | WindowState | None:
     """The state with past tokens masked that were `read` and are not `shown`, both bool [batch tokens].
 
     Returns:
         None if one is a global token: the next real token, which would take its place, may have been dropped.
     """
-    back = state.key_mask.shape[1]
+    k, v, back = state.k, state.v, state.key_mask.shape[1]
+    if isinstance(state, WindowState):
+        if (read & ~shown & (read.cumsum(dim=1) <= state.first_k.shape[2])).any():
+            return None
+        k, v = _without_global(k, state.first_k, back), _without_global(v, state.first_v, back)
     mask = state.key_mask & shown[:, shown.shape[1] - back :]
-    if not isinstance(state, WindowState):
-        return summarise_tokens(state.k, state.v, mask)
-    if (read & ~shown & (read.cumsum(dim=1) <= state.first_k.shape[2])).any():
-        return None
-    k, v = _without_global(state.k, state.first_k, back), _without_global(state.v, state.first_v, back)
     return state._replace(**summarise_tokens(k, v, mask)._asdict())
 
 
