@@ -138,7 +138,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 # One token, no multiples of a block size, and more than a block of 64.
 LENGTHS = (1, 2, 3, 7, 16, 65)
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+HALF = ("bfloat16", "float16")
+DTYPES = ("float64", "float32", *HALF)
 BOTH = (False, True)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import LARGER, LAYOUTS, TUNED, Case, Inputs, both, joint, vary
+from efficient_attn.conformance.cases import HALF, LARGER, LAYOUTS, TUNED, Case, Inputs, both, joint, vary
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import (
     Named,
@@ -35,7 +35,6 @@ ONE = Case(tokens=7, value_dim=3)
 # Powers of two, which cause no rounding: loss scaling, and gradients of a mean over many tokens.
 FLOWING = (2.0**20, 2.0**-40)
 KINDS = both(ONE, ONE.but(masked=True), ONE.but(dtype="float32"))
-HALF = ("bfloat16", "float16")
 
 
 @Check(

@@ -95,9 +95,8 @@ def dynamic(length: int) -> bool:
     """Whether an exported program leaves a length open, so that no choice may depend on it."""
     if not torch.compiler.is_exporting():
         return False
-    from torch.fx.experimental.symbolic_shapes import has_static_value
-
-    return not has_static_value(length)
+    # The exporter has imported this module.
+    return not torch.fx.experimental.symbolic_shapes.has_static_value(length)
 
 
 def parts(length: int, size: int) -> list[slice]:
