@@ -19,16 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from efficient_attn.conformance.cases import DTYPES, LARGER, TUNED, Case, Inputs, both, everywhere, vary
 from efficient_attn.conformance.records import Finding
-from efficient_attn.conformance.subject import (
-    Subject,
-    agree,
-    close,
-    learn,
-    results,
-    rounding,
-    run,
-    same_bits,
-)
+from efficient_attn.conformance.subject import Subject, agree, close, learn, results, rounding, run, same_bits
 from efficient_attn.conformance.table import Check
 
 ONE = Case(tokens=7)

@@ -120,12 +120,7 @@ def _filled_memory() -> Iterator[None]:
 
 @Check(
     "Without gradient mode, or without tensors that require gradients, outputs and states keep no graph.",
-    cases=both(
-        ONE,
-        ONE.but(tokens=70, masked=True),
-        ONE.but(dtype="float16"),
-        ONE.but(tokens=300, batch=1),
-    ),
+    cases=both(ONE, ONE.but(tokens=70, masked=True), ONE.but(dtype="float16"), ONE.but(tokens=300, batch=1)),
 )
 def no_graph_is_kept_unasked(subject: Subject, case: Case) -> Iterator[Finding]:
     backend, plain = subject.build(case), subject.inputs(case)
