@@ -79,9 +79,8 @@ def alignment(
         return Alignment(q, k, v, key_mask, positions, None, queries)
     # A mask may put the queries anywhere.
     q, shift = F.pad(q, (0, 0, tokens - queries, 0)), key_mask.long().argmax(dim=-1)
-    q, k, v = (rotated(x, shift) for x in (q, k, v))
-    real = rotated(key_mask[:, None, :, None], shift)[:, 0, :, 0]
-    return Alignment(q, k, v, real, [range(tokens)], shift, queries)
+    q, k, v, real = (rotated(x, shift) for x in (q, k, v, key_mask[:, None, :, None]))
+    return Alignment(q, k, v, real[:, 0, :, 0], [range(tokens)], shift, queries)
 
 
 def alike(mask: Tensor) -> list[tuple[slice, int]]:

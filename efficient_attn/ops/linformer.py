@@ -52,15 +52,13 @@ def attend_projected(
 
 def _pieces(x: Tensor) -> list[slice]:
     """One chunk of all tokens, or several where an upcast copy takes memory."""
-    return _parts(x) if product_dtype(x) is not x.dtype else _parts(x, max(x.shape[-2], 1))
+    return _parts(x) if product_dtype(x) is not x.dtype else parts(x.shape[-2], max(x.shape[-2], 1))
 
 
-def _parts(x: Tensor, size: int | None = None) -> list[slice]:
-    """Chunks of `size` tokens of [… tokens dim]; by default, of as many as the device serves well."""
-    tokens = x.shape[-2]
-    if size is None:
-        size = _PIECE if tuned_for_cpu(x) else step_capacity(x.numel() // max(tokens, 1))
-    return parts(tokens, size)
+def _parts(x: Tensor) -> list[slice]:
+    """Chunks of as many tokens of [… tokens dim] as the device serves well."""
+    size = _PIECE if tuned_for_cpu(x) else step_capacity(x.numel() // max(x.shape[-2], 1))
+    return parts(x.shape[-2], size)
 
 
 def _read(q: Tensor, few_keys: Tensor, few_values: Tensor, alive: Tensor, scale: float) -> Tensor:
