@@ -102,7 +102,7 @@ def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @Check(
     "Calls are thread-safe: eight threads at once, and a call over two threads, give the sequential outputs.",
-    cases=both(ONE.but(masked=True), ONE.but(tokens=130, batch=1)),
+    cases=both(ONE, ONE.but(masked=True), ONE.but(tokens=130, batch=1)),
 )
 def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[Finding]:
     backend = subject.build(case)
