@@ -140,7 +140,7 @@ def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Findin
 
     # The longest sequence comes first, so that a table that grows is large enough for all.
     calls()
-    kept_bytes = memory.peak(lambda: calls(less=1), device="cpu").kept_bytes
+    kept_bytes = _peak(lambda: calls(less=1)).kept_bytes
     yield Finding("Bytes that ten calls and further lengths leave", float(kept_bytes), 0.0)
     if subject.promises.streaming and case.causal:
         chain = subject.inputs(case.but(tokens=60, batch=1, masked=False))
@@ -148,7 +148,7 @@ def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Findin
         @torch.no_grad()
         def state_bytes(parts: list[int]) -> int:
             decode(backend, chain, parts)
-            return memory.peak(lambda: decode(backend, chain, parts)[1], device="cpu").kept_bytes
+            return _peak(lambda: decode(backend, chain, parts)[1]).kept_bytes
 
         prefilled, decoded = state_bytes([60]), state_bytes([1] * 60)
         yield Finding("Bytes of a state after single tokens", float(decoded), 4.0 * prefilled)
@@ -270,10 +270,14 @@ def _peak_bytes(subject: Subject, case: Case, backward: bool) -> int:
     call = _call(subject, case, backward)
     # Caches that the first call fills are excluded, provided that a short call fills them.
     _call(subject, case.but(tokens=8), backward)()
-    # The collection before a measured call would visit every object of torch, which takes half of the time.
+    return _peak(call).peak_bytes
+
+
+def _peak(call: Callable[[], object]) -> memory.Peak:
+    # A collection would visit every object of torch, which takes half of the time.
     gc.freeze()
     try:
-        return memory.peak(call, device="cpu").peak_bytes
+        return memory.peak(call, device="cpu")
     finally:
         gc.unfreeze()
 

@@ -104,10 +104,8 @@ def _views(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
         yield "One tensor for q, k and v", inputs.of(inputs.q, inputs.q, inputs.q)
     if inputs.key_mask is not None:
         for where, mask in (("batch", inputs.key_mask[:1]), ("keys", inputs.key_mask[:, :1])):
-            yield (
-                f"A mask expanded over the {where}",
-                inputs._replace(key_mask=mask.expand_as(inputs.key_mask)),
-            )
+            expanded = inputs._replace(key_mask=mask.expand_as(inputs.key_mask))
+            yield f"A mask expanded over the {where}", expanded
 
 
 @Check(

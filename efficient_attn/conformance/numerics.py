@@ -110,8 +110,6 @@ SHAPES = (
     Case(tokens=3, head_dim=71, value_dim=136, batch=1),
     Case(tokens=3, head_dim=256, value_dim=71, batch=1),
 )
-
-
 # At large norms rows are one-hot.
 EXTREME = (Case(tokens=7), Case(tokens=300, batch=1, heads=1, kv_heads=1))
 
