@@ -70,26 +70,21 @@ def test_a_language_model_decodes_from_its_state_as_from_the_whole_text():
     assert torch.equal(ea.generate(model.extend, first, 6), ea.generate(whole, first, 6))
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}, {"temperature": 0.5, "top_k": 2}])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.5, "top_k": 2}])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_logits_without_a_likeliest_token_are_an_error_and_excluded_tokens_are_none(value, sampling):
-    hidden = slice(None) if value == -torch.inf else 4
-
+def test_logits_without_a_likeliest_token_are_an_error(value, sampling):
     def broken(ids, state):
         logits, state = successor(ids, state)
         # The last row, from the third token on.
-        logits[1:, :, hidden] = value if state > 3 else -torch.inf if hidden == 4 else 0.0
+        if state > 3:
+            logits[1:, :, 0 if value == -torch.inf else 4 :] = value
         return logits, state
 
     with pytest.raises(DataError, match=r"^step returned logits with NaN or \+inf, or a row of -inf alone"):
         ea.generate(broken, FIRST, 6, **sampling)
-    if hidden == 4:
-        assert 4 not in ea.generate(broken, FIRST[1:], 2, **sampling)
 
 
-@pytest.mark.parametrize(
-    ("temperature", "tokens"), [(1e-320, {4}), (1e308, {0, 3, 4}), (torch.inf, {0, 3, 4})]
-)
+@pytest.mark.parametrize(("temperature", "tokens"), [(1e-320, {4}), (torch.inf, {0, 3, 4})])
 def test_any_temperature_draws_among_the_tokens_that_are_not_excluded(temperature, tokens):
     logits = torch.tensor([3.0, -torch.inf, -torch.inf, 2.0, 5.0])
 

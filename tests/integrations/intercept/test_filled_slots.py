@@ -108,7 +108,10 @@ class Foreign(torch.Tensor):
 NINE = torch.arange(9)
 TREE = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0]]).bool()
 GAPS = torch.tensor([[3], [6], [7]]) >= NINE
-UNREAD, PATTERN = "its mask is a Foreign, whose entries are not read", "its mask is no key mask and not causal"
+UNREAD, PATTERN = (
+    "its mask is a Foreign, whose entries are not read",
+    "its mask is no key mask and not causal",
+)
 LEFT_EXACT = {
     "branches of a tree": (TREE, PATTERN),
     "gaps between queries": (GAPS, PATTERN),

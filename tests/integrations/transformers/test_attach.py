@@ -18,7 +18,6 @@ from integrations.hf_models import (
     inputs,
     llama,
     logits,
-    mistral,
     modernbert,
     moonshine,
     tiny,
@@ -89,16 +88,12 @@ def test_cross_attention_that_its_name_alone_tells_is_left_to_its_own_backend():
     with swapped(model, full=("window", {"window": 63})):
         out = model(ids, encoder_hidden_states=sound).last_hidden_state
     torch.testing.assert_close(out, expected, **ROUNDING)
-    # A window of a part of the heads has no positions there either.
-    with pytest.raises(UnsupportedError, match=r"has no cross-attention.*cross='exact'"):
-        attach(bart(), cross=("by-head", {"heads": {"0": "window"}}))
 
 
-@pytest.mark.parametrize("padding", [0, 5])
-@pytest.mark.parametrize("backend", ["exact", "exact-dense", "window", "block-topk"])
+@pytest.mark.parametrize("backend", ["exact", "window", "block-topk"])
 @torch.no_grad()
-def test_a_model_that_passes_its_causality_in_the_call_is_served_by_it(backend, padding, counted, tmp_path):
-    model, batch = clip_text().train(), inputs(left=0, right=padding)
+def test_a_model_that_passes_its_causality_in_the_call_is_served_by_it(backend, counted, tmp_path):
+    model, batch = clip_text().train(), inputs(left=0, right=5)
     expected = model(**batch).last_hidden_state
     # A window that only a causal layer can have, and that a bidirectional layer would have on both sides.
     options = {"window": 24} if backend == "window" else {}
@@ -118,42 +113,25 @@ def test_a_causal_text_model_inside_another_is_told_from_the_images_beside_it():
     with swapped(model, "window", window=49):
         out = model(**batch)
     torch.testing.assert_close(out.logits_per_text, expected.logits_per_text, **ROUNDING)
-    with pytest.raises(UnsupportedError, match="cannot be causal"):
-        attach(model, "nystrom")
 
 
 @torch.no_grad()
 def test_exact_attention_reads_either_causality_and_other_backends_that_of_their_layer():
-    ids = inputs()["input_ids"]
-    for backend, options in (("exact", {"dropout": 0.5}), ("window", {})):
-        model = attach(bert(), backend, **options)
-        for causal in (False, True):
-            # transformers reads this field in every call.
-            model.config.is_decoder = causal
-            expected = bert(is_decoder=causal)(ids).logits
-            if backend == "window" and causal:
-                with pytest.raises(UnsupportedError, match="use 'exact', which has both causalities"):
-                    model(ids)
-            else:
-                torch.testing.assert_close(model(ids).logits, expected, **ROUNDING)
-    model = attach(mistral(sliding_window=None), "exact")
-    model.config.sliding_window = 5
-    with pytest.raises(UnsupportedError, match="reads causal over 5 keys"):
-        model(ids)
+    ids, exact, window = inputs()["input_ids"], attach(bert(), "exact"), attach(bert(), "window")
+    for causal in (False, True):
+        # transformers reads this field in every call.
+        exact.config.is_decoder = window.config.is_decoder = causal
+        torch.testing.assert_close(exact(ids).logits, bert(is_decoder=causal)(ids).logits, **ROUNDING)
+    with pytest.raises(UnsupportedError, match="use 'exact', which has both causalities"):
+        window(ids)
 
 
 def test_packed_documents_that_a_mask_of_ones_hides_are_remarked_once(caplog):
     ids = torch.randint(4, 50, (1, 24))
     packed, ones = torch.cat([torch.arange(n) for n in (7, 12, 5)])[None], torch.ones_like(ids)
-    left = torch.ones_like(ids)
-    left[:, :3] = 0
+    left = (torch.arange(24) > 2).long()[None]
     padded = (left.cumsum(-1) - 1).masked_fill(left == 0, 1)
-    for mask, positions, remarks in (
-        (ones, packed, 1),
-        (None, packed, 1),
-        (left, padded, 0),
-        (ones, torch.arange(24)[None], 0),
-    ):
+    for mask, positions, remarks in ((ones, packed, 1), (None, packed, 1), (left, padded, 0)):
         caplog.clear()
         model = attach(llama(), "window")
         with caplog.at_level(logging.WARNING, "efficient_attn"):
