@@ -135,29 +135,24 @@ def test_files_and_lines_beyond_their_limits_are_refused(tmp_path, monkeypatch):
 
 
 def test_samples_are_thinned_where_readers_would_refuse_them_and_medians_stay(tmp_path, monkeypatch):
-    random = Random(0)
+    random, path = Random(0), tmp_path / "records.jsonl"
     rounds = [tuple(random.random() for _ in range(random.randint(300, 999))) for _ in range(40)]
     rows = [
         replace(RECORD, times_s=times_s, device_times_s=times_s[::-1], round_sizes=(len(times_s),))
         for times_s in rounds
     ]
     monkeypatch.setattr(limits, "RECORDS_BYTES", 300_000)
-    store = Store(tmp_path / "records.jsonl")
+    store = Store(path)
     for row in rows:
         store.add(row)
-    (record,) = merge_rows(read(tmp_path / "records.jsonl").records).values()
-    assert record == store.records[CASE.key] and len(record.round_sizes) == len(rounds)
-    assert record.round_sizes[:5] == tuple(map(len, rounds[:5])) and record.round_sizes[-1] == 21
-    assert "of the" in record.reason and time_ratio(record, merge_rounds(rows)).median == pytest.approx(1)
-    stored = [record.times_s[-21:], record.device_times_s[-21:]]
-    assert stored == [tuple(sorted(stored[0]))] * 2
-    assert stored[0][::10] == pytest.approx((min(rounds[-1]), median(rounds[-1]), max(rounds[-1])))
+    (record,) = merge_rows(read(path).records).values()
+    assert record == store.records[CASE.key] and "of the" in record.reason
+    assert time_ratio(record, merge_rounds(rows)).median == pytest.approx(1)
+    last = record.times_s[-record.round_sizes[-1] :]
+    assert (last[0], median(last), last[-1]) == (min(rounds[-1]), median(rounds[-1]), max(rounds[-1]))
     # All rounds of a call on one line.
     monkeypatch.setattr(limits, "RECORD_LINE_BYTES", 100_000)
-    assert append(tmp_path / "whole.jsonl", merge_rounds(rows)).round_sizes == (21,) * 40
-    assert len(read(tmp_path / "whole.jsonl").records) == 1
-    with pytest.raises(DataError, match="The record to write is no record"):
-        append(tmp_path / "seed.jsonl", replace(RECORD, case=replace(CASE, seed=2**63)))
+    assert append(tmp_path / "whole.jsonl", merge_rounds(rows)) in read(tmp_path / "whole.jsonl").records
 
 
 def test_the_docs_state_every_limit():
