@@ -127,9 +127,7 @@ def test_a_backend_that_failed_somewhere_is_not_within_the_limit_everywhere(fail
 @pytest.mark.parametrize(
     ("value", "status", "known"), [(0.074, "skipped", False), (0.2, "skipped", True), (0.074, "oom", True)]
 )
-def test_of_a_backend_skipped_at_a_length_it_is_unknown_whether_it_is_within_the_limit(
-    value, status, known
-):
+def test_of_a_backend_skipped_at_a_length_it_is_unknown_whether_it_is_within_the_limit(value, status, known):
     names = (("exact", 1e-7), (UNIFORM_ATTENTION, 0.5), ("window", value))
     errors = [error(name, tokens, "decoder", 19, value) for tokens in (2048, 512) for name, value in names]
     errors[-1] = Record(case=errors[-1].case, status=status, reason="needs 9 s (raise it with --budget)")

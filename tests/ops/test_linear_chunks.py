@@ -97,27 +97,6 @@ def test_a_row_whose_features_are_small_where_those_of_its_key_are_large_reads_i
     assert (out - torch.tensor([1.0, 1.5])).abs().max() <= 1e-6
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_rows_that_are_computed_again_are_those_of_the_definition(masked, monkeypatch):
-    monkeypatch.setenv(VARIABLE, "")
-    # Every row is weak, in groups of query heads, also after a state.
-    monkeypatch.setitem(linear_state.TINY, torch.float64, torch.inf)
-    monkeypatch.setattr(causal_exponential, "moderate", lambda *_: False)
-    monkeypatch.setattr(causal_exponential, "CHUNK", 16)
-    backend, inputs, state = built("performer-positive"), random_qkv(2, 4, 2, 40, 40, head_dim=4), None
-    mask = (torch.arange(40) > torch.tensor([[-1], [9]])) & random_mask(2, 40) if masked else None
-    rows = []
-    for part in (slice(21), slice(21, None)):
-        shown = None if mask is None else mask[:, part]
-        out, state = backend.extend(*(x[..., part, :] for x in inputs), state, key_mask=shown)
-        rows.append(out)
-    results, expected = (
-        output_and_gradients(partial(call, key_mask=mask), [x.requires_grad_() for x in inputs])
-        for call in (backend, partial(by_definition, backend))
-    )
-    assert_near([torch.cat(rows, dim=-2), *results], [expected[0], *expected], 1e-11)
-
-
 def rising(norm):
     """Inputs whose keys grow, so that early rows of a chunk see only keys far below its largest."""
     q, k, v = random_qkv(1, 2, 2, 150, 150, head_dim=8, value_dim=4)

@@ -119,7 +119,7 @@ def test_calls_that_no_backward_pass_repeats_outside_of_their_module_stay_served
     model, reference = model_of(run, inner=inner), model_of(frozen if run is frozen else direct, inner=inner)
     exact = gradients(copy.deepcopy(reference))[0]
     for x in (model, reference):
-        ea.attach(x, "window", window=3, example=lambda x=x: x(X), strict=True)
+        ea.attach(x, "linformer", rank=4, example=lambda x=x: x(X), strict=True)
     expected = gradients(reference)
     torch.testing.assert_close(gradients(model), expected)
     assert not torch.allclose(exact, expected[0])
@@ -144,8 +144,6 @@ def test_replicas_and_copies_run_their_own_tensors(name, options):
             x.mul_(0.5)
         torch.testing.assert_close(replica_of(model, 0.5)(X), scaled(X))
         assert torch.equal(model(X), expected) and not torch.allclose(scaled(X), expected)
-    exact = model_of(direct, inner=True).eval()
-    torch.testing.assert_close(replica_of(model, 1.0)(X), exact(X))
 
 
 def in_part(model):
