@@ -252,22 +252,6 @@ def test_processes_measure_as_this_one():
         assert mse(executor=processes).records == mse().records
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        *(("executor", x, "executor is an object with submit, such as") for x in (object(), Queue)),
-        ("progress", "yes", "progress is a function of a Progress, such as print, not 'yes'"),
-        ("budget_s", "30s", "budget_s is a number, not '30s'"),
-        ("out", 5, "out is a folder, not '5'"),
-    ],
-)
-def test_a_wrong_object_is_refused_in_one_line_before_anything_is_measured(option, value, message, tmp_path):
-    out = {} if option == "out" else {"out": tmp_path / "out"}
-    with pytest.raises(ea.AttentionError, match=message) as caught:
-        mse(**{option: value}, **out)
-    assert "\n" not in str(caught.value) and not any(tmp_path.iterdir())
-
-
 def test_a_run_too_short_for_a_comparison_raises_its_records_and_folder(tmp_path, undrawn):
     with pytest.raises(ea.IncompleteError, match="is too short: a baseline and one candidate") as caught:
         mse(budget_s=1e-6, out=tmp_path)

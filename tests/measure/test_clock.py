@@ -163,10 +163,7 @@ def test_cold_calls_are_queued_in_the_order_of_do_bench_behind_a_spinning_kernel
 
 
 def test_a_preparation_is_untimed_and_precedes_the_wait_for_the_device_and_the_spinning_kernel(device):
-    def prepare():
-        device.told.append("prepare")
-        device.work(7.0)
-
+    prepare = partial(device.told.append, "prepare")
     assert queued(device, SHORT, 2, before=prepare) == pytest.approx([20e-6] * 2)
     assert device.told == [*["prepare", "spin", "flush", "event", "call", "event"] * 2, "synchronise"]
     calls = []
