@@ -79,13 +79,9 @@ def clip_text(**changes: Any) -> Any:
 
 def clip() -> Any:
     """A causal text model and one of images beside each other."""
-    import transformers
-
     text = clip_text().config.to_dict()
     vision = {"image_size": 8, "patch_size": 4, **{name: text[name] for name in list(SIZES)[:4]}}
-    return transformers.CLIPModel(
-        transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
-    ).eval()
+    return tiny("CLIPModel", text_config=text, vision_config=vision, projection_dim=16)
 
 
 def moonshine() -> Any:

@@ -116,14 +116,12 @@ def test_a_causal_text_model_inside_another_is_told_from_the_images_beside_it():
 
 
 @torch.no_grad()
-def test_exact_attention_reads_either_causality_and_other_backends_that_of_their_layer():
-    ids, exact, window = inputs()["input_ids"], attach(bert(), "exact"), attach(bert(), "window")
+def test_exact_attention_reads_either_causality():
+    ids, model = inputs()["input_ids"], attach(bert(), "exact")
     for causal in (False, True):
         # transformers reads this field in every call.
-        exact.config.is_decoder = window.config.is_decoder = causal
-        torch.testing.assert_close(exact(ids).logits, bert(is_decoder=causal)(ids).logits, **ROUNDING)
-    with pytest.raises(UnsupportedError, match="use 'exact', which has both causalities"):
-        window(ids)
+        model.config.is_decoder = causal
+        torch.testing.assert_close(model(ids).logits, bert(is_decoder=causal)(ids).logits, **ROUNDING)
 
 
 def test_packed_documents_that_a_mask_of_ones_hides_are_remarked_once(caplog):

@@ -76,7 +76,7 @@ def test_without_a_mask_the_call_says_whether_it_is_causal_and_then_the_layer():
     [
         (mistral, {}, {"sliding_window": None}, "reads causal over all keys.*causal over 5 keys"),
         (mistral, {"sliding_window": None}, {"sliding_window": 5}, "causal over 5 keys.*causal over all"),
-        (bert, {}, {"is_decoder": True}, "reads causal over all keys.*bidirectional over all keys"),
+        (bert, {}, {"is_decoder": True}, "reads causal over all keys.*bidirectional over all.*use 'exact'"),
     ],
 )
 def test_a_call_with_another_pattern_than_the_attached_layer_is_refused(make, options, changes, match):
