@@ -21,7 +21,6 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build_for
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern, keys_to_last_query, read_mask
-from efficient_attn.ops.operators import operator
 
 # attn_implementation of attached models.
 NAME = "efficient_attn"
@@ -55,35 +54,6 @@ _DESCRIBING = {
 _MOVING = {"to", "cpu", "cuda", "contiguous", "clone", "detach"}
 
 
-class TextMask:
-    """Mask of all tokens so far, compared with the past once for all layers of a step.
-
-    Attributes:
-        real: bool [batch tokens], True for a real token; None: all are real.
-    """
-
-    def __init__(self, real: Tensor | None, size: tuple[int, int] | None = None) -> None:
-        self.real, self._size = real, size
-        self._compared: tuple[Tensor | None, bool] | None = None
-
-    def continues(self, read: Tensor | None, past: int, tokens: int) -> bool:
-        """Whether past tokens are masked as they were `read`; compiled code raises an error if not."""
-        if self.real is not None and self._size is not None:
-            # A caller may change a mask in place; F.pad copies it.
-            self.real = _tokens_of(self.real, 0, self._size[1]).expand(self._size)
-            self._size = None
-        mask = self.real if read is None else read
-        if past == 0 or mask is None:
-            return True
-        if self._compared is None or self._compared[0] is not read:
-            real = mask.new_ones(len(mask), tokens) if self.real is None else self.real
-            earlier = mask.new_ones(len(mask), past) if read is None else read
-            if torch.compiler.is_compiling():
-                self.real = _with_same_past(real, earlier)
-            self._compared = read, torch.compiler.is_compiling() or torch.equal(real[:, :past], earlier)
-        return self._compared[1]
-
-
 class VisibleKeys(NamedTuple):
     """Visible keys of one forward pass.
 
@@ -91,7 +61,7 @@ class VisibleKeys(NamedTuple):
         first_key: Position of the first key; above 0 if a cache has dropped earlier keys.
         keys: Number of keys; a static cache includes slots that are not filled yet.
         key_mask: bool [batch keys], True for a real token; None: all are real.
-        text: Mask of all tokens so far; None: `key_mask` is.
+        text: bool [batch tokens], `key_mask` from the first token on.
         ends: As of `ShownKeys`.
     """
 
@@ -99,7 +69,7 @@ class VisibleKeys(NamedTuple):
     first_key: int
     keys: int
     key_mask: Tensor | None
-    text: TextMask | None = None
+    text: Tensor | None = None
     ends: Tensor | None = None
 
 
@@ -129,10 +99,11 @@ class Mask(Tensor):
             ):
                 return func(*args, **(kwargs or {}))
             if name in _MOVING and isinstance(mask := args[0], Mask):
-                moved, real = func(*args, **(kwargs or {})), mask.visible.key_mask
+                moved, visible = func(*args, **(kwargs or {})), mask.visible
                 if moved.dtype == mask.dtype:
-                    real = None if real is None else real.to(moved.device)
-                    return cls.of(moved, mask.visible._replace(key_mask=real))
+                    masks = (visible.key_mask, visible.text)
+                    key_mask, text = (None if x is None else x.to(moved.device) for x in masks)
+                    return cls.of(moved, visible._replace(key_mask=key_mask, text=text))
         raise UnsupportedError(
             "This model computes with its mask of queries and keys, which no backend builds; use the model's "
             "own attention, attn_implementation='sdpa'."
@@ -164,10 +135,9 @@ def make_mask(
     else:
         pattern = _read_pattern(mask_function)
     keys = min(kv_length, int(q_offset) + q_length - kv_offset) if pattern.causal else kv_length
-    key_mask = _real_keys(attention_mask, kv_offset, keys)
+    text = _real_keys(attention_mask, 0, kv_offset + keys)
+    key_mask = _real_keys(text, kv_offset, keys) if kv_offset else text
     shown = torch.ones(1, 1, dtype=torch.bool, device=device) if key_mask is None else key_mask
-    whole = key_mask is None and kv_offset == 0
-    text = None if whole else TextMask(attention_mask, (batch_size, kv_offset + keys))
     entries = shown[:, None, None, :].expand(batch_size, 1, 1, keys).contiguous()
     return Mask.of(entries, VisibleKeys(pattern, kv_offset, keys, key_mask, text))
 
@@ -200,34 +170,18 @@ def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) 
         )
     triangle = shown.causal or (causal and queries == 1)
     ends = shown.ends if triangle else None
-    return VisibleKeys(CAUSAL if triangle else FULL, 0, keys, shown.key_mask, ends=ends)
+    return VisibleKeys(CAUSAL if triangle else FULL, 0, keys, shown.key_mask, shown.key_mask, ends)
 
 
 def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor | None:
-    """Key mask of these keys. None if all are real."""
+    """Copy of the mask of these keys. None if all are real."""
     if attention_mask is None:
         return None
-    real = _tokens_of(attention_mask, first, keys)
+    real = attention_mask[:, first : first + keys].bool()
+    # As in transformers, keys beyond the end of the mask are padding.
+    real = F.pad(real, (0, keys - real.shape[1]))
     # A compiled graph has one form for all masks.
     return None if not torch.compiler.is_compiling() and bool(real.all()) else real
-
-
-def _tokens_of(attention_mask: Tensor, first: int, tokens: int) -> Tensor:
-    """Part of a mask. As in transformers, tokens beyond its end are padding."""
-    real = attention_mask[:, first : first + tokens].bool()
-    return F.pad(real, (0, tokens - real.shape[1]))
-
-
-@operator("with_same_past", "(Tensor real, Tensor earlier) -> Tensor")
-def _with_same_past(real: Tensor, earlier: Tensor) -> Tensor:
-    if not torch.equal(real[:, : earlier.shape[1]], earlier):
-        raise UnsupportedError(PAST.format("compiled code"))
-    return real.clone()
-
-
-@torch.library.register_fake(_with_same_past)
-def _(real: Tensor, earlier: Tensor) -> Tensor:
-    return torch.empty_like(real)
 
 
 def _read_pattern(mask_function: Callable) -> Pattern:
@@ -378,7 +332,7 @@ def _run_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, vi
     """The output in transformers' layout [batch tokens heads value_dim]."""
     layer = getattr(key, STATE, None)
     if layer is not None:
-        out = layer.extend(backend, query, key, value, visible.key_mask, visible.text)
+        out = layer.extend(backend, query, key, value, visible.text)
         return out.transpose(1, 2).contiguous()
     earlier = visible.keys - query.shape[2]
     dropped = visible.first_key and (visible.pattern.back is None or earlier < visible.pattern.back)

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
 from efficient_attn.integrations.masks import Pattern
-from efficient_attn.integrations.transformers.attend import NAME, PAST, PATTERN, STATE, SUBMODULE, TextMask
+from efficient_attn.integrations.transformers.attend import NAME, PAST, PATTERN, STATE, SUBMODULE
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, unwrap
 from efficient_attn.ops.softmax.kv_cache import KVCache
 from efficient_attn.ops.window.streaming import WindowState, hide_tokens
@@ -73,36 +73,31 @@ class StateLayer(CacheLayerMixin):
         setattr(key_states, STATE, self)
         return key_states, value_states
 
-    def extend(
-        self,
-        backend: Backend,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        key_mask: Tensor | None,
-        text: TextMask | None = None,
-    ) -> Tensor:
-        """Output of the new tokens, the last ones of `key_mask`. Updates the state.
-
-        Args:
-            text: Mask of all tokens; None: `key_mask` is.
-        """
-        text, past = text or TextMask(key_mask), self.seen - k.shape[2]
-        if key_mask is not None:
-            key_mask = key_mask[:, key_mask.shape[1] - k.shape[2] :]
+    def extend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, text: Tensor | None) -> Tensor:
+        """Output of the new tokens, the last ones of the mask of all tokens. Updates the state."""
         if not self.unread:
             raise UnsupportedError(
                 "Several layers of this model read the same keys, of which a state has only the new ones; "
                 "use_cache=False works, or no StateCache and no global_tokens in sliding layers."
             )
         self.unread = False
-        if not text.continues(self.read, past, self.seen):
-            all_real = k.new_ones(len(k), past, dtype=torch.bool)
-            masks = (all_real if x is None else x[:, :past].to(k.device) for x in (self.read, text.real))
-            self.state = _hidden(self.state, *masks, name=backend.spec.name)
-        self.read = text.real
+        self._follow(text, self.seen - k.shape[2], backend.spec.name)
+        key_mask = None if text is None else text[:, text.shape[1] - k.shape[2] :]
         out, self.state = backend.extend(q, k, v, self.state, key_mask=key_mask)
         return out
+
+    def _follow(self, text: Tensor | None, past: int, name: str) -> None:
+        """Hide earlier tokens that a later mask hides; compiled code refuses such a mask."""
+        read, self.read = self.read, text
+        mask = text if read is None else read
+        if past == 0 or mask is None:
+            return
+        ones = mask.new_ones(len(mask), past)
+        read, shown = (ones if x is None else x[:, :past] for x in (read, text))
+        if torch.compiler.is_compiling():
+            torch._assert_async((read == shown).all(), PAST.format("compiled code"))
+        elif not torch.equal(read, shown):
+            self.state = _hidden(self.state, read, shown, name=name)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys and position of the first: those of the queries, and of a sliding layer's cache."""
