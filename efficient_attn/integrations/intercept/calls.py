@@ -3,7 +3,7 @@
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import spawn_seeds
@@ -59,11 +58,11 @@ class Call:
     same: bool | None = None
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], options: dict[str, Any], same: bool | None = None) -> "Call":
+    def of(cls, args: tuple[Any, ...], options: dict[str, Any]) -> "Call":
         """The call with these arguments, positional ones in torch's order."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         # The compiler of torch 2.8 ends a zip of unequal lengths with an error, whatever `strict` says.
-        return cls(**dict(zip(names[: len(args)], args, strict=True)), **options, same=same)
+        return cls(**dict(zip(names[: len(args)], args, strict=True)), **options)
 
     def exact(self) -> Tensor:
         """Output of torch's own function."""
@@ -130,12 +129,17 @@ class Call:
                 f"its scale is {self.factor:g}, that of its backend {backend.problem.factor:g}"
             )
         # Causal queries have positions among the keys.
-        if self.same is False and not backend.problem.causal and not backend.supports_cross:
+        if self.crosses and not backend.problem.causal and not backend.supports_cross:
             raise UnsupportedError(CROSS)
         (q, k, v), key_mask = self.tensors, shown.key_mask
         if shown.ends is not None and backend.problem.causal:
             k, v, key_mask = keys_to_last_query(k, v, key_mask, shown.ends)
         return backend(q, k, v, key_mask=key_mask)
+
+    @property
+    def crosses(self) -> bool:
+        """Whether queries and keys are of two sequences, unless they are causal."""
+        return self.same is False or self.query.shape[-2] != self.key.shape[-2]
 
     @property
     def refusal(self) -> str | None:
@@ -194,19 +198,8 @@ def unsure_modules(calls: Mapping[Site, int]) -> dict[str, str]:
     return dict.fromkeys(uneven, _UNEVEN) | dict.fromkeys(outer, _OUTER)
 
 
-def _frames_since(start: Any) -> Iterator[types.FrameType]:
-    """Python frames of this call, from the latest to a frame or its code."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and start not in (frame, frame.f_code):
-        yield frame
-        frame = frame.f_back
-
-
-_APPLY: Any = torch.autograd.Function.apply
-
-
-def recomputed(start: Any) -> bool:
-    """Whether the backward pass would leave the mode of this call.
+def detour(start: Any) -> str | None:
+    """Reason for which the mode of this call does not reach its backward pass or compiled code.
 
     Args:
         start: Frame that entered the mode, or its code.
@@ -215,11 +208,17 @@ def recomputed(start: Any) -> bool:
         # A graph shows no frames: an error breaks it, and the call runs again outside.
         if not torch.is_grad_enabled():
             raise UnsupportedError(RECOMPUTED)
-        return False
-    return any(
-        frame.f_code is _APPLY.__func__.__code__ or frame.f_globals is vars(checkpoint)
-        for frame in _frames_since(start)
-    )
+        return None
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and start not in (frame, frame.f_code):
+        module = frame.f_globals["__name__"]
+        if module in ("torch.utils.checkpoint", "torch.autograd.function"):
+            return RECOMPUTED
+        compiler = frame.f_locals.get("self") if module == "torch._dynamo.eval_frame" else None
+        if type(compiler).__name__ == "OptimizeContext":
+            return _COMPILED
+        frame = frame.f_back
+    return None
 
 
 def compiler_stance(stance: str) -> AbstractContextManager[Any]:
@@ -253,12 +252,10 @@ class AttentionMode(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             if options.get("need_weights", True):
                 self.unreached(WEIGHTS_ASKED)
-            # Callers of the function may name its arguments.
-            query, key = (*args, *(options[name] for name in ("query", "key")[len(args) :]))[:2]
-            return _again(self, _same_tensor(query, key), _MULTI_HEAD, *args, **options)
+            return _multi_head(self, *args, **options)
         if torch.compiler.is_compiling() and func is torch.ops.higher_order.tag_activation_checkpoint:
             # A checkpoint in a graph, which turns the mode off for its function.
-            return func(partial(_again, self, None, args[0]), *args[1:], **options)
+            return func(partial(_again, self, args[0]), *args[1:], **options)
         # The compiler cannot follow the method, which calls its parent class, inside a mode.
         return (torch.unflatten if func is Tensor.unflatten else func)(*args, **options)
 
@@ -266,31 +263,35 @@ class AttentionMode(TorchFunctionMode):
 class _Again(TorchFunctionMode):
     """A mode inside its call, where torch turns it off and would see no call of attention."""
 
-    def __init__(self, mode: AttentionMode, same: bool | None) -> None:
+    def __init__(self, mode: AttentionMode, same: bool | None = None) -> None:
         super().__init__()
         self._mode, self._same = mode, same
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), options: Any = None) -> Any:
         if func is SDPA:
-            return self._mode.attend(Call.of(args, options or {}, self._same))
+            return self._mode.attend(Call.of(args, {**(options or {}), "same": self._same}))
         return self._mode.__torch_function__(func, kinds, args, options)
 
 
-def _again(
-    mode: AttentionMode, same: bool | None, function: Callable[..., Any], *args: Any, **options: Any
-) -> Any:
-    with _Again(mode, same):
+def _again(mode: AttentionMode, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with _Again(mode):
         return function(*args, **options)
 
 
+def _multi_head(mode: AttentionMode, query: Tensor, key: Tensor, *args: Any, **options: Any) -> Any:
+    with _Again(mode, _same_tensor(query, key)):
+        return _MULTI_HEAD(query, key, *args, **options)
+
+
 def _same_tensor(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are one, or equal views of one."""
+    """Whether two tensors are one, or equal."""
     if x is y or torch.compiler.is_compiling():
         return True
-    # With `batch_first`, nn.MultiheadAttention transposes a query that is the key twice.
-    same_view = x.shape == y.shape and x.stride() == y.stride()
+    if x.shape != y.shape:
+        return False
     try:
-        return same_view and x.data_ptr() == y.data_ptr()
+        # With `batch_first`, nn.MultiheadAttention transposes a query that is the key twice.
+        return (x.stride() == y.stride() and x.data_ptr() == y.data_ptr()) or torch.equal(x, y)
     except RuntimeError:
         # Tensors inside torch.func.vmap have no address, and exact attention is right for any.
         return False
@@ -351,14 +352,6 @@ class SiteMode(AttentionMode):
         name, number, _ = self._running[-1]
         self._running[-1][1] += 1
         return Site(name, number)
-
-    def detour(self) -> str | None:
-        """Reason for which a backend could not follow the call that is made now."""
-        start = self._running[-1][2]
-        if recomputed(start):
-            return RECOMPUTED
-        callers = {type(frame.f_locals.get("self")).__name__ for frame in _frames_since(start)}
-        return _COMPILED if "OptimizeContext" in callers else None
 
     def _enter_module(self, name: str, module: nn.Module, args: Any) -> None:
         # The caller of the hook calls the forward too.

@@ -28,7 +28,7 @@ from efficient_attn.integrations.intercept.calls import (
     Site,
     SiteMode,
     compiler_stance,
-    recomputed,
+    detour,
     seed_of,
     unsure_modules,
 )
@@ -205,24 +205,24 @@ class SiteSearch(SiteMode):
         outside, site = self.outside, self.next_site()
         self._calls[site] += 1
         q, k = call.query, call.key
-        if site not in self.reasons:
-            self.first[site] = q.shape, k.shape, call.tensors[0].dtype, q.device
+        self.first.setdefault(site, (q.shape, k.shape, call.tensors[0].dtype, q.device))
+        if site not in self.reasons or self._longer(site, k.shape[-2]):
             self.reasons[site] = _OUTSIDE if outside else self._build(site, call)
-        if self.reasons[site] is None and (detour := self.detour()) is not None:
-            self.reasons[site] = detour
-            del self.built[site]
-        backend = self.built.get(site)
-        needs_max = backend is not None and backend.spec.capabilities.needs_max_tokens
-        if backend is not None and needs_max and k.shape[-2] > (backend.problem.max_tokens or 0):
-            del self.built[site]
-            self.reasons[site] = self._build(site, call)
+        self.reasons[site] = self.reasons[site] or detour(self._running[-1][2])
         # Causal queries are positions of the keys, also those of a step of decoding.
-        if backend is not None and not backend.problem.causal:
-            if call.same is False or q.shape[-2] != k.shape[-2]:
+        if self.reasons[site] is None and not self.built[site].problem.causal:
+            if call.crosses:
                 self.crossed.add(site)
-            elif call.same is None and not backend.supports_cross:
+            elif call.same is None and not self.built[site].supports_cross:
                 self.unsure.add(site)
         return call.exact()
+
+    def _longer(self, site: Site, tokens: int) -> bool:
+        """Whether a call is longer than those that the backend of its site was built for."""
+        backend = self.built.get(site)
+        if backend is None or not backend.spec.capabilities.needs_max_tokens:
+            return False
+        return tokens > (backend.problem.max_tokens or 0)
 
     def unreached(self, reason: str) -> None:
         site = self.next_site()
@@ -258,14 +258,10 @@ class SiteSearch(SiteMode):
     def settle(self) -> None:
         """Leave sites exact whose calls have no sure number or keys of another sequence."""
         exact = unsure_modules(self._calls)
-        for site, backend in [*self.built.items()]:
-            if site in self.crossed and not backend.supports_cross:
-                self.reasons[site] = CROSS
-                del self.built[site]
         for site, reason in self.reasons.items():
-            self.reasons[site] = reason or exact.get(site.module)
-            if site.module in exact:
-                self.built.pop(site, None)
+            crosses = site in self.crossed and not self.built[site].supports_cross
+            self.reasons[site] = reason or exact.get(site.module) or (CROSS if crosses else None)
+        self.built = {site: backend for site, backend in self.built.items() if self.reasons[site] is None}
 
     def check(self, *, strict: bool) -> None:
         """Refuse patterns and models without a site, and exact sites if strict."""
@@ -330,7 +326,8 @@ class _Serving(AttentionMode):
 
     def attend(self, call: Call) -> Tensor:
         number, self.number = str(self.number), self.number + 1
-        if self._differentiable and number in self._backends and recomputed(_forward_served.__code__):
+        served = self._differentiable and number in self._backends
+        if served and detour(_forward_served.__code__) == RECOMPUTED:
             site = Site(self._backends.owner, int(number))
             raise UnsupportedError(
                 f"{site} cannot be served: {RECOMPUTED}; an example that shows this leaves the site exact."

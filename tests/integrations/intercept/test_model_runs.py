@@ -68,8 +68,8 @@ class Layer(nn.Module):
 
     def attend(self, q, k, v):
         if self.inner is not None:
-            q = q.transpose(1, 2).flatten(2)
-            return self.inner(q, q, q, need_weights=False)[0].unflatten(-1, (2, 8)).transpose(1, 2)
+            q, k, v = (x.transpose(1, 2).flatten(2) for x in (q, k, v))
+            return self.inner(q, q, k + v, need_weights=False)[0].unflatten(-1, (2, 8)).transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v)
 
     def forward(self, x):
