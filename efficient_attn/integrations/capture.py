@@ -103,6 +103,7 @@ class Capturing(SiteMode):
 
     Attributes:
         sites: Activations by site, in the order of calls.
+        causal: {site: whether its call is causal}.
         left_out: {site: reason} of calls that cannot be stored.
     """
 
@@ -110,7 +111,7 @@ class Capturing(SiteMode):
         super().__init__(model)
         self.sites: dict[Site, Activations] = {}
         self.left_out: dict[Site, str] = {}
-        self._causal: dict[Site, bool] = {}
+        self.causal: dict[Site, bool] = {}
         self._scales: dict[Site, float] = {}
         self._chosen, self._bytes = chosen, 0
 
@@ -140,7 +141,7 @@ class Capturing(SiteMode):
         if self._bytes > MOST_BYTES:
             raise OptionError(f"The activations take more than {show_bytes(MOST_BYTES)}: name fewer layers.")
         self.sites[site] = Activations(q.clone(), k.clone(), v.clone())
-        self._causal[site], self._scales[site] = shown.causal, float(call.factor)
+        self.causal[site], self._scales[site] = shown.causal, float(call.factor)
 
     def captured(self, sites: Mapping[int, str] | None = None) -> Captured:
         """Activations with a layer number for each site.
@@ -166,7 +167,7 @@ class Capturing(SiteMode):
             layers={number: self.sites[site] for number, site in chosen.items()},
             tokens=(),
             scale=scales.pop(),
-            patterns={number: CAUSAL for number, site in chosen.items() if self._causal[site]},
+            patterns={number: CAUSAL for number, site in chosen.items() if self.causal[site]},
             about={
                 "format": FORMAT,
                 "model": type(self._model).__name__ if self._model is not None else "unnamed",

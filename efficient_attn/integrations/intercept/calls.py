@@ -3,8 +3,8 @@
 import sys
 import types
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -224,6 +224,19 @@ def detour(start: Any) -> str | None:
 def compiler_stance(stance: str) -> AbstractContextManager[Any]:
     """Context with a stance of the compiler, whose import would take seconds."""
     return torch.compiler.set_stance(stance) if "torch._dynamo" in sys.modules else nullcontext()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Context without gradients in which all modules are in evaluation."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class AttentionMode(TorchFunctionMode):

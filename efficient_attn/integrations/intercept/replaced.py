@@ -29,6 +29,7 @@ from efficient_attn.integrations.intercept.calls import (
     SiteMode,
     compiler_stance,
     detour,
+    evaluating,
     seed_of,
     unsure_modules,
 )
@@ -125,15 +126,9 @@ def replace(
     if occupied:
         raise OptionError(f"{occupied[0]} serves this model already: undo() it first.")
     search = SiteSearch(model, requests, seed)
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(), search:
-            for run in example if isinstance(example, Sequence) else [example]:
-                run()
-    finally:
-        for module in training:
-            module.training = True
+    with evaluating(model), torch.random.fork_rng(), search:
+        for run in example if isinstance(example, Sequence) else [example]:
+            run()
     search.settle()
     search.check(strict=strict)
     replaced = ReplacedSites(

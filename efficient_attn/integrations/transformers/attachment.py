@@ -6,7 +6,7 @@ saved code is run: backends are looked up by name, tensors read from safetensors
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
+from efficient_attn.integrations.capture import capture
+from efficient_attn.integrations.intercept.calls import evaluating
 from efficient_attn.integrations.masks import CAUSAL, FULL
 from efficient_attn.integrations.plan_files import check_plan, is_plan_file, read_plan
 from efficient_attn.integrations.transformers.assignment import (
@@ -33,7 +35,6 @@ from efficient_attn.integrations.transformers.attend import (
     SUBMODULE,
     attend,
     make_mask,
-    shown_in,
 )
 from efficient_attn.integrations.transformers.caches import needs_state, replace_cache_layer
 from efficient_attn.integrations.transformers.loading import (
@@ -48,9 +49,6 @@ from efficient_attn.integrations.transformers.sites import AttentionSite, find_s
 from efficient_attn.ops.dtypes import upcast
 
 M = TypeVar("M", bound=nn.Module)
-
-# attn_implementation of a call that reads causality alone, and the attribute for it.
-_DRY = "efficient_attn_dry"
 
 # The configuration entry from which `from_pretrained` takes its attention function.
 _FUNCTION = "attn_implementation"
@@ -243,33 +241,18 @@ def observed_sites(model: PreTrainedModel) -> list[AttentionSite]:
     models = [inner for inner in model.modules() if isinstance(inner, PreTrainedModel)]
     model_of = {module: inner for inner in models for module in inner.modules()}
     unsure = {site.module for site in sites if site.kind == "full" and site.pattern == FULL}
+    causal = set()
     for inner in {model_of[module] for module in unsure}:
         if inner.main_input_name == "input_ids":
-            training, restore = [module for module in inner.modules() if module.training], _snapshot(inner)
-            try:
-                # A model that needs other inputs fails.
-                with suppress(Exception), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                    inner.eval().set_attn_implementation(_DRY)
-                    inner(input_ids=torch.zeros(1, 2, dtype=torch.long, device=inner.device))
-            finally:
-                restore()
-                for module in training:
-                    module.training = True
-    causal = {module for module in unsure if vars(module).pop(_DRY, False)}
+            ids = torch.zeros(1, 2, dtype=torch.long, device=inner.device)
+            # A model that needs other inputs fails.
+            with ExitStack() as stack, suppress(Exception), evaluating(inner), capture(inner) as captured:
+                stack.callback(_snapshot(inner))
+                inner.set_attn_implementation("sdpa")
+                inner(input_ids=ids)
+            causal |= {captured.modules[site.module] for site, value in captured.causal.items() if value}
+    causal &= unsure
     return [site._replace(pattern=CAUSAL) if site.module in causal else site for site in sites]
-
-
-def _record_causality(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **arguments: Any
-) -> tuple[Tensor, None]:
-    """Attention function that reads the causality of a call, and whose output has the right shape alone."""
-    shown = shown_in(module, query, key, attention_mask, arguments.get("is_causal"), FULL)
-    vars(module)[_DRY] = shown.pattern == CAUSAL
-    return query.transpose(1, 2)[..., :1].repeat(1, 1, 1, value.shape[-1]), None
-
-
-AttentionInterface.register(_DRY, _record_causality)
-AttentionMaskInterface.register(_DRY, make_mask)
 
 
 def _snapshot(model: PreTrainedModel) -> Callable[[], None]:

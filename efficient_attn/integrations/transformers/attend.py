@@ -283,9 +283,8 @@ def attend(
             "none: load it with from_pretrained(…, attention_dropout=0.0), the name of many configurations; "
             "others are attention_probs_dropout_prob and attn_pdrop."
         )
-    expected = getattr(backend, PATTERN)
-    visible = shown_in(module, query, key, attention_mask, is_causal, expected)
-    _check_pattern(visible.pattern, backend, expected)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    visible = _visible_keys(module, query, key, attention_mask, causal, backend)
     if visible.pattern.causal != backend.problem.causal:
         # Some models choose the causality of exact attention in the call.
         problem = replace(backend.problem, causal=visible.pattern.causal)
@@ -297,43 +296,39 @@ def attend(
     return _run_backend(backend, query, key, value, visible), None
 
 
-def shown_in(
-    module: Any, query: Tensor, key: Tensor, mask: Any, is_causal: bool | None, expected: Pattern
+def _visible_keys(
+    module: Any, query: Tensor, key: Tensor, mask: Any, causal: bool, backend: Backend
 ) -> VisibleKeys:
-    """Visible keys by the mask, or else by the causality of the call, or else of the module."""
+    """Visible keys by the mask, or else by the causality of the call, in the pattern of `attach`."""
+    expected = getattr(backend, PATTERN)
     visible = visible_in(mask, query.shape[0], query.shape[2], key.shape[2], causal=expected == CAUSAL)
-    if visible is not None:
-        return visible
-    if getattr(module, "sliding_window", None) is not None:
+    if visible is None:
+        if getattr(module, "sliding_window", None) is not None:
+            raise UnsupportedError(
+                f"{type(module).__name__} has a sliding window but got no mask; use "
+                "attn_implementation='sdpa'."
+            )
+        visible = VisibleKeys(CAUSAL if causal else FULL, 0, key.shape[2], None)
+    if visible.pattern.irregular is not None:
         raise UnsupportedError(
-            f"{type(module).__name__} has a sliding window but got no mask; use attn_implementation='sdpa'."
-        )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return VisibleKeys(CAUSAL if causal else FULL, 0, key.shape[2], None)
-
-
-def _check_pattern(pattern: Pattern, backend: Backend, expected: Pattern) -> None:
-    """Refuse patterns of no backend, or of another layer. Exact attention has either causality."""
-    if pattern.irregular is not None:
-        raise UnsupportedError(
-            f"This layer reads {pattern}, which no backend supports; use the model's own attention, "
+            f"This layer reads {visible.pattern}, which no backend supports; use the model's own attention, "
             "attn_implementation='sdpa'."
         )
-    either = backend.spec.capabilities.exact and not pattern.sliding
-    if pattern != expected and not either:
+    either = backend.spec.capabilities.exact and not visible.pattern.sliding
+    if visible.pattern != expected and not either:
         raise UnsupportedError(
-            f"This layer reads {pattern}, and its backend was attached to one that reads {expected}; attach "
-            "again if its configuration changed, or use 'exact', which has both causalities, or "
+            f"This layer reads {visible.pattern}, and its backend was attached to one that reads {expected}; "
+            "attach again if its configuration changed, or use 'exact', which has both causalities, or "
             "attn_implementation='sdpa'."
         )
+    return visible
 
 
 def _run_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys) -> Tensor:
     """The output in transformers' layout [batch tokens heads value_dim]."""
     layer = getattr(key, STATE, None)
     if layer is not None:
-        out = layer.extend(backend, query, key, value, visible.text)
-        return out.transpose(1, 2).contiguous()
+        return layer.extend(backend, query, key, value, visible.text).transpose(1, 2).contiguous()
     earlier = visible.keys - query.shape[2]
     dropped = visible.first_key and (visible.pattern.back is None or earlier < visible.pattern.back)
     if dropped or key.shape[2] < visible.keys:
