@@ -5,9 +5,7 @@ when it is used; both are refused.
 """
 
 import hashlib
-import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from efficient_attn.errors import AttentionError, DataError
 from efficient_attn.integrations.transformers.attend import NAME
-from efficient_attn.limits import CONFIG_BYTES, TOKENIZER_BYTES, check_header, open_regular, read_bytes
+from efficient_attn.limits import CONFIG_BYTES, TOKENIZER_BYTES, check_header, read_bytes
 
 _LONGEST_MESSAGE = 200
 
@@ -35,7 +33,7 @@ _NO_LIMIT = 1 << 30
 _MOST_TIMES = 16
 
 # Numbers in configurations for which transformers makes lists before it makes a model.
-_COUNTS = re.compile("layer|num_labels")
+_COUNTS = re.compile(r'(?:layer|num_labels)[^"]*"\s*:\s*(\d+)')
 
 # Endings of files that tokenizers and configurations are read from.
 _TEXTS = (".bpe", ".jinja", ".json", ".model", ".spm", ".tiktoken", ".txt", ".vocab")
@@ -116,10 +114,8 @@ def positions(opened: Opened) -> int | None:
 
 def read_config(path: Path) -> Any:
     with data_errors(f"Cannot load a model from {path}"):
-        pairs: list[tuple[str, Any]] = []
-        json.loads(read_bytes(path / "config.json", CONFIG_BYTES), object_pairs_hook=pairs.extend)
-        counts = [x for name, x in pairs if _COUNTS.search(name) and isinstance(x, int)]
-        if max(counts, default=0) > _stored_size(path)[1]:
+        counts = _COUNTS.findall(read_bytes(path / "config.json", CONFIG_BYTES).decode())
+        if max(map(int, counts), default=0) > _stored_size(path)[1]:
             raise _too_large(path)
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
@@ -248,7 +244,6 @@ def weight_files(path: Path) -> list[Path]:
         check_header(file)
     for file in path.iterdir():
         if file.suffix in _TEXTS and file.exists() and not file.is_dir():
-            with data_errors(f"Cannot read {file}"), open_regular(file) as opened:
-                if opened.seek(0, os.SEEK_END) > TOKENIZER_BYTES:
-                    raise DataError(f"{file} is larger than {TOKENIZER_BYTES} bytes.")
+            with data_errors(f"Cannot read {file}"):
+                read_bytes(file, TOKENIZER_BYTES)
     return weights
