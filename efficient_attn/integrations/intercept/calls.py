@@ -4,7 +4,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -336,24 +336,22 @@ class SiteMode(AttentionMode):
             for name, module in (() if model is None else model.named_modules())
         }
         self._running: list[list[Any]] = [["", 0, None]]
-        self._hooks: list[Any] = []
 
     def __enter__(self) -> Self:
+        self._exit = ExitStack()
         # Hooks see no compiled code.
-        self._stance = compiler_stance("force_eager")
-        self._stance.__enter__()
+        self._exit.enter_context(compiler_stance("force_eager"))
         for name, module in self.modules.items():
             enter = module.register_forward_pre_hook(partial(self._enter_module, name))
             leave = module.register_forward_hook(self._leave_module, always_call=True)
-            self._hooks += [enter, leave]
+            self._exit.callback(enter.remove)
+            self._exit.callback(leave.remove)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._stance.__exit__(*error)
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._exit.close()
 
     @property
     def outside(self) -> bool:

@@ -32,6 +32,8 @@ _NO_LIMIT = 1 << 30
 # Models have up to twice the tensors and numbers of their files, packed weights eight times the numbers.
 _MOST_TIMES = 16
 
+_LARGER = "{}/config.json describes a larger model than its safetensors hold."
+
 # Numbers in configurations for which transformers makes lists before it makes a model.
 _COUNTS = re.compile(r'(?:layer|num_labels)[^"]*"\s*:\s*(\d+)')
 
@@ -115,8 +117,8 @@ def positions(opened: Opened) -> int | None:
 def read_config(path: Path) -> Any:
     with data_errors(f"Cannot load a model from {path}"):
         counts = _COUNTS.findall(read_bytes(path / "config.json", CONFIG_BYTES).decode())
-        if max(map(int, counts), default=0) > _stored_size(path)[1]:
-            raise _too_large(path)
+        if max(map(int, counts), default=0) > _largest(path)[1]:
+            raise DataError(_LARGER.format(path))
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
@@ -170,7 +172,7 @@ def data_errors(what: str) -> Iterator[None]:
 @contextmanager
 def _not_larger(path: Path) -> Iterator[None]:
     """Refuse a model with far more tensors or numbers than its files, before it takes memory."""
-    tensors, numbers = (_MOST_TIMES * count for count in _stored_size(path))
+    tensors, numbers = _largest(path)
 
     def add(module: nn.Module, name: str, parameter: Tensor) -> None:
         nonlocal tensors, numbers
@@ -178,7 +180,7 @@ def _not_larger(path: Path) -> Iterator[None]:
         if parameter.is_meta:
             tensors, numbers = tensors - 1, numbers - parameter.numel()
         if min(tensors, numbers) < 0:
-            raise _too_large(path)
+            raise DataError(_LARGER.format(path))
 
     hook = register_module_parameter_registration_hook(add)
     try:
@@ -187,21 +189,13 @@ def _not_larger(path: Path) -> Iterator[None]:
         hook.remove()
 
 
-def _stored_size(path: Path) -> tuple[int, int]:
-    """Number of tensors in the safetensors of a folder, and of their entries, by their headers."""
-    counts = []
+def _largest(path: Path) -> tuple[int, int]:
+    """Most tensors and numbers of a model with the safetensors of a folder, by their headers."""
+    sizes = []
     for file in path.glob("model*.safetensors"):
         with safe_open(file, framework="pt") as opened:
-            counts += [math.prod(opened.get_slice(name).get_shape()) for name in opened.keys()]  # noqa: SIM118
-    return len(counts), sum(counts)
-
-
-def _too_large(path: Path) -> DataError:
-    tensors, numbers = _stored_size(path)
-    return DataError(
-        f"{path}/config.json describes a larger model than its safetensors, which hold {tensors} tensors of "
-        f"{numbers} numbers."
-    )
+            sizes += [math.prod(opened.get_slice(name).get_shape()) for name in opened.keys()]  # noqa: SIM118
+    return _MOST_TIMES * len(sizes), _MOST_TIMES * sum(sizes)
 
 
 @contextmanager

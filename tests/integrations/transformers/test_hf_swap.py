@@ -230,7 +230,8 @@ def a_device(path):
     (path / "tokenizer.json").symlink_to(os.devnull)
 
 
-LARGER = "describes a larger model than its safetensors, which hold"
+TEN_BYTES = b"\2" + bytes(7) + b"{}"
+LARGER = "describes a larger model than its safetensors hold"
 STRANGE = '{"model_type": "strange", "auto_map": {"AutoConfig": "modeling.Strange"}}'
 
 
@@ -243,7 +244,7 @@ STRANGE = '{"model_type": "strange", "auto_map": {"AutoConfig": "modeling.Strang
         (only_a_pickle, r"no model\.safetensors, .* pickles, which can run code"),
         (lambda path: (path / "config.json").write_text(STRANGE), "Cannot load a model"),
         (lambda path: (path / "config.json").write_text(" " * (1 << 22) + "{}"), "is larger than"),
-        (lambda path: (path / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}"), LARGER),
+        (lambda path: (path / "model.safetensors").write_bytes(TEN_BYTES), LARGER),
         # Before transformers makes lists of as many entries, modules, or tensors of such a size.
         (config(num_hidden_layers=1 << 40), LARGER),
         (config(inner={"num_labels": 1 << 40}), LARGER),
