@@ -192,6 +192,14 @@ def test_no_mask_is_a_mask_of_ones():
     assert torch.equal(chat(model, StateCache(model), None, ones, None), expected)
 
 
+@torch.no_grad()
+def test_a_mask_hides_tokens_that_were_read_without_one():
+    model, masks = attach(llama().double(), "exact"), (None, masks_of_turns()[1])
+    caches = DynamicCache(config=model.config), StateCache(model)
+    expected, actual = (chat(model, cache, *masks, steps=((9, 12), (17, 18))) for cache in caches)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.compile
 @torch.no_grad()
 def test_a_compiled_model_follows_a_mask_and_refuses_another_one_over_the_past():
