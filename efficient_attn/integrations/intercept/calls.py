@@ -91,13 +91,22 @@ class Call:
 
     def shown_keys(self) -> ShownKeys | str:
         """Visible keys, or the reason why no backend serves the call."""
-        if self.refusal is not None:
-            return self.refusal
+        if self.query.is_nested:
+            return "its tensors are nested"
+        q_tokens, k_tokens = self.query.shape[-2], self.key.shape[-2]
+        tensors = (self.query, self.key, self.value)
+        if any(x.ndim != 4 or x.shape[0] != tensors[0].shape[0] for x in tensors):
+            return "its tensors are not [batch heads tokens dim] with one batch size"
+        if self.attn_mask is not None and self.attn_mask.requires_grad:
+            return "its mask is learned (it requires a gradient)"
+        if self.dropout_p:
+            return f"it drops attention weights (dropout_p={self.dropout_p:g})"
+        if self.is_causal and q_tokens != k_tokens:
+            return f"is_causal aligns {q_tokens} queries with the first of {k_tokens} keys"
         if self.attn_mask is None:
             return ShownKeys(None, causal=self.is_causal)
         if torch.compiler.is_compiling() and not isinstance(self.attn_mask, CausalBias):
             raise UnsupportedError(IN_COMPILED_CODE)
-        q_tokens, k_tokens = self.query.shape[-2], self.key.shape[-2]
         shown = read_mask(self.attn_mask, batch=self.query.shape[0], q_tokens=q_tokens, k_tokens=k_tokens)
         return shown if isinstance(shown, str) else shown._replace(causal=shown.causal or self.is_causal)
 
@@ -140,23 +149,6 @@ class Call:
     def crosses(self) -> bool:
         """Whether queries and keys are of two sequences, unless they are causal."""
         return self.same is False or self.query.shape[-2] != self.key.shape[-2]
-
-    @property
-    def refusal(self) -> str | None:
-        """Reason for which no backend serves the call, apart from its mask."""
-        if self.query.is_nested:
-            return "its tensors are nested"
-        q_tokens, k_tokens = self.query.shape[-2], self.key.shape[-2]
-        tensors = (self.query, self.key, self.value)
-        if any(x.ndim != 4 or x.shape[0] != tensors[0].shape[0] for x in tensors):
-            return "its tensors are not [batch heads tokens dim] with one batch size"
-        if self.attn_mask is not None and self.attn_mask.requires_grad:
-            return "its mask is learned (it requires a gradient)"
-        if self.dropout_p:
-            return f"it drops attention weights (dropout_p={self.dropout_p:g})"
-        if self.is_causal and q_tokens != k_tokens:
-            return f"is_causal aligns {q_tokens} queries with the first of {k_tokens} keys"
-        return None
 
 
 class Site(NamedTuple):

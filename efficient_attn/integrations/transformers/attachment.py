@@ -236,22 +236,19 @@ def observed_sites(model: PreTrainedModel) -> list[AttentionSite]:
 
     Text models whose modules seem bidirectional run once, on two tokens.
     """
-    sites = find_sites(model)
-    # The innermost model of a module comes last.
-    models = [inner for inner in model.modules() if isinstance(inner, PreTrainedModel)]
-    model_of = {module: inner for inner in models for module in inner.modules()}
+    sites, causal = find_sites(model), set()
     unsure = {site.module for site in sites if site.kind == "full" and site.pattern == FULL}
-    causal = set()
-    for inner in {model_of[module] for module in unsure}:
-        if inner.main_input_name == "input_ids":
+    # Parts of a model come first; a model that needs other inputs fails.
+    for inner in reversed([x for x in model.modules() if isinstance(x, PreTrainedModel)]):
+        if inner.main_input_name == "input_ids" and unsure.intersection(inner.modules()):
             ids = torch.zeros(1, 2, dtype=torch.long, device=inner.device)
-            # A model that needs other inputs fails.
             with ExitStack() as stack, suppress(Exception), evaluating(inner), capture(inner) as captured:
                 stack.callback(_snapshot(inner))
                 inner.set_attn_implementation("sdpa")
                 inner(input_ids=ids)
-            causal |= {captured.modules[site.module] for site, value in captured.causal.items() if value}
-    causal &= unsure
+            calls = {captured.modules[site.module]: value for site, value in captured.causal.items()}
+            causal |= {module for module in unsure if calls.get(module)}
+            unsure -= calls.keys()
     return [site._replace(pattern=CAUSAL) if site.module in causal else site for site in sites]
 
 
