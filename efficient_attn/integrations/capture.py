@@ -130,11 +130,11 @@ class Capturing(SiteMode):
         self.left_out.setdefault(self.next_site(), reason)
 
     def _store(self, site: Site, call: Call, shown: ShownKeys) -> None:
-        q, k, v = (tensor[:1].detach() for tensor in call.tensors)
-        if shown.key_mask is not None:
-            ends = None if shown.ends is None else shown.ends[:1]
-            k, v, key_mask = keys_to_last_query(k, v, shown.key_mask[:1], ends)
-            real = key_mask[0] if key_mask is not None else k.new_ones(k.shape[2], dtype=torch.bool)
+        q, k, v = call.tensors
+        k, v, key_mask = keys_to_last_query(k, v, shown.key_mask, shown.ends)
+        q, k, v = (tensor[:1].detach() for tensor in (q, k, v))
+        if key_mask is not None:
+            real = key_mask[0]
             q = q[..., real[-q.shape[2] :], :] if shown.causal or q.shape[2] == k.shape[2] else q
             k, v = k[..., real, :], v[..., real, :]
         self._bytes += sum(_HALF_BYTES * tensor.numel() for tensor in (q, k, v))
