@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 Call = Callable[[], object]
 Clock = Callable[[Call], float]
@@ -36,26 +35,17 @@ _WARM_UP_S = 0.025
 _CYCLES_PER_S = 4e9
 
 
-def _nothing(*results: object) -> None:
-    """Neither prepare a call nor look at its result."""
-
-
-def clock(
-    device: str, threads: int = 1, *, before: Call = _nothing, after: Callable[[Any], None] = _nothing
-) -> Clock:
+def clock(device: str, threads: int = 1) -> Clock:
     """A function that makes one call and returns its duration in seconds, including the device's work.
 
     Args:
         threads: Number of torch threads on the CPU; of one, the duration is processor time of the process.
-        before: Untimed preparation of each call.
-        after: Untimed function of its result.
     """
     if device.startswith("cuda"):
-        return partial(_time_on_cuda, device=device, before=before, after=after)
+        return partial(_time_on_cuda, device=device)
     # The processor time of Windows is too coarse.
     alone = threads == 1 and os.name == "posix"
-    counter = time.process_time if alone else time.perf_counter
-    return partial(_time_on_cpu, counter=counter, before=before, after=after)
+    return partial(_time_on_cpu, counter=time.process_time if alone else time.perf_counter)
 
 
 def warm_up(call: Call, time_call: Clock, *, limit_s: float, first: Call | None = None) -> float:
@@ -76,21 +66,16 @@ def sample(call: Call, time_call: Clock, *, seconds: float, least: int, most: in
     return tuple(times_s)
 
 
-def _time_on_cpu(
-    call: Call, *, counter: Callable[[], float], before: Call, after: Callable[[Any], None]
-) -> float:
-    before()
+def _time_on_cpu(call: Call, *, counter: Callable[[], float]) -> float:
     start = counter()
     # The result is kept alive until the clock is read, to exclude the deallocation.
     result = call()
     stop = counter()
-    after(result)
+    del result
     return stop - start
 
 
-def _time_on_cuda(
-    call: Call, *, device: str, before: Call = _nothing, after: Callable[[Any], None] = _nothing
-) -> float:
+def _time_on_cuda(call: Call, *, device: str) -> float:
     """Duration between two events on the device's current stream, after all earlier work has finished.
 
     The L2 cache is not flushed between calls, so that inputs are cached as in a model, where projections have
@@ -101,13 +86,12 @@ def _time_on_cuda(
     # Events and streams belong to the current device, which may differ from the measured one.
     with torch.cuda.device(device):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before()
         torch.cuda.synchronize()
         start.record()
         result = call()
         stop.record()
         stop.synchronize()
-    after(result)
+    del result
     return float(start.elapsed_time(stop)) / 1000
 
 
@@ -118,7 +102,7 @@ class QueuedCalls:
         before: Untimed preparation of each call.
     """
 
-    def __init__(self, call: Call, device: str, before: Call = _nothing) -> None:
+    def __init__(self, call: Call, device: str, before: Call) -> None:
         import torch
 
         self._call, self._device, self._before = call, device, before
@@ -136,7 +120,8 @@ class QueuedCalls:
             enqueue_s.append(time.perf_counter() - before_s)
 
         while worked_s < _WARM_UP_S:
-            worked_s += _time_on_cuda(flushed_call, device=self._device, before=self._before)
+            self._before()
+            worked_s += _time_on_cuda(flushed_call, device=self._device)
         # The first calls may allocate; a call that is interrupted lasts longer than it needs.
         self._enqueue_s = min(enqueue_s)
 

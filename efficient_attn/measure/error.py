@@ -193,14 +193,9 @@ class WrongOutputError(Exception):
 
 
 @contextmanager
-def outputs_checked(*modules: nn.Module, check: Callable[..., None] | None = None) -> Iterator[None]:
-    """Check all outputs of the backends in the modules, or of modules that are backends, within the block.
-
-    Args:
-        check: Function of backend, arguments, keywords and output; None: `check_call`.
-    """
-    check = check or check_call
-    hooks = [part.register_forward_hook(check, with_kwargs=True) for part in backends_in(*modules)]
+def outputs_checked(*modules: nn.Module) -> Iterator[None]:
+    """Check all outputs of the backends in the modules, or of modules that are backends, within the block."""
+    hooks = [part.register_forward_hook(check_call, with_kwargs=True) for part in backends_in(*modules)]
     try:
         yield
     finally:

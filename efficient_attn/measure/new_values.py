@@ -1,9 +1,11 @@
 """New values of the inputs before each timed call, and a check of the last result on its values."""
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +14,16 @@ from efficient_attn.measure import memory
 from efficient_attn.measure.error import (
     WrongOutputError,
     backends_in,
+    check_call,
     exact_output,
-    outputs_checked,
     random_positions,
     relative_error,
 )
 from efficient_attn.measure.record import DECODED, Case
 
 Call = Callable[[], Any]
+# Backends, their inputs and their outputs.
+Calls = list[tuple[Any, list[Tensor], Tensor]]
 
 # Number of a write of new values, so that no two calls of a process have the same.
 _NUMBERS = itertools.count(1)
@@ -32,25 +36,6 @@ _CHANGE, _STEP, _PATTERNS = 0.01, 0.6180339887, 64
 _COMPARED, _FACTOR, _ROUNDING, _SCATTER, _TRIALS = 64, 1.5, 8, 10, 3
 
 
-class _Output(NamedTuple):
-    """Rows of the first head, their error, and the error of a repeated call on copies of the inputs."""
-
-    error: float
-    rows: Tensor
-    repeated: float = math.inf
-
-
-@torch.no_grad()
-def _output(backend: Any, inputs: Sequence[Tensor], output: Any, again: Tensor | None = None) -> _Output:
-    q, k, v = (x[:1, :1] for x in inputs)
-    rows = random_positions(q.shape[2], min(_COMPARED, q.shape[2]), torch.Generator().manual_seed(0))
-    rows, problem = rows.to(q.device), backend.problem
-    exact = exact_output(q, k, v, scale=problem.factor, causal=problem.causal, rows=rows)
-    shown = output.detach()[:1, :1, rows]
-    repeated = math.inf if again is None else relative_error(again[:1, :1, rows], exact)
-    return _Output(relative_error(shown, exact), shown, repeated)
-
-
 class Values:
     """New values in the storage of the inputs before each timed call, and a check of its result.
 
@@ -61,114 +46,108 @@ class Values:
     def __init__(
         self, case: Case, module: nn.Module, call: Call, tensors: list[Tensor], sources: list[Tensor]
     ) -> None:
-        self._module, self._call, self._sources = module, call, sources
-        self._decoded = case.execution == DECODED
+        self._module, self._call = module, call
         # The result is the output of the only backend.
         self._alone = case.of == "attention" and not case.backward
-        self._tensors = [x[:, :, -1:] for x in tensors] if self._decoded else tensors
+        rows = slice(-1 if case.execution == DECODED else None, None)
+        self._tensors, self._sources = ([x[..., rows, :] for x in inputs] for inputs in (tensors, sources))
         generator = torch.Generator().manual_seed(case.seed)
         signs = torch.randint(2, (_PATTERNS, tensors[-1].shape[-1]), generator=generator) * 2 - 1
         self._signs, self._number = signs.to(tensors[-1]), 0
-        self._first: list[_Output] = []
-        self._floor = _ROUNDING * torch.finfo(self._signs.dtype).eps
-
-    def _products(self) -> Iterator[tuple[Tensor, Any]]:
-        """Entries of the sources and their factor, for each of the tensors."""
-        scale = 1 + _CHANGE * (2 * (self._number * _STEP % 1) - 1)
-        for x, source in zip(self._tensors, self._sources, strict=True):
-            # A decoded token is another one of the sequence each time.
-            start = self._number % (source.shape[-2] - x.shape[-2] + 1)
-            last = source is self._sources[-1]
-            factor = self._signs[self._number % _PATTERNS] * scale if last else scale
-            yield source[..., start : start + x.shape[-2], :], factor
+        self._rounding = _ROUNDING * torch.finfo(self._signs.dtype).eps
 
     @torch.no_grad()
+    def _values(self, written: Sequence[Tensor | None]) -> list[Tensor]:
+        """Present values of the inputs, in the tensors to be written if there are any."""
+        scale = 1 + _CHANGE * (2 * (self._number * _STEP % 1) - 1)
+        factors = [scale] * (len(written) - 1) + [scale * self._signs[self._number % _PATTERNS]]
+        products = zip(self._sources, factors, written, strict=True)
+        return [torch.mul(x, factor, out=out) for x, factor, out in products]
+
     def renew(self) -> None:
         """Write new values into the inputs, on the current stream of their device."""
         self._number = next(_NUMBERS)
-        for x, (source, factor) in zip(self._tensors, self._products(), strict=True):
-            torch.mul(source, factor, out=x)
+        self._values(self._tensors)
 
     def first(self, checked: Call) -> object:
         """Make the first call; later ones are compared with it."""
-        if self._alone:
-            result = checked()
-            self._first = [self._alone_output(result)]
-        else:
-            result, self._first = self._compared(checked)
-            self._result = next(memory.tensors_in(result)).clone()
+        result, calls = self._observed(checked)
+        self._outputs, self._errors = _outputs(result, calls), [_error(*call) for call in calls]
         return result
 
-    def verify(self, result: object) -> str | None:
+    def verify(self, result: Any) -> str | None:
         """Remark on the last timed call.
 
         Raises:
             WrongOutputError: If its output errs more on these values than it should, or has not changed.
         """
-        pairs = zip(self._tensors, self._products(), strict=True)
-        changed = any(not torch.equal(x, part * factor) for x, (part, factor) in pairs)
-        wrong = self._differs([self._alone_output(result)]) if self._alone else self._disagrees(result)
+        values = self._values([None] * len(self._tensors))
+        changed = not all(map(torch.equal, self._tensors, values))
+        again, calls = result, [(self._module, values, result)]
+        if not self._alone:
+            again, calls = self._observed(self._call)
+        # Decoding calls no forward.
+        wrong = self._is_wrong(again, calls[: len(self._errors)])
+        distance = _distance(result, again)
+        differs = distance > self._rounding and distance > _SCATTER * _distance(self._call(), again)
         # An output that is drawn in each call may err more once.
-        for _ in range(_TRIALS if self._alone and wrong else 0):
+        for _ in range(_TRIALS if wrong and self._alone else 0):
             self.renew()
-            wrong = wrong and self._differs([self._alone_output(self._call())])
-        if wrong:
+            wrong = wrong and self._is_wrong(*self._observed(self._call))
+        if wrong or differs:
             raise WrongOutputError(
-                "the output is not that of the inputs, which get new values in place before each call: its "
-                f"error is {self._last.error:.2g}, and was {self._first[0].error:.2g} in the first call."
+                "the output is not that of the inputs, which get new values in place before each call."
             )
         return "the call changes its inputs" if changed else None
 
-    def _disagrees(self, result: object) -> bool:
-        """Whether a call on the same values has another result, or its attention errs more than on copies."""
-        again, outputs = self._compared(self._call, repeat=True)
-        first = next(memory.tensors_in(again))
+    def _is_wrong(self, result: Any, calls: Calls) -> bool:
+        """Whether an output is that of the first call, or errs more than it should."""
         # Gradients may be zero, of a single token for one.
-        if self._differs(outputs) or (torch.equal(first, self._result) and first.any()):
+        pairs = zip(self._outputs, _outputs(result, calls), strict=True)
+        if any(torch.equal(first, last) and last.any() for first, last in pairs):
             return True
-        distance = _distance(result, again)
-        return distance > self._floor and distance > _SCATTER * _distance(self._call(), again)
-
-    def _differs(self, outputs: Sequence[_Output]) -> bool:
-        """Whether an output errs more than it should, or is that of the first call."""
-        for first, last in zip(self._first, outputs, strict=True):
-            self._last = last
+        for (backend, inputs, output), first in zip(calls, self._errors, strict=True):
+            error = _error(backend, inputs, output)
+            limit = first
             # Errors of attention alone are equal for all values, unless its denominators are near zero.
-            limit = first.error if self._alone and first.error < 1 else last.repeated
-            if last.error > _FACTOR * limit + self._floor or torch.equal(first.rows, last.rows):
+            if error > _FACTOR * first and (not self._alone or first >= 1):
+                limit = _error(backend, inputs, backend(*(x.clone() for x in inputs)))
+            if error > _FACTOR * limit + self._rounding:
                 return True
         return False
 
-    def _alone_output(self, result: Any) -> _Output:
-        if self._decoded:
-            # Errors of single tokens differ.
-            return _Output(0.0, result.clone())
-        return _output(self._module, [part * factor for part, factor in self._products()], result)
+    def _observed(self, call: Call) -> tuple[Any, Calls]:
+        """Result of a call, and the calls of backends in it."""
+        calls: Calls = []
 
-    def _compared(self, call: Call, *, repeat: bool = False) -> tuple[object, list[_Output]]:
-        """Result of a call, and the output of each backend in it."""
-        backends = backends_in(self._module)
-        again: list[Tensor | None] = [None] * len(backends)
-        inputs: list[list[Tensor]] = []
-        outputs: list[Tensor] = []
+        def forward(backend: Any, original: Callable[..., Any], *inputs: Tensor, **named: Any) -> Tensor:
+            # A function may write into its inputs, and later into the buffer of its output.
+            copies = [x.detach().clone() for x in inputs]
+            output: Tensor = original(*inputs, **named)
+            check_call(backend, inputs, named, output)
+            calls.append((backend, copies, output.detach().clone()))
+            return output
 
-        def before(backend: nn.Module, args: Sequence[Tensor]) -> None:
-            # A function may write into its inputs.
-            inputs.append([x.detach().clone() for x in args])
+        with ExitStack() as stack:
+            for backend in backends_in(self._module):
+                observed = partial(forward, backend, backend.forward)
+                stack.enter_context(mock.patch.object(backend, "forward", observed))
+            return call(), calls
 
-        def after(backend: nn.Module, args: Any, named: Any, output: Tensor) -> None:
-            outputs.append(output.detach())
 
-        hooks = [backend.register_forward_pre_hook(before) for backend in backends]
-        with outputs_checked(self._module, check=after):
-            result = call()
-        for hook in hooks:
-            hook.remove()
-        if repeat:
-            pairs = zip(backends, inputs, strict=True)
-            with torch.no_grad():
-                again = [backend(*(x.clone() for x in args)) for backend, args in pairs]
-        return result, list(map(_output, backends, inputs, outputs, again))
+def _outputs(result: Any, calls: Calls) -> list[Tensor]:
+    """First tensor of a result, and outputs of backends."""
+    return [next(memory.tensors_in(result)).clone(), *(output for *_, output in calls)]
+
+
+@torch.no_grad()
+def _error(backend: Any, inputs: Sequence[Tensor], output: Tensor) -> float:
+    """Error of rows of the first head."""
+    q, k, v = (x[:1, :1] for x in inputs)
+    rows = random_positions(q.shape[2], min(_COMPARED, q.shape[2]), torch.Generator().manual_seed(0))
+    rows, problem = rows.to(q.device), backend.problem
+    exact = exact_output(q, k, v, scale=problem.factor, causal=problem.causal, rows=rows)
+    return relative_error(output[:1, :1, rows], exact)
 
 
 def _distance(results: Any, references: Any) -> float:

@@ -69,6 +69,10 @@ def time_of(
         values: New values of the inputs before each call; None: a call has the same inputs each time.
     """
     results: list[object] = []
+    time_call = clock.clock(case.device, case.threads)
+
+    def timed() -> None:
+        results.append(call())
 
     def renew() -> None:
         # The last result is given back before the next call, as without new values.
@@ -76,8 +80,11 @@ def time_of(
         if values is not None:
             values.renew()
 
-    time_call = clock.clock(case.device, case.threads, before=renew, after=results.append)
-    last_s = clock.warm_up(call, time_call, limit_s=seconds, first=first)
+    def renewed(call: Call) -> float:
+        renew()
+        return time_call(call)
+
+    last_s = clock.warm_up(timed, renewed, limit_s=seconds, first=first)
     times_s: tuple[float, ...] = (last_s,)
     on_cuda = case.device.startswith("cuda")
     if on_cuda:
@@ -85,7 +92,7 @@ def time_of(
         queued.warm_up()
     if on_cuda or last_s < once_s:
         most = _MOST_CALLS_ON_CUDA if on_cuda else _MOST_CALLS
-        times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=most)
+        times_s = clock.sample(timed, renewed, seconds=seconds, least=least, most=most)
     remark = None if values is None else values.verify(*results)
     device_times_s = queued.times(len(times_s)) if on_cuda and case.l2 is not None else None
     sizes = (len(times_s),)

@@ -3,7 +3,6 @@
 import os
 import time
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -146,8 +145,12 @@ def device(monkeypatch):
     return Device(monkeypatch)
 
 
-def queued(device, kind, count, **settings):
-    calls = QueuedCalls(device.call(*kind), "cuda:1", **settings)
+def nothing():
+    pass
+
+
+def queued(device, kind, count, before=nothing):
+    calls = QueuedCalls(device.call(*kind), "cuda:1", before)
     calls.warm_up()
     device.told.clear()
     return calls.times(count)
@@ -162,18 +165,18 @@ def test_cold_calls_are_queued_in_the_order_of_do_bench_behind_a_spinning_kernel
     assert clock("cuda")(device.call(*MANY)) == pytest.approx(60 * 6e-6 + 2e-6)
 
 
-def test_a_preparation_is_untimed_and_precedes_the_wait_for_the_device_and_the_spinning_kernel(device):
-    prepare = partial(device.told.append, "prepare")
+def test_a_preparation_is_untimed_and_precedes_the_spinning_kernel(device):
+    def prepare():
+        device.told.append("prepare")
+        device.work(7.0)
+
     assert queued(device, SHORT, 2, before=prepare) == pytest.approx([20e-6] * 2)
     assert device.told == [*["prepare", "spin", "flush", "event", "call", "event"] * 2, "synchronise"]
-    calls = []
-    clock("cpu", before=partial(calls.append, 1), after=calls.append)(partial(calls.append, 2))
-    assert calls == [1, 2, None]
 
 
 @pytest.mark.parametrize(("kind", "each_s"), [(SHORT, FLUSH_S + 20e-6), ((1, 3.0, 0.0), 3.0)])
 def test_a_warm_up_is_25_ms_of_device_work_and_no_more_calls_than_that_takes(device, kind, each_s):
-    QueuedCalls(device.call(*kind), "cuda").warm_up()
+    QueuedCalls(device.call(*kind), "cuda", nothing).warm_up()
     calls = device.told.count("call")
     assert (calls - 1) * each_s < 0.025 <= calls * each_s
 
