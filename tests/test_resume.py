@@ -111,6 +111,7 @@ def test_a_file_with_damaged_lines_is_set_aside_and_their_rows_alone_are_measure
     (aside,) = (folder / "out").glob("records.jsonl.damaged-*")
     assert aside.read_bytes() == damaged and path.read_bytes().startswith(b"".join(whole))
     assert [note for note in results.notes if f"set aside as {aside.name}" in note]
+    assert [note for note in results.notes if "Damaged lines left out of records.jsonl: 1." in note]
     assert keys(results.records) == keys(wanted.records) == keys(read("out").records)
 
 

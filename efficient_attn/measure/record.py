@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
+from statistics import quantiles
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
@@ -204,9 +205,8 @@ class Reading(NamedTuple):
 
     def notes(self, name: str) -> list[str]:
         """Sentences on the lines that were left out."""
-        count, first = len(self.damaged), next(iter(self.damaged.values()), "")
-        lines = "1 damaged line is" if count == 1 else f"{count} damaged lines are"
-        damaged = [f"{lines} left out of {name}: {first}"] if count else []
+        reasons = list(self.damaged.values())
+        damaged = [f"Damaged lines left out of {name}: {len(reasons)}. {reasons[0]}"] if reasons else []
         return [*damaged, *[f"The last line of {name} was cut off and is left out."] * self.torn]
 
 
@@ -229,28 +229,26 @@ def _finite(value: Any) -> bool:
 
 def thinned(record: Record) -> Record:
     """Copy with quantiles of the samples of each round that has more; medians stay as they are."""
-    if not record.round_sizes or max(record.round_sizes) <= _QUANTILES:
+    sizes = record.round_sizes or ()
+    if max(sizes, default=0) <= _QUANTILES:
         return record
-    starts = [0, *itertools.accumulate(record.round_sizes)]
-    rounds = list(itertools.pairwise(starts))
+    rounds = list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
     samples = {
-        name: tuple(time_s for start, stop in rounds for time_s in _quantiles(times_s[start:stop]))
+        name: tuple(x for start, stop in rounds for x in _quantiles(times_s[start:stop])) or None
         for name in ("times_s", "device_times_s")
-        if (times_s := getattr(record, name)) is not None
+        for times_s in [getattr(record, name) or ()]
     }
-    sizes = tuple(min(size, _QUANTILES) for size in record.round_sizes)
-    note = f"at most {_QUANTILES} quantiles of the {starts[-1]} calls of a row stand for each round"
-    reason = "; ".join(filter(None, [record.reason, note]))
+    note = f"at most {_QUANTILES} quantiles of the {sum(sizes)} calls of a row stand for each round"
+    reason = note if record.reason is None else f"{record.reason}; {note}"
+    sizes = tuple(min(size, _QUANTILES) for size in sizes)
     return replace(record, reason=reason, round_sizes=sizes, **samples)
 
 
 def _quantiles(times_s: Sequence[float]) -> Sequence[float]:
-    """Quantiles in equal steps from the smallest to the largest, by linear interpolation."""
     if len(times_s) <= _QUANTILES:
         return times_s
-    ordered, places = sorted(times_s), ((len(times_s) - 1) * n / (_QUANTILES - 1) for n in range(_QUANTILES))
-    pairs = ((ordered[int(x)], ordered[min(int(x) + 1, len(ordered) - 1)], x % 1) for x in places)
-    return [low * (1 - share) + high * share for low, high, share in pairs]
+    inner = quantiles(times_s, n=_QUANTILES - 1, method="inclusive")
+    return [min(times_s), *inner, max(times_s)]
 
 
 def append(path: str | Path, record: Record) -> Record:
@@ -343,8 +341,8 @@ def read(path: str | Path) -> Reading:
         except DataError as error:
             damaged[number] = str(error)
             if len(damaged) > _MOST_DAMAGED:
-                break
-    if damaged and (not records or len(damaged) > _MOST_DAMAGED):
+                raise
+    if damaged and not records:
         raise DataError(next(iter(damaged.values())))
     return Reading(tuple(records), torn=bool(rest.strip()), damaged=damaged)
 

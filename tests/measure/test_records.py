@@ -73,10 +73,10 @@ def test_damaged_lines_are_left_out_by_their_number_unless_they_are_all(tmp_path
     reading = read(path)
     assert reading.records == (RECORD,) * 3 and list(reading.damaged) == [2, 4]
     damaged, torn = ea.read(path).notes
-    assert "2 damaged lines are left out of records.jsonl: " in damaged and "line 2 is no record" in damaged
+    assert "Damaged lines left out of records.jsonl: 2. " in damaged and "line 2 is no record" in damaged
     assert torn == "The last line of records.jsonl was cut off and is left out."
     monkeypatch.setattr("efficient_attn.measure.record._MOST_DAMAGED", 1)
-    with pytest.raises(DataError, match="line 2 is no record"):
+    with pytest.raises(DataError, match="line 4 is no record"):
         read(path)
 
 
