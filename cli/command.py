@@ -4,7 +4,6 @@ import inspect
 import json
 import signal
 import sys
-import threading
 import time
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
@@ -99,7 +98,6 @@ def command_of(study: Study) -> Callable[..., None]:
         if not quiet and limit_s is not None:
             console.say(f"{points} points; measuring ends within {show_seconds(limit_s)} (--budget).")
         # Text that a backend prints goes to stderr: stdout holds the results alone.
-        complete = True
         with nullcontext() if quiet else console.live_bar(points) as progress, redirect_stdout(sys.stderr):
             try:
                 results = run_plan(
@@ -113,11 +111,10 @@ def command_of(study: Study) -> Callable[..., None]:
                     progress=progress,
                 )
             except IncompleteError as ending:
-                results, complete = ending.results, False
+                results = ending.results
         if open_page:
             webbrowser.open((folder / REPORT).resolve().as_uri())
-        code = exit_code(results, options.get("backends"), complete=complete)
-        finish(results, code, folder=folder, as_json=as_json, quiet=quiet)
+        finish(results, options.get("backends"), folder=folder, as_json=as_json, quiet=quiet)
 
     signature: list[tuple[str, Any, Any]] = [
         ("context", typer.Context, inspect.Parameter.empty),
@@ -150,9 +147,8 @@ def _alarm(budget_s: float | None) -> Iterator[None]:
     def refuse(*_: Any) -> NoReturn:
         raise OptionError("The budget ended before anything was measured; raise --budget.")
 
-    # Only the main thread has signals, and Windows no alarm.
-    main = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
-    if budget_s is None or not main:
+    # Windows has no alarm.
+    if budget_s is None or not hasattr(signal, "setitimer"):
         yield
         return
     before = signal.signal(signal.SIGALRM, refuse)
@@ -202,8 +198,14 @@ def _points(plan: Any) -> Any:
     return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(plan.notes))
 
 
-def finish(results: Any, code: int, *, folder: Path, as_json: bool, quiet: bool = False) -> NoReturn:
-    """Print the results, last the conclusion and the path of the page, and exit with the code."""
+def finish(
+    results: Any, named: Sequence[str] | None, *, folder: Path, as_json: bool, quiet: bool = False
+) -> NoReturn:
+    """Print the results, last the conclusion and the path of the page, and exit with the code of the outcome.
+
+    Args:
+        named: Requested backends; None for the default selection.
+    """
     from efficient_attn.report.files import REPORT
 
     if as_json:
@@ -218,7 +220,7 @@ def finish(results: Any, code: int, *, folder: Path, as_json: bool, quiet: bool 
     page = folder / REPORT
     # With JSON, stdout holds the document alone.
     console.put(folder if quiet or as_json or not page.exists() else page, err=as_json)
-    raise typer.Exit(code)
+    raise typer.Exit(exit_code(results, named))
 
 
 def document(results: Any) -> dict[str, Any]:
@@ -234,15 +236,11 @@ def document(results: Any) -> dict[str, Any]:
     }
 
 
-def exit_code(results: Any, named: Sequence[str] | None, *, complete: bool = True) -> int:
+def exit_code(results: Any, named: Sequence[str] | None) -> int:
     """Exit code of the outcome.
 
     Refusals and skips of a default selection are expected, and so is the refusal of some inputs, such as
     causal ones, by a backend that is measured on others.
-
-    Args:
-        named: Requested backends; None for the default selection.
-        complete: Whether every point has a record.
     """
     from efficient_attn.measure.variants import CEILING, OWN, PLAN, UNIFORM_ATTENTION, YARDSTICK
 
@@ -261,4 +259,4 @@ def exit_code(results: Any, named: Sequence[str] | None, *, complete: bool = Tru
         refused_in_part = record.status == "unsupported" and record.case.label in measured
         if record.status not in ("ok", *expected) and not refused_in_part:
             return SOME_NOT_MEASURED
-    return DONE if complete and results.drawn else SOME_NOT_MEASURED
+    return DONE if results.complete else SOME_NOT_MEASURED

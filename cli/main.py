@@ -5,12 +5,12 @@ The first signal keeps the measured records, the second ends at once.
 
 import inspect
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from importlib import import_module
 from types import FrameType
 from typing import Annotated, Any
@@ -27,15 +27,8 @@ from .command import command_of
 # Errors of the command line itself; Typer exports only a subclass.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
-# Words that stand for a flag elsewhere; the first flag that a command has is named.
-_ELSEWHERE = {
-    "--size": "sizes num-features features rank window",
-    "--set": "num-features features rank window option options",
-    "--seq-len": "tokens length lengths context",
-    "--text": "texts",
-    "--inputs": "text texts activations data",
-    "--out": "output folder save-dir",
-}
+# Flags for the last word of an unknown option; the first flag that the command has is suggested.
+_ELSEWHERE = {**dict.fromkeys(("features", "rank", "window"), ("--size", "--set")), "text": ("--inputs",)}
 
 # Help texts use this many columns of a terminal.
 _WIDE = {"max_content_width": 100}
@@ -133,13 +126,12 @@ def polite() -> Iterator[list[int]]:
 
 def _message(error: Any) -> str:
     """Message of an error of the command line; an unknown option has the flag that takes its value."""
-    if type(error).__name__ != "NoSuchOption":
-        return str(error.format_message())
-    flags = [flag for parameter in error.ctx.command.params for flag in parameter.opts]
-    word = error.option_name.lstrip("-").replace("_", "-")
-    named = [flag for flag, words in _ELSEWHERE.items() if flag in flags and word in words.split()]
-    near = [f"--{flag}" for flag in get_close_matches(word, [flag.lstrip("-") for flag in flags], n=1)]
-    return ". ".join([error.message.rstrip("."), *[f"Did you mean {flag}?" for flag in (named or near)[:1]]])
+    if type(error).__name__ == "NoSuchOption":
+        flags = {flag for parameter in error.ctx.command.params for flag in parameter.opts}
+        word = re.split("[-_]", error.option_name)[-1]
+        near = [flag for flag in _ELSEWHERE.get(word, ()) if flag in flags]
+        error.possibilities = near[:1] or error.possibilities
+    return str(error.format_message())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

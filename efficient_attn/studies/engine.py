@@ -336,6 +336,7 @@ def run_plan(
         if folder is not None:
             results.save(folder)
     if engine.too_short is not None:
+        results.complete = False
         raise IncompleteError(engine.too_short, results=results, folder=folder)
     return results
 

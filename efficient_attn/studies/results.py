@@ -32,7 +32,7 @@ class Results:
         interrupted: The run was ended from the keyboard; what was measured until then is here.
         runs: Name of the run of each record; empty: there is one run.
         conflict: Reason why the records of several runs cannot be drawn as one run.
-        drawn: False once a file other than the records could not be written.
+        complete: False once points have no record, or a file other than the records could not be written.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Results:
         self._notes = tuple(notes)
         self.runs = tuple(runs)
         self.conflict = conflict
-        self.drawn = True
+        self.complete = True
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -153,7 +153,7 @@ class Results:
             return paths + write_all(self, folder, title=folder.resolve().name)
         # Whatever goes wrong in drawing, the records are safe, and whoever measured them gets them back.
         except Exception as error:
-            self.drawn = False
+            self.complete = False
             self._notes += (
                 f"Not all could be drawn ({type(error).__name__}: {plain(str(error))}). "
                 f"The records are safe; `efficient-attn report {folder}` draws them again.",
