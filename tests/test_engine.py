@@ -252,6 +252,13 @@ def test_processes_measure_as_this_one():
         assert mse(executor=processes).records == mse().records
 
 
+def test_an_executor_that_accepts_no_points_is_refused():
+    processes = ProcessPoolExecutor(1)
+    processes.shutdown()
+    with pytest.raises(ea.OptionError, match="executor accepts no points: RuntimeError: cannot schedule"):
+        mse(executor=processes)
+
+
 def test_a_run_too_short_for_a_comparison_raises_its_records_and_folder(tmp_path, undrawn):
     with pytest.raises(ea.IncompleteError, match="is too short: a baseline and one candidate") as caught:
         mse(budget_s=1e-6, out=tmp_path)

@@ -12,7 +12,6 @@ import textwrap
 import time
 import typing
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -142,7 +141,10 @@ class Engine:
         futures = {}
         if self._executor is not None:
             due = [point for point in points if not self._store.answers(point) and point.skip is None]
-            futures = {point.case.key: _submitted(self._executor, point) for point in due}
+            try:
+                futures = {point.case.key: self._executor.submit(point.measure) for point in due}
+            except Exception as failure:
+                raise OptionError(f"executor accepts no points: {described(failure)}.") from None
         try:
             for point in points:
                 if self._store.answers(point) or self._skip(point):
@@ -252,16 +254,6 @@ class Engine:
         )
 
 
-def _submitted(executor: Any, point: Point) -> Any:
-    """Future of a point, which has failed if the executor accepts none."""
-    try:
-        return executor.submit(point.measure)
-    except Exception as failure:
-        future: Future[Record] = Future()
-        future.set_exception(failure)
-        return future
-
-
 def run_plan(
     study: Study,
     plan: Plan,
@@ -282,8 +274,7 @@ def run_plan(
     Raises:
         IncompleteError: If the budget is too short for a comparison.
     """
-    submit = getattr(executor, "submit", None)
-    if executor is not None and (isinstance(executor, type) or not callable(submit)):
+    if executor is not None and not hasattr(executor, "submit"):
         raise OptionError(
             "executor is an object with submit, such as concurrent.futures.ProcessPoolExecutor(2), "
             f"not {short(repr(executor))}."
