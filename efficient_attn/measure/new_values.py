@@ -2,10 +2,8 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +12,13 @@ from efficient_attn.measure import memory
 from efficient_attn.measure.error import (
     WrongOutputError,
     backends_in,
-    check_call,
     exact_output,
     random_positions,
     relative_error,
 )
-from efficient_attn.measure.record import DECODED, Case
+from efficient_attn.measure.record import DECODED, Case, replace
 
 Call = Callable[[], Any]
-# Backends, their inputs and their outputs.
-Calls = list[tuple[Any, list[Tensor], Tensor]]
 
 # Number of a write of new values, so that no two calls of a process have the same.
 _NUMBERS = itertools.count(1)
@@ -31,9 +26,9 @@ _NUMBERS = itertools.count(1)
 # Largest change of all inputs; steps of the golden ratio fill an interval evenly; patterns of signs.
 _CHANGE, _STEP, _PATTERNS = 0.01, 0.6180339887, 64
 
-# Compared queries. Errors of equal calls differ by less than the factor and so many units of rounding,
-# results of draws by less than the scatter of two. A function whose output looks wrong is tried again.
-_COMPARED, _FACTOR, _ROUNDING, _SCATTER, _TRIALS = 64, 1.5, 8, 10, 3
+# Compared queries. Errors of equal calls differ by less than the factor and so many units of rounding;
+# a function whose output looks wrong is tried again.
+_COMPARED, _FACTOR, _ROUNDING, _TRIALS = 64, 1.5, 8, 3
 
 
 class Values:
@@ -41,12 +36,13 @@ class Values:
 
     A function that keeps outputs would otherwise be timed at returning them. Norms and scores change by at
     most 2 %, so that a call takes as long and errs as much; signs of the last input change by dimension.
+    Attention in a block, or with gradients, is also checked alone.
     """
 
     def __init__(
         self, case: Case, module: nn.Module, call: Call, tensors: list[Tensor], sources: list[Tensor]
     ) -> None:
-        self._module, self._call = module, call
+        self._case, self._backend, self._call = case, backends_in(module)[0], call
         # The result is the output of the only backend.
         self._alone = case.of == "attention" and not case.backward
         rows = slice(-1 if case.execution == DECODED else None, None)
@@ -54,7 +50,6 @@ class Values:
         generator = torch.Generator().manual_seed(case.seed)
         signs = torch.randint(2, (_PATTERNS, tensors[-1].shape[-1]), generator=generator) * 2 - 1
         self._signs, self._number = signs.to(tensors[-1]), 0
-        self._rounding = _ROUNDING * torch.finfo(self._signs.dtype).eps
 
     @torch.no_grad()
     def _values(self, written: Sequence[Tensor | None]) -> list[Tensor]:
@@ -71,8 +66,14 @@ class Values:
 
     def first(self, checked: Call) -> object:
         """Make the first call; later ones are compared with it."""
-        result, calls = self._observed(checked)
-        self._outputs, self._errors = _outputs(result, calls), [_error(*call) for call in calls]
+        self._inputs: list[list[Tensor]] = []
+        hook = self._backend.register_forward_pre_hook(
+            lambda _, inputs: self._inputs.append([x.detach().clone() for x in inputs])
+        )
+        result = checked()
+        hook.remove()
+        self._output = next(memory.tensors_in(result)).clone()
+        self._error = self._error_of(result) if self._alone else 0.0
         return result
 
     def verify(self, result: Any) -> str | None:
@@ -81,76 +82,44 @@ class Values:
         Raises:
             WrongOutputError: If its output errs more on these values than it should, or has not changed.
         """
-        values = self._values([None] * len(self._tensors))
-        changed = not all(map(torch.equal, self._tensors, values))
-        again, calls = result, [(self._module, values, result)]
-        if not self._alone:
-            again, calls = self._observed(self._call)
-        # Decoding calls no forward.
-        wrong = self._is_wrong(again, calls[: len(self._errors)])
-        distance = _distance(result, again)
-        differs = distance > self._rounding and distance > _SCATTER * _distance(self._call(), again)
+        changed = not all(map(torch.equal, self._tensors, self._values([None] * len(self._tensors))))
+        wrong = self._is_wrong(result)
         # An output that is drawn in each call may err more once.
-        for _ in range(_TRIALS if wrong and self._alone else 0):
+        for _ in range(_TRIALS if wrong else 0):
             self.renew()
-            wrong = wrong and self._is_wrong(*self._observed(self._call))
-        if wrong or differs:
+            wrong = wrong and self._is_wrong(self._call())
+        if wrong:
             raise WrongOutputError(
                 "the output is not that of the inputs, which get new values in place before each call."
             )
+        if not self._alone:
+            tensors = [x.clone() for x in self._inputs[0]]
+            call, case = torch.no_grad()(partial(self._backend, *tensors)), self._case
+            case = replace(case, of="attention", backward=False)
+            attention = Values(case, self._backend, call, tensors, self._inputs[0])
+            attention.renew()
+            attention.first(call)
+            attention.renew()
+            attention.verify(call())
         return "the call changes its inputs" if changed else None
 
-    def _is_wrong(self, result: Any, calls: Calls) -> bool:
-        """Whether an output is that of the first call, or errs more than it should."""
+    def _is_wrong(self, result: Any) -> bool:
+        """Whether a result is that of the first call, or errs more."""
+        output = next(memory.tensors_in(result))
         # Gradients may be zero, of a single token for one.
-        pairs = zip(self._outputs, _outputs(result, calls), strict=True)
-        if any(torch.equal(first, last) and last.any() for first, last in pairs):
+        if torch.equal(output, self._output) and output.any():
             return True
-        for (backend, inputs, output), first in zip(calls, self._errors, strict=True):
-            error = _error(backend, inputs, output)
-            limit = first
-            # Errors of attention alone are equal for all values, unless its denominators are near zero.
-            if error > _FACTOR * first and (not self._alone or first >= 1):
-                limit = _error(backend, inputs, backend(*(x.clone() for x in inputs)))
-            if error > _FACTOR * limit + self._rounding:
-                return True
-        return False
+        limit = _FACTOR * self._error + _ROUNDING * torch.finfo(output.dtype).eps
+        # Errors of attention are equal for all values, unless its denominators are near zero.
+        return self._alone and self._error < 1 and self._error_of(output) > limit
 
-    def _observed(self, call: Call) -> tuple[Any, Calls]:
-        """Result of a call, and the calls of backends in it."""
-        calls: Calls = []
-
-        def forward(backend: Any, original: Callable[..., Any], *inputs: Tensor, **named: Any) -> Tensor:
-            # A function may write into its inputs, and later into the buffer of its output.
-            copies = [x.detach().clone() for x in inputs]
-            output: Tensor = original(*inputs, **named)
-            check_call(backend, inputs, named, output)
-            calls.append((backend, copies, output.detach().clone()))
-            return output
-
-        with ExitStack() as stack:
-            for backend in backends_in(self._module):
-                observed = partial(forward, backend, backend.forward)
-                stack.enter_context(mock.patch.object(backend, "forward", observed))
-            return call(), calls
-
-
-def _outputs(result: Any, calls: Calls) -> list[Tensor]:
-    """First tensor of a result, and outputs of backends."""
-    return [next(memory.tensors_in(result)).clone(), *(output for *_, output in calls)]
-
-
-@torch.no_grad()
-def _error(backend: Any, inputs: Sequence[Tensor], output: Tensor) -> float:
-    """Error of rows of the first head."""
-    q, k, v = (x[:1, :1] for x in inputs)
-    rows = random_positions(q.shape[2], min(_COMPARED, q.shape[2]), torch.Generator().manual_seed(0))
-    rows, problem = rows.to(q.device), backend.problem
-    exact = exact_output(q, k, v, scale=problem.factor, causal=problem.causal, rows=rows)
-    return relative_error(output[:1, :1, rows], exact)
-
-
-def _distance(results: Any, references: Any) -> float:
-    """Largest relative error among tensors."""
-    pairs = zip(memory.tensors_in(results), memory.tensors_in(references), strict=True)
-    return max((relative_error(x, y) for x, y in pairs if y.any()), default=0.0)
+    @torch.no_grad()
+    def _error_of(self, output: Tensor) -> float:
+        """Error of rows of the first head; zero for a decoded token, whose errors differ."""
+        if self._case.execution == DECODED:
+            return 0.0
+        q, k, v = (x[:1, :1] for x in self._values([None] * 3))
+        rows = random_positions(q.shape[2], min(_COMPARED, q.shape[2]), torch.Generator().manual_seed(0))
+        rows, problem = rows.to(q.device), self._backend.problem
+        exact = exact_output(q, k, v, scale=problem.factor, causal=problem.causal, rows=rows)
+        return relative_error(output[:1, :1, rows], exact)
