@@ -50,6 +50,7 @@ class Values:
         generator = torch.Generator().manual_seed(case.seed)
         signs = torch.randint(2, (_PATTERNS, tensors[-1].shape[-1]), generator=generator) * 2 - 1
         self._signs, self._number = signs.to(tensors[-1]), 0
+        self._result: Any = None
 
     @torch.no_grad()
     def _values(self, written: Sequence[Tensor | None]) -> list[Tensor]:
@@ -61,8 +62,14 @@ class Values:
 
     def renew(self) -> None:
         """Write new values into the inputs, on the current stream of their device."""
+        # The last result is given back before the next call, as without new values.
+        self._result = None
         self._number = next(_NUMBERS)
         self._values(self._tensors)
+
+    def call(self) -> None:
+        """Make the call and keep its result."""
+        self._result = self._call()
 
     def first(self, checked: Call) -> object:
         """Make the first call; later ones are compared with it."""
@@ -76,14 +83,14 @@ class Values:
         self._error = self._error_of(result) if self._alone else 0.0
         return result
 
-    def verify(self, result: Any) -> str | None:
-        """Remark on the last timed call.
+    def verify(self) -> str | None:
+        """Remark on the last call.
 
         Raises:
             WrongOutputError: If its output errs more on these values than it should, or has not changed.
         """
         changed = not all(map(torch.equal, self._tensors, self._values([None] * len(self._tensors))))
-        wrong = self._is_wrong(result)
+        wrong = self._is_wrong(self._result)
         # An output that is drawn in each call may err more once.
         for _ in range(_TRIALS if wrong else 0):
             self.renew()
@@ -100,7 +107,8 @@ class Values:
             attention.renew()
             attention.first(call)
             attention.renew()
-            attention.verify(call())
+            attention.call()
+            attention.verify()
         return "the call changes its inputs" if changed else None
 
     def _is_wrong(self, result: Any) -> bool:

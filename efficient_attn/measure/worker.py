@@ -7,14 +7,11 @@ and exceptions are records too.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from efficient_attn.measure import clock, memory
 from efficient_attn.measure.clock import QueuedCalls
 from efficient_attn.measure.record import Case, Record, replace
-
-if TYPE_CHECKING:
-    from efficient_attn.measure.new_values import Values
 
 # Seconds of timed calls, and most calls of a round: on a GPU each is timed twice, with slow flushes.
 CALLS_S = 0.1
@@ -40,8 +37,10 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
     def measured() -> Record:
         prepared = calls.prepare(case, case.backend if target is None else target, inputs)
         if case.kind == "time":
-            first = partial(prepared.values.first, prepared.checked)
-            record = time_of(case, prepared.call, seconds=seconds, first=first, values=prepared.values)
+            values = prepared.values
+            first = partial(values.first, prepared.checked)
+            record = time_of(case, values.call, seconds=seconds, first=first, before=values.renew)
+            record = replace(record, reason=values.verify())
         else:
             record = memory_of(case, prepared.call, first=prepared.checked)
             parameters, state = memory.parameter_bytes(prepared.module), calls.state_bytes(prepared)
@@ -59,44 +58,32 @@ def time_of(
     first: Call | None = None,
     least: int = 1,
     once_s: float = math.inf,
-    values: "Values | None" = None,
+    before: Call = lambda: None,
 ) -> Record:
     """Timed calls for about `seconds`, after a warm-up; with an L2 state also as many device times.
 
     Args:
         first: The same call with checks of its result; None: no checks.
         once_s: A call on the CPU that takes as many seconds is made once, and is its own warm-up.
-        values: New values of the inputs before each call; None: a call has the same inputs each time.
+        before: Untimed preparation of each call.
     """
-    results: list[object] = []
-    time_call = clock.clock(case.device, case.threads)
+    clocked = clock.clock(case.device, case.threads)
 
-    def timed() -> None:
-        results.append(call())
+    def time_call(call: Call) -> float:
+        before()
+        return clocked(call)
 
-    def renew() -> None:
-        # The last result is given back before the next call, as without new values.
-        results.clear()
-        if values is not None:
-            values.renew()
-
-    def renewed(call: Call) -> float:
-        renew()
-        return time_call(call)
-
-    last_s = clock.warm_up(timed, renewed, limit_s=seconds, first=first)
+    last_s = clock.warm_up(call, time_call, limit_s=seconds, first=first)
     times_s: tuple[float, ...] = (last_s,)
-    on_cuda = case.device.startswith("cuda")
-    if on_cuda:
-        queued = QueuedCalls(call, case.device, renew)
+    device_times_s = None
+    if case.device.startswith("cuda"):
+        queued = QueuedCalls(call, case.device, before)
         queued.warm_up()
-    if on_cuda or last_s < once_s:
-        most = _MOST_CALLS_ON_CUDA if on_cuda else _MOST_CALLS
-        times_s = clock.sample(timed, renewed, seconds=seconds, least=least, most=most)
-    remark = None if values is None else values.verify(*results)
-    device_times_s = queued.times(len(times_s)) if on_cuda and case.l2 is not None else None
-    sizes = (len(times_s),)
-    return Record(case=case, reason=remark, times_s=times_s, device_times_s=device_times_s, round_sizes=sizes)
+        times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=_MOST_CALLS_ON_CUDA)
+        device_times_s = None if case.l2 is None else queued.times(len(times_s))
+    elif last_s < once_s:
+        times_s = clock.sample(call, time_call, seconds=seconds, least=least, most=_MOST_CALLS)
+    return Record(case=case, times_s=times_s, device_times_s=device_times_s, round_sizes=(len(times_s),))
 
 
 def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:

@@ -110,21 +110,19 @@ def generate(
     texts, maxima, state, new = [first[:, :0]], [], None, first
     for _ in range(tokens):
         logits, state = step(new, state)
-        if temperature == 0:
-            largest, new = logits[:, -1].max(dim=-1, keepdim=True)
-            maxima.append(largest)
-        else:
-            new = _drawn(logits[:, -1], temperature, top_k, generator)
-        new = new.to(first)
+        maxima.append(logits[:, -1].amax(dim=-1, keepdim=True))
+        new = _chosen(logits[:, -1], temperature, top_k, generator).to(first)
         texts.append(new)
-    if maxima:
+    if tokens:
         # Checked at the end, so that no token waits for the device.
         _check_finite(torch.cat(maxima, dim=1))
     return torch.cat(texts, dim=1)
 
 
-def _drawn(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """Token drawn for each row of logits [batch vocabulary], [batch 1]."""
+def _chosen(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
+    """Next token for each row of logits [batch vocabulary], [batch 1]."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
     likeliest, token = logits.cpu().double().topk(min(top_k or logits.shape[-1], logits.shape[-1]))
     _check_finite(likeliest[:, :1])
     # Relative to the largest, so that no temperature overflows; -inf over an infinite one is NaN.
