@@ -239,7 +239,7 @@ def thinned(record: Record) -> Record:
         for times_s in [getattr(record, name) or ()]
     }
     note = f"at most {_QUANTILES} quantiles of the {sum(sizes)} calls of a row stand for each round"
-    reason = note if record.reason is None else f"{record.reason}; {note}"
+    reason = "; ".join(filter(None, [record.reason, note]))
     sizes = tuple(min(size, _QUANTILES) for size in sizes)
     return replace(record, reason=reason, round_sizes=sizes, **samples)
 

@@ -39,7 +39,7 @@ STALE = {
     "two entries": stored(most=2),
     "shape": stored(key=lambda q, k, v: q.shape),
     "a worse function": stored(lambda q, k, v: v.roll(3, dims=-2)),
-    "in a block": stored(key=lambda q, k, v: q.shape),
+    "in a block": stored(),
     "gradients": stored_gradients,
 }
 
