@@ -144,18 +144,14 @@ def stored_run(
     ]
     if unlike := "; ".join(filter(None, reasons)):
         raise DataError(f"out: {folder} was measured in another environment: {unlike}. Name a new folder.")
-    if reading.torn and not reading.damaged:
-        try:
-            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-        except OSError as error:
-            raise DataError(f"out: cannot write to {path}: {error.strerror}.") from None
     notes = reading.notes(RECORDS)
-    if reading.damaged:
+    if reading.torn or reading.damaged:
         data = path.read_bytes()
+        if reading.damaged:
+            aside = write(path.with_name(f"{RECORDS}.damaged-{sha256(data).hexdigest()[:8]}"), data)
+            notes.append(f"The damaged file was set aside as {aside.name}.")
         rows = enumerate(data.split(b"\n")[:-1], start=1)
-        aside = write(path.with_name(f"{RECORDS}.damaged-{sha256(data).hexdigest()[:8]}"), data)
         write(path, b"".join(row + b"\n" for number, row in rows if number not in reading.damaged))
-        notes.append(f"The damaged file was set aside as {aside.name}.")
     environment = {**environment, CODE: {**machine[CODE], **code}} if environment else environment
     return reading.records, (reading.records and environment) or None, notes
 
