@@ -9,12 +9,12 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import efficient_attn as ea
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.registry import SPECS
 
 SMALL = {"window": 5, "block": 4, "num_features": 16, "blocks": 1, "k": 5}
 SINKS = ("window", {"window": 5, "global_tokens": 2})
 BACKENDS = {"sinks": SINKS, "by head": ("by-head", {"heads": {"1": SINKS}})}
-for name, spec in SPECS.items():
+for name in ea.list_backends():
+    spec = ea.spec(name)
     if spec.capabilities.causal and not spec.composed:
         fields = spec.options_type.__dataclass_fields__
         BACKENDS[name] = (name, {option: value for option, value in SMALL.items() if option in fields})
@@ -58,7 +58,7 @@ def test_steps_over_filled_slots_equal_the_whole_sequence_for_every_causal_backe
     q, k, v = torch.randn(3, 2, 4, 24, 8).double()
     k, v = k[:, :2], v[:, :2]
     example = {"example": lambda: model(q, k, v, is_causal=True), "strict": True, "max_tokens": 64}
-    begins = SPECS[backend].capabilities.needs_all_queries
+    begins = ea.spec(backend).capabilities.needs_all_queries
     with ea.attach(model, backend, **options, **example) as replaced:
         (built,) = replaced.backends.values()
         for slots in (24, 40, 64):
