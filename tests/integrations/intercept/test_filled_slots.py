@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from integrations.intercepted import Called
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -79,6 +80,15 @@ def test_padding_at_the_end_moves_no_key_of_a_bidirectional_call():
     with ea.attach(model, "linformer", rank=4, example=lambda: model(query, k, v), strict=True) as replaced:
         expected = replaced.backends["model"](query, k, v, key_mask=real)
         torch.testing.assert_close(model(query, k, v, attn_mask=real[:, None, None]), expected)
+
+
+def test_a_call_over_filled_slots_is_captured_without_padding_and_empty_slots():
+    exact, ends = ea.build("exact", head_dim=8, causal=True), [12, 40, 15, 16, 17]
+    q, k, v, shown, _ = filled_slots(exact, 40, 5, ends)
+    with ea.intercept.capture() as captured:
+        F.scaled_dot_product_attention(q, k, v, attn_mask=shown, enable_gqa=True)
+    (stored,) = captured.sites.values()
+    assert torch.equal(stored.q[0], q[0]) and torch.equal(stored.k[0], k[0][:, [2, 3, *range(5, 12)]])
 
 
 class Foreign(torch.Tensor):
