@@ -79,8 +79,8 @@ def made_again(model, text, stored, layers, **settings):
     Another processor takes float32 sums of a few hundred terms in another order, which moves entries by half
     a unit in the last place of float16.
     """
-    from efficient_attn.integrations.capture import capture_text
     from efficient_attn.integrations.transformers.loading import open_model
+    from efficient_attn.integrations.transformers.swapping import capture_text
 
     again = capture_text(open_model(model), text_of(text), layers=layers, **settings)
     assert again.tokens == stored.tokens[: len(again.tokens)]

@@ -255,7 +255,7 @@ def test_processes_measure_as_this_one():
 def test_an_executor_that_accepts_no_points_is_refused():
     processes = ProcessPoolExecutor(1)
     processes.shutdown()
-    with pytest.raises(ea.OptionError, match="executor accepts no points: RuntimeError: cannot schedule"):
+    with pytest.raises(ea.OptionError, match="accepts no points: RuntimeError: cannot schedule"):
         mse(executor=processes)
 
 

@@ -1,17 +1,13 @@
 """Captured q, k and v of a model, as input of `bench` and `mse`.
 
-A Hugging Face model is read from a local folder, from safetensors only; nothing is fetched, and no code from
-the folder is run. Every model is captured at its calls of `F.scaled_dot_product_attention`.
+Every model is captured at its calls of `F.scaled_dot_product_attention`.
 """
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save as to_bytes
@@ -22,11 +18,7 @@ from efficient_attn.integrations.intercept.calls import CALL_SDPA, Call, Site, S
 from efficient_attn.integrations.masks import ShownKeys, keys_to_last_query
 from efficient_attn.measure.inputs import CAUSAL, Activations, Captured
 from efficient_attn.measure.units import show_bytes
-from efficient_attn.problem import positive_count
 from efficient_attn.sharding import check_alone
-
-if TYPE_CHECKING:
-    from efficient_attn.integrations.transformers.loading import Opened
 
 FORMAT = "efficient-attn activations 1"
 # Files of long texts and large models grow quickly.
@@ -53,47 +45,6 @@ def save_activations(captured: Captured, path: str | Path) -> None:
         Path(path).write_bytes(to_bytes(tensors, metadata=about))
     except OSError as error:
         raise DataError(f"Cannot write activations to {path}: {error.strerror}.") from None
-
-
-def capture_text(
-    opened: "Opened", text: str, *, layers: Sequence[int] | None = None, max_tokens: int = 512
-) -> Captured:
-    """Capture an encoder or decoder of transformers on a text, in its layers that read all tokens.
-
-    The text is cut to the maximum sequence length of the model.
-
-    Args:
-        layers: Indices of the layers to keep; None keeps all.
-
-    Raises:
-        DataError: If the text has no tokens, or a layer does not call `F.scaled_dot_product_attention`.
-        OptionError: If the file would be larger than MOST_BYTES.
-        UnsupportedError: If no backend supports the model's attention.
-    """
-    from efficient_attn.integrations.transformers.loading import positions, token_ids
-    from efficient_attn.integrations.transformers.swapping import sites_of
-
-    positive_count("max_tokens", max_tokens)
-    sites = {site.layer: site.path for site in sites_of(opened.model).swapped}
-    chosen = sorted(sites if layers is None else set(layers))
-    unknown = [layer for layer in chosen if layer not in sites]
-    if unknown or not chosen:
-        request = ", ".join(map(str, unknown)) or "none"
-        numbers = ", ".join(map(str, sorted(sites)))
-        raise OptionError(f"layers of this model that read all tokens: {numbers}; not {request}.")
-    ids = token_ids(opened, text, most=min(max_tokens, positions(opened) or max_tokens))
-    if ids.numel() == 0:
-        raise DataError("The text holds no tokens.")
-    names = {layer: sites[layer] for layer in chosen}
-    with torch.inference_mode(), Capturing(opened.model, set(names.values()).__contains__) as capturing:
-        opened.model(input_ids=ids)
-    captured = capturing.captured(names)
-    # A model from memory has no hash of its weights.
-    fields = ("model", "weights_sha256", "transformers")
-    about = {name: opened.about[name] for name in fields if name in opened.about}
-    about |= {"text_sha256": hashlib.sha256(text.encode()).hexdigest()}
-    tokens = tuple(opened.tokenizer.convert_ids_to_tokens(ids[0].tolist()))
-    return replace(captured, tokens=tokens, about={**captured.about, **about})
 
 
 class Capturing(SiteMode):

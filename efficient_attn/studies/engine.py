@@ -144,7 +144,10 @@ class Engine:
             try:
                 futures = {point.case.key: self._executor.submit(point.measure) for point in due}
             except Exception as failure:
-                raise OptionError(f"executor accepts no points: {described(failure)}.") from None
+                raise OptionError(
+                    "executor is an object with submit, such as concurrent.futures.ProcessPoolExecutor(2); "
+                    f"{short(repr(self._executor))} accepts no points: {described(failure)}."
+                ) from None
         try:
             for point in points:
                 if self._store.answers(point) or self._skip(point):

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError
-from efficient_attn.integrations.capture import capture_text, save_activations
+from efficient_attn.integrations.capture import save_activations
 from efficient_attn.integrations.transformers.loading import open_model
-from efficient_attn.integrations.transformers.swapping import sites_of
+from efficient_attn.integrations.transformers.swapping import capture_text, sites_of
 from efficient_attn.measure.inputs import Captured, read_activations
 from efficient_attn.studies import find
 

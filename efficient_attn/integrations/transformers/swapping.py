@@ -1,9 +1,10 @@
-"""Backends in all supported layers of a model, and its outputs.
+"""Backends in all supported layers of a model, its outputs, and its activations on a text.
 
 Only full-attention layers get the backend. Sliding-window layers stay exact unless the model has no others,
 and cross-attention stays exact.
 """
 
+import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,12 +17,16 @@ from torch import Tensor
 
 from efficient_attn.backend import Backend, calibrate
 from efficient_attn.backends import spawn_seeds
-from efficient_attn.errors import UnsupportedError
+from efficient_attn.errors import DataError, OptionError, UnsupportedError
+from efficient_attn.integrations.capture import Capturing
 from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
 from efficient_attn.integrations.transformers.attachment import observed_sites
+from efficient_attn.integrations.transformers.loading import Opened, positions, token_ids
 from efficient_attn.integrations.transformers.sites import AttentionSite
+from efficient_attn.measure.inputs import Captured
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.options import SEED
+from efficient_attn.problem import positive_count
 
 # Rows of logits, each as wide as the vocabulary, that a backward pass holds at once.
 _ROWS = 128
@@ -182,3 +187,41 @@ def calibrate_on(model: Any, backends: Sequence[Backend], ids: Tensor) -> bool:
         return False
     calibrate(model, input_ids=ids, **_no_cache(model))
     return True
+
+
+def capture_text(
+    opened: Opened, text: str, *, layers: Sequence[int] | None = None, max_tokens: int = 512
+) -> Captured:
+    """Capture an encoder or decoder of transformers on a text, in its layers that read all tokens.
+
+    The text is cut to the maximum sequence length of the model.
+
+    Args:
+        layers: Indices of the layers to keep; None keeps all.
+
+    Raises:
+        DataError: If the text has no tokens, or a layer does not call `F.scaled_dot_product_attention`.
+        OptionError: If the file would be larger than MOST_BYTES.
+        UnsupportedError: If no backend supports the model's attention.
+    """
+    positive_count("max_tokens", max_tokens)
+    sites = {site.layer: site.path for site in sites_of(opened.model).swapped}
+    chosen = sorted(sites if layers is None else set(layers))
+    unknown = [layer for layer in chosen if layer not in sites]
+    if unknown or not chosen:
+        request = ", ".join(map(str, unknown)) or "none"
+        numbers = ", ".join(map(str, sorted(sites)))
+        raise OptionError(f"layers of this model that read all tokens: {numbers}; not {request}.")
+    ids = token_ids(opened, text, most=min(max_tokens, positions(opened) or max_tokens))
+    if ids.numel() == 0:
+        raise DataError("The text holds no tokens.")
+    names = {layer: sites[layer] for layer in chosen}
+    with torch.inference_mode(), Capturing(opened.model, set(names.values()).__contains__) as capturing:
+        opened.model(input_ids=ids)
+    captured = capturing.captured(names)
+    # A model from memory has no hash of its weights.
+    fields = ("model", "weights_sha256", "transformers")
+    about = {name: opened.about[name] for name in fields if name in opened.about}
+    about |= {"text_sha256": hashlib.sha256(text.encode()).hexdigest()}
+    tokens = tuple(opened.tokenizer.convert_ids_to_tokens(ids[0].tolist()))
+    return replace(captured, tokens=tokens, about={**captured.about, **about})

@@ -120,7 +120,7 @@ def plan(
         raise OptionError(f"layers with a backend: {', '.join(map(str, first.layers))}; not {unknown[0]}.")
     variants, notes = candidates(chosen, first), list(first.notes)
     if save is not None:
-        from efficient_attn.integrations.capture import capture, capture_text, save_activations
+        from efficient_attn.integrations.capture import capture, save_activations
 
         if isinstance(first, CallSubject):
             with capture(first.model) as capturing:
@@ -128,6 +128,8 @@ def plan(
             captured = capturing.captured({number: first.sites[number] for number in layers or first.layers})
             captured = replace(captured, about={**captured.about, "model": first.called.name})
         else:
+            from efficient_attn.integrations.transformers.swapping import capture_text
+
             text, most = next(iter(named.values())), lengths[-1] or _SAVED_TOKENS
             captured = capture_text(opened, text, layers=layers, max_tokens=most)
         save_activations(captured, save)
