@@ -181,7 +181,7 @@ class SiteSearch(SiteMode):
     Attributes:
         reasons: {site: reason why it stays exact, or None}.
         built: {site: its backend}.
-        first: {site: shapes of queries and keys, dtype and device of its first call}.
+        first: {site: shapes of queries and keys, dtype and device of the call that tells most}.
         crossed: Sites whose queries and keys are of two sequences.
         unsure: Sites whose backend compares positions, of maybe two sequences.
     """
@@ -199,9 +199,9 @@ class SiteSearch(SiteMode):
     def attend(self, call: Call) -> Tensor:
         outside, site = self.outside, self.next_site()
         self._calls[site] += 1
-        q, k = call.query, call.key
-        self.first.setdefault(site, (q.shape, k.shape, call.tensors[0].dtype, q.device))
-        if site not in self.reasons or self._longer(site, k.shape[-2]):
+        if site not in self.reasons or self._tells_more(site, call):
+            q, k, _ = call.tensors
+            self.first[site] = q.shape, k.shape, q.dtype, q.device
             self.reasons[site] = _OUTSIDE if outside else self._build(site, call)
         self.reasons[site] = self.reasons[site] or detour(self._running[-1][2])
         # Causal queries are positions of the keys, also those of a step of decoding.
@@ -212,12 +212,13 @@ class SiteSearch(SiteMode):
                 self.unsure.add(site)
         return call.exact()
 
-    def _longer(self, site: Site, tokens: int) -> bool:
-        """Whether a call is longer than those that the backend of its site was built for."""
+    def _tells_more(self, site: Site, call: Call) -> bool:
+        """Whether a call is longer than those before, or the first of several queries."""
         backend = self.built.get(site)
-        if backend is None or not backend.spec.capabilities.needs_max_tokens:
-            return False
-        return tokens > (backend.problem.max_tokens or 0)
+        if backend is not None and backend.spec.capabilities.needs_max_tokens:
+            return call.key.shape[-2] > (backend.problem.max_tokens or 0)
+        # A single query does not tell causality.
+        return site in self.first and self.first[site][0][-2] == 1 < call.query.shape[-2]
 
     def unreached(self, reason: str) -> None:
         site = self.next_site()
@@ -254,8 +255,10 @@ class SiteSearch(SiteMode):
         """Leave sites exact whose calls have no sure number or keys of another sequence."""
         exact = unsure_modules(self._calls)
         for site, reason in self.reasons.items():
-            crosses = site in self.crossed and not self.built[site].supports_cross
-            self.reasons[site] = reason or exact.get(site.module) or (CROSS if crosses else None)
+            backend = self.built.get(site)
+            served = backend is None or backend.problem.causal or backend.supports_cross
+            crosses = CROSS if site in self.crossed and not served else None
+            self.reasons[site] = reason or exact.get(site.module) or crosses
         self.built = {site: backend for site, backend in self.built.items() if self.reasons[site] is None}
 
     def check(self, *, strict: bool) -> None:

@@ -182,7 +182,7 @@ def test_a_site_seen_with_unequal_lengths_stays_exact_and_one_seen_with_equal_on
             ea.attach(model, "window", window=3, example=example)
     # Causal sites that decode, and features, leave nothing open.
     decoding = [lambda: model(q, k, k, is_causal=True), lambda: model(q[:, :, -1:], k, k)]
-    for backend, calls in (("window", decoding), ("linear-elu", [equal, unequal])):
+    for backend, calls in (("window", decoding), ("window", decoding[::-1]), ("linear-elu", [equal, unequal])):
         with ea.attach(model, backend, example=calls) as replaced:
             assert (replaced.served, replaced.remarks) == ({"model": backend}, {})
     # The longest call counts.
