@@ -61,7 +61,7 @@ class VisibleKeys(NamedTuple):
         first_key: Position of the first key; above 0 if a cache has dropped earlier keys.
         keys: Number of keys; a static cache includes slots that are not filled yet.
         key_mask: bool [batch keys], True for a real token; None: all are real.
-        text: bool [batch tokens], `key_mask` from the first token on.
+        text: bool [batch tokens], the mask of all tokens so far; None: all are real.
         ends: As of `ShownKeys`.
     """
 
@@ -328,7 +328,8 @@ def _run_backend(backend: Backend, query: Tensor, key: Tensor, value: Tensor, vi
     """The output in transformers' layout [batch tokens heads value_dim]."""
     layer = getattr(key, STATE, None)
     if layer is not None:
-        return layer.extend(backend, query, key, value, visible.text).transpose(1, 2).contiguous()
+        out = layer.extend(backend, query, key, value, visible.key_mask, visible.text)
+        return out.transpose(1, 2).contiguous()
     earlier = visible.keys - query.shape[2]
     dropped = visible.first_key and (visible.pattern.back is None or earlier < visible.pattern.back)
     if dropped or key.shape[2] < visible.keys:

@@ -24,6 +24,9 @@ from efficient_attn.integrations.transformers.sites import AttentionSite, find_s
 from efficient_attn.ops.softmax.kv_cache import KVCache
 from efficient_attn.ops.window.streaming import WindowState, hide_tokens
 
+# Attribute of a mask that names the earlier mask which it continues.
+_COMPARED = "_efficient_attn_compared"
+
 
 class StateCache(Cache):
     """States of a decoder, for `generate(past_key_values=StateCache(model))`.
@@ -73,8 +76,10 @@ class StateLayer(CacheLayerMixin):
         setattr(key_states, STATE, self)
         return key_states, value_states
 
-    def extend(self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, text: Tensor | None) -> Tensor:
-        """Output of the new tokens, the last ones of the mask of all tokens. Updates the state."""
+    def extend(
+        self, backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, text: Tensor | None
+    ) -> Tensor:
+        """Output of the new tokens, the last ones of `key_mask` and of all in `text`. Updates the state."""
         if not self.unread:
             raise UnsupportedError(
                 "Several layers of this model read the same keys, of which a state has only the new ones; "
@@ -82,7 +87,8 @@ class StateLayer(CacheLayerMixin):
             )
         self.unread = False
         self._follow(text, self.seen - k.shape[2], backend.spec.name)
-        key_mask = None if text is None else text[:, text.shape[1] - k.shape[2] :]
+        if key_mask is not None:
+            key_mask = key_mask[:, key_mask.shape[1] - k.shape[2] :]
         out, self.state = backend.extend(q, k, v, self.state, key_mask=key_mask)
         return out
 
@@ -90,14 +96,17 @@ class StateLayer(CacheLayerMixin):
         """Hide earlier tokens that a later mask hides; compiled code refuses such a mask."""
         read, self.read = self.read, text
         mask = text if read is None else read
-        if past == 0 or mask is None:
+        # All layers of a step have the same masks, and the first layer compares them.
+        if past == 0 or mask is None or getattr(text, _COMPARED, None) == id(read):
             return
         ones = mask.new_ones(len(mask), past)
-        read, shown = (ones if x is None else x[:, :past] for x in (read, text))
+        earlier, shown = (ones if x is None else x[:, :past] for x in (read, text))
         if torch.compiler.is_compiling():
-            torch._assert_async((read == shown).all(), PAST.format("compiled code"))
-        elif not torch.equal(read, shown):
-            self.state = _hidden(self.state, read, shown, name=name)
+            torch._assert_async((earlier == shown).all(), PAST.format("compiled code"))
+        elif not torch.equal(earlier, shown):
+            self.state = _hidden(self.state, earlier, shown, name=name)
+        elif text is not None:
+            setattr(text, _COMPARED, id(read))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys and position of the first: those of the queries, and of a sliding layer's cache."""

@@ -296,7 +296,7 @@ def test_caches_are_refused_that_cannot_be_kept_or_shortened_or_drop_what_is_rea
         (lambda: model(text, past_key_values=filled), UnsupportedError, "an empty cache of transformers"),
         (lambda: model(text, past_key_values=hybrid), UnsupportedError, "LinearAttentionAndSliding.* drops"),
         (lambda: model.generate(text, **assisted), UnsupportedError, "no global_tokens in sliding layers"),
-        (lambda: [layer.extend(x, key, key, key, None) for x in twice], UnsupportedError, "the same keys"),
+        (lambda: [layer.extend(x, *[key] * 3, None, None) for x in twice], UnsupportedError, "the same keys"),
     ):
         with pytest.raises(error, match=match):
             act()
