@@ -181,8 +181,8 @@ def test_a_site_seen_with_unequal_lengths_stays_exact_and_one_seen_with_equal_on
         with pytest.raises(UnsupportedError, match=re.escape(f"cannot be served: {CROSS}")):
             ea.attach(model, "window", window=3, example=example)
     # Causal sites that decode, and features, leave nothing open.
-    decoding = [lambda: model(q, k, k, is_causal=True), lambda: model(q[:, :, -1:], k, k)]
-    for backend, calls in (("window", decoding), ("window", decoding[::-1]), ("linear-elu", [equal, unequal])):
+    steps = [lambda: model(q, k, k, is_causal=True), lambda: model(q[:, :, -1:], k, k)]
+    for backend, calls in (("window", steps), ("window", steps[::-1]), ("linear-elu", [equal, unequal])):
         with ea.attach(model, backend, example=calls) as replaced:
             assert (replaced.served, replaced.remarks) == ({"model": backend}, {})
     # The longest call counts.
