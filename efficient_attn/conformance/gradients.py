@@ -231,7 +231,7 @@ def _differentiable(subject: Subject, case: Case) -> tuple[list[Tensor], Callabl
     drawn=lambda seed: (
         *(case.but(norm=GENTLE) for case in joint(seed, 2, 6, 33)),
         *both(GROUPS, WIDE),
-        *vary(*TUNED, BORDER.but(tokens=1024), norm=[GENTLE]),
+        *vary(*TUNED[:-1], BORDER.but(tokens=1024), norm=[GENTLE]),
         LARGE_BATCH.but(batch=40, norm=GENTLE),
         *LARGE,
     ),

@@ -247,7 +247,7 @@ def a_query_alone_is_its_row(subject: Subject, case: Case) -> Iterator[Finding]:
     drawn=lambda seed: (
         *(case.but(keys=None) if case.causal else case for case in joint(seed, 9, 70, 200) if case.masked),
         *(case.but(masked=True, pattern=2) for case in LONG_KEYS if not case.causal),
-        *vary(MODEL, head_dim=HEAD_SIZES, causal=(False, True)),
+        *vary(MODEL.but(batch=2, heads=2, kv_heads=1), head_dim=HEAD_SIZES, causal=(False, True)),
     ),
     long=lambda seed: both(LONGEST.but(masked=True, pattern=2)),
     needs=("key_mask", "cross"),

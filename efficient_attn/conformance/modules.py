@@ -34,7 +34,7 @@ _FUNCTIONS = ("softmax", "matmul", "scaled_dot_product_attention", "dropout")
 
 @Check(
     "Equal calls give equal bits, in training and in evaluation, and leave the module as it was.",
-    cases=(*everywhere(1, 7), *LARGER, *both(ONE.but(tokens=300, batch=1)), *TUNED),
+    cases=(*everywhere(1, 7), *LARGER, *both(ONE.but(tokens=300, batch=1)), *TUNED[:6:2]),
 )
 def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
