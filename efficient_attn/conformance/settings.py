@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import HALF, HEAD_SIZES, LARGER, LAYOUTS, Case, Inputs, both, joint, vary
+from efficient_attn.conformance.cases import (
+    HALF,
+    HEAD_SIZES,
+    LARGER,
+    LAYOUTS,
+    Case,
+    Inputs,
+    both,
+    joint,
+    vary,
+)
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import (
     Named,
