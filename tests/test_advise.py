@@ -144,6 +144,14 @@ def test_without_a_timed_call_no_speed_is_shown():
     assert "speed, exact 1×" in table.columns and {row[2] for row in table.rows} == {"–"}
 
 
+def test_a_budget_that_ends_with_times_of_exact_attention_alone_draws_what_can_be_compared():
+    alone = timed("exact", 256, (1.0,) * 4, causal=True)
+    errors = [error(name, 512, "encoder", 0, value) for name, value in (("exact", 1e-7), ("window", 0.3))]
+    for records, plots in (([alone], []), ([*errors, timed("exact", 1024, (1.0,) * 4), alone], ["advise"])):
+        results = Results(records, environment={"study": "advise"})
+        assert list(results.plots()) == plots and all(row for row in results.tables())
+
+
 TARGET = {"study": "advise", "target": {"quantity": "mean_pool_distance", "limit": 0.1}}
 OF_MODEL, HELD_OUT = {"of": "model", "inputs": "m on t"}, {"of": "model", "inputs": "m on t, held out"}
 FASTER, SLOWER, OPEN = (0.5,) * 4, (2.0,) * 4, (0.5, 0.9, 0.4, 3.0)

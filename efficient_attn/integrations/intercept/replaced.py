@@ -8,31 +8,24 @@ compiled graph and another thread use the same backend.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from glob import escape
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.backends import build_for, resolve, seeded
-from efficient_attn.errors import AttentionError, DataError, OptionError, UnknownNameError, UnsupportedError
+from efficient_attn.errors import AttentionError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.intercept.calls import (
-    CALL_SDPA,
-    CROSS,
     RECOMPUTED,
     AttentionMode,
     Call,
     Site,
-    SiteMode,
-    compiler_stance,
     detour,
     evaluating,
-    seed_of,
-    unsure_modules,
 )
+from efficient_attn.integrations.intercept.search import Request, SiteSearch
 from efficient_attn.integrations.plan_files import is_plan_file, read_plan
 from efficient_attn.sharding import check_alone
 
@@ -40,9 +33,6 @@ from efficient_attn.sharding import check_alone
 ATTRIBUTE = "efficient_attn"
 
 UNSEEN = "the example makes no such call"
-_OUTSIDE = "it is called outside the forward of a module of the model"
-_UNNAMED = "no pattern names it"
-_UNSURE = "if this is cross-attention, pass an example with unequal lengths"
 
 
 @dataclass(kw_only=True)
@@ -135,7 +125,7 @@ def replace(
         served={str(site): backend.spec.name for site, backend in search.built.items()},
         left={str(site): why for site, why in search.reasons.items() if why is not None},
         backends={str(site): backend for site, backend in search.built.items()},
-        remarks={str(site): _UNSURE for site in search.built if site in search.unsure},
+        remarks={str(site): text for site in search.built if (text := search.remark(site))},
         _owners={},
         _restore=[],
     )
@@ -147,14 +137,6 @@ def replace(
         replaced._restore.append(install_backends(owner, module))
     replaced._restore += forbid_nesting(model, list(replaced._owners.values()))
     return replaced
-
-
-class Request(NamedTuple):
-    """Backend for the sites of a pattern."""
-
-    backend: Any
-    options: Mapping[str, Any]
-    max_tokens: int | None
 
 
 def _requests_by_pattern(
@@ -172,107 +154,12 @@ def _requests_by_pattern(
     if not backend:
         raise OptionError("The mapping of backends names no site.")
     pairs = {key: value if isinstance(value, tuple) else (value, {}) for key, value in backend.items()}
+    for pair in pairs.values():
+        if len(pair) != 2 or not isinstance(pair[1], Mapping):
+            raise DtypeError(
+                f"A backend with options is a pair such as ('window', {{'window': 65}}), not {pair!r}."
+            )
     return {key: Request(name, dict(options), max_tokens) for key, (name, options) in pairs.items()}
-
-
-class SiteSearch(SiteMode):
-    """Builds the backends of sites from their first calls.
-
-    Attributes:
-        reasons: {site: reason why it stays exact, or None}.
-        built: {site: its backend}.
-        first: {site: shapes of queries and keys, dtype and device of the call that tells most}.
-        crossed: Sites whose queries and keys are of two sequences.
-        unsure: Sites whose backend compares positions, of maybe two sequences.
-    """
-
-    def __init__(self, model: nn.Module, requests: Mapping[str, Request], seed: int) -> None:
-        super().__init__(model)
-        self._requests, self._seed = requests, seed
-        self._calls: Counter[Site] = Counter()
-        self.reasons: dict[Site, str | None] = {}
-        self.built: dict[Site, Backend] = {}
-        self.first: dict[Site, tuple[torch.Size, torch.Size, torch.dtype, torch.device]] = {}
-        self.crossed: set[Site] = set()
-        self.unsure: set[Site] = set()
-
-    def attend(self, call: Call) -> Tensor:
-        outside, site = self.outside, self.next_site()
-        self._calls[site] += 1
-        if site not in self.reasons or self._tells_more(site, call):
-            q, k, _ = call.tensors
-            self.first[site] = q.shape, k.shape, q.dtype, q.device
-            self.reasons[site] = _OUTSIDE if outside else self._build(site, call)
-        self.reasons[site] = self.reasons[site] or detour(self._running[-1][2])
-        # Causal queries are positions of the keys, also those of a step of decoding.
-        if self.reasons[site] is None and not self.built[site].problem.causal:
-            if call.crosses:
-                self.crossed.add(site)
-            elif call.same is None and not self.built[site].supports_cross:
-                self.unsure.add(site)
-        return call.exact()
-
-    def _tells_more(self, site: Site, call: Call) -> bool:
-        """Whether a call is longer than those before, or the first of several queries."""
-        backend = self.built.get(site)
-        if backend is not None and backend.spec.capabilities.needs_max_tokens:
-            return call.key.shape[-2] > (backend.problem.max_tokens or 0)
-        # A single query does not tell causality.
-        return site in self.first and self.first[site][0][-2] == 1 < call.query.shape[-2]
-
-    def unreached(self, reason: str) -> None:
-        site = self.next_site()
-        self._calls[site] += 1
-        self.reasons.setdefault(site, reason)
-
-    def _build(self, site: Site, call: Call) -> str | None:
-        """Build the backend of a site, or return why it stays exact."""
-        matching = [request for key, request in self._requests.items() if fnmatchcase(str(site), key)]
-        if not matching:
-            return _UNNAMED
-        shown = call.shown_keys()
-        if isinstance(shown, str):
-            return shown
-        request, seed = matching[0], seed_of(self._seed, [*self.reasons, site].index(site))
-        spec = resolve(request.backend)
-        try:
-            problem = call.problem(shown, request.max_tokens)
-            backend = build_for(problem, spec, seeded(spec, request.options, seed))
-            backend = backend.to(call.query.device)
-            # Kernels of a backend may be compiled ones.
-            with compiler_stance("default"):
-                if backend.needs_calibration:
-                    backend.calibrate(*call.tensors, key_mask=shown.key_mask)
-                call.served(backend, shown)
-        except (OptionError, UnknownNameError, DataError):
-            raise
-        except AttentionError as error:
-            return str(error)
-        self.built[site] = backend
-        return None
-
-    def settle(self) -> None:
-        """Leave sites exact whose calls have no sure number or keys of another sequence."""
-        exact = unsure_modules(self._calls)
-        for site, reason in self.reasons.items():
-            backend = self.built.get(site)
-            served = backend is None or backend.problem.causal or backend.supports_cross
-            crosses = CROSS if site in self.crossed and not served else None
-            self.reasons[site] = reason or exact.get(site.module) or crosses
-        self.built = {site: backend for site, backend in self.built.items() if self.reasons[site] is None}
-
-    def check(self, *, strict: bool) -> None:
-        """Refuse patterns and models without a site, and exact sites if strict."""
-        names = [str(site) for site in self.reasons]
-        if not names:
-            raise UnsupportedError(f"The example calls F.scaled_dot_product_attention nowhere: {CALL_SDPA}.")
-        for pattern in self._requests:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                raise UnknownNameError("call site", pattern, names)
-        exact = [(site, why) for site, why in self.reasons.items() if why not in (None, _UNNAMED)]
-        if exact and (strict or not self.built):
-            site, why = exact[0]
-            raise UnsupportedError(f"{site} cannot be served: {str(why).rstrip('.')}.")
 
 
 class SiteBackends(nn.ModuleDict):

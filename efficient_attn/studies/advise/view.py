@@ -75,7 +75,8 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
         return {}
     if _of_model(records, environment):
         return {"advise": cost_plot(times)}
-    return {"advise": _attention_plot(records, error_limit(environment))}
+    shapes = [shape for shape in grouped(records, *SHAPE) if _shown_times(shape)]
+    return {"advise": _attention_plot(shapes, error_limit(environment))} if shapes else {}
 
 
 def _heads_plot(records: Sequence[Record]) -> Plot:
@@ -236,11 +237,17 @@ def _in_words(row: Row) -> str:
     return f"{row.label} ({', '.join(parts)})"
 
 
-def _attention_plot(records: Sequence[Record], max_error: float) -> Plot:
+def _shown_times(records: Sequence[Record]) -> list[Record]:
+    """Times of the backends that have a row: a budget may end with times of exact attention alone."""
+    labels = {row.label for row in rows_of(records)}
+    return [record for record in records if is_time(record) and record.case.label in labels]
+
+
+def _attention_plot(shapes: Sequence[Sequence[Record]], max_error: float) -> Plot:
     """For each shape times of calls and errors of the worst layer, with one legend for all."""
-    rows, shapes = [], [shape for shape in grouped(records, *SHAPE) if any(map(is_time, shape))]
+    rows = []
     for shape in shapes:
-        plot = cost_plot([record for record in shape if is_time(record)])
+        plot = cost_plot(_shown_times(shape))
         time, errors = _charts(plot.charts[0], rows_of(shape), max_error)
         words, _, intervals = plot.conditions.partition("; ")
         rows.append((time._replace(notes=(words,) if len(shapes) > 1 else ()), errors))

@@ -22,7 +22,8 @@ from efficient_attn.contained import running
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.external import is_address, object_at
 from efficient_attn.integrations.intercept.calls import CALL_SDPA, CROSS, AttentionMode, seed_of
-from efficient_attn.integrations.intercept.replaced import ReplacedSites, Request, SiteSearch, replace
+from efficient_attn.integrations.intercept.replaced import ReplacedSites, replace
+from efficient_attn.integrations.intercept.search import Request, SiteSearch
 from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.measure.error import cosine_distance, relative_error
 from efficient_attn.measure.record import SAME_INPUTS

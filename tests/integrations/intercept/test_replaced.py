@@ -168,6 +168,19 @@ def test_torchs_layer_of_two_sequences_stays_exact_at_all_lengths_where_position
     assert attached("linear-elu", x, y, y).served == {"model": "linear-elu"}
 
 
+def test_dropout_that_keeps_training_exact_is_a_remark():
+    layer, x = nn.MultiheadAttention(8, 2, dropout=0.25), torch.randn(9, 1, 8)
+    for backend, remarks in (("window", ["dropout=0.25 keeps training exact: set it to 0"]), ("exact", [])):
+        with ea.attach(layer, backend, example=lambda: layer(x, x, x, need_weights=False)) as replaced:
+            assert list(replaced.remarks.values()) == remarks
+
+
+@pytest.mark.parametrize("pair", [("window",), ("window", 65), ("window", {}, 3)])
+def test_a_backend_with_options_is_a_pair(pair):
+    with pytest.raises(ea.DtypeError, match="is a pair such as"):
+        ea.attach(Called(), {"*": pair}, example=lambda: None)
+
+
 @torch.no_grad()
 def test_a_site_seen_with_unequal_lengths_stays_exact_and_one_seen_with_equal_ones_gets_a_remark():
     model, (q, k) = Called(), torch.randn(2, 2, 4, TOKENS, 8)
