@@ -1,7 +1,7 @@
 """A built backend: the module of an attention, and the checks of its inputs that all backends share."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -231,7 +231,9 @@ class Backend(nn.Module):
             self.core.calibrate(q, k, v, key_mask)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Backend":
-        with without_inference_mode():
+        # A copy that was made in inference mode cannot leave it.
+        copied = any(x.is_inference() for x in (*self.parameters(), *self.buffers()))
+        with nullcontext() if copied else without_inference_mode():
             return super()._apply(fn, recurse)
 
     def calibrate_first(self, tensors: tuple[Any, ...], named: dict[str, Any]) -> None:

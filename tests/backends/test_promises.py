@@ -1,5 +1,6 @@
 """Promises of single backends: dropout, rows asked of the kernel, weights and memory in half precision."""
 
+import copy
 import math
 
 import pytest
@@ -53,6 +54,8 @@ def test_a_backend_of_inference_mode_is_trained_outside_it(name):
         backend, loaded = (ea.build(name, head_dim=8, max_tokens=7, **options) for _ in range(2))
         ea.calibrate(backend.double().float(), q.clone(), k.clone(), v.clone())
         loaded.load_state_dict(backend.state_dict())
+        copied = copy.deepcopy(loaded).double()
+        torch.testing.assert_close(copied(q.double(), k.double(), v.double()).float(), backend(q, k, v))
     for module in (backend, loaded):
         x = q.clone().requires_grad_()
         module(x, k, v).square().sum().backward()
