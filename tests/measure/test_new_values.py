@@ -80,6 +80,14 @@ def test_a_function_that_computes_each_output_is_measured_whatever_it_keeps(name
     assert len({x.double().sum().item() for x in computed}) == len(computed) > 4
 
 
+def uneven(q, k, v, first={}):  # noqa: B006  (a cache)
+    return attend(q, k, v) * (1.0 if first.setdefault("sum", q.sum().item()) == q.sum().item() else 1.4)
+
+
+def test_a_function_that_errs_more_on_some_values_is_measured():
+    assert worker.measure(case_of("f", tokens=64), target=uneven, seconds=0.003).status == "ok"
+
+
 def writing(q, k, v):
     return attend(q.mul_(2), k, v)
 
