@@ -4,6 +4,7 @@ import inspect
 import json
 import signal
 import sys
+import threading
 import time
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
@@ -147,8 +148,9 @@ def _alarm(budget_s: float | None) -> Iterator[None]:
     def refuse(*_: Any) -> NoReturn:
         raise OptionError("The budget ended before anything was measured; raise --budget.")
 
-    # Windows has no alarm.
-    if budget_s is None or not hasattr(signal, "setitimer"):
+    # Only the main thread has signals, and Windows no alarm.
+    main = threading.current_thread() is threading.main_thread()
+    if budget_s is None or not main or not hasattr(signal, "setitimer"):
         yield
         return
     before = signal.signal(signal.SIGALRM, refuse)

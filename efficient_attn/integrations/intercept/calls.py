@@ -203,7 +203,8 @@ def detour(start: Any) -> str | None:
         return None
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and start not in (frame, frame.f_code):
-        module = frame.f_globals["__name__"]
+        # Generated code may have no name.
+        module = frame.f_globals.get("__name__")
         if module in ("torch.utils.checkpoint", "torch.autograd.function"):
             return RECOMPUTED
         compiler = frame.f_locals.get("self") if module == "torch._dynamo.eval_frame" else None

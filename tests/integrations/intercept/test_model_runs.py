@@ -112,6 +112,13 @@ def test_a_checkpoint_that_the_example_does_not_show_is_refused_in_training(run,
         called(X)
 
 
+def test_generated_code_without_a_module_name_is_served():
+    model, reference = torch.fx.symbolic_trace(model_of(direct)), model_of(direct)
+    for x in (model, reference):
+        ea.attach(x, "window", window=3, example=lambda x=x: x(X), strict=True)
+    torch.testing.assert_close(model(X), reference(X), rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("run", "inner"), [(frozen, False), (offloaded, False), (PLAIN, True), (REENTRANT, True)]
 )
