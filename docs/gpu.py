@@ -51,7 +51,8 @@ def _of_gpu(folder: Path, check: GpuCheck) -> Iterator[str]:
             shown = "–" if time is None else three_digits(time)
             cells.append(shown if guess is None or time is None else f"{shown} ({three_digits(guess)})")
         rows.append([name, *cells, starts.get(call, "")])
-    yield table(["call, ms (predicted)", *map(str, PREDICTED_LENGTHS), "faster from, tokens"], rows)
+    if rows:
+        yield table(["call, ms (predicted)", *map(str, PREDICTED_LENGTHS), "faster from, tokens"], rows)
 
 
 def _call(case: Case) -> tuple[str, str, bool, bool]:

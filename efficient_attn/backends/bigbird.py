@@ -1,6 +1,7 @@
 """Softmax over a window, the first and a few random blocks of keys; without random ones, Longformer."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +72,8 @@ class BigBird(nn.Module):
         (row, real, none), causal = blocks[:3], self.pattern.causal
         first, side = self._options.global_blocks, self._options.window // 2
         back, ahead = (self._options.window - 1, 0) if causal else (side, side)
-        steps = torch.tensor([x for x in range(-back, ahead + 1) if x], dtype=torch.long, device=row.device)
-        near = row[:, None] + steps
+        sides = [torch.arange(*ends, device=row.device) for ends in ((-back, 0), (1, ahead + 1))]
+        near = row[:, None] + torch.cat(sides)
         near = near.masked_fill(near < first, none)
         begin = torch.arange(first, device=row.device).expand(len(row), -1)
         begin = begin.masked_fill(begin >= row[:, None], none)
@@ -80,7 +81,8 @@ class BigBird(nn.Module):
         # Floyd's draw of some of the blocks outside: `before` ones, and the others after the window.
         before = (row - back - first).clamp_min(0)
         number = before if causal else before + (real - row - ahead - 1).clamp_min(0)
-        of_block = _mixed(_mixed(row.new_tensor(self._seed % _PRIME)) + row)
+        # No index to a compiler, which would multiply in 32 bits on a GPU.
+        of_block = _mixed((_mixed(self._seed % _PRIME) + row) | 0)
         position = torch.arange(self._options.random_blocks, device=row.device)
         last = number.expand(len(real), 1, len(row))[..., None] - len(position) + position
         drawn = _mixed(of_block[:, None] + position) % (last + 1).clamp_min(1)
@@ -93,7 +95,7 @@ class BigBird(nn.Module):
         return torch.cat([x.expand(len(real), 1, -1, -1) for x in read], dim=3)
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mixed(x: Any) -> Any:
     """Numbers below `_PRIME` that look random, different for different x below it."""
     for constant in (0x2545F491, 0x3C6EF372):
         x = (x + constant) % _PRIME
