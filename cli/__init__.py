@@ -2,7 +2,7 @@
 
 import sys
 
-from efficient_attn.errors import MissingPackageError, naming_missing
+from efficient_attn.errors import AttentionError, naming_missing
 
 # Exit codes.
 DONE = 0
@@ -14,12 +14,12 @@ INTERRUPTED = 130
 
 
 def start() -> None:
-    """Run the command line; without its packages, exit with one line that names the first."""
+    """Run the command line; without its packages, or with a file that is no study, exit with one line."""
     try:
         with naming_missing("The command line"):
             from .main import main
 
             main()
-    except MissingPackageError as error:
+    except AttentionError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(WRONG_REQUEST)

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from efficient_attn.measure.units import parse_names
-from efficient_attn.studies.options import RUNS_CODE
+from efficient_attn.runs.options import RUNS_CODE
 
 from . import DONE, REGRESSION, console
 from .options import JsonOption, SeedOption

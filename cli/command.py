@@ -1,7 +1,8 @@
-"""The command of a study, made from the declared options of its plan: its output and its exit code."""
+"""The command of a study, made from its fields: its output and its exit code."""
 
 import inspect
 import json
+import math
 import signal
 import sys
 import threading
@@ -9,13 +10,14 @@ import time
 import webbrowser
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import Field
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from efficient_attn.errors import IncompleteError, OptionError
-from efficient_attn.studies.study import Parameter, Study
+from efficient_attn.runs.study import Study, default_of
 
 from . import DONE, INTERRUPTED, NOTHING_MEASURED, SOME_NOT_MEASURED, console
 from .options import OutOption
@@ -49,8 +51,9 @@ _METAVARS: dict[Any, str] = {int: "N", int | None: "N", float: "X", float | None
 _SWITCHES = (bool, bool | None)
 
 
-def command_of(study: Study) -> Callable[..., None]:
-    """A Typer command with the options of the plan and the options of every run."""
+def command_of(study: type[Study]) -> Callable[..., None]:
+    """A Typer command with the options of the study and those of every run."""
+    declared = [*study.declared()]
 
     def command(
         context: typer.Context,
@@ -74,53 +77,56 @@ def command_of(study: Study) -> Callable[..., None]:
             )
         if resume and out is None:
             raise OptionError("--resume needs --out, the folder of the run to go on with.")
-        options = {
-            parameter.name: value
-            if parameter.option.parse is None or value is None
-            else parameter.option.parse(value, name=parameter.flag)
-            for parameter in study.parameters()
-            for value in [values[parameter.name]]
-        }
+        typed = {}
+        for item, _ in declared:
+            source = context.get_parameter_source(item.name)
+            if source is not None and source.name != "DEFAULT":
+                value, parse = values[item.name], item.metadata["parse"]
+                typed[item.name] = parse(value, name=_flag(item)) if parse else value
         budget_s = None if budget is None else parse_seconds(budget, name="--budget")
-        # A wrong request must leave no folder behind, so the plan is made first.
-        with _alarm(budget_s):
-            plan = study.plan(**options)
-        if dry_run:
-            console.print_tables([_points(plan)])
-            return
 
         from efficient_attn.report.files import REPORT
-        from efficient_attn.studies.engine import foreseen, run_plan
-        from efficient_attn.studies.run_folder import Store, open_folder, run_folder
+        from efficient_attn.runs.run import measure, prepare
+        from efficient_attn.runs.store import open_folder, run_folder
 
-        folder = open_folder(out or run_folder(study.name), name="--out", fresh=not resume)
-        limit_s = plan.budget_s if budget_s is None else budget_s
-        points = len(foreseen(plan, Store()))
-        if not quiet and limit_s is not None:
-            console.say(f"{points} points; measuring ends within {show_seconds(limit_s)} (--budget).")
+        # A wrong request must leave no folder behind, so the study is settled first.
+        with _alarm(budget_s):
+            requested = prepare(study, typed, out=out, resume=resume)
+            _ = requested.settled
+        if dry_run:
+            console.print_tables([_points(requested)])
+            return
+        folder = open_folder(out or run_folder(study.name()), name="--out", fresh=not resume)
         # Text that a backend prints goes to stderr: stdout holds the results alone.
-        with nullcontext() if quiet else console.live_bar(points) as progress, redirect_stdout(sys.stderr):
+        with nullcontext() if quiet else console.live_bar() as progress, redirect_stdout(sys.stderr):
+
+            def started(points: int, limit_s: float | None) -> None:
+                if not quiet and limit_s not in (None, math.inf):
+                    limit = show_seconds(limit_s or 0.0)
+                    console.say(f"{points} points; measuring ends within {limit} (--budget).")
+
             try:
-                results = run_plan(
-                    study,
-                    plan,
+                results = measure(
+                    requested,
                     out=folder,
                     resume=resume,
                     budget_s=budget_s,
                     start_s=start_s,
                     command=[Path(sys.argv[0]).name, *sys.argv[1:]],
                     progress=progress,
+                    started=started,
                 )
             except IncompleteError as ending:
                 results = ending.results
         if open_page:
             webbrowser.open((folder / REPORT).resolve().as_uri())
-        finish(results, options.get("backends"), folder=folder, as_json=as_json, quiet=quiet)
+        named = getattr(requested, "backends", None)
+        finish(results, named, folder=folder, as_json=as_json, quiet=quiet)
 
     signature: list[tuple[str, Any, Any]] = [
         ("context", typer.Context, inspect.Parameter.empty),
-        *(_declared(parameter) for parameter in study.parameters()),
-        ("budget", Annotated[str | None, _BUDGET], study.budget),
+        *(_declared(item, kind) for item, kind in declared),
+        ("budget", Annotated[str | None, _BUDGET], _limit(study.budget_s)),
         ("out", OutOption, None),
         *(
             (name, Annotated[bool, typer.Option(*flags, help=text, hidden=name != "resume")], False)
@@ -128,8 +134,8 @@ def command_of(study: Study) -> Callable[..., None]:
         ),
         ("help_all", Annotated[bool, _HELP_ALL], False),
     ]
-    command.__doc__ = inspect.getdoc(study.plan)
-    command.__name__ = study.name
+    command.__doc__ = inspect.getdoc(study)
+    command.__name__ = study.name()
     keyword = inspect.Parameter.KEYWORD_ONLY
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # Typer reads it
         [
@@ -163,41 +169,49 @@ def _alarm(budget_s: float | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _declared(parameter: Parameter) -> tuple[str, Any, Any]:
-    option, default = parameter.option, parameter.default
-    kind: Any = parameter.type
-    if option.parse is not None or kind not in (*_METAVARS, *_SWITCHES):
-        kind = list[str] if option.several else str
+def _limit(seconds: float | None) -> str | None:
+    """`90s`, `5m`; None without a default."""
+    if seconds is None:
+        return None
+    return f"{seconds / 60:g}m" if seconds % 60 == 0 else f"{seconds:g}s"
+
+
+def _flag(item: Field[Any]) -> str:
+    return item.metadata["flag"] or f"--{item.name.replace('_', '-')}"
+
+
+def _declared(item: Field[Any], kind: Any) -> tuple[str, Any, Any]:
+    """Name, annotation and default of a field as Typer takes them."""
+    option, default, flag = item.metadata, default_of(item), _flag(item)
+    switch = kind in _SWITCHES and option["parse"] is None
+    form = None if switch else _METAVARS.get(kind, item.name.upper())
+    if option["parse"] is not None or kind not in (*_METAVARS, *_SWITCHES):
+        kind = list[str] if option["several"] else str
         if default is None:
             kind = kind | None
         elif not isinstance(default, str):
             # The command line shows a sequence of numbers as `32,64,128`.
             default = ",".join(map(str, default)) if isinstance(default, Sequence) else default
-    switch = parameter.type in _SWITCHES and option.parse is None
-    flag = (
-        f"{parameter.flag}/--no-{parameter.flag.removeprefix('--')}"
-        if switch and default is not False
-        else parameter.flag
-    )
-    form = None if switch else _METAVARS.get(parameter.type, parameter.name.upper())
-    about: dict[str, Any] = {"help": option.help, "metavar": option.metavar or form}
-    if option.argument:
-        return parameter.name, Annotated[kind, typer.Argument(**about)], default
-    about |= {"min": option.least, "max": option.most, "hidden": option.rare, "show_default": not switch}
-    return parameter.name, Annotated[kind, typer.Option(flag, **about)], default
+    if switch and default is not False:
+        flag = f"{flag}/--no-{flag.removeprefix('--')}"
+    about: dict[str, Any] = {"help": option["help"], "metavar": option["metavar"] or form}
+    if option["argument"]:
+        return item.name, Annotated[kind, typer.Argument(**about)], default
+    about |= {"min": option["least"], "max": option["most"], "hidden": option["rare"]}
+    return item.name, Annotated[kind, typer.Option(flag, show_default=not switch, **about)], default
 
 
-def _points(plan: Any) -> Any:
+def _points(study: Study) -> Any:
     from efficient_attn.report.table import Table
-    from efficient_attn.studies.engine import foreseen
-    from efficient_attn.studies.run_folder import Store
+    from efficient_attn.runs.engine import foreseen
+    from efficient_attn.runs.store import Store
 
     rows = tuple(
         (point.case.label, str(point.case.tokens), point.case.kind, point.skip or "")
-        for point in foreseen(plan, Store()).values()
+        for point in foreseen(study.points(), Store()).values()
     )
     columns = ("backend", "tokens", "measured", "reason to skip")
-    return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(plan.notes))
+    return Table(f"{len(rows)} points; nothing was run", columns, rows, tuple(study.notes()))
 
 
 def finish(

@@ -88,7 +88,7 @@ def _console(*, err: bool = False) -> Any:
 
 
 @contextmanager
-def live_bar(points: int) -> Iterator[Callable[[Any], None]]:
+def live_bar() -> Iterator[Callable[[Any], None]]:
     """Progress as one bar on a terminal, as lines elsewhere."""
     if not sys.stderr.isatty() or colours() is False:
         yield lambda step: say(str(step))
@@ -100,7 +100,7 @@ def live_bar(points: int) -> Iterator[Callable[[Any], None]]:
     # A thread that redraws the bar would disturb measurements.
     text = TextColumn("{task.completed}/{task.total} · {task.fields[text]}", markup=False)
     with Progress(BarColumn(20), text, console=_console(err=True), auto_refresh=False, transient=True) as bar:
-        task = bar.add_task("", total=points, text="starting")
+        task = bar.add_task("", total=None, text="starting")
 
         def show(step: Any) -> None:
             spent = "" if step.spent is None else f"{100 * step.spent:.0f} % of the budget · "

@@ -26,7 +26,7 @@ def diff(
 
     Example: efficient-attn diff runs/before runs/after --fail-on time:10%
     """
-    from efficient_attn.studies.diff import diff as compare
+    from efficient_attn.tools.diff import diff as compare
 
     comparison = compare(old, new, fail_on=_limits(fail_on))
     if as_json:

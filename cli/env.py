@@ -15,7 +15,7 @@ def env_command(
     """Show machine and software, as written to every run."""
     from efficient_attn.measure.environment import environment
     from efficient_attn.report.text import flat
-    from efficient_attn.studies.workload import Workload, settle
+    from efficient_attn.runs.workload import Workload, settle
 
     description = environment(device=settle(Workload(device=device)).device)
     if as_json:

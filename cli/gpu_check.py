@@ -35,7 +35,7 @@ def gpu_check_command(
     Example: efficient-attn gpu-check --out results/gpu/h100
     """
     from efficient_attn.measure.units import parse_seconds
-    from efficient_attn.studies import gpu_check
+    from efficient_attn.tools import gpu_check
 
     if show is not None:
         if out is not None:

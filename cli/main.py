@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from efficient_attn.errors import AttentionError
-from efficient_attn.studies import studies
+from efficient_attn.runs.registry import studies
 
 from . import DONE, INTERRUPTED, SOME_NOT_MEASURED, WRONG_REQUEST, console
 from .command import command_of

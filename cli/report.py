@@ -28,7 +28,7 @@ def report_command(
 
     Example: efficient-attn report runs/short runs/long --out both
     """
-    from efficient_attn.studies.results import report
+    from efficient_attn.runs.results import report
 
     for path in report(*folders, out=out, interactive=interactive):
         console.put(path)

@@ -39,8 +39,8 @@ def show_command(
     """
     from efficient_attn.measure.variants import parse_settings
     from efficient_attn.report.files import save
-    from efficient_attn.studies.run_folder import open_folder, run_folder
-    from efficient_attn.studies.show import show
+    from efficient_attn.runs.store import open_folder, run_folder
+    from efficient_attn.tools.show import show
 
     names, options = parse_names(backend, name="--backend"), parse_settings(set_ or [])
     # Output of a backend goes to stderr: stdout holds the results alone.

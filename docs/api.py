@@ -22,7 +22,7 @@ _HEADINGS = {
     "Backends": ("backend", "registry", "external", "problem"),
     "In models": ("transformer", "integrations.attach", "integrations.intercept"),
     "In Hugging Face models": (_HUGGING_FACE,),
-    "Measuring": ("studies", "measure"),
+    "Measuring": ("studies", "runs", "tools", "measure"),
     "On several processes": ("distributed",),
     "Checking": ("testing",),
     "Errors": ("errors",),
@@ -48,8 +48,8 @@ def public_names() -> Iterator[tuple[str, str, bool]]:
     for module, names in _assigned("__init__", "_NAMES").items():
         for name in names.split():
             yield f"efficient_attn.{name}", module, _is_class(name, module)
-    for folder in sorted(init.parent for init in PACKAGE.glob("studies/*/__init__.py")):
-        yield f"efficient_attn.{folder.name}", f"studies.{folder.name}", False
+    for study in sorted(path.stem for path in PACKAGE.glob("studies/[!_]*")):
+        yield f"efficient_attn.{study}", f"studies.{study}", False
     modules = {name: name for name in ("testing", "distributed")}
     modules |= {_INTERCEPT: "intercept", _HUGGING_FACE: _HUGGING_FACE}
     for module, shown in modules.items():

@@ -11,7 +11,7 @@ from efficient_attn.measure.record import Case
 from efficient_attn.report.text import three_digits
 from efficient_attn.stats.estimates import DEVICE_TIME, SpeedUp, by_clock, call_time, curves, speed_ups
 from efficient_attn.stats.predicted_time import crossover
-from efficient_attn.studies.gpu_check import PREDICTED_LENGTHS, PREDICTED_MS, GpuCheck, show_gpu_check
+from efficient_attn.tools.gpu_check import PREDICTED_LENGTHS, PREDICTED_MS, GpuCheck, show_gpu_check
 
 HERE = Path(__file__).parent
 PAGE, RESULTS = HERE / "gpu.md", HERE.parent / "results/gpu"

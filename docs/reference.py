@@ -35,7 +35,7 @@ def options() -> list[str]:
 def quantities() -> list[str]:
     """Every quantity, with its unit, direction and kind of scatter."""
     from efficient_attn.measure.quantities import CONDITIONS, QUANTITIES
-    from efficient_attn.studies import studies
+    from efficient_attn.runs.registry import studies
 
     studies()
     rows = [[quantity, quantity.better or "–", quantity.scatter or "–"] for quantity in QUANTITIES.values()]
@@ -55,7 +55,7 @@ def _quantity(quantity: Any) -> str:
 def fields() -> list[str]:
     """Fields of a record that describe its case and its outcome."""
     from efficient_attn.measure.quantities import FIELDS
-    from efficient_attn.studies import records_schema
+    from efficient_attn.runs.registry import records_schema
 
     listed = records_schema()["properties"]
     rows = [[f"`{name}`", field["description"]] for name, field in listed.items() if name not in FIELDS]
@@ -64,15 +64,15 @@ def fields() -> list[str]:
 
 def kinds() -> list[str]:
     """Kinds of records of every study, and the fields of its quantities."""
-    from efficient_attn.studies import studies
+    from efficient_attn.runs.registry import studies
 
     rows = [
         [
-            f"`{study.name}`",
+            f"`{name}`",
             ", ".join(f"`{kind}`" for kind in study.kinds),
             ", ".join(f"`{field.name}`" for quantity in study.quantities for field in quantity.fields),
         ]
-        for study in studies().values()
+        for name, study in studies().items()
     ]
     return table(["study", "kinds", "fields"], rows)
 

@@ -20,12 +20,12 @@ _NAMES = {
     "measure.inputs": "sample",
     "problem": "AttentionProblem",
     "registry": "BackendSpec Capabilities NoOptions",
-    "studies": "records_schema",
-    "studies.audit": "audit",
-    "studies.diff": "diff",
-    "studies.gpu_check": "gpu_check",
-    "studies.results": "Results read",
-    "studies.show": "show",
+    "runs.registry": "records_schema",
+    "tools.audit": "audit",
+    "tools.diff": "diff",
+    "tools.gpu_check": "gpu_check",
+    "runs.results": "Results read",
+    "tools.show": "show",
     "testing": "check",
     "transformer.block": "BlockOptions TransformerBlock",
     "transformer.language_model": "LanguageModel generate",
@@ -36,11 +36,9 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 _MODULES = {"testing": "testing", "intercept": "integrations.intercept", "distributed": "distributed"}
 
-# Every folder of `studies` is a function here.
+# Every file and every folder of `studies` is a function here.
 _FOLDER = os.path.join(os.path.dirname(__file__), "studies")
-_STUDIES = [
-    name for name in os.listdir(_FOLDER) if os.path.isfile(os.path.join(_FOLDER, name, "__init__.py"))
-]
+_STUDIES = [name.removesuffix(".py") for name in os.listdir(_FOLDER) if not name.startswith("_")]
 
 __all__ = sorted([*_HOME, *_MODULES, *_STUDIES])
 
@@ -88,8 +86,8 @@ def _resolved(name: str) -> "Any":
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{_MODULES[name]}")
     if name in _STUDIES:
-        study = importlib.import_module(f"{__name__}.studies").find(name)
-        return importlib.import_module(f"{__name__}.studies.engine").function_of(study)
+        study = importlib.import_module(f"{__name__}.runs.registry").find(name)
+        return importlib.import_module(f"{__name__}.runs.run").python_function(study)
     if name in _HOME:
         return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     return _version()

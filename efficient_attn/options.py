@@ -1,6 +1,6 @@
 """Fields of options classes, and checks of options."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from typing import Any
 
@@ -13,14 +13,51 @@ SEED = "seed"
 _MOST_NUMBERED = (1 << 16) - 1
 
 
-def option(default: Any, help: str, *, added: bool = False) -> Any:
-    """Field of an options class, with its default and one line of help for listings and command lines.
+def option(
+    default: Any,
+    help: str,
+    *,
+    added: bool = False,
+    flag: str | None = None,
+    metavar: str | None = None,
+    parse: Callable[..., Any] | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    several: bool = False,
+    argument: bool = False,
+    rare: bool = False,
+    free: bool = False,
+) -> Any:
+    """Field of an options class, with its default and one line of help, the standard term first.
+
+    All but the first three arguments are of studies, whose fields become options of a command.
 
     Args:
         added: Whether records exist that were written before the option: at its default a case leaves it
             out, so that it equals the cases of these.
+        flag: Flag of the command line; None: the field's name with hyphens.
+        metavar: Form of the value in the help text.
+        parse: Value from text: `parse(text, name=flag)`; None: the annotated type decides.
+        least: Smallest number; `most` is the largest.
+        several: The flag may be repeated; `parse` gets the list of texts.
+        argument: A positional argument in place of a flag.
+        rare: Shown by --help-all alone.
+        free: A resumed run may have another value.
     """
-    return field(default=default, metadata={"help": help, "added": added})
+    metadata = {
+        "help": help,
+        "added": added,
+        "flag": flag,
+        "metavar": metavar,
+        "parse": parse,
+        "least": least,
+        "most": most,
+        "several": several,
+        "argument": argument,
+        "rare": rare,
+        "free": free,
+    }
+    return field(default=default, metadata=metadata)
 
 
 def recorded(options: Any) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def cuda(device: str) -> str:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round of a time ends after milliseconds, for runs whose times nobody reads."""
-    monkeypatch.setattr("efficient_attn.studies.engine._ROUND_S", 0.001)
+    monkeypatch.setattr("efficient_attn.runs.engine._ROUND_S", 0.001)
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def unisolated(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs leave no drawings, which take longer than everything else of a small one."""
-    monkeypatch.setattr("efficient_attn.studies.results.write_all", lambda run, folder, title: [])
+    monkeypatch.setattr("efficient_attn.runs.results.write_all", lambda run, folder, title: [])
 
 
 @pytest.fixture(autouse=True)
@@ -203,7 +203,7 @@ def given_times(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", timed)
     monkeypatch.setattr("efficient_attn.studies.advise.model.PROBE", ())
-    monkeypatch.setattr("efficient_attn.studies.engine.between", lambda *moments, **named: {})
+    monkeypatch.setattr("efficient_attn.runs.run.between", lambda *moments, **named: {})
 
 
 @pytest.fixture

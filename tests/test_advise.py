@@ -5,18 +5,17 @@ import random
 
 import pytest
 from made_records import case, timed
-from planned import points_of
+from planned import points_of, study
 
 import efficient_attn as ea
 from efficient_attn.measure import worker
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
+from efficient_attn.runs.registry import studies
+from efficient_attn.runs.results import Results
 from efficient_attn.stats.estimates import grouped
-from efficient_attn.studies import find, studies
 from efficient_attn.studies.advise.model import best_layers
 from efficient_attn.studies.advise.view import SHAPE
-from efficient_attn.studies.bench import MAX_ERROR
-from efficient_attn.studies.results import Results
 
 # Studies declare the quantities of their records.
 studies()
@@ -27,7 +26,7 @@ SHORT = (64, 96, 128, 160)
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch, short_decoder, unisolated):
     """Short calls at short lengths, timed as briefly as possible, and a short decoder."""
-    monkeypatch.setattr("efficient_attn.studies.engine._ROUND_S", 0.0)
+    monkeypatch.setattr("efficient_attn.runs.engine._ROUND_S", 0.0)
     monkeypatch.setattr("efficient_attn.studies.advise.attention.PROBE", SHORT)
     monkeypatch.setattr("efficient_attn.studies.advise.attention.DRAWS", 1)
 
@@ -67,7 +66,7 @@ def test_it_measures_predicts_and_concludes_over_lengths():
     assert f"no backend is within 50 % of exact on every layer; nearest: {labels[1]} (error " in sentence
     # A window of the whole sequence is exact.
     assert "is within 50 % of exact on every layer" in causal
-    wide = Results(results.records, environment={**results.environment, MAX_ERROR: 2.0})
+    wide = Results(results.records, environment={**results.environment, "options": {"max_error": 2.0}})
     assert f"within 200 % of exact on every layer with {labels[1]} (error " in wide.sentences()[0]
 
 
@@ -88,7 +87,7 @@ def test_backends_that_are_slower_by_prediction_are_not_timed_at_long_lengths(mo
 
 
 def test_errors_at_shorter_lengths_are_those_of_the_causal_model(short_decoder):
-    points = points_of(find("advise").plan(backends=["window"], seq_lens=(64, 128)))
+    points = points_of(study("advise", backends=["window"], seq_lens=(64, 128)))
     found = {(one.case.inputs, one.case.tokens) for one in points if one.case.kind == "error"}
     assert found == {
         *((f"encoder(layer={layer})", 512) for layer in (0, 1, 5)),
@@ -119,7 +118,7 @@ def test_a_backend_that_failed_somewhere_is_not_within_the_limit_everywhere(fail
         ({**places, place: broken}, "on every layer with linformer (error 0.06)."),
         ({}, "): nothing measured."),
     ):
-        environment = {"study": "advise", "candidates": ["exact", "window", "linformer"]}
+        environment = {"study": "advise", "settled": {"candidates": ["exact", "window", "linformer"]}}
         (sentence,) = Results([*errors.values(), *times], environment=environment).sentences()
         assert told in sentence
 
@@ -131,7 +130,7 @@ def test_of_a_backend_skipped_at_a_length_it_is_unknown_whether_it_is_within_the
     names = (("exact", 1e-7), (UNIFORM_ATTENTION, 0.5), ("window", value))
     errors = [error(name, tokens, "decoder", 19, value) for tokens in (2048, 512) for name, value in names]
     errors[-1] = Record(case=errors[-1].case, status=status, reason="needs 9 s (raise it with --budget)")
-    environment = {"study": "advise", "candidates": ["exact", "window"]}
+    environment = {"study": "advise", "settled": {"candidates": ["exact", "window"]}}
     (sentence,) = Results([*errors, timed("exact", 1024, (1.0,) * 4)], environment=environment).sentences()
     assert ("is not known (skipped at 512)" in sentence) != known
     assert f"nearest: window (error {value:.2g})." in sentence
@@ -152,7 +151,7 @@ def test_a_budget_that_ends_with_times_of_exact_attention_alone_draws_what_can_b
         assert list(results.plots()) == plots and all(row for row in results.tables())
 
 
-TARGET = {"study": "advise", "target": {"quantity": "mean_pool_distance", "limit": 0.1}}
+TARGET = {"study": "advise", "settled": {"target": {"quantity": "mean_pool_distance", "limit": 0.1}}}
 OF_MODEL, HELD_OUT = {"of": "model", "inputs": "m on t"}, {"of": "model", "inputs": "m on t, held out"}
 FASTER, SLOWER, OPEN = (0.5,) * 4, (2.0,) * 4, (0.5, 0.9, 0.4, 3.0)
 EXACT, OTHER = (1.0, 1.1, 0.9, 1.0), '{"0": "linformer"}'
@@ -249,7 +248,7 @@ def test_a_plan_of_heads_without_a_finite_loss_or_recall_misses_the_target(loss,
     target = {"quantity": "next_token_kl", "limit": 0.01, "max_loss": 0.01, "min_recall": 0.98}
     records = [plan, drawn, Record(case=case("planted", "plan", 512, **HELD_OUT), retrieval=0.5)]
     records += bound(512, [time_s / 3 for time_s in EXACT])
-    (sentence,) = Results(records, environment={"study": "advise", "target": target}).sentences()
+    (sentence,) = Results(records, environment={"study": "advise", "settled": {"target": target}}).sentences()
     assert "misses the target on held-out inputs (" in sentence and missed in sentence
 
 

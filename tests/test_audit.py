@@ -11,7 +11,7 @@ from reference import random_qkv, reference_attention
 import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.measure.error import Sample, exact_output, random_positions
-from efficient_attn.studies.audit import estimate
+from efficient_attn.tools.audit import estimate
 
 
 def squares(backend, q, k, v, mask=None):

@@ -22,7 +22,7 @@ from efficient_attn.integrations.plan_files import read_plan
 from efficient_attn.measure.inputs import gaussian, read_activations
 from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import Record, append, read
-from efficient_attn.measure.texts import read_texts
+from efficient_attn.measure.texts import read_text
 from efficient_attn.measure.units import parse_bytes, parse_seconds, parse_sizes
 from efficient_attn.measure.variants import CEILING, parse_settings, select
 
@@ -159,7 +159,7 @@ READERS = {
     "records.jsonl": ea.read,
     "environment.json": lambda path: ea.read(path.parent),
     "plan.json": read_plan,
-    "text.txt": lambda path: read_texts([path], name="--text"),
+    "text.txt": partial(read_text, name="--text"),
     "q.safetensors": read_activations,
 }
 

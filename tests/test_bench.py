@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from made_records import case
-from planned import points_of
+from planned import points_of, study
 from safetensors.torch import save_file
 
 import efficient_attn as ea
@@ -21,11 +21,14 @@ from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.ops.paths import VARIABLE
 from efficient_attn.ops.softmax.definition import softmax_attention
+from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import curves, speed_ups
-from efficient_attn.studies import find
 from efficient_attn.studies.bench.comparison import comparisons
 from efficient_attn.studies.bench.tables import tables
 from efficient_attn.studies.bench.view import plots, sentences
+
+# A run without background load.
+UNDISTURBED = Run(Settled())
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -119,15 +122,15 @@ def test_a_gpu_has_a_second_pair_of_tables_a_sentence_and_a_plot_of_device_times
         replace(record(label, device="cuda", l2="cold"), device_times_s=samples(factor))
         for label, factor in (("exact", 0.1), ("window", 0.05))
     ]
-    time, device = tables(made, {})
+    time, device = tables(made)
     assert (time.title, device.title) == ("Time per call, ms", "Device time per call, ms")
     columns = dict(zip(device.columns, zip(*device.rows, strict=True), strict=True))
     assert (columns["1024"], columns["speed, exact 1×"]) == (("0.6", "0.3"), ("1×", "2×?"))
     assert "with a cold L2 cache" in " ".join(device.notes)
-    latency, queued = sentences(made, {})
+    latency, queued = sentences(made, 0.1, UNDISTURBED)
     assert latency.startswith("Speed at 1024 tokens") and "window 1×?" in latency
     assert queued.startswith("Speed by device time at 1024 tokens") and "window 2×?" in queued
-    assert [*plots(made, {})] == ["time", "device-time"]
+    assert [*plots(made)] == ["time", "device-time"]
     assert ea.Results(made).summary()[0]["device_time_s"] == pytest.approx(0.0006)
 
 
@@ -146,7 +149,7 @@ def test_on_a_gpu_times_have_a_cache(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
     options = {"of": "attention,block", "error": False, "device": "cuda", "dtype": "bfloat16"}
-    points = points_of(find("bench").plan(["window"], seq_lens=(8, 16), **options))
+    points = points_of(study("bench", ["window"], seq_lens=(8, 16), **options))
     assert {(point.case.kind, point.case.l2) for point in points} == {("time", "cold"), ("memory", None)}
 
 
@@ -221,7 +224,7 @@ def test_without_inputs_times_are_of_gaussian_draws_and_errors_of_a_model():
     ],
 )
 def test_all_lengths_of_one_input_have_the_same_layers(inputs, settings, tokens, layers):
-    points = points_of(find("bench").plan(["window"], inputs=inputs, **settings))
+    points = points_of(study("bench", ["window"], inputs=inputs, **settings))
     errors = {(point.case.inputs, point.case.tokens) for point in points if point.case.kind == "error"}
     assert errors == {(f"{inputs}(layer={layer})", length) for layer in layers for length in tokens}
 

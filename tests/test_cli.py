@@ -17,7 +17,7 @@ from command_line import command
 import efficient_attn as ea
 from efficient_attn.errors import DataError
 from efficient_attn.measure.record import Record, replace
-from efficient_attn.studies.results import Results
+from efficient_attn.runs.results import Results
 from efficient_attn_cli import DONE, INTERRUPTED, NOTHING_MEASURED, SOME_NOT_MEASURED
 from efficient_attn_cli.command import exit_code
 from efficient_attn_cli.main import COMMANDS, GROUPS, app, main
@@ -175,14 +175,14 @@ def full(*_, **__):
 
 @pytest.mark.parametrize("late", ["results.write", "results.write_all"])
 def test_a_run_whose_files_cannot_be_written_keeps_its_records_and_exits_with_3(late, folder, monkeypatch):
-    monkeypatch.setattr(f"efficient_attn.studies.{late}", full)
+    monkeypatch.setattr(f"efficient_attn.runs.{late}", full)
     code, out, err = command(*SMALL.split(), "--backend", "own.py:mean", "--out", "out")
     assert code == SOME_NOT_MEASURED and len(ea.read("out")) == 4
     assert "No space left on device" in err and "own.py:mean" in out
 
 
 def test_a_dry_run_tells_what_would_not_fit(folder, monkeypatch):
-    monkeypatch.setattr("efficient_attn.studies.workload.available_bytes", lambda device: 2**30)
+    monkeypatch.setattr("efficient_attn.runs.workload.available_bytes", lambda device: 2**30)
     out = command("bench", "--dry-run", "--seq-len", "16,64k", "--backend", "exact-dense")[1]
     assert "needs about 256 GiB, the limit is 717 MiB" in out
 
@@ -207,7 +207,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("words", "message"), WRONG, ids=[words for words, _ in WRONG])
 def test_a_wrong_request_ends_in_one_line_before_anything_is_measured(words, message, folder, monkeypatch):
-    monkeypatch.setattr("efficient_attn.studies.engine.Engine.run", lambda self: pytest.fail("measured"))
+    monkeypatch.setattr("efficient_attn.runs.engine.Engine.run", lambda self: pytest.fail("measured"))
     code, out, err = command(*words.split())
     assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith("error: ") and message in err
     assert not Path("runs").exists()

@@ -2,17 +2,16 @@
 
 import pytest
 from made_records import case, timed
-from planned import points_of
+from planned import points_of, study
 
+from efficient_attn.errors import DataError
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import OWN
-from efficient_attn.stats.noise_warnings import DURING
-from efficient_attn.studies import find
+from efficient_attn.runs.results import Results, read
+from efficient_attn.runs.study import Run, Settled
 from efficient_attn.studies.bench.comparison import comparisons
 from efficient_attn.studies.bench.tables import tables
 from efficient_attn.studies.bench.view import sentences
-from efficient_attn.studies.results import Results, read
-from efficient_attn.studies.study import CANDIDATES
 from efficient_attn.studies.swap.view import sentences as swap_sentences
 
 pytestmark = pytest.mark.usefixtures("hasty")
@@ -43,8 +42,9 @@ DENSE = measured("exact-dense", 2e-7, 0.030, 1 << 20)
 ALL = [*EXACT, *MEAN, *WINDOW, *DENSE, *measured("untimed", 0.2)]
 TWO_NEAR = [*ALL, *measured("slow", 0.05, 0.008), *measured("quick", 0.09, 0.005)]
 INTERRUPTED = [*EXACT, *WINDOW, *DENSE, *measured("linformer", 0.05)]
-LISTED = {CANDIDATES: ["exact", "window", "exact-dense", "linformer", "performer-trig"]}
-UNDECIDED, LOADED = [*EXACT, *measured("near", 0.05, 0.01001)], {DURING: [{"others_share": 0.83}]}
+LABELS = ("exact", "window", "exact-dense", "linformer", "performer-trig")
+LISTED = Run(Settled(candidates=LABELS))
+UNDECIDED, LOADED = [*EXACT, *measured("near", 0.05, 0.01001)], Run(Settled(), load=0.83)
 STITCHED = measured("exact", 3e-7, 0.01, inputs="stitched(layer=1)")
 
 
@@ -63,13 +63,16 @@ LAYERED = [
 ]
 
 
-def sentence(records, **environment):
-    (told,) = sentences(records, environment)
-    return told
+UNDISTURBED = Run(Settled())
+
+
+def sentence(records, run=UNDISTURBED, max_error=0.1):
+    (text,) = sentences(records, max_error, run)
+    return text
 
 
 @pytest.mark.parametrize(
-    ("records", "environment", "told"),
+    ("records", "given", "told"),
     [
         (TWO_NEAR, {}, "quick is 2.0 ± 0.2 times faster than exact at 512 tokens"),
         (ALL, {"max_error": 0.3}, "window is 2.5 ± 0.2 times faster than exact"),
@@ -81,18 +84,18 @@ def sentence(records, **environment):
         # An undecided comparison names the load and the remedy.
         (
             UNDECIDED,
-            LOADED,
+            {"run": LOADED},
             "whether near is faster than exact. Background load 83 %. Rerun on an idle machine",
         ),
         # A candidate without a time is not measured.
-        (INTERRUPTED, LISTED, ". Not measured (2 of 5 candidates): linformer, performer-trig."),
+        (INTERRUPTED, {"run": LISTED}, ". Not measured (2 of 5 candidates): linformer, performer-trig."),
         (LAYERED, {}, "of the faster ones: window (error 0.09 (0.05 to 0.3), 2.5 ± 0.2 times faster)"),
         (LAYERED, {"max_error": 0.3}, "window is 2.5 ± 0.2 times faster"),
         (STITCHED, {}, "and faster at 512 tokens (concatenated documents, layer 1;"),
     ],
 )
-def test_the_sentence_goes_no_further_than_the_measurements(records, environment, told):
-    assert told in sentence(records, **environment)
+def test_the_sentence_goes_no_further_than_the_measurements(records, given, told):
+    assert told in sentence(records, **given)
 
 
 def test_error_and_cost_of_different_lengths_are_never_joined():
@@ -112,11 +115,13 @@ def test_the_front_is_what_nothing_beats_in_both():
     assert [row.label for row in one.front("peak_bytes")] == ["uniform attention", "window", "exact"]
 
 
-def test_what_was_asked_about_is_kept_with_the_run_and_nonsense_is_the_default(tmp_path, undrawn):
-    Results(ALL, environment={"study": "bench", "max_error": 0.3}).save(tmp_path)
+def test_what_was_asked_about_is_kept_with_the_run_and_nonsense_is_refused(tmp_path, undrawn):
+    Results(ALL, environment={"study": "bench", "options": {"max_error": 0.3}}).save(tmp_path)
     assert "window is 2.5 ± 0.2 times faster" in read(tmp_path).sentences()[0]
     for nonsense in ("much", -1, True, 1e999):
-        assert "within 10 %" in sentence(ALL, max_error=nonsense)
+        damaged = Results(ALL, environment={"study": "bench", "options": {"max_error": nonsense}})
+        with pytest.raises(DataError, match=r"the run in environment\.json is damaged: max_error"):
+            damaged.sentences()
 
 
 def test_a_backend_that_fails_on_one_layer_has_no_error_over_all():
@@ -132,7 +137,7 @@ def test_runs_on_one_layer_and_on_several_are_told_apart():
 
 
 def test_lengths_beyond_the_inputs_have_no_error_and_that_is_said():
-    plan = find("bench").plan(["window"], seq_lens=(512, 513), isolate="none")
+    plan = study("bench", ["window"], seq_lens=(512, 513), isolate="none")
     errors = {point.case.tokens for point in points_of(plan) if point.case.kind == "error"}
     assert errors == {512}
     drawn = PLACE | {"inputs": "gaussian"}
@@ -141,7 +146,7 @@ def test_lengths_beyond_the_inputs_have_no_error_and_that_is_said():
         Record(case=case("error", "exact", 256, of="output", **PLACE), output_relative_error=3e-7),
         *(Record(case=case("time", "exact", n, **drawn), times_s=(0.1,)) for n in (256, 512, 1024)),
     ]
-    notes = [note for table in tables(records, {}) for note in table.notes]
+    notes = [note for table in tables(records) for note in table.notes]
     assert "encoder has 512 tokens. Pass longer q, k and v with --inputs FILE." in notes
 
 
@@ -155,7 +160,7 @@ def swapped(label, distance, seconds=0.01):
 
 def swap_sentence(seconds, candidates):
     records = [*swapped(OWN, None), *swapped("window", 0.2, seconds)]
-    (text,) = swap_sentences(records, {CANDIDATES: candidates})
+    (text,) = swap_sentences(records, Settled(candidates=tuple(candidates)))
     return text
 
 
@@ -169,6 +174,6 @@ def test_the_sentence_of_a_swap_goes_no_further_than_the_measurements():
 
 def test_the_first_error_predicts_that_of_exact_attention():
     """Uniform attention is linear, but its error is one against exact attention, as all are."""
-    points = points_of(find("bench").plan(["exact", "linformer"], seq_lens=(512,)))
+    points = points_of(study("bench", ["exact", "linformer"], seq_lens=(512,)))
     errors = {point.case.backend: point.cost for point in points if point.case.kind == "error"}
     assert len(errors) == 3 and len({*errors.values()}) == 1

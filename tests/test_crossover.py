@@ -8,11 +8,14 @@ from made_records import case
 
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import CEILING
+from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import Typical, curves, speed_ups
 from efficient_attn.stats.predicted_time import crossover as crossover_of
 from efficient_attn.studies.bench.tables import crossover_cells, tables
 from efficient_attn.studies.bench.view import sentences
 
+# A run without background load.
+UNDISTURBED = Run(Settled())
 LENGTHS = (256, 512, 1024, 2048, 4096)
 
 
@@ -84,7 +87,7 @@ def test_a_round_that_was_slow_for_both_moves_no_crossover():
 def test_too_few_rounds_or_unknown_ones_leave_the_crossover_unclear(sizes):
     few = [replace(r, round_sizes=sizes) for r in records(700)]
     assert cells(few) == {"window": "?"}
-    assert "at least 4, --rounds" in tables(few, {})[0].notes[0]
+    assert "at least 4, --rounds" in tables(few)[0].notes[0]
 
 
 def test_an_interval_that_nothing_bounds_is_open_or_the_crossover_is_unclear():
@@ -102,28 +105,30 @@ WHERE = "(2 heads of 8, float32, 2 CPU threads)"
     [(700, "5.9×", "700\t640 to 760"), (10_000, "0.41×", ">4096"), (100, "41×", "≤256")],
 )
 def test_table_and_sentence_have_the_speed_at_the_longest_length_and_the_crossover(at, speed, start):
-    (table,) = tables(records(at), {})
+    (table,) = tables(records(at))
     assert [row[table.columns.index("faster from, tokens")] for row in table.rows] == ["", start]
-    assert sentences(records(at), {}) == [f"Speed at 4096 tokens {WHERE}, exact 1×: window {speed}."]
+    told = f"Speed at 4096 tokens {WHERE}, exact 1×: window {speed}."
+    assert sentences(records(at), 0.1, UNDISTURBED) == [told]
     # A single length has a speed and no crossover.
     alone = records(at, lengths=LENGTHS[-1:])
-    assert "faster from, tokens" not in tables(alone, {})[0].columns
-    assert sentences(alone, {}) == sentences(records(at), {})
+    assert "faster from, tokens" not in tables(alone)[0].columns
+    assert sentences(alone, 0.1, UNDISTURBED) == sentences(records(at), 0.1, UNDISTURBED)
 
 
 def test_what_is_unusual_about_the_runs_is_said_and_settings_are_never_mixed():
     changes = {"causal": True, "backward": True, "batch": 4, "num_heads": 1}
     unusual = [replace(one, case=replace(one.case, **changes)) for one in records(700)]
-    _, text = sentences([*records(700), *unusual], {})
+    _, text = sentences([*records(700), *unusual], 0.1, UNDISTURBED)
     assert "(1 head of 8, float32, 2 CPU threads, batch 4, causal, forward and backward)" in text
-    assert sentences([one for one in records(700) if one.case.label == "exact"] + unusual[1::2], {}) == []
+    exact = [one for one in records(700) if one.case.label == "exact"]
+    assert sentences(exact + unusual[1::2], 0.1, UNDISTURBED) == []
 
 
 @pytest.mark.parametrize(("own", "its"), [(1e150, 1e-290), (1e-290, 1e150)])
 def test_a_ratio_that_no_float_can_hold_is_not_told(own, its):
     seconds = {"window": own, "exact": its}
     made = [replace(one, times_s=(seconds[one.case.label],) * 40) for one in records(700)]
-    assert sentences(made, {}) == []
+    assert sentences(made, 0.1, UNDISTURBED) == []
 
 
 def test_the_ceiling_of_a_block_has_a_row_and_no_sentence():
@@ -133,7 +138,7 @@ def test_the_ceiling_of_a_block_has_a_row_and_no_sentence():
         for one in made
         if one.case.label == "exact"
     ]
-    table, *_ = tables([*made, *ceiling], {})
+    table, *_ = tables([*made, *ceiling])
     assert CEILING in {row[0] for row in table.rows} and table.title == "Time per call of the block, ms"
-    (text,) = sentences([*made, *ceiling], {})
+    (text,) = sentences([*made, *ceiling], 0.1, UNDISTURBED)
     assert text.startswith("Speed of the block") and CEILING not in text

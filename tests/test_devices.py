@@ -14,7 +14,7 @@ from efficient_attn.ops.linear.causal import causal_linear_attention
 from efficient_attn.ops.linear.full import full_linear_attention
 from efficient_attn.ops.linear.inputs import LinearInputs
 from efficient_attn.ops.window.operator import fused_window
-from efficient_attn.studies.workload import Workload, settle
+from efficient_attn.runs.workload import Workload, settle
 
 Q, K, V = torch.randn(3, 1, 2, 16, 8, generator=torch.Generator().manual_seed(0)).unbind()
 SIZES = {"linformer": {"rank": 4}, "performer-positive": {"num_features": 16}}

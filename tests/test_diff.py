@@ -13,7 +13,7 @@ from command_line import command
 import efficient_attn as ea
 from efficient_attn.measure.quantities import CONDITIONS, FIELDS, KINDS, QUANTITIES
 from efficient_attn.measure.record import Case, Record
-from efficient_attn.studies import studies
+from efficient_attn.runs.registry import studies
 
 studies()
 

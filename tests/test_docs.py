@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import efficient_attn as ea
 from efficient_attn import studies
+from efficient_attn.runs import registry
 from efficient_attn.stats.diff import names as quantity_names
 from efficient_attn.testing import check_names
 
@@ -76,10 +77,12 @@ def test_the_python_on_a_page_runs_from_top_to_bottom(
         for number, code in enumerate(blocks(page, "python"), start=1):
             if file := FILE.match(code):
                 Path(file[1]).write_text(code, encoding="utf-8")
-                studies.studies.cache_clear()
+                registry.studies.cache_clear()
+                monkeypatch.setattr(ea, "__all__", [*ea.__all__, Path(file[1]).stem])
+                monkeypatch.setattr(ea, "_STUDIES", [*ea._STUDIES, Path(file[1]).stem])
             else:
                 exec(compile(code, f"{page_name(page)}, block {number}", "exec"), names)
-    studies.studies.cache_clear()
+    registry.studies.cache_clear()
 
 
 def command_lines() -> Iterator[tuple[str, str]]:
@@ -161,7 +164,7 @@ def test_checks_quantities_and_exit_codes_on_pages_exist() -> None:
     faults = (ROOT / "docs/new-attention.md").read_text(encoding="utf-8").split("## Detected faults")[1]
     checks = set(re.findall(r"`(\w+)`", faults))
     assert len(checks) > 20 and checks <= set(check_names(long=True))
-    studies.studies()
+    registry.studies()
     limited = set(re.findall(r"\b([a-z_]+):\d+%", (ROOT / "docs/measuring.md").read_text(encoding="utf-8")))
     assert limited and limited <= set(quantity_names())
     package = pytest.importorskip("efficient_attn_cli", reason="needs an installation")

@@ -1,19 +1,18 @@
 """The engine: no failure stops a study, nothing measured is lost, a resumed study decides as before."""
 
 from concurrent.futures import Future, ProcessPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 
 import pytest
-from looped import ROUNDS, points, run
+from looped import ROUNDS, in_turn, points, run
 
 import efficient_attn as ea
 from efficient_attn.measure.record import Record, read
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
-from efficient_attn.studies.engine import Engine, foreseen
-from efficient_attn.studies.progress import Durations
-from efficient_attn.studies.run_folder import OVER_BUDGET, Store
-from efficient_attn.studies.study import Plan, Point, in_lists
+from efficient_attn.runs.engine import Engine, foreseen
+from efficient_attn.runs.progress import Durations
+from efficient_attn.runs.store import OVER_BUDGET, Store
+from efficient_attn.runs.study import Point
 
 
 def measured(case, *, times_s=(0.5,), target=None, seconds=0.0):
@@ -61,7 +60,7 @@ class Clock:
 def clock(monkeypatch):
     """The clock of the engine; a test sets the seconds of a call."""
     clock = Clock()
-    monkeypatch.setattr("efficient_attn.studies.engine.time", clock)
+    monkeypatch.setattr("efficient_attn.runs.engine.time", clock)
     return clock
 
 
@@ -136,18 +135,19 @@ def test_a_study_decides_by_records_and_a_resumed_one_decides_the_same(tmp_path)
             if slow.times_s and min(fast.times_s) < min(slow.times_s):
                 return
 
-    assert Engine(Plan(steps=steps), Store(path)).run()
+    assert Engine(steps, Store(path)).run()
     assert {*seen} == {16, 32, 64}
     seen.clear()
     store = Store(path, read(path).records)
-    assert Engine(Plan(steps=steps), store).run() and not seen and not foreseen(Plan(steps=steps), store)
+    engine = Engine(steps, store)
+    assert engine.to_measure == 0 and engine.run() and not seen
 
 
 def test_a_study_may_ask_for_more_rounds_of_the_same_calls():
     (times,) = entries("a", "b", lengths=(16,), kinds=("time",))
     first = [Point(**{**vars(point), "rounds": 1}) for point in times]
-    plan, shown = Plan(steps=partial(in_lists, [first, times])), []
-    assert [point.rounds for point in foreseen(plan, Store()).values()] == [ROUNDS, ROUNDS]
+    plan, shown = in_turn([first, times]), []
+    assert [point.rounds for point in foreseen(plan(), Store()).values()] == [ROUNDS, ROUNDS]
     assert Engine(plan, Store(), report=shown.append).run()
     assert [(step.done, step.total) for step in shown] == [(0, 2), (0, 2), (1, 2), (2, 2)]
 
@@ -158,13 +158,13 @@ def test_a_budget_that_is_too_short_for_a_comparison_ends_the_run_with_the_least
     labels = ("a", UNIFORM_ATTENTION, "b")
     lists = entries(*labels, lengths=(16, 32), kinds=("memory",), measure=clock.measure)
     store = Store()
-    engine = Engine(Plan(steps=partial(in_lists, lists)), store, budget_s=15)
+    engine = Engine(in_turn(lists), store, budget_s=15)
     assert engine.run() and [record.case.label for record in store.records.values()] == ["a"]
     # Of 15 s 4.5 are for the page.
     needed = "a baseline and one candidate need at least 44.5 s (--budget)."
     assert engine.too_short == f"The budget of 15 s is too short: {needed}"
     for budget_s, notes in ((47, 1), (80, 0)):
-        engine = Engine(Plan(steps=partial(in_lists, lists)), Store(), budget_s=budget_s)
+        engine = Engine(in_turn(lists), Store(), budget_s=budget_s)
         assert engine.run() and bool(engine.too_short) == notes
 
 

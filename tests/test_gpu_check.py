@@ -18,7 +18,7 @@ from efficient_attn.measure import kernel_check
 from efficient_attn.measure.isolation import CrashError, LateError
 from efficient_attn.measure.record import Record
 from efficient_attn.ops import paths, verdict
-from efficient_attn.studies import gpu_check
+from efficient_attn.tools import gpu_check
 
 PRECISIONS = ("bfloat16", "float16", "tf32", "float32")
 CUDA, BFLOAT16 = torch.device("cuda", 0), torch.bfloat16

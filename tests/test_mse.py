@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from planned import points_of
+from planned import points_of, study
 from reference import reference_attention
 
 import efficient_attn as ea
@@ -11,7 +11,6 @@ from efficient_attn.measure import accuracy
 from efficient_attn.measure.error import read_shares
 from efficient_attn.measure.inputs import gaussian
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, sized
-from efficient_attn.studies import find
 from efficient_attn.studies.mse.view import panels
 
 SMALL = {"inputs": "gaussian", "seq_lens": 24, "head_dim": 4, "norms": (0.5,), "sizes": (4, 8), "draws": 3}
@@ -104,13 +103,13 @@ def test_an_option_that_is_set_keeps_its_place_in_the_label_beside_the_size():
 
 
 def test_a_figure_of_a_paper_is_a_setting_of_its_own_and_takes_no_other():
-    points = points_of(find("mse").plan(figure="performer-fig2"))
+    points = points_of(study("mse", figure="performer-fig2"))
     backends = ("performer-trig", "performer-positive")
     assert {(x.case.of, x.case.backend) for x in points} == {("kernel", name) for name in backends}
     with pytest.raises(OptionError, match="sizes has no effect on performer-fig4; leave it out"):
-        find("mse").plan(figure="performer-fig4", sizes=(8,))
+        study("mse", figure="performer-fig4", sizes=(8,))
     with pytest.raises(UnknownNameError, match="figure"):
-        find("mse").plan(figure="performer-fig5")
+        study("mse", figure="performer-fig5")
 
 
 def test_records_tables_and_plots_hold_the_metric():

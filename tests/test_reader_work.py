@@ -7,8 +7,8 @@ import pytest
 from made_records import costs, folder
 
 from efficient_attn.measure.record import read
-from efficient_attn.studies import results
-from efficient_attn.studies.diff import diff
+from efficient_attn.runs import results
+from efficient_attn.tools.diff import diff
 
 
 def made_run(path, count):

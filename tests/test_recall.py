@@ -6,8 +6,8 @@ from made_records import case
 
 import efficient_attn as ea
 from efficient_attn.measure.record import Record, line, parse, replace
+from efficient_attn.studies.recall.course import CLASSES, GAP, LEARNED, QUERIES, TESTED, Course
 from efficient_attn.studies.recall.measure import MEAN, floats_read, learner
-from efficient_attn.studies.recall.plan import CLASSES, GAP, LEARNED, QUERIES, TESTED, Course
 from efficient_attn.studies.recall.view import contests
 from efficient_attn.studies.recall.view import tables as recall_tables
 

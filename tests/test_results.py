@@ -6,9 +6,9 @@ from matplotlib.figure import Figure
 
 from efficient_attn.errors import DataError, OptionError, UnknownNameError
 from efficient_attn.measure.record import append, replace
-from efficient_attn.studies.diff import diff
-from efficient_attn.studies.results import Results, read
-from efficient_attn.studies.run_folder import open_folder
+from efficient_attn.runs.results import Results, read
+from efficient_attn.runs.store import open_folder
+from efficient_attn.tools.diff import diff
 
 
 def test_a_frame_has_one_row_per_case_or_sample_with_flat_columns_and_units():

@@ -12,8 +12,8 @@ import pytest
 import efficient_attn as ea
 from efficient_attn import bench
 from efficient_attn.errors import DataError
-from efficient_attn.studies.results import read
-from efficient_attn.studies.run_folder import only_writer
+from efficient_attn.runs.results import read
+from efficient_attn.runs.store import only_writer
 
 pytestmark = pytest.mark.usefixtures("hasty", "undrawn")
 

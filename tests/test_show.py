@@ -8,7 +8,7 @@ from drawn import texts
 import efficient_attn as ea
 from efficient_attn.measure.inputs import sample, shipped
 from efficient_attn.ops.softmax.definition import softmax_weights
-from efficient_attn.studies.show import Shown
+from efficient_attn.tools.show import Shown
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 from command_line import command
 
 from efficient_attn.measure.record import read
-from efficient_attn.studies import engine, find, run_folder, studies
+from efficient_attn.runs import engine, store
+from efficient_attn.runs.registry import find, studies
 
 # The quickest run of every study that has two points or more, without its selection of backends.
 # A study that is added gets a row here; all promises below hold for it.
@@ -38,7 +39,7 @@ def broken(q, k, v):
 
 
 def flags(name: str) -> list[str]:
-    return [one.flag for one in find(name).parameters()]
+    return [option.metadata["flag"] or f"--{option.name}" for option, _ in find(name).declared()]
 
 
 def run(name: str, *more: str) -> tuple[int, str, str]:
@@ -82,9 +83,10 @@ def home(name, request, tmp_path, monkeypatch, hasty, unisolated, undrawn):
 def test_the_help_begins_with_the_summary_and_lists_every_flag(name):
     code, text, _ = command(name, "--help-all")
     study, out = find(name), " ".join(text.split())
-    assert code == 0 and study.summary in out and max(map(len, text.splitlines())) <= 100
-    for one in study.parameters():
-        assert one.option.help in out and (one.option.argument or f"{one.flag} " in out)
+    assert code == 0 and study.summary() in out and max(map(len, text.splitlines())) <= 100
+    for option, _ in study.declared():
+        assert option.metadata["help"] in out
+    assert all(f"{flag.replace('_', '-')} " in out for flag in flags(name) if flag != "--model")
 
 
 def test_json_is_one_document_on_stdout_and_quiet_prints_the_folder_alone(name):
@@ -92,7 +94,7 @@ def test_json_is_one_document_on_stdout_and_quiet_prints_the_folder_alone(name):
     code, out, err = run(name, "--json", "--out", "out")
     document = json.loads(out)
     assert code == 0 and set(document) == {"environment", "records", "sentences", "notes", "interrupted"}
-    assert document["environment"]["study"] == find(name).name and len(document["records"]) > 1
+    assert document["environment"]["study"] == name and len(document["records"]) > 1
     assert err.splitlines()[-1] == "out"
 
 
@@ -114,14 +116,14 @@ def test_a_dry_run_lists_the_points_and_measures_nothing(name, monkeypatch):
 
 
 def test_an_interrupted_run_names_what_was_not_tried_and_resumes(name, monkeypatch):
-    append = run_folder.append
+    append = store.append
 
     def interrupt(path, record):
         append(path, record)
         signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "append", interrupt)
+        patch.setattr(store, "append", interrupt)
         code, out, err = run(name, "--out", "out")
     file = Path("out/records.jsonl")
     kept = file.read_bytes()

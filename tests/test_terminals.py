@@ -13,7 +13,7 @@ from made_records import case, costs, errors, folder
 
 from efficient_attn.measure.record import Record
 from efficient_attn.report.table import WIDEST, brief, dropped_columns, dropped_words, plain
-from efficient_attn.studies.results import read
+from efficient_attn.runs.results import read
 
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
@@ -28,14 +28,14 @@ COMMAND = "from efficient_attn_cli.main import main; main()"
 BAR = """
 import os
 from efficient_attn.report.table import Table
-from efficient_attn.studies.progress import Progress
+from efficient_attn.runs.progress import Progress
 from efficient_attn_cli import console
 
 table = Table("", ("", "error"), (("a", "0.1"), ("b", "0.9")), (), ((0, 1),), ((1, 1),))
 state = {"done": 1, "total": 2, "range_s": (30, 70), "spent": 0.34, "record": None}
 for settings in ({"TERM": "xterm-256color"}, {"NO_COLOR": "1"}, {"NO_COLOR": "", "TERM": "dumb"}):
     os.environ |= settings
-    with console.live_bar(2) as show:
+    with console.live_bar() as show:
         show(Progress(outcome="of window", current="[red]exact", **state))
     console.print_tables([table])
     console.refuse("a wrong request")

@@ -28,7 +28,7 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
     import torch
 
     return {
-        "command": [_PATH.sub(lambda path: _short(path.group()), word) for word in command],
+        "command": list(map(without_home, command)),
         "utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
@@ -49,6 +49,11 @@ def environment(*, command: Sequence[str] = (), device: str = "cpu") -> dict[str
         },
         "gpu": _gpu(device) if device.startswith("cuda") else None,
     }
+
+
+def without_home(text: str) -> str:
+    """The text with the last names of absolute paths alone, which may hold the name of a person."""
+    return _PATH.sub(lambda path: _short(path.group()), text)
 
 
 def usable_cores() -> int:

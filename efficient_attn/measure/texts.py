@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from efficient_attn.errors import DataError, DtypeError, OptionError
 from efficient_attn.limits import TEXT_BYTES, read_bytes
 
-Texts = Mapping[str, str] | Sequence[str]
+Texts = Mapping[str, str] | Sequence[str | Path]
 
 NAMES = ("alice", "pride", "sawyer", "opticks", "moby", "origin")
 
@@ -35,21 +36,26 @@ def read_text(path: Path, *, name: str = "--text") -> str:
         raise DataError(f"{name}: cannot read {path} as UTF-8 text: {error}.") from None
 
 
-def read_texts(files: Sequence[str] | None, *, name: str) -> dict[str, str] | None:
-    """{name of the file: text}; None if none was given."""
-    texts: dict[str, str] = {}
-    for path in map(Path, files or ()):
-        if path.name in texts:
-            raise OptionError(f"{name}: two files are called {path.name!r}; give them names of their own.")
-        texts[path.name] = read_text(path, name=name)
-    return texts or None
+def text_files(paths: Sequence[str] | None, *, name: str) -> list[Path] | None:
+    """Paths of texts; None if none was given."""
+    return [Path(path) for path in paths] if paths else None
 
 
 def named_texts(texts: Texts | None) -> dict[str, str]:
-    """{name: text} of a mapping or a list; the shipped texts for None."""
+    """{name: text} of a mapping, of a list of texts or of paths of files; the shipped texts for None."""
     if texts is None:
         return shipped_texts()
-    named = dict(texts) if isinstance(texts, Mapping) else {f"text {i}": text for i, text in enumerate(texts)}
+    if isinstance(texts, Sequence) and texts and all(isinstance(text, Path) for text in texts):
+        from_files: dict[str, str] = {}
+        for path in map(Path, texts):
+            if path.name in from_files:
+                raise OptionError(
+                    f"--text: two files are called {path.name!r}; give them names of their own."
+                )
+            from_files[path.name] = read_text(path)
+        return from_files
+    pairs = texts.items() if isinstance(texts, Mapping) else ((f"text {i}", x) for i, x in enumerate(texts))
+    named: dict[str, Any] = dict(pairs)
     if isinstance(texts, str) or not named or not all(isinstance(text, str) for text in named.values()):
         raise DtypeError("texts is a list of texts, or a mapping from names to texts; at least one.")
     return named

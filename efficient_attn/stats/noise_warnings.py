@@ -21,9 +21,8 @@ _ROUNDS = "Rerun with more --rounds."
 _THREADS = "Rerun on an idle machine or with fewer --threads."
 
 
-def remedy(environment: Mapping[str, Any] | None) -> str:
-    """Background load of a run, if any, and what would settle an undecided comparison."""
-    load = _load(environment)
+def remedy(load: float) -> str:
+    """Background load of a run, if any, and advice for an undecided comparison."""
     return f"Background load {100 * load:.0f} %. {_THREADS}" if load > _LOADED else _ROUNDS
 
 
@@ -38,21 +37,20 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
         return []
     times = [call_time(record) for record in timed]
     widths = [0.0 if time.high is None else time.high / time.median - 1 for time in times]
-    noisy = sum(width > _NOISY for width in widths)
+    load, noisy = background_load(environment), sum(width > _NOISY for width in widths)
     sentences = []
     if noisy:
         widest = f"up to ±{100 * max(widths):.0f} %" if max(widths) < 1 else "some wider than ×2"
         text = f"{noisy} of {len(timed)} timings are noisy (95 % intervals {widest})."
         # A load has a sentence of its own.
-        sentences.append(f"{text} {_ROUNDS}" if remedy(environment) == _ROUNDS else text)
-    load = _load(environment)
+        sentences.append(f"{text} {_ROUNDS}" if remedy(load) == _ROUNDS else text)
     if load > _LOADED:
         sentences.append(f"Background load {100 * load:.0f} %. {_THREADS}")
     remarks = dict.fromkeys(f"{record.case.label}: {record.reason}." for record in timed if record.reason)
     return [*sentences, *remarks]
 
 
-def _load(environment: Mapping[str, Any] | None) -> float:
+def background_load(environment: Mapping[str, Any] | None) -> float:
     """Largest share of all cores that others took during a run; entries that make no sense are ignored."""
     listed = (environment or {}).get(DURING)
     runs = [run for run in listed if isinstance(run, Mapping)] if isinstance(listed, list) else []

@@ -11,6 +11,7 @@ pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only
 
 from command_line import command
 from integrations.hf_advice import quality
+from planned import study
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError
@@ -19,7 +20,6 @@ from efficient_attn.integrations.intercept.replaced import SiteBackends
 from efficient_attn.measure.error import cosine_distance
 from efficient_attn.measure.inputs import read_activations
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
-from efficient_attn.studies import find
 from efficient_attn.studies.swap.called import called_model, output_vector
 
 pytestmark = pytest.mark.usefixtures("called_models", "undrawn", "hasty")
@@ -146,12 +146,12 @@ def test_every_call_of_a_pipeline_gets_the_same_noise_and_other_masks_stay_exact
     assert measured[OWN, None].output_relative_error == 0.0
     assert measured["exact", None].output_relative_error < 1e-6
     assert measured["window(window=5)", None].output_distance > 1e-6
-    plan = find("swap").plan("models.py:make_pipeline", BACKENDS)
-    assert plan.notes == [
+    plan = study("swap", "models.py:make_pipeline", BACKENDS)
+    assert plan.notes() == [
         "Layers are call sites: 0 is model.masked, 1 is model.causal.",
         "Left out: model: its mask is no key mask and not causal.",
     ]
-    assert plan.about["model"] == json.loads(json.dumps(plan.about["model"]))
+    assert plan.settled.model == json.loads(json.dumps(plan.settled.model))
 
 
 @pytest.mark.compile

@@ -6,7 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
 from integrations.hf_models import MODELS, saved, texts
-from planned import points_of
+from planned import points_of, study
 from safetensors.torch import save_file
 
 import efficient_attn as ea
@@ -15,7 +15,6 @@ from efficient_attn.integrations.capture import save_activations
 from efficient_attn.integrations.transformers.loading import open_model
 from efficient_attn.integrations.transformers.swapping import capture_text, sites_of
 from efficient_attn.measure.inputs import Captured, read_activations
-from efficient_attn.studies import find
 
 TEXT = "w3 w1 w4 w1 w5 w9 w2"
 
@@ -53,8 +52,8 @@ def test_swap_saves_the_layers_of_a_folder_or_of_a_pair_in_half_precision(encode
     for number, source in enumerate((encoder, pair)):
         path = tmp_path / f"{number}.safetensors"
         request = {"texts": [TEXT], "save": path, "layers": [2, 0], "seq_lens": 7}
-        plan = find("swap").plan(source, ["window"], **request)
-        assert f"Saved layers 0, 2 on 7 tokens: {path}." in plan.notes
+        plan = study("swap", source, ["window"], **request)
+        assert f"Saved layers 0, 2 on 7 tokens: {path}." in plan.notes()
         stored = read_activations(path)
         assert (list(stored.layers), stored.tokens) == ([0, 2], captured.tokens)
         assert ("weights_sha256" in stored.about) == (source is encoder)
@@ -77,13 +76,13 @@ def write_layers(path, patterns, layers=1):
 def test_of_a_file_with_both_the_bidirectional_layers_are_measured_unless_all_are_causal(tmp_path):
     path = write_layers(tmp_path / "x.safetensors", '{"1": "causal over all keys"}', layers=2)
     for causal, layers in ((False, {0}), (True, {0, 1})):
-        points = points_of(find("bench").plan(["exact"], causal=causal, inputs=path, seq_lens=6))
+        points = points_of(study("bench", ["exact"], causal=causal, inputs=path, seq_lens=6))
         records = {(point.case.inputs, point.case.causal) for point in points if point.case.kind == "error"}
         assert records == {(f"x.safetensors(layer={layer})", causal) for layer in layers}
 
 
 def swap(**settings):
-    return lambda folder: find("swap").plan(folder, ["window"], texts=[TEXT], **settings)
+    return lambda folder: study("swap", folder, ["window"], texts=[TEXT], **settings)
 
 
 def store(entry, path):

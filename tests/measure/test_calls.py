@@ -7,7 +7,7 @@ from made_records import case as made_case
 from efficient_attn.backends import build
 from efficient_attn.measure import calls, worker
 from efficient_attn.measure.variants import CEILING
-from efficient_attn.studies.workload import predict_bytes
+from efficient_attn.runs.workload import predict_bytes
 
 SUBJECTS = {"attention": None, "block": None, "encoder": 3}
 

@@ -3,7 +3,6 @@
 import json
 import os
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,15 +13,13 @@ import efficient_attn as ea
 from efficient_attn.errors import AttentionError, DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES
 from efficient_attn.measure.record import line
-from efficient_attn.studies import records_schema
-from efficient_attn.studies.run_folder import stored_run
+from efficient_attn.runs.registry import find, records_schema
+from efficient_attn.runs.run import prepare
 
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "run"
 RECORDS = (FIXTURE / "records.jsonl").read_bytes()
 ENVIRONMENT = (FIXTURE / "environment.json").read_bytes()
 ROWS = [json.loads(text) for text in RECORDS.splitlines()]
-# The environment of a run that continues another.
-MACHINE = {"command": [], "study": "bench", "code": {}}
 
 # More by hand: EFFICIENT_ATTN_FUZZ=10000 pytest tests/measure/test_fuzz_readers.py
 fuzz = settings(
@@ -73,7 +70,9 @@ def use(folder, records, environment=ENVIRONMENT):
             comparison.sentences()
             json.dumps(comparison.as_dict(), allow_nan=False)
     with suppress(AttentionError):
-        assert all(line(row) for row in stored_run(folder, [], MACHINE)[0])
+        prepare(find("bench"), {}, out=folder, resume=True)
+    with suppress(AttentionError):
+        assert all(line(row) for row in ea.read(folder).records)
 
 
 @pytest.mark.slow
@@ -109,6 +108,6 @@ def test_any_environment_is_refused_or_made_use_of(folder, value):
 )
 def test_an_environment_that_is_too_large_or_no_strict_json_is_refused(folder, content, message):
     use(folder, RECORDS, content)
-    for act in (ea.read, partial(stored_run, cases=[], machine=MACHINE)):
+    for act in (ea.read, lambda out: prepare(find("bench"), {}, out=out, resume=True)):
         with pytest.raises(DataError, match=f"environment.json {message}"):
             act(folder)

@@ -16,7 +16,7 @@ from report.pages import Page
 from efficient_attn.measure.quantities import FIELDS
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.report.table import csv_cell
-from efficient_attn.studies import results as redraw
+from efficient_attn.runs import results as redraw
 
 PAYLOADS = (
     "<script>alert(1)</script>",

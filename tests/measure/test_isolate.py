@@ -17,7 +17,7 @@ from efficient_attn import bench
 from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import Record, read
 from efficient_attn.measure.variants import Variant
-from efficient_attn.studies import engine
+from efficient_attn.runs import run as runs
 
 pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="isolation needs process groups, signals and /proc"),
@@ -128,8 +128,8 @@ def test_no_process_outlives_a_parent_that_is_killed():
 
 @pytest.mark.slow
 def test_processor_time_of_measuring_processes_is_no_load_of_others(monkeypatch):
-    seen, moment = [], engine.moment
-    monkeypatch.setattr(engine, "moment", lambda: seen.append(os.times()) or moment())
+    seen, moment = [], runs.moment
+    monkeypatch.setattr(runs, "moment", lambda: seen.append(os.times()) or moment())
     bench(["exact"], seq_lens="64", rounds=1, isolate="reuse")
     # Times of children count once they have ended: before the second of the two moments.
     assert seen[1].children_user > seen[0].children_user

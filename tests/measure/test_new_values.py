@@ -6,7 +6,7 @@ from isolated_points import case_of
 
 import efficient_attn as ea
 from efficient_attn.measure import worker
-from efficient_attn.studies.results import Results
+from efficient_attn.runs.results import Results
 
 
 def attend(q, k, v):

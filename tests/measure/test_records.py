@@ -32,9 +32,9 @@ from efficient_attn.measure.record import (
     read,
     replace,
 )
+from efficient_attn.runs.registry import studies
+from efficient_attn.runs.store import Store
 from efficient_attn.stats.estimates import time_ratio
-from efficient_attn.studies import studies
-from efficient_attn.studies.run_folder import Store
 
 studies()
 LINES = ea.records_schema()

@@ -8,7 +8,7 @@ from efficient_attn.external import spec_of
 from efficient_attn.measure.units import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds
 from efficient_attn.measure.variants import has_address, parse_settings, select
 from efficient_attn.registry import SPECS
-from efficient_attn.studies.results import read
+from efficient_attn.runs.results import read
 
 LENGTHS = {
     "256,512": (256, 512),

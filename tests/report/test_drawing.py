@@ -7,7 +7,7 @@ from drawn import outside, overlaps, shown
 
 from efficient_attn.report.drawing import SMALL, WIDTH_INCHES, draw
 from efficient_attn.report.figures import Axis, Chart, Plot, Series
-from efficient_attn.studies.results import read
+from efficient_attn.runs.results import read
 
 RUNS = Path(__file__).parents[2] / "results" / "epyc-2-cores"
 LINE = {"color": "#0072b2", "marker": "o", "linestyle": "-"}

@@ -11,8 +11,8 @@ from made_records import case, costs, errors, folder
 from report.pages import Page
 
 from efficient_attn.measure.record import Record, replace
-from efficient_attn.studies import results as redraw
-from efficient_attn.studies.results import read
+from efficient_attn.runs import results as redraw
+from efficient_attn.runs.results import read
 
 FAILED = [
     Record(case=case("time", "exact-dense", tokens), status="skipped", reason="needs 3 GiB")

@@ -13,9 +13,9 @@ from report.pages import Page
 from efficient_attn.errors import MissingPackageError
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.units import show_seconds
+from efficient_attn.runs import results as redraw
+from efficient_attn.runs.results import read
 from efficient_attn.stats.estimates import call_time
-from efficient_attn.studies import results as redraw
-from efficient_attn.studies.results import read
 
 ADVISE = Path(__file__).parents[2] / "results" / "epyc-2-cores" / "advise"
 SKIPPED = Record(case=case("time", "window", 4096), status="skipped", reason="would take <about> 3 s")

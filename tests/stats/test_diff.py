@@ -8,8 +8,8 @@ import pytest
 from made_records import case
 
 from efficient_attn.measure.record import Record, replace
+from efficient_attn.runs.registry import studies
 from efficient_attn.stats.diff import compare_runs
-from efficient_attn.studies import studies
 
 # Studies declare the quantities of their records.
 studies()

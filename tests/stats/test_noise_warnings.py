@@ -6,9 +6,9 @@ from made_records import case
 from efficient_attn import bench
 from efficient_attn.measure.environment import moment
 from efficient_attn.measure.record import Record, replace
+from efficient_attn.runs import run as runs
+from efficient_attn.runs.results import read
 from efficient_attn.stats.noise_warnings import DURING, doubts
-from efficient_attn.studies import engine as runs
-from efficient_attn.studies.results import read
 
 STEADY = (1.0, 1.001, 1.002, 1.003, 1.002, 1.001, 1.0)
 QUIET = {"others_share": 0.01}

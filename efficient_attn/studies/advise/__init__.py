@@ -1,29 +1,76 @@
-"""Length from which an efficient attention pays, at what loss: on shipped activations, or in a model."""
+"""Length from which an efficient attention is faster, at what loss: on shipped activations, or in a model."""
 
-from dataclasses import replace
-from functools import partial
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property, partial
+from hashlib import sha256
+from typing import Any, NamedTuple
 
-from efficient_attn.measure.quantities import MATTERS, QUANTITIES, register, setting
-from efficient_attn.studies.advise.plan import BOUND, HEADS, RETRIEVAL, plan
-from efficient_attn.studies.study import Study
+import msgspec
 
-register(
-    kinds={
-        "prediction": "speed-up over exact attention, predicted from short calls",
-        HEADS: "rank of the key heads of a decoder",
-        RETRIEVAL: "retrieval of numbers planted in a text",
-        BOUND: "time of a model without attention, which bounds all gains",
-    }
-)
+from efficient_attn.errors import OptionError
+from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S
+from efficient_attn.measure.quantities import MATTERS, QUANTITIES, setting
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.texts import Texts, long_texts, named_texts
+from efficient_attn.measure.units import parse_sizes
+from efficient_attn.measure.variants import DENSE, YARDSTICK, Variant, select
+from efficient_attn.options import option, positive_number
+from efficient_attn.problem import positive_count
+from efficient_attn.report.figures import Plot
+from efficient_attn.report.table import Table
+from efficient_attn.runs import options as shared
+from efficient_attn.runs.study import Points, Run, Study
+from efficient_attn.runs.workload import Workload, measurer_for, settle
+from efficient_attn.studies.advise.names import BOUND, HEADS, RETRIEVAL
+from efficient_attn.studies.advise.targets import AdviseSettled, Targets
+from efficient_attn.studies.bench import DEFAULT_MAX_ERROR
+from efficient_attn.studies.swap import DECIDES, OF_A_FOLDER, promising, text_option
+from efficient_attn.studies.swap.names import KL
+from efficient_attn.studies.swap.subject import ModelSubject
+
+# Seconds for the shipped activations, since the installation takes about as long; and for a model.
+_BUDGET_S, _MODEL_BUDGET_S = 60.0, 300.0
+
+_SEQ_LENS = (512, 2048, 8192)
+# Lengths of a decoder whose key heads are ranked.
+_DECODER_SEQ_LENS = (4096,)
+
+# Targets with their defaults, nats for divergence and loss; recall is a share of exact attention's.
+_OF_ATTENTION, _OF_COSINE, _OF_KL = {"max_error": DEFAULT_MAX_ERROR}, {"min_cosine": 0.99}, {"max_kl": 0.05}
+_OF_HEADS = {"max_kl": 0.01, "max_loss": 0.01, "min_recall": 0.98}
+_TARGETS = {**_OF_ATTENTION, **_OF_COSINE, **_OF_HEADS}
+
+# No target is larger; float64 has no divergence above 745 nats.
+_LARGEST = 1e3
 
 _number, _text = partial(setting, type="number", threshold=MATTERS), partial(setting, type="text")
 
-STUDY = Study(
-    name="advise",
-    plan=plan,
-    module=__name__,
-    kinds=("prediction", HEADS, RETRIEVAL, BOUND),
-    quantities=(
+
+class _Setup(NamedTuple):
+    """Function that starts the measurement, with what it decided, its context and remarks."""
+
+    points: Callable[[], Points]
+    settled: AdviseSettled
+    resources: AbstractContextManager[Any] = nullcontext()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Advise(Study):
+    """Find the length from which an efficient attention pays, and at what loss.
+
+    Without a model, attention alone on shipped activations decides. With one, as many layers as the target
+    allows get the backend that gains most; the plan is verified on other texts, and written to layers.json
+    for `attach`.
+
+    Example: efficient-attn advise MODEL --text a.txt --text b.txt --budget 5m
+    """
+
+    kinds = ("prediction", HEADS, RETRIEVAL, BOUND)
+    quantities = (
         *(QUANTITIES[name] for name in ("output_relative_error", "time_s")),
         _number("predicted_speed", "", "Speed-up, predicted from earlier records."),
         _number("predicted_speed_low", "", "Lower end of the interval of predicted_speed."),
@@ -38,5 +85,193 @@ STUDY = Study(
         setting("numbers", "", "Number of planted numbers that were asked for."),
         setting("streaming_heads", "", "Number of key heads that stream."),
         setting("key_heads", "", "Number of key heads of the model."),
-    ),
-)
+    )
+    settled_type = AdviseSettled
+
+    model: Any = option(
+        None, f"{shared.MODEL_HELP} Shipped activations if omitted.", metavar="MODEL", argument=True
+    )
+    backends: shared.Backends = shared.backends(free=False)
+    _: KW_ONLY
+    texts: Texts | None = text_option()
+    seq_lens: shared.Sizes | None = shared.seq_lens(
+        None, "Sequence lengths in tokens: 512,1k or 256:4096:x2; 512,2048,8192 if omitted."
+    )
+    min_cosine: float | None = option(
+        None, "Least cosine with the exact output; 0.99 if omitted.", least=0, most=1
+    )
+    max_kl: float | None = option(
+        None, "Largest divergence of the next token, nats; 0.05 if omitted.", least=0
+    )
+    max_loss: float | None = option(
+        None, "Largest loss of a plan of key heads, nats; 0.01 if omitted.", least=0
+    )
+    min_recall: float | None = option(
+        None, "Least recall of copies, of exact attention; 0.98 if omitted.", least=0, most=1
+    )
+    max_error: float | None = option(
+        None, "Relative output error without a model; 0.1 is 10 %. 0.1 if omitted."
+    )
+    options: shared.Settings = shared.settings(free=False)
+    dtype: str | None = shared.dtype(
+        None, "auto (float32 on the CPU, half precision on CUDA) or a dtype; float32 if omitted."
+    )
+    device: str | None = shared.device(None, "auto")
+    threads: int | None = shared.threads()
+    rounds: int = shared.rounds()
+    seed: int = shared.seed()
+
+    def check(self) -> None:
+        positive_count("rounds", self.rounds)
+        if self.seq_lens is not None:
+            parse_sizes(self.seq_lens, name="seq_lens")
+        if self.model is None:
+            self.refuse("texts", reason="without a model")
+            positive_number("max_error", self._targets(_OF_ATTENTION)["max_error"])
+
+    def settle(self) -> AdviseSettled:
+        return self._setup.settled
+
+    def limit_s(self) -> float:
+        return _BUDGET_S if self.model is None else _MODEL_BUDGET_S
+
+    def point_limit_s(self) -> float:
+        return DEFAULT_TIMEOUT_S if self.model is None else math.inf
+
+    def notes(self) -> Sequence[str]:
+        return self._setup.notes
+
+    def resources(self) -> AbstractContextManager[Any]:
+        return self._setup.resources
+
+    def points(self) -> Points:
+        """The cheapest and most promising points first, others left out by prediction."""
+        return self._setup.points()
+
+    def tables(self, records: Sequence[Record], run: Run[AdviseSettled]) -> list[Table]:
+        from efficient_attn.studies.advise.view import tables
+
+        return tables(records, run.settled)
+
+    def sentences(self, records: Sequence[Record], run: Run[AdviseSettled]) -> list[str]:
+        from efficient_attn.studies.advise.view import sentences
+
+        return sentences(records, self.max_error or DEFAULT_MAX_ERROR, run)
+
+    def plots(self, records: Sequence[Record], run: Run[AdviseSettled]) -> dict[str, Plot]:
+        from efficient_attn.studies.advise.view import plots
+
+        return plots(records, self.max_error or DEFAULT_MAX_ERROR, run.settled)
+
+    def files(self, records: Sequence[Record], run: Run[AdviseSettled]) -> dict[str, str]:
+        from efficient_attn.studies.advise.view import files
+
+        return files(records, run.settled)
+
+    @cached_property
+    def _setup(self) -> _Setup:
+        workload = settle(
+            Workload(
+                dtype=self.dtype or "float32",
+                device=self.device or "auto",
+                threads=self.threads,
+                seed=self.seed,
+            )
+        )
+        return self._of_attention(workload) if self.model is None else self._of_model(workload)
+
+    def _of_attention(self, workload: Workload) -> _Setup:
+        from efficient_attn.studies.advise.attention import attention_steps, shipped_layers
+
+        variants, lengths = self._variants(), self._lengths(_SEQ_LENS)
+        measurer, limit_bytes, notes = measurer_for(variants, workload)
+        points = partial(
+            attention_steps,
+            shipped_layers(workload),
+            variants,
+            lengths,
+            workload,
+            rounds=self.rounds,
+            measurer=measurer,
+            limit_bytes=limit_bytes,
+        )
+        settled = AdviseSettled(candidates=_labels(variants), device=workload.device)
+        return _Setup(points, settled, measurer, notes)
+
+    def _of_model(self, workload: Workload) -> _Setup:
+        from efficient_attn.studies.advise.model import model_steps
+        from efficient_attn.studies.swap.called import called_pair, is_called
+        from efficient_attn.studies.swap.measure import candidates, has_copies
+
+        pairs: Sequence[tuple[ModelSubject, ModelSubject]]
+        left_out: list[str] = []
+        variants, decodes = self._variants(), False
+        if is_called(self.model):
+            self.refuse(*OF_A_FOLDER, reason=DECIDES)
+            pairs = [called_pair(self.model, workload)]
+            origin = pairs[0][0].about
+        else:
+            from efficient_attn.integrations.transformers.loading import positions
+            from efficient_attn.measure.copies import FEWEST_TOKENS
+            from efficient_attn.studies.swap.model import load, ranks_heads, texts_of_lengths
+
+            opened = load(self.model, workload)
+            decodes = self.backends is None and ranks_heads(opened)
+            fits = (positions(opened) or math.inf) >= max(_DECODER_SEQ_LENS)
+            lengths = self._lengths(_DECODER_SEQ_LENS if decodes and fits else _SEQ_LENS)
+            long = decodes and self.texts is None and min(lengths) >= FEWEST_TOKENS
+            named = long_texts() if long else named_texts(self.texts)
+            pairs, left_out = texts_of_lengths(opened, named, workload, lengths)
+            hashes = {key: sha256(text.encode()).hexdigest() for key, text in named.items()}
+            origin = {**opened.about, "texts": hashes}
+        first, heads = pairs[0][0], None
+        ranked = decodes and any(has_copies(choosing) for choosing, _ in pairs)
+        values = self._targets(_OF_COSINE if first.loss != KL else _OF_HEADS if ranked else _OF_KL)
+        limit = values.pop("max_kl") if first.loss == KL else 1 - values.pop("min_cosine")
+        target = msgspec.convert({"quantity": first.loss, "limit": limit, **values}, Targets)
+        if ranked:
+            from efficient_attn.studies.advise.heads import head_steps
+
+            heads = partial(head_steps, targets=target, rounds=self.rounds)
+        points = partial(
+            model_steps,
+            pairs,
+            candidates(variants, first),
+            quantity=first.loss,
+            limit=limit,
+            rounds=self.rounds,
+            heads=heads,
+        )
+        settled = AdviseSettled(
+            candidates=_labels(variants), device=first.shared["device"], model=origin, target=target
+        )
+        return _Setup(points, settled, notes=[*first.notes, *left_out])
+
+    def _lengths(self, default: Sequence[int]) -> tuple[int, ...]:
+        return parse_sizes(default if self.seq_lens is None else self.seq_lens, name="seq_lens")
+
+    def _targets(self, defaults: Mapping[str, float]) -> dict[str, float]:
+        """The targets that apply, by their names."""
+        others = [name for name in _TARGETS if name not in defaults]
+        self.refuse(*others, reason=f"here; use {', '.join(defaults)}")
+        values = {name: value for name in defaults if (value := getattr(self, name)) is not None}
+        for name, value in values.items():
+            most = 1.0 if name.startswith("min_") else _LARGEST
+            if not isinstance(value, (int, float)) or not 0 <= value <= most:
+                raise OptionError(f"{name} is a number from 0 to {most:g}, not {value!r}.")
+        return {**defaults, **values}
+
+    def _variants(self) -> tuple[Variant, ...]:
+        """Exact attention, then the most promising variants; no score matrices in a model unasked."""
+        chosen = select(self.backends, self.options, also=True)
+        if self.backends is None:
+            # Loss hides that a window loses recall, which no target here measures.
+            near = [variant for variant in chosen if not variant.options.get("global_tokens")]
+            near = [variant for variant in near if self.model is None or variant.backend != DENSE]
+            chosen = tuple(sorted(near, key=promising))
+        exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
+        return (*exact, *(variant for variant in chosen if variant.backend != YARDSTICK))
+
+
+def _labels(variants: Sequence[Variant]) -> tuple[str, ...]:
+    return tuple(variant.label for variant in variants)

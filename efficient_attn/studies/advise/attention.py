@@ -11,10 +11,10 @@ from efficient_attn.measure.inputs import subjects
 from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import DENSE, UNIFORM_ATTENTION, YARDSTICK, Variant
+from efficient_attn.runs.study import Point, Points
+from efficient_attn.runs.workload import Costs, Workload
 from efficient_attn.stats.predicted_time import time_models
-from efficient_attn.studies.mse.plan import error_point
-from efficient_attn.studies.study import Point, Request, Steps
-from efficient_attn.studies.workload import Costs, Workload
+from efficient_attn.studies.mse.points import error_point
 
 # Draws of random features.
 DRAWS = 2
@@ -35,7 +35,7 @@ def attention_steps(
     rounds: int,
     measurer: Measurer,
     limit_bytes: int | None,
-) -> Steps:
+) -> Points:
     """For each model errors and one round of calls; then all rounds, and errors at shorter lengths.
 
     On a busy machine a budget may end within the second model: the first is answered by then.
@@ -66,7 +66,7 @@ def _layers(layers: Sequence[Any], workload: Workload, tokens: int | None = None
 
 def _errors(
     variants: Sequence[Variant], layers: Sequence[Any], workload: Workload
-) -> Generator[Request, Any, dict[str, float]]:
+) -> Generator[Point | list[Point], Any, dict[str, float]]:
     """Yield the errors on all layers up to a failure; returns the medians by label, ∞ of failures."""
     medians = {}
     for variant in (variants[0], MEAN, *variants[1:]):
@@ -89,7 +89,7 @@ def _near(variants: Sequence[Variant], errors: dict[str, float]) -> list[Variant
 
 def _call_steps(
     variants: Sequence[Variant], lengths: Sequence[int], costs: Costs
-) -> Generator[Request, Any, list[Point]]:
+) -> Generator[Point | list[Point], Any, list[Point]]:
     """Yield a round of short calls, predictions, and long calls that may be faster; returns all calls."""
     short = sorted({*PROBE, *(length for length in lengths if length <= PROBE[-1])})
     calls = [costs.point(variant, tokens) for tokens in short for variant in variants]

@@ -29,18 +29,18 @@ from efficient_attn.measure.calls import answer
 from efficient_attn.measure.copies import PROMPTS, copies_begin
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import OWN, PLAN, Variant
-from efficient_attn.studies.advise.outcomes import Targets
-from efficient_attn.studies.advise.plan import HEADS, RANDOM_HEADS, RETRIEVAL
-from efficient_attn.studies.study import Point, Request, Steps
+from efficient_attn.runs.study import Point, Points
+from efficient_attn.studies.advise.names import HEADS, RANDOM_HEADS, RETRIEVAL
+from efficient_attn.studies.advise.targets import Targets
 from efficient_attn.studies.swap.measure import (
     OWN_ATTENTION,
-    WINDOW,
-    Subject,
     case_of,
     pass_point,
     plan_point,
 )
 from efficient_attn.studies.swap.model import TextSubject
+from efficient_attn.studies.swap.names import WINDOW
+from efficient_attn.studies.swap.subject import ModelSubject
 
 # What a streaming head may keep, the least first: more is tried where fewer than a third of the heads stream.
 STREAMING = tuple(Choice(WINDOW, {"window": window, "global_tokens": 4}) for window in (512, 1024))
@@ -70,7 +70,7 @@ class HeadPlan(NamedTuple):
         return len(self.heads) * max(1 - sum(self.choice.options.values()) / tokens, 0.0) ** 2
 
 
-def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *, rounds: int) -> Steps:
+def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *, rounds: int) -> Points:
     """Rank the key heads, let as many stream as the targets allow, and verify on held-out texts."""
     heads = [(layer, head) for layer in choosing.layers for head in range(_kv_heads(choosing))]
     labels = (f"{PLAN} {number}" for number in itertools.count(1))
@@ -99,7 +99,7 @@ def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *
 
 def _counted(
     subject: TextSubject, targets: Targets, choice: Choice, labels: Iterator[str]
-) -> Generator[Request, Any, HeadPlan | None]:
+) -> Generator[Point | list[Point], Any, HeadPlan | None]:
     """Rank the heads and bisect the number that may stream; None if that was not measured to the end.
 
     Where a third of them misses a target, a second-order score ranks them anew.
@@ -136,7 +136,7 @@ def _rank_point(subject: TextSubject, choice: Choice, score: str) -> Point:
     )
 
 
-def _ranked(record: Record, subject: Subject) -> list[tuple[int, int]]:
+def _ranked(record: Record, subject: ModelSubject) -> list[tuple[int, int]]:
     """(layer, key head), the least needed first; in their order where the scores are still to be measured."""
     if record.head_scores is None:
         return [(layer, head) for layer in subject.layers for head in range(_kv_heads(subject))]
@@ -144,7 +144,7 @@ def _ranked(record: Record, subject: Subject) -> list[tuple[int, int]]:
     return [(layer, head) for layer, head, _ in scores]
 
 
-def _kv_heads(subject: Subject) -> int:
+def _kv_heads(subject: ModelSubject) -> int:
     """Key heads of a layer."""
     return int(subject.shared["num_kv_heads"] or subject.shared["num_heads"])
 
@@ -156,7 +156,7 @@ def _scored(case: Case, subject: TextSubject, choice: Choice) -> Record:
     return Record(case=case, head_scores=json.dumps(rows), ranked_by=case.options["score"])
 
 
-def _variant(label: str, plan: HeadPlan, subject: Subject) -> Variant:
+def _variant(label: str, plan: HeadPlan, subject: ModelSubject) -> Variant:
     """The plan as one variant; its options tell plans apart."""
     target = {}
     for layer, numbers in plan.by_layer.items():

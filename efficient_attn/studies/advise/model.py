@@ -12,21 +12,21 @@ import torch
 from efficient_attn.measure import worker
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import DENSE, PLAN, UNIFORM_ATTENTION, YARDSTICK, Variant
+from efficient_attn.runs.study import Point, Points
+from efficient_attn.runs.workload import Costs
 from efficient_attn.stats.estimates import call_time, time_ratio
 from efficient_attn.stats.predicted_time import time_models
 from efficient_attn.studies.advise.attention import PROBE
-from efficient_attn.studies.advise.plan import BOUND, LOSSLESS, SLIDING
-from efficient_attn.studies.study import Point, Request, Steps
+from efficient_attn.studies.advise.names import BOUND, LOSSLESS, SLIDING
 from efficient_attn.studies.swap.measure import (
     OWN_ATTENTION,
-    WINDOW,
-    Subject,
     distance_point,
     has_copies,
     pass_point,
     plan_point,
 )
-from efficient_attn.studies.workload import Costs
+from efficient_attn.studies.swap.names import WINDOW
+from efficient_attn.studies.swap.subject import ModelSubject
 
 # Shares of the limit that the summed losses of a plan may reach: a later one where an earlier plan misses it.
 ATTEMPTS = (1.0, 0.5, 0.25)
@@ -42,14 +42,14 @@ _BASELINES = (YARDSTICK, DENSE, UNIFORM_ATTENTION)
 
 
 def model_steps(
-    pairs: Sequence[tuple[Subject, Subject]],
+    pairs: Sequence[tuple[ModelSubject, ModelSubject]],
     variants: Sequence[Variant],
     *,
     quantity: str,
     limit: float,
     rounds: int,
-    heads: Callable[[Any, Any], Steps] | None = None,
-) -> Steps:
+    heads: Callable[[Any, Any], Points] | None = None,
+) -> Points:
     """Short calls of attention alone, then all points of each length; `heads` ranks those of a decoder."""
     if heads is not None:
         for choosing, held_out in filter(lambda pair: has_copies(pair[0]), pairs):
@@ -73,7 +73,9 @@ def model_steps(
         yield from _length_steps(pair, may_be_faster, quantity, limit, rounds)
 
 
-def _lossless_windows(subject: Subject, quantity: str) -> Generator[Request, Any, dict[int, str]]:
+def _lossless_windows(
+    subject: ModelSubject, quantity: str
+) -> Generator[Point | list[Point], Any, dict[int, str]]:
     """Sliding layers as windows of the width of the model; none where these change its outputs."""
     if not subject.sliding:
         return {}
@@ -83,14 +85,14 @@ def _lossless_windows(subject: Subject, quantity: str) -> Generator[Request, Any
     return {} if changed else dict.fromkeys(subject.sliding, SLIDING)
 
 
-def _free(subject: Subject) -> list[int]:
+def _free(subject: ModelSubject) -> list[int]:
     """Layers that may get a backend; sliding ones are windows."""
     return [layer for layer in subject.layers if layer not in subject.sliding]
 
 
 def _bound_excludes(
-    subject: Subject, references: Sequence[Variant], variants: Sequence[Variant], rounds: int
-) -> Generator[Request, Any, bool]:
+    subject: ModelSubject, references: Sequence[Variant], variants: Sequence[Variant], rounds: int
+) -> Generator[Point | list[Point], Any, bool]:
     """Time the references and uniform attention; True if no attention would make the model clearly faster."""
     mean = next(variant for variant in variants if variant.backend == UNIFORM_ATTENTION)
     bounded = bool(_free(subject)) and (yield distance_point(subject, mean)).status == "ok"
@@ -105,8 +107,12 @@ def _bound_excludes(
 
 
 def _length_steps(
-    pair: tuple[Subject, Subject], variants: Sequence[Variant], quantity: str, limit: float, rounds: int
-) -> Steps:
+    pair: tuple[ModelSubject, ModelSubject],
+    variants: Sequence[Variant],
+    quantity: str,
+    limit: float,
+    rounds: int,
+) -> Points:
     """Windows in sliding layers, the bound, all layers, single layers, plans, verification."""
 
     def loss_of(record: Record) -> float:
@@ -212,5 +218,7 @@ def _plan_variant(label: str, layers: Mapping[int, str], variants: Sequence[Vari
     return Variant(backend=PLAN, label=label, target=target, options={"layers": json.dumps(layers)})
 
 
-def _planned(subject: Subject, label: str, layers: Mapping[int, str], variants: Sequence[Variant]) -> Point:
+def _planned(
+    subject: ModelSubject, label: str, layers: Mapping[int, str], variants: Sequence[Variant]
+) -> Point:
     return plan_point(subject, _plan_variant(label, layers, variants), layers)

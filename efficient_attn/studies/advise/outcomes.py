@@ -1,6 +1,5 @@
 """Outcomes of an advice for a model: its plans, their verdict, and Python that uses them."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -10,62 +9,18 @@ from efficient_attn.limits import read_object
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import MODEL, OWN, PLAN, UNIFORM_ATTENTION
 from efficient_attn.report.text import compared, rounded, skipped_note
+from efficient_attn.runs.study import Run
 from efficient_attn.stats.estimates import Typical, grouped, time_ratio
 from efficient_attn.stats.noise_warnings import remedy
-from efficient_attn.studies.advise.plan import BOUND, LIMIT, RETRIEVAL
-from efficient_attn.studies.swap.plan import KL, MEAN_POOL, NAMES, OUTPUT_COSINE
-from efficient_attn.studies.swap.view import WIDTH, quantity_words
-from efficient_attn.studies.view import Environment
+from efficient_attn.studies.advise.names import BOUND, RETRIEVAL
+from efficient_attn.studies.advise.targets import AdviseSettled, Targets, relative_recall
+from efficient_attn.studies.swap.names import WIDTH
+from efficient_attn.studies.swap.view import quantity_words
 
 # Name of the file that `attach` takes.
 LAYERS = "layers.json"
 
 _UNFINISHED = "not measured to the end"
-
-
-class Targets(NamedTuple):
-    """Largest value of the quantity that chooses; of key heads also of the loss, and least recall."""
-
-    quantity: str
-    limit: float
-    max_loss: float | None = None
-    min_recall: float | None = None
-
-    @classmethod
-    def of(cls, environment: Mapping[str, Any]) -> "Targets":
-        """The targets of a run; 0 where one is missing or damaged."""
-        entry = environment.get(LIMIT)
-        entry = entry if isinstance(entry, Mapping) else {}
-        quantity = entry.get("quantity")
-        quantity = quantity if quantity in (KL, OUTPUT_COSINE) else MEAN_POOL
-        further = (_number(entry[name]) if name in entry else None for name in ("max_loss", "min_recall"))
-        return cls(quantity, _number(entry.get("limit")), *further)
-
-    def halved(self) -> "Targets":
-        """Half of each allowance, for the texts that choose: on others a plan does less well."""
-        loss, recall = self.max_loss or 0.0, self.min_recall or 0.0
-        return self._replace(limit=self.limit / 2, max_loss=loss / 2, min_recall=(1 + recall) / 2)
-
-    def missed(self, record: Record) -> list[str]:
-        """Names of the targets that a record misses, measured or not."""
-        bounds = [(NAMES[self.quantity].partition(",")[0], getattr(record, self.quantity), self.limit)]
-        if self.max_loss is not None and self.min_recall is not None:
-            loss = record.loss_difference, record.loss_difference_error
-            upper_loss = None if None in loss else loss[0] + WIDTH * loss[1]
-            bounds += [("loss", upper_loss, self.max_loss), ("recall", -_recall(record), -self.min_recall)]
-        return [name for name, value, most in bounds if value is None or not value <= most]
-
-
-def _number(value: Any) -> float:
-    sound = isinstance(value, (int, float)) and 0 <= value <= sys.float_info.max
-    return float(value) if sound else 0.0
-
-
-def _recall(record: Record) -> float:
-    """Recall of copies over that of exact attention; 0 where exact attention recalls nothing."""
-    if record.copy_recall is None or not record.copy_recall_exact:
-        return 0.0
-    return record.copy_recall / record.copy_recall_exact
 
 
 class Outcome(NamedTuple):
@@ -84,9 +39,9 @@ class Outcome(NamedTuple):
     plan: Record | None
 
 
-def outcomes_of(records: Sequence[Record], environment: Mapping[str, Any]) -> list[Outcome]:
+def outcomes_of(records: Sequence[Record], targets: Targets) -> list[Outcome]:
     """One outcome per length, the shortest first."""
-    targets, outcomes = Targets.of(environment), []
+    outcomes = []
     for group in grouped((record for record in records if record.case.of == MODEL), "tokens"):
         ok = [record for record in group if record.status == "ok"]
         # A resumed run may choose another plan; the last one counts.
@@ -142,7 +97,7 @@ def _described(plan: Record, layers: Mapping[int, str], records: Sequence[Record
     text = (
         f"{plan.streaming_heads} of {plan.key_heads} key heads streaming (window {window}, ranked by the "
         f"{plan.ranked_by}): loss {plan.loss_difference:+.4f} ± {width:.4f} nats, recall "
-        f"{100 * _recall(plan):.1f} % of exact"
+        f"{100 * relative_recall(plan):.1f} % of exact"
     )
     for record in records:
         shares = record.retrieval, record.retrieval_exact, record.retrieval_error
@@ -152,9 +107,10 @@ def _described(plan: Record, layers: Mapping[int, str], records: Sequence[Record
     return text
 
 
-def model_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+def model_sentences(records: Sequence[Record], run: Run[AdviseSettled]) -> list[str]:
     """The shortest length from which a plan is faster, the verdict of every length, and code for the plan."""
-    outcomes, targets = outcomes_of(records, environment), Targets.of(environment)
+    targets = run.settled.target or Targets()
+    outcomes = outcomes_of(records, targets)
     faster = [outcome for outcome in outcomes if outcome.side == 1]
     # A plan pays from the first of the last lengths that all have one.
     lasting = list(takewhile(lambda outcome: outcome.side == 1, reversed(outcomes)))
@@ -166,15 +122,14 @@ def model_sentences(records: Sequence[Record], environment: Environment) -> list
     elif outcomes and all(outcome.side == -1 for outcome in outcomes):
         text = "Nothing is faster on this machine: stay with exact"
     else:
-        text, settled = "Undecided", f" {remedy(environment)}"
+        text, settled = "Undecided", f" {remedy(run.load)}"
     verdicts = "".join(f" At {outcome.tokens} tokens {outcome.verdict}." for outcome in outcomes)
     target = quantity_words(targets.quantity, targets.limit)
     text = f"{text} ({target}).{verdicts}{settled}{skipped_points(records)}"
     if not faster or attached_plan(faster[-1]) is None:
         return [text]
-    origin = environment.get(MODEL)
     # A model from a file is followed in one call; others are found by their modules.
-    called = isinstance(origin, Mapping) and "sites" in origin
+    called = "sites" in run.settled.model
     code = f'ea.attach(model, "{LAYERS}"{", example=lambda: model(*inputs)" * called})'
     return [text, f"The plan for {faster[-1].tokens} tokens in Python: {code}"]
 

@@ -20,7 +20,9 @@ from efficient_attn.report.text import (
     show_error,
     show_ratio,
 )
+from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import Typical, grouped, time_ratio
+from efficient_attn.studies.advise.names import RANDOM_HEADS
 from efficient_attn.studies.advise.outcomes import (
     LAYERS,
     attached_plan,
@@ -29,13 +31,10 @@ from efficient_attn.studies.advise.outcomes import (
     outcomes_of,
     skipped_points,
 )
-from efficient_attn.studies.advise.plan import LIMIT, RANDOM_HEADS
-from efficient_attn.studies.bench.comparison import error_limit
+from efficient_attn.studies.advise.targets import AdviseSettled, Targets
 from efficient_attn.studies.bench.tables import crossover_cell
 from efficient_attn.studies.bench.view import HIGHEST, MARKS, cost_plot
-from efficient_attn.studies.study import missing
 from efficient_attn.studies.swap.view import tables as swap_tables
-from efficient_attn.studies.view import Environment, Plots
 
 # Fields that tell the shipped models apart.
 SHAPE = ("num_heads", "head_dim", "causal")
@@ -49,21 +48,23 @@ _NOTES = (
 _VERIFIED = {PLAN: "the plan, other texts", RANDOM_HEADS: "random heads, other texts"}
 
 
-def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+def tables(records: Sequence[Record], settled: AdviseSettled) -> list[Table]:
     """The tables of a model, or of attention alone."""
-    if _of_model(records, environment):
+    if _of_model(records, settled):
         done = [record for record in records if record.case.of == MODEL and record.status != "skipped"]
-        return swap_tables(done, environment)
+        return swap_tables(done)
     return [table for shape in grouped(records, *SHAPE) for table in _attention_tables(shape)]
 
 
-def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
-    if _of_model(records, environment):
-        return model_sentences(records, environment)
-    return [text for shape in grouped(records, *SHAPE) for text in _attention_sentences(shape, environment)]
+def sentences(records: Sequence[Record], max_error: float, run: Run[AdviseSettled]) -> list[str]:
+    """The verdict of each length of a model, or of each shape of attention alone."""
+    if _of_model(records, run.settled):
+        return model_sentences(records, run)
+    shapes = grouped(records, *SHAPE)
+    return [text for shape in shapes for text in _attention_sentences(shape, max_error, run.settled)]
 
 
-def plots(records: Sequence[Record], environment: Environment) -> Plots:
+def plots(records: Sequence[Record], max_error: float, settled: AdviseSettled) -> dict[str, Plot]:
     """Times against tokens: of attention alone, with errors, or of the model.
 
     Of a plan of key heads, its divergence and recall in place of the times of one length.
@@ -73,10 +74,10 @@ def plots(records: Sequence[Record], environment: Environment) -> Plots:
     times = [record for record in records if record.case.kind == "time" and record.status == "ok"]
     if not times:
         return {}
-    if _of_model(records, environment):
+    if _of_model(records, settled):
         return {"advise": cost_plot(times)}
     shapes = [shape for shape in grouped(records, *SHAPE) if _shown_times(shape)]
-    return {"advise": _attention_plot(shapes, error_limit(environment))} if shapes else {}
+    return {"advise": _attention_plot(shapes, max_error)} if shapes else {}
 
 
 def _heads_plot(records: Sequence[Record]) -> Plot:
@@ -102,15 +103,15 @@ def _heads_plot(records: Sequence[Record]) -> Plot:
     return Plot(title, setting(longest[0].case), (tuple(charts),))
 
 
-def files(records: Sequence[Record], environment: Environment) -> dict[str, str]:
+def files(records: Sequence[Record], settled: AdviseSettled) -> dict[str, str]:
     """The plan of the longest length at which one is faster, as `attach` takes it."""
-    faster = [outcome for outcome in outcomes_of(records, environment) if outcome.side == 1]
+    faster = [outcome for outcome in outcomes_of(records, settled.target or Targets()) if outcome.side == 1]
     attached = attached_plan(faster[-1]) if faster else None
     return {} if attached is None else {LAYERS: json.dumps(attached, indent=2) + "\n"}
 
 
-def _of_model(records: Sequence[Record], environment: Environment) -> bool:
-    return LIMIT in environment or any(record.case.of == MODEL for record in records)
+def _of_model(records: Sequence[Record], settled: AdviseSettled) -> bool:
+    return settled.target is not None or any(record.case.of == MODEL for record in records)
 
 
 class Row(NamedTuple):
@@ -188,12 +189,12 @@ def _start(row: Row) -> str:
     return crossover_cell(row.speeds) if len(row.speeds) > 1 else ""
 
 
-def _attention_sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+def _attention_sentences(records: Sequence[Record], limit: float, settled: Settled) -> list[str]:
     """The backends within the error limit on every layer and at every length, or the nearest one."""
     rows, times = rows_of(records), [record for record in records if record.case.kind == "time"]
     if not times:
         return []
-    text, limit = f"Attention alone ({setting(times[0].case)})", error_limit(environment)
+    text = f"Attention alone ({setting(times[0].case)})"
     lengths = {tokens for row in rows for tokens in row.errors}
     if not lengths:
         return [f"{text}: nothing measured.{skipped_points(records)}"]
@@ -213,7 +214,7 @@ def _attention_sentences(records: Sequence[Record], environment: Environment) ->
         row for row in candidates if row.label not in failed and max(map(max, row.errors.values())) <= limit
     ]
     refused = {record.case.label for record in records if record.status == "unsupported"}
-    left = missing(environment, {row.label for row in rows} | refused)
+    left = settled.missing({row.label for row in rows} | refused)
     if near:
         text += f" is within {100 * limit:g} % of exact on every layer with {', '.join(near)}."
     elif undecided:

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, joint_name, single_names
+from efficient_attn.runs.store import over_budget
 from efficient_attn.stats.estimates import Middle, Typical, call_time, grouped, middle, time_ratio
-from efficient_attn.studies.bench import DEFAULT_MAX_ERROR, MAX_ERROR
-from efficient_attn.studies.run_folder import over_budget
 
 # Relative errors below this, or below twice the error of exact attention in the same dtype, are rounding
 # and count as equal.
@@ -119,13 +118,6 @@ class Comparison(NamedTuple):
     def faster(self, contenders: Iterable[Contender], side: int = 1) -> list[Contender]:
         """Contenders that are significantly faster than exact attention; with side 0 the unclear ones."""
         return [row for row in contenders if row.timed and self.speed(row).side_of_one == side]
-
-
-def error_limit(environment: Mapping[str, Any]) -> float:
-    """The error limit of a run, from its environment."""
-    limit = environment.get(MAX_ERROR)
-    limit = limit if isinstance(limit, (int, float)) and not isinstance(limit, bool) else 0
-    return limit if 0 < limit < float("inf") else DEFAULT_MAX_ERROR
 
 
 def comparisons(records: Iterable[Record]) -> tuple[Comparison, ...]:

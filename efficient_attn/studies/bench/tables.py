@@ -18,6 +18,7 @@ from efficient_attn.report.text import (
     show_spread,
     three_digits,
 )
+from efficient_attn.runs.default_view import cost_cells
 from efficient_attn.stats.estimates import (
     DEVICE_TIME,
     FEWEST_ROUNDS,
@@ -39,7 +40,6 @@ from efficient_attn.studies.bench.comparison import (
     by_setting,
     comparisons,
 )
-from efficient_attn.studies.view import Environment, cost_cells
 
 # Column of speed-ups.
 SPEED = "speed, exact 1×"
@@ -56,7 +56,7 @@ _UNIFORM = f"{UNIFORM_ATTENTION}: mean of the values. Dimmed or italic: worse th
 Cells = Mapping[str, str]
 
 
-def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+def tables(records: Sequence[Record]) -> list[Table]:
     """Time, peak memory and error at all lengths, and all of them at the longest length with an error."""
     groups = by_setting(comparisons(records))
     shown = []

@@ -10,6 +10,7 @@ from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION, single_n
 from efficient_attn.report.figures import LARGEST, MUTED, Axis, Chart, Plot, Series, line_styles
 from efficient_attn.report.table import brief, full
 from efficient_attn.report.text import compared, edges, setting, show_error, show_ratio
+from efficient_attn.runs.study import Run, Settled
 from efficient_attn.stats.estimates import (
     DEVICE_TIME,
     RUN_SHIFT,
@@ -22,11 +23,8 @@ from efficient_attn.stats.estimates import (
     speed_ups,
 )
 from efficient_attn.stats.noise_warnings import remedy
-from efficient_attn.studies.bench.comparison import Comparison, by_setting, comparisons, error_limit
+from efficient_attn.studies.bench.comparison import Comparison, by_setting, comparisons
 from efficient_attn.studies.bench.tables import error_cell, heading_of, inputs_words, subjects_alone
-from efficient_attn.studies.bench.tables import tables as tables
-from efficient_attn.studies.study import missing
-from efficient_attn.studies.view import Environment, Plots
 
 # Space around the medians; wider intervals leave the picture, which would be flat lines otherwise.
 _MARGIN = 1.5
@@ -51,10 +49,10 @@ _ERRORS = Axis("relative output error", "log", show_error)
 _TOKENS = Axis("sequence length, tokens", "log2", "{:.0f}".format)
 
 
-def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+def sentences(records: Sequence[Record], max_error: float, run: Run[Settled]) -> list[str]:
     """The conclusion at the longest length with errors, then speeds at the longest length."""
     groups = by_setting(comparisons(records))
-    texts = [_verdict(group[-1], environment) for group in reversed(groups)]
+    texts = [_verdict(group[-1], max_error, run) for group in reversed(groups)]
     for subject, group in subjects_alone(records, groups).items():
         place = "" if subject == "attention" else f" of the {subject}"
         for clock, timed in by_clock(group).items():
@@ -77,9 +75,9 @@ def _speed_sentences(place: str, compared: Iterable[SpeedUp]) -> list[str]:
     ]
 
 
-def _verdict(comparison: Comparison, environment: Environment) -> str:
+def _verdict(comparison: Comparison, max_error: float, run: Run[Settled]) -> str:
     """The conclusion at the longest length in one sentence, or the nearest alternative."""
-    case, max_error = comparison.case, error_limit(environment)
+    case = comparison.case
     place = f"at {case.tokens} tokens ({inputs_words(comparison)}; {setting(case)})"
     if comparison.exact is None:
         return f"No comparison {place}: no error of exact attention was measured."
@@ -90,7 +88,7 @@ def _verdict(comparison: Comparison, environment: Environment) -> str:
         text += f", error {full(error_cell(best))}."
     elif alike := comparison.faster(near, side=0):
         names = ", ".join(row.label for row in alike)
-        text = f"Undecided {place} whether {names} is faster than exact. {remedy(environment)}"
+        text = f"Undecided {place} whether {names} is faster than exact. {remedy(run.load)}"
     else:
         layers = " on every layer" if len(single_names(comparison.inputs)) > 1 else ""
         text = f"No backend is within {100 * max_error:g} % of exact{layers} and faster {place}."
@@ -99,14 +97,14 @@ def _verdict(comparison: Comparison, environment: Environment) -> str:
             error, speed = full(error_cell(nearest)), compared(comparison.speed(nearest))
             text += f" Nearest of the faster ones: {nearest.label} (error {error}, {speed})."
     done = {row.label for row in comparison.contenders if row.failed or (row.error and row.timed)}
-    return text + missing(environment, done)
+    return text + run.settled.missing(done)
 
 
-def plots(records: Sequence[Record], environment: Environment) -> Plots:
+def plots(records: Sequence[Record]) -> dict[str, Plot]:
     """The plots worth a file: costs and errors against tokens, and errors against costs."""
     measured = {record.case.kind for record in records if record.status == "ok"}
     groups = by_setting(comparisons(records))
-    pictures: Plots = {}
+    pictures: dict[str, Plot] = {}
     if subjects_alone(records, groups):
         pictures = {
             name: cost_plot(records, quantity) for quantity, (name, *_) in _COSTS.items() if name in measured

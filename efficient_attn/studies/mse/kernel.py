@@ -18,7 +18,7 @@ from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import Variant, sized
 from efficient_attn.ops.linear.features import haar_rotations
 from efficient_attn.problem import positive_count
-from efficient_attn.studies.study import Point
+from efficient_attn.runs.study import Point
 from efficient_attn.theory.kernel import ERRORS, log_oprf_error, log_orthogonal_error, rare_error
 
 # Draws of kernel entries, which are cheap and scatter; pairs of one norm and angle, in random directions.

@@ -12,7 +12,6 @@ from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Seri
 from efficient_attn.report.table import PREDICTED, Table
 from efficient_attn.report.text import show_error
 from efficient_attn.stats.estimates import FEWEST_FOR_95, grouped, middle, operations_share
-from efficient_attn.studies.view import Environment, Plots
 
 RELATIVE, KERNEL = "output_relative_error", "kernel_mse"
 NAMES = {
@@ -145,7 +144,7 @@ def interval(points: Curve) -> str:
     return f"median of {most.samples} draws and its {edges}"
 
 
-def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+def tables(records: Sequence[Record]) -> list[Table]:
     """Errors by size, one table per input."""
     quantity = quantity_in(records)
     return [_table(panel, quantity) for panel in panels(records, quantity) if panel.curves or panel.failed]
@@ -187,7 +186,7 @@ def _cell(curve: Curve, size: int | None) -> str:
     return f"{value}{f' ×{point.value / point.expected:.2f}' if point.expected else ''}{tab}{words}"
 
 
-def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+def sentences(records: Sequence[Record]) -> list[str]:
     """Backends that are useful; or agreement with theory."""
     quantity = quantity_in(records)
     shown = panels(records, quantity)
@@ -237,7 +236,7 @@ def _agreement(points: Curve) -> list[str]:
     ]
 
 
-def plots(records: Sequence[Record], environment: Environment) -> Plots:
+def plots(records: Sequence[Record]) -> dict[str, Plot]:
     """The error of every backend against its size, a chart for each input."""
     quantity = quantity_in(records)
     shown = [panel for panel in panels(records, quantity) if panel.curves]

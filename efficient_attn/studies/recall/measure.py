@@ -21,7 +21,7 @@ from efficient_attn.measure.error import outputs_checked
 from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant
 from efficient_attn.options import SEED
-from efficient_attn.studies.recall.plan import BATCH, CLASSES, LEARNED, QUERIES, TESTED, Course
+from efficient_attn.studies.recall.course import BATCH, CLASSES, LEARNED, QUERIES, TESTED, Course
 from efficient_attn.transformer.block import TransformerBlock
 
 _TEST_SEQUENCES = 128

@@ -10,7 +10,6 @@ from efficient_attn.report.figures import UNIFORM_STYLE, Axis, Chart, Plot, Seri
 from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import failure_notes, heading
 from efficient_attn.stats.estimates import grouped
-from efficient_attn.studies.view import Environment, Plots
 
 # Fields that are equal for all rows of a contest.
 _SHARED = ("inputs", "tokens", "causal", "batch", "num_heads", "head_dim", "dtype", "device", "threads")
@@ -68,7 +67,7 @@ def _row(records: list[Record]) -> Learned:
     return Learned((right or records)[0], tuple(record.accuracy or 0.0 for record in right), failed)
 
 
-def tables(records: Sequence[Record], environment: Environment | None = None) -> list[Table]:
+def tables(records: Sequence[Record]) -> list[Table]:
     """One table for each task and way to train, the most accurate first."""
     return [_table(contest) for contest in contests(records)]
 
@@ -88,7 +87,7 @@ def _table(contest: Contest) -> Table:
     return Table(title, ("backend", "accuracy", "state, floats"), rows, notes).compared(scores=("accuracy",))
 
 
-def sentences(records: Sequence[Record], environment: Environment | None = None) -> list[str]:
+def sentences(records: Sequence[Record]) -> list[str]:
     """Backends that learned the task, the smallest state first."""
     texts = []
     for contest in contests(records):
@@ -100,7 +99,7 @@ def sentences(records: Sequence[Record], environment: Environment | None = None)
     return texts
 
 
-def plots(records: Sequence[Record], environment: Environment) -> Plots:
+def plots(records: Sequence[Record]) -> dict[str, Plot]:
     """One chart for each task; no figure if nothing was trained."""
     shown = [contest for contest in contests(records) if any(row.accuracies for row in contest)]
     if not shown:

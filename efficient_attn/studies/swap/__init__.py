@@ -1,18 +1,72 @@
 """Training-free conversion: a real model with replaced attention, compared with itself."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from efficient_attn.errors import OptionError
 from efficient_attn.measure.quantities import QUANTITIES, error, setting
-from efficient_attn.studies.study import Study
-from efficient_attn.studies.swap.plan import plan
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.texts import Texts, named_texts, text_files
+from efficient_attn.measure.units import parse_sizes
+from efficient_attn.measure.variants import UNIFORM_ATTENTION, YARDSTICK, Variant, select
+from efficient_attn.options import option
+from efficient_attn.problem import positive_count
+from efficient_attn.report.table import Table
+from efficient_attn.runs import options as shared
+from efficient_attn.runs.study import Points, Run, Settled, Study
+from efficient_attn.runs.workload import Workload, settle
 
-STUDY = Study(
-    name="swap",
-    plan=plan,
-    module=__name__,
-    kinds=("swap", "time", "memory"),
+if TYPE_CHECKING:
+    from efficient_attn.studies.swap.subject import ModelSubject
+
+# The default selection begins with the most similar models of results/epyc-2-cores/swap-encoder.
+_MOST_SIMILAR = ("window-clusters", "window", "performer-full", "performer-oprf")
+
+# Options of a folder, which a model from a file decides.
+OF_A_FOLDER = ("seq_lens", "texts", "dtype", "device")
+DECIDES = "with this model, which decides its inputs, dtype and device"
+
+# Most tokens of saved activations without --seq-len.
+_SAVED_TOKENS = 512
+
+
+def text_option() -> Any:
+    """Texts that a model reads."""
+    return option(
+        None,
+        "UTF-8 text, several by repeating it; six shipped ones if omitted.",
+        flag="--text",
+        metavar="FILE",
+        parse=text_files,
+        several=True,
+    )
+
+
+class _Setup(NamedTuple):
+    """The model on texts of each length, the backends that replace its attention, and remarks."""
+
+    subjects: Sequence["ModelSubject"]
+    variants: Sequence[Variant]
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, eq=False)
+class Swap(Study):
+    """Replace the attention of a model: outputs, time and memory.
+
+    Encoders are compared by hidden states and embeddings, causal models by next-token distributions, a model
+    from a file by its output. In Python the model may be a pair (model, tokenizer) of a loaded one, or a
+    pair (module, inputs); its attention is restored afterwards.
+
+    Example: efficient-attn swap MODEL --set window.window=65,129 --by-layer
+    """
+
+    kinds = ("swap", "time", "memory")
     # Errors are means over texts and draws.
-    quantities=(
+    quantities = (
         error(
             "hidden_relative_error", "relative", "Norm of the error of the last hidden states over theirs."
         ),
@@ -37,6 +91,137 @@ STUDY = Study(
         setting("texts", "", "Number of texts; values of draws are listed text by text."),
         QUANTITIES["time_s"],
         QUANTITIES["peak_bytes"],
-    ),
-    budget="10m",
-)
+    )
+    budget_s = 600.0
+
+    model: Any = option(None, shared.MODEL_HELP, metavar="MODEL", argument=True)
+    backends: shared.Backends = shared.backends()
+    _: KW_ONLY
+    texts: Texts | None = text_option()
+    seq_lens: shared.Sizes | None = shared.seq_lens(
+        None, "Tokens of each text: 512,2k; 512, or all that there are, if omitted."
+    )
+    options: shared.Settings = shared.settings()
+    draws: int = shared.draws(3)
+    by_layer: bool = option(False, "Each layer replaced alone too.", free=True)
+    save: str | Path | None = option(
+        None, "New file for q, k, v of the layers: mse --inputs.", metavar="FILE.safetensors", free=True
+    )
+    layers: Sequence[int] | None = shared.layers("Layers of --by-layer and --save, from 0; all if omitted.")
+    dtype: str | None = shared.dtype(None, "Dtype of the model of a folder; float32 if omitted.")
+    device: str | None = shared.device(None, "cpu")
+    threads: int | None = shared.threads()
+    rounds: int = shared.rounds()
+    seed: int = shared.seed()
+
+    def check(self) -> None:
+        if self.model is None:
+            raise OptionError("model is missing: name a folder, FILE.py:function, or a pair.")
+        if self.layers is not None and self.save is None and not self.by_layer:
+            raise OptionError(
+                "layers name those that are replaced alone (--by-layer) or saved (--save FILE)."
+            )
+        positive_count("draws", self.draws)
+        positive_count("rounds", self.rounds)
+        if self.seq_lens is not None:
+            parse_sizes(self.seq_lens, name="seq_lens")
+
+    def settle(self) -> Settled:
+        subjects, variants, _ = self._setup
+        return Settled(
+            candidates=tuple(x.label for x in variants if x.backend != UNIFORM_ATTENTION),
+            device=subjects[0].shared["device"],
+            model=subjects[0].about,
+        )
+
+    def notes(self) -> Sequence[str]:
+        return self._setup.notes
+
+    def points(self) -> Points:
+        """All layers replaced, then time and memory, then single layers; what failed is measured once."""
+        from efficient_attn.studies.swap.measure import OWN_ATTENTION, distance_point, pass_point
+
+        subjects, variants, _ = self._setup
+        for subject in subjects:
+            working = []
+            for variant in (OWN_ATTENTION, *variants):
+                if (yield distance_point(subject, variant, draws=self.draws)).status == "ok":
+                    working.append(variant)
+            yield [pass_point(subject, variant, rounds=self.rounds) for variant in working]
+            for variant in working:
+                yield pass_point(subject, variant, "memory")
+            layers = (self.layers or subjects[0].layers) if self.by_layer else ()
+            for variant in working:
+                for layer in layers if variant is not OWN_ATTENTION else ():
+                    yield distance_point(subject, variant, layer, draws=self.draws)
+
+    def tables(self, records: Sequence[Record], run: Run[Settled]) -> list[Table]:
+        from efficient_attn.studies.swap.view import tables
+
+        return tables(records)
+
+    def sentences(self, records: Sequence[Record], run: Run[Settled]) -> list[str]:
+        from efficient_attn.studies.swap.view import sentences
+
+        return sentences(records, run.settled)
+
+    @cached_property
+    def _setup(self) -> _Setup:
+        if self.save is not None and (Path(self.save).suffix != ".safetensors" or Path(self.save).exists()):
+            raise OptionError(f"save is a new file that ends in .safetensors, not {str(self.save)!r}.")
+        workload = settle(
+            Workload(
+                dtype=self.dtype or "float32",
+                device=self.device or "cpu",
+                threads=self.threads,
+                seed=self.seed,
+            )
+        )
+        chosen = select(self.backends, self.options, also=True)
+        chosen = tuple(sorted(chosen, key=promising)) if self.backends is None else chosen
+
+        from efficient_attn.studies.swap.called import CallSubject, called_model, is_called
+        from efficient_attn.studies.swap.measure import candidates
+
+        subjects: list[ModelSubject]
+        lengths = [None] if self.seq_lens is None else list(parse_sizes(self.seq_lens, name="seq_lens"))
+        if is_called(self.model):
+            self.refuse(*OF_A_FOLDER, reason=DECIDES)
+            called = called_model(self.model)
+            subjects = [CallSubject.of(called, workload)]
+        else:
+            from efficient_attn.studies.swap.model import TextSubject, load
+
+            named, opened = named_texts(self.texts), load(self.model, workload)
+            subjects = [TextSubject.of(opened, named, workload, seq_len=tokens) for tokens in lengths]
+        first, layers = subjects[0], self.layers
+        unknown = [layer for layer in layers or () if layer not in first.layers]
+        if unknown and (self.by_layer or is_called(self.model)):
+            raise OptionError(
+                f"layers with a backend: {', '.join(map(str, first.layers))}; not {unknown[0]}."
+            )
+        variants, notes = candidates(chosen, first), list(first.notes)
+        if self.save is not None:
+            from efficient_attn.integrations.capture import capture, save_activations
+
+            if isinstance(first, CallSubject):
+                with capture(first.model) as capturing:
+                    first.called.seeded()
+                sites = {number: first.sites[number] for number in layers or first.layers}
+                captured = capturing.captured(sites)
+                captured = replace(captured, about={**captured.about, "model": first.called.name})
+            else:
+                from efficient_attn.integrations.transformers.swapping import capture_text
+
+                text, most = next(iter(named.values())), lengths[-1] or _SAVED_TOKENS
+                captured = capture_text(opened, text, layers=layers, max_tokens=most)
+            save_activations(captured, self.save)
+            tokens = max(layer.k.shape[-2] for layer in captured.layers.values())
+            notes += [f"Saved layers {', '.join(map(str, captured.layers))} on {tokens} tokens: {self.save}."]
+        return _Setup(subjects, variants, notes)
+
+
+def promising(variant: Variant) -> int:
+    """Place in the order of measurement, for the default selection."""
+    first = (YARDSTICK, *_MOST_SIMILAR)
+    return first.index(variant.backend) if variant.backend in first else len(first)

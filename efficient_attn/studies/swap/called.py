@@ -29,9 +29,9 @@ from efficient_attn.measure.error import cosine_distance, relative_error
 from efficient_attn.measure.record import SAME_INPUTS
 from efficient_attn.measure.variants import OWN, YARDSTICK, Variant
 from efficient_attn.options import SEED
-from efficient_attn.studies.swap.measure import HELD_OUT, SAME_AGAIN, choices
-from efficient_attn.studies.swap.plan import OUTPUT_COSINE
-from efficient_attn.studies.workload import Workload
+from efficient_attn.runs.workload import Workload
+from efficient_attn.studies.swap.names import HELD_OUT, OUTPUT_COSINE, SAME_AGAIN
+from efficient_attn.studies.swap.subject import choices
 
 # Rounding of sums in another order, relative.
 _SAME = 1e-3

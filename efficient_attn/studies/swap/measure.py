@@ -1,15 +1,10 @@
-"""Measurements of a model with replaced attention: points, and the records of one backend and layer.
-
-A subject is a model with its inputs, of either class. It names its layers, replaces the attention in all of
-them or in one, runs (`forward`, timed) and computes the distances of its outputs from its `exact` ones, which
-its own attention gave.
-"""
+"""Measurements of a model with replaced attention: points, and the records of one backend and layer."""
 
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from efficient_attn.measure.calls import MEAN, answer
 from efficient_attn.measure.copies import copies_begin
@@ -19,19 +14,9 @@ from efficient_attn.measure.record import Case, Record, replace
 from efficient_attn.measure.variants import MODEL, OWN, UNIFORM_ATTENTION, YARDSTICK, Variant, select
 from efficient_attn.measure.worker import memory_of, time_of
 from efficient_attn.options import SEED
-from efficient_attn.studies.study import Point
-from efficient_attn.studies.swap.plan import KL
-
-# The module of TextSubject needs transformers, which models from files do not.
-if TYPE_CHECKING:
-    from efficient_attn.studies.swap.called import CallSubject
-    from efficient_attn.studies.swap.model import TextSubject
-
-# End of the inputs that verify a plan: held-out inputs, or the choosing ones.
-HELD_OUT, SAME_AGAIN = ", held out", ", again"
-
-# Backend of sliding layers that computes the same.
-WINDOW = "window"
+from efficient_attn.runs.study import Point
+from efficient_attn.studies.swap.names import KL
+from efficient_attn.studies.swap.subject import ModelSubject
 
 # The model with its own attention.
 OWN_ATTENTION = Variant(backend=OWN, label=OWN, target=OWN)
@@ -40,15 +25,12 @@ OWN_ATTENTION = Variant(backend=OWN, label=OWN, target=OWN)
 # for all variants alike: warm-ups would take minutes.
 _FEWEST_CALLS, _ONCE_S = 2, 1.0
 
-Subject: TypeAlias = "TextSubject | CallSubject"
-
-
-def has_copies(subject: Subject) -> bool:
+def has_copies(subject: ModelSubject) -> bool:
     """Whether recall is measured: in a decoder whose texts are long enough for copies at their end."""
     return subject.loss == KL and copies_begin(subject.shared["tokens"]) < subject.shared["tokens"]
 
 
-def candidates(chosen: Sequence[Variant], subject: Subject) -> tuple[Variant, ...]:
+def candidates(chosen: Sequence[Variant], subject: ModelSubject) -> tuple[Variant, ...]:
     """Exact attention, uniform attention, then the other variants."""
     exact = [variant for variant in chosen if variant.backend == YARDSTICK] or select([YARDSTICK])
     others = [subject.fitted(variant) for variant in chosen if variant.backend != YARDSTICK]
@@ -56,22 +38,14 @@ def candidates(chosen: Sequence[Variant], subject: Subject) -> tuple[Variant, ..
     return (*exact, mean, *others)
 
 
-def case_of(subject: Subject, kind: str, variant: Variant, layer: int | None = None) -> Case:
+def case_of(subject: ModelSubject, kind: str, variant: Variant, layer: int | None = None) -> Case:
     """The case of a measurement, with the shape of the first layer that gets a backend."""
     return variant.case(kind=kind, of=MODEL, layer=layer, **subject.shared)
 
 
-def choices(
-    subject: Subject, variant: Variant, layer: int | None = None
-) -> Mapping[int, tuple[Any, Mapping[str, Any]]]:
-    """Backend and options of each replaced layer."""
-    if isinstance(variant.target, Mapping):
-        return variant.target
-    layers = subject.layers if layer is None else (layer,)
-    return dict.fromkeys(layers, (variant.target, variant.options))
-
-
-def distance_point(subject: Subject, variant: Variant, layer: int | None = None, *, draws: int = 1) -> Point:
+def distance_point(
+    subject: ModelSubject, variant: Variant, layer: int | None = None, *, draws: int = 1
+) -> Point:
     """Distance of the outputs with all layers replaced, or one of them."""
     case = case_of(subject, "swap", variant, layer)
     repeats = (subject.num_texts or 1) * (draws if SEED in variant.options else 1)
@@ -84,7 +58,7 @@ def distance_point(subject: Subject, variant: Variant, layer: int | None = None,
     )
 
 
-def pass_point(subject: Subject, variant: Variant, kind: str = "time", *, rounds: int = 0) -> Point:
+def pass_point(subject: ModelSubject, variant: Variant, kind: str = "time", *, rounds: int = 0) -> Point:
     """Time of forward passes, or the memory of one."""
     case = case_of(subject, kind, variant)
     return Point(
@@ -101,7 +75,7 @@ def _work(case: Case, growth: int = 1) -> float:
     return case.tokens * (6.0 * case.model_dim + float(case.tokens) ** (growth - 1))
 
 
-def plan_point(subject: Subject, variant: Variant, chosen: Mapping[Any, str], **values: Any) -> Point:
+def plan_point(subject: ModelSubject, variant: Variant, chosen: Mapping[Any, str], **values: Any) -> Point:
     """Distance with a plan {layer: label of its backend}; of an empty one the decision for none."""
     case = case_of(subject, "swap", variant)
     return Point(
@@ -113,14 +87,14 @@ def plan_point(subject: Subject, variant: Variant, chosen: Mapping[Any, str], **
 
 
 def _plan_record(
-    case: Case, variant: Variant, subject: Subject, chosen: Mapping[Any, str], values: Mapping[str, Any]
+    case: Case, variant: Variant, subject: ModelSubject, chosen: Mapping[Any, str], values: Mapping[str, Any]
 ) -> Record:
     record = distance(case, variant, subject, draws=1) if chosen else Record(case=case)
     attached = json.dumps(subject.plan(variant)) if chosen else None
     return replace(record, chosen_layers=json.dumps(chosen), attached_layers=attached, **values)
 
 
-def cost(case: Case, variant: Variant, subject: Subject, *, seconds: float = 0.0) -> Record:
+def cost(case: Case, variant: Variant, subject: ModelSubject, *, seconds: float = 0.0) -> Record:
     """One round of timed forward passes on the first text, or the peak memory of one."""
 
     def measured() -> Record:
@@ -135,7 +109,7 @@ def cost(case: Case, variant: Variant, subject: Subject, *, seconds: float = 0.0
     return answer(case, measured)
 
 
-def distance(case: Case, variant: Variant, subject: Subject, draws: int) -> Record:
+def distance(case: Case, variant: Variant, subject: ModelSubject, draws: int) -> Record:
     """Distance of the model's outputs from the original, for every text and draw of random features."""
     # The exact outputs are computed before the attention is replaced.
     by_text: list[list[dict[str, float]]] = [[] for _ in subject.exact]

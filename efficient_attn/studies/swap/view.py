@@ -15,9 +15,10 @@ from efficient_attn.report.text import (
     show_error,
     three_digits,
 )
+from efficient_attn.runs.default_view import cost_cells
+from efficient_attn.runs.study import Settled
 from efficient_attn.stats.estimates import grouped, time_ratio
-from efficient_attn.studies.study import missing
-from efficient_attn.studies.swap.plan import (
+from efficient_attn.studies.swap.names import (
     HIDDEN,
     KL,
     LOSS,
@@ -27,17 +28,14 @@ from efficient_attn.studies.swap.plan import (
     OUTPUT_COSINE,
     PERPLEXITY,
     RECALL,
+    WIDTH,
 )
-from efficient_attn.studies.view import Environment, cost_cells
 
 # Quantities that decide, in order of preference.
 _DECISIVE = (KL, MEAN_POOL, HIDDEN, OUTPUT)
 
 # Columns of a decoder, whose next tokens say more than its hidden states.
 _OF_DECODERS = (KL, PERPLEXITY, LOSS, RECALL)
-
-# Standard errors from the mean to the ends of an interval of 95 %.
-WIDTH = 1.96
 
 # Rounding of float32 hidden states and outputs; errors of cosines and divergences are of the order of its
 # square.
@@ -59,7 +57,7 @@ class SwapRow(NamedTuple):
     failed: tuple[Record, ...]
 
 
-class Swap(NamedTuple):
+class SwappedModel(NamedTuple):
     """All measurements of one model on the same texts, the original first, and the deciding quantity."""
 
     case: Case
@@ -73,18 +71,18 @@ class Swap(NamedTuple):
         return next((row.timed for row in self.rows if row.backend == OWN), None)
 
 
-def swaps(records: Iterable[Record]) -> tuple[Swap, ...]:
+def swaps(records: Iterable[Record]) -> tuple[SwappedModel, ...]:
     """One per model, set of texts and setting."""
     return tuple(map(_swap, grouped((record for record in records if record.case.of == MODEL), *_SHARED)))
 
 
-def _swap(records: Sequence[Record]) -> Swap:
+def _swap(records: Sequence[Record]) -> SwappedModel:
     wholes = [record for record in records if record.case.layer is None]
     measured = (name for name in _DECISIVE if any(getattr(whole, name) is not None for whole in wholes))
     quantity = next(measured, HIDDEN)
     rows = [_row(group, quantity) for group in grouped(records, "label")]
     rows.sort(key=lambda row: row.backend != OWN)
-    return Swap(records[0].case, tuple(rows), quantity, tuple(records))
+    return SwappedModel(records[0].case, tuple(rows), quantity, tuple(records))
 
 
 def _row(records: Sequence[Record], quantity: str) -> SwapRow:
@@ -103,14 +101,14 @@ def _row(records: Sequence[Record], quantity: str) -> SwapRow:
     )
 
 
-def tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+def tables(records: Sequence[Record]) -> list[Table]:
     """All layers swapped; then each layer alone, where it was measured."""
     return [table for swap in swaps(records) for table in (_whole(swap), *_alone(swap))]
 
 
-def sentences(records: Sequence[Record], environment: Environment) -> list[str]:
+def sentences(records: Sequence[Record], settled: Settled) -> list[str]:
     """The nearest backend to each model."""
-    return [sentence for swap in swaps(records) if (sentence := _nearest(swap, environment))]
+    return [sentence for swap in swaps(records) if (sentence := _nearest(swap, settled))]
 
 
 def show_quantity(quantity: str, value: float) -> str:
@@ -130,7 +128,7 @@ def quantity_words(quantity: str, value: float) -> str:
     return f"divergence {shown} nats" if quantity == KL else f"{NAMES[quantity]} {shown}"
 
 
-def _whole(swap: Swap) -> Table:
+def _whole(swap: SwappedModel) -> Table:
     wholes = [row.whole for row in swap.rows if row.whole is not None]
     shown = _OF_DECODERS if swap.quantity == KL else tuple(NAMES)
     measured = [name for name in shown if any(getattr(whole, name) is not None for whole in wholes)]
@@ -173,7 +171,7 @@ def _cell(row: SwapRow, quantity: str) -> str:
     return show_quantity(quantity, value)
 
 
-def _alone(swap: Swap) -> list[Table]:
+def _alone(swap: SwappedModel) -> list[Table]:
     """The decisive quantity with each layer swapped alone."""
     layers = sorted({layer for row in swap.rows for layer in row.alone})
     rows = []
@@ -186,9 +184,9 @@ def _alone(swap: Swap) -> list[Table]:
     return [Table(title, columns, tuple(rows), ("All other layers are exact.",))] if rows else []
 
 
-def _nearest(swap: Swap, environment: Environment) -> str:
+def _nearest(swap: SwappedModel, settled: Settled) -> str:
     """The backend that changes the model least, with its speed, and candidates that were not measured."""
-    left = missing(environment, {row.label for row in swap.rows if row.whole is not None or row.failed})
+    left = settled.missing({row.label for row in swap.rows if row.whole is not None or row.failed})
     rounding = _ROUNDING if swap.quantity in (HIDDEN, OUTPUT) else _ROUNDING**2
     rows = [row for row in swap.rows if row.backend not in (OWN, YARDSTICK, UNIFORM_ATTENTION)]
     values = [(value, row) for row in rows if (value := getattr(row.whole, swap.quantity, None)) is not None]

@@ -10,16 +10,16 @@ transformers = pytest.importorskip("transformers", minversion="5.14", reason="th
 
 from integrations.hf_advice import TIMES_S, advise, plans
 from integrations.hf_models import TOKENS, gemma3, gpt2, mistral, saved, texts
+from planned import study
 
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers import attach
 from efficient_attn.measure.record import replace
+from efficient_attn.runs.progress import Durations
+from efficient_attn.runs.results import read
 from efficient_attn.stats.predicted_time import Predicted
-from efficient_attn.studies import find
+from efficient_attn.studies.advise.names import LOSSLESS, SLIDING
 from efficient_attn.studies.advise.outcomes import LAYERS
-from efficient_attn.studies.advise.plan import LOSSLESS, SLIDING
-from efficient_attn.studies.progress import Durations
-from efficient_attn.studies.results import read
 from efficient_attn.studies.swap import measure
 
 pytestmark = pytest.mark.usefixtures("given_times")
@@ -69,8 +69,8 @@ def test_what_is_slower_by_prediction_is_not_tried(encoder, monkeypatch):
 
 
 def test_lengths_that_model_or_texts_lack_are_named(encoder):
-    plan = find("advise").plan(encoder, ["window"], texts=texts(4), seq_lens=(TOKENS, 36, 60, 100))
-    assert list(plan.notes) == [
+    plan = study("advise", encoder, ["window"], texts=texts(4), seq_lens=(TOKENS, 36, 60, 100))
+    assert list(plan.notes()) == [
         "Not measured at 60 tokens: 0 of 4 texts are so long and differ.",
         "Not measured at 100 tokens: the model has 64 positions.",
     ]
@@ -129,12 +129,12 @@ def test_what_cannot_be_advised_is_refused(encoder, tmp_path):
 
 def test_a_uniform_window_and_score_matrices_are_no_candidates_for_a_plan(decoder):
     shared = {"texts": texts(4), "seq_lens": (TOKENS,)}
-    candidates = find("advise").plan(decoder, **shared).about["candidates"]
+    candidates = study("advise", decoder, **shared).settled.candidates
     assert "window" in candidates and not any("global_tokens" in name for name in candidates)
     assert "exact-dense" not in candidates
     tokens = {"window": {"global_tokens": [4]}}
-    requested = find("advise").plan(decoder, ["window"], options=tokens, **shared)
-    assert "window(global_tokens=4)" in requested.about["candidates"]
+    requested = study("advise", decoder, ["window"], options=tokens, **shared)
+    assert "window(global_tokens=4)" in requested.settled.candidates
 
 
 @pytest.mark.parametrize(("make", "layers"), [(gemma3, "0–1"), (mistral, "0–2")])
@@ -221,5 +221,5 @@ def test_a_plan_without_layers_is_no_decision_where_the_budget_left_layers_out(
 def test_a_run_is_not_resumed_for_another_target(encoder, tmp_path):
     request = {"backends": ["window"], "options": None, "out": tmp_path}
     advise(encoder, min_cosine=0.9, **request)
-    with pytest.raises(DataError, match=r"has the target .*0.09.*, not .*0.5.*; name a new folder"):
+    with pytest.raises(DataError, match=r"has the min_cosine 0.9, not 0.5; name a new folder"):
         advise(encoder, min_cosine=0.5, resume=True, **request)

@@ -14,14 +14,13 @@ transformers = pytest.importorskip("transformers", minversion="5.14", reason="th
 
 from integrations.hf_advice import quality, swap
 from integrations.hf_models import MODELS, TOKENS, WINDOW, bart, bert, gemma3, gpt2, mistral, saved, texts
-from planned import points_of
+from planned import points_of, study
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers import swapped
 from efficient_attn.integrations.transformers.loading import open_model, token_ids
 from efficient_attn.measure.variants import OWN, UNIFORM_ATTENTION
-from efficient_attn.studies import find
 
 pytestmark = pytest.mark.usefixtures("hasty")
 
@@ -124,10 +123,10 @@ def test_random_features_are_drawn_anew_and_calibrated_on_the_first_text(encoder
 def test_every_length_is_a_swap_of_its_own_of_all_layers_and_of_those_named_that_do_not_slide(tmp_path):
     folder, request = saved(MODELS["modernbert"](), tmp_path), {"texts": texts(1), "by_layer": True}
     for layers, numbers in (((2,), {None, 2}), (None, {None, 0, 2})):
-        plan = find("swap").plan(folder, ["linear-elu"], seq_lens=(8, TOKENS), layers=layers, **request)
+        plan = study("swap", folder, ["linear-elu"], seq_lens=(8, TOKENS), layers=layers, **request)
         parts = {(point.case.tokens, point.case.layer) for point in points_of(plan)}
         assert parts == {*product({8, TOKENS}, numbers)}
-        assert "1 of 3 attentions stay exact (sliding)" in plan.notes[0]
+        assert "1 of 3 attentions stay exact (sliding)" in plan.notes()[0]
 
 
 def test_a_model_whose_layers_all_slide_takes_a_window_of_its_own_width_alone(tmp_path):
@@ -169,12 +168,12 @@ def test_a_run_times_all_variants_and_is_written_and_read(encoder, tmp_path):
     assert {bool(r.parameter_bytes) for r in memories if r.case.backend == "performer-positive"} == {True}
     again = ea.read(tmp_path / "run")
     assert again.records == results.records
-    about = again.environment["model"]
+    about = again.environment["settled"]["model"]
     assert about["class"] == "BertForMaskedLM" and set(about["texts"]) == set(texts())
 
 
 def test_the_most_promising_candidates_are_measured_first(decoder):
-    plan = find("swap").plan(decoder, texts=texts(), seq_lens=TOKENS, by_layer=True)
+    plan = study("swap", decoder, texts=texts(), seq_lens=TOKENS, by_layer=True)
     points = points_of(plan)
     # The first pass predicts the others, which differ in their attention alone.
     first, *others = (point.cost for point in points if point.case.kind == "swap" and not point.case.seed)
@@ -188,7 +187,7 @@ def test_texts_are_cut_to_one_length_and_to_what_the_model_can_take(encoder):
     words = {"short": " ".join(["w1"] * 10), "long": " ".join(["w2"] * 30)}
     # [CLS] and [SEP] are tokens too.
     for given, tokens in ((words, 12), ([" ".join(["w3"] * 500)], 64)):
-        points = points_of(find("swap").plan(encoder, ["exact"], texts=given))
+        points = points_of(study("swap", encoder, ["exact"], texts=given))
         assert {point.case.tokens for point in points} == {tokens}
 
 
@@ -281,7 +280,7 @@ def test_the_command_names_texts_by_their_files(encoder, tmp_path, monkeypatch, 
     title, *_, folder = out.splitlines()
     assert code == 0 and title.startswith("Attention replaced: ") and " on 2 texts #" in title
     environment = json.loads(Path(folder, "environment.json").read_text())
-    assert set(environment["model"]["texts"]) == {"0.txt", "1.txt"}
+    assert set(environment["settled"]["model"]["texts"]) == {"0.txt", "1.txt"}
     assert str(tmp_path) not in json.dumps(environment)
     for path, message in (
         ("absent.txt", "--text: cannot read absent.txt"),

@@ -14,7 +14,7 @@ from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.units import parse_bytes, show_bytes
 from efficient_attn.measure.variants import Variant, has_address
 from efficient_attn.problem import positive_count
-from efficient_attn.studies.study import Point
+from efficient_attn.runs.study import Point
 
 # Subjects of a measurement: a backend alone, in a block, in a stack of blocks.
 SUBJECTS = ("attention", "block", "encoder")

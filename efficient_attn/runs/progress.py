@@ -7,7 +7,7 @@ from statistics import fmean, quantiles
 from typing import NamedTuple
 
 from efficient_attn.measure.record import Record
-from efficient_attn.studies.study import Point
+from efficient_attn.runs.study import Point
 
 # A longer call lengthens a round by two calls of the warm-up and at least one that is timed.
 _CALLS = 3

@@ -13,11 +13,12 @@ from efficient_attn.report.figures import Plot
 from efficient_attn.report.files import write_all
 from efficient_attn.report.table import Table, plain, to_html
 from efficient_attn.report.text import flat
-from efficient_attn.stats.noise_warnings import DURING, doubts
-from efficient_attn.studies import studies
-from efficient_attn.studies.run_folder import ENVIRONMENT, RECORDS, open_folder, read_json, run_folder
-from efficient_attn.studies.study import STUDY, Study
-from efficient_attn.studies.view import flat_row, samples, view_of
+from efficient_attn.runs.default_view import flat_row, samples
+from efficient_attn.runs.header import Header, stored_header
+from efficient_attn.runs.registry import studies
+from efficient_attn.runs.store import ENVIRONMENT, RECORDS, open_folder, read_json, run_folder
+from efficient_attn.runs.study import Run, Study
+from efficient_attn.stats.noise_warnings import DURING, background_load, doubts
 
 # Columns of every frame, constant or not.
 _COLUMNS = ("kind", "label", "tokens")
@@ -161,24 +162,27 @@ class Results:
             return paths
 
     def _shown(self, name: str) -> list[Any]:
-        """Everything that views show by the function of that name: of the named study, or by kinds."""
+        """Everything that views show by the method of that name: of the run's study, or by kinds."""
         self.check_drawable()
-        named = studies().get(str(self.environment.get(STUDY)))
-        parts: dict[Study | None, list[Record]] = {} if self.records else {named: []}
-        for record in self.records:
-            parts.setdefault(named or _smallest(record.case.kind), []).append(record)
+        header, load = stored_header(self.environment, source=ENVIRONMENT), background_load(self.environment)
+        if header is not None:
+            parts = {type(header.study): [*self.records]}
+        else:
+            parts = {}
+            for record in self.records:
+                parts.setdefault(_smallest(record.case.kind), []).append(record)
         shown: list[Any] = []
-        for study, records in parts.items():
-            view = view_of(None) if study is None else study.view
-            part = getattr(view, name)(records, self.environment)
+        for kind, records in parts.items():
+            study, settled = header or Header(kind(), kind.settled_type())
+            part = getattr(study, name)(records, Run(settled, load))
             shown += part.items() if isinstance(part, dict) else part
         return shown
 
 
-def _smallest(kind: str) -> Study | None:
+def _smallest(kind: str) -> type[Study]:
     """The study with records of this kind that has the fewest others."""
     able = [study for study in studies().values() if kind in study.kinds]
-    return min(able, key=lambda study: (len(study.kinds), study.name != "mse"), default=None)
+    return min(able, key=lambda study: (len(study.kinds), study.name() != "mse"), default=Study)
 
 
 # Entries that identify a machine; times of two are never drawn as one run.

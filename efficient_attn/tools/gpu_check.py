@@ -20,13 +20,15 @@ from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import YARDSTICK, select
 from efficient_attn.report.table import Table, markdown_line, to_markdown
 from efficient_attn.report.text import three_digits
+from efficient_attn.runs.engine import Engine
+from efficient_attn.runs.registry import studies
+from efficient_attn.runs.store import RECORDS, Store, open_folder, read_json, run_folder
+from efficient_attn.runs.study import Points, Run, Settled
+from efficient_attn.runs.workload import Costs, Workload, settle
 from efficient_attn.stats.estimates import DEVICE_TIME, by_clock, call_time, on_device, time_ratio
-from efficient_attn.studies import studies
-from efficient_attn.studies.bench import view as bench
-from efficient_attn.studies.engine import Engine
-from efficient_attn.studies.run_folder import RECORDS, Store, open_folder, read_json, run_folder
-from efficient_attn.studies.study import Plan, Steps
-from efficient_attn.studies.workload import Costs, Workload, settle
+from efficient_attn.studies.bench import DEFAULT_MAX_ERROR
+from efficient_attn.studies.bench import tables as bench
+from efficient_attn.studies.bench import view as bench_view
 
 VERDICT, PAGE = "verdict.json", "gpu-check.md"
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
@@ -85,11 +87,11 @@ class GpuCheck(NamedTuple):
         columns = ("kernel", "precision", "outcome", "tile", "cases served", "largest error / bound")
         title = f"Fused kernels on {self.verdict['machine']['gpu']}"
         tables = [Table(title, columns, tuple(rows), (*notes,))]
-        return [*tables, *bench.tables(self.records, {}), *self._predictions()] if self.records else tables
+        return [*tables, *bench.tables(self.records), *self._predictions()] if self.records else tables
 
     def sentences(self) -> list[str]:
         """Speeds against exact attention, with crossovers."""
-        return bench.sentences(self.records, {}) if self.records else []
+        return bench_view.sentences(self.records, DEFAULT_MAX_ERROR, Run(Settled())) if self.records else []
 
     def _predictions(self) -> list[Table]:
         if "H100" not in self.verdict["machine"]["gpu"]:
@@ -304,13 +306,13 @@ def _measure(
         Measurer(timeout_s=budget_s, variables=by_operators) as plain,
     ):
 
-        def steps() -> Steps:
+        def points() -> Points:
             dtypes, both = (workload.dtype, "float32"), (False, True)
             for tokens, dtype, causal, backward in itertools.product(LENGTHS, dtypes, both, both):
                 if dtype == "float32" and (tokens > _LONGEST_FLOAT32 or not causal):
                     continue
                 setting = {"causal": causal, "backward": backward, "device": device, "inputs": "gaussian"}
-                points = []
+                of_setting = []
                 for variant in (exact, window, linear, operators):
                     costs = Costs(
                         measure=plain if variant is operators else kernels,
@@ -320,11 +322,16 @@ def _measure(
                     )
                     # Durations of one setting say nothing on another.
                     series = (variant.label, dtype, causal, backward)
-                    points.append(replace(costs.point(variant, tokens), series=series))
-                yield points
+                    of_setting.append(replace(costs.point(variant, tokens), series=series))
+                yield of_setting
 
-        plan = Plan(steps=steps, device=device, timeout_s=budget_s)
-        Engine(plan, store, budget_s=budget_s, report=lambda step: say(str(step))).run()
+        Engine(
+            points,
+            store,
+            point_limit_s=budget_s,
+            budget_s=budget_s,
+            report=lambda step: say(str(step)),
+        ).run()
 
 
 def strike_slower(kernels: Mapping[str, Any], records: Sequence[Record]) -> None:

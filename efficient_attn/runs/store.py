@@ -10,16 +10,18 @@ from typing import Any
 
 from efficient_attn.errors import DataError
 from efficient_attn.limits import ENVIRONMENT_BYTES, read_bytes, read_object
-from efficient_attn.measure.record import NO_LINK, Case, Record, append, merge_rows, write
-from efficient_attn.measure.record import read as read_records
+from efficient_attn.measure.record import NO_LINK, Case, Reading, Record, append, merge_rows, write
 from efficient_attn.measure.variants import MODEL
 from efficient_attn.report.table import short
 from efficient_attn.report.text import flat
-from efficient_attn.studies import studies
-from efficient_attn.studies.study import CODE, STUDY, Point
+from efficient_attn.runs.header import OPTIONS, SETTLED
+from efficient_attn.runs.study import Point
 
 RECORDS, ENVIRONMENT, COMMAND = "records.jsonl", "environment.json", "command.txt"
 LOCK = ".lock"
+
+# Entry of the environment: digest of the code of every backend from a file.
+CODE = "code"
 
 # Entries of the environment that change results; a run with another value is another experiment.
 _DECISIVE = ("torch.version", "processor", "gpu.name", MODEL)
@@ -29,7 +31,7 @@ GPU_SOFTWARE = ("gpu.cuda", "gpu.driver_version")
 
 
 def open_folder(folder: str | Path, *, name: str = "folder", fresh: bool = False) -> Path:
-    """The folder, made if need be and tried by writing to it.
+    """Create the folder and check that it is writable.
 
     Args:
         name: Name of the argument in messages.
@@ -106,54 +108,62 @@ def only_writer(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def stored_run(
-    folder: Path, cases: Sequence[Case], machine: Mapping[str, Any], *, fixed: Sequence[str] = ()
-) -> tuple[Sequence[Record], Mapping[str, Any] | None, Sequence[str]]:
-    """Rows, environment and notes of the earlier run.
-
-    A last line that was cut off is removed; a file with damaged lines is set aside, its records kept.
+def check_unchanged(
+    folder: Path,
+    stored: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    *,
+    cases: Iterable[Case],
+    records: Collection[Record],
+) -> None:
+    """Refuse to go on with a run that was measured otherwise.
 
     Args:
-        machine: Environment of the run that goes on.
-        fixed: Entries of the environment on which the study decides.
+        stored: Environment of the run; `machine` is the one of now.
+        cases: Cases of the study; `records` are the stored ones.
 
     Raises:
-        DataError: If it was measured with another torch, other code or threads, on another processor, or for
-            another question.
+        DataError: If torch, code, threads, the processor or the model differs.
     """
-    path = folder / RECORDS
-    environment = read_json(folder / ENVIRONMENT) if (folder / ENVIRONMENT).exists() else {}
-    for name in (STUDY, *fixed) if environment else ():
-        if environment.get(name) != machine[name]:
-            was, now = (short(str(run.get(name))) for run in (environment, machine))
-            raise DataError(f"out: {folder} has the {name} {was}, not {now}; name a new folder.")
-    studies()
-    reading = read_records(path) if path.exists() else None
-    if reading is None or not (reading.records or reading.torn):
-        return (), None, ()
-    records = merge_rows(reading.records).values()
-    # Code without a result, of an added backend or a mended one, is that of now.
+    if not records:
+        return
     measured = {record.case.backend for record in records if record.status == "ok"}
-    code = {name: text for name, text in environment.get(CODE, {}).items() if name in measured}
-    threads = [{record.case.threads for record in records}, {case.threads for case in cases}]
+    code = stored.get(CODE, {})
     edited = [name for name, text in machine[CODE].items() if name in measured and code.get(name) != text]
+    threads = [{record.case.threads for record in records}, {case.threads for case in cases}]
+    was, now = ({**run, MODEL: run.get(SETTLED, {}).get(MODEL, {})} for run in (stored, machine))
     reasons = [
-        differences([environment], [machine], _DECISIVE),
+        differences([was], [now], _DECISIVE) if stored else "",
         f"the code of {', '.join(edited)} was edited" if edited else "",
         "" if threads[0] <= threads[1] else f"threads were {sorted(threads[0])}, are {sorted(threads[1])}",
     ]
     if unlike := "; ".join(filter(None, reasons)):
         raise DataError(f"out: {folder} was measured in another environment: {unlike}. Name a new folder.")
-    notes = reading.notes(RECORDS)
+
+
+def continued(
+    stored: Mapping[str, Any], machine: Mapping[str, Any], measured: Collection[str]
+) -> dict[str, Any]:
+    """Environment of a run that goes on: the stored one, with the options and decisions of now.
+
+    Args:
+        measured: Backends with a result; other code, of an added backend or a mended one, is the one of now.
+    """
+    code = {name: text for name, text in stored.get(CODE, {}).items() if name in measured}
+    return {**stored, OPTIONS: machine[OPTIONS], SETTLED: machine[SETTLED], CODE: {**machine[CODE], **code}}
+
+
+def mend(path: Path, reading: Reading) -> list[str]:
+    """Remove a last line that was cut off, set a file with damaged lines aside; notes on both."""
+    notes = reading.notes(path.name)
     if reading.torn or reading.damaged:
         data = path.read_bytes()
         if reading.damaged:
-            aside = write(path.with_name(f"{RECORDS}.damaged-{sha256(data).hexdigest()[:8]}"), data)
+            aside = write(path.with_name(f"{path.name}.damaged-{sha256(data).hexdigest()[:8]}"), data)
             notes.append(f"The damaged file was set aside as {aside.name}.")
         rows = enumerate(data.split(b"\n")[:-1], start=1)
         write(path, b"".join(row + b"\n" for number, row in rows if number not in reading.damaged))
-    environment = {**environment, CODE: {**machine[CODE], **code}} if environment else environment
-    return reading.records, (reading.records and environment) or None, notes
+    return notes
 
 
 # End of the reason of points that the budget skipped.

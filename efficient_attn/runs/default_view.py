@@ -1,27 +1,13 @@
-"""How the records of a study are shown: functions of its folder, and a default table of its quantities.
+"""Default views: one table of all quantities, flat rows, and cells of costs."""
 
-All are functions of (records, environment): `tables`, `sentences`, `plots` as {name of the file: plot}, and
-further `files` as {name: text}.
-"""
-
-from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any
 
 from efficient_attn.measure.quantities import FIELDS, QUANTITIES
 from efficient_attn.measure.record import Record
-from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import NOT_MEASURED, Table
 from efficient_attn.report.text import failure_notes, show_ratio, show_spread, three_digits
 from efficient_attn.stats.estimates import call_time, on_device, time_ratio
-
-Environment = Mapping[str, Any]
-Plots = dict[str, Plot]
-
-
-def view_of(module: Any) -> Any:
-    """The functions of a module, or of nothing, completed by the defaults."""
-    return SimpleNamespace(**{name: getattr(module, name, default) for name, default in _DEFAULTS.items()})
 
 
 def cost_cells(
@@ -63,7 +49,7 @@ def samples(record: Record) -> list[dict[str, Any]]:
     return [{"sample": n, **row} for n, row in enumerate(rows)] or [{}]
 
 
-def record_tables(records: Sequence[Record], environment: Environment) -> list[Table]:
+def record_tables(records: Sequence[Record]) -> list[Table]:
     """One row per record, one column per quantity that was measured."""
     measured = [record for record in records if record.status == "ok"]
     fields = {field for record in measured for field in record.measured}
@@ -80,11 +66,3 @@ def _cell(value: Any) -> str:
     if value is None:
         return NOT_MEASURED
     return f"{value:.4g}" if isinstance(value, (int, float)) else ", ".join(f"{entry:.4g}" for entry in value)
-
-
-_DEFAULTS: dict[str, Any] = {
-    "tables": record_tables,
-    "sentences": lambda records, environment: [],
-    "plots": lambda records, environment: {},
-    "files": lambda records, environment: {},
-}

@@ -10,6 +10,9 @@ from efficient_attn.errors import OptionError, UnknownNameError
 from efficient_attn.measure.quantities import QUANTITIES
 from efficient_attn.measure.units import show
 from efficient_attn.report.table import Table, to_html
+from efficient_attn.runs.registry import studies
+from efficient_attn.runs.results import Results, read_one
+from efficient_attn.runs.store import GPU_SOFTWARE, differences
 from efficient_attn.stats.diff import (
     CHANGED,
     IMPROVEMENT,
@@ -21,9 +24,6 @@ from efficient_attn.stats.diff import (
     compare_runs,
     names,
 )
-from efficient_attn.studies import studies
-from efficient_attn.studies.results import Results, read_one
-from efficient_attn.studies.run_folder import GPU_SOFTWARE, differences
 
 # Entries of the environment that identify the machine, and others that affect results.
 _MACHINE = ("processor", "cores", "gpu.name", "gpu.memory_bytes")

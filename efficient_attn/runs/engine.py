@@ -6,40 +6,21 @@ before the next begins. Stored records answer their points: a resumed run replay
 rest.
 """
 
-import inspect
 import math
-import textwrap
 import time
-import typing
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from pathlib import Path
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from efficient_attn import external
 from efficient_attn.contained import described
-from efficient_attn.errors import IncompleteError, OptionError
-from efficient_attn.measure.environment import between, environment, moment
-from efficient_attn.measure.record import Case, Record, write
+from efficient_attn.errors import OptionError
+from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
-from efficient_attn.options import positive_number
 from efficient_attn.report.table import short
-from efficient_attn.stats.noise_warnings import DURING
-from efficient_attn.studies.progress import Durations, Progress
-from efficient_attn.studies.results import Results
-from efficient_attn.studies.run_folder import (
-    COMMAND,
-    ENVIRONMENT,
-    OVER_BUDGET,
-    RECORDS,
-    Store,
-    only_writer,
-    open_folder,
-    over_budget,
-    stored_run,
-)
-from efficient_attn.studies.study import CODE, STUDY, Plan, Point, Study
+from efficient_attn.runs.progress import Durations, Progress
+from efficient_attn.runs.store import OVER_BUDGET, Store, over_budget
+from efficient_attn.runs.study import Point, Points
 
 # Seconds of timed calls in a round; the rounds of a run take at most this share of its budget.
 _ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
@@ -48,22 +29,22 @@ _ROUND_S, _SHARE_OF_BUDGET = 0.1, 0.5
 _SAVING_S, _SHARE_OF_SAVING = 6.0, 0.3
 
 
-def _drive(plan: Plan, measure: Callable[[list[Point]], list[Record | None]]) -> None:
-    """Start the study and send it the records of its points until it ends."""
-    steps, answer = plan.steps(), None
+def _drive(points: Points, measure: Callable[[list[Point]], list[Record | None]]) -> None:
+    """Send the records of its points to a study until it ends."""
+    answer = None
     with suppress(StopIteration):
         while True:
-            request = steps.send(answer)
+            request = points.send(answer)
             records = measure(request if isinstance(request, list) else [request])
             answer = records if isinstance(request, list) else records[0]
 
 
-def foreseen(plan: Plan, store: Store) -> dict[str, Point]:
-    """Points without a final record, by the key of their case, if all of them succeed."""
-    missing: dict[str, Point] = {}
+def foreseen(points: Points, store: Store) -> dict[str, Point]:
+    """All points by the key of their case, if all without a record succeed."""
+    all_points: dict[str, Point] = {}
 
     def succeed(points: list[Point]) -> list[Record | None]:
-        missing.update({point.case.key: point for point in points if not store.answers(point)})
+        all_points.update({point.case.key: point for point in points})
         # A point that has not been measured succeeds, unless its study skips it.
         return [
             store.records.get(point.case.key)
@@ -71,8 +52,8 @@ def foreseen(plan: Plan, store: Store) -> dict[str, Point]:
             for point in points
         ]
 
-    _drive(plan, succeed)
-    return missing
+    _drive(points, succeed)
+    return all_points
 
 
 def _labels(cases: Iterable[Case]) -> set[str]:
@@ -85,20 +66,32 @@ class _TooShortError(Exception):
 
 
 class Engine:
-    """One run of a study within a budget from `start_s`."""
+    """One run of a study within a budget from `start_s`.
+
+    Args:
+        points: Function that starts the study; a run starts it more than once.
+        point_limit_s: Seconds of one point, all its rounds together.
+
+    Attributes:
+        cases: All cases of the study, stored or to come.
+    """
 
     def __init__(
         self,
-        plan: Plan,
+        points: Callable[[], Points],
         store: Store,
         *,
+        point_limit_s: float = math.inf,
         budget_s: float | None = None,
         start_s: float | None = None,
         executor: Any = None,
         report: Callable[[Progress], None] | None = None,
     ) -> None:
-        self._plan, self._store, self._executor, self._report = plan, store, executor, report
-        self._missing = foreseen(plan, store)
+        self._points, self._store, self._executor, self._report = points, store, executor, report
+        self._point_limit_s = point_limit_s
+        planned = foreseen(points(), store)
+        self.cases = [point.case for point in planned.values()]
+        self._missing = self._unanswered(planned)
         self._done = 0
         if executor is not None and any(point.rounds for point in self._missing.values()):
             raise OptionError(
@@ -114,10 +107,18 @@ class Engine:
         self._budget_reported = False
         self.too_short: str | None = None
 
+    @property
+    def to_measure(self) -> int:
+        """Number of points without a final record."""
+        return len(self._missing)
+
+    def _unanswered(self, points: Mapping[str, Point]) -> dict[str, Point]:
+        return {key: point for key, point in points.items() if not self._store.answers(point)}
+
     def run(self) -> bool:
         """Measure until the study ends; False after Ctrl-C."""
         try:
-            _drive(self._plan, self._measure)
+            _drive(self._points(), self._measure)
         except KeyboardInterrupt:
             return False
         except _TooShortError as refusal:
@@ -126,7 +127,7 @@ class Engine:
 
     def not_measured(self) -> list[str]:
         """Sentence that names the points which an interruption left out."""
-        missing = foreseen(self._plan, self._store)
+        missing = self._unanswered(foreseen(self._points(), self._store))
         labels = ", ".join(dict.fromkeys(point.case.label for point in missing.values()))
         count = f"{len(missing)} of {self._done + len(missing)} points"
         return [f"{count} not measured ({labels}). Continue: --resume."] if missing else []
@@ -177,7 +178,7 @@ class Engine:
                     continue
                 round_s = self._durations.next_s(point)
                 # Rounds in hand are worth more than one that would be cut off.
-                if done and (spent_s[key] + round_s > self._plan.timeout_s or round_s > self._left_s()):
+                if done and (spent_s[key] + round_s > self._point_limit_s or round_s > self._left_s()):
                     self._store.close(point.case)
                     self._add(point)
                     continue
@@ -227,7 +228,7 @@ class Engine:
         key, record = point.case.key, self._store.records[point.case.key]
         if record.status != "ok" and not over_budget(record):
             # The study may leave out points that depend on this one.
-            self._missing = foreseen(self._plan, self._store)
+            self._missing = self._unanswered(foreseen(self._points(), self._store))
             self._done += 1
         elif key in self._missing and (record.status != "ok" or self._store.answers(self._missing[key])):
             # A study may ask for more rounds of the same point later.
@@ -255,126 +256,3 @@ class Engine:
             record=record,
             current=next((left.title for left in self._missing.values()), ""),
         )
-
-
-def run_plan(
-    study: Study,
-    plan: Plan,
-    *,
-    out: str | Path | None = None,
-    resume: bool = False,
-    budget_s: float | None = None,
-    start_s: float | None = None,
-    command: Sequence[str] = (),
-    executor: Any = None,
-    progress: Callable[[Progress], None] | None = None,
-) -> Results:
-    """Measure the points that are missing; with `out` every record is on the disk before the next begins.
-
-    Args:
-        start_s: Time by `time.monotonic` from which the budget counts; None: the first point's.
-
-    Raises:
-        IncompleteError: If the budget is too short for a comparison.
-    """
-    if executor is not None and not hasattr(executor, "submit"):
-        raise OptionError(
-            "executor is an object with submit, such as concurrent.futures.ProcessPoolExecutor(2), "
-            f"not {short(repr(executor))}."
-        )
-    if progress is not None and not callable(progress):
-        raise OptionError(f"progress is a function of a Progress, such as print, not {progress!r}.")
-    if resume and out is None:
-        raise OptionError("resume needs out, the folder of the run to go on with.")
-    if budget_s not in (None, math.inf):
-        positive_number("budget_s", budget_s)
-    folder = None if out is None else open_folder(out, name="out", fresh=not resume)
-    cases = [point.case for point in foreseen(plan, Store()).values()]
-    code = {case.backend: external.CODE[case.backend] for case in cases if case.backend in external.CODE}
-    about = {STUDY: study.name, CODE: code, **plan.about}
-    machine = {**environment(command=command, device=plan.device), **about}
-    with ExitStack() as stack:
-        rows: Sequence[Record] = ()
-        earlier: Mapping[str, Any] | None = None
-        stored_notes: Sequence[str] = ()
-        if folder is not None:
-            stack.enter_context(only_writer(folder))
-            if resume:
-                rows, earlier, stored_notes = stored_run(folder, cases, machine, fixed=plan.fixed)
-            write(folder / ENVIRONMENT, earlier or machine)
-            if earlier is None:
-                write(folder / COMMAND, " ".join(machine["command"]) + "\n")
-        path = None if folder is None else folder / RECORDS
-        store = Store(path, rows, retry_over_budget=budget_s is not None)
-        start = moment()
-        engine = Engine(
-            plan,
-            store,
-            budget_s=plan.budget_s if budget_s is None else budget_s,
-            start_s=start_s,
-            executor=executor,
-            report=progress,
-        )
-        # Processor time of measuring processes counts as the run's own once they have ended.
-        with plan.resources:
-            complete = engine.run()
-        machine = dict(earlier or machine)
-        machine[DURING] = [*machine.get(DURING, []), between(start, moment())]
-        notes = [*filter(None, [engine.too_short]), *plan.notes, *stored_notes]
-        results = Results(
-            store.records.values(),
-            environment=machine,
-            interrupted=not complete,
-            notes=notes if complete else [*engine.not_measured(), *notes],
-        )
-        if folder is not None:
-            results.save(folder)
-    if engine.too_short is not None:
-        results.complete = False
-        raise IncompleteError(engine.too_short, results=results, folder=folder)
-    return results
-
-
-# Options of every run, of the Python function of a study too.
-_OF_A_RUN = {
-    "out": "Folder to which every record is written as soon as it exists.",
-    "resume": "Continue the run in `out`; measured points are kept.",
-    "budget_s": "Seconds of measuring; points that do not fit are skipped.",
-    "executor": "Object with submit, such as a ProcessPoolExecutor; it measures runs without timed points.",
-    "progress": "Function of a `Progress` after each record, such as print.",
-}
-
-
-def function_of(study: Study) -> Callable[..., Results]:
-    """The study as a Python function: options of the plan, then options of every run."""
-
-    def run(*args: Any, **options: Any) -> Results:
-        of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
-        return run_plan(study, study.plan(*args, **options), **of_run)
-
-    signature = inspect.signature(study.plan)
-    shared = inspect.signature(run_plan).parameters
-    run.__signature__ = signature.replace(  # type: ignore[attr-defined]  # help() reads it
-        parameters=[
-            *(
-                parameter.replace(annotation=_plain(parameter.annotation))
-                for parameter in signature.parameters.values()
-            ),
-            *(shared[name] for name in _OF_A_RUN),
-        ],
-        return_annotation="Results",
-    )
-    run.__name__ = run.__qualname__ = study.name
-    declared = {parameter.name: parameter.option.help for parameter in study.parameters()}
-    lines = [
-        textwrap.fill(f"{name}: {text}", 100, subsequent_indent="    ")
-        for name, text in (declared | _OF_A_RUN).items()
-    ]
-    arguments = textwrap.indent("\n".join(lines), "    ")
-    run.__doc__ = f"{inspect.getdoc(study.plan) or ''}\n\nArgs:\n{arguments}\n"
-    return run
-
-
-def _plain(annotation: Any) -> Any:
-    """The type alone, as a reader of the signature wants it."""
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation

@@ -1,0 +1,1 @@
+"""Machinery of runs: study class, engine, files, results."""

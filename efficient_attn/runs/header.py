@@ -1,0 +1,126 @@
+"""Header of a run in environment.json: the study, its options as they were typed, and what it settled."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from efficient_attn.errors import DataError, OptionError
+from efficient_attn.measure.environment import without_home
+from efficient_attn.report.table import short
+from efficient_attn.runs.registry import find
+from efficient_attn.runs.study import Settled, Study
+
+STUDY, OPTIONS, SETTLED = "study", "options", "settled"
+
+# Keys of values that JSON has no form for: a path, and the label of an object.
+_PATH, _OBJECT = "path", "object"
+# Longer texts are stored by their digest.
+_LONGEST_TEXT = 1000
+
+
+class Header(NamedTuple):
+    """A study with its stored options, to show its records, and its decisions."""
+
+    study: Study
+    settled: Settled
+
+
+def header(study: Study) -> dict[str, Any]:
+    """The header as entries of the environment."""
+    options = {item.name: _encoded(getattr(study, item.name)) for item in fields(study)}
+    settled = msgspec.json.decode(msgspec.json.encode(study.settled))
+    return {STUDY: study.name(), OPTIONS: options, SETTLED: settled}
+
+
+def stored_header(environment: Mapping[str, Any], *, source: str) -> Header | None:
+    """The header of a stored run; None of records without one.
+
+    Raises:
+        DataError: If it is damaged; `source` names its file.
+    """
+    if STUDY not in environment:
+        return None
+    try:
+        kind = find(environment[STUDY])
+        study = kind(**{name: _label(value) for name, value in environment.get(OPTIONS, {}).items()})
+        # Several runs may have no options in common.
+        if OPTIONS in environment:
+            study.check()
+        return Header(study, msgspec.convert(environment.get(SETTLED, {}), kind.settled_type))
+    except Exception as error:  # Whatever a check stumbles over stands in the file.
+        raise DataError(f"The header of the run in {source} is damaged: {error}") from None
+
+
+def requested(kind: type[Study], typed: Mapping[str, Any], stored: Mapping[str, Any], folder: Path) -> Study:
+    """The checked study of the typed options, and of the stored ones of a run that goes on.
+
+    Args:
+        typed: Options that the user named.
+        stored: Environment of the run; empty for a new one.
+
+    Raises:
+        DataError: If the run is of another study, or an option that is not free had another value.
+        OptionError: If the run had an object, which cannot be stored.
+    """
+    options = dict(typed)
+    stored_header(stored, source=str(folder))
+    if stored and stored.get(STUDY) != kind.name():
+        raise DataError(_difference(folder, STUDY, stored.get(STUDY), kind.name()))
+    values = stored.get(OPTIONS, {})
+    for item in (item for item in fields(kind) if item.name in values):
+        value = values[item.name]
+        if item.name not in typed:
+            options[item.name] = _decoded(value, item.name, folder)
+        elif not item.metadata.get("free") and _encoded(typed[item.name]) != value:
+            raise DataError(_difference(folder, item.name, _label(value), _label(_encoded(typed[item.name]))))
+    study = kind(**options)
+    study.check()
+    return study
+
+
+def _difference(folder: Path, name: str, stored: Any, now: Any) -> str:
+    return f"out: {folder} has the {name} {short(str(stored))}, not {short(str(now))}; name a new folder."
+
+
+def _encoded(value: Any) -> Any:
+    """The value as JSON, paths without the home of a person."""
+    if isinstance(value, str):
+        digest = sha256(value.encode()).hexdigest()[:8]
+        return {_OBJECT: f"text #{digest}"} if len(value) > _LONGEST_TEXT else without_home(value)
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and abs(value) < 1e308):
+        return value
+    if isinstance(value, Path):
+        return {_PATH: without_home(str(value))}
+    if isinstance(value, Mapping):
+        return {str(name): _encoded(entry) for name, entry in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_encoded(entry) for entry in value]
+    name = getattr(value, "name", getattr(value, "__name__", None))
+    return {_OBJECT: name if isinstance(name, str) else type(value).__name__}
+
+
+def _label(value: Any) -> Any:
+    """A stored value, objects by their labels."""
+    if isinstance(value, Mapping):
+        first = next(iter(value), None)
+        if first in (_PATH, _OBJECT) and len(value) == 1:
+            return value[first]
+        return {name: _label(entry) for name, entry in value.items()}
+    return [_label(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _decoded(value: Any, name: str, folder: Path) -> Any:
+    """The value that was typed; an object has to be passed again."""
+    if isinstance(value, Mapping) and len(value) == 1:
+        if _OBJECT in value:
+            label = value[_OBJECT]
+            raise OptionError(f"{name}: {folder} was measured with {label!r}, an object; pass it again.")
+        if _PATH in value:
+            return Path(value[_PATH])
+    if isinstance(value, Mapping):
+        return {key: _decoded(entry, name, folder) for key, entry in value.items()}
+    return [_decoded(entry, name, folder) for entry in value] if isinstance(value, list) else value

@@ -1,0 +1,171 @@
+"""Options that several studies share, each declared once: functions that make a field with a default."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from efficient_attn.errors import OptionError
+from efficient_attn.limits import WHOLE_NUMBER
+from efficient_attn.measure.units import parse_names, parse_seconds, parse_sizes
+from efficient_attn.measure.variants import parse_settings
+from efficient_attn.options import option
+
+# Shown wherever a file may be named: its code runs.
+RUNS_CODE = "The file is executed."
+MODEL_HELP = (
+    f"Folder of a transformers model, or FILE.py:function that makes a model with its inputs. {RUNS_CODE}"
+)
+INPUTS_HELP = "encoder (512 tokens), decoder (4096, causal), gaussian, or FILE.safetensors."
+
+Backends = Sequence[Any] | None
+Settings = Mapping[str, Mapping[str, Sequence[Any]]] | None
+Sizes = str | int | Sequence[int]
+InputNames = str | Path | Sequence[str | Path]
+
+
+def parse_numbers(
+    meaning: str, allowed: Callable[[float], bool], kind: Callable[[str], Any] = float
+) -> Callable[..., tuple[Any, ...]]:
+    """Parser of numbers joined by commas, all of which are allowed."""
+
+    def parse(text: str, *, name: str) -> tuple[Any, ...]:
+        try:
+            numbers = tuple(map(kind, text.split(",")))
+        except ValueError:
+            numbers = ()
+        if not numbers or not all(map(allowed, numbers)):
+            raise OptionError(f"{name} is made of {meaning}, not {text!r}.")
+        return tuple(dict.fromkeys(numbers))
+
+    return parse
+
+
+parse_layers = parse_numbers("whole numbers, such as 0,1,5", lambda layer: layer >= 0, int)
+
+
+def _or(help: str, default: str | None) -> str:
+    """Help text with the default of an option whose default None tells that nothing was typed."""
+    return help if default is None else f"{help.removesuffix('.')}; {default} if omitted."
+
+
+def backends(*, free: bool = True) -> Any:
+    """Backends by name or file."""
+    return option(
+        None,
+        f"Names or FILE.py:function; all near softmax if omitted. {RUNS_CODE}",
+        flag="--backend",
+        metavar="NAME[,NAME…]",
+        parse=parse_names,
+        several=True,
+        free=free,
+    )
+
+
+def settings(*, free: bool = True) -> Any:
+    """Options of backends."""
+    return option(
+        None,
+        "Option of a backend; several values make several variants.",
+        flag="--set",
+        metavar="NAME.OPTION=V[,V…]",
+        parse=lambda texts, name: parse_settings(texts or []),
+        several=True,
+        free=free,
+    )
+
+
+def sizes(default: Sequence[int]) -> Any:
+    """Sizes of backends."""
+    return option(
+        default,
+        "Sizes (features, rank or window): 32,64 or 32:256:x2.",
+        flag="--size",
+        metavar="SIZES",
+        parse=parse_sizes,
+        free=True,
+    )
+
+
+def seq_lens(
+    default: Sequence[int] | None, help: str = "Sequence lengths in tokens: 512,1k or 256:4096:x2."
+) -> Any:
+    """Sequence lengths."""
+    return option(default, help, flag="--seq-len", metavar="LENGTHS", parse=parse_sizes, free=True)
+
+
+def causal() -> Any:
+    """Causal masking."""
+    return option(False, "Each token attends to itself and earlier tokens.")
+
+
+def num_heads(default: int | None, shown: str | None = None) -> Any:
+    """Number of heads."""
+    return option(default, _or("Number of heads.", shown), least=1, rare=True)
+
+
+def head_dim(default: int | None, shown: str | None = None) -> Any:
+    """Head dimension."""
+    return option(default, _or("Head dimension.", shown), least=1, rare=True)
+
+
+def layers(help: str = "Indices of layers, from 0; all layers if omitted.") -> Any:
+    """Layers of a model or file."""
+    return option(None, help, metavar="N[,N…]", parse=parse_layers, rare=True)
+
+
+def device(default: str | None, shown: str | None = None) -> Any:
+    """Device that measures."""
+    return option(default, _or("auto, cpu, cuda or cuda:1.", shown))
+
+
+def dtype(default: str | None, help: str) -> Any:
+    """Dtype of the inputs."""
+    return option(default, help, rare=True)
+
+
+def threads() -> Any:
+    """Threads of PyTorch on the CPU."""
+    return option(None, "CPU threads; torch's default if omitted.", least=1, rare=True)
+
+
+def seed() -> Any:
+    """Random seed."""
+    return option(0, "Random seed.", least=0, most=WHOLE_NUMBER, rare=True)
+
+
+def draws(default: int | None, help: str = "Number of random-feature draws.") -> Any:
+    """Draws of random features."""
+    return option(default, help, least=1)
+
+
+def rounds() -> Any:
+    """Rounds of timed calls."""
+    return option(
+        4, "Timing rounds per point; more rounds narrow the interval.", least=1, rare=True, free=True
+    )
+
+
+def timeout(default: float) -> Any:
+    """Time limit of a point."""
+    return option(
+        default,
+        "Time limit of a point, unless measured in this process: 60s, 2m.",
+        flag="--timeout",
+        metavar="TIME",
+        parse=parse_seconds,
+        rare=True,
+        free=True,
+    )
+
+
+def norms(default: Sequence[float]) -> Any:
+    """Norms of Gaussian inputs, or of pairs of vectors."""
+    return option(
+        default,
+        "Standard deviations of Gaussian q, k; |q|/d^¼ of entries.",
+        flag="--norm",
+        metavar="NORM[,NORM…]",
+        parse=parse_numbers("finite numbers above 0, such as 0.5,1", lambda norm: 0 < norm < math.inf),
+        free=True,
+    )

@@ -1,0 +1,197 @@
+"""A study: its options as fields, the points that it measures, and the views of its records."""
+
+import sys
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import MISSING, Field, dataclass, fields
+from functools import cached_property
+from itertools import zip_longest
+from math import inf
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_type_hints
+
+import msgspec
+
+from efficient_attn.errors import OptionError
+from efficient_attn.measure.quantities import Quantity, register
+from efficient_attn.measure.record import Case, Record
+from efficient_attn.report.figures import Plot
+from efficient_attn.report.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One measurement to come, as data that an executor can send to another process.
+
+    Attributes:
+        measure: Function of a module, or a partial of one, that returns the record; of a timed point it takes
+            the `seconds` of the calls of one round.
+        rounds: Interleaved rounds of a timed point; 0: measured once.
+        label: Name in the progress display; None: backend, length and kind.
+        series: Key of points whose durations are proportional to their `cost`.
+        skip: Reason not to measure it.
+    """
+
+    case: Case
+    measure: Callable[..., Record]
+    rounds: int = 0
+    label: str | None = None
+    series: Hashable = None
+    cost: float = 1.0
+    skip: str | None = None
+
+    @property
+    def title(self) -> str:
+        """Name in the progress display."""
+        case = self.case
+        place = "" if case.of == "attention" else f", {case.of}"
+        return self.label or f"{case.label}{place}, {case.tokens} tokens, {case.kind}"
+
+
+# A study yields a point, or a list of points that do not depend on each other, and is sent their records.
+Points = Generator[Point | list[Point], Any, None]
+
+
+class Settled(msgspec.Struct, frozen=True, kw_only=True):
+    """Decisions of a study before its first point, stored with the run; a study may have further ones.
+
+    Attributes:
+        candidates: Labels of the backends that are compared.
+        device: Device that measures.
+        model: Names and digests of the model, its texts and its layers.
+    """
+
+    candidates: tuple[str, ...] = ()
+    device: str = "cpu"
+    model: Mapping[str, Any] = {}
+
+    def missing(self, measured: Iterable[str]) -> str:
+        """` Not measured (2 of 5 candidates): window, linformer.`; empty if nothing is missing."""
+        done = {*measured}
+        left = [label for label in self.candidates if label not in done]
+        counts = f"{len(left)} of {len(self.candidates)} candidates"
+        return f" Not measured ({counts}): {', '.join(left)}." if left else ""
+
+
+S = TypeVar("S", bound=Settled)
+
+
+class Run(NamedTuple, Generic[S]):
+    """A run as views see it.
+
+    Attributes:
+        settled: Decisions of the study.
+        load: Largest share of all cores that other processes took.
+    """
+
+    settled: S
+    load: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """A measurement whose fields are its options: a command, and a function `efficient_attn.NAME`.
+
+    A subclass lies in `efficient_attn/studies`, in a file or folder of its name; its docstring is the help.
+
+    Attributes:
+        kinds: Kinds of its records.
+        quantities: Quantities of its records, the most important first.
+        budget_s: Seconds of measuring unless the user names others; None: no limit.
+        settled_type: Struct that `settle` returns.
+    """
+
+    kinds: ClassVar[tuple[str, ...]] = ()
+    quantities: ClassVar[tuple[Quantity, ...]] = ()
+    budget_s: ClassVar[float | None] = None
+    settled_type: ClassVar[type[Settled]] = Settled
+
+    def __init_subclass__(cls) -> None:
+        register(*cls.quantities, kinds=dict.fromkeys(cls.kinds, cls.summary()))
+
+    @classmethod
+    def name(cls) -> str:
+        """Name of its file or folder: of the command, of the function and in stored runs."""
+        return cls.__module__.rpartition("studies.")[2].partition(".")[0]
+
+    @classmethod
+    def summary(cls) -> str:
+        """First line of the docstring."""
+        return (cls.__doc__ or "").partition("\n")[0]
+
+    @classmethod
+    def declared(cls) -> Iterator[tuple[Field[Any], Any]]:
+        """Fields with a help text, which the command line has, and their types."""
+        hints = get_type_hints(cls, vars(sys.modules[cls.__module__]))
+        return ((item, hints[item.name]) for item in fields(cls) if "help" in item.metadata)
+
+    @cached_property
+    def settled(self) -> Settled:
+        """Result of `settle`, which runs once."""
+        return self.settle()
+
+    def check(self) -> None:
+        """Refuse options that do not fit each other, without torch and before any folder is made."""
+
+    def settle(self) -> Settled:
+        """Load the inputs and decide what the options leave open."""
+        return self.settled_type()
+
+    def limit_s(self) -> float | None:
+        """Seconds of measuring by default."""
+        return self.budget_s
+
+    def point_limit_s(self) -> float:
+        """Seconds of one point, all its rounds together."""
+        return inf
+
+    def notes(self) -> Sequence[str]:
+        """Remarks such as omitted sizes."""
+        return ()
+
+    def resources(self) -> AbstractContextManager[Any]:
+        """Context that is open while points are measured."""
+        return nullcontext()
+
+    def points(self) -> Points:
+        """Yield what to measure; a run asks for it more than once.
+
+        Raises:
+            NotImplementedError: If the study has no points.
+        """
+        raise NotImplementedError
+
+    def tables(self, records: Sequence[Record], run: Run[Any]) -> list[Table]:
+        """Records as tables; by default one row per record, one column per quantity."""
+        from efficient_attn.runs.default_view import record_tables
+
+        return record_tables(records)
+
+    def sentences(self, records: Sequence[Record], run: Run[Any]) -> list[str]:
+        """A few sentences computed from the records, the conclusion first."""
+        return []
+
+    def plots(self, records: Sequence[Record], run: Run[Any]) -> dict[str, Plot]:
+        """Plots by the name of their files."""
+        return {}
+
+    def files(self, records: Sequence[Record], run: Run[Any]) -> dict[str, str]:
+        """Further files: {name: text}."""
+        return {}
+
+    def refuse(self, *names: str, reason: str) -> None:
+        """Reject options that have no effect, unless they have their default."""
+        for item in fields(self):
+            value, default = getattr(self, item.name), item.default
+            if item.name in names and (tuple(value) if isinstance(value, list) else value) != default:
+                raise OptionError(f"{item.name} has no effect {reason}.")
+
+
+def default_of(item: Field[Any]) -> Any:
+    """Default of a field; None of a required one."""
+    return None if item.default is MISSING else item.default
+
+
+def interleaved(lines: Iterable[Iterable[Point]]) -> list[Point]:
+    """The first point of every line, then the second ones; each case once."""
+    rows = zip_longest(*lines)
+    return list({point.case.key: point for row in rows for point in row if point is not None}.values())

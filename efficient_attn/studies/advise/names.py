@@ -1,0 +1,10 @@
+"""Kinds and labels of records that an advice and its views share."""
+
+# Kind of the times that bound all gains: of a model with its own attention, and with uniform attention.
+BOUND = "bound"
+
+# Kinds of the rank of key heads and of retrieval, and label of a plan of as many heads drawn by chance.
+HEADS, RETRIEVAL, RANDOM_HEADS = "heads", "planted", "random heads"
+
+# Label of the windows in place of the model's sliding layers: of the measurement, and in plans.
+LOSSLESS, SLIDING = "window in sliding layers", "sliding window"

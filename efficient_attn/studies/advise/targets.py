@@ -1,0 +1,48 @@
+"""Targets of an advice for a model: the largest loss of a plan."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from efficient_attn.measure.record import Record
+from efficient_attn.runs.study import Settled
+from efficient_attn.studies.swap.names import NAMES, WIDTH
+
+_Limit = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """Largest value of the quantity that chooses; of key heads also of the loss, and least recall."""
+
+    quantity: Literal["next_token_kl", "output_distance", "mean_pool_distance"] = "mean_pool_distance"
+    limit: _Limit = 0.0
+    max_loss: _Limit | None = None
+    min_recall: _Limit | None = None
+
+    def halved(self) -> "Targets":
+        """Half of each allowance, for the texts that choose: on others a plan does less well."""
+        loss, recall = self.max_loss or 0.0, self.min_recall or 0.0
+        return Targets(self.quantity, self.limit / 2, loss / 2, (1 + recall) / 2)
+
+    def missed(self, record: Record) -> list[str]:
+        """Names of the targets that a record misses, measured or not."""
+        bounds = [(NAMES[self.quantity].partition(",")[0], getattr(record, self.quantity), self.limit)]
+        if self.max_loss is not None and self.min_recall is not None:
+            loss = record.loss_difference, record.loss_difference_error
+            upper_loss = None if None in loss else loss[0] + WIDTH * loss[1]
+            recall = -relative_recall(record)
+            bounds += [("loss", upper_loss, self.max_loss), ("recall", recall, -self.min_recall)]
+        return [name for name, value, most in bounds if value is None or not value <= most]
+
+
+class AdviseSettled(Settled, frozen=True, kw_only=True):
+    """Decisions of an advice: the targets of a plan; None without a model."""
+
+    target: Targets | None = None
+
+
+def relative_recall(record: Record) -> float:
+    """Recall of copies over that of exact attention; 0 where exact attention recalls nothing."""
+    if record.copy_recall is None or not record.copy_recall_exact:
+        return 0.0
+    return record.copy_recall / record.copy_recall_exact

@@ -1,0 +1,1 @@
+"""What is no study: heat maps, comparison of runs, check of GPU kernels, audit of one call."""
