@@ -1,21 +1,20 @@
-"""The forward pass of causal linear attention with exponential features, chunk by chunk and in place.
+"""Causal linear attention with exponential features on the CPU, chunk by chunk and in place.
 
-Features are unshifted while all exponents are moderate: base-two exponents of Gaussian queries and keys of
-64 entries, at the default scale, lie within ±30. Each chunk is range-checked before this path is used. From
-the first chunk with a larger exponent on, key features are relative to the largest exponent of all past
-keys, feature by feature, so that the state stays in the range of floats. A row whose visible keys lie far
-below that reference, set by a later key of its chunk, is recomputed by itself.
+Forward, features are unshifted while all exponents are moderate: base-two exponents of Gaussian queries and
+keys of 64 entries, at the default scale, lie within ±30. Every chunk is range-checked first. From the first
+chunk with a larger exponent on, key features are relative to the largest exponent of all past keys, feature
+by feature, so that the state stays in the range of floats. A row whose visible keys lie far below that
+reference, set by a later key of its chunk, is recomputed by itself.
 
-The backward pass of causal linear attention with exponential features, chunk by chunk and in place.
-
-With p_tf = 2^(s_tf − L_t), L_t the logarithm of row t's denominator, and r_jf = 2^(u_jf), the weight of key j
-in row t is Σ_f p_tf r_jf. With δ_t = g_t·out_t, the gradients of the exponents s of queries and u of keys are
+Backward, let p_tf = 2^(s_tf − L_t), L_t the logarithm of row t's denominator, r_jf = 2^(u_jf) and
+δ_t = g_t·out_t. The weight of key j in row t is Σ_f p_tf r_jf, and the gradients of the exponents s of
+queries and u of keys, and of the values, are
 
     ∂s_tf = p_tf Σ_{j≤t} (g_t·v_j − δ_t) r_jf,
-    ∂u_jf = r_jf Σ_{t≥j} (g_t·v_j − δ_t) p_tf,   ∂v_j = Σ_f r_jf Σ_{t≥j} p_tf g_t:
+    ∂u_jf = r_jf Σ_{t≥j} (g_t·v_j − δ_t) p_tf,   ∂v_j = Σ_f r_jf Σ_{t≥j} p_tf g_t.
 
-computed forwards in time with the state of keys, then backwards with the state of queries,
-Σ_t p_tf [g_t, δ_t].
+A pass forwards in time with the state of the keys yields ∂s. A pass backwards with the state of the queries,
+Σ_t p_tf [g_t, δ_t], yields ∂u and ∂v.
 """
 
 from typing import NamedTuple

@@ -1,21 +1,15 @@
-"""Features of a chunk's queries and keys relative to scales of their own, and the sums of a chunk's keys.
+"""Segments of a sequence in chunks, whose features and states have scales of their own.
 
-Scales are whole numbers, so that their sums and differences have no rounding, even far from 0.
+Tensors in chunks are [flat_heads chunks rows …]. A chunk of queries holds the rows of the first head of a
+group, then of the second. Scales are whole numbers, so that their sums and differences have no rounding, even
+far from 0.
 
-All tensors are in chunks, [flat_heads chunks rows …].
-
-Scan over the states of consecutive chunks.
-
-With S_j the sums of chunk j relative to e^(r_j), feature by feature, the state after chunk n is
+A scan turns the sums of chunks into states. With S_j the sums of chunk j relative to e^(r_j), feature by
+feature, the state after chunk n is
 
     R_n = max_{j≤n} r_j,   P_n = Σ_{j≤n} e^(r_j − R_n) S_j:
 
 for each feature one lower-triangular matrix of factors times the sums of all chunks.
-
-Segments of a sequence and their chunks: sizes, padding and layout.
-
-The axes of a tensor in chunks are [flat_heads chunks rows …]; a chunk of queries holds the rows of the
-first head of a group, then of the second.
 """
 
 import math

@@ -1,22 +1,20 @@
-"""Forward pass of causal linear attention, segment by segment.
+"""Causal linear attention, segment by segment, for every feature map on any device.
 
-With a_tf the exponents of queries and u_jf of keys, row t of a chunk is the sum of two parts, each at a
-scale that keys visible to the row determine, so that no other key takes its digits:
+Let a_tf be the exponents of queries and u_jf of keys. Row t of a chunk is the sum of two parts, each at
+a scale that keys visible to the row determine, so that no other key takes its digits:
 
     past:   e^α Σ_f e^(a_tf + R_f − α) P_f,   with P and R the state before the chunk,
     chunk:  e^(α + τ) Σ_{j≤t} (p_t·r_j) e^(β_j − τ) [v_j, 1],
             p_tf = e^(a_tf + c_f − α),  r_jf = e^(u_jf − c_f − β_j),  c_f = max_j u_jf,  τ = max_{j≤t} β_j.
 
-Backward pass of causal linear attention, segment by segment, with features recomputed.
-
-With L_t the logarithm of row t's denominator, δ_t = g_t·out_t and G_tj = g_t·v_j − δ_t, the weight of key j
-in row t is Σ_f e^(a_tf + u_jf − L_t), and
+The backward pass recomputes the features. With L_t the logarithm of row t's denominator, δ_t = g_t·out_t and
+G_tj = g_t·v_j − δ_t, the weight of key j in row t is Σ_f e^(a_tf + u_jf − L_t), and
 
     ∂a_tf = Σ_{j≤t} G_tj e^(a_tf + u_jf − L_t),   ∂u_jf = Σ_{t≥j} G_tj e^(a_tf + u_jf − L_t),
-    ∂v_j = Σ_{t≥j} Σ_f e^(a_tf + u_jf − L_t) g_t:
+    ∂v_j = Σ_{t≥j} Σ_f e^(a_tf + u_jf − L_t) g_t.
 
-within a chunk from all pairs, at the scales of the forward pass; beyond it from the state of earlier keys for
-queries and from that of later queries, Σ_t e^(a_tf − L_t) [g_t, −δ_t], for keys. No such power exceeds 1.
+Within a chunk they follow from all pairs, at the scales of the forward pass. Beyond it queries read the state
+of earlier keys, and keys the state of later queries, Σ_t e^(a_tf − L_t) [g_t, −δ_t]. No such power exceeds 1.
 """
 
 from typing import NamedTuple

@@ -1,16 +1,14 @@
-"""State algebra of linear attention: a running sum that merges, for every feature map.
+"""State of linear attention: a running sum over keys that merges, for every feature map.
 
 Σ_j φ(q)·φ(k_j) v_j / Σ_j φ(q)·φ(k_j) depends on the keys only through the state Σ_j φ(k_j) [v_j, 1].
 Two operations make states: `summarise` keys into a state, and `merge` states.
 Features may be as large as exp(1000), so a state is stored relative to its largest key, feature by
 feature, and a query adds that scale back before its own largest weight becomes one.
 
-Shared parts of the backward passes of full and causal linear attention.
-
-With p_tj the normalised weight of key j in row t and δ_t = g_t·out_t, the gradient with respect to the
-unnormalised weight is (g_t·v_j − δ_t) / normaliser_t: the product of [g_t, −δ_t] with [v_j, 1]. The same
-recurrence run over queries, with normalised query features and [g, −δ] in place of [v, 1], gives the
-key and value gradients.
+Full and causal attention share the backward pass. With p_tj the normalised weight of key j in row t and
+δ_t = g_t·out_t, the gradient with respect to the unnormalised weight is (g_t·v_j − δ_t) / normaliser_t: the
+product of [g_t, −δ_t] with [v_j, 1]. The same recurrence run over queries, with normalised query features and
+[g, −δ] in place of [v, 1], gives the key and value gradients.
 """
 
 from typing import Any, NamedTuple

@@ -1,16 +1,16 @@
-"""Chunks with a row whose features are small wherever the features of all its visible keys are large.
+"""Chunks with weak rows, computed again by halves.
 
-The products of such a row leave the range of floats. Its chunk is computed again by halves: the rows of the
-later half read the keys of the earlier half, all visible to them, relative to these keys alone; each half is
-halved in turn, and the pairs of the smallest blocks are computed one by one.
+A row is weak if its features are small wherever the features of all its visible keys are large: their
+products leave the range of floats. The rows of the later half of its chunk read the keys of the earlier half,
+all visible to them, relative to these keys alone. Each half is halved in turn, and the pairs of the smallest
+blocks are computed one by one.
 
 On the CPU all weak chunks are computed again. Other devices are not asked how many there are: a fixed number
 is computed again, chunks with the most weak rows first. Other weak rows lose digits, or their chunk's part.
 
-Gradients from the pairs of weak chunks, by the halves and blocks of the forward pass.
-
-With L_t the logarithm of a row's denominator, every power e^(a_tf + u_jf − L_t) of a visible pair is at most
-1. Keys and rows of two halves are relative to the largest keys, m: e^(a_tf + m_f − L_t), e^(u_jf − m_f) ≤ 1.
+The backward pass has the same halves and blocks. With L_t the logarithm of a row's denominator, every power
+e^(a_tf + u_jf − L_t) of a visible pair is at most 1. Keys and rows of two halves are relative to the largest
+keys, m: e^(a_tf + m_f − L_t), e^(u_jf − m_f) ≤ 1.
 """
 
 from collections.abc import Iterator
