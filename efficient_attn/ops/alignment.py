@@ -84,7 +84,7 @@ def alignment(
 
 
 def alike(mask: Tensor) -> list[tuple[slice, int]]:
-    """Neighbouring batch entries with one first real token, and this token; the number of tokens: none."""
+    """Runs of batch entries with the same first real token, and this token (number of tokens: none)."""
     first = torch.where(mask.any(dim=1), mask.long().argmax(dim=1), mask.shape[1]).tolist()
     groups, begin = [], 0
     for start, entries in groupby(first):
@@ -117,5 +117,5 @@ def biased_rows(x: Tensor, column: Tensor, width: int) -> Tensor:
 
 
 def padded_rows(x: Tensor, width: int) -> Tensor:
-    """`x` with zero columns up to the width; F.pad would copy even without any."""
+    """`x` with zero columns up to the width. F.pad would copy even without any."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

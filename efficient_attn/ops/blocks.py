@@ -222,7 +222,7 @@ def _attend(inputs: Alignment, pattern: Pattern, sums: Sums | None) -> Tensor:
 def keys_read(
     q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor, pattern: Pattern, sums: Sums | None = None
 ) -> Tensor:
-    """Keys of the blocks that queries read, bool [batch heads rows k_tokens]; later keys count too.
+    """Keys of the blocks that queries read, bool [batch heads rows k_tokens], later keys included.
 
     Args:
         rows: Index of the queries, [rows].

@@ -40,7 +40,7 @@ def window_clusters(
     positions: Sequence[range] | None = None,
     total: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Softmax attention with one summary for each cluster of far keys; queries and keys are the same tokens.
+    """Self-attention by softmax, with one summary for each cluster of far keys.
 
     Args:
         block: Number of queries that share a slice of keys, the block and half a block on each side.

@@ -138,7 +138,7 @@ def block_topk_keys(
 
 
 def weighted_mean(weights: Tensor, v: Tensor) -> Tensor:
-    """Σ_j w_ij v_j / Σ_j w_ij, [batch heads q_tokens value_dim]; 0 for rows of zeros."""
+    """Σ_j w_ij v_j / Σ_j w_ij, [batch heads q_tokens value_dim], with 0 for rows of zeros."""
     total = weights.sum(dim=-1, keepdim=True)
     return weights @ for_query_heads(v, weights) / total.masked_fill(total == 0, 1.0)
 

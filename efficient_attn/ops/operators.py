@@ -47,7 +47,7 @@ def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_one_device(**inputs: Any) -> None:
-    """Refuse tensors on several devices; every fake implementation of an operator calls this function.
+    """Refuse tensors on several devices. Every fake implementation of an operator calls this function.
 
     Torch runs the fake implementation as soon as one argument lies on meta. The result then lies on the
     device of the other arguments and holds uninitialised memory.

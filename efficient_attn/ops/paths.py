@@ -87,7 +87,7 @@ def forgo_flex(dtype: torch.dtype) -> None:
 
 
 def step_capacity(numbers: int) -> int:
-    """Parts of this many numbers that a step holds on other devices; at least 1."""
+    """Parts of this many numbers that a step holds on devices other than the CPU, at least 1."""
     return max(HELD // max(numbers, 1), 1)
 
 
@@ -131,7 +131,7 @@ def on_tensor_cores(dtype: torch.dtype) -> bool:
 
 @cache
 def compiles(device: torch.device) -> bool:
-    """Whether Triton can compile for a device, of Ampere or later; its launchers need a C compiler."""
+    """Whether Triton can compile for a device, of Ampere or later. Its launchers need a C compiler."""
     if device.type != "cuda" or not torch.cuda.is_available() or find_spec("triton") is None:
         return False
     compiler = os.environ.get("CC") or any(map(shutil.which, ("cc", "gcc", "clang")))

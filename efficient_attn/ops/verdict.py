@@ -51,13 +51,13 @@ _WARNED: set[str] = set()
 
 @paths.constant_result
 def trusted(kernel: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a kernel of SOURCES may serve calls of a dtype on a device; warns once without a verdict."""
+    """Whether a kernel of SOURCES may serve calls of a dtype on a device. Warns once without a verdict."""
     return tile(kernel, device, dtype) is not None
 
 
 @paths.constant_result
 def tile(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Name of the tile with which the kernel passed its check; None: the kernel may not serve."""
+    """Name of the tile with which the kernel passed its check, or None if the kernel may not serve."""
     if _TRIAL is not None:
         return _TRIAL.get(kernel)
     if paths.only_torch() or not paths.compiles(device):
@@ -88,7 +88,7 @@ def on_trial(tiles: Mapping[str, str]) -> Iterator[None]:
 
 
 def precision_name(kernel: str, dtype: torch.dtype) -> str:
-    """Name of a dtype; "tf32" for float32 of FlexAttention, which serves it with TF32 alone."""
+    """Name of a dtype, "tf32" for float32 of FlexAttention, which serves it with TF32 alone."""
     if dtype is torch.float32 and kernel != "causal-linear":
         return "tf32"
     return str(dtype).removeprefix("torch.")
@@ -96,7 +96,7 @@ def precision_name(kernel: str, dtype: torch.dtype) -> str:
 
 @cache
 def entry_of(kernel: str, device: torch.device, precision: str) -> dict[str, Any] | None:
-    """What the verdict says on a kernel in a precision; None if it says nothing."""
+    """Entry of the verdict for a kernel in a precision, or None."""
     key = machine(device)
     stored = read(key).get(kernel, {})
     if stored.get("source") != source_hash(kernel) or refusal(key["capability"], key["ptxas"]):
@@ -106,7 +106,7 @@ def entry_of(kernel: str, device: torch.device, precision: str) -> dict[str, Any
 
 
 def read(key: Mapping[str, str]) -> dict[str, Any]:
-    """Verdict on each kernel of a machine; empty without a file, or with one of another machine."""
+    """Verdict on each kernel of a machine, empty without a file or with one of another machine."""
     try:
         content = json.loads(path_of(key).read_text(encoding="utf-8"))
         valid = content["machine"] == dict(key) and isinstance(content["kernels"], dict)
@@ -116,7 +116,7 @@ def read(key: Mapping[str, str]) -> dict[str, Any]:
 
 
 def write(key: Mapping[str, str], kernels: Mapping[str, Any]) -> Path:
-    """Write the verdict of a machine to the user's cache folder; calls of this process read it from then on.
+    """Write the verdict of a machine to the user's cache folder. Later calls of this process read it.
 
     Raises:
         OSError: If it cannot be written.
@@ -197,7 +197,7 @@ def assemblers(device: torch.device) -> list[str]:
 
 @cache
 def ptxas_version(path: str) -> str:
-    """Version of an assembler, such as 12.8.93; "unknown" if it does not run."""
+    """Version of an assembler, such as 12.8.93, or "unknown" if it does not run."""
     try:
         text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):

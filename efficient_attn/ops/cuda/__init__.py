@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA; nothing here imports Triton before a call that they serve."""
+"""Triton kernels for CUDA. Triton is imported by the first call that they serve."""
 
 from importlib.util import find_spec
 
@@ -41,7 +41,7 @@ def supports(inputs: LinearInputs) -> bool:
 def causal_rows(
     inputs: LinearInputs, past: LinearState | None, *, with_state: bool = False
 ) -> tuple[Outputs, LinearState | None]:
-    """Output of every query, and the state after all keys; `past` precedes all keys."""
+    """Output of every query, and the state after all keys. The keys of `past` precede them."""
     note_kernel("triton causal-linear")
     # Triton launches on the current device.
     with torch.cuda.device(inputs.q.device):

@@ -33,7 +33,7 @@ def line_of(rows, number, i):
 def store_outputs(
     out, logarithms, negative, row, real, acc, lost, total, top, DIM: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Store rows over their denominators, and logarithms of these; zeros for a row without keys.
+    """Store rows over their denominators, and logarithms of these. A row without keys gets zeros.
 
     Weights lose a sum by the rounding to operands, and so does the denominator of the output.
     """

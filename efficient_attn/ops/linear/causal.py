@@ -41,12 +41,12 @@ _ALL = slice(None)
 
 
 def causal_linear_attention(inputs: LinearInputs) -> Outputs:
-    """Linear attention of each token to the tokens up to itself; the queries are the last positions."""
+    """Linear attention of each token to the tokens up to itself. The queries are the last positions."""
     return Outputs(*_attend(*inputs))
 
 
 def causal_rows(inputs: LinearInputs, past: LinearState | None) -> Outputs:
-    """Output of every query, without autograd; queries are the last positions, `past` precedes all keys."""
+    """Output of every query, without autograd. Queries are the last positions, `past` precedes all keys."""
     if cuda.serves(inputs):
         return cuda.causal_rows(inputs, past)[0]
     outputs = new_outputs(inputs.q, inputs.v)

@@ -27,7 +27,7 @@ from efficient_attn.ops.linear.inputs import LOG2_E, ExpKernel, LinearInputs, Ou
 from efficient_attn.ops.linear.state import TINY, CausalGradients, LinearState, finite, sees
 from efficient_attn.ops.paths import parts
 
-# Tokens per chunk: larger chunks need fewer calls, but more pairs and more memory.
+# Tokens per chunk of the forward pass: larger chunks need fewer calls, but more pairs and more memory.
 CHUNK = 80
 # Rows recomputed per step: each needs chunk · features numbers.
 _ROWS = 16
@@ -35,12 +35,12 @@ _ROWS = 16
 # and a value within the range of floats, 2^±126 in float32, and every denominator far from its lower end.
 _MODERATE = {torch.float32: 40.0, torch.float64: 400.0}
 _VALUES = 2.0**16
-# Tokens per chunk: their exponents and gradients stay in cache.
+# Tokens per chunk of the backward pass, whose exponents and gradients stay in cache.
 BACKWARD_CHUNK = 96
 
 
 class Unshifted(NamedTuple):
-    """Sums of unshifted features over the past keys; attributes as of `Shifted`."""
+    """Sums of unshifted features over the past keys, with the attributes of `Shifted`."""
 
     values: Tensor
     ones: Tensor
@@ -68,7 +68,7 @@ def triangle_(scores: Tensor) -> Tensor:
 
 
 def causal_exponential(inputs: LinearInputs, past: LinearState | None, into: Outputs) -> None:
-    """Write the output of every query; the queries are the last positions, after the keys of `past`."""
+    """Write the output of every query. The queries are the last positions, after the keys of `past`."""
     kernel, seen = ExpKernel(inputs), None
     if inputs.key_mask is not None:
         seen = (inputs.key_mask.cumsum(dim=-1) > 0)[:, None, None, :, None]
@@ -112,7 +112,7 @@ def empty_shifted(exponents: Tensor, value_dim: int) -> Shifted:
 
 
 def rescaled(state: Shifted, keys: Tensor) -> tuple[Tensor, Shifted]:
-    """Features of some keys, from their exponents, and the state, both rescaled to a common reference."""
+    """Rescale a state and the features of new keys, given as exponents, to a common reference."""
     reference = torch.maximum(state.reference, keys.amax(dim=-2, keepdim=True))
     factor = power(state.reference - finite(reference)).mT
     key_features = power(keys.sub_(finite(reference)))
@@ -201,7 +201,7 @@ def _repair(
 
 
 def moderate(queries: Tensor, keys: Tensor, v: Tensor) -> bool:
-    """Whether features with these exponents need no shift; False for any NaN."""
+    """Whether features with these exponents need no shift. Any NaN gives False."""
     for exponents in (queries, keys):
         low, high = torch.aminmax(exponents)
         # A comparison with NaN is False.
@@ -217,7 +217,7 @@ def moderate(queries: Tensor, keys: Tensor, v: Tensor) -> bool:
 def read_unshifted(
     kernel: ExpKernel, positions: slice, state: Unshifted, weights: Tensor, keys: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Denominators and numerators of a chunk's rows; the chunk's keys are added to the state in place.
+    """Denominators and numerators of a chunk's rows. Adds the chunk's keys to the state in place.
 
     Args:
         weights: Features of the query rows, [flat_heads group·tokens features].

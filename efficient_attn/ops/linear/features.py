@@ -137,7 +137,7 @@ def _exponential_pullback(x: Tensor, features: Features, grad: Features, directi
 
 
 def taylor_1_features(x: Vectors, directions: None = None) -> Features:
-    """[1, x]: products are 1 + x·y, the exponential's first two terms; of either sign."""
+    """[1, x]: products are 1 + x·y, the exponential's first two terms, and may be negative."""
     scale = _finite_scale(x, power=1)
     return Features(scale, torch.cat([torch.ones_like(scale), x], dim=-1) * (-scale).exp())
 
@@ -272,5 +272,5 @@ DRAWS: dict[str, Callable[[int, int, Generator], Tensor]] = {
 
 
 def draw_directions(kind: str, num_directions: int, head_dim: int, *, seed: int) -> Tensor:
-    """Directions of a named distribution; a seed gives the same float64 rows on every device."""
+    """Directions of a named distribution. A seed gives the same float64 rows on every device."""
     return DRAWS[kind](num_directions, head_dim, Generator().manual_seed(seed))

@@ -66,7 +66,7 @@ class LinearInputs(NamedTuple):
 
     @property
     def query_factor(self) -> float:
-        """Factor on queries; keys take its absolute value, so that only queries carry the sign of `scale`."""
+        """Factor on queries. Keys take its absolute value, so that only queries carry the sign of `scale`."""
         return math.copysign(math.sqrt(abs(self.scale)), self.scale)
 
     @property
@@ -118,7 +118,7 @@ class LinearInputs(NamedTuple):
         return x.expand(batch, kv_heads, -1, -1).flatten(0, 1)
 
     def real(self, part: slice) -> Tensor | None:
-        """True for a real key, bool [batch·kv_heads part 1]; None: all real."""
+        """True for a real key, bool [batch·kv_heads part 1], or None if all are real."""
         if self.key_mask is None:
             return None
         return self.key_mask[:, None, part, None].expand(-1, self.k.shape[1], -1, -1).flatten(0, 1)
@@ -174,7 +174,7 @@ def chunks(inputs: LinearInputs, length: int, features: int = _FEATURES) -> list
 
 
 def held_tokens(inputs: LinearInputs, numbers: int | None = None) -> int:
-    """Tokens with this number of features over all heads, by default as many as are held; at least 1."""
+    """Tokens with `numbers` features over all heads, at least 1. Default: the capacity of one step."""
     features = max(inputs.q.shape[0] * inputs.q.shape[1] * inputs.num_features, 1)
     return step_capacity(features) if numbers is None else max(numbers // features, 1)
 
@@ -212,7 +212,7 @@ def new_outputs(q: Tensor, v: Tensor) -> Outputs:
 
 @dataclass
 class Scratch:
-    """Named scratch buffers; a call with a name returns the same memory while it is large enough."""
+    """Named scratch buffers. A call with a name returns the same memory while it is large enough."""
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
 

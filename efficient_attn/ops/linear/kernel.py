@@ -27,7 +27,7 @@ _ALL = slice(None)
 
 
 def kernel_ratios(inputs: LinearInputs) -> Tensor:
-    """φ(x_i)·φ(y_i) / exp(x_i·y_i) for query i and key i, [batch heads tokens]; 1 for an exact estimate."""
+    """φ(x_i)·φ(y_i) / exp(x_i·y_i) for query i and key i, [batch heads tokens]. An exact estimate gives 1."""
     x, y = inputs.query_rows(_ALL), inputs.key_rows(_ALL)
     queries, keys = (inputs.map.features(rows, inputs.directions_for(x)) for rows in (x, y))
     logs = queries.log_scale + keys.log_scale - (x * y).sum(dim=-1, keepdim=True)
@@ -85,7 +85,7 @@ class Fit(NamedTuple):
 
 
 def moments(rows: Tensor, num_vectors: int) -> Moments:
-    """Moments of vectors [batch kv_heads rows head_dim], `num_vectors` per head; the other rows are zeros."""
+    """Moments of vectors [batch kv_heads rows head_dim], `num_vectors` per head. The other rows are zeros."""
     x = rows.to(float64_device(rows.device)).double().transpose(0, 1).flatten(1, 2)
     return Moments(x.sum(dim=1) / num_vectors, x.mT @ x / num_vectors, num_vectors)
 

@@ -119,7 +119,7 @@ def states(keys: ScaledKeys, values: Tensor) -> LinearState:
 
 
 def visible_scale(keys: ScaledKeys, rows: int) -> Tensor:
-    """Scale of the keys of a chunk up to each row's own, [… rows 1]."""
+    """Running maximum of the key scales within a chunk, [… rows 1]."""
     scale = keys.log_scale.detach().cummax(dim=-2).values
     if keys.reference is not None:
         scale = scale + _LARGEST[scale.dtype]
@@ -200,7 +200,7 @@ class Segment(NamedTuple):
         return _each(self.inputs.query_features(rows), _flat, self.size * self.inputs.group)
 
     def key_features(self, rows: Tensor) -> Features:
-        """Features of key rows, in chunks; scale −inf for masked keys."""
+        """Features of key rows, in chunks, with scale −inf for masked keys."""
         return _each(self.inputs.key_features(rows, _ALL), _flat, self.size)
 
     def query_gradient(self, rows: Tensor, features: Features, grad: Features) -> Tensor:

@@ -204,7 +204,7 @@ def _rows(segment: Segment, grad_out: Tensor, outputs: Outputs) -> Rows:
 
 
 def _within_chunks(segment: Segment, rows: Rows, past: LinearState, grads: tuple[Tensor, ...]) -> LinearState:
-    """Write gradients from earlier keys and from pairs of the same chunk; return the state after them."""
+    """Write gradients from earlier keys and from pairs of the same chunk. Return the state after them."""
     keys = keys_of(segment, past)
     earlier = normalised(rows.features, floor(keys.before.log_scale) - rows.logarithm, rows.sign)
     grad_q = feature_gradients(earlier, rows.g @ keys.before.sums.mT)
@@ -270,7 +270,7 @@ def _with_weak_chunks(pairs: Pairs, weak_rows: Tensor, rows: Rows, keys: Keys) -
 
 
 def _from_later(segment: Segment, rows: Rows, later: LinearState, grads: tuple[Tensor, ...]) -> LinearState:
-    """Add the gradients from queries of later chunks; return the state of all queries from the segment on."""
+    """Add the gradients from queries of later chunks. Return the state of all queries from the segment on."""
     largest = (rows.features.log_scale - rows.logarithm).amax(dim=-2, keepdim=True)
     queries = normalised(rows.features, -floor(largest) - rows.logarithm, rows.sign)
     sums = LinearState(queries.weights.mT @ rows.g, largest)

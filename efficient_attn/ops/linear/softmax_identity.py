@@ -214,7 +214,7 @@ def _pieces(x: Tensor, inputs: LinearInputs, *, masked: bool) -> list[slice]:
 
 
 def _pad_width(x: Tensor, inputs: LinearInputs) -> Tensor:
-    """`x` padded to the common width that the kernel requires; zero columns change no product."""
+    """`x` padded to the common width that the kernel requires. Zero columns change no product."""
     return padded_rows(x, max(inputs.q.shape[-1], inputs.v.shape[-1]))
 
 

@@ -33,7 +33,7 @@ _BLOCK, _MANY = 256, 1024
 
 
 class LinearState(NamedTuple):
-    """Sums over the past keys; states merge in any grouping.
+    """Sums over the past keys. States merge in any grouping.
 
     Attributes:
         sums: Σ_j φ(k_j) [v_j, 1] · exp(−log_scale), [batch kv_heads features value_dim+1].
@@ -87,7 +87,7 @@ def summarise(keys: Features, v: Tensor) -> LinearState:
 
 
 def _summed(features: Tensor, values: Tensor) -> Tensor:
-    """featuresᵀ values; a GPU adds float32 products one after the other, which loses digits.
+    """featuresᵀ values. A GPU adds float32 products one after the other, which loses digits.
 
     The products of queries with many signed features cancel most of these sums. Blocks of tokens keep their
     digits: linear-taylor-2 at 4096 tokens errs by 2e-6 in place of 2e-5 on an H100.
@@ -101,7 +101,7 @@ def _summed(features: Tensor, values: Tensor) -> Tensor:
 
 
 def merge(left: LinearState, right: LinearState) -> LinearState:
-    """The state after the tokens of both; chunks may be merged in any grouping."""
+    """The state after the tokens of both. Chunks may be merged in any grouping."""
     reference = torch.maximum(left.log_scale, right.log_scale)
     sums = [exponential(state.log_scale - finite(reference)).mT * state.sums for state in (left, right)]
     return LinearState(sums[0] + sums[1], reference)
@@ -121,12 +121,12 @@ def query_weights(queries: Features, reference: Tensor) -> tuple[Tensor, Tensor]
 
 
 def divide(sums: Tensor, seen: Tensor) -> Tensor:
-    """Numerators over the denominator in the last column; zeros for a fully-masked row."""
+    """Numerators over the denominator in the last column, with zeros for a fully-masked row."""
     return torch.where(seen, sums[..., :-1] / torch.where(seen, sums[..., -1:], 1.0), 0.0)
 
 
 def log_sum(sums: Tensor, reference: Tensor, seen: Tensor) -> Tensor:
-    """Logarithm of the absolute row denominators at a reference; +inf for a fully-masked row."""
+    """Logarithm of the absolute row denominators at a reference, +inf for a fully-masked row."""
     return (reference + sums[..., -1:].detach().abs().log()).masked_fill(~seen, torch.inf)
 
 
@@ -185,7 +185,7 @@ def at_reference(features: Features, offset: Tensor) -> Scaled:
 
 
 def normalised(queries: Features, offset: Tensor, sign: Tensor | None) -> Scaled:
-    """Query features times e^offset and the sign of the row's normaliser; None: all are positive."""
+    """Query features times e^offset and the sign of the row's normaliser (None: all are positive)."""
     scaled = at_reference(queries, offset)
     return scaled if sign is None else Scaled(*(x * sign for x in scaled if x is not None))
 

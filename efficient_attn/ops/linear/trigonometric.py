@@ -59,7 +59,7 @@ class TrigKernel:
         return self._scratch("gradients", features, tuple(features.shape))
 
     def features(self, rows: Tensor, directions: Tensor, factor: Tensor) -> Tensor:
-        """factor · [cos(w·x), sin(w·x)] of rows, [flat_heads rows 2m]; factor [flat_heads|1 rows|1 1]."""
+        """factor · [cos(w·x), sin(w·x)] of rows, [flat_heads rows 2m], for factor [flat_heads|1 rows|1 1]."""
         shape = (*rows.shape[:-1], self.directions)
         t = torch.bmm(rows, directions.mT, out=self._scratch("angles", rows, shape)).tan_()
         features = self._scratch("features", rows, (*shape[:-1], 2 * shape[-1]))
@@ -119,7 +119,7 @@ def _state(kernel: TrigKernel) -> LinearState:
 def trigonometric_gradients(
     inputs: LinearInputs, grad_out: Tensor, outputs: Outputs, state: LinearState
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients with respect to q, k and v; `state` is the state of all keys."""
+    """Gradients with respect to q, k and v, from the state of all keys."""
     kernel, kv_heads = TrigKernel(inputs), inputs.k.shape[1]
     sums, reference = state.sums.flatten(0, 1), finite(state.log_scale)
     grad_q, grad_k, grad_v = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])

@@ -44,7 +44,7 @@ class Sums(NamedTuple):
 
 
 def weak(log_total: Tensor) -> Tensor:
-    """Whether a row is weak, from the logarithm of its sum at the scale of its chunk; False for NaN."""
+    """Whether a row is weak, from the logarithm of its sum at the scale of its chunk. NaN gives False."""
     return log_total < _WEAK[log_total.dtype]
 
 
@@ -66,7 +66,7 @@ def read_weak_chunks(here: Sums, log_total: Tensor, queries: Tensor, keys: Tenso
 
 
 def weak_chunks(rows: Tensor, features: int) -> Iterator[Tensor]:
-    """Indices of weak chunks among all chunks of all heads, some at a time, from the most weak rows on."""
+    """Batches of indices of weak chunks, among all chunks of all heads."""
     number = rows.flatten(2).sum(dim=-1).flatten()
     chunks = number.numel()
     capacity = min(max(_FEATURES // (rows.shape[2] * features), chunks // _SHARE, 1), chunks)

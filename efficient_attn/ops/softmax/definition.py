@@ -9,12 +9,12 @@ from efficient_attn.shapes import KeyMask, Keys, Output, Queries, Values, Weight
 
 
 def causal_mask(q_tokens: int, k_tokens: int, device: torch.device) -> Tensor:
-    """True where a query may attend, bool [q_tokens k_tokens]; the queries are the last positions."""
+    """True where a query may attend, bool [q_tokens k_tokens]. The queries are the last positions."""
     return torch.ones(q_tokens, k_tokens, dtype=torch.bool, device=device).tril(k_tokens - q_tokens)
 
 
 def visible_keys(q: Queries, k: Keys, *, causal: bool, key_mask: KeyMask | None) -> Tensor | None:
-    """Mask of each query's visible keys, broadcastable to [batch heads q_tokens k_tokens]; None: all."""
+    """Mask of each query's visible keys, broadcastable to [batch heads q_tokens k_tokens], or None: all."""
     visible = None if key_mask is None else key_mask[:, None, None, :]
     if causal:
         triangle = causal_mask(q.shape[-2], k.shape[-2], q.device)
@@ -23,7 +23,7 @@ def visible_keys(q: Queries, k: Keys, *, causal: bool, key_mask: KeyMask | None)
 
 
 def softmax_over(scores: Tensor, visible: Tensor | None) -> Tensor:
-    """Softmax over the visible entries of the last axis; zeros in a fully-masked row."""
+    """Softmax over the visible entries of the last axis. A fully-masked row gets zeros."""
     if visible is None:
         return scores.softmax(dim=-1)
     fully_masked = ~visible.any(dim=-1, keepdim=True)

@@ -93,7 +93,7 @@ def _attention(
 
 @cache
 def _everything(device: torch.device) -> Any:
-    """Block mask of one block, of all rows and keys; flex_attention would make another for each call."""
+    """Block mask of one block of all rows and keys. Without it flex_attention makes one for each call."""
     from torch.nn.attention.flex_attention import BlockMask
 
     count = torch.ones(1, 1, 1, dtype=torch.int32, device=device)

@@ -48,7 +48,7 @@ class _Filled(NamedTuple):
 
 
 def mask_of(state: KVCache) -> Tensor | None:
-    """`key_mask`, or None if no call had one; the host knows without asking the device."""
+    """`key_mask`, or None if no call had one. The answer needs no synchronisation with the device."""
     # The mask of a caller is copied, and a copy has a stride.
     return None if state.key_mask.stride() == (0, 0) else state.key_mask
 
@@ -62,7 +62,7 @@ def summarise_tokens(k: Tensor, v: Tensor, key_mask: Tensor | None) -> KVCache:
 
 
 def append_tokens(state: KVCache | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> KVCache:
-    """The cache after the tokens of a state and new ones; no caller's memory is part of it."""
+    """The cache after the tokens of a state and new tokens, in memory of its own."""
     if state is None:
         new = summarise_tokens(k, v, key_mask)
         return KVCache(_copy(new.k), _copy(new.v), new.key_mask if key_mask is None else _copy(key_mask))
@@ -124,7 +124,7 @@ def _recorded(x: Tensor) -> bool:
 
 
 def _record(x: Tensor) -> _Filled | None:
-    """The record of a buffer, if `x` [… tokens dim] holds the last of its tokens; otherwise None."""
+    """The record of a buffer, if `x` [… tokens dim] holds the last of its tokens, or None."""
     record: _Filled | None = getattr(x.untyped_storage(), _RECORD, None)
     if record is None or x.numel() == 0 or (x.is_inference() and not torch.is_inference_mode_enabled()):
         return None

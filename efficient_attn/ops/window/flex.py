@@ -41,7 +41,7 @@ def attend(
     scale: float,
     first: GlobalKeys | None = None,
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead; operators serve what cannot be compiled.
+    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead. Without a compiler, operators serve the call.
 
     Args:
         scale: Positive factor on the scores.

@@ -54,7 +54,7 @@ class AgedKeys(NamedTuple):
     def seen_by(
         self, q_tokens: int, k_tokens: int, *, back: int, ahead: int, causal: bool
     ) -> GlobalKeys | None:
-        """The keys with the rows that read them; None if all of them are in the windows.
+        """The keys with the rows that read them, or None if all of them are in the windows.
 
         The queries are the last of `k_tokens` keys; older keys than these lie before them.
         """
@@ -163,7 +163,7 @@ def add_gradients(
     grad_k: Tensor,
     grad_v: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Add gradients through global keys; return the gradients of global keys outside of the call.
+    """Add gradients through global keys. Return the gradients of global keys outside of the call.
 
     Args:
         out: Merged output; its log-sum-exps are `log_sum`.

@@ -27,7 +27,7 @@ def unfused_window(
     scale: float,
     first: GlobalKeys | None = None,
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead and global keys; the queries come last."""
+    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead and global keys, for the last q_tokens rows."""
     back, ahead = min(back, k.shape[-2]), min(ahead, k.shape[-2])
     tokens, before = q.shape[-2], k.shape[-2] - q.shape[-2]
     blocks = -(-tokens // _BLOCK)

@@ -44,7 +44,7 @@ def available(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: int, scale: float) -> Tensor:
-    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead; the queries are the last positions.
+    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead. The queries are the last positions.
 
     Args:
         scale: Positive factor on the scores.
@@ -73,7 +73,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: in
     return out[..., :value_dim]
 
 
-# A question to the driver, which a compiler cannot trace; sizes, which it may not know, are no arguments.
+# Queries the driver, so it stays out of the graph; dynamic sizes must not be arguments.
 @constant_result
 def _serves(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype in _DTYPES and not only_torch() and _has_flash(device) and _function() is not None
