@@ -195,7 +195,7 @@ MANY_PAIRS = Case(tokens=2, batch=65_537)
 
 
 def spread(count: int) -> list[int]:
-    """All of a few indices; of many, the first, the last and the indices around powers of two."""
+    """Indices below `count`. Above 40, only the first, the last and neighbours of powers of two."""
     if count <= 40:
         return list(range(count))
     borders = (2**power - less for power in range(count.bit_length()) for less in (0, 1))

@@ -1,4 +1,4 @@
-"""Inputs: any size and memory layout, no in-place writes; sequences, heads and columns are independent."""
+"""Checks of inputs: size, memory layout, no in-place writes, and independent sequences, heads and columns."""
 
 import math
 from collections.abc import Iterator
@@ -245,7 +245,7 @@ def columns_of_values_are_computed_alone(subject: Subject, case: Case) -> Iterat
 
 
 def _single_head(subject: Subject, case: Case, backend: Backend) -> Backend | None:
-    """The same backend for one head; None if it has parameters per head."""
+    """The same backend for one head, or None if it has parameters per head."""
     single, state = subject.build(case.but(heads=1, kv_heads=1)), backend.state_dict()
     if any(x.shape != single.state_dict()[name].shape for name, x in state.items()):
         return None

@@ -184,7 +184,7 @@ def later_values_move_no_output(subject: Subject, case: Case) -> Iterator[Findin
 
 
 def _sequences(subject: Subject, case: Case) -> Iterator[tuple[str, Inputs, dict[str, float]]]:
-    """Gaussian inputs; long keys followed by short ones; long queries and keys throughout."""
+    """Gaussian inputs, then long keys followed by short keys, then long queries and keys throughout."""
     inputs, half = subject.inputs(case), case.tokens // 2
     yield "Gaussian", inputs, LEAK
     falling = torch.ones(case.tokens, 1, dtype=inputs.k.dtype)

@@ -1,4 +1,4 @@
-"""Numerics: exact softmax where promised; everywhere finite, close to float64, and precise."""
+"""Checks of numerics: finite, close to float64, precise, and exact softmax where promised."""
 
 import itertools
 import math
@@ -392,6 +392,6 @@ def _proportional(
 def _difference(
     call: Callable[[Inputs], Tensor], inputs: Inputs, name: str, step: float, direction: int
 ) -> Tensor:
-    """Central difference along a random direction of one input; even powers cancel."""
+    """Central difference along a random direction of one input, so that even powers cancel."""
     above, below = (noisy(inputs, sign * step, direction)._asdict()[name] for sign in (1, -1))
     return call(inputs._replace(**{name: above})) - call(inputs._replace(**{name: below}))

@@ -73,7 +73,7 @@ def parts_on_several_ranks_are_the_whole(subject: Subject, case: Case) -> Iterat
 
 
 def _results(subject: Subject, backend: Backend, inputs: Inputs, layout: Layout | None) -> list[Tensor]:
-    """Output, and gradients of the sum of its squares; with a layout, put together from all ranks."""
+    """Output, and gradients of the sum of its squares. With a layout, gathered from all ranks."""
     if layout is not None:
         q, k, v = (local_tokens(x, 2, layout) for x in inputs[:3])
         mask = None if inputs.key_mask is None else local_tokens(inputs.key_mask, 1, layout)
@@ -102,7 +102,7 @@ _NUMBERS = count()
 def on_threads(
     ranks: int, kind: str, call: Callable[[Layout], Result], *, timeout_s: float = TIMEOUT_S
 ) -> list[Result]:
-    """Results of `call(layout)` on every rank; the first error of a rank ends the others.
+    """Run `call(layout)` on every rank, a thread each. The first error of a rank ends the others.
 
     Args:
         kind: Kind of the layout.
@@ -134,7 +134,7 @@ def on_threads(
 
 
 class _Rank(_C10D.ProcessGroup):
-    """The process group of one rank; ranks meet at a barrier and copy the tensors of the others."""
+    """The process group of one rank. Ranks meet at a barrier and copy the tensors of the others."""
 
     def __init__(self, rank: int, barrier: Barrier, shown: list[Any]) -> None:
         super().__init__(rank, len(shown))

@@ -12,7 +12,7 @@ UNKNOWN = "skipped, undeclared"
 
 
 class Finding(NamedTuple):
-    """One comparison: the promise holds if error ≤ bound; an error of NaN breaks it.
+    """One comparison. The promise holds if error ≤ bound, and an error of NaN breaks it.
 
     Attributes:
         where: Description of the compared quantities.
@@ -28,7 +28,7 @@ class Finding(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Error as a fraction of the bound; 0 for exact agreement where the bound is 0."""
+        """Error as a fraction of the bound, 0 for exact agreement where the bound is 0."""
         if self.error == 0:
             return 0.0
         return self.error / self.bound if self.bound > 0 else math.inf
@@ -64,7 +64,7 @@ class CheckRecord:
     time_s: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Fields for strict JSON; a non-finite error becomes None and is described in the detail."""
+        """Fields for strict JSON. A non-finite error becomes None and is described in the detail."""
         fields = asdict(self)
         for name in ("error", "bound"):
             if fields[name] is not None and not math.isfinite(fields[name]):

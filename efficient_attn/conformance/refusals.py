@@ -1,4 +1,4 @@
-"""Refusals: unpromised capabilities and invalid arguments raise errors; no argument is ignored."""
+"""Checks of refusals: unpromised capabilities and invalid arguments raise errors, and none is ignored."""
 
 import math
 from collections.abc import Callable, Iterator

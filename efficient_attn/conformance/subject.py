@@ -58,7 +58,7 @@ class Subject:
         return (can.causal or not case.causal) and masks and fits and case.dtype in dtypes
 
     def inputs(self, case: Case, *, variant: int = 0) -> Inputs:
-        """The tensors of a case; `variant` selects further draws of the same shapes."""
+        """Draw the tensors of a case. `variant` selects further draws of the same shapes."""
         return draw(case, 1000 * self.seed + variant)
 
     def build(
@@ -226,7 +226,7 @@ LONG = 20.0
 
 
 def exact(inputs: Inputs, *, scale: float, causal: bool, window: int | None = None, first: int = 0) -> Tensor:
-    """Softmax attention by its definition, in the dtype of the inputs; options as of `naive`."""
+    """Softmax attention by its definition, in the dtype of the inputs, with the options of `naive`."""
     q, k, v, mask = inputs
     return softmax_attention(
         q, k, v, scale=scale, causal=causal, key_mask=mask, window=window, global_tokens=first
@@ -234,7 +234,7 @@ def exact(inputs: Inputs, *, scale: float, causal: bool, window: int | None = No
 
 
 def largest(x: Tensor) -> float:
-    """Largest magnitude; 0 for an empty tensor, NaN if any entry is NaN."""
+    """Largest magnitude, 0 for an empty tensor, NaN if any entry is NaN."""
     return float(x.detach().double().abs().max()) if x.numel() else 0.0
 
 
@@ -283,21 +283,21 @@ def agree(
 
 
 def same_bits(where: str, got: Tensor, expected: Tensor) -> Finding:
-    """Bitwise equality; NaN equals NaN."""
+    """Bitwise equality, where NaN equals NaN."""
     equal = got.shape == expected.shape and torch.equal(got.nan_to_num(nan=7e4), expected.nan_to_num(nan=7e4))
     gap = 0.0 if equal else distance(got, expected)
     return Finding(where, gap or (0.0 if equal else float("nan")), 0.0)
 
 
 def distance(got: Tensor, expected: Tensor) -> float:
-    """Largest difference of two tensors; NaN if either contains NaN or the shapes differ."""
+    """Largest difference of two tensors, NaN if either contains NaN or the shapes differ."""
     if got.shape != expected.shape:
         return float("nan")
     return largest(got.detach().double() - expected.detach().double())
 
 
 def close(where: str, got: Tensor, expected: Tensor, bound: float | Tensor) -> Finding:
-    """Agreement within a bound, which may vary by row; the finding reports the worst entry."""
+    """Agreement within a bound, which may vary by row. The finding reports the worst entry."""
     if got.shape != expected.shape:
         return Finding(
             f"{where}: shape {list(got.shape)} instead of {list(expected.shape)}", float("nan"), 0.0
@@ -338,5 +338,5 @@ def magnified(share: float, backend: Backend, inputs: Inputs) -> Tensor:
 
 
 def rounding_step(x: Tensor) -> float:
-    """Spacing of the dtype's numbers at the largest entry of x; one rounding loses half of it."""
+    """Spacing of the dtype's numbers at the largest entry of x. One rounding loses half of it."""
     return torch.finfo(x.dtype).eps * largest(x)

@@ -179,7 +179,7 @@ def _reductions(case: Case) -> Iterator[Case]:
 
 
 def _broken(body: Body, subject: Subject, case: Case) -> Finding | None:
-    """The first comparison that does not hold; None if all do, or an error ends them."""
+    """The first comparison that does not hold, or None if all do or an error ends them."""
     try:
         return next((finding for finding in body(subject, case) if not finding.holds), None)
     except Exception:  # another fault than the one that is made smaller
