@@ -1,1 +1,1 @@
-"""Measurements: inputs, clock, memory, error, environment; cases, records and the measuring process."""
+"""Measurements: inputs, clock, memory, error, environment, cases, records and the measuring process."""

@@ -106,7 +106,7 @@ def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
 
 
 def state_bytes(prepared: Prepared) -> int | None:
-    """Bytes of the streaming state after all tokens; None without a state."""
+    """Bytes of the streaming state after all tokens, or None without a state."""
     if not prepared.streams:
         return None
     with torch.no_grad():
@@ -115,7 +115,7 @@ def state_bytes(prepared: Prepared) -> int | None:
 
 
 def _build(case: Case, spec: BackendSpec, scale: float | None) -> Any:
-    """Build the module with weights drawn from the case's seed; leaves the global generator unchanged."""
+    """Build the module with weights drawn from the case's seed. Leaves the global generator unchanged."""
     shared: dict[str, Any] = {"max_tokens": case.tokens, "causal": case.causal, **case.options}
     with torch.random.fork_rng(devices=()):
         torch.default_generator.manual_seed(case.seed)
@@ -178,7 +178,7 @@ def _backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Call:
 
 
 def _checked(module: Any, call: Callable[[], Any], case: Case) -> object:
-    """Make the call; raises on an invalid output, or a missing or non-finite gradient."""
+    """Make the call. Raises on an invalid output, or a missing or non-finite gradient."""
     with outputs_checked(module):
         result = call()
     # A backend may have unused parameters; baselines do not read q and k.
@@ -207,7 +207,7 @@ def _gaussian(count: int, shape: tuple[int, ...], dtype: str, device: str, seed:
 
 
 def attention_cost(case: Case, target: Any) -> Cost:
-    """Counted cost of attention; of a backend that counts nothing, its growth times the size of q."""
+    """Counted cost of attention, estimated from the growth of time if the backend counts nothing."""
     counted = _counted_cost(case, target)
     if counted is not None:
         return counted
@@ -217,7 +217,7 @@ def attention_cost(case: Case, target: Any) -> Cost:
 
 
 def attention_flops(case: Case, target: Any) -> int | None:
-    """Operations of the attention of one layer of the case; None if the backend does not count them."""
+    """Operations of the attention of one layer of the case, or None if the backend does not count them."""
     cost = _counted_cost(case, target)
     return None if cost is None else cost.flops
 
@@ -243,7 +243,7 @@ def _counted_cost(case: Case, target: Any) -> Cost | None:
 
 
 def _decoding(module: Any, inputs: list[Tensor]) -> Call:
-    """The last token after the state of all before it; states are never modified."""
+    """Call of the last token after the state of all tokens before it. States are never modified."""
     before, last = ([x[:, :, rows] for x in inputs] for rows in (slice(-1), slice(-1, None)))
     with torch.no_grad():
         _, state = module.extend(*before)

@@ -1,4 +1,4 @@
-"""Timing of calls: raw samples after a warm-up, by the CPU's clock or CUDA events; device times.
+"""Timing of calls: raw samples after a warm-up, by the CPU's clock or CUDA events, and device times.
 
 Other processes lengthen calls most by keeping the core from them: times on one CPU thread are processor time.
 
@@ -49,7 +49,7 @@ def clock(device: str, threads: int = 1) -> Clock:
 
 
 def warm_up(call: Call, time_call: Clock, *, limit_s: float, first: Call | None = None) -> float:
-    """Call until three successive durations agree or the limit is spent; returns the last duration."""
+    """Call until three successive durations agree or the limit is spent. Returns the last duration."""
     last: deque[float] = deque([time_call(first or call)], maxlen=_AGREEING)
     spent_s = last[-1]
     while spent_s < limit_s and (len(last) < _AGREEING or max(last) > (1 + _AGREEMENT) * min(last)):
@@ -110,7 +110,7 @@ class QueuedCalls:
         self._enqueue_s = 0.0
 
     def warm_up(self) -> None:
-        """Flush and call until both have taken 25 ms on the device; learn the time of enqueueing."""
+        """Flush and call until both have taken 25 ms on the device, and measure the time of enqueueing."""
         worked_s, enqueue_s = 0.0, []
 
         def flushed_call() -> None:

@@ -43,7 +43,7 @@ def copies_begin(tokens: int) -> int:
 
 
 def with_copies(ids: Tensor, *, seed: int) -> Tensor:
-    """The sequence [1 tokens] with its end replaced by copies; unchanged if it has no room for them.
+    """Replace the end of a sequence [1 tokens] by copies, if it has room for them.
 
     Args:
         seed: Seed of the places and the order of the passages.

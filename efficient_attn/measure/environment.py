@@ -1,4 +1,4 @@
-"""The machine and software of a measurement, without any name of a person or host; conditions meanwhile.
+"""The machine, software and conditions of a measurement, without any name of a person or host.
 
 Figures are approximate, and depend on the system; unknown figures are None.
 """
@@ -62,7 +62,7 @@ def usable_cores() -> int:
 
 
 def available_bytes(device: str = "cpu") -> int | None:
-    """Free memory of the device; None if unknown."""
+    """Free memory of the device, or None if unknown."""
     if device.startswith("cuda"):
         import torch
 
@@ -81,7 +81,7 @@ def _short(path: str) -> str:
 
 
 def _entry(path: str, name: str) -> Any:
-    """Value of the first line `name: value` of a system file; amounts in bytes, None without one."""
+    """Value of the first line `name: value` of a system file, or None. Amounts are in bytes."""
     try:
         value = re.search(rf"^{name}\s*:\s*(.+?)( kB)?$", Path(path).read_text(), flags=re.MULTILINE)
     except OSError:

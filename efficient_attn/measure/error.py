@@ -44,7 +44,7 @@ def exact_output(
     rows: Tensor | None = None,
     key_mask: Tensor | None = None,
 ) -> Output:
-    """softmax(scale · q kᵀ) v in float64, in blocks of queries; zero for a query without a visible key.
+    """softmax(scale · q kᵀ) v in float64, in blocks of queries. A query without a visible key gives 0.
 
     Args:
         rows: Positions of the queries to compute, [rows]; None: all.
@@ -181,7 +181,7 @@ def _real_tokens(count: int, mask: Tensor | None, *, causal: bool) -> Tensor:
 
 
 def random_positions(count: int, drawn: int, generator: torch.Generator) -> Tensor:
-    """A random position in each of `drawn` equal parts; a position on a border belongs to both."""
+    """A random position in each of `drawn` equal parts. A position on a border belongs to both."""
     # On the CPU whatever the default device is: a seed means the same rows everywhere.
     random = torch.rand(drawn, generator=generator, dtype=torch.float64, device="cpu")
     places = torch.arange(drawn, device="cpu") + random
@@ -189,7 +189,7 @@ def random_positions(count: int, drawn: int, generator: torch.Generator) -> Tens
 
 
 class WrongOutputError(Exception):
-    """Raised if a backend returns anything other than a valid output; describes the returned value."""
+    """Raised if a backend returns anything other than a valid output. Describes the returned value."""
 
 
 @contextmanager

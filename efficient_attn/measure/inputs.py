@@ -95,7 +95,7 @@ def gaussian(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Activations:
-    """q, k ~ N(0, norm² I) and v ~ N(0, I), before scaling; drawn in float64 on the CPU."""
+    """q, k ~ N(0, norm² I) and v ~ N(0, I), before scaling, drawn in float64 on the CPU."""
     for name, value in (("tokens", tokens), ("head_dim", head_dim), ("num_heads", num_heads)):
         positive_count(name, value)
     if not norm > 0 or norm == float("inf"):
@@ -234,7 +234,7 @@ class Subject:
         }
 
     def converted(self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1) -> "Subject":
-        """Copies of the first tokens in a dtype on a device; inputs are never extended."""
+        """Copies of the first tokens in a dtype on a device. Inputs are never extended."""
         if tokens is not None and tokens > self.tokens:
             raise OptionError(
                 f"{tokens} tokens are more than the {self.tokens} of {self.name}, which cannot be extended."
@@ -258,7 +258,7 @@ def subjects(
     seed: int = 0,
     causal: bool = False,
 ) -> tuple[Subject, ...]:
-    """One subject per norm of Gaussian inputs, and per layer of model inputs; in float32.
+    """One float32 subject per norm of Gaussian inputs and per layer of model inputs.
 
     Args:
         norms, tokens, num_heads, head_dim: Of Gaussian inputs alone.

@@ -108,10 +108,10 @@ class Process:
             raise CrashError(unstarted) from None
 
     def ask(self, call: Callable[[], T], *, limit_s: float) -> T:
-        """Result of a call that the process makes; its start is no part of the time limit.
+        """Run `call` in the child. Start-up does not count against the limit.
 
         Raises:
-            LateError: If it does not come in time.
+            LateError: If the result does not come in time.
             CrashError: If the process has ended, or an exception has ended it.
         """
         self.start()
@@ -159,7 +159,7 @@ class Process:
 
 
 def serve(calls: int, results: int, limit_bytes: int | None) -> None:
-    """Make calls from a pipe, for ever; both pipes by their descriptors.
+    """Make calls from a pipe, for ever. Both pipes are file descriptors.
 
     The child process runs this function. Its stdout, which belongs to the backends, is redirected to stderr.
     It ends, with all its children, as soon as the parent is gone.
@@ -237,7 +237,7 @@ class Measurer:
         self._process.close()
 
     def __call__(self, case: Case, *, target: Any = None, seconds: float = worker.CALLS_S) -> Record:
-        """Measure one case; always returns a record, whatever happens to the process."""
+        """Measure one case. Always returns a record, whatever happens to the process."""
         inputs = self.inputs.get(case.inputs)
         call = partial(worker.measure, case, target=target, seconds=seconds, inputs=inputs)
         if self._isolate == NONE:
@@ -326,7 +326,7 @@ def check_isolated(
 
 
 def _refusal(backend: str) -> str | None:
-    """Error message if the backend does not exist; the child makes this call and the next."""
+    """Error message if the backend does not exist. The child makes this call and the next."""
     try:
         _resolved(backend)
     except AttentionError as error:

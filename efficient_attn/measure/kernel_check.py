@@ -123,7 +123,7 @@ def check_kernel(
     cases: Sequence[Case] | None = None,
     features: int = 256,
 ) -> dict[str, Any]:
-    """Counts of cases, of cases that the kernel served and that failed; worst shares of bounds; failures."""
+    """Counts of checked, served and failed cases, worst errors as shares of their bounds, and failures."""
     subject = SUBJECTS[kernel] if isinstance(kernel, str) else kernel
     # A subject of a test is no kernel that a verdict names.
     name = kernel if isinstance(kernel, str) else subject.note
@@ -181,7 +181,7 @@ def _findings(
     features: int,
     names: set[str],
 ) -> Iterator[tuple[str, float, str]]:
-    """Verb, largest share of its bound, and a failure or ""; nothing if none of `names` is the kernel."""
+    """Verb, largest share of its bound, and a failure or "". Nothing if none of `names` is the kernel."""
     dtype = torch.float32 if precision == "tf32" else getattr(torch, precision)
     backend = subject.build(case, precision, features)
     module = backend.to(device, dtype).eval()
@@ -386,7 +386,7 @@ _product = _Product.apply
 
 
 def _rounded(x: Tensor, bits: int | None) -> Tensor:
-    """float64 numbers rounded to so many mantissa bits, whatever their exponent; negative: cut off."""
+    """float64 numbers rounded to `bits` mantissa bits, whatever their exponent, or cut off if negative."""
     if bits is None:
         return x
     dropped = 52 - abs(bits)

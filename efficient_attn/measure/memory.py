@@ -28,7 +28,7 @@ class Peak(NamedTuple):
 
 
 def peak(call: Call, *, device: str) -> Peak:
-    """Peak memory of one call; warm up first, since one-time allocations are counted too."""
+    """Peak memory of one call. Warm up first, since one-time allocations are counted too."""
     if device.startswith("cuda"):
         return _cuda_peak(call, device)
     if not allocations_are_seen():
@@ -77,7 +77,7 @@ def _allocation_peak(call: Call) -> Peak:
 
 
 def _allocations(run: Any) -> Iterator[tuple[int, int]]:
-    """Time and size of every allocation on the CPU; frees are negative."""
+    """Time and size of every allocation on the CPU. Frees have negative sizes."""
     from torch._C._profiler import _EventType
 
     nodes = list(run.profiler.kineto_results.experimental_event_tree())

@@ -72,7 +72,7 @@ class Values:
         self._result = self._call()
 
     def first(self, checked: Call) -> object:
-        """Make the first call; later ones are compared with it."""
+        """Make the first call, with which later calls are compared."""
         self._inputs: list[list[Tensor]] = []
         hook = self._backend.register_forward_pre_hook(
             lambda _, inputs: self._inputs.append([x.detach().clone() for x in inputs])
@@ -127,7 +127,7 @@ class Values:
 
     @torch.no_grad()
     def _error_of(self, output: Tensor) -> float:
-        """Error of rows of the first head; zero for a decoded token, whose errors differ."""
+        """Error of rows of the first head, zero for a decoded token, whose errors differ."""
         if self._case.execution == DECODED:
             return 0.0
         q, k, v = (x[:1, :1] for x in self._values([None] * 3))

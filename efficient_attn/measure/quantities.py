@@ -89,7 +89,7 @@ def register(*quantities: Quantity, kinds: Mapping[str, str] | None = None) -> N
 
 
 def cost(name: str, unit: str, meaning: str) -> Quantity:
-    """Whole number that its case reproduces; less is better."""
+    """Whole number that its case reproduces. Less is better."""
     return Quantity(name, unit, meaning, type="whole number")
 
 
@@ -102,7 +102,7 @@ def error(name: str, unit: str, meaning: str, *, rounding: int = 1) -> Quantity:
 def setting(
     name: str, unit: str, meaning: str, *, type: Type = "whole number", threshold: float = 1e-9
 ) -> Quantity:
-    """Value that describes the measurement or follows from theory; a change is neither better nor worse."""
+    """Value that describes the measurement or follows from theory. A change is neither better nor worse."""
     return Quantity(name, unit, meaning, type=type, better=None, threshold=threshold)
 
 

@@ -159,7 +159,7 @@ class Record:
 
 
 def replace(item: T, **values: Any) -> T:
-    """Copy with other values; quantities of a record are values like any other, and None removes one."""
+    """Copy with new values. Quantities of a record are values too, and None removes one."""
     if isinstance(item, msgspec.Struct):
         return msgspec.structs.replace(item, **values)
     # The type of all dataclasses has no public name.
@@ -211,7 +211,7 @@ class Reading(NamedTuple):
 
 
 def line(record: Record) -> str:
-    """The record as one line of strict JSON; numbers that are not finite become null, named in `reason`."""
+    """The record as one line of strict JSON. Numbers that are not finite become null, named in `reason`."""
     row = record.row()
     if broken := [name for name, value in row.items() if not _finite(value)]:
         note = f"not a finite number: {', '.join(broken)}"
@@ -228,7 +228,7 @@ def _finite(value: Any) -> bool:
 
 
 def thinned(record: Record) -> Record:
-    """Copy with quantiles of the samples of each round that has more; medians stay as they are."""
+    """Copy with at most 21 quantiles of the samples of each round. Medians stay as they are."""
     sizes = record.round_sizes or ()
     if max(sizes, default=0) <= _QUANTILES:
         return record
@@ -303,7 +303,7 @@ def sync_names(folder: Path) -> None:
 
 
 def write(path: Path, content: str | bytes | Mapping[str, Any]) -> Path:
-    """Write a file, whole or not at all; a mapping as indented strict JSON.
+    """Write a file atomically, a mapping as indented strict JSON.
 
     A link at its path is replaced and not followed.
     """
@@ -328,7 +328,7 @@ def write(path: Path, content: str | bytes | Mapping[str, Any]) -> Path:
 
 
 def read(path: str | Path) -> Reading:
-    """The records of a file; damaged lines are left out and reported."""
+    """Read the records of a file. Damaged lines are left out and reported."""
     try:
         *lines, rest = limits.read_bytes(Path(path), limits.RECORDS_BYTES).split(b"\n")
     except OSError as error:
@@ -348,7 +348,7 @@ def read(path: str | Path) -> Reading:
 
 
 def parse(text: bytes, source: str) -> Record:
-    """The record of one line; `source` names the line in messages."""
+    """Parse the record of one line. `source` names the line in messages."""
     if len(text) > limits.RECORD_LINE_BYTES:
         raise DataError(f"{source} is longer than {limits.RECORD_LINE_BYTES} bytes, the most that is read.")
     try:

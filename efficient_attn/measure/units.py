@@ -37,7 +37,7 @@ def parse_sizes(text: str | int | Sequence[int], *, name: str) -> tuple[int, ...
 
 
 def parse_names(texts: Sequence[str] | None, *, name: str) -> list[str] | None:
-    """The names in `a,b` and in repeated flags; None if none was given."""
+    """The names in `a,b` and in repeated flags, or None without texts."""
     if not texts:
         return None
     names = [part.strip() for text in texts for part in text.split(",") if part.strip()]
@@ -56,7 +56,7 @@ def parse_seconds(text: str | float, *, name: str) -> float:
 
 
 def parse_bytes(text: str | int, *, name: str, available: int | None) -> int | None:
-    """Bytes from `8GiB`, `500M` or a share of the available memory such as `70%`; None if that is unknown."""
+    """Bytes from `8GiB`, `500M` or a share such as `70%` of the available memory, or None if unknown."""
     value = str(text).strip().lower()
     share = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", value)
     if share is not None and 0 < float(share[1]) <= 100:

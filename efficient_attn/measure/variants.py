@@ -1,4 +1,4 @@
-"""Variants: backends with a choice of their options; labels of variants, and names of inputs."""
+"""Variants, backends with a choice of their options, with their labels, and names of inputs."""
 
 import itertools
 import math
@@ -121,7 +121,7 @@ def _name_of(target: Any) -> str:
 
 
 def ceiling() -> Variant:
-    """Identity attention for blocks; not selectable by name."""
+    """Identity attention for blocks, not selectable by name."""
     return Variant(backend=CEILING, label=CEILING, target=CEILING)
 
 
@@ -181,7 +181,7 @@ def _converted(backend: str, option: str, value: Any, option_type: Any) -> Any:
 
 
 class Sized(NamedTuple):
-    """A label without its size, and the size; None if the backend has none."""
+    """A label without its size, and the size, or None if the backend has none."""
 
     series: str
     size: int | None
@@ -211,7 +211,7 @@ def possible(size: int, *, tokens: int, options: Mapping[str, Any]) -> bool:
 
 
 def _split(label: str) -> tuple[str, list[str]]:
-    """`name(a=1, b=2)` as name and items; a label without items unchanged."""
+    """Split `name(a=1, b=2)` into name and items. A label without items has none."""
     parts = re.fullmatch(r"(.*?)\((.*)\)", label)
     return (parts[1], parts[2].split(", ")) if parts else (label, [])
 
@@ -225,7 +225,7 @@ def joint_name(names: Sequence[str]) -> str:
 
 
 def single_names(inputs: str) -> tuple[str, ...]:
-    """The inputs behind a joint name; any other name stands for itself."""
+    """The inputs behind a joint name. Any other name stands for itself."""
     joint = _SEVERAL.fullmatch(inputs)
     return tuple(f"{joint[1]}(layer={layer})" for layer in joint[2].split(",")) if joint else (inputs,)
 

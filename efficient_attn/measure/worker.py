@@ -60,7 +60,7 @@ def time_of(
     once_s: float = math.inf,
     before: Call = lambda: None,
 ) -> Record:
-    """Timed calls for about `seconds`, after a warm-up; with an L2 state also as many device times.
+    """Time calls for about `seconds`, after a warm-up. With an L2 state, also measure device times.
 
     Args:
         first: The same call with checks of its result; None: no checks.
@@ -87,7 +87,7 @@ def time_of(
 
 
 def memory_of(case: Case, call: Call, *, first: Call | None = None) -> Record:
-    """Peak memory of one call; `first` is the same call with checks of its result."""
+    """Peak memory of one call. `first` is the same call with checks of its result."""
     # The first call fills caches, which are not part of the measurement.
     (first or call)()
     return Record(case=case, peak_bytes=memory.peak(call, device=case.device).peak_bytes)
