@@ -94,7 +94,7 @@ def _resolved(name: str) -> "Any":
 
 
 def _version() -> str:
-    """Version of the installed package; a bare checkout has none."""
+    """Version of the installed package, or "unknown" in a bare checkout."""
     from importlib import metadata
 
     try:

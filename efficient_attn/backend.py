@@ -183,7 +183,7 @@ class Backend(nn.Module):
             raise UnsupportedError(f"Backend {self.spec.name!r} {lack}.")
 
     def redraw(self, seed: int) -> None:
-        """Replace the random features by a new draw; earlier states become invalid.
+        """Replace the random features by a new draw. Earlier states become invalid.
 
         Raises:
             UnsupportedError: If the backend has no random features.
@@ -205,7 +205,7 @@ class Backend(nn.Module):
     def calibrate(
         self, q: Tensor, k: Tensor, v: Tensor | None = None, *, key_mask: Tensor | None = None
     ) -> None:
-        """Fit data-dependent parameters to sample queries and keys; earlier states become invalid.
+        """Fit data-dependent parameters to sample queries and keys. Earlier states become invalid.
 
         Buffers hold the parameters, which are saved with the model and used until the next call. For causal
         use, calibrate on other sequences than the inputs, so that no later token leaks into an output. Omit

@@ -48,7 +48,7 @@ def trial() -> Iterator[None]:
 
 @contextmanager
 def running(name: str, failure: str = "fails") -> Iterator[None]:
-    """Run external code with its stdout redirected to stderr; errors of this package pass through.
+    """Run external code with its stdout redirected to stderr. Errors of this package pass through.
 
     Raises:
         DataError: If the code raises any other exception; the message begins with name and failure.
@@ -64,7 +64,7 @@ def running(name: str, failure: str = "fails") -> Iterator[None]:
 
 
 def described(error: BaseException) -> str:
-    """`Type: text` as one line; the text is omitted if it cannot be computed."""
+    """`Type: text` of an error as one line. The text is omitted if it cannot be computed."""
     if isinstance(error, LeftError):
         return str(error)
     try:

@@ -53,7 +53,7 @@ def _by_word(table: dict[str, str]) -> dict[str, str]:
 
 
 class AttentionError(Exception):
-    """Base class; messages state the request and a valid alternative."""
+    """Base class of errors, whose messages state the request and a valid alternative."""
 
 
 class ShapeError(AttentionError, ValueError):
@@ -81,7 +81,7 @@ class DataError(AttentionError, ValueError):
 
 
 class MissingPackageError(AttentionError, ImportError):
-    """A package is not installed; the message has the command that installs it."""
+    """A package is not installed. The message has the command that installs it."""
 
 
 class IncompleteError(AttentionError, RuntimeError):
@@ -116,7 +116,7 @@ def naming_missing(user: str) -> Iterator[None]:
 
 
 class UnknownNameError(AttentionError, ValueError):
-    """Unknown name; the message suggests the nearest known name."""
+    """Unknown name. The message suggests the nearest name."""
 
     def __init__(self, kind: str, name: str, choices: Iterable[str]) -> None:
         names = sorted(choices)

@@ -143,7 +143,7 @@ def label_of(address: str) -> str:
 
 
 def load(address: str) -> BackendSpec:
-    """The spec of the object at path/to/file.py:object or package.module:object; runs that file.
+    """The spec of the object at path/to/file.py:object or package.module:object. Runs that file.
 
     Raises:
         DataError: If there is no such file or module, or it cannot be imported.
@@ -157,7 +157,7 @@ def load(address: str) -> BackendSpec:
 
 
 def object_at(address: str, *, role: str = "a backend") -> tuple[str, Any]:
-    """The file or module of an address, and the object; runs that file.
+    """The file or module of an address, and the object. Runs that file.
 
     Args:
         role: The object's part, named if there is no such file.
@@ -283,7 +283,7 @@ def register(
 
 @cache
 def plugins() -> dict[str, EntryPoint]:
-    """Entry points of backends of other packages, by backend name; none is imported."""
+    """Entry points of backends of other packages, by backend name. None is imported."""
     return {point.name: point for point in entry_points(group=GROUP)}
 
 

@@ -33,7 +33,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Content of a file; reads at most one byte more than the limit.
+    """Content of a file, of which at most one byte more than the limit is read.
 
     Raises:
         DataError: If the file is larger than `most` bytes.
@@ -68,7 +68,7 @@ def check_header(path: Path, *, most: int | None = None, hint: str = "") -> None
 
 
 def read_object(text: bytes | str, source: str) -> dict[str, Any]:
-    """Parse a JSON object; `source` names the input in error messages.
+    """Parse a JSON object. `source` names the input in error messages.
 
     Raises:
         DataError: If it is something else, or holds a number that is not finite.

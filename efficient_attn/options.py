@@ -77,7 +77,7 @@ def one_of(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def numbers_in_ranges(text: Any, *, what: str) -> list[int]:
-    """Numbers of a text such as "0-5,8", ascending; `what` names the things numbered.
+    """Numbers of a text such as "0-5,8", ascending. Errors call them `what`.
 
     Raises:
         OptionError: If the text has another form, or numbers above 65 535.
@@ -110,7 +110,7 @@ def whole_number(name: str, value: object, *, least: int = 0, most: int = WHOLE_
 
 
 def positive_number(name: str, value: float) -> float:
-    """The value; refuse anything but a finite number above 0."""
+    """Return the value, or refuse anything but a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise DtypeError(f"{name} is a number, not {value!r}.")
     if not 0 < value < float("inf"):

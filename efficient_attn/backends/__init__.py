@@ -22,7 +22,7 @@ for _module in pkgutil.iter_modules(__path__):
 
 
 def list_backends(*, causal: bool | None = None) -> tuple[str, ...]:
-    """Names of the registered backends, sorted; `causal` selects backends that can, or cannot, be causal."""
+    """Names of the registered backends, sorted. `causal` selects backends that can, or cannot, be causal."""
     listed = (name for name in sorted(SPECS) if not SPECS[name].composed)
     return tuple(name for name in listed if causal in (None, SPECS[name].capabilities.causal))
 
@@ -101,7 +101,7 @@ def attention(
     scale: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """Output of a stateless backend in one call; shapes as in `Backend.forward`.
+    """Output of a stateless backend in one call, with the shapes of `Backend.forward`.
 
     Raises:
         UnsupportedError: If the backend has parameters or random features and has to be built.

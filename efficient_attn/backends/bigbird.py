@@ -1,4 +1,4 @@
-"""Softmax over a window, the first and a few random blocks of keys; without random ones, Longformer."""
+"""Softmax over a window, the first and a few random blocks of keys. Longformer without random blocks."""
 
 from dataclasses import dataclass
 from typing import Any

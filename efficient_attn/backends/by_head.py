@@ -64,7 +64,7 @@ def _entry(value: Any) -> dict[str, Any]:
 
 
 def parts_of(options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The backends, each with its options, that options name; of `rest` first.
+    """Backends that options name, each with its options, `rest` first.
 
     Raises:
         OptionError, DtypeError: If they name none.
@@ -91,7 +91,7 @@ class ByHeadAttention(nn.Module):
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, key_mask: Tensor | None
     ) -> tuple[Tensor, tuple[Any, ...]]:
-        """The output, and the state of each part; None for a part without heads."""
+        """The output, and the state of each part, None for a part without heads."""
         states = [None] * len(self.parts) if state is None else list(state)
 
         def step(number: int, part: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class ExactOptions:
 def operations(
     problem: AttentionProblem, options: ExactOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
-    """Products of every query with every key; if causal, with the keys up to its own position."""
+    """Products of every query with every key or, if causal, with the keys up to its own position."""
     pairs = visible_pairs(tokens, back=tokens - 1, ahead=0 if problem.causal else tokens - 1)
     return OperationCounts(softmax_matmuls(pairs, problem.head_dim, value_dim))
 

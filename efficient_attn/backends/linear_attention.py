@@ -118,7 +118,7 @@ class RandomFeatures(Float32Buffers):
 
     @torch.no_grad()
     def redraw(self, seed: int) -> None:
-        """Replace the directions by a new draw; earlier states become invalid."""
+        """Replace the directions by a new draw. Earlier states become invalid."""
         whole_number("seed", seed)
         if self.projection.is_meta:
             raise UnsupportedError("redraw: the random features lie on meta; load the model first.")
@@ -181,7 +181,7 @@ class CalibratedFeatures(Float32Buffers):
     def calibrate(
         self, q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None, scale: float
     ) -> None:
-        """Fit the parameters to queries and unmasked keys; earlier states become invalid."""
+        """Fit the parameters to queries and unmasked keys. Earlier states become invalid."""
         inputs = self.random(q, k, k, key_mask, scale)
         x, y = inputs.query_rows(_ALL), inputs.key_rows(_ALL)
         keys = k.shape[0] * k.shape[2] if key_mask is None else int(key_mask.sum())
@@ -206,7 +206,7 @@ class CalibratedFeatures(Float32Buffers):
         return LinearInputs(q, k, v, key_mask, directions, weights.unsqueeze(1), inputs.kind, scale)
 
     def _fit_for(self, kv_heads: int, dtype: torch.dtype) -> Fit:
-        """Fit of each key head; a fit of fewer heads serves groups of neighbouring heads."""
+        """Fit of each key head. A fit of fewer heads serves groups of neighbouring heads."""
         fit = Fit(*(getattr(self, name) for name in Fit._fields))
         heads = fit.curvatures.shape[0]
         if not heads:
@@ -341,7 +341,7 @@ def linear_operations(
     tokens: int,
     value_dim: int,
 ) -> OperationCounts:
-    """Products for features, state and output; if causal, also for the pairs of tokens within a chunk."""
+    """Products for features, state and output and, if causal, for the pairs of tokens within a chunk."""
     directions = 0
     if isinstance(options, RandomFeatureOptions):
         directions = options.num_features // MAPS[kind].per_direction

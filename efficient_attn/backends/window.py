@@ -70,7 +70,7 @@ class WindowAttention(nn.Module):
         return window_attention(q, k, v, scale=scale, back=back, ahead=ahead, key_mask=key_mask, first=keys)
 
     def keys_read(self, q: Tensor, k: Tensor, key_mask: Tensor | None, rows: Tensor) -> Tensor:
-        """Keys of the windows and global tokens, bool [batch 1 rows k_tokens]; later keys count too."""
+        """Keys of the windows and global tokens, bool [batch 1 rows k_tokens], later keys included."""
         keys = torch.arange(k.shape[2], device=k.device)
         offset = keys - (rows[:, None] + k.shape[2] - q.shape[2])
         real = keys.new_ones(k.shape[0], len(keys), dtype=torch.bool) if key_mask is None else key_mask

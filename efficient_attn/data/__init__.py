@@ -1,1 +1,1 @@
-"""Queries, keys and values of a real encoder and a real decoder, with their texts; see PROVENANCE.md."""
+"""Queries, keys and values of a real encoder and a real decoder, with their texts. See PROVENANCE.md."""

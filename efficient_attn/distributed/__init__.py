@@ -60,9 +60,9 @@ def shard(x: Tensor, mesh: DeviceMesh, dim: int, layout: str = "contiguous") -> 
 
 @torch.no_grad()
 def unshard(x: Tensor, mesh: DeviceMesh, dim: int, layout: str = "contiguous") -> Tensor:
-    """The whole sequence on every process, in order, from the tokens of each; it carries no gradient.
+    """Gather the whole sequence on every process, in order, without a gradient.
 
-    A loss is computed from the tokens of each process instead, and needs no whole sequence.
+    Compute a loss from the tokens of each process instead: it needs no whole sequence.
     """
     segments = layout_of(mesh, layout)
     if x.dtype is torch.bool:

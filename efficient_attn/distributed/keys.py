@@ -15,7 +15,7 @@ from efficient_attn.ops.softmax.kv_cache import KVCache, mask_of, summarise_toke
 def attend_keys(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> Tensor:
-    """Attention by a core of (q, k, v, key_mask); causal queries are the last positions of the keys."""
+    """Attention by a core of (q, k, v, key_mask). Causal queries are the last positions of the keys."""
     return _segments(backend, q, *all_keys(k, v, key_mask, layout), layout)
 
 

@@ -18,7 +18,7 @@ from efficient_attn.ops.window.streaming import WindowState, state_of
 def attend_neighbours(
     backend: Backend, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> Tensor:
-    """Attention to a window and global keys; only keys that other ranks need are sent.
+    """Attention to a window and global keys. Only keys that other ranks need are sent.
 
     The core has `attend(q, k, v, key_mask, first)`; the queries are the last positions of the keys, and
     `first` are the global keys of all ranks, aged from the end of the sequence.
@@ -60,7 +60,7 @@ def prefill_neighbours(
 
 
 def _last_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *, tokens: int) -> KVCache:
-    """The cache of the last `tokens` keys of all ranks, on every rank; earlier keys are not sent."""
+    """The cache of the last `tokens` keys of all ranks, on every rank. Earlier keys are not sent."""
     parts = layout.parts(k.shape[-2])
     # The ends of the segments include the end of the sequence, and no rank exchanges an empty tensor.
     ends = [slice(max(part.start, part.stop - max(tokens, 1)), part.stop) for part in parts]
@@ -72,7 +72,7 @@ def _last_keys(k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout, *,
 def _first_keys_of_all(
     backend: Backend, k: Tensor, v: Tensor, key_mask: Tensor | None, layout: Layout
 ) -> AgedKeys | None:
-    """The global keys of all ranks, aged from the end of the sequence; None without global tokens."""
+    """The global keys of all ranks, aged from the end of the sequence, or None without global tokens."""
     count, tokens = backend.options.global_tokens, k.shape[-2]
     if not count:
         return None

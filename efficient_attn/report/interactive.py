@@ -244,7 +244,7 @@ def _look(line: Series, number: int) -> dict[str, Any]:
 
 
 def _axis(axis: Axis, values: Sequence[float], most: int) -> dict[str, Any]:
-    """Axis of plotly with at most so many ticks; a linear one chooses them itself."""
+    """Axis of plotly, with at most `most` ticks if it is logarithmic."""
     unit, ticks, log = axis.show(1.0).lstrip("1").strip(), axis.ticks, axis.scale != "linear"
     low, high = axis.limits or (min(values, default=1.0), max(values, default=1.0))
     if log and not ticks:

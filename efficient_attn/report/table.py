@@ -229,7 +229,7 @@ def _blocks(shown: Sequence[int], columns: Sequence[_Column], width: int) -> lis
 
 
 def right_aligned(table: Table) -> list[bool]:
-    """Columns to right-align; never the first."""
+    """Columns to right-align, never the first."""
     return [
         number > 0 and any(_NUMBER.match(row[number]) for row in table.rows)
         for number in range(len(table.columns))

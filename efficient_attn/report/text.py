@@ -81,7 +81,7 @@ def show_spread(value: float, low: float | None, high: float | None, *, unit: fl
 
 
 def show_ratio(ratio: Typical) -> str:
-    """Cell `3.1×` with its interval, undecided if it is wide or contains 1; one digit without an interval."""
+    """Cell `3.1×` with its interval, undecided if that is wide or contains 1, or one digit without one."""
     if ratio.low is None:
         return f"{float(f'{ratio.median:.1g}'):g}×{UNDECIDED}"
     decided = ratio.side_of_one and not is_wide(*ratio[:3])
@@ -150,7 +150,7 @@ def setting(case: Case) -> str:
 
 
 def heading(case: Case) -> str:
-    """`encoder, layer 1; 512 tokens, 12 heads of 32, float32, 2 CPU threads`."""
+    """Heading of a case: inputs, tokens, heads, dtype and threads."""
     return f"{describe(case.inputs)}; {case.tokens} tokens, {setting(case)}"
 
 
@@ -176,7 +176,7 @@ def calibration_note(records: Iterable[Record]) -> tuple[str, ...]:
 
 
 def flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Nested values as `torch.version` and its text, without unknown values."""
+    """Flatten nested mappings to dotted keys and skip empty values."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{above}{name}.")

@@ -104,7 +104,7 @@ def compare_runs(
 
 
 def _by_case(records: Sequence[Record]) -> dict[str, dict[int, Record]]:
-    """Records of each case, without labels and training seeds; the last of equal cases counts."""
+    """Records of each case, without labels and training seeds. The last of equal cases counts."""
     cases: dict[str, dict[int, Record]] = {}
     for record in records:
         case = record.case
@@ -165,7 +165,7 @@ def _status_change(change: Change, old: _Side, new: _Side) -> Iterator[Change]:
 def _compared(
     change: Change, quantity: Quantity, pairs: Sequence[tuple[Record, Record]], threshold: float
 ) -> Change | None:
-    """Values, their ratio and the verdict; None without usable numbers."""
+    """Values, their ratio and the verdict, or None without usable numbers."""
     samples = [_samples(quantity, [pair[side] for pair in pairs]) for side in (0, 1)]
     count = min(map(len, samples))
     if not count:
@@ -186,7 +186,7 @@ def _compared(
 def _compared_times(
     change: Change, quantity: Quantity, old: Record, new: Record, threshold: float
 ) -> Change | None:
-    """Medians, their ratio over rounds and the verdict; None without usable numbers."""
+    """Medians, their ratio over rounds and the verdict, or None without usable numbers."""
     if quantity.name == "device_time_s":
         old, new = on_device(old), on_device(new)
     before, after, ratio = call_time(old).median, call_time(new).median, time_ratio(old, new)
@@ -198,7 +198,7 @@ def _compared_times(
 
 
 def _samples(quantity: Quantity, records: Sequence[Record]) -> list[float]:
-    """One value per seed, or the draws of the only one; empty if any is no usable number."""
+    """One value per seed, or the draws of a single seed. Empty if any is no usable number."""
     values = [
         call_time(record).median if quantity.scatter == "rounds" else getattr(record, quantity.field)
         for record in records

@@ -123,7 +123,7 @@ def middle(samples: Sequence[float]) -> Middle:
 
 @lru_cache(maxsize=4096)
 def _certainly_outside(count: int) -> int:
-    """Samples outside of the interval on each side; −1 without 95 %."""
+    """Samples outside of the 95 % interval on each side, or −1 if there are too few."""
     # P(m) / P(m − 1) = (count − m + 1) / m
     m = np.arange(1, count // 2 + 1)
     logs = np.concatenate([[0.0], np.cumsum(np.log((count - m + 1) / m))]) - count * math.log(2)
@@ -158,7 +158,7 @@ def time_ratio(record: Record, baseline: Record) -> Typical:
 
 
 def round_times(record: Record) -> Floats:
-    """Median of each round's calls [rounds]; empty if rounds are unknown."""
+    """Median of each round's calls, [rounds], empty if rounds are unknown."""
     times_s, sizes = record.times_s or (), record.round_sizes or ()
     if not sizes or not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) != len(times_s):
         return np.empty(0)

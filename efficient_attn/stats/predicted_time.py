@@ -31,7 +31,7 @@ FEWEST_CALLS = 3
 
 
 class Predicted(NamedTuple):
-    """Prediction with a nominal 95 % interval; None beyond all lengths."""
+    """Prediction with a nominal 95 % interval, or None beyond all lengths."""
 
     value: float | None
     low: float | None
@@ -57,12 +57,12 @@ class TimeModel:
     calls: int
 
     def time_s(self, **sizes: int) -> Predicted:
-        """Predicted time of a call; `sizes` are fields of a case, such as tokens=4096, num_heads=16."""
+        """Predicted time of a call. `sizes` are fields of a case, such as tokens=4096, num_heads=16."""
         value, factor = self._value(sizes), _factor(self.scatter, self.calls)
         return Predicted(value, value / factor, value * factor)
 
     def speed(self, exact: "TimeModel", **sizes: int) -> Predicted:
-        """Predicted speed-up over exact attention; above 1 this backend is faster."""
+        """Predicted speed-up over exact attention. Above 1 this backend is faster."""
         ratio = exact._value(sizes) / self._value(sizes)
         factor = _factor(math.hypot(self.scatter, exact.scatter), min(self.calls, exact.calls))
         return Predicted(ratio, ratio / factor, ratio * factor)
@@ -139,7 +139,7 @@ def crossover(speeds: Mapping[int, Typical | Predicted]) -> Predicted:
 
 
 def _last_rise(places: Floats, values: Floats) -> float | None:
-    """Place from which all values are positive, interpolated linearly; None if the last one is not."""
+    """Place from which all values are positive, interpolated linearly, or None if the last is not."""
     behind = np.flatnonzero(values <= 0)
     if not len(behind):
         return float(places[0])

@@ -39,7 +39,7 @@ def call_cost(
     backward: bool = False,
     item_bytes: int = 4,
 ) -> Cost | None:
-    """Cost of a call of a backend; None if it declares no operations.
+    """Cost of a call of a backend, or None if it declares no operations.
 
     Args:
         problem: Problem with num_heads.

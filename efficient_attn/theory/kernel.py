@@ -162,7 +162,7 @@ def _log_rising(start: float, last: int) -> Floats:
 
 
 def _log_expm1(exponent: Floats) -> Floats:
-    """log(exp(s) − 1) for s ≥ 0; −∞ at 0."""
+    """log(exp(s) − 1) for s ≥ 0, −∞ at 0."""
     with np.errstate(divide="ignore"):
         return exponent + np.log(-np.expm1(-exponent))
 

@@ -225,7 +225,7 @@ class TransformerBlock(nn.Module):
         key_mask: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> tuple[Tensor, BlockState]:
-        """Output of new tokens that follow `state`, and the new state; only if causal.
+        """Output of new tokens that follow `state`, and the new state. Only for causal blocks.
 
         Args:
             context: Context to project and keep in the state; None: the context in the state.

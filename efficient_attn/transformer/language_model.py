@@ -70,7 +70,7 @@ class LanguageModel(nn.Module):
         return self._logits(self.stack(self.embedding(tokens)))
 
     def extend(self, tokens: Tensor, state: StackState | None = None) -> tuple[Tensor, StackState]:
-        """Next-token logits of new tokens that follow `state`, and the new state; for `generate`."""
+        """Next-token logits of new tokens that follow `state`, and the new state, for `generate`."""
         x, state = self.stack.extend(self.embedding(tokens), state)
         return self._logits(x), state
 

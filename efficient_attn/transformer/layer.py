@@ -51,7 +51,7 @@ class LayerState(NamedTuple):
 
 
 class AttentionLayer(nn.Module):
-    """Concat(head_1 … head_h) W_O with head_i = attention(x W_Qi, c W_Ki, c W_Vi); c is x or a context.
+    """Concat(head_1 … head_h) W_O, head_i = attention(x W_Qi, c W_Ki, c W_Vi), with c = x or a context.
 
     Args:
         backend: Name, file.py:object, module or function, as for `build`.
@@ -236,7 +236,7 @@ def check_sequence(name: str, x: Any, model_dim: int) -> None:
 
 
 def check_mask(name: str, mask: Tensor | None, of: str, x: Tensor) -> None:
-    """Refuse a mask of another shape; the backend checks type and dtype."""
+    """Refuse a mask of another shape. The backend checks type and dtype."""
     if isinstance(mask, Tensor) and tuple(mask.shape) != tuple(x.shape[:2]):
         raise ShapeError(
             f"{name} has shape {list(mask.shape)} and belongs to the tokens of {of}: it is bool "

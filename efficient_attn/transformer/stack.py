@@ -1,4 +1,4 @@
-"""Stacks of blocks: encoder, decoder, transformer; the defaults are the base model of Vaswani et al. 2017.
+"""Stacks of blocks: encoder, decoder, transformer. Defaults: the base model of Vaswani et al. 2017.
 
 Stacks map embeddings [batch tokens model_dim] to the same shape. The caller provides the vocabulary, the
 factor √model_dim on embeddings (section 3.4 there) and the shift of a decoder's input by one token.
@@ -76,7 +76,7 @@ class EmbeddingInput(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Stack of TransformerBlocks; with causal=True, the body of a language model.
+    """Stack of TransformerBlocks, with causal=True the body of a language model.
 
     Args:
         backend: Backend, as for `build`, or a list of backends or pairs (backend, options), which the layers
@@ -156,7 +156,7 @@ class Encoder(nn.Module):
         key_mask: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """x [batch tokens model_dim] to the same shape; masks are bool, True for a real token.
+        """Map x [batch tokens model_dim] to the same shape. Masks are bool, True for a real token.
 
         Args:
             context: [batch context_tokens model_dim], the output of another stack, for cross-attention.
@@ -182,7 +182,7 @@ class Encoder(nn.Module):
         key_mask: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> tuple[Tensor, StackState]:
-        """Output of new tokens that follow `state`, and the new state; only if causal.
+        """Output of new tokens that follow `state`, and the new state. Only for causal stacks.
 
         Args:
             context: Context to project and keep in the state; None: the context in the state.
@@ -197,7 +197,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(Encoder):
-    """Causal Encoder whose blocks read a context; its other arguments are the same."""
+    """Causal Encoder whose blocks also read a context."""
 
     def __init__(
         self,

@@ -249,7 +249,7 @@ def _forward_served(module: nn.Module, before: Callable[..., Any] | None, *args:
 
 
 def _no_change(module: nn.Module, args: Any) -> None:
-    """Hook that keeps an enclosing nn.TransformerEncoderLayer from its fused path; copies pickle it."""
+    """Hook that keeps an enclosing nn.TransformerEncoderLayer from its fused path. Copies pickle it."""
 
 
 def _replicate(module: nn.Module, before: Callable[..., Any] | None) -> nn.Module:

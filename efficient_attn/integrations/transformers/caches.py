@@ -93,7 +93,7 @@ class StateLayer(CacheLayerMixin):
         return out
 
     def _follow(self, text: Tensor | None, past: int, name: str) -> None:
-        """Hide earlier tokens that a later mask hides; compiled code refuses such a mask."""
+        """Hide earlier tokens that a later mask hides. Compiled code refuses such a mask."""
         read, self.read = self.read, text
         mask = text if read is None else read
         # All layers of a step have the same masks, and the first layer compares them.
@@ -144,7 +144,7 @@ class StateLayer(CacheLayerMixin):
 
 
 def _changed(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The state with all its tensors changed; that of several backends holds one state for each."""
+    """Apply `change` to all tensors of a state, or of the states of several backends."""
     if state is None or isinstance(state, Tensor):
         return state if state is None else change(state)
     parts = [_changed(part, change) for part in state]

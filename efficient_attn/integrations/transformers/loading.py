@@ -220,7 +220,7 @@ def refuse_tensors(path: Path, what: str, names: Any) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Files of the weights, which are no pickles; other files that are read have a limit."""
+    """Paths of the safetensors of a model. Checks their headers and the size of its text files."""
     if not path.is_dir():
         raise DataError(
             f"{path} is not a folder. Models are read from local folders; download a model of the Hub by "
