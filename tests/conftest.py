@@ -24,10 +24,7 @@ OF_A_KIND = {
 
 @pytest.fixture
 def short_decoder(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Number of tokens to which the shipped decoder is cut, half of them in its shorter layer.
-
-    Its beginning is a sequence of its own.
-    """
+    """Number of tokens to which the shipped decoder is cut, half of them in its shorter layer."""
     from efficient_attn.measure import inputs
     from efficient_attn.measure.inputs import SHIPPED, Activations, Captured, shipped
 

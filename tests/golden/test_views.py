@@ -1,7 +1,4 @@
-"""Stored runs show the stored tables, sentences and plots.
-
-`python tests/golden/test_views.py` stores them after a change on purpose.
-"""
+"""Stored runs show the stored tables, sentences and plots. As a script, this file stores them anew."""
 
 from pathlib import Path
 from typing import Any

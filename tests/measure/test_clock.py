@@ -72,10 +72,7 @@ FLUSH_S, CLOCK_HZ = 85e-6, 2e9
 
 
 class Device:
-    """A CUDA device with a stream that works in order, and a host that runs ahead of it; times in seconds.
-
-    Every use of the device is written down in `told`.
-    """
+    """CUDA device with an in-order stream, and a host that runs ahead of it. `told` lists every use."""
 
     def __init__(self, monkeypatch):
         self.host_s = self.stream_s = 0.0

@@ -59,10 +59,7 @@ def test_the_error_of_rare_directions_follows_from_the_kurtosis(square):
 
 
 def integrated_pair_moment(kind, square, head_dim, a=0.0):
-    """E[X₁X₂]/SM² from its definition: over both lengths, and over two coordinates of a unit vector.
-
-    OPRF has one exponent `a` for all axes.
-    """
+    """E[X₁X₂]/SM² from its definition: over both lengths, and over two coordinates of a unit vector."""
     radii, weights = roots_legendre(150)
     radii = (radii + 1) / 2 * (np.sqrt(head_dim) + np.sqrt(square) + 14)
     weights = weights * np.exp((head_dim - 1) * np.log(radii) - radii**2 / 2)
