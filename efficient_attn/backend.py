@@ -1,4 +1,4 @@
-"""A built backend: the module of an attention, and the checks of its inputs that all backends share."""
+"""Built backends: modules that check their inputs and compute attention."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -29,7 +29,7 @@ _NO_KERNEL = "has no features that estimate the softmax kernel; 'performer-posit
 
 
 class Backend(nn.Module):
-    """Maps queries, keys and values to the output of the attention that it was built for.
+    """Module that maps queries, keys and values to the output of attention.
 
     Attributes:
         spec: Name, capabilities and options of the attention.
@@ -54,7 +54,7 @@ class Backend(nn.Module):
             k: [batch kv_heads k_tokens head_dim]; kv_heads divides heads.
             v: [batch kv_heads k_tokens value_dim].
             key_mask: bool [batch k_tokens], True for a real token.
-            unknown: Refused, with the name of the argument in this package.
+            unknown: Arguments of other libraries, refused with their names in this package.
 
         Raises:
             ShapeError: If shapes or devices differ from each other or from the problem.
@@ -78,8 +78,8 @@ class Backend(nn.Module):
 
         Prefill is a call with state None, a decoding step a call with one token; `key_mask`
         covers the new tokens. States are never modified, so a state may be extended twice. Inside
-        `context_parallel`, a prefill returns the output of the own tokens and the state after the tokens of
-        all processes.
+        `context_parallel`, a prefill returns the output of this process's tokens and the state after the
+        tokens of all processes.
 
         Raises:
             UnsupportedError: If the backend was not built causal or cannot stream.
@@ -193,7 +193,7 @@ class Backend(nn.Module):
 
     @property
     def supports_cross(self) -> bool:
-        """Whether keys may be of another sequence, for all backends of `by-head` too."""
+        """Whether keys may come from another sequence. All backends of `by-head` must support it."""
         parts = (part for part in self.modules() if isinstance(part, Backend))
         return all(part.spec.capabilities.cross for part in parts)
 
@@ -268,7 +268,7 @@ def check_inputs(
 
 
 def _check_whole(**tensors: Any) -> None:
-    """Refuse shards of a sequence that is distributed over processes, by context_parallel or in a DTensor."""
+    """Refuse shards of a sequence, held by context_parallel or in a DTensor."""
     sdpa = F.scaled_dot_product_attention
     # Other packages replace the function by a faster kernel for the same tensors.
     if sdpa is not _SDPA and str(sdpa.__module__).startswith("torch.distributed."):
@@ -369,7 +369,7 @@ def _check_mask(spec: BackendSpec, key_mask: Any, k: Tensor) -> None:
 
 
 def _check_devices(backend: Backend, q: Tensor) -> None:
-    """Refuse parameters and buffers of a backend on another device than the queries."""
+    """Refuse a backend whose parameters or buffers are not on the device of the queries."""
     for path, module in backend.named_modules():
         # Accelerate's hook moves the tensors of its module when the module is called.
         if "_hf_hook" in module.__dict__:

@@ -31,7 +31,7 @@ def contained() -> Iterator[None]:
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """Build a backend to check its options: a value that never works is the only error that passes.
+    """Context for trial builds, in which only errors of option values pass.
 
     An unsupported request and errors of external code are results, recorded where they are measured.
     """

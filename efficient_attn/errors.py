@@ -73,7 +73,7 @@ class UnsupportedError(AttentionError, NotImplementedError):
 
 
 class CalibrationError(AttentionError, RuntimeError):
-    """A backend that requires calibration was called before it."""
+    """A backend that requires calibration was called without it."""
 
 
 class DataError(AttentionError, ValueError):
@@ -88,8 +88,8 @@ class IncompleteError(AttentionError, RuntimeError):
     """The budget of a run ended before a baseline and one candidate were measured.
 
     Attributes:
-        results: What was measured until then; `records` are its records.
-        folder: Folder of the run; None: it has none.
+        results: Results measured until then.
+        folder: Folder of the run, or None.
     """
 
     def __init__(self, message: str, *, results: Any, folder: Path | None) -> None:
@@ -99,7 +99,7 @@ class IncompleteError(AttentionError, RuntimeError):
 
 @contextmanager
 def naming_missing(user: str) -> Iterator[None]:
-    """Context in which the import of a package that is not installed is an error that names `user`.
+    """Context that turns a failed import into an error that names the package and its `user`.
 
     Raises:
         MissingPackageError: In place of a ModuleNotFoundError.

@@ -1,4 +1,4 @@
-"""External attention: a function or module in a file or a plug-in, with the signature of its library."""
+"""External attention: functions and modules from files and plug-ins."""
 
 import importlib
 import importlib.util
@@ -36,7 +36,7 @@ CODE: dict[str, str] = {}
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, problem: AttentionProblem) -> dict[str, Any]:
-    """f(q, k, v), with key_mask= and causal= where they are wanted."""
+    """Call f(q, k, v), with key_mask= and causal= if the call has them."""
     options: dict[str, Any] = {} if mask is None else {"key_mask": mask}
     return {**options, "causal": True} if problem.causal else options
 
@@ -102,7 +102,7 @@ def spec_of(thing: Any, *, name: str | None = None) -> BackendSpec:
     """The spec of a BackendSpec, a built backend, a registered builder, a module or a function.
 
     Raises:
-        DtypeError: If the object is none of these.
+        DtypeError: If the object is of another kind.
     """
     if isinstance(thing, BackendSpec):
         return thing
@@ -137,7 +137,7 @@ def is_address(name: str) -> bool:
 
 
 def label_of(address: str) -> str:
-    """The address without folders, which are specific to one machine."""
+    """An address without its folders, which differ between machines."""
     place, _, attribute = address.rpartition(":")
     return f"{Path(place).name}:{attribute}"
 
@@ -160,7 +160,7 @@ def object_at(address: str, *, role: str = "a backend") -> tuple[str, Any]:
     """The file or module of an address, and the object. Runs that file.
 
     Args:
-        role: The object's part, named if there is no such file.
+        role: Noun for the object in the error message on a missing file.
 
     Raises:
         DataError: If there is no such file or module, or it cannot be imported.
@@ -201,9 +201,9 @@ def adapt(
     exact: bool = False,
     backward: bool = True,
 ) -> BackendSpec:
-    """The spec of a function with the signature of another library, with the declared promises.
+    """Wrap a function with another library's signature as a backend spec.
 
-    Capabilities that are not declared stay unknown: checks that need them are not made.
+    Undeclared capabilities stay unknown, and checks that need them are skipped.
 
     Args:
         function: f(q, k, v, …), or its address file.py:object.
@@ -211,9 +211,9 @@ def adapt(
             "flash-attn" (flash_attn_func).
         causal: Whether causality is promised.
         key_mask: Whether key masks are promised.
-        cross: Whether another number of keys than of queries is promised.
-        grouped: Whether the function takes fewer key heads itself; otherwise they are repeated for it.
-        exact: Whether the output is promised to be that of softmax attention.
+        cross: Whether cross-attention is promised, with any number of keys.
+        grouped: Whether the function supports grouped queries. Otherwise key heads are repeated for it.
+        exact: Whether the output is promised to equal softmax attention.
         backward: Whether gradients are promised.
 
     Raises:
@@ -266,7 +266,7 @@ def register(
     Backends with options, parameters or states are registered by `efficient_attn.registry.register`.
 
     Args:
-        causal, key_mask, cross, exact: Promises, as of `adapt`.
+        causal, key_mask, cross, exact: Promises, as for `adapt`.
 
     Raises:
         RuntimeError: If another function or builder has the name.

@@ -24,7 +24,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file.
 
     Raises:
-        OSError: If it is something else, or cannot be opened.
+        OSError: If it is no regular file, or cannot be opened.
     """
     # Reading a pipe or a device may take for ever.
     if path.exists() and not (path.is_file() or path.is_dir()):
@@ -47,7 +47,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def check_header(path: Path, *, most: int | None = None, hint: str = "") -> None:
-    """Refuse a file that is no safetensors file or exceeds a limit, before the library reads it.
+    """Refuse an invalid or too large safetensors file before the library reads it.
 
     Args:
         most: Largest size of the file; None: unlimited.
@@ -71,7 +71,7 @@ def read_object(text: bytes | str, source: str) -> dict[str, Any]:
     """Parse a JSON object. `source` names the input in error messages.
 
     Raises:
-        DataError: If it is something else, or holds a number that is not finite.
+        DataError: If it is no JSON object, or holds a number that is not finite.
     """
     # The conformance suite runs without msgspec.
     import msgspec

@@ -61,7 +61,7 @@ def option(
 
 
 def recorded(options: Any) -> dict[str, Any]:
-    """Options by name, as cases and checkpoints hold them."""
+    """Options by name, as stored in cases and checkpoints."""
     return {
         item.name: value
         for item in fields(options)

@@ -15,7 +15,7 @@ class Capabilities:
 
     Attributes:
         causal: Whether causal=True is supported.
-        cross: Whether keys of another sequence, of another length, are supported (cross-attention).
+        cross: Whether keys may come from another sequence, of any length (cross-attention).
         key_mask: Whether a key mask is supported.
         streaming: Whether `extend` carries a state from call to call; None: `causal`.
         exact: Whether outputs equal softmax attention up to rounding.
@@ -78,12 +78,12 @@ class BackendSpec:
         operations: Function of (problem, options, tokens, value_dim) that returns the operation counts of one
             head's forward pass, or None where a calibration decides; None: unknown.
         paper: Address of the paper.
-        formula: Its definition in one line of text; `efficient_attn.ops.naive` holds all of them as code.
-        also: Settings of further variants, which comparisons measure beside the default unless backends are
-            named.
-        outside: Whether it wraps a function without a table of capabilities: undeclared ones are unknown.
+        formula: Definition in one line of text. `efficient_attn.ops.naive` holds all definitions as code.
+        also: Settings of further variants, which comparisons without named backends measure along with the
+            default.
+        outside: Whether it wraps a function whose undeclared capabilities are unknown.
         function: Registered function of q, k and v; None: a builder is registered.
-        composed: Whether it is made of other backends, which its options name; listings leave it out.
+        composed: Whether its options name the backends that it combines. Listings leave it out.
         compared: Whether comparisons measure it unless backends are named.
     """
 

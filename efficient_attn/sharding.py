@@ -44,7 +44,7 @@ def whole_tokens(tokens: int) -> int:
 
 
 def at_positions(apply: Callable[[Tensor, int], Tensor], x: Tensor, start: int) -> Tensor:
-    """`apply(x, start)`, on every segment of this rank from its position in the sequence.
+    """Apply a function to every segment of this rank, with the segment's position in the sequence.
 
     Args:
         apply: Function of [… tokens dim] and the position of the first token.

@@ -91,12 +91,12 @@ def check(
 def replay(
     backend: Any, check: str, case: Mapping[str, Any], *, seed: int = 0
 ) -> tuple[Inputs, list[Finding]]:
-    """The inputs q, k, v and key mask of a counterexample, and the comparisons that the check makes there.
+    """Inputs (q, k, v, key mask) of a counterexample, and the comparisons of the check on them.
 
     Args:
         backend: As for `check`.
         case: `case` of the record of a broken promise.
-        seed: Seed of the run that found it.
+        seed: Seed of the run with the counterexample.
 
     Raises:
         UnknownNameError: If the backend or the check does not exist.

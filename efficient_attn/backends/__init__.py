@@ -1,4 +1,4 @@
-"""Backends, a kind in each file. A file in this folder is imported, and registers its backends."""
+"""Backends, one kind per file. Every file in this folder is imported and registers its backends."""
 
 import importlib
 import pkgutil
@@ -28,7 +28,7 @@ def list_backends(*, causal: bool | None = None) -> tuple[str, ...]:
 
 
 def compared_backends() -> list[str]:
-    """Names of the backends that comparisons with softmax attention measure unless backends are named."""
+    """Names of the backends that comparisons with softmax attention measure by default."""
     specs = map(spec, list_backends())
     return [x.name for x in specs if x.compared and x.capabilities.approximates_softmax]
 

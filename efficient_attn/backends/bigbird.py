@@ -42,7 +42,7 @@ class BigBirdOptions:
 
 
 class BigBird(nn.Module):
-    """Attention to the blocks of a window, to the first blocks and to random ones, which all heads share."""
+    """Attention to the blocks of a window, the first blocks and random blocks, the same in all heads."""
 
     def __init__(self, problem: AttentionProblem, options: BigBirdOptions) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def _mixed(x: Any) -> Any:
 def operations(
     problem: AttentionProblem, options: BigBirdOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
-    """Products of every query with the keys of its blocks, all random blocks counted as full."""
+    """Products of every query with the keys of its blocks. Random blocks count as full."""
     size, total, pairs = options.block, -(-tokens // options.block), 0
     for number in range(total):
         rows = min(size, tokens - number * size)

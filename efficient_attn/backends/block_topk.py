@@ -33,12 +33,12 @@ class BlockTopKOptions:
 
 
 class BlockCache(NamedTuple):
-    """KV cache, and the sums of `ops.blocks.Sums` over the tokens of each block, from the first real one on.
+    """KV cache, and `ops.blocks.Sums` over the tokens of each block, from the first real token on.
 
     Attributes:
         k: [batch kv_heads tokens head_dim], zero where masked.
         v: [batch kv_heads tokens value_dim], zero where masked.
-        key_mask: bool [batch tokens], as of `KVCache`.
+        key_mask: bool [batch tokens], as in `KVCache`.
         sum_q: [batch heads blocks head_dim].
         sum_k: [batch kv_heads blocks head_dim+1].
     """

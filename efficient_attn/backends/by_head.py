@@ -1,4 +1,4 @@
-"""A backend for each key head: retrieval heads stay exact, and heads that stream keep a window."""
+"""A backend per key head: for example exact for retrieval heads, a window for the others."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -67,7 +67,7 @@ def parts_of(options: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Backends that options name, each with its options, `rest` first.
 
     Raises:
-        OptionError, DtypeError: If they name none.
+        OptionError, DtypeError: If they name no backends.
     """
     parsed = ByHeadOptions(**options)
     return [parsed.rest, *parsed.heads.values()]
@@ -128,7 +128,7 @@ class ByHeadAttention(nn.Module):
         return not any(part.needs_calibration for part in self.parts)
 
     def calibrate(self, q: Tensor, k: Tensor, v: Tensor | None, key_mask: Tensor | None) -> None:
-        """Calibrate the parts that can be, each on the heads of its group."""
+        """Calibrate the parts that have `calibrate`, each on the heads of its group."""
 
         def fit(number: int, part: Backend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if hasattr(part.core, "calibrate"):
@@ -138,7 +138,7 @@ class ByHeadAttention(nn.Module):
         self._attend(q, k, k if v is None else v, fit)
 
     def redraw(self, seed: int) -> None:
-        """Draw the random features of the parts that have some anew."""
+        """Redraw the random features of all parts that have random features."""
         from efficient_attn import backends
 
         for part, part_seed in zip(self.parts, backends.spawn_seeds(seed, len(self.parts)), strict=True):
@@ -147,7 +147,7 @@ class ByHeadAttention(nn.Module):
 
 
 def _take(x: Tensor, heads: list[int], size: int) -> Tensor:
-    """The heads of a group, `size` of x for each: a view where they are neighbours, otherwise a copy."""
+    """Heads of x [batch heads tokens dim] that belong to a group, `size` per member. A view if adjacent."""
     first, last = heads[0], heads[-1]
     if last - first + 1 == len(heads):
         return x[:, first * size : (last + 1) * size]

@@ -1,4 +1,4 @@
-"""Softmax over the keys with the largest scores: the most weight that so many keys can hold."""
+"""Softmax over the keys with the largest scores: an upper bound on the weight of that many keys."""
 
 from dataclasses import dataclass
 
@@ -70,14 +70,14 @@ class OracleTopK(nn.Module):
 
 
 def _wide(x: Tensor) -> Tensor:
-    """`x` in float64, where there is one: rounding should not decide which key is the last."""
+    """`x` in float64 where the device has it, so that rounding does not decide which key is the last."""
     return upcast(x) if x.device.type in WITHOUT_FLOAT64 else x.double()
 
 
 def operations(
     problem: AttentionProblem, options: OracleTopKOptions, tokens: int, value_dim: int
 ) -> OperationCounts:
-    """Products of every query with every key, as of `exact-dense`."""
+    """Products of every query with every key, as for `exact-dense`."""
     return dense_operations(problem, ExactOptions(), tokens, value_dim)
 
 

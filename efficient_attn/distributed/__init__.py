@@ -39,7 +39,7 @@ def context_parallel(mesh: DeviceMesh, *, layout: str = "contiguous") -> Abstrac
 
 
 def shard(x: Tensor, mesh: DeviceMesh, dim: int, layout: str = "contiguous") -> Tensor:
-    """A copy of the tokens of this process, out of a whole sequence that every process has.
+    """Copy this process's tokens out of a whole sequence.
 
     Args:
         dim: Axis of the tokens: 2 for q, k and v, 1 for a key mask, token ids and embeddings.

@@ -1,4 +1,4 @@
-"""Calls of backends inside `context_parallel`: checks that all ranks call alike, then the exchange."""
+"""Calls of backends inside `context_parallel`: agreement of all ranks, then the exchange."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -85,7 +85,7 @@ def exchange_of(backend: Backend) -> Exchange:
     """The exchange of a backend between ranks.
 
     Raises:
-        UnsupportedError: If the backend has none.
+        UnsupportedError: If the backend has no exchange.
     """
     kind = backend.spec.capabilities.sharded
     if kind is None:
@@ -102,7 +102,7 @@ def check_segments(backend: Backend, q: Tensor, k: Tensor, layout: Layout) -> No
 
     Raises:
         ShapeError: If the segments of a rank do not divide its tokens.
-        UnsupportedError: If causal queries are not the keys' tokens.
+        UnsupportedError: If causal queries and keys are different tokens.
     """
     for name, x in (("q", q), ("k", k)):
         if x.shape[2] % len(layout.local):
@@ -143,7 +143,7 @@ def check_agreeing(
     Raises:
         UnsupportedError: If the backend has no exchange between ranks.
         ShapeError: If the description of this call differs from the description on another rank.
-        UnsupportedError: If parameters or buffers of the backend do.
+        UnsupportedError: If parameters or buffers of the backend differ.
     """
     exchange_of(backend)
     device = q.device if isinstance(q, Tensor) else torch.get_default_device()
@@ -172,7 +172,7 @@ def check_agreeing(
 
 
 def _description(backend: Backend, tensors: dict[str, Any], layout: Layout) -> str:
-    """A call, as far as ranks have to agree on it."""
+    """Properties of a call on which ranks have to agree."""
     inputs = ", ".join(f"{name} {_show(x)}" for name, x in tensors.items() if x is not None)
     options = ", ".join(f"{name}={value}" for name, value in vars(backend.options).items())
     causal = "causal" if backend.problem.causal else "full"

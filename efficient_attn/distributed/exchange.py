@@ -39,7 +39,7 @@ def all_tokens(x: Tensor, dim: int, layout: Layout) -> Tensor:
 
 
 def moved(x: Tensor, sent: list[int], received: list[int], layout: Layout) -> Tensor:
-    """Rows from every rank, `received[i]` from rank i, in exchange for `sent[i]` consecutive rows of x."""
+    """Exchange rows of x: send `sent[i]` consecutive rows to rank i, receive `received[i]` from it."""
     return _Moved.apply(x, sent, received, layout)
 
 

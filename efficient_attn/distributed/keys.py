@@ -1,4 +1,4 @@
-"""Attention of the tokens of a rank to the keys of all ranks, which every rank receives."""
+"""Attention of a rank's tokens to all keys, gathered on every rank."""
 
 from functools import partial
 
@@ -32,9 +32,9 @@ def attend_clusters(
 ) -> Tensor:
     """Attention to near keys and clusters.
 
-    All ranks have the clusters of one process, and compute the rows of their queries alone. The core takes
-    the positions of the queries, consecutive in each range, and the sum over ranks, for the moments of all
-    queries; the first key is real where any is.
+    Every rank computes the same clusters as a single process, and the rows of its own queries. The core takes
+    the positions of the queries, as consecutive ranges, and a sum over ranks for the moments of all queries.
+    The first key is real unless all keys are masked.
     """
     k, v, key_mask = all_keys(k, v, key_mask, layout)
     attend = partial(backend.core, total=partial(total, layout=layout))
@@ -73,7 +73,7 @@ def _segments(
 
 
 def _turned(positions: list[range], start: int, tokens: int) -> list[range]:
-    """Positions after the first `start` of all tokens were moved to the end."""
+    """Positions after the first `start` tokens of the sequence have moved to its end."""
     turned = []
     for part in positions:
         cut = min(max(start, part.start), part.stop)

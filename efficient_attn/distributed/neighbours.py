@@ -120,7 +120,7 @@ def with_neighbours(x: Tensor, back: int, ahead: int, layout: Layout) -> list[Te
 
 
 class _Run(NamedTuple):
-    """Consecutive positions that a rank needs of another.
+    """Consecutive positions that one rank needs from another.
 
     Attributes:
         segment: Index of the segment that needs them, among the segments of its rank.
@@ -132,7 +132,7 @@ class _Run(NamedTuple):
 
 
 def _runs(layout: Layout, reader: int, owner: int, tokens: int, back: int, ahead: int) -> list[_Run]:
-    """Tokens of `owner` that `reader` needs, in an order that both know."""
+    """Tokens of `owner` that `reader` needs, in the same order on both ranks."""
     end = tokens * layout.ranks
     runs = []
     for segment, near in enumerate(layout._replace(rank=reader).positions(tokens)):

@@ -1,4 +1,4 @@
-"""Attention by sums over ranks, whose size does not depend on the number of tokens.
+"""Attention by sums over ranks, of a size independent of the number of tokens.
 
 Full linear attention reads the sum of the states of all ranks, and causal attention starts each segment from
 the sum over earlier segments. Gradients with respect to the sums of a state go back the same way. Linformer
@@ -100,7 +100,7 @@ def states_before(states: list[LinearState], layout: Layout) -> list[LinearState
 
 
 def _merged(rows: Tensor, like: LinearState) -> LinearState:
-    """The state of several, or of none, that are packed in rows."""
+    """Merge states that are packed in rows. No rows give the empty state."""
     sums, log_scale = rows.split([like.sums.numel(), like.log_scale.numel()], dim=1)
     sums = sums.unflatten(1, like.sums.shape)
     log_scale = log_scale.detach().unflatten(1, like.log_scale.shape)

@@ -63,7 +63,7 @@ def draw(plot: Plot, *, ax: Any = None) -> list[Any]:
         ax: Axes for the only chart, instead of a new figure.
 
     Raises:
-        OptionError: `ax` with several charts.
+        OptionError: If `ax` is passed for several charts.
     """
     from matplotlib import rc_context
 
@@ -153,7 +153,7 @@ def _write_texts(figure: Any, plot: Plot, *, legend: bool) -> int:
 
 
 def _names_fit(row: Sequence[Chart | None]) -> bool:
-    """Whether the names of lines can stand at their right ends, in place of a legend."""
+    """Whether the names of lines fit at their right ends, in place of a legend."""
     (chart, *others) = row
     if others or chart is None or chart.draw is not None or not chart.series:
         return False
@@ -202,7 +202,7 @@ def _wrapped(text: str, inches: float, size: float) -> str:
 
 
 def _draw_chart(ax: Any, chart: Chart, width: float, height: float) -> None:
-    """Draw a chart on axes of about this size in inches."""
+    """Draw a chart on axes of about `width` × `height` inches."""
     for name, axis in (("x", chart.x), ("y", chart.y)):
         if axis.scale != "linear":
             ax.set(**{f"{name}scale": "log"})

@@ -46,7 +46,7 @@ class Series(NamedTuple):
         x: Empty for a horizontal line at the only `y`; likewise `y` is empty for a vertical line.
         style: Keyword arguments of matplotlib's `plot`.
         low, high: Edges of an interval; None leaves a gap.
-        bars: The interval is drawn as error bars, not as a band.
+        bars: Whether the interval is drawn as error bars, not as a band.
         hints: Status of each point on interactive pages; empty: all are measured.
     """
 
@@ -66,8 +66,8 @@ class Axis(NamedTuple):
     Attributes:
         scale: `linear`, `log` (decades) or `log2` (powers of two).
         show: Text of a tick.
-        ticks: Places, thinned to the room there is, or {place: text}, kept as they are.
-        limits: The ends; the first is larger on an inverted axis.
+        ticks: Places, thinned to fit, or {place: text}, drawn as they are.
+        limits: Ends of the axis. The first is larger on an inverted axis.
     """
 
     label: str = ""
@@ -87,7 +87,7 @@ class Chart(NamedTuple):
     Attributes:
         notes: Lines below the title.
         height: Inches, at full width; None follows the width.
-        draw: Draws on the matplotlib axes whatever is no series.
+        draw: Function that draws parts other than series on the matplotlib axes.
     """
 
     x: Axis

@@ -34,11 +34,11 @@ _CONTROL = re.compile(
 
 
 class Table(NamedTuple):
-    """Plain text in rows, which the first column names.
+    """Table of plain text. The first column names the rows.
 
     Attributes:
-        columns: `quantity, unit`: the heading has two rows.
-        rows: Cells; a tab separates a value from its interval, which terminals do not show.
+        columns: Headings. `quantity, unit` takes two rows.
+        rows: Cells. A tab separates a value from its interval, which terminals omit.
         best, worse: Cells (row, column) of the best values, and of values worse than uniform attention.
     """
 
@@ -59,8 +59,7 @@ class Table(NamedTuple):
     ) -> "Table":
         """Copy with the best values of these columns marked.
 
-        Baselines have no best error or score. An error or score is marked that is worse than the one of
-        uniform attention.
+        Baselines have no best error or score. Marks errors and scores worse than uniform attention's.
         """
         best, worse = list(self.best), list(self.worse)
         kinds = ((errors, min, True), (scores, max, True), (costs, min, False), (speeds, max, False))
@@ -130,7 +129,7 @@ def to_html(table: Table) -> str:
 
 
 def to_rich(table: Table, width: int) -> Any:
-    """Table for a terminal, with columns that do not fit in blocks below, which repeat the rows' names."""
+    """Table for a terminal. Columns that do not fit follow in blocks that repeat the names of the rows."""
     from rich import box
     from rich.console import Group
     from rich.table import Table as RichTable
@@ -188,7 +187,7 @@ def _columns(table: Table) -> list[_Column]:
 
 
 def dropped_columns(table: Table, width: int) -> dict[int, str]:
-    """{column: value} of columns alike in all rows: always if not measured, else if the table is too wide."""
+    """{column: value} of columns to drop: unmeasured, or constant in a table that is too wide."""
     if len(table.rows) < 2:
         return {}
     wide = sum(column.width for column in _columns(table)) > width + 1
@@ -201,7 +200,7 @@ def dropped_columns(table: Table, width: int) -> dict[int, str]:
 
 
 def dropped_words(table: Table, dropped: Mapping[int, str]) -> list[str]:
-    """Lines above a table that name the columns which it leaves out."""
+    """Lines above a table that name its dropped columns."""
     pairs = [(plain(table.columns[number]), value) for number, value in dropped.items()]
     unmeasured = [name.partition(", ")[0] for name, value in pairs if value == NOT_MEASURED]
     same = [f"{name} {value}" for name, value in pairs if value != NOT_MEASURED]

@@ -63,7 +63,7 @@ def edges(
 
 
 def interval_words(value: float, low: float | None, high: float | None) -> str:
-    """`5.5 to 12`, or that the interval is wider than a factor of 3."""
+    """`5.5 to 12`, or a remark that the interval is wider than a factor of 3."""
     if low is None or high is None:
         return ""
     if is_wide(value, low, high):
@@ -163,7 +163,7 @@ def failure_notes(records: Iterable[Record]) -> tuple[str, ...]:
 
 
 def skipped_note(count: int) -> str:
-    """Remark on so many points beyond the budget."""
+    """Remark on skipped points, with the way to continue."""
     return f"{count} point{'s' * (count > 1)} skipped (budget). Continue: --resume with a larger --budget."
 
 

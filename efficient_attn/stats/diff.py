@@ -1,8 +1,8 @@
 """Comparison of two runs case by case: regressions and improvements of every quantity.
 
-Times are compared by `time_ratio`, whose interval holds the shift between runs. Draws of random features and
-trainings from several seeds are compared pair by pair, by Student's 95 % interval of the mean difference. All
-other numbers are reproduced by their case and compared exactly.
+Times are compared by `time_ratio`, whose interval includes the shift between runs. Draws of random features
+and trainings from several seeds are compared pair by pair, by Student's 95 % interval of the mean difference.
+All other numbers are reproduced by their case and compared exactly.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +86,7 @@ def compare_runs(
     """Compare cases present in both runs.
 
     Args:
-        thresholds: By quantity or by kind of record, the relative change that matters.
+        thresholds: Smallest relative change that matters, by quantity or by kind of record.
     """
     before, after = _by_case(old), _by_case(new)
     name = namer([_case(side) for side in (*before.values(), *after.values())])
@@ -149,7 +149,7 @@ def _changes(old: _Side, new: _Side, name: Namer, thresholds: Mapping[str, float
 
 
 def _status_change(change: Change, old: _Side, new: _Side) -> Iterator[Change]:
-    """Failures on a single side are a change for the worse or the better."""
+    """Change of status: a failure on one side alone is a regression or an improvement."""
     failed = [[record for record in side.values() if record.status != "ok"] for side in (old, new)]
     statuses = [records[0].status if records else "ok" for records in failed]
     if statuses[0] == statuses[1]:

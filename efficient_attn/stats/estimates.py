@@ -5,7 +5,7 @@ one. Each round therefore counts once, by the median of its calls, and Student's
 interval. Neighbouring rounds may be correlated, which a handful of rounds cannot show: the interval is wide
 enough for a first-order autoregression with a correlation of 0.7, and conservative for independent rounds.
 
-Rounds do not show the shift that all calls of a case share in one run, such as that of where its memory lies.
+Rounds do not show the shift that all calls of a case share in one run, for example by its place in memory.
 A shift of 3 %, one standard deviation, is added to the rounds: the log half-width h becomes
 √(h² + (1.96 · 0.03)²), and of a ratio, with a shift in both times, √(h² + 2 (1.96 · 0.03)²).
 """
@@ -131,7 +131,7 @@ def _certainly_outside(count: int) -> int:
 
 
 def call_time(record: Record) -> Typical:
-    """Time of a call: median over rounds of each round's median."""
+    """Time of a call: median over rounds of the median of each round."""
     times_s, rounds = record.times_s or (), round_times(record)
     if not len(rounds):
         return Typical(middle(times_s).median, None, None, len(times_s))
@@ -173,7 +173,7 @@ def round_times(record: Record) -> Floats:
 
 
 def _typical(rounds: Floats, shift: float) -> Typical:
-    """Median with an interval symmetric in the logarithm, at least `shift` wide, from enough rounds."""
+    """Median with an interval symmetric in the logarithm and at least `shift` wide, if rounds suffice."""
     centre = median(rounds.tolist())
     if len(rounds) < FEWEST_ROUNDS:
         return Typical(centre, None, None, len(rounds))
@@ -241,7 +241,7 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
 
 
 def speed_ups(all_curves: Sequence[Curve]) -> list[SpeedUp]:
-    """Speed-ups of all curves of times with the only curve of exact attention in their setting."""
+    """Speed-ups of all curves of times over exact attention in the same setting."""
     cases = [(curve, curve.points[0].record.case) for curve in all_curves]
     # The label names the execution.
     fields = (*_MAY_DIFFER, "execution")
@@ -286,7 +286,7 @@ def by_clock(records: Sequence[Record]) -> dict[str, Sequence[Record]]:
 
 
 def namer(cases: Sequence[Case]) -> Namer:
-    """Names from the label and the fields that differ between cases."""
+    """Function that names a case by its label and the fields that differ between these cases."""
     differ = [field for field in _MAY_DIFFER if len({str(getattr(case, field)) for case in cases}) > 1]
     return lambda case: ", ".join(filter(None, [case.label, *(_say(case, field) for field in differ)]))
 
@@ -299,7 +299,7 @@ def _say(case: Case, field: str) -> str:
 
 
 def _place(curve: Curve) -> tuple[bool, bool, list[tuple[int, str]]]:
-    """Baselines first, numbers in names as numbers: rank=64 before rank=128."""
+    """Sort key: baselines first, numbers in names as numbers (rank=64 before rank=128)."""
     pieces = re.findall(r"\d+|\D+", curve.label)
     name = [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in pieces]
     return curve.backend != YARDSTICK, curve.backend != CEILING, name

@@ -1,6 +1,6 @@
 """Noise warnings: conditions that make times uncertain, with their remedies.
 
-They are notes on the numbers. Intervals decide whether a backend is faster.
+Warnings change no verdict: intervals decide whether a backend is faster.
 """
 
 import math

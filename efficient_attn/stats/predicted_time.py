@@ -7,7 +7,7 @@ kind of counted operation, each at a constant rate of this machine:
 
 Rates are fitted per backend to measured calls, by least squares of relative residuals. Counts hold the
 dependence on length, heads, head dimension and batch; dtype, device, threads and causality of a prediction
-are the measured ones, since each selects other kernels.
+are as measured, since each selects other kernels.
 
 Each measured call is predicted from all calls but itself; the scatter of these predictions, times Student's
 quantile, is the half-width of the logarithm. Beyond the longest measured call this is an extrapolation;
@@ -76,7 +76,7 @@ def time_models(records: Iterable[Record], targets: Mapping[str, Any] | None = N
 
     Args:
         records: Times of attention alone, of one dtype, device, number of threads and causality.
-        targets: Backends by label, where the name in the records is not sufficient.
+        targets: Backends by label, if the name in the records is not sufficient.
     """
     timed = (r for r in records if r.case.kind == "time" and r.status == "ok" and r.times_s)
     groups = {group[0].case.label: group for group in grouped(timed, "label")}
@@ -125,9 +125,9 @@ def _counts(case: Case, target: Any) -> tuple[float, ...]:
 
 
 def crossover(speeds: Mapping[int, Typical | Predicted]) -> Predicted:
-    """Length above which a backend is faster by its speed-ups at some lengths, interpolated in logarithms.
+    """Length above which a backend is faster, interpolated between measured lengths in logarithms.
 
-    No speed-up contradicts it. Its ends follow from the ends of the intervals; None: beyond all lengths.
+    It is faster at all longer lengths. Interval ends follow from the intervals. None: beyond all lengths.
 
     Args:
         speeds: Measured or predicted speed-ups over exact attention, with intervals, by length.

@@ -1,6 +1,6 @@
 """Errors of random features in closed form, in float64.
 
-Vectors are the scaled ones, x = q/d^(1/4) and y = k/d^(1/4), so that the softmax kernel is SM = exp(x·y).
+Vectors are scaled, x = q/d^(1/4) and y = k/d^(1/4), so that the softmax kernel is SM = exp(x·y).
 An error is the mean squared error of a kernel entry over SM², given as its natural logarithm, since it
 leaves the range of float64 long before attention leaves the range of inputs.
 

@@ -148,7 +148,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Self-attention, cross-attention to a context if there is a backend for it, feed-forward network.
+    """Self-attention, cross-attention if it has a backend, and feed-forward network.
 
     Args:
         backend: Backend, as for `build`.
@@ -201,7 +201,7 @@ class TransformerBlock(nn.Module):
         key_mask: Tensor | None = None,
         context_mask: Tensor | None = None,
     ) -> Tensor:
-        """x [batch tokens model_dim] to the same shape.
+        """Map x [batch tokens model_dim] to the same shape.
 
         Args:
             context: [batch context_tokens model_dim], an encoder's output.
@@ -267,7 +267,7 @@ class TransformerBlock(nn.Module):
 
 
 def accept_names(module: nn.Module, names: Mapping[str, str]) -> None:
-    """Load state dicts whose children of this module are called otherwise.
+    """Load state dicts with other names for children of this module.
 
     Args:
         names: {name in the state dict: name here, which may be a path}.

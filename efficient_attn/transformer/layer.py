@@ -59,8 +59,8 @@ class AttentionLayer(nn.Module):
         head_dim: Size of each head; None: model_dim / num_heads.
         scale: Factor on q·k; None: 1/√head_dim.
         positions: "rotary" rotates q and k; None: no positions.
-        rotary_base: Longest wavelength of rotary positions over 2π.
-        rotary_scaling: Factor by which rotary positions are divided: the model's length over the trained one.
+        rotary_base: Longest wavelength of rotary positions, divided by 2π.
+        rotary_scaling: Divisor of rotary positions: length of the model over its trained length.
         qk_norm: Whether each query and key head is divided by its root mean square, times a learned vector
             (Henry et al. 2020; Dehghani et al. 2023, section 2).
         norm_eps: Constant under the root of these norms; None: torch's.
@@ -247,7 +247,7 @@ def check_mask(name: str, mask: Tensor | None, of: str, x: Tensor) -> None:
 def check_arguments(
     options: Mapping[str, Any], modules: Sequence[type], backends: Sequence[BackendSpec]
 ) -> None:
-    """Refuse options that neither the modules, the first of which is asked, nor the backends have."""
+    """Refuse options of neither the modules nor the backends. The error names the first module."""
     names = {name for module in modules for name in signature(module).parameters} - {"options"}
     names |= {field.name for spec in backends for field in fields(spec.options_type)}
     for option in options:
@@ -273,7 +273,7 @@ def _head_size(model_dim: int, num_heads: int, kv_heads: int, head_dim: int | No
 
 
 def share_layers(layers: list[AttentionLayer]) -> None:
-    """Share the backend parameters of the first layer whose option `sharing` is "layers" with all others.
+    """Share backend parameters between all layers whose option `sharing` is "layers".
 
     The other layers hold the module without registering it, so that parameters and state dict contain it
     once and a deep copy keeps it shared.

@@ -1,4 +1,4 @@
-"""Position encodings: sinusoidal and learned ones are added to embeddings, rotary ones rotate q and k.
+"""Position encodings: sinusoidal and learned (added to embeddings), and rotary (rotate q and k).
 
 Rotary positions work with every backend, since they change q and k before the backend.
 """
@@ -18,7 +18,7 @@ _LEARNED_STD = 0.02
 
 
 def position_angles(start: int, tokens: int, dim: int, device: torch.device, base: float = BASE) -> Tensor:
-    """pos · base^(−2i/dim) for pos from `start` on, float64 [tokens dim/2] on `float64_device(device)`."""
+    """Angles pos · base^(−2i/dim), pos ≥ `start`, float64 [tokens dim/2] on `float64_device(device)`."""
     device = float64_device(device)
     # Rounding pos · frequency to float32 would cause an error of 2e-4 radians at position 4096.
     frequencies = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)

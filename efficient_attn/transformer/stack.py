@@ -221,7 +221,7 @@ class Transformer(nn.Module):
         decoder_options: Options of the decoder's layers; without decoder_backend, added to `options`.
         cross_backend: Backend of the decoder's cross-attention.
 
-    The other arguments are the same as of Encoder and Decoder, for both.
+    All other arguments are passed to both Encoder and Decoder.
     """
 
     def __init__(
@@ -304,10 +304,10 @@ class Transformer(nn.Module):
 def resolve_pairs(
     backend: Any, options: Mapping[str, Any], *modules: type[nn.Module]
 ) -> list[tuple[BackendSpec, Mapping[str, Any]]]:
-    """Spec and options of each backend in a list, or of the only backend.
+    """Spec and options of each backend in a list, or of a single backend.
 
     Raises:
-        UnknownNameError: If neither the modules nor a backend have one of the shared options.
+        UnknownNameError: If neither the modules nor a backend have a shared option.
     """
     entries = backend if isinstance(backend, list) else [(backend, {})]
     pairs = [entry if isinstance(entry, tuple) else (entry, {}) for entry in entries]
