@@ -24,7 +24,7 @@ ONE = Case(tokens=7, batch=3, heads=4, kv_heads=2, value_dim=3, masked=True, pat
 
 
 def _variants(case: Case) -> tuple[Case, ...]:
-    """Calls that alternate in one program: other masks, lengths and batch sizes for the same backend."""
+    """Calls that alternate in one program: different masks, lengths and batch sizes for one backend."""
     return (
         case,
         case.but(pattern=4),
@@ -250,7 +250,7 @@ def _passes(subject: Subject) -> list[tuple[str, bool]]:
 
 
 def _lengths(declared: int, case: Case) -> list[int]:
-    """Lengths long enough to measure, and short enough for the declared power."""
+    """Lengths long enough to measure, and short enough for the declared growth."""
     return [case.tokens * n // (1 if declared == 1 else 4) for n in DOUBLINGS]
 
 

@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
         return Inputs(q, k, v, self.key_mask)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Inputs":
-        """Every tensor, and the mask if there is one, after `change`."""
+        """Apply `change` to every tensor, and to the mask if there is one."""
         mask = None if self.key_mask is None else change(self.key_mask)
         return Inputs(change(self.q), change(self.k), change(self.v), mask)
 
@@ -144,7 +144,7 @@ BOTH = (False, True)
 
 
 def vary(*cases: Case, **values: Sequence[Any]) -> tuple[Case, ...]:
-    """Each case with each combination of the values of some fields."""
+    """Each case with every combination of the values of these fields."""
     combinations = list(itertools.product(*values.values()))
     return tuple(
         case.but(**dict(zip(values, fields, strict=True))) for case in cases for fields in combinations
@@ -157,7 +157,7 @@ def both(*cases: Case) -> tuple[Case, ...]:
 
 
 def everywhere(*lengths: int, **values: Sequence[Any]) -> tuple[Case, ...]:
-    """Every length, with and without a key mask and with and without causality, or with these values."""
+    """Every length, by default with and without a key mask and with and without causality."""
     fields = {"dtype": ("float64",), "tokens": lengths, "masked": BOTH, "causal": BOTH}
     return vary(Case(tokens=1), **(fields | values))
 

@@ -159,9 +159,9 @@ def gradients_in_narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) 
 
 
 def _jumps(backend: Backend, inputs: Inputs, expected: list[Tensor]) -> list[float]:
-    """Twice the largest change of each gradient that changes in the fifth digit of the inputs cause.
+    """Twice the largest change of each gradient under changes of the fifth digit of the inputs.
 
-    A backend that chooses keys may choose others after rounding, where two of them are nearly tied.
+    After rounding, a backend that selects keys may select others if two are nearly tied.
     """
     changes = []
     for seed in range(DRAWS):

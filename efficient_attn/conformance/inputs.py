@@ -198,7 +198,7 @@ def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[
 
 
 def _beside(inputs: Inputs, backend: Backend, axis: int, out: Tensor, bound: Tensor) -> Iterator[Finding]:
-    """Compare the first sequence or head as contents of the others change."""
+    """Compare the first sequence or head while the contents of all others change."""
     first, limit = out.narrow(axis, 0, 1), bound.narrow(axis, 0, 1)
     for factor in (0.0, 20.0, math.nan):
         changed = inputs.of(*(x.clone() for x in inputs[:3]))

@@ -174,7 +174,7 @@ class _Ended(Exception):
 
 
 class _Ends(TorchDispatchMode):
-    """Counts operations, and raises in place of one of them."""
+    """Dispatch mode that counts operations and raises in place of operation `last`."""
 
     def __init__(self, last: int | None) -> None:
         super().__init__()

@@ -341,7 +341,7 @@ def float32_is_float32_throughout(subject: Subject, case: Case) -> Iterator[Find
 
 @torch.no_grad()
 def _moved(backend: Backend, inputs: Inputs, share: float) -> Tensor:
-    """Change of every output that relative errors `share` in the inputs and in the sums cause."""
+    """Change of every output under relative errors `share` of the inputs and of the sums."""
     expected, change = run(backend, inputs), magnified(share, backend, inputs)
     for seed in range(DRAWS):
         change = torch.maximum(change, (run(backend, noisy(inputs, share, seed)) - expected).abs().amax())

@@ -1,4 +1,4 @@
-"""Sequences over several ranks: they have the outputs and gradients of one process.
+"""Sequences over several ranks have the outputs and gradients of one process.
 
 The ranks are threads of this process, whose group needs no network and no launcher.
 """

@@ -1,4 +1,4 @@
-"""The outcome of a check: kept or broken, with the errors that show it."""
+"""The outcome of a check, kept or broken, with its errors."""
 
 import math
 from dataclasses import asdict, dataclass
@@ -43,8 +43,8 @@ class CheckRecord:
         promise: The promise as a sentence.
         outcome: kept, broken, not promised, passes, undeclared or skipped, undeclared.
         detail: Smallest input that shows the outcome, or the reason why nothing was checked.
-        error: Error of the comparison with the largest share of its bound; of the first broken case.
-        bound: Largest error that would keep the promise there.
+        error: Error of the comparison with the largest share of its bound, or of the first broken case.
+        bound: Largest error of this comparison that keeps the promise.
         case: Settings of the smallest input found that breaks the promise, for `replay`; None if it holds.
         expected: Reason why the author of the backend expects the promise to be broken.
         failed: Whether this outcome fails the backend.

@@ -49,7 +49,7 @@ AROUND = 3
 
 
 def _drawn(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
-    """Causal cases with as many queries as keys, as increremental decoding requires."""
+    """Causal cases with as many queries as keys, as incremental decoding requires."""
     return tuple(case.but(keys=None) for case in joint(seed, *lengths, dtype=dtype) if case.causal)
 
 

@@ -34,7 +34,7 @@ class Subject:
     """A backend and its promises.
 
     Attributes:
-        bare: Whether the backend is a callable, of which undeclared capabilities are unknown.
+        bare: Whether the backend is a callable, whose undeclared capabilities are unknown.
         grouped: Whether grouped queries are promised or repeated for the callable.
         options: Options of an already built backend; {} takes the defaults.
         long: Whether the long form of the suite runs.
@@ -239,7 +239,7 @@ def largest(x: Tensor) -> float:
 
 
 class Call(NamedTuple):
-    """A case as most checks begin: inputs, backend, output, and the bound on the rounding of each row."""
+    """Start of most checks: inputs, backend, output, and the bound on the rounding of each row."""
 
     inputs: Inputs
     backend: Backend
@@ -275,7 +275,7 @@ def gradients(
 def agree(
     where: str, actual: Iterable[Named], expected: Iterable[Named], bound: float | Tensor | None = None
 ) -> Iterator[Finding]:
-    """Equal dtypes, and equal bits or values within the bound, for gradients times their size."""
+    """Compare dtypes, and bits or values. The bound on gradients is relative to their size."""
     for (name, x), (_, y) in zip(actual, expected, strict=True):
         label, size = f"{name} {where}", max(1.0, largest(y)) if name.startswith("Gradient") else 1.0
         yield Finding(f"{label} is {x.dtype}, not {y.dtype}", float(x.dtype != y.dtype), 0.0)

@@ -29,7 +29,7 @@ _SIZES = (1, 2, 3, 4, 5, 7, 9, 16, 33, 65)
 
 
 class Ended(Exception):
-    """Raised by a check that is decided without comparisons, with its outcome and the reason."""
+    """Raised by a check whose outcome needs no comparisons, with the outcome and its reason."""
 
     def __init__(self, outcome: str, reason: str) -> None:
         super().__init__(reason)
@@ -143,7 +143,7 @@ def _outcome(entry: Check, subject: Subject) -> dict[str, Any]:
 
 
 def smallest(body: Body, subject: Subject, case: Case, finding: Finding) -> tuple[Case, Finding]:
-    """The case with its sizes and settings reduced one after the other while the promise stays broken."""
+    """Smallest case, its sizes and settings reduced one by one, that still breaks the promise."""
     end = time.perf_counter() + _SEARCH_S
     reduced = True
     while reduced:
@@ -159,7 +159,7 @@ def smallest(body: Body, subject: Subject, case: Case, finding: Finding) -> tupl
 
 
 def _reductions(case: Case) -> Iterator[Case]:
-    """Cases with one thing less, the largest steps first."""
+    """Cases with one size or setting reduced, the largest steps first."""
     for size in _SIZES:
         if size < case.tokens:
             # Causal queries are the last positions of at least as many keys.

@@ -130,7 +130,7 @@ def grouped_queries_are_repeated_heads(subject: Subject, case: Case) -> Iterator
 def reads(subject: Subject, case: Case, key_mask: Tensor | None, out: Tensor) -> Tensor:
     """Queries that read at least one key, bool [batch heads q_tokens].
 
-    A self-attention backend may be local: with a mask, a row of zeros is taken as a query that reads no key.
+    A masked self-attention backend may be local: a zero output row counts as a query that reads no key.
     """
     if key_mask is None:
         seen = torch.ones(case.batch, 1, case.tokens, dtype=torch.bool)
