@@ -1,1 +1,1 @@
-"""Formulas: pure functions of tensors. Nothing here keeps anything."""
+"""Formulas: pure functions of tensors, without state."""

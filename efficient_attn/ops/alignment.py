@@ -1,4 +1,4 @@
-"""Tokens from the first real one on, and rows of queries and keys with a score bias."""
+"""Alignment of sequences at their first real token, and rows with a score bias."""
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -15,7 +15,7 @@ MASKED = -1e30
 
 
 class Alignment(NamedTuple):
-    """Queries, and keys of which the first is real in every batch entry that has a real one.
+    """Queries, and keys that begin with a real key in every batch entry that has one.
 
     Attributes:
         q: [batch heads queries head_dim].

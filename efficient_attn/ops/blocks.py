@@ -1,6 +1,6 @@
 """Exact softmax of blocks of queries over the blocks of keys that they read: O(tokens · keys read).
 
-The tokens from the first real one on are cut into blocks of equal length. The queries of a block share the
+The tokens from the first real token on are cut into blocks of equal length. The queries of a block share the
 keys that they read, which are gathered. A causal block reads itself, up to each query, and earlier blocks.
 """
 
@@ -54,7 +54,7 @@ class Blocks(NamedTuple):
         queries: Numbers of the blocks of queries, [blocks].
         real: Number of blocks of keys up to the last real one, [batch 1 1].
         total: Number of all blocks of keys.
-        sums: Sums of all blocks, for a pattern that asks for them.
+        sums: Sums of all blocks, for a pattern that needs them.
     """
 
     queries: Tensor
@@ -68,9 +68,9 @@ class Pattern(NamedTuple):
 
     Attributes:
         block: Number of tokens in a block.
-        readers: Number of first blocks whose queries read all keys; not causal.
-        choose: Numbers of the blocks that are read besides the own one, each once, and the total or more in
-            place of none, [batch or 1, heads or 1, blocks, most].
+        readers: Number of first blocks whose queries read all keys. Not for causal patterns.
+        choose: Numbers of the blocks that each block reads besides itself, without repetition, padded by
+            numbers ≥ total, [batch or 1, heads or 1, blocks, most].
         causal: Whether a query reads no later key.
     """
 
@@ -86,7 +86,7 @@ def block_sums(x: Tensor, key_mask: Tensor | None, block: int, earlier: Tensor |
     Args:
         x: The last tokens, [batch heads tokens dim].
         key_mask: bool [batch tokens], of earlier tokens too.
-        earlier: Sums of the earlier tokens; None: there are none.
+        earlier: Sums of the earlier tokens, or None.
     """
     if key_mask is None:
         key_mask = torch.ones(len(x), x.shape[2], dtype=torch.bool, device=x.device)
@@ -333,7 +333,7 @@ def _by_blocks(inputs: Alignment, read: Tensor, size: int, width: int) -> tuple[
 
 
 def _read_block(inputs: Alignment, q: Tensor, read: Tensor, later: Tensor | None, size: int) -> Tensor:
-    """Outputs of queries of one block: a step of decoding copies the keys that it reads, and no others.
+    """Outputs of queries of one block. A decoding step copies only the keys that it reads.
 
     Args:
         read: Numbers of the blocks that are read, [batch heads 1 most].

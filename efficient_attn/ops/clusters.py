@@ -45,7 +45,7 @@ def window_clusters(
     Args:
         block: Number of queries that share a slice of keys, the block and half a block on each side.
         positions: See `Alignment`.
-        total: Sum over the ranks that hold the other queries; None: there are none.
+        total: Sum over the ranks that hold the other queries, or None.
     """
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def nearest_keys(keys: Tensor, real: Tensor, clusters: int) -> Tensor:
 
     Args:
         keys: [batch heads tokens dim].
-        real: bool [batch tokens]; the indices of other keys have no meaning.
+        real: bool [batch tokens]. Clusters of masked keys are arbitrary.
     """
     last = (real.sum(dim=-1, keepdim=True) - 1).clamp_min(0)
     # With fewer real keys than clusters, positions are repeated.
@@ -134,7 +134,7 @@ def query_moments(
 
     Args:
         q: [batch heads tokens head_dim].
-        real: bool [batch tokens]; None: all are.
+        real: bool [batch tokens]; None: all are real.
         total: Sum over the ranks that hold the other queries; None: there are none.
     """
     if real is None and total is None:

@@ -1,4 +1,4 @@
-"""Accumulation dtype, device of float64, zeros in place of masked tokens, and contexts that are left."""
+"""Accumulation dtypes, masked tokens as zeros, and contexts without autocast or inference mode."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -96,7 +96,7 @@ def bigbird_keys(
 ) -> Tensor:
     """Keys of near, global and random blocks, bool [batch 1 tokens tokens] (Zaheer et al. 2020, section 2).
 
-    Blocks are counted from the first real token; queries have the same tokens.
+    Blocks are counted from the first real token. Queries are the same tokens.
 
     Args:
         drawn: Whether block i reads block j at random, bool [batch 1 blocks blocks].
@@ -117,8 +117,8 @@ def block_topk_keys(
 ) -> Tensor:
     """Keys of near and of chosen blocks, bool [batch heads tokens tokens] (`block-topk`).
 
-    Queries have the same tokens, all of them real. The mean query of a block chooses for the next block if
-    causal, which reads the first block and the block before besides.
+    Queries are the same tokens, all of them real. The mean query of a block selects keys, if causal for the
+    next block, which also reads the first block and the block before.
     """
     mean_q, mean_k = (
         torch.stack([part.mean(dim=2) for part in x.split(block, dim=2)], dim=2)
@@ -236,7 +236,7 @@ def linear_attention(
     Args:
         features: φ of rows [… tokens head_dim], [… tokens features].
         key_features: φ of keys; None: `features`.
-        scale: s; only queries carry its sign.
+        scale: s, whose sign only queries carry.
     """
     root = math.sqrt(abs(scale))
     x, y = math.copysign(root, scale) * q, root * for_query_heads(masked_to_zero(k, key_mask), q)

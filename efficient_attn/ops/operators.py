@@ -75,12 +75,12 @@ def transformed(*args: Any) -> bool:
 def transformable(
     registered: Any, backward: Callable | None = None, keep: Callable | None = None
 ) -> Callable[..., Any]:
-    """The operator, registered with its gradient for autograd and for the transforms of torch.func.
+    """Register the gradient of an operator for autograd and for the transforms of torch.func.
 
     Args:
         registered: An operator, without keyword arguments.
-        backward: Takes a context and the output gradients; None: a backward pass raises an error.
-        keep: Takes a context, the inputs and the output, and saves for `backward`.
+        backward: Function of a context and the output gradients. None: a backward pass raises an error.
+        keep: Function of a context, the inputs and the output that saves tensors for `backward`.
     """
     backward, keep = backward or _refuse_derivatives, keep or (lambda ctx, inputs, output: None)
     torch.library.register_autograd(registered, backward, setup_context=keep)

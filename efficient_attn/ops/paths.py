@@ -1,4 +1,4 @@
-"""Choice between algorithms for the caches of a CPU, fused kernels, and operators alone."""
+"""Choice between algorithms for CPU caches, fused kernels and plain operators."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 def constant_result(function: Callable[..., _T]) -> Callable[..., _T]:
-    """Function whose result `torch.compile` takes for a constant.
+    """Decorate a function whose result `torch.compile` takes for a constant.
 
     The mark is the one of `torch.compiler.assume_constant_result`, whose call imports the compiler (1 s).
     """
@@ -76,13 +76,13 @@ def observed_kernels() -> Iterator[set[str]]:
 # A compiler runs it as it traces a call.
 @constant_result
 def note_kernel(name: str) -> None:
-    """Take notice of a fused kernel that serves a call."""
+    """Record the name of a fused kernel that serves a call."""
     for names in _OBSERVED:
         names.add(name)
 
 
 def forgo_flex(dtype: torch.dtype) -> None:
-    """Use no FlexAttention of this dtype in this process any more."""
+    """Stop using FlexAttention of this dtype in this process."""
     _FLEX_DTYPES.discard(dtype)
 
 
@@ -100,7 +100,7 @@ def dynamic(length: int) -> bool:
 
 
 def parts(length: int, size: int) -> list[slice]:
-    """Consecutive parts of a sequence, one of a dynamic length."""
+    """Consecutive parts of a sequence, or a single part if its length is dynamic."""
     if dynamic(length):
         return [slice(0, length)]
     # Compiled code serves all lengths with the same number of parts.

@@ -1,4 +1,4 @@
-"""Verdicts on fused kernels: which serve calls on this machine, as `efficient-attn gpu-check` left them.
+"""Verdicts of `efficient-attn gpu-check` on fused kernels: which of them serve calls on this machine.
 
 No kernel serves a call on a machine on which its own check has not passed, and none where PyTorch's operators
 were measured faster there. A verdict holds for one GPU, driver, PyTorch, Triton and assembler (ptxas), and
@@ -69,7 +69,7 @@ def tile(kernel: str, device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def passed(kernel: str, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the verdict lets a kernel serve, without a warning if there is none."""
+    """Whether a kernel may serve, without a warning if there is no verdict."""
     if not paths.compiles(device):
         return False
     entry = entry_of(kernel, device, precision_name(kernel, dtype))
@@ -78,7 +78,7 @@ def passed(kernel: str, device: torch.device, dtype: torch.dtype) -> bool:
 
 @contextmanager
 def on_trial(tiles: Mapping[str, str]) -> Iterator[None]:
-    """Let these kernels, with these tiles, serve whatever the verdict is, and no other."""
+    """Let only these kernels serve, with these tiles, regardless of verdicts."""
     global _TRIAL
     before, _TRIAL = _TRIAL, tiles
     try:
@@ -119,7 +119,7 @@ def write(key: Mapping[str, str], kernels: Mapping[str, Any]) -> Path:
     """Write the verdict of a machine to the user's cache folder. Later calls of this process read it.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If the file cannot be written.
     """
     path = path_of(key)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +131,7 @@ def write(key: Mapping[str, str], kernels: Mapping[str, Any]) -> Path:
 
 
 def path_of(key: Mapping[str, str]) -> Path:
-    """File of the verdict of a machine: machines that share a home folder have one each."""
+    """File of the verdict of a machine. Machines that share a home folder have separate files."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:16]
     return Path(folder) / "efficient-attn" / f"gpu-{digest}.json"
@@ -214,7 +214,7 @@ def refusal(capability: str, version: str) -> str | None:
 
 
 def newer_ptxas() -> str | None:
-    """Path of a safe assembler on this machine: of Triton, of NVIDIA's packages or of a CUDA toolkit."""
+    """Path of a safe assembler on this machine, from Triton, NVIDIA's packages or a CUDA toolkit."""
     triton = find_spec("triton")
     folders = [Path(place) for place in (triton.submodule_search_locations or ())] if triton else []
     candidates = [
@@ -248,6 +248,6 @@ def _warn(device: torch.device) -> None:
 
 
 def export_line() -> str:
-    """Line of a shell that makes Triton use a safe assembler."""
+    """Shell command that makes Triton use a safe assembler."""
     path = newer_ptxas() or "/path/to/a/ptxas/of/CUDA/13.3"
     return "export " + " ".join(f"{name}={path}" for name in PTXAS_VARIABLES)

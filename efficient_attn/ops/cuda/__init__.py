@@ -26,7 +26,7 @@ def serves(inputs: LinearInputs) -> bool:
 
 
 def supports(inputs: LinearInputs) -> bool:
-    """Whether the kernels can compute a call, on whatever machine."""
+    """Whether the kernels can compute a call, on any machine."""
     q, k, v = inputs[:3]
     if not inputs.map.exponential or inputs.scale == 0 or inputs.num_features % 16:
         return False

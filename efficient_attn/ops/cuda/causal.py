@@ -31,7 +31,7 @@ class States(NamedTuple):
     Attributes:
         segments: Sums [flat_heads segments+1 features value_dim], and sums of ones and the references, both
             [flat_heads segments+1 features]; float32.
-        slots: The same at the chunks, [flat_heads slots …], with sums in the dtype of operands.
+        slots: The same for chunks, [flat_heads slots …], with sums in the dtype of operands.
     """
 
     segments: tuple[Tensor, Tensor, Tensor]
@@ -109,7 +109,7 @@ def forward(
     """Output of every query, and the state after all keys.
 
     Args:
-        past: State of the keys before the first key; None: there are none.
+        past: State of the keys before the first key, or None.
         with_state: Whether the state after all keys is computed; otherwise None.
     """
     call = Call(inputs, tile, tile.tokens)

@@ -25,7 +25,7 @@ from efficient_attn.ops.cuda.states import (
 
 @triton.jit
 def line_of(rows, number, i):
-    """Row i of a tile [rows columns], whose rows have these numbers."""
+    """Row i of a tile [rows columns] with row numbers `number`."""
     return tl.max(tl.where((number == i)[:, None], rows, float("-inf")), 0)
 
 
@@ -127,7 +127,7 @@ def repair_kernel(
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
     FEATURES: tl.constexpr, TOKENS: tl.constexpr, HAS_BIAS: tl.constexpr, OPERANDS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one flagged chunk of one head, in blocks of 16."""
+    """Recompute the rows of one flagged chunk of one head, in blocks of 16."""
     slot, bh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if tl.load(flags + bh * tl.num_programs(0) + slot) == 0:
         return

@@ -1,4 +1,4 @@
-"""Tiles of the kernels: one per GPU, and two spare ones for a machine on which it fails its check."""
+"""Tiles of the kernels: a default, and two alternatives for machines on which it fails its check."""
 
 from typing import NamedTuple
 

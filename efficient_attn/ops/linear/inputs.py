@@ -80,7 +80,7 @@ class LinearInputs(NamedTuple):
         return fold(upcast(self.q[..., part, :]), self.k.shape[1]) * self.query_factor
 
     def exponents(self) -> Tensor:
-        """The w of each feature of an exponential map, [features head_dim], or one matrix per key head."""
+        """Direction of each feature of an exponential map, [features head_dim], for all or each key head."""
         assert self.map.exponential and self.directions is not None
         w = self.directions.to(torch.promote_types(self.q.dtype, torch.float32))
         return w if self.map.per_direction == 1 else torch.cat([w, -w], dim=-2)
@@ -167,7 +167,7 @@ class LinearInputs(NamedTuple):
 
 
 def chunks(inputs: LinearInputs, length: int, features: int = _FEATURES) -> list[slice]:
-    """Parts with this number of features on the CPU, and with as many as are held on other devices."""
+    """Parts with this number of features on the CPU, and with the capacity of a step on other devices."""
     if not tuned_for_cpu(inputs.q):
         return parts(length, held_tokens(inputs))
     return parts(length, min(max(held_tokens(inputs, features), _LEAST), _MOST))

@@ -95,7 +95,7 @@ def scaled_queries(features: Features, keys: ScaledKeys) -> ScaledQueries:
 
 
 def _scaled(exponents: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights exp(exponents − scale) and the scale of each row, at which sums of products are the largest."""
+    """Weights exp(exponents − scale) and each row's scale, chosen so that sums use the whole float range."""
     largest = _LARGEST[exponents.dtype] - math.ceil(math.log(exponents.shape[-1]) / 2)
     top = exponents.detach().amax(dim=-1, keepdim=True).round()
     # The factor e^largest has no rounding of a large exponent; weights without it leave the range of floats.

@@ -255,7 +255,7 @@ def _pairs(rows: Rows, keys: Keys) -> Pairs:
 
 
 def _with_weak_chunks(pairs: Pairs, weak_rows: Tensor, rows: Rows, keys: Keys) -> Pairs:
-    """The gradients, computed again for weak chunks."""
+    """Gradients, with weak chunks computed again."""
     size = keys.values.shape[-2]
     for chunks in weak_chunks(weak_rows, rows.features.log_scale.shape[-1]):
         gradients = weak_chunk_gradients(

@@ -118,7 +118,7 @@ def _joined_parts(means: Tensor, log_sums: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _directions(inputs: LinearInputs, batch: int) -> Tensor:
-    """The w of each feature, [batch kv_heads features head_dim]."""
+    """Direction w of each feature, [batch kv_heads features head_dim]."""
     w = inputs.exponents().to(inputs.q.dtype)
     return w.expand(batch, inputs.k.shape[1], *w.shape[-2:]).contiguous()
 

@@ -169,7 +169,7 @@ class CausalGradients(NamedTuple):
         q: [batch heads q_tokens head_dim].
         k: [batch kv_heads k_tokens head_dim].
         v: [batch kv_heads k_tokens value_dim].
-        past_sums: Of the sums of that state, [batch kv_heads features value_dim+1]; None: not wanted.
+        past_sums: For the sums of that state, [batch kv_heads features value_dim+1], or None.
     """
 
     q: Tensor

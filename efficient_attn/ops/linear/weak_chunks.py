@@ -82,7 +82,7 @@ def chunk_rows(x: Tensor, chunks: Tensor, size: int) -> Tensor:
 
 
 def put_chunks(whole: Tensor, chunks: Tensor, replaced: Tensor) -> Tensor:
-    """[flat_heads chunks rows dim] with some of its chunks replaced."""
+    """Replace these chunks of `whole` [flat_heads chunks rows dim]."""
     replaced = replaced.reshape(len(chunks), *whole.shape[2:])
     return whole.flatten(0, 1).index_put((chunks,), replaced).view(whole.shape)
 

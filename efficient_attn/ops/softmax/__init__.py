@@ -1,3 +1,3 @@
-"""Exact softmax attention: its definition, the fused kernels, and the keys and values that a stream keeps."""
+"""Exact softmax attention: definition, fused kernels and KV cache."""
 
 from efficient_attn.ops.softmax.definition import softmax_attention as softmax_attention

@@ -121,7 +121,7 @@ def _compiled(device: torch.device, dtype: torch.dtype, *sizes: int) -> Callable
 def compiled(
     function: Callable[..., Any], device: torch.device, dtype: torch.dtype, *key: Any
 ) -> Callable[..., Any]:
-    """A function that calls `flex_attention`, compiled once for each key, its configuration.
+    """Function that calls `flex_attention`, compiled once per configuration `key`.
 
     Raises:
         NotCompiledError: Here or by the function, if it cannot be compiled.
@@ -162,7 +162,7 @@ def compiled(
 
 @contextmanager
 def _warnings_are_no_errors() -> Iterator[None]:
-    """Show warnings of the compiler that the caller would have raised: an error ends the compilation."""
+    """Show warnings of the compiler even if the caller raises warnings: an error ends the compilation."""
     # Without such a filter nothing changes, since a change of filters repeats warnings that came once.
     if not any(action == "error" for action, *_ in warnings.filters):
         yield
@@ -173,7 +173,7 @@ def _warnings_are_no_errors() -> Iterator[None]:
 
 
 def _not_compiled(dtype: torch.dtype, reason: str) -> NotCompiledError:
-    """The error, after a warning, since another path serves the call."""
+    """Warn that another path serves the call, and return the error."""
     # The compiler's errors end in paragraphs of advice.
     reason = " ".join(reason.split("\n\n")[0].split())
     message = f"Attention in {dtype} runs on PyTorch's operators; FlexAttention was not compiled: {reason}"

@@ -67,7 +67,7 @@ def fused_attention(
 
 
 def _plain(condition: bool) -> bool:
-    """Bool for the kernel, of a compiler's symbol or a trace's tensor."""
+    """Convert a compiler's symbol or a trace's tensor to a bool for the kernel."""
     # In compiled code bool() of a symbol stays a symbol.
     return any([condition])
 
@@ -111,7 +111,7 @@ def _visible(rows: slice, end: int, q: Tensor, key_mask: Tensor | None) -> Tenso
 
 
 class _CausalBlocks(torch.autograd.Function):
-    """Blocks whose masks are made again in the backward pass: kept, they would take tokens² bytes."""
+    """Attention in blocks that rebuilds its masks in the backward pass, since they take tokens² bytes."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, scale: float) -> Tensor:

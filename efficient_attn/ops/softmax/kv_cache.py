@@ -1,6 +1,6 @@
 """KV cache, the streaming state of softmax attention, in buffers with spare capacity.
 
-A decoding step writes its keys and values behind those of the state, in place of a copy of all. A storage
+A decoding step appends its keys and values in place, without a copy of the past. A storage
 records how much of it is filled. Only a state that ends there owns the spare capacity; any other state is
 copied, so that a state can be extended twice. Without a record (after pickling, indexing or a move to another
 device) the next step copies.
@@ -31,7 +31,7 @@ class KVCache(NamedTuple):
     Attributes:
         k: [batch kv_heads tokens head_dim], zero where masked.
         v: [batch kv_heads tokens value_dim], zero where masked.
-        key_mask: bool [batch tokens], True for a real token; one expanded byte as long as no call had a mask.
+        key_mask: bool [batch tokens], True for a real token. One expanded byte until a call has a mask.
     """
 
     k: Tensor
@@ -75,7 +75,7 @@ def append_tokens(state: KVCache | None, k: Tensor, v: Tensor, key_mask: Tensor 
 
 
 def last_tokens(state: KVCache, tokens: int) -> KVCache:
-    """The cache of the most recent tokens: views if the buffers are hardly larger, otherwise copies."""
+    """The cache of the last `tokens` tokens: views if the buffers are hardly larger, otherwise copies."""
     start = max(state.k.shape[-2] - tokens, 0)
     k, v = (_compact(x[..., start:, :]) for x in state[:2])
     mask = state.key_mask[:, start:]
@@ -90,7 +90,7 @@ def _compact(x: Tensor) -> Tensor:
 
 
 def _copy(x: Tensor) -> Tensor:
-    """A copy, which no caller can write to and which keeps no larger buffer alive."""
+    """Copy that no caller can modify and that keeps no larger buffer alive."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -119,7 +119,7 @@ def append(x: Tensor, new: Tensor) -> Tensor:
 
 
 def _recorded(x: Tensor) -> bool:
-    """Whether the storage of a tensor is Python's to mark: outside compilers, transforms and subclasses."""
+    """Whether a tensor's storage can carry a record: outside compilers, transforms and subclasses."""
     return type(x) is Tensor and not torch.compiler.is_compiling() and not transformed(x)
 
 

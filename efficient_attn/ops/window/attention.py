@@ -35,7 +35,7 @@ def window_attention(
     The queries are the last positions of the keys; `ahead` ends at the last key.
 
     Args:
-        first: Global keys, which rows read besides.
+        first: Global keys, which rows read in addition.
     """
     q_tokens, k_tokens = q.shape[-2], k.shape[-2]
     mapped = transformed(q, k, v)
@@ -101,7 +101,7 @@ def _tuned(
 
 
 class _Enter(torch.autograd.Function):
-    """q, k and v of a kernel, whose gradients go back through the kernel unless they need derivatives."""
+    """Pass q, k and v to a kernel. Gradients go back through it unless they need derivatives."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -113,7 +113,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Output of a kernel, past which gradients that need derivatives go straight to q, k and v."""
+    """Output of a kernel. Gradients that need derivatives bypass it, straight to q, k and v."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, *inputs: Any) -> Tensor:

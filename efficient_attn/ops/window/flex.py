@@ -45,7 +45,7 @@ def attend(
 
     Args:
         scale: Positive factor on the scores.
-        first: The first keys of all sequences, which rows read besides; without gradients and key masks.
+        first: Global keys at the start of all sequences. Not supported with gradients or key masks.
     """
     count = 0 if first is None else first.k.shape[2]
     if torch.compiler.is_compiling():
@@ -94,15 +94,15 @@ def _attention(
 def blocks(
     tokens: int, back: int, ahead: int, *, whole: bool, device: torch.device, count: int = 0
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Blocks of keys that each block of queries reads, those of global keys first.
+    """Blocks of keys that each block of queries reads, blocks of global keys first.
 
     Args:
-        whole: Whether to list the blocks apart that are inside the window of all queries, which need no mask.
+        whole: Whether to list blocks inside the window of all queries separately, which need no mask.
         count: Number of global keys.
 
     Returns:
-        int32 [1 1 blocks] and [1 1 blocks listed], number and indices of the blocks with a mask; the same of
-        the blocks without one, or None. Indices beyond the number are arbitrary.
+        int32 [1 1 blocks] and [1 1 blocks listed], number and indices of the blocks with a mask. The same for
+        blocks without a mask, or None. Indices beyond the number are arbitrary.
     """
     size, common = -(-tokens // _BLOCK), -(-count // _BLOCK)
     row = torch.arange(size, device=device)

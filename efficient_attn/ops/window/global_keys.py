@@ -1,6 +1,6 @@
 """Global keys of window attention: the first real keys of each sequence, which every query reads.
 
-A softmax over the global keys outside a row's window is merged with that over the window by their
+A softmax over the global keys outside a row's window is merged with the softmax over the window by their
 log-sum-exps. Trained decoders give such keys, their attention sinks, most of the weight (Xiao et al. 2024,
 arXiv:2309.17453, section 3).
 """
@@ -19,15 +19,15 @@ ABSENT = -(2**62)
 
 
 class GlobalKeys(NamedTuple):
-    """Global keys of a call, and the rows that read each of them apart from their window.
+    """Global keys of a call, and the rows whose window does not contain them.
 
     Attributes:
         k: [batch kv_heads count head_dim].
         v: [batch kv_heads count value_dim].
-        far: bool [batch count rows], for the last queries; earlier rows have all in their window. None: all
-            queries read all of them so.
-        at: Positions of the global keys among the keys of the call, int64 [batch count]; None: they are not
-            among them. Their gradients are then their own.
+        far: Whether the key is outside the window, bool [batch count rows], for the last queries. Windows of
+            earlier rows contain all global keys. None: outside for all queries.
+        at: Positions of the global keys among the keys of the call, int64 [batch count]. None: they lie
+            outside and have gradients of their own.
     """
 
     k: Tensor
@@ -37,13 +37,13 @@ class GlobalKeys(NamedTuple):
 
 
 class AgedKeys(NamedTuple):
-    """Global keys with their distances from the token after the last.
+    """Global keys with their ages, the distances from the token after the last.
 
     Attributes:
         k: [batch kv_heads count head_dim], zero or arbitrary where absent.
         v: [batch kv_heads count value_dim].
-        age: int64 [batch count]; ABSENT: none.
-        at: As of `GlobalKeys`.
+        age: int64 [batch count]; ABSENT: no key.
+        at: As in `GlobalKeys`.
     """
 
     k: Tensor
@@ -56,7 +56,7 @@ class AgedKeys(NamedTuple):
     ) -> GlobalKeys | None:
         """The keys with the rows that read them, or None if all of them are in the windows.
 
-        The queries are the last of `k_tokens` keys; older keys than these lie before them.
+        The queries are the last of the `k_tokens` keys of the call, which older keys may precede.
         """
         start = max(back - (k_tokens - q_tokens), 0) if causal else 0
         if start >= q_tokens:
@@ -146,7 +146,7 @@ def merge(
 
 
 def _rows(q: Tensor, first: GlobalKeys) -> tuple[slice, Tensor | None]:
-    """Queries that read global keys apart from their window, and the pairs that do not."""
+    """Queries with global keys outside their window, and the pairs to hide."""
     if first.far is None:
         return slice(None), None
     return slice(q.shape[2] - first.far.shape[2], None), ~first.far

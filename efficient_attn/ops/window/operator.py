@@ -226,7 +226,7 @@ def _add_band_gradients(tile: Tile, bias: Tensor, scale: float, head: tuple[Tens
         queries 1     ▒▒▒▒▒      and one product with the queries gives its gradient.
 
     Args:
-        head: As of `_add_gradients`, [tokens …] each.
+        head: As in `_add_gradients`, [tokens …] each.
     """
     rows, blocks, width = tile.rows, tile.blocks, tile.keys
     reach, earlier, pitch = width - rows, width // rows - 1, rows * (width + 1)

@@ -20,7 +20,7 @@ from efficient_attn.ops.window.global_keys import AgedKeys, GlobalKeys, tokens_a
 
 
 class WindowState(NamedTuple):
-    """Global keys of a stream, and a `KVCache` of its last tokens, in which they are masked or left out.
+    """Global keys of a stream, and a `KVCache` of its last tokens, where global keys are masked or absent.
 
     After `slide_window`, k and v are [last tokens, global tokens, newer tokens], and as many of the oldest
     tokens as there are newer ones have left the window. The length of `key_mask` is that of the window.
@@ -29,7 +29,7 @@ class WindowState(NamedTuple):
         k, v, key_mask: The cache.
         first_k: [batch kv_heads count head_dim], arbitrary where not real.
         first_v: [batch kv_heads count value_dim].
-        first_real: Whether the stream has this global token yet, bool [batch count].
+        first_real: Whether the stream already has this global token, bool [batch count].
     """
 
     k: Tensor
@@ -50,7 +50,7 @@ def extend_window(
         back: Number of earlier keys in a window.
 
     Returns:
-        A cache for the window, the global keys apart from it, None where the cache is the whole sequence, and
+        A cache for the window, the global keys outside it (None while the cache is the whole sequence), and
         the next state.
     """
     if state is not None and state.k.shape[2] > state.key_mask.shape[1]:
@@ -79,7 +79,7 @@ def hide_tokens(
     """The state with past tokens masked that were `read` and are not `shown`, both bool [batch tokens].
 
     Returns:
-        None if one is a global token: the next real token, which would take its place, may have been dropped.
+        None if a global token is hidden: the real token that would take its place may have been dropped.
     """
     k, v, back = state.k, state.v, state.key_mask.shape[1]
     if isinstance(state, WindowState):
@@ -96,7 +96,7 @@ def slide_window(
     """Keys and values that a new token reads, in any order, and the next state, without copies of the past.
 
     Returns:
-        None where the window is not full yet or has masked keys, with derivatives, and in compiled code.
+        None before the window is full, with masked keys or derivatives, and in compiled code.
     """
     full = k.shape[2] == 1 and state.key_mask.shape[1] == back > 0 and mask_of(KVCache(*state[:3])) is None
     tensors = q, k, v, state.k, state.v
@@ -114,7 +114,7 @@ def slide_window(
 
 
 def _slide(x: Tensor, new: Tensor, first: Tensor, back: int) -> Tensor:
-    """Keys or values of a `WindowState` and a new token, global ones in between."""
+    """Keys or values of a `WindowState` and a new token, with global keys in between."""
     # The order of the keys depends on the shape of a state alone: continuations of a state are the same bits.
     if not 0 <= x.shape[2] - back - first.shape[2] < back:
         x = torch.cat([_without_global(x, first, back), first], dim=2)
@@ -160,7 +160,7 @@ def state_of(cache: KVCache, first: AgedKeys, *, tokens: int) -> WindowState:
     """The state after a prefill.
 
     Args:
-        cache: The last tokens, global ones among them.
+        cache: The last tokens, including global tokens.
         first: Global keys, aged from the end of the cache.
         tokens: Length of the whole sequence.
     """

@@ -24,7 +24,7 @@ _SEQUENCES, _TOKENS = 2**16 - 1, 2**31 - 1
 
 @cache
 def _function() -> Callable[..., Tensor] | None:
-    """`varlen_attn`, whose import takes a second, or None in a PyTorch without it or without its window."""
+    """`varlen_attn`, or None in a PyTorch without it or without its window. Its import takes a second."""
     try:
         function: Callable[..., Tensor] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     except (ImportError, AttributeError):
@@ -81,7 +81,7 @@ def _serves(device: torch.device, dtype: torch.dtype) -> bool:
 
 @constant_result
 def _grouped() -> bool:
-    """Whether grouped queries are promised, which earlier versions do not."""
+    """Whether `varlen_attn` of this PyTorch version supports grouped queries."""
     function = _function()
     return function is not None and "enable_gqa" in inspect.signature(function).parameters
 
