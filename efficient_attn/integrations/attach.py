@@ -1,4 +1,4 @@
-"""Backends in a model: of transformers, or of any code that calls torch's attention."""
+"""Backends in models of transformers and in any code that calls torch's attention."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ def attach(
     Args:
         backend: Any argument of `build`, a mapping from layers or call sites to backends, or the file of a
             plan.
-        example: Runs a model that is not of transformers on typical input: `lambda: model(x)`,
+        example: Call of a model outside of transformers on typical input, `lambda: model(x)`,
             or a list of such calls.
-        arguments: Further arguments of the function above: `seed`, `max_tokens`, options of the backend, …
+        arguments: Further arguments of these functions: `seed`, `max_tokens`, options of the backend, …
 
     Raises:
         OptionError: If the model is not of transformers and has no example.

@@ -48,9 +48,9 @@ def save_activations(captured: Captured, path: str | Path) -> None:
 
 
 class Capturing(SiteMode):
-    """Captured calls of a `with` block: the first batch entry, real tokens.
+    """Captured calls of a `with` block: real tokens of the first batch entry.
 
-    Of several calls of a site the first is kept.
+    The first call of a site counts.
 
     Attributes:
         sites: Activations by site, in the order of calls.
@@ -135,7 +135,7 @@ class Capturing(SiteMode):
 def capture(model: nn.Module | None = None, *, only: str = "*") -> Capturing:
     """Capture all calls of `F.scaled_dot_product_attention` in a `with` block.
 
-    The output of the model stays the same bit for bit. A compiled model runs eagerly.
+    Outputs of the model stay bitwise equal. A compiled model runs eagerly.
 
     Args:
         model: Module whose names name the sites; None: all calls belong to one unnamed module.

@@ -18,7 +18,7 @@ class Pattern(NamedTuple):
     """Keys i−back … i+ahead visible to position i. None: no limit.
 
     Attributes:
-        irregular: Description of a pattern that is no such range; None: it is one.
+        irregular: Description of a pattern that is no such range, or None.
     """
 
     back: int | None
@@ -54,7 +54,7 @@ class ShownKeys(NamedTuple):
     """Keys that a mask shows.
 
     Attributes:
-        key_mask: bool [batch k_tokens], True for a real key; None: all are.
+        key_mask: bool [batch k_tokens], True for a real key; None: all are real.
         causal: Whether a query sees no later key.
         ends: Number of keys up to the last causal query, int64 [batch]; None: all. The only query of a call
             stands at the last visible key.
@@ -70,7 +70,7 @@ def keys_to_last_query(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Keys, values and key mask that end at the last query, without the empty end of a cache.
 
-    Rows that end earlier than the longest are rotated, so that their empty slots come first.
+    Rows that end before the longest row are rotated, so that their empty slots come first.
     """
     if key_mask is None or ends is None:
         return k, v, key_mask
@@ -86,9 +86,9 @@ def keys_to_last_query(
 
 
 def read_mask(mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> ShownKeys | str:
-    """Keys that a mask shows, or the reason why it is not read or shows others.
+    """Keys that a mask shows, or the reason why no backend can serve it.
 
-    Every call reads the entries: NumPy and `.data` change them without a trace in torch's version counter.
+    Entries are read anew: NumPy and `.data` change them without a new version in torch's counter.
     """
     if isinstance(mask, CausalBias):
         return _shown_by_bias(mask, q_tokens, k_tokens)
@@ -145,7 +145,7 @@ def _shown_entries(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _last_shown(shown: Tensor) -> Tensor:
-    """Position of the last visible key of each row, -1 where none is."""
+    """Position of the last visible key of each row, or −1."""
     return torch.where(shown, torch.arange(shown.shape[-1], device=shown.device), -1).amax(dim=-1)
 
 

@@ -1,7 +1,7 @@
 """Interception of `F.scaled_dot_product_attention` in any model: capture, replace.
 
-Libraries, nn.MultiheadAttention and hand-written models compute attention by that function. A call site is
-named by the module whose forward calls it; a call that a backend cannot serve stays exact, with its reason.
+Libraries, nn.MultiheadAttention and hand-written models compute attention by this function. A call site is
+named by the module whose forward calls it. A call that a backend cannot serve stays exact, with its reason.
 
     with ea.intercept.capture(model) as captured:
         model(x)

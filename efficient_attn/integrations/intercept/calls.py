@@ -44,7 +44,7 @@ class Call:
 
     Attributes:
         attn_mask: Bool, True for a visible key, or a bias of the scores.
-        same: Whether `nn.MultiheadAttention` got one tensor as query and key; None: called elsewhere.
+        same: Whether `nn.MultiheadAttention` got one tensor as query and key. None: another caller.
     """
 
     query: Tensor
@@ -59,7 +59,7 @@ class Call:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], options: dict[str, Any]) -> "Call":
-        """The call with these arguments, positional ones in torch's order."""
+        """The call with these arguments, positional arguments in torch's order."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         # The compiler of torch 2.8 ends a zip of unequal lengths with an error, whatever `strict` says.
         return cls(**dict(zip(names[: len(args)], args, strict=True)), **options)
@@ -111,7 +111,7 @@ class Call:
         return shown if isinstance(shown, str) else shown._replace(causal=shown.causal or self.is_causal)
 
     def problem(self, shown: ShownKeys, max_tokens: int | None) -> AttentionProblem:
-        """Problem of such calls, of at least `max_tokens` tokens."""
+        """Problem of calls like this, for at least `max_tokens` tokens."""
         q, k, _ = self.tensors
         return AttentionProblem(
             head_dim=q.shape[-1],
@@ -126,7 +126,7 @@ class Call:
         """Output of a backend.
 
         Raises:
-            UnsupportedError: If it was built for another causality or scale, or for one sequence.
+            UnsupportedError: If the backend does not fit causality, scale or cross-attention of the call.
         """
         # The only query of a decoding step sees all keys, causal or not.
         if shown.causal != backend.problem.causal and self.query.shape[-2] != 1:
@@ -191,7 +191,7 @@ def unsure_modules(calls: Mapping[Site, int]) -> dict[str, str]:
 
 
 def detour(start: Any) -> str | None:
-    """Reason for which the mode of this call does not reach its backward pass or compiled code.
+    """Reason why the mode of this call does not reach its backward pass or compiled code.
 
     Args:
         start: Frame that entered the mode, or its code.
@@ -215,7 +215,7 @@ def detour(start: Any) -> str | None:
 
 
 def compiler_stance(stance: str) -> AbstractContextManager[Any]:
-    """Context with a stance of the compiler, whose import would take seconds."""
+    """Context with a stance of the compiler, without an import of the compiler, which takes seconds."""
     return torch.compiler.set_stance(stance) if "torch._dynamo" in sys.modules else nullcontext()
 
 
@@ -233,7 +233,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class AttentionMode(TorchFunctionMode):
-    """Passes calls of attention to `attend`, also inside `nn.MultiheadAttention`.
+    """Mode that passes calls of attention to `attend`, also inside `nn.MultiheadAttention`.
 
     The fused path of torch's layers is off.
     """
@@ -243,7 +243,7 @@ class AttentionMode(TorchFunctionMode):
         return call.exact()
 
     def unreached(self, reason: str) -> None:
-        """Take notice of an attention that does not call `F.scaled_dot_product_attention`."""
+        """Record attention that does not call `F.scaled_dot_product_attention`."""
 
     def __torch_function__(
         self,
@@ -267,7 +267,7 @@ class AttentionMode(TorchFunctionMode):
 
 
 class _Again(TorchFunctionMode):
-    """A mode inside its call, where torch turns it off and would see no call of attention."""
+    """Enter a mode again inside its own call, where torch turns it off."""
 
     def __init__(self, mode: AttentionMode, same: bool | None = None) -> None:
         super().__init__()
@@ -348,7 +348,7 @@ class SiteMode(AttentionMode):
 
     @property
     def outside(self) -> bool:
-        """Whether no forward of a module of the model runs."""
+        """Whether the call is outside the forward of every module of the model."""
         return len(self._running) == 1
 
     def next_site(self) -> Site:

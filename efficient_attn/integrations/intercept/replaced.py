@@ -1,8 +1,8 @@
 """Backends at the call sites that an example of a model shows.
 
 The module that calls attention gets the backend as a submodule, so that optimisers, state dicts, copies and
-`.to` find it, and its forward runs inside a mode for it alone: a checkpoint that computes it again, a
-compiled graph and another thread use the same backend.
+`.to` find it. Its forward runs inside a mode of its own: recomputation in a checkpoint, compiled graphs and
+other threads use the same backend.
 """
 
 from collections import Counter
@@ -37,13 +37,13 @@ UNSEEN = "the example makes no such call"
 
 @dataclass(kw_only=True)
 class ReplacedSites:
-    """Served call sites. As a context manager it ends with `undo`.
+    """Served call sites. A `with` block ends with `undo`.
 
     Attributes:
         served: {site: name of its backend}.
         left: {site: reason why it stays exact}.
         backends: {site: its backend}.
-        remarks: {site: what the example leaves open}.
+        remarks: {site: properties that the example leaves open}.
     """
 
     served: dict[str, str]
@@ -99,15 +99,15 @@ def replace(
         backend: Any argument of `build`, or {pattern of sites: backend or (backend, options)}, such as
             "encoder.layers.*", of which the first that matches counts, or the file of a plan, `layers.json`
             of `advise`.
-        example: Runs the model on inputs as they will come: `lambda: model(x)`; or a list of such calls.
+        example: Call of the model on typical inputs, `lambda: model(x)`, or a list of such calls.
         strict: Whether a call that a backend cannot serve raises an error instead of staying exact.
-        seed: Random seed, from which each site's random features get a seed of their own.
+        seed: Random seed, from which the seeds of all sites derive.
         max_tokens: Maximum sequence length of backends that need one, at least that of the example.
         options: Options of the backend.
 
     Raises:
         UnknownNameError: If no site matches a pattern.
-        UnsupportedError: If no call of the model can be served, or with `strict`, any one cannot.
+        UnsupportedError: If no call of the model can be served or, with `strict`, a call cannot.
         OptionError: If options accompany a mapping or a plan, or the model has backends already.
         DataError: If the file of a plan cannot be read.
     """
@@ -176,7 +176,7 @@ class SiteBackends(nn.ModuleDict):
         self.calls: dict[str, Counter[str]] = {number: Counter() for number in backends}
 
     def attend(self, number: str, call: Call) -> Tensor:
-        """Output of the backend, or else of torch's function."""
+        """Output of the backend, or of torch's function if the call stays exact."""
         if number not in self:
             return call.exact() if int(number) < self.num_calls else self._exact(number, call, UNSEEN)
         backend: Any = self[number]
@@ -202,7 +202,7 @@ class SiteBackends(nn.ModuleDict):
 
 
 class _Serving(AttentionMode):
-    """Passes the calls of a run to backends, by their number."""
+    """Mode that passes the calls of a run to backends by their number."""
 
     def __init__(self, backends: SiteBackends) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class _Serving(AttentionMode):
 
 
 def _forward_served(module: nn.Module, before: Callable[..., Any] | None, *args: Any, **options: Any) -> Any:
-    """Run the forward of a module with backends, `before` if its instance had one.
+    """Run the forward of a module with backends, or `before`, the forward set on its instance.
 
     Raises:
         UnsupportedError: If the run skips a call of the example, which shifts the numbers of later calls.

@@ -42,9 +42,9 @@ class SiteSearch(SiteMode):
     Attributes:
         reasons: {site: reason why it stays exact, or None}.
         built: {site: its backend}.
-        first: {site: shapes of queries and keys, dtype and device of the call that tells most}.
+        first: {site: shapes of queries and keys, dtype and device of its most informative call}.
         crossed: Sites whose queries and keys are of two sequences.
-        unsure: Sites whose backend compares positions, of maybe two sequences.
+        unsure: Sites whose backend compares positions and whose keys may be of another sequence.
     """
 
     def __init__(self, model: nn.Module, requests: Mapping[str, Request], seed: int) -> None:
@@ -74,7 +74,7 @@ class SiteSearch(SiteMode):
         return call.exact()
 
     def _tells_more(self, site: Site, call: Call) -> bool:
-        """Whether a call is longer than those before, or the first of several queries."""
+        """Whether a call is longer than all before it, or the first with several queries."""
         backend = self.built.get(site)
         if backend is not None and backend.spec.capabilities.needs_max_tokens:
             return call.key.shape[-2] > (backend.problem.max_tokens or 0)
@@ -82,7 +82,7 @@ class SiteSearch(SiteMode):
         return site in self.first and self.first[site][0][-2] == 1 < call.query.shape[-2]
 
     def remark(self, site: Site) -> str:
-        """What the example leaves open at a served site."""
+        """Remark on properties of a served site that the example leaves open."""
         dropout: Any = getattr(self.modules.get(site.module), "dropout", None)
         drops = isinstance(dropout, float) and dropout > 0 and not self.built[site].spec.capabilities.exact
         texts = [f"dropout={dropout} keeps training exact: set it to 0"] if drops else []

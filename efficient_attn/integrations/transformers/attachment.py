@@ -1,4 +1,4 @@
-"""Backends attached to transformers models, detached, taught by exact attention, and loaded with a model.
+"""Backends in transformers models: attach, detach, distil from exact attention, load.
 
 A saved configuration assigns backends to attention modules; their tensors are stored with the model's own. No
 saved code is run: backends are looked up by name, tensors read from safetensors.
@@ -88,13 +88,13 @@ def attach(
         backend: Any argument of `build`, for all layers, with `options`; or a mapping from layers to
             backends, {"0-5": "window", "6-11": ("performer-positive", {"num_features": 512})}; or the path
             of a plan, `layers.json` of `efficient-attn advise`.
-        full, sliding, cross: Backend for the layers of this kind; takes precedence over `backend`.
+        full, sliding, cross: Backend for the layers of this kind, in place of `backend`.
         max_tokens: Maximum sequence length, for backends that require it; None: the number of positions of
             the model.
         seed: Random seed, from which the seeds of all layers derive.
 
     Raises:
-        UnsupportedError: If a backend does not support a layer; no backend is attached then.
+        UnsupportedError: If a backend does not support a layer. The model then stays unchanged.
         UnknownNameError, OptionError, DtypeError: If the request is invalid.
     """
     inner = unwrap(model)
@@ -232,7 +232,7 @@ def _build_request(
 
 
 def observed_sites(model: PreTrainedModel) -> list[AttentionSite]:
-    """Attention modules, causal where a call makes them so, as in CLIP's text tower.
+    """Attention modules, marked causal if a call passes causality, as in CLIP's text tower.
 
     Text models whose modules seem bidirectional run once, on two tokens.
     """
@@ -294,7 +294,7 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
         arguments: For `from_pretrained`: dtype, device_map, …
 
     Raises:
-        DataError: If the folder holds no such model, or tensors or plan do not match it.
+        DataError: If the folder holds no model with backends, or its tensors or backends do not match.
     """
     path = Path(folder)
     weight_files(path)

@@ -58,11 +58,11 @@ class VisibleKeys(NamedTuple):
     """Visible keys of one forward pass.
 
     Attributes:
-        first_key: Position of the first key; above 0 if a cache has dropped earlier keys.
-        keys: Number of keys; a static cache includes slots that are not filled yet.
+        first_key: Position of the first key, above 0 if a cache has dropped earlier keys.
+        keys: Number of keys, including empty slots of a static cache.
         key_mask: bool [batch keys], True for a real token; None: all are real.
         text: bool [batch tokens], the mask of all tokens so far; None: all are real.
-        ends: As of `ShownKeys`.
+        ends: As in `ShownKeys`.
     """
 
     pattern: Pattern
@@ -201,7 +201,7 @@ def _read_pattern(mask_function: Callable) -> Pattern:
 
 
 def _compiled_pattern(mask_function: Callable, width: int | None, bidirectional: bool) -> Pattern:
-    """As `_read_pattern`, in code that is compiled, where closures are not read.
+    """Like `_read_pattern`, for compiled code, where closures cannot be read.
 
     Args:
         width: Width of a window, from the other arguments of a mask function; None: no window is certain.
@@ -219,7 +219,7 @@ def _compiled_pattern(mask_function: Callable, width: int | None, bidirectional:
 
 
 def _intersected(mask_function: Callable) -> Iterator[Callable]:
-    """The mask functions whose intersection this mask function is."""
+    """Mask functions that this mask function intersects."""
     if _function_name(mask_function) != "and_masks":
         yield mask_function
         return
@@ -299,7 +299,7 @@ def attend(
 def _visible_keys(
     module: Any, query: Tensor, key: Tensor, mask: Any, causal: bool, backend: Backend
 ) -> VisibleKeys:
-    """Visible keys by the mask, or else by the causality of the call, in the pattern of `attach`."""
+    """Visible keys by the mask, or by the causality of a call without mask, in the pattern of `attach`."""
     expected = getattr(backend, PATTERN)
     visible = visible_in(mask, query.shape[0], query.shape[2], key.shape[2], causal=expected == CAUSAL)
     if visible is None:

@@ -49,7 +49,7 @@ class StateLayer(CacheLayerMixin):
     """The state of one layer.
 
     Args:
-        back: Number of earlier keys that masks of sliding layers have beside this one; None: not sliding.
+        back: Number of earlier keys in the window of a sliding layer; None: not sliding.
     """
 
     def __init__(self, back: int | None = None) -> None:
@@ -109,7 +109,7 @@ class StateLayer(CacheLayerMixin):
             setattr(text, _COMPARED, id(read))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of keys and position of the first: those of the queries, and of a sliding layer's cache."""
+        """Number of keys and position of the first key, with the keys in a sliding layer's cache."""
         earlier = min(self.seen, self.back)
         return earlier + query_length, self.seen - earlier
 

@@ -57,7 +57,7 @@ def open_model(folder: str | Path, *, dtype: str = "float32", device: str = "cpu
     """Load the model of a folder and its tokenizer.
 
     Raises:
-        DataError: If the folder holds no such model, or reading it would run code.
+        DataError: If the folder holds no model, or reading it would run code.
     """
     path = Path(folder)
     weights = weight_files(path)
@@ -134,7 +134,7 @@ def read_model(path: Path, kind: Any, **arguments: Any) -> tuple[PreTrainedModel
     """Load a model and transformers' report on its tensors.
 
     Missing tensors, which transformers would initialise randomly with a warning, are refused. A model that
-    was saved without its optional pooler has none again.
+    was saved without its optional pooler is loaded without it.
     """
     with data_errors(f"Cannot load a model from {path}"), _quiet(), _not_larger(path):
         model, report = kind.from_pretrained(

@@ -50,8 +50,8 @@ def unwrap(model: Any) -> PreTrainedModel:
     """The outermost transformers model of a module, such as a PeftModel.
 
     Raises:
-        DtypeError: If there is none.
-        UnsupportedError: If there are several side by side.
+        DtypeError: If the module holds no transformers model.
+        UnsupportedError: If it holds several side by side.
     """
     models = _outermost_models(model) if isinstance(model, nn.Module) else []
     if not models:
@@ -88,10 +88,10 @@ def find_sites(model: nn.Module) -> list[AttentionSite]:
 
 
 def ignored(model: nn.Module) -> dict[str, str]:
-    """Attention modules whose own code computes attention, whatever attn_implementation names.
+    """Attention modules whose own code computes attention, regardless of attn_implementation.
 
     Returns:
-        The class name of every such module, by its path; recognised by "Attention" in the name of the class.
+        {path: class name} of these modules, recognised by "Attention" in the class name.
     """
     calling = {path for path, _ in _calling(model)}
     kinds = {path: type(module).__name__ for path, module in model.named_modules()}
@@ -157,7 +157,7 @@ def _site(path: str, module: Any) -> AttentionSite:
 
 
 def _first_value(*names: str, of: tuple[Any, ...]) -> Any:
-    """First of these attributes of the first object that has any."""
+    """First of these attributes that an object has, objects in order."""
     values = (getattr(thing, name, None) for thing in of for name in names)
     return next((value for value in values if value is not None), None)
 

@@ -95,8 +95,8 @@ def build_layers(
     """Build the chosen backend of each layer of self-attention, and exact attention elsewhere.
 
     The seed of a layer does not depend on the choices for other layers. A seed among the options of a choice
-    is added to `seed`, so that a layer has the random features that it has where all layers are built with
-    this sum.
+    is added to `seed`: the layer then has the same random features as if all layers were built with this
+    sum.
     """
     choices = {site.path: EXACT for site in sites.ordered}
     for place, site in enumerate(sites.ordered):
@@ -120,9 +120,9 @@ def run(model: Any, ids: Tensor, *, predicts: bool) -> ModelOutputs:
 
 
 def _head(model: Any, states: Any, ids: Tensor, rows: slice) -> Tensor:
-    """Logits of a slice of positions from the last hidden states, by all that the model does with them.
+    """Logits of a slice of positions, by the model's own head on its last hidden states.
 
-    They have gradients where the hidden states require them.
+    They have gradients if the hidden states require them.
     """
     part, calls = replace(states, last_hidden_state=states.last_hidden_state[:, rows]), []
     gradients = part.last_hidden_state.requires_grad
@@ -140,7 +140,7 @@ def _head(model: Any, states: Any, ids: Tensor, rows: slice) -> Tensor:
 
 @contextmanager
 def replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """A module with another function in place of its forward, which accelerate may have replaced before."""
+    """Context with another forward of a module, even if accelerate has already replaced it."""
     former = vars(module).get("forward")
     module.forward = forward
     try:
@@ -154,7 +154,7 @@ def replaced_forward(module: Any, forward: Callable[..., Any]) -> Iterator[None]
 def backpropagate_loss(model: Any, ids: Tensor) -> None:
     """Backpropagate the summed loss of the next tokens of a text, with logits in blocks of positions.
 
-    The sum, since the gradients of a mean over many tokens underflow in half precision.
+    Not the mean, whose gradients over many tokens underflow in half precision.
     """
     body = model.get_decoder()(input_ids=ids, **_no_cache(model))
     states = replace(body, last_hidden_state=body.last_hidden_state.detach().requires_grad_())
