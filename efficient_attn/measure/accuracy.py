@@ -105,7 +105,7 @@ def measure_draws(
     *,
     threads: int | None = None,
 ) -> Record:
-    """The record that `measured` makes of a case and the draws of a backend, calibrated if required."""
+    """Record by `measured` of a case and the draws of a backend, calibrated if required."""
     case = error_case(variant, subject, of, threads=threads)
     # Inputs and features use separate streams, so that one seed serves both.
     seeds = range(subject.seed, subject.seed + (draws if SEED in variant.options else 1))

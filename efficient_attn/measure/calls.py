@@ -51,7 +51,7 @@ class Prepared(NamedTuple):
     """A module on its device, and its measured call: forward, or forward and backward.
 
     Attributes:
-        checked: The call with checks of its results; raises on an invalid output or gradient.
+        checked: The call with checks of its results, which raises on an invalid output or gradient.
         values: New values of the inputs before each timed call.
         inputs: q, k, v [batch heads tokens head_dim], or x [batch tokens model_dim].
         streams: Whether the module supports incremental decoding.
@@ -68,7 +68,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(case: Case, target: Any, inputs: str | None = None) -> Prepared:
-    """Build the module of a case, around the backend that `target` names or is.
+    """Build the module of a case around the backend `target`.
 
     Args:
         inputs: File of q, k, v for attention alone; None: a Gaussian draw.
@@ -139,7 +139,7 @@ _VALUES = BackendSpec(
 
 
 class _Mean(nn.Module):
-    """Uniform attention: the mean of the visible values, for every query as in a backend."""
+    """Uniform attention: the mean of the visible values for every query."""
 
     def __init__(self, *, causal: bool) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ def _checked(module: Any, call: Callable[[], Any], case: Case) -> object:
 
 
 def _inputs(case: Case) -> tuple[Tensor, ...]:
-    """Gaussian inputs, followed by an upstream gradient, all of one shape but for the heads of k and v."""
+    """Gaussian inputs, then an upstream gradient, of equal shapes apart from the heads of k and v."""
     if case.of == "attention":
         shape = (case.batch, case.num_heads, case.tokens, case.head_dim)
         q, k, v, gradient = _gaussian(4, shape, case.dtype, case.device, case.seed)

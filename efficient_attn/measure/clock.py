@@ -39,7 +39,7 @@ def clock(device: str, threads: int = 1) -> Clock:
     """A function that makes one call and returns its duration in seconds, including the device's work.
 
     Args:
-        threads: Number of torch threads on the CPU; of one, the duration is processor time of the process.
+        threads: Number of torch threads on the CPU. With one, durations are processor time of the process.
     """
     if device.startswith("cuda"):
         return partial(_time_on_cuda, device=device)

@@ -1,4 +1,4 @@
-"""Copied passages and planted numbers: whether a decoder recalls what stands further back than any window.
+"""Copied passages and planted numbers: tests of a decoder's recall beyond any window.
 
 The end of a sequence repeats passages of its beginning in another order, or a dialogue at the end of a long
 text asks for numbers planted in it. The loss of a text hardly shows whether a model still finds them.
@@ -59,7 +59,7 @@ def with_copies(ids: Tensor, *, seed: int) -> Tensor:
 
 
 def copy_recall(logits: Logits, exact: Logits, ids: Tensor) -> dict[str, float]:
-    """Share of copied tokens that are predicted right, of the replaced and of the exact attention.
+    """Share of copied tokens predicted right, with replaced and with exact attention.
 
     With the standard error of their difference, from the passages.
 
@@ -134,7 +134,7 @@ def _prompt(tokenizer: Any, text: str, tokens: int, draws: random.Random) -> Pro
 
 
 def right_answers(logits: Logits, prompt: Prompt) -> list[bool]:
-    """Whether every token of an answer is the most likely one after all tokens before it.
+    """Whether every token of an answer is the most likely token after all tokens before it.
 
     Args:
         logits: Logits of a slice of positions, [positions vocabulary].

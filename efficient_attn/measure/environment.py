@@ -122,7 +122,7 @@ def moment() -> Moment | None:
 
 
 def between(before: Moment | None, after: Moment | None) -> dict[str, Any]:
-    """Conditions between two moments: the share of the time of all cores that others took."""
+    """Conditions between two moments: share of all cores' time that other processes took."""
     if before is None or after is None:
         return {"others_share": None}
     # The system counts in hundredths of a second, so that the difference may be slightly negative.

@@ -194,7 +194,7 @@ class WrongOutputError(Exception):
 
 @contextmanager
 def outputs_checked(*modules: nn.Module) -> Iterator[None]:
-    """Check all outputs of the backends in the modules, or of modules that are backends, within the block."""
+    """Context that checks all outputs of the backends in the modules."""
     hooks = [part.register_forward_hook(check_call, with_kwargs=True) for part in backends_in(*modules)]
     try:
         yield
@@ -219,7 +219,7 @@ def check_gradients(gradients: Mapping[str, Tensor | None]) -> None:
 
 
 def check_call(backend: nn.Module, args: Sequence[Any], named: Mapping[str, Any], output: Any) -> None:
-    """Refuse an output of another shape, dtype or device than q's, or that is not finite."""
+    """Refuse an output that is not finite or differs from q in shape, dtype or device."""
     arguments = dict(zip("qkv", args, strict=False)) | dict(named)
     q, k, v = (arguments[name].detach() for name in "qkv")
     shape = [*q.shape[:-1], v.shape[-1]]
@@ -247,7 +247,7 @@ def next_token_distances(logits: Logits, exact: Logits, ids: Tensor) -> dict[str
     """Divergence in nats, perplexity and loss of the next token, in blocks of positions.
 
     The divergence is the mean of Σ p log(p / p'), p of `exact`, the loss that of log(p / p')(next token).
-    Its standard error is that of the mean over blocks of 64 tokens, whose losses depend on one another.
+    Its standard error is over means of blocks of 64 tokens, since losses of near tokens are correlated.
 
     Args:
         logits, exact: Logits of a slice of positions, [positions vocabulary].

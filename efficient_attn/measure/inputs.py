@@ -261,8 +261,8 @@ def subjects(
     """One float32 subject per norm of Gaussian inputs and per layer of model inputs.
 
     Args:
-        norms, tokens, num_heads, head_dim: Of Gaussian inputs alone.
-        shorter: Whether shipped layers shorter than the longest are taken where `layers` names none.
+        norms, tokens, num_heads, head_dim: For Gaussian inputs only.
+        shorter: Whether to include shipped layers shorter than the longest if `layers` is empty.
         causal: Whether layers that are not causal in their model are measured causally too.
     """
     if not inputs or not norms:
@@ -287,7 +287,7 @@ def _of_model(
 ) -> Iterator[Subject]:
     """Layers that read all keys in the model, or all earlier ones, as in the measurement.
 
-    Unless layers are named or all are measured causally, causal layers are left out beside others.
+    Causal layers are left out if other layers exist, unless layers are named or all are measured causally.
     """
     if isinstance(source, Captured):
         captured, name, text = source, source.about["model"], source.about.get("text_sha256")
@@ -331,7 +331,7 @@ def write_given(path: str | Path, subject: Subject) -> None:
 # Cached: all backends at a length share the same inputs.
 @functools.lru_cache(maxsize=1)
 def read_given(path: str, dtype: str, device: str, tokens: int, batch: int = 1) -> Subject:
-    """A batch of copies of the first tokens of the q, k, v that `write_given` wrote."""
+    """Read the first tokens of q, k, v from a file of `write_given`, repeated to a batch."""
     captured = read_activations(path)
     ((layer, activations),) = captured.layers.items()
     subject = Subject(f"layer {layer}", activations, captured.factor(layer))

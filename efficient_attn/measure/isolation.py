@@ -65,7 +65,7 @@ class LateError(CrashError):
 
 
 class Process:
-    """Makes calls in a child process of its own session, started on first use and after every failure.
+    """Child process that makes calls, in its own session, restarted on first use and after failures.
 
     Args:
         limit_bytes: Memory that the process may allocate beyond its start-up; None: unlimited.
@@ -211,7 +211,7 @@ class Measurer:
         variables: Environment variables that the child has in addition.
 
     Attributes:
-        inputs: Files of q, k, v by the `inputs` of a case; cases of other inputs are Gaussian draws.
+        inputs: Files of q, k, v by the `inputs` of a case. All other inputs are Gaussian draws.
     """
 
     def __init__(

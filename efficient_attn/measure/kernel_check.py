@@ -56,8 +56,8 @@ class Subject:
         bits: Mantissa bits of operands by precision; None: the backend on the CPU is the measure.
         causal: Whether calls are causal; None: only with grouped heads.
         wide_lengths: Lengths with heads of 128, which another tile serves.
-        options: Options of the backend; none: as many features as the check asks for.
-        module: Function of the backend, whose result takes its place.
+        options: Options of the backend, by default the number of features of the check.
+        module: Function that wraps the backend.
     """
 
     backend: str
@@ -242,7 +242,7 @@ def _draw(case: Case, dtype: torch.dtype, device: str) -> _Inputs:
 
 
 def poison(device: str) -> None:
-    """Fill free memory of the allocator with NaN, so that a kernel that reads before it writes is seen."""
+    """Fill free memory of the allocator with NaN, to expose kernels that read before they write."""
     if not device.startswith("cuda"):
         return
     # The allocator has a pool of small blocks and one of large ones.
@@ -266,7 +266,7 @@ def _streamed(module: Any, inputs: _Inputs) -> Tensor:
 def _references(
     backend: Any, inputs: _Inputs, precision: str, bits: int | None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Output and gradients in float64, and of the measure of errors."""
+    """Output and gradients in float64, and by the yardstick of errors."""
     dtype = inputs.tensors[0].dtype
     q, k, v = (x.double() for x in inputs.tensors)
     wide = inputs._replace(tensors=(q, k, v))
@@ -286,7 +286,7 @@ def _references(
 def _compared(
     actual: Tensor, plain: Tensor, exact: Tensor, scale: Tensor, bits: int | None, *, backward: bool
 ) -> tuple[float, str]:
-    """Larger share of the bounds of all rows together and of one row, and a failure if it is above 1."""
+    """Largest error as a share of its bound, over all rows and per row, and a failure if above 1."""
     if not actual.isfinite().all():
         return float("inf"), "not finite"
     error, row = _errors(plain, exact, scale)

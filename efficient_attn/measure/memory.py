@@ -21,7 +21,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Peak(NamedTuple):
-    """Bytes above the level before the call: at the peak, and still held by the result."""
+    """Bytes above the level before the call, at the peak and held by the result."""
 
     peak_bytes: int
     kept_bytes: int

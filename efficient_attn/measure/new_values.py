@@ -34,7 +34,7 @@ _COMPARED, _FACTOR, _ROUNDING, _TRIALS = 64, 1.5, 8, 3
 class Values:
     """New values in the storage of the inputs before each timed call, and a check of its result.
 
-    A function that keeps outputs would otherwise be timed at returning them. Norms and scores change by at
+    Otherwise a function that caches outputs would be timed at returning them. Norms and scores change by at
     most 2 %, so that a call takes as long and errs as much; signs of the last input change by dimension.
     Attention in a block, or with gradients, is also checked alone.
     """
@@ -87,7 +87,7 @@ class Values:
         """Remark on the last call.
 
         Raises:
-            WrongOutputError: If its output errs more on these values than it should, or has not changed.
+            WrongOutputError: If its output has a larger error than the first call's, or has not changed.
         """
         changed = not all(map(torch.equal, self._tensors, self._values([None] * len(self._tensors))))
         wrong = self._is_wrong(self._result)
@@ -112,7 +112,7 @@ class Values:
         return "the call changes its inputs" if changed else None
 
     def _is_wrong(self, result: Any) -> bool:
-        """Whether a result is that of the first call, or errs more."""
+        """Whether a result equals the first call's or has a larger error."""
         output = next(memory.tensors_in(result))
         # Gradients may be zero, of a single token for one.
         if torch.equal(output, self._output) and output.any():

@@ -34,14 +34,14 @@ class Quantity:
     Attributes:
         name: Name in tables, in JSON and of --fail-on.
         meaning: Definition that begins with a noun.
-        better: Direction of an improvement; None: a change is neither better nor worse.
-        scatter: Repetitions over which the number differs by chance; None: it is reproduced by its case.
+        better: Direction of an improvement, or None.
+        scatter: Repetitions over which the value varies randomly. None: a case reproduces it exactly.
         threshold: Relative change that matters.
         record_field: Field of a record; omitted: the name.
         samples: Field of the raw values, one per repetition; None: records keep none.
-        rounding: The number is rounding error if it is below this power of the precision of its dtype;
+        rounding: Values below this power of the precision of the dtype are rounding errors.
             0: never.
-        compared: Whether two runs are compared by it; False: the field describes a condition.
+        compared: Whether runs are compared by it. False: the field describes a condition.
     """
 
     name: str

@@ -195,7 +195,7 @@ class Reading(NamedTuple):
     """Records of a file, and the lines that were left out.
 
     Attributes:
-        torn: Whether the last line was cut off.
+        torn: Whether the last line is incomplete.
         damaged: {number of a whole line: reason why it is no record}.
     """
 
@@ -252,13 +252,13 @@ def _quantiles(times_s: Sequence[float]) -> Sequence[float]:
 
 
 def append(path: str | Path, record: Record) -> Record:
-    """Add one line to the file, whole or not at all, and wait until it is on the disk.
+    """Append one record atomically and flush it to disk.
 
     Returns:
-        The record of the line: with fewer samples where readers would refuse the line, or soon the file.
+        The stored record, with fewer samples if the line or the file comes near the limits of readers.
 
     Raises:
-        DataError: If it cannot be written, or readers would refuse it.
+        DataError: If the line cannot be written, or readers would refuse it.
     """
     path, data = Path(path), f"{line(record)}\n".encode()
     try:
@@ -292,7 +292,7 @@ def append(path: str | Path, record: Record) -> Record:
 
 
 def sync_names(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the system lets folders be waited for."""
+    """Flush the entries of a folder to disk, if the system supports it."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

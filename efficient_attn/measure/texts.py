@@ -62,6 +62,6 @@ def named_texts(texts: Texts | None) -> dict[str, str]:
 
 
 def digest(texts: Mapping[str, str]) -> str:
-    """Number and hash of the texts: records of other texts are another measurement."""
+    """Number and hash of the texts, which identify the measurement."""
     hashed = sha256("\0".join(texts.values()).encode()).hexdigest()[:8]
     return f"{len(texts)} {'text' if len(texts) == 1 else 'texts'} #{hashed}"

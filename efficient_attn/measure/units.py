@@ -13,7 +13,7 @@ _BYTES = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 def parse_sizes(text: str | int | Sequence[int], *, name: str) -> tuple[int, ...]:
-    """Whole numbers in rising order from `256,512`, `256:4096:x2`, `1k`, or from numbers."""
+    """Parse `256,512`, `256:4096:x2`, `1k` or numbers to whole numbers in rising order."""
     wrong = OptionError(
         f"{name} cannot be {text!r}. Write 256,512 or 256:4096:x2 (from, to, factor) or 1k (1024); "
         f"at most {_MOST_POINTS} sizes, from 1 to {_MOST_TOKENS}."

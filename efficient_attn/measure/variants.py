@@ -91,7 +91,7 @@ def select(
     that approximate it alone.
 
     Args:
-        also: Whether None selects the further variants of the backends too, unless options of theirs are set.
+        also: Whether None also selects further variants of the backends, unless their options are set.
     """
     from efficient_attn.backends import compared_backends, resolve
 
@@ -225,12 +225,12 @@ def joint_name(names: Sequence[str]) -> str:
 
 
 def single_names(inputs: str) -> tuple[str, ...]:
-    """The inputs behind a joint name. Any other name stands for itself."""
+    """Inverse of `joint_name`. Any other name stands for itself."""
     joint = _SEVERAL.fullmatch(inputs)
     return tuple(f"{joint[1]}(layer={layer})" for layer in joint[2].split(",")) if joint else (inputs,)
 
 
 def timed_layer(inputs: str) -> str:
-    """`layer 1` for `encoder(layers=0,1,5)`: the layer whose q, k and v were timed."""
+    """Layer whose q, k and v were timed: `layer 1` for `encoder(layers=0,1,5)`."""
     names = single_names(inputs)
     return f"layer {names[len(names) // 2].rpartition('=')[2].removesuffix(')')}"

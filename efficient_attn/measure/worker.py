@@ -24,7 +24,7 @@ def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs:
     """Measure the time of calls for about `seconds`, the memory of one call, or its error on given inputs.
 
     Args:
-        target: Backend to build, if `case.backend` is not sufficient: an object, or a path.
+        target: Backend to build, an object or a path, if `case.backend` is not sufficient.
         inputs: File of the q, k, v that `case.inputs` names; None: a Gaussian draw.
     """
 
@@ -64,7 +64,7 @@ def time_of(
 
     Args:
         first: The same call with checks of its result; None: no checks.
-        once_s: A call on the CPU that takes as many seconds is made once, and is its own warm-up.
+        once_s: A CPU call of at least this many seconds is timed once, without a warm-up.
         before: Untimed preparation of each call.
     """
     clocked = clock.clock(case.device, case.threads)
