@@ -286,7 +286,7 @@ def _read(inputs: Alignment, q: Tensor, start: int, pattern: Pattern, sums: Sums
 
     later = None
     if pattern.causal:
-        # Below the bias of a masked key, so that a query without real keys does not average later ones.
+        # Below the bias of a masked key, so that a query without real keys does not average later keys.
         later = q.new_full((size, size), 2 * MASKED).triu(1)
         later = F.pad(later, (0, (read.shape[3] - 1) * size))
     if len(queries) == 1:

@@ -53,7 +53,7 @@ def window_clusters(
         k, v, real = inputs.k, inputs.v, inputs.real
         number = min(clusters, k.shape[2])
         chosen = nearest_keys(k.detach(), real, number)
-        # Summaries are made for the queries of one head, whatever other heads share its keys.
+        # Summaries belong to the queries of one head, even if other heads share its keys.
         if q.shape[1] > k.shape[1]:
             k, v, chosen = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v, chosen))
         real_queries = None
@@ -228,7 +228,7 @@ def beyond_slices(members: Members, block: int, *, group: int, begin: int, end: 
     # A block excludes two cells of the group, whose last cell is the next group's first.
     outside = ((cell_number - block_number) // 2 != 0).to(members.rows.dtype)
     if groups == 1:
-        # Cells that no block leaves out are one.
+        # All cells outside the group's blocks are summed as one cell.
         parts = members.sums(cell.clamp(-1, group + 1) % (group + 2), group + 2)
         yield (outside @ parts.flatten(3)).unflatten(3, parts.shape[3:])
         return
@@ -242,7 +242,7 @@ def beyond_slices(members: Members, block: int, *, group: int, begin: int, end: 
     after = list(accumulate(reversed(both), initial=torch.zeros_like(both[0])))[::-1]
     for number in range(groups):
         low, high = (max((begin + index * group) * block - side, 0) for index in (number, number + 1))
-        # The last two cells hold sums that are known already.
+        # The sums of the last two cells already exist.
         parts = members.part(low, high).sums(cell[low:high] - number * group, group + 2)
         parts[:, :, group] = firsts[number + 1]
         parts[:, :, group + 1] = before[number] + rests[number + 1] + after[number + 2]

@@ -80,7 +80,7 @@ def _mix(mix: Tensor, x: Tensor, heads: int, key_mask: Tensor | None) -> tuple[T
     """
     mix = mix.to(product_dtype(x))
     tokens = x.shape[-2]
-    # The exporter takes a slice for shorter than the whole.
+    # The exporter assumes that a slice is shorter than the whole.
     used = mix[..., torch.arange(tokens, device=x.device)] if dynamic(tokens) else mix[..., :tokens]
     sums = row_sums(used, zero_masked(x, key_mask), heads)
     if key_mask is None and not dynamic(tokens) and used.shape[-1] == mix.shape[-1]:

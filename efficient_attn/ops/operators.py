@@ -28,7 +28,7 @@ def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
     def register(function: Callable[..., Any]) -> Any:
         @wraps(function)
         def uncompiled(*args: Any) -> Any:
-            # A process that has not imported the compiler compiles nothing.
+            # Without an import of the compiler nothing can be compiling.
             return (_disabled(function) if "torch._dynamo" in sys.modules else function)(*args)
 
         FUNCTIONS[name] = function

@@ -21,7 +21,7 @@ HELD = 2**25
 UPCAST = {"cpu"}
 # Dtypes for which FlexAttention compiles.
 _FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-# Sets of all observations that are under way, in whatever thread the kernels run.
+# Sets of all active observations, for kernels in any thread.
 _OBSERVED: list[set[str]] = []
 _T = TypeVar("_T")
 
@@ -45,7 +45,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return upcast_dtype(x.dtype) if x.device.type in UPCAST else x.dtype
 
 
-# Questions to the driver and the file system, which a compiler cannot trace.
+# Queries the driver and the file system, so it stays out of the graph.
 @constant_result
 def kernels(device: torch.device, dtype: torch.dtype) -> str:
     """Kernels of full linear attention with exponential features on a device.
@@ -69,11 +69,11 @@ def observed_kernels() -> Iterator[set[str]]:
     try:
         yield names
     finally:
-        # Equal sets are not one object.
+        # By identity, since different observations may be equal sets.
         _OBSERVED[:] = [each for each in _OBSERVED if each is not names]
 
 
-# A compiler runs it as it traces a call.
+# The compiler runs this while it traces a call.
 @constant_result
 def note_kernel(name: str) -> None:
     """Record the name of a fused kernel that serves a call."""
@@ -125,7 +125,7 @@ def on_tensor_cores(dtype: torch.dtype) -> bool:
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:
-        # PyTorch has no answer for all devices where only the setting of the CPU's products was changed.
+        # PyTorch raises this if only the setting of the CPU's products was changed.
         return False
 
 

@@ -41,7 +41,7 @@ PASSED, FAILED, SLOWER, REFUSED = OUTCOMES = ("passed", "failed", "slower", "ref
 # ptxas before CUDA 13.3 may reuse registers of an operand before `wgmma` of Hopper has read them (triton
 # PR 11781). On an H200, gradients of `causal-linear` by 12.8.93 were off by 88 %, and right by 13.4.59.
 SAFE_PTXAS = (13, 3)
-# Triton reads the second one for the assembler of newer GPUs, from 3.9 on for Hopper too.
+# Triton reads the second variable for newer GPUs, from 3.9 on for Hopper too.
 PTXAS_VARIABLES = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 
 # Tiles by kernel in place of the file: kernels that are being checked. None: the file decides.

@@ -173,7 +173,7 @@ def backward(
     by_query["FEATURES"] = call.block(tile.query_features)
     query_kernel[(slots, flat_heads)](**by_query, num_warps=tile.grad_warps, num_stages=2)
     query_repair_kernel[(slots, flat_heads)](**by_query, num_warps=call.repair_warps, num_stages=1)
-    # Its memory is that of the states of queries.
+    # Freed for the states of queries, which are as large.
     del by_query, sums, ones, references
 
     states = _query_states(call, g, offsets, deltas)

@@ -96,7 +96,7 @@ def chunk_kernel(
     acc += dot(weights, values.to(OPERANDS))
     # A sum of differences would spill registers.
     lost = score_sums - tl.sum(weights.to(tl.float32), 1)
-    # One feature tells of a past, also of the empty one of means, whose repair gives zeros.
+    # One feature shows whether a past exists, also the empty past of means, whose repair gives zeros.
     seen = tl.cumsum(tl.where(real, 1.0, 0.0), 0) + tl.load(ones + at) > 0
     weak_rows = tl.where(seen & (total < weak) & real_rows, 1, 0)
     tl.store(flags + bh * tl.num_programs(0) + slot, tl.max(weak_rows, 0))

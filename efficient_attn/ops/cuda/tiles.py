@@ -33,9 +33,9 @@ class Tile(NamedTuple):
     walk_warps: int
 
 
-# The fastest of the few tried on an H200, but for warps of walks and blocks of keys: with those none spills.
+# The fastest of a few on an H200. Warps of walks and blocks of keys are chosen so that no kernel spills.
 _HOPPER = Tile(128, 64, 8, 64, 64, 16, 2, 4, 128, 8)
-# Others without a GPU: by shared memory, of which consumer cards have 99 kB, and by registers.
+# Untested on GPUs: chosen by shared memory, 99 kB on consumer cards, and by registers.
 _WIDE = Tile(128, 32, 8, 64, 32, 32, 2, 4, 64, 8)
 _NARROW = Tile(64, 16, 4, 64, 16, 16, 1, 4, 32, 4)
 SMALL = Tile(32, 16, 4, 32, 16, 16, 1, 4, 32, 4)

@@ -15,9 +15,9 @@ from efficient_attn.ops.linear.state import LOWEST
 from efficient_attn.ops.paths import parts, step_capacity, tuned_for_cpu
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
-# Fewer tokens per chunk cost more calls than cache misses, and more save no call worth their memory.
+# Fewer tokens per chunk cost more in calls than they save in cache misses. More only cost memory.
 _LEAST, _MOST = 112, 512
-# Features per chunk over all heads, which fill a cache of 1 MiB; their gradients take as much.
+# Features per chunk over all heads, which fill a cache of 1 MiB. Their gradients take as much again.
 _FEATURES = 2**18
 
 

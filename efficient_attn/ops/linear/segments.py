@@ -134,7 +134,7 @@ def _outputs(here: Sums, earlier: Sums, kind: FeatureMap) -> Outputs:
     # Comparisons with NaN are false: a NaN counts as seen, and shows.
     seen = ~(scale <= UNSEEN)
     if not kind.signed:
-        # A positive sum of 0 is that of a weak row that is not computed again.
+        # A sum of 0 of positive features is a weak row that is not computed again.
         seen = seen & ~(sums[..., -1:] <= 0)
     total = sums[..., -1:]
     near_one = (total, scale) if kind.has_values else in_digits(total, scale)

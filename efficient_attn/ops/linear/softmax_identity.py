@@ -41,9 +41,9 @@ from efficient_attn.ops.linear.state import LinearState, finite, with_ones
 from efficient_attn.ops.paths import parts
 from efficient_attn.ops.softmax import cpu_flash, flex
 
-# Programs for each multiprocessor: with some of each, none waits long for the last.
+# Programs for each multiprocessor: with several, no multiprocessor idles long at the end.
 _PROGRAMS = 4
-# Keys of the shortest part, below which the directions are read for few keys.
+# Keys of the shortest part: with fewer, loading the directions outweighs the work.
 _KEYS = 256
 # Tokens per kernel call if they have to be converted or masked first; otherwise one call takes all tokens.
 # From 768 rows on the kernel processes 256 rows at a time instead of 64.

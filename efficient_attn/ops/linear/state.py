@@ -28,7 +28,7 @@ LOWEST = {torch.float32: -42.0, torch.float64: -350.0}
 # A row of a causal chunk whose weights all lie this far below the chunk's largest key is computed again, with
 # a reference closer to its visible keys.
 TINY = {torch.float32: 1e-8, torch.float64: 1e-100}
-# Tokens of a sum on a GPU, and the number of features from which on tokens are summed so.
+# Tokens per partial sum on a GPU, and the number of features from which on sums are partial.
 _BLOCK, _MANY = 256, 1024
 
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from efficient_attn.ops import paths, verdict
 
-# Rows of a block of the kernel, as far as the number of its programs is concerned.
+# Rows per program of the kernel, to estimate the number of its programs.
 BLOCK_ROWS = 128
-# Bias of a masked key: its weight is 0 beside any real key, and without one no infinities are subtracted.
+# Bias of a masked key: weight 0 next to any real key, and no difference of infinities without one.
 _MASKED = -1e30
 # Dimensions between the least of a product on tensor cores and the largest that fits in shared memory.
 _DIMS = range(16, 257)
-# Tensors of more numbers need 64-bit indices.
+# Larger tensors need 64-bit indices.
 _NUMBERS = 2**31
 # Compiled versions of one configuration; batch sizes, lengths and memory layouts share a few.
 _VERSIONS = 64
@@ -44,7 +44,7 @@ def available(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "flex") -> bool:
     # In TF32 the backward pass by operators rounds scores unlike this kernel: on an H100 gradients of v were
     # off by 1 %. Windows have a backward pass by the kernel.
     supported = supported and not (kernel == "flex" and q.is_cuda and q.dtype is torch.float32)
-    # The verdict comes last: its absence is no news to callers whom the kernel would not serve.
+    # The verdict comes last: its absence causes a warning, which concerns supported calls only.
     return supported and verdict.trusted(kernel, q.device, q.dtype)
 
 
@@ -135,7 +135,7 @@ def compiled(
             raise _not_compiled(dtype, "torch.compile is turned off, or a dispatch mode is active")
         return function(*inputs)
 
-    # Versions are counted by code object, and lengths are remembered by its name.
+    # The compiler counts versions by code object, and remembers dynamic lengths by its name.
     name = "_".join(map(str, ("attention", device, dtype, *key)))
     attention.__code__ = attention.__code__.replace(co_name=name)
     kernel = torch.compile(attention, fullgraph=True)
@@ -163,7 +163,7 @@ def compiled(
 @contextmanager
 def _warnings_are_no_errors() -> Iterator[None]:
     """Show warnings of the compiler even if the caller raises warnings: an error ends the compilation."""
-    # Without such a filter nothing changes, since a change of filters repeats warnings that came once.
+    # Unchanged without such a filter, since changing filters repeats warnings that are shown once.
     if not any(action == "error" for action, *_ in warnings.filters):
         yield
         return

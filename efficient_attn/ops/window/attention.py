@@ -94,7 +94,7 @@ def _tuned(
     else:
         first_k, first_v = (F.pad(x, (0, widest - x.shape[-1])) for x in first[:2])
         if first.at is not None:
-            # Gradients of the keys hold theirs.
+            # Gradients of the keys include the gradients of these copies.
             first_k, first_v = first_k.detach(), first_v.detach()
         out, _ = fused_window(q, k, v, key_mask, back, ahead, scale, first_k, first_v, first.far, first.at)
     return out if value_dim == widest else out[..., :value_dim]
@@ -153,7 +153,7 @@ def _differentiable(grad_out: Tensor, inputs: WindowInputs) -> list[Tensor | Non
     """Gradients with derivatives, which exist for the unfused operators only."""
     first, tensors = inputs.first, list(inputs[:3])
     if first is not None and first.at is not None:
-        # The gradients of the keys hold those of their global keys.
+        # Gradients of the keys include gradients through their global keys.
         first = GlobalKeys(tokens_at(inputs.k, first.at), tokens_at(inputs.v, first.at), first.far)
     elif first is not None:
         tensors += first[:2]

@@ -16,7 +16,7 @@ from efficient_attn.ops.window.unfused import unfused_window
 
 _Blocks = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
-# Queries, and keys, of a block of scores.
+# Queries per block of scores, and keys.
 _BLOCK = 128
 
 

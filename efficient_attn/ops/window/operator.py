@@ -20,11 +20,11 @@ from efficient_attn.ops.softmax import cpu_flash
 from efficient_attn.ops.window.global_keys import GlobalKeys, add_gradients, merge
 
 # Queries per block, and blocks of all heads per kernel call. Larger blocks read more keys outside the window,
-# and their slices overlap less, of which the backward pass adds up gradients.
+# but their slices overlap less, so the backward pass adds up fewer gradients.
 _BLOCK, _BLOCKS = 32, 128
 _BLOCK_BACK, _BLOCKS_BACK = 64, 24
-# Keys beside its own that a query reads, up to which batched products are faster. Numbers in their scratch
-# memory, and blocks of a head per tile: fewer repeat more work at the ends of a tile.
+# Most keys that a query reads in addition to itself for which batched products are faster. Numbers in their
+# scratch memory, and blocks of a head per tile: fewer repeat more work at the ends of a tile.
 _SHORT, _NUMBERS, _BLOCKS_SHORT = 256, 900_000, 62
 # PyTorch computes powers of two faster than powers of e.
 _LOG2_E = 1 / math.log(2)

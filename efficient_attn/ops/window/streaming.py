@@ -115,7 +115,7 @@ def slide_window(
 
 def _slide(x: Tensor, new: Tensor, first: Tensor, back: int) -> Tensor:
     """Keys or values of a `WindowState` and a new token, with global keys in between."""
-    # The order of the keys depends on the shape of a state alone: continuations of a state are the same bits.
+    # The order of the keys depends only on the shape of a state, so its continuations are bitwise equal.
     if not 0 <= x.shape[2] - back - first.shape[2] < back:
         x = torch.cat([_without_global(x, first, back), first], dim=2)
     return append(x, new)

@@ -52,14 +52,14 @@ def unfused_window(
         first_k, first_v = (x.to(dtype).unsqueeze(2) for x in (first.k, first.v))
         far = real.new_ones(len(k), first.k.shape[2], tokens) if first.far is None else first.far
         far = F.pad(far, (tokens - far.shape[2], blocks * _BLOCK - tokens)).mT.unflatten(1, (blocks, _BLOCK))
-    # Weights of all steps, tokens · window, would live until the backward pass, were they not computed again.
+    # Recompute weights in the backward pass, since tokens · window weights of all steps would stay alive.
     again = torch.is_grad_enabled() and not (tuned_for_cpu(q) or transformed(q, k, v))
     outs = []
     for part in parts(blocks, group):
         arguments = [rows[:, :, part], keys[:, :, part], values[:, :, part], real[:, part], band]
         if first is not None:
             arguments += [first_k, first_v, far[:, part]]
-        # Nothing is random: the state of the generators needs no copy, which a CUDA graph could not capture.
+        # No saved generator state: nothing is random, and a CUDA graph could not capture the copy.
         outs.append(
             checkpoint(_attend, *arguments, use_reentrant=False, preserve_rng_state=False)
             if again

@@ -49,7 +49,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: in
     Args:
         scale: Positive factor on the scores.
     """
-    # A statement, since a compiler traces it, and not the cache of `_function`.
+    # Imported here, since the compiler traces an import but not the cache of `_function`.
     from torch.nn.attention.varlen import varlen_attn
 
     kernel: Callable[..., Any] = varlen_attn
@@ -59,7 +59,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: in
     width = -(-max(q.shape[-1], value_dim) // _MULTIPLE) * _MULTIPLE
     # The kernel requires one width for all three; zero columns change no product.
     q, k, v = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-    # Where the tokens of a head are contiguous, a head is a sequence of its own and nothing is copied.
+    # Contiguous heads are passed as separate sequences, without a copy.
     alone = not grouped and batch * heads <= _SEQUENCES and all(x.is_contiguous() for x in (q, k, v))
     packed = (x.flatten(0, 2).unsqueeze(1) if alone else x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     sides = min(back, k.shape[2]), min(ahead, k.shape[2])
