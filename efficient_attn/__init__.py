@@ -6,7 +6,7 @@ Public names are resolved on first use, so that importing the package imports no
 import importlib
 import os
 
-# A type checker takes the name for True; `typing` and `pathlib` would be most of the time of the import.
+# Type checkers take this name for True. `typing` and `pathlib` would take most of the import time.
 TYPE_CHECKING = False
 
 # Public names by the module that defines them.

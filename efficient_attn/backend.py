@@ -239,7 +239,7 @@ class Backend(nn.Module):
     def calibrate_first(self, tensors: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Forward pre-hook: calibrate on the arguments of the call that follows."""
         inputs = dict(zip("qkv", tensors, strict=False)) | named
-        # Without one of them, the call names the missing argument.
+        # If one of them is missing, the call itself raises an error that names it.
         if {"q", "k", "v"} <= inputs.keys():
             self.calibrate(inputs["q"], inputs["k"], inputs["v"], key_mask=inputs.get("key_mask"))
 

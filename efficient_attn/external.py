@@ -184,7 +184,7 @@ def _file(path: Path) -> ModuleType:
     assert spec is not None, "a path that ends in .py has a loader"
     loader, module = spec.loader, importlib.util.module_from_spec(spec)
     assert loader is not None, "a path that ends in .py has a loader"
-    # Dataclasses look their module up by its name.
+    # Dataclasses look up their module by its name.
     sys.modules[module.__name__] = module
     loader.exec_module(module)
     return module

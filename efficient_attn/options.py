@@ -7,9 +7,9 @@ from typing import Any
 from efficient_attn.errors import DtypeError, OptionError, UnknownNameError
 from efficient_attn.limits import WHOLE_NUMBER
 
-# Name of the option that makes a backend a random draw.
+# Name of the option that seeds random backends.
 SEED = "seed"
-# A range of a foreign file must not fill the memory.
+# A range in an external file must not fill the memory.
 _MOST_NUMBERED = (1 << 16) - 1
 
 

@@ -155,7 +155,7 @@ def add_spec(spec: BackendSpec) -> None:
         RuntimeError: If another function or builder has the name.
     """
     stored = SPECS.get(spec.name)
-    # A file that is imported again, or a cell of a notebook, registers its function anew.
+    # A file that is imported again, or a notebook cell that is run again, may register its function again.
     if stored is not None and _origin(stored) != _origin(spec):
         raise RuntimeError(f"Two backends are called {spec.name!r}; rename one of them.")
     SPECS[spec.name] = spec

@@ -14,7 +14,7 @@ from efficient_attn.options import option, whole_number
 from efficient_attn.problem import AttentionProblem, positive_count
 from efficient_attn.registry import Capabilities, register
 
-# x → x⁵ permutes the numbers below this prime, since 5 does not divide one less.
+# x → x⁵ permutes the numbers below this prime p, since 5 does not divide p − 1.
 _PRIME = 2**31 - 1
 
 

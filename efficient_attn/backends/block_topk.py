@@ -94,7 +94,7 @@ class BlockTopK(nn.Module):
             # Queries before the block choose, so that none of its outputs depends on a later query.
             query = sums.q[:, :, (blocks.queries - 1).clamp_min(0)]
             possible = (number > 0) & (number < row - 1)
-            # The first tokens take most weight of many heads, but the mean of their block does not show it.
+            # Many heads give the first tokens most weight, which the mean of their block does not show.
             always = torch.cat([torch.where(row > 0, 0, none), torch.where(row > 1, row - 1, none)], dim=1)
         else:
             query, always = sums.q[:, :, blocks.queries], row[:, :0]

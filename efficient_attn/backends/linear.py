@@ -78,7 +78,7 @@ def hedgehog_operations(
     mapped = MatMul(tokens * dim * dim, exponentials=2 * tokens * dim)
     matmuls = (mapped, mapped._replace(shared=True), *linear)
     if heads is not None:
-        # A key map for each query head leaves nothing that a group of heads could share.
+        # Every query head has a key map of its own, so a group of heads shares no product.
         matmuls = tuple(matmul._replace(shared=False) for matmul in matmuls)
     return OperationCounts(matmuls, learned=2 * (heads or 1) * dim * (dim + 1))
 

@@ -107,7 +107,7 @@ def operations(
     paper="https://arxiv.org/abs/2102.03902",
     options=NystromOptions,
     size_option="landmarks",
-    # Landmarks of queries need all queries: rows of another sequence, or later ones, would change all.
+    # Landmarks average all queries: later rows, or rows of another sequence, would change every output.
     capabilities=Capabilities(causal=False, cross=False, nonnegative=False, averages=False),
     operations=operations,
     compared=False,

@@ -93,7 +93,7 @@ class WindowAttention(nn.Module):
             back, count = self._back, self._count
             cache, first, after = extend_window(state, k, v, key_mask, count=count, back=back)
         else:
-            # Only the last tokens are kept, and the first call copies no others.
+            # Only the last tokens are stored, and the first call copies only them.
             cache = append_tokens(state, k, v, key_mask) if state else summarise_tokens(k, v, key_mask)
             after = last_tokens(cache, self._back)
         if k.shape[2] == 0:

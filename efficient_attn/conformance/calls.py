@@ -88,7 +88,7 @@ def _output(backend: Backend, inputs: Inputs, gradients: bool) -> torch.Tensor:
 def tensors_are_read_anew(subject: Subject, case: Case) -> Iterator[Finding]:
     backend, shared = subject.build(case), subject.inputs(case)
     if shared.key_mask is not None:
-        # A mask of real tokens alone is the one that a cache of masks would take for none.
+        # A mask without masked tokens, which a cache of masks might take for no mask.
         shared.key_mask.fill_(True)
         run(backend, shared)
     for gradients in (False, True) if subject.promises.gradients else (False,):

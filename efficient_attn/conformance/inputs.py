@@ -115,7 +115,7 @@ def _views(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
 )
 def inputs_are_not_written_to(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs = subject.inputs(case)
-    # What is masked, or not a number, invites to be replaced.
+    # A backend may replace masked or non-finite entries in place.
     for filling in (None, math.nan, math.inf) if case.masked else (None,):
         yield from _written(subject, case, inputs if filling is None else inputs.padded(filling))
 

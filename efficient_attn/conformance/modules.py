@@ -28,7 +28,7 @@ LONGEST = Case(tokens=1030, batch=1, kv_heads=1, value_dim=3)
 # Threads, and calls of each: on a busy machine few of them are interrupted.
 THREADS, CALLS = 8, 16
 UNUSUAL = 987_654_321
-# Functions that other packages replace by kernels of their own.
+# Functions that other packages replace by faster kernels.
 _FUNCTIONS = ("softmax", "matmul", "scaled_dot_product_attention", "dropout")
 
 
@@ -61,7 +61,7 @@ def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[
 def a_saved_state_brings_the_output_back(subject: Subject, case: Case) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     reference = run(backend, inputs)
-    # What a call of training leaves on the module may be part of a graph, which has no copy.
+    # Tensors that a training call leaves on the module may be part of a graph, which cannot be copied.
     results(subject, backend, inputs)
     copied = copy.deepcopy(backend)
     yield same_bits("Copied", run(copied, inputs), reference)

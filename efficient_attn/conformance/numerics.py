@@ -228,7 +228,7 @@ def half_precision_has_no_bias(subject: Subject, case: Case) -> Iterator[Finding
         sizes = slope.square().sum((2, 3))
         factors = ((error * slope).sum((2, 3)) / sizes.clamp_min(sizes.median())).nan_to_num()
         chance = STANDARD_ERRORS * float(factors.std()) / factors.numel() ** 0.5
-        # What is computed in float32 on the way may be biased by its rounding.
+        # Intermediate results in float32 may be biased by their rounding.
         yield Finding(f"Relative bias of {name}", abs(float(factors.mean())), chance + ROUNDING["float32"])
 
 

@@ -26,7 +26,7 @@ from efficient_attn.distributed.layout import KINDS, Layout, local_tokens
 
 # One rank lies between two others.
 RANKS = 3
-# Segments of the layout with most of them.
+# Segments of the layout with the most segments.
 SEGMENTS = 2 * RANKS
 # Short vectors keep signed features from cancelling.
 GENTLE = 0.5

@@ -83,7 +83,7 @@ def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Find
     if case.causal:
         # Only the last query sees every key.
         inputs = inputs._replace(q=inputs.q[:, :, -1:])
-    # Equal keys have values of their own.
+    # Equal keys have different values.
     equal = torch.cat([inputs.k[:, :, :1], inputs.k[:, :, :1], inputs.k[:, :, 2:]], dim=2)
     for where, k in (("Reversed keys", inputs.k), ("Reversed keys, two of them equal", equal)):
         arranged = inputs._replace(k=k)
@@ -223,7 +223,7 @@ def more_features_come_nearer_to_softmax(subject: Subject, case: Case) -> Iterat
     expected = exact(inputs, scale=case.head_dim**-0.5, causal=case.causal)
     few, many = (_mean_square(subject, case, size, expected) for size in (FEW, MANY))
     # The squared error of an unbiased kernel falls as 1/size; ten times the limit leaves room for chance, and
-    # what remains is rounding.
+    # the remainder is rounding.
     yield Finding(f"Mean square with {MANY} features", many, 10 * few * FEW / MANY + ROUNDING)
 
 

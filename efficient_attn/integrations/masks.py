@@ -93,7 +93,7 @@ def read_mask(mask: Tensor, *, batch: int, q_tokens: int, k_tokens: int) -> Show
     if isinstance(mask, CausalBias):
         return _shown_by_bias(mask, q_tokens, k_tokens)
     batched = torch._C._functorch.is_batchedtensor(mask)
-    # A subclass may have no entries, and a batch of `vmap` tells none.
+    # A subclass may have no entries, and a batch of `vmap` hides its entries.
     if type(mask) not in (Tensor, nn.Parameter) or batched:
         kind = "batch of vmap" if batched else type(mask).__name__
         return f"its mask is a {kind}, whose entries are not read"
@@ -166,7 +166,7 @@ def _fits_triangle(shown: Tensor, first: Tensor) -> bool:
     if bool(fits.all()):
         return True
     # Libraries show everything to a row without a visible key, whose softmax would be NaN. An entry without
-    # any key is a mask of rows.
+    # any key masks rows instead.
     padding_rows = ~keys.gather(1, position.expand(len(keys), -1)) & keys.any(dim=-1, keepdim=True)
     empty = slot > position[:, -1:, None]
     return bool((fits | (padding_rows & ((shown == shown[..., :1]) | empty).all(dim=-1))).all())

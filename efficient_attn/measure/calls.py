@@ -223,7 +223,7 @@ def attention_flops(case: Case, target: Any) -> int | None:
 
 
 def _counted_cost(case: Case, target: Any) -> Cost | None:
-    # Counting by code of others may fail; the measurement of the case records the failure.
+    # External counting code may fail. The measurement of the case records the failure.
     with suppress(Exception), contained():
         spec = resolve(target)
         problem = AttentionProblem(

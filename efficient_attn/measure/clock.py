@@ -18,8 +18,8 @@ from functools import partial
 Call = Callable[[], object]
 Clock = Callable[[Call], float]
 
-# Warm-up ends when so many successive calls agree within this share of the fastest. Of two calls that get
-# slightly faster each time, both would agree.
+# Warm-up ends when this many successive calls agree within this share of the fastest. Two calls would agree
+# even while calls still get slightly faster.
 _AGREEING, _AGREEMENT = 3, 0.1
 
 # State of the L2 cache when a call with a device time begins.
@@ -134,7 +134,7 @@ class QueuedCalls:
             events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)]
             for start, stop in events:
                 self._before()
-                # torch's own tests hold streams by this function; it touches no memory.
+                # torch's tests hold streams by this function, which touches no memory.
                 torch.cuda._sleep(hold)
                 self._flushed.zero_()
                 start.record()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from efficient_attn.measure.error import Logits
 
-# Passages, their tokens, and those of them that no share counts.
+# Number of passages, tokens per passage, and first tokens of a passage that are not scored.
 PASSAGES, LENGTH, FIRST = 16, 48, 8
 
 # Tokens between a passage and its copy, at least.
@@ -71,7 +71,7 @@ def copy_recall(logits: Logits, exact: Logits, ids: Tensor) -> dict[str, float]:
     blocks = [slice(start, start + LENGTH - 1) for start in range(begin, end, LENGTH)]
     shares = []
     for model in (logits, exact):
-        # The token after each position; the first tokens of a copy do not tell yet which passage it is.
+        # The token after each position. The first tokens of a copy do not yet identify its passage.
         right = [model(block).argmax(dim=-1) == ids[block.start + 1 : block.stop + 1] for block in blocks]
         passages = torch.cat([F.pad(part, (1, 0)) for part in right]).view(PASSAGES, LENGTH)
         shares.append(passages[:, FIRST:].double().mean(dim=1))

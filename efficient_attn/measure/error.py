@@ -182,7 +182,7 @@ def _real_tokens(count: int, mask: Tensor | None, *, causal: bool) -> Tensor:
 
 def random_positions(count: int, drawn: int, generator: torch.Generator) -> Tensor:
     """A random position in each of `drawn` equal parts. A position on a border belongs to both."""
-    # On the CPU whatever the default device is: a seed means the same rows everywhere.
+    # On the CPU regardless of the default device, so that a seed gives the same rows everywhere.
     random = torch.rand(drawn, generator=generator, dtype=torch.float64, device="cpu")
     places = torch.arange(drawn, device="cpu") + random
     return (places * (count / drawn)).long().clamp_max_(count - 1)

@@ -30,7 +30,7 @@ from efficient_attn.shapes import Keys, Queries, Values
 # Texts of the shipped activations: four of an encoder, the last one of a decoder.
 TEXTS = ("alice", "pride", "sawyer", "opticks", "types")
 
-# Files of a text in more than one: layers of the whole text, then layers of its beginning.
+# Texts with several files: layers of the whole text, then layers of its beginning.
 _FILES = {"types": ("types", "types-18")}
 
 # Names of the shipped inputs, each with its text.

@@ -38,7 +38,7 @@ DEFAULT_ISOLATION = REUSE if os.name == "posix" else NONE
 # Time limit of one measurement or one check; most checks take less than a second on an idle machine.
 DEFAULT_TIMEOUT_S = 60.0
 
-# Checks that run beside one another.
+# Checks that run in parallel.
 _MOST_PROCESSES = 4
 # After this many hanging checks the remaining ones are not tried.
 _MOST_HANGS = 3
@@ -83,7 +83,7 @@ class Process:
         """Start the process, unless it is running."""
         if self.child is not None:
             return
-        # A pipe of two directions would be a socket.
+        # A duplex pipe would be a socket.
         calls, self._calls = Pipe(duplex=False)
         self._results, results = Pipe(duplex=False)
         descriptors = calls.fileno(), results.fileno()
@@ -116,7 +116,7 @@ class Process:
         """
         self.start()
         try:
-            # A process that has ended reads nothing, and its results end.
+            # A process that has ended reads nothing. Reading its result then raises the error.
             with suppress(BrokenPipeError):
                 self._calls.send(call)
             result: T = self._result(limit_s)
@@ -176,7 +176,7 @@ def serve(calls: int, results: int, limit_bytes: int | None) -> None:
 
     if limit_bytes is not None:
         _limit_memory(limit_bytes)
-    # The first message says that everything is loaded.
+    # The first message reports that everything is loaded.
     answers.send(None)
     while True:
         answers.send(pickle.loads(received.get())())

@@ -81,10 +81,10 @@ class Subject:
         return backend
 
 
-# Kernels that visit some blocks of the scores.
+# Kernels that visit only some blocks of the scores.
 _scores = partial(Subject, note="flex", bits=_BITS, causal=None)
 
-# The slowest first: they are checked beside one another.
+# The slowest first, since kernels are checked in parallel.
 SUBJECTS = {
     "causal-linear": Subject(
         backend="performer-positive",
@@ -125,7 +125,7 @@ def check_kernel(
 ) -> dict[str, Any]:
     """Counts of checked, served and failed cases, worst errors as shares of their bounds, and failures."""
     subject = SUBJECTS[kernel] if isinstance(kernel, str) else kernel
-    # A subject of a test is no kernel that a verdict names.
+    # Tests pass subjects that are no kernels of a verdict.
     name = kernel if isinstance(kernel, str) else subject.note
     worst: dict[str, float] = {}
     failures: list[str] = []
@@ -207,7 +207,7 @@ def _findings(
     for number, name in enumerate(labels[: len(results[0])]):
         verb = "backward" if number else "forward"
         scale = exact[number].norm()
-        # With one visible key, gradients of q and k are zero and rounding is all that is left.
+        # With one visible key, gradients of q and k are zero up to rounding.
         scale = torch.maximum(scale, exact[-1].norm()) if number else scale
         sides = plain[number], exact[number], scale, subject.bits[precision]
         share, text = _compared(results[0][number], *sides, backward=bool(number))
@@ -292,7 +292,7 @@ def _compared(
     error, row = _errors(plain, exact, scale)
     eps, floor = 0.0, _FLOAT32
     if bits is not None:
-        # Few rows may by chance be rounded better than they deserve.
+        # By chance the rounding of few rows may be unusually small.
         eps = 2.0 ** -abs(bits)
         floor = eps * (2 if backward else 0.25) / exact.shape[2] ** 0.5
     factor = _FACTOR_OF_GRADIENTS if backward else _FACTOR

@@ -66,7 +66,7 @@ def _allocation_peak(call: Call) -> Peak:
     settings: dict[str, Any] = {"profile_memory": True, "acc_events": False}
     # The profiler writes to stderr otherwise.
     with mock.patch.dict(os.environ, {"KINETO_LOG_LEVEL": "99", **os.environ}), warnings.catch_warnings():
-        # Some versions, torch 2.11 for one, warn in the first cycle that later ones clear its events.
+        # Some versions, such as torch 2.11, warn in the first cycle that later cycles clear its events.
         warnings.filterwarnings("ignore", message=".*Profiler clears events")
         with profile(activities=[ProfilerActivity.CPU], **settings) as run:
             result = call()

@@ -26,8 +26,8 @@ _NUMBERS = itertools.count(1)
 # Largest change of all inputs; steps of the golden ratio fill an interval evenly; patterns of signs.
 _CHANGE, _STEP, _PATTERNS = 0.01, 0.6180339887, 64
 
-# Compared queries. Errors of equal calls differ by less than the factor and so many units of rounding;
-# a function whose output looks wrong is tried again.
+# Compared queries. Errors of equal calls differ by less than the factor and this many units of rounding.
+# A function whose output looks wrong is tried again.
 _COMPARED, _FACTOR, _ROUNDING, _TRIALS = 64, 1.5, 8, 3
 
 
@@ -91,7 +91,7 @@ class Values:
         """
         changed = not all(map(torch.equal, self._tensors, self._values([None] * len(self._tensors))))
         wrong = self._is_wrong(self._result)
-        # An output that is drawn in each call may err more once.
+        # A random output may have a larger error once.
         for _ in range(_TRIALS if wrong else 0):
             self.renew()
             wrong = wrong and self._is_wrong(self._call())
@@ -114,14 +114,14 @@ class Values:
     def _is_wrong(self, result: Any) -> bool:
         """Whether a result equals the first call's or has a larger error."""
         output = next(memory.tensors_in(result))
-        # Gradients may be zero, of a single token for one.
+        # Gradients may be zero, for example of a single token.
         if torch.equal(output, self._output) and output.any():
             return True
         eps = torch.finfo(output.dtype).eps
         limit = _FACTOR * self._error + _ROUNDING * eps
         if not self._alone or self._error >= 1 or self._error_of(output) <= limit:
             return False
-        # With denominators near zero attention errs more on some values, and on their copies as much.
+        # Denominators near zero magnify errors on some values, and equally on copies of these values.
         with torch.no_grad():
             return relative_error(output, self._backend(*self._values([None] * 3))) > eps**0.5
 

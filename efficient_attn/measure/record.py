@@ -50,7 +50,7 @@ SAME_INPUTS = "the inputs measured"
 # Samples of a round in a file that is half full: quantiles in steps of 5 %, among them the median.
 _QUANTILES = 21
 
-# A symbolic link in place of a file of records is refused, and its target left alone; a pipe does not wait.
+# Refuses a symbolic link in place of a file of records. Opening a pipe does not block.
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 _NUMBER = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
@@ -103,7 +103,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """Model dimension, num_heads × head_dim."""
         return self.num_heads * self.head_dim
 
-    # Every grouping of records asks for the key, and a case never changes.
+    # Every grouping of records reads the key, and a case never changes.
     @cached_property
     def key(self) -> str:
         """Canonical JSON of the case: the same text for the same measurement, in every process."""
@@ -296,7 +296,7 @@ def sync_names(folder: Path) -> None:
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
-    # Some file systems of networks do not know the request.
+    # Some network file systems do not support the request.
     with suppress(OSError):
         os.fsync(descriptor)
     os.close(descriptor)
@@ -359,7 +359,7 @@ def parse(text: bytes, source: str) -> Record:
     measured = {name: values[name] for name in FIELDS}
     for name in ("times_s", "device_times_s"):
         if None in (measured[name] or ()):
-            # Null replaces a time that was not finite, named in `reason`; it is no sample.
+            # Null replaces a time that was not finite, named in `reason`, and is no sample.
             measured[name] = tuple(time_s for time_s in measured[name] if time_s is not None) or None
     case = msgspec.convert(row, Case, from_attributes=True)
     return Record(case=case, status=row.status, reason=row.reason, measured=measured)

@@ -42,7 +42,7 @@ def parse_names(texts: Sequence[str] | None, *, name: str) -> list[str] | None:
         return None
     names = [part.strip() for text in texts for part in text.split(",") if part.strip()]
     if not names:
-        # An empty variable of a script arrives like this; it does not mean all backends.
+        # An empty variable of a script ends here. It must not mean all backends.
         raise OptionError(f"{name} {texts[0]!r} names nothing; write a,b for several names, or leave it out.")
     return names
 

@@ -23,8 +23,8 @@ _PLAIN = (*_TYPE_NAMES, type(None))
 # Label of identity attention, the upper bound on the speed-up of a block.
 CEILING = "attention := v"
 
-# The baseline of all comparisons, exact attention through the fused kernel; and naive attention, the baseline
-# of the papers.
+# The baseline of all comparisons, exact attention through the fused kernel, and the baseline of the papers,
+# naive attention.
 YARDSTICK, DENSE = "exact", "exact-dense"
 
 # Label of the baseline: each query gets the mean of the values.
@@ -157,7 +157,7 @@ def _variants(name: str, target: Any, settings: Mapping[str, Sequence[Any]]) -> 
             backend=shown,
             label=f"{shown}({setting})" if setting else shown,
             target=target,
-            # Values that JSON has no form for are kept as text.
+            # Values without a JSON form are stored as text.
             options={option: v if isinstance(v, _PLAIN) else str(v) for option, v in complete.items()},
             time_growth=spec.capabilities.time_growth,
             memory_growth=spec.capabilities.memory_growth,

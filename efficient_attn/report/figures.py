@@ -34,7 +34,7 @@ _STROKES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
 UNIFORM_STYLE: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 3)), "linewidth": 1.2, "marker": ""}
 LIMIT_STYLE: dict[str, Any] = {"color": MUTED, "linestyle": "-", "linewidth": 1.1, "marker": ""}
 
-# Beyond this the margins of an axis are no floating-point numbers any more.
+# With larger values the margins of an axis would overflow.
 LARGEST = 1e300
 
 
@@ -176,7 +176,7 @@ def line_styles(lines: Sequence[tuple[str, str]]) -> dict[str, dict[str, Any]]:
             "color": colour,
             "marker": _VARIANT_MARKERS[(variant - 1) % len(_VARIANT_MARKERS)] if variant else marker,
             "markersize": 5,
-            # No attention, so no full line.
+            # Identity attention computes nothing, so its line is not solid.
             "linestyle": _STROKES[(variant + (backend == CEILING) * 2) % len(_STROKES)],
             "linewidth": 2.4 if backend == "exact" else 1.8,
         }

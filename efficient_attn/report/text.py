@@ -15,11 +15,11 @@ QUEUED_NOTE = (
     "device, with launch time."
 )
 
-# Inputs whose names do not say what they are; earlier runs have stitched ones.
+# Descriptions of inputs with unclear names. Only earlier runs have stitched inputs.
 _INPUTS = {"stitched": "concatenated documents", "decoder": "causal decoder"}
 # An interval wider than this share of the median to either side is shown.
 _NOISY = 0.1
-# A median whose interval reaches further than this factor decides nothing.
+# A median whose interval reaches beyond this factor decides nothing.
 _WIDE = 3
 # An interval with a larger half-width, relative to its value, is far from symmetric.
 _UNEVEN = 0.35

@@ -50,10 +50,10 @@ RUN_SHIFT = 0.03
 # Half-width of the 95 % interval from the shift alone.
 SHIFT_HALF_WIDTH = RUN_SHIFT * NormalDist().inv_cdf(1 - OUTSIDE)
 
-# Bounds on plausible times; products of others leave the range of floats.
+# Bounds on plausible times, beyond which products leave the range of floats.
 _SHORTEST_S, _LONGEST_S = 1e-90, 1e90
 
-# All of five samples lie on one side of the median with probability 1/16, more than 5 %.
+# Five samples all lie on one side of the median with probability 1/16, more than 5 %.
 FEWEST_FOR_95 = 6
 
 # Kind of record that holds each quantity.

@@ -106,7 +106,7 @@ def _rates(shares: Floats) -> Floats:
     for chosen in itertools.chain.from_iterable(itertools.combinations(parts, n + 1) for n in parts):
         rates = np.linalg.lstsq(scaled[:, chosen], np.ones(len(scaled)), rcond=None)[0]
         missed = float(np.square(scaled[:, chosen] @ rates - 1).sum())
-        # A part more is no better where it explains nothing.
+        # A further part must reduce the residual.
         if (rates >= 0).all() and missed < least - 1e-12:
             best, least = np.zeros(scaled.shape[1]), missed
             best[list(chosen)] = rates

@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 # Up to here the power series of `_pair_excess` loses less than two digits to cancellation.
 _SMALL = 1.0
-# A series is cut where each further term is at most half of the one before, this many terms later.
+# Terms of a series that are summed after each further term is at most half of its predecessor.
 _HALVINGS = 64
 
 

@@ -22,7 +22,7 @@ __all__ = ["capture", "replace"]
 
 
 def __getattr__(name: str) -> Any:
-    # Captures are files of the default installation; the light core has none of its packages.
+    # Capture needs packages of the default installation, which the light core lacks.
     if name != "capture":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with naming_missing("efficient_attn.intercept.capture"):

@@ -197,7 +197,7 @@ def detour(start: Any) -> str | None:
         start: Frame that entered the mode, or its code.
     """
     if torch.compiler.is_compiling():
-        # A graph shows no frames: an error breaks it, and the call runs again outside.
+        # Compiled code has no frames: an error breaks the graph, and the call runs again outside of it.
         if not torch.is_grad_enabled():
             raise UnsupportedError(RECOMPUTED)
         return None

@@ -65,7 +65,7 @@ class SiteSearch(SiteMode):
             self.first[site] = q.shape, k.shape, q.dtype, q.device
             self.reasons[site] = _OUTSIDE if outside else self._build(site, call)
         self.reasons[site] = self.reasons[site] or detour(self._running[-1][2])
-        # Causal queries are positions of the keys, also those of a step of decoding.
+        # Causal queries are positions of the keys, also in a decoding step.
         if self.reasons[site] is None and not self.built[site].problem.causal:
             if call.crosses:
                 self.crossed.add(site)
@@ -78,7 +78,7 @@ class SiteSearch(SiteMode):
         backend = self.built.get(site)
         if backend is not None and backend.spec.capabilities.needs_max_tokens:
             return call.key.shape[-2] > (backend.problem.max_tokens or 0)
-        # A single query does not tell causality.
+        # A single query does not show whether attention is causal.
         return site in self.first and self.first[site][0][-2] == 1 < call.query.shape[-2]
 
     def remark(self, site: Site) -> str:

@@ -55,7 +55,7 @@ _FUNCTION = "attn_implementation"
 
 # Attribute that holds the handle of a module's hook.
 _HOOK = "_efficient_attn_hook"
-# Attribute of a model with packed documents, of which users are warned once.
+# Attribute of a model that has already warned of packed documents.
 _PACKED = "_efficient_attn_packed"
 
 _log = logging.getLogger(__name__)

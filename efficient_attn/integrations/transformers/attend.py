@@ -161,7 +161,7 @@ def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) 
         )
     fits = mask.ndim == 4 and mask.shape[-1] in (1, keys) and mask.shape[0] in (1, batch)
     fits = fits or isinstance(mask, CausalBias)
-    # A mask that is learned is a bias, zero at first or not.
+    # A learned mask is a bias, even if it is zero at first.
     fits = fits and not mask.requires_grad
     shown = read_mask(mask, batch=batch, q_tokens=queries, k_tokens=keys) if fits else ""
     if isinstance(shown, str):

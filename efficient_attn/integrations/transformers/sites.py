@@ -165,7 +165,7 @@ def _first_value(*names: str, of: tuple[Any, ...]) -> Any:
 def _site_kind(path: str, module: Any, config: Any, layer: int) -> str:
     if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
         return "cross"
-    # In Moonshine and SAM the attribute's name alone differs, and in others that of the module around it.
+    # Cross-attention has another attribute name (Moonshine, SAM) or another name of the module around it.
     if re.search(r"(cross_?att\w*|encoder_att\w*)(\.\w+)?$", path):
         return "cross"
     # Encoder-decoders like BART use one class for self- and cross-attention; only is_causal differs, and
