@@ -58,7 +58,7 @@ def public_names() -> Iterator[tuple[str, str, bool]]:
 
 
 def escaped(lines: Iterable[str]) -> list[str]:
-    """A docstring whose text is no markup; names in backquotes stay."""
+    """Escape markup in the lines of a docstring, except in backquotes."""
     return ["`".join(_alternately_escaped(line.split("`"))) for line in lines]
 
 

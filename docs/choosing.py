@@ -1,4 +1,4 @@
-"""Writes docs/choosing.md from the records in results/; to be run after a run there is replaced."""
+"""Writes docs/choosing.md from the records in results/. Run it after replacing a run there."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -282,7 +282,7 @@ def _verified(name: str) -> list[list[str]]:
 
 
 def _short_answer(costs: dict[str, _Cost], compared: list[Comparison], verified: list[list[str]]) -> str:
-    """Recommendations; crossovers and errors are those of the tables below."""
+    """Recommendations, with crossovers and errors of the tables below."""
     start = {name: _faster(cost.crossover) for name, cost in costs.items()}
     full, plan = _errors([row for row in compared if not row.case.causal]), verified[0]
     rows = [

@@ -1,4 +1,4 @@
-"""How Sphinx builds the site; every warning is an error there (`sphinx-build -W docs docs/_build`)."""
+"""Configuration of Sphinx. Every warning is an error: `sphinx-build -W docs docs/_build`."""
 
 import runpy
 import sys

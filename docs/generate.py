@@ -1,4 +1,4 @@
-"""Writes docs/backends.md from the table of backends; to be run after changing a backend."""
+"""Writes docs/backends.md from the table of backends. Run it after changing a backend."""
 
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
@@ -117,7 +117,7 @@ def options(backend: BackendSpec) -> list[str]:
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table; a bar inside a cell is escaped."""
+    """A Markdown table, with bars inside cells escaped."""
     lines = [head, ["---"] * len(head), *rows]
     return [" | ".join(["", *(cell.replace("|", "\\|") for cell in line), ""]).strip() for line in lines]
 

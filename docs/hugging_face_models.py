@@ -1,4 +1,4 @@
-"""Writes results/hugging-face-models/table.md from hf_zoo.tsv; to be run after hf_zoo.py of the tests."""
+"""Writes results/hugging-face-models/table.md from hf_zoo.tsv. Run it after hf_zoo.py of the tests."""
 
 import csv
 from collections import Counter

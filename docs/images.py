@@ -56,7 +56,7 @@ def digest(name: str) -> str:
 
 
 def content(name: str, drawn: Any) -> str:
-    """Digest of the texts and the data points of a figure; ticks are no content."""
+    """Digest of the texts and the data points of a figure, without ticks."""
     from matplotlib.collections import PathCollection
     from matplotlib.lines import Line2D
     from matplotlib.text import Text

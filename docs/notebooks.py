@@ -1,7 +1,7 @@
-"""Runs the notebooks of docs/notebooks and stores their outputs; makes pages of the site of them.
+"""Runs the notebooks of docs/notebooks, stores their outputs, and turns them into pages of the site.
 
 `python docs/notebooks.py` runs all of them, `python docs/notebooks.py NAME…` the named ones. Running
-needs the extra `notebooks`. A digest of the cells is stored with the outputs, by which a test finds a
+needs the extra `notebooks`. A digest of the cells is stored with the outputs, so that a test finds a
 notebook that was changed and not run.
 """
 

@@ -66,12 +66,12 @@ def findings(name: str) -> list[dict[str, Any]]:
 
 
 def _is_wrong(detail: str) -> bool:
-    """Whether something was answered, and wrongly; the check of gradients says so by an error of its own."""
+    """Whether a result was wrong, not refused. The check of gradients reports it by its own error."""
     return not detail.startswith("It raised") or "GradcheckError" in detail
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page of what was found."""
+    """The page of the results."""
     packages = results["packages"]
     names = [f"{name} {others.PINNED[name]}" for name in packages]
     parts = [INTRODUCTION.format(date=results["date"], python=results["python"], torch=results["torch"])]

@@ -1,4 +1,4 @@
-"""Writes the result and the output on the README from the run of its first command; `draw` is its picture."""
+"""Writes result and output on the README from the run of its first command. `draw` draws its picture."""
 
 import re
 from pathlib import Path
@@ -53,7 +53,7 @@ def output(table: Any) -> str:
 
 
 def draw(results: ea.Results) -> Any:
-    """Times on the encoder's shape; names have the error of the worst layer."""
+    """Chart of times on the encoder's shape. Names have the error of the worst layer."""
     from efficient_attn.report.drawing import draw
 
     records = [record for record in results.records if not record.case.causal]

@@ -51,7 +51,7 @@ def texts() -> Iterator[str]:
 
 
 def chunks(tokenizer: Any, passages: Iterator[str], *, tokens: int = TOKENS) -> Tensor:
-    """Ids of the first chunks of every text, [chunks tokens]; each begins with [CLS] and ends with [SEP]."""
+    """Ids of the first chunks of every text, [chunks tokens], each from [CLS] to [SEP]."""
     body, first, last = tokens - 2, tokenizer.cls_token_id, tokenizer.sep_token_id
     rows = []
     for text in passages:

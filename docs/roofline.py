@@ -59,7 +59,7 @@ class _Timed(Counting):
 
 
 def _bytes(x: Tensor) -> int:
-    """Bytes that are read or written; an expanded axis is read once."""
+    """Bytes that are read or written. An expanded axis is read once."""
     return x.itemsize * prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride)
 
 

@@ -17,7 +17,7 @@ WEIGHTS = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def package() -> Path | None:
-    """The folder of the package; None if it or a reader of its weights is not installed."""
+    """The folder of the package, or None if it or a reader of its weights is not installed."""
     packages = [importlib.util.find_spec(name) for name in (PACKAGE, "gguf", "accelerate")]
     return Path(str(packages[0].submodule_search_locations[0])) if all(packages) else None
 

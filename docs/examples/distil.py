@@ -121,7 +121,7 @@ def hidden_states(model: nn.Module, windows: Tensor) -> Tensor:
 
 
 def report(name: str, hidden: Tensor, exact: Tensor) -> float:
-    """Print the distances from the exact hidden states; returns the mean cosine of embeddings."""
+    """Print the distances from the exact hidden states and return the mean cosine of embeddings."""
     cosine = float(torch.cosine_similarity(hidden.mean(dim=1), exact.mean(dim=1), dim=-1).mean())
     error = float((hidden - exact).norm() / exact.norm())
     seconds = f"{time.process_time():.0f} CPU s"

@@ -47,7 +47,7 @@ class Point(NamedTuple):
 
 
 def library() -> Text:
-    """Sources of the standard library without tests; every tenth file is held out."""
+    """Sources of the standard library without tests. Every tenth file is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     others = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     paths = sorted(path for path in root.rglob("*.py") if not others & {*path.relative_to(root).parts})
@@ -64,7 +64,7 @@ def windows(text: Tensor, count: int, *, seq_len: int, generator: torch.Generato
 
 
 def language_model(backend: str, *, seed: int) -> ea.LanguageModel:
-    """Untrained model; all backends share the initial weights of one seed."""
+    """Untrained model. All backends share the initial weights of one seed."""
     torch.manual_seed(seed)
     size_option = ea.spec(backend).size_option
     options = {} if size_option is None else {size_option: SIZE}

@@ -48,12 +48,12 @@ class Interval(NamedTuple):
         return f"{self.median:.2g} ({self.low:.2g} to {self.high:.2g})"
 
     def above(self, level: float = 1.0) -> bool | None:
-        """Whether the interval is above a level; None if it contains the level."""
+        """Whether the interval is above a level, or None if it contains the level."""
         return None if self.low <= level <= self.high else self.low > level
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
-    """Parse `--quick` and `--out`; start the clock and run torch on one thread."""
+    """Parse `--quick` and `--out`, start the clock and run torch on one thread."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="small sizes, a test of function only")
     parser.add_argument("--out", type=Path, help="folder of the JSON file and the plot")
@@ -65,7 +65,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
 
 
 def median_interval(samples: Sequence[float]) -> Interval:
-    """Median, and the order statistics that bracket it with 95 % confidence; six samples are needed."""
+    """Median, and the order statistics that bracket it with 95 % confidence. Needs six samples."""
     ordered, count = sorted(samples), len(samples)
     outside = 0
     while sum(comb(count, below) for below in range(outside + 2)) / 2**count <= 0.025:
@@ -74,7 +74,7 @@ def median_interval(samples: Sequence[float]) -> Interval:
 
 
 def time_ratio(slow: Any, fast: Any) -> Interval:
-    """Time of one record over the time of another; every interleaved round is one sample."""
+    """Time of `slow` over time of `fast`. Every interleaved round is one sample."""
     rounds = []
     for record in (slow, fast):
         ends = accumulate(record.round_sizes, initial=0)
@@ -83,7 +83,7 @@ def time_ratio(slow: Any, fast: Any) -> Interval:
 
 
 def verdict(answers: Mapping[str, bool | None]) -> str:
-    """Verdict on a statement from its answers by place; None is an answer within the noise."""
+    """Verdict on a statement from its answers by place. None is an answer within the noise."""
     wrong = [place for place, answer in answers.items() if answer is False]
     decided = [place for place, answer in answers.items() if answer is not None]
     if not decided:

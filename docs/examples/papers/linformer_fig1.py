@@ -42,7 +42,7 @@ def by_layer(values: dict) -> str:
 
 
 def more_skewed(higher: int, lower: int) -> bool | None:
-    """Whether the median over heads is larger; None if the intervals overlap."""
+    """Whether the median over heads is larger, or None if the intervals overlap."""
     high, low = (median_interval(shares[layer].tolist()) for layer in (higher, lower))
     return None if high.low <= low.high and low.low <= high.high else high.low > low.high
 

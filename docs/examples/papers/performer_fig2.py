@@ -49,7 +49,7 @@ first, second = rotation[:, 0], rotation[:, 1]
 
 
 def errors_of(kind: str, norm: float, angle: float) -> np.ndarray | None:
-    """Squared error over SM² of one direction, one entry per draw; None where rare directions are missed."""
+    """Squared error over SM² of one direction, one entry per draw, or None if rare directions are missed."""
     turn, m = math.radians(angle), directions[kind]
     single = log_positive_error(4 * norm**2 * math.cos(turn / 2) ** 2)
     # Cosines are bounded.

@@ -67,7 +67,7 @@ class Lookup(nn.Module):
 
 
 def questions(count, generator):
-    """Symbols asked for, symbols shown and their classes; and the right answers."""
+    """Requested symbols, shown symbols and their classes, with the right answers."""
     shown = torch.rand(count, SYMBOLS, generator=generator).topk(SHOWN).indices
     classes = torch.randint(CLASSES, (count, SHOWN), generator=generator)
     place = torch.randint(SHOWN, (count, 1), generator=generator)
