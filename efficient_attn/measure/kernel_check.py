@@ -386,7 +386,7 @@ _product = _Product.apply
 
 
 def _rounded(x: Tensor, bits: int | None) -> Tensor:
-    """float64 numbers rounded to `bits` mantissa bits, whatever their exponent, or cut off if negative."""
+    """Round float64 numbers to `bits` mantissa bits at any exponent. Negative `bits` truncate."""
     if bits is None:
         return x
     dropped = 52 - abs(bits)

@@ -113,7 +113,7 @@ def only_torch() -> bool:
 
 
 def on_tensor_cores(dtype: torch.dtype) -> bool:
-    """Whether products run on tensor cores: of float32 only where torch allows TF32.
+    """Whether products run on tensor cores, float32 only if torch allows TF32.
 
     Compiled for sm_90, FlexAttention's other float32 kernel moves two spilled registers for each product.
     """

@@ -88,7 +88,7 @@ def on_trial(tiles: Mapping[str, str]) -> Iterator[None]:
 
 
 def precision_name(kernel: str, dtype: torch.dtype) -> str:
-    """Name of a dtype, "tf32" for float32 of FlexAttention, which serves it with TF32 alone."""
+    """Name of a dtype, "tf32" for float32 in FlexAttention, which serves float32 only with TF32."""
     if dtype is torch.float32 and kernel != "causal-linear":
         return "tf32"
     return str(dtype).removeprefix("torch.")

@@ -183,7 +183,7 @@ def _typical(rounds: Floats, shift: float) -> Typical:
 
 
 class Point(NamedTuple):
-    """Cost at a length with its interval, or None and a failed record."""
+    """Cost at a length with its interval, or None for a failed record."""
 
     tokens: int
     value: float | None

@@ -190,7 +190,7 @@ def _not_larger(path: Path) -> Iterator[None]:
 
 
 def _largest(path: Path) -> tuple[int, int]:
-    """Most tensors and numbers of a model with the safetensors of a folder, by their headers."""
+    """Bounds on the tensors and numbers of a model, from the headers of its safetensors."""
     sizes = []
     for file in path.glob("model*.safetensors"):
         with safe_open(file, framework="pt") as opened:

@@ -33,9 +33,9 @@ def line_of(rows, number, i):
 def store_outputs(
     out, logarithms, negative, row, real, acc, lost, total, top, DIM: tl.constexpr, PADDED: tl.constexpr
 ):
-    """Store rows over their denominators, and logarithms of these. A row without keys gets zeros.
+    """Store rows divided by their denominators, and the logarithms of these. Rows without keys are zero.
 
-    Weights lose a sum by the rounding to operands, and so does the denominator of the output.
+    Rounding to operands takes `lost` from the sum of the weights, so from the output's denominator too.
     """
     # A comparison with NaN is false: such a row counts as seen, and shows.
     empty = total <= 0
