@@ -42,7 +42,7 @@ def text_files(paths: Sequence[str] | None, *, name: str) -> list[Path] | None:
 
 
 def named_texts(texts: Texts | None) -> dict[str, str]:
-    """{name: text} of a mapping, of a list of texts or of paths of files; the shipped texts for None."""
+    """{name: text} of a mapping, of texts or of paths of files, or of the shipped texts for None."""
     if texts is None:
         return shipped_texts()
     if isinstance(texts, Sequence) and texts and all(isinstance(text, Path) for text in texts):

@@ -51,7 +51,7 @@ def doubts(records: Iterable[Record], environment: Mapping[str, Any] | None = No
 
 
 def background_load(environment: Mapping[str, Any] | None) -> float:
-    """Largest share of all cores that others took during a run; entries that make no sense are ignored."""
+    """Largest share of all cores that others took during a run. Entries that make no sense are ignored."""
     listed = (environment or {}).get(DURING)
     runs = [run for run in listed if isinstance(run, Mapping)] if isinstance(listed, list) else []
     return max((_number(run, "others_share") for run in runs), default=0.0)
