@@ -80,7 +80,7 @@ class Diff:
         return texts
 
     def tables(self) -> list[Table]:
-        """Changed and unclear comparisons, the worst first; empty if there are none."""
+        """Changed and unclear comparisons, the worst first. Empty if there are none."""
         changed = [change for verdict in _ORDER for change in self.comparison.of(verdict)]
         notes = [
             f"{change.name}, {change.tokens} tokens, {change.kind}: {change.remark}"
