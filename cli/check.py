@@ -56,7 +56,7 @@ def check(
     declared = {name: value for name, value in declared.items() if value}
     declared |= {} if backward else {"backward": False}
     from efficient_attn.conformance.table import snippet
-    from efficient_attn.measure.isolation import check_isolated
+    from efficient_attn.isolated_testing import check_isolated
     from efficient_attn.measure.units import parse_seconds
 
     timeout_s = parse_seconds(timeout, name="--timeout")

@@ -52,7 +52,7 @@ def test_a_function_in_a_file_is_checked_in_a_table_that_tells_what_could_not_be
         return ea.check(adapt(backend, **(declared or {})), only=only, on_fail="collect")
 
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("efficient_attn.measure.isolation.check_isolated", check_here)
+    monkeypatch.setattr("efficient_attn.isolated_testing.check_isolated", check_here)
     code, out = check("attend", "--only", "padding_contents_change_no_bit,equals_softmax_attention")
     assert code == 0, out
     assert "padding_contents_change_no_bit: skipped, undeclared. Not declared: key mask." in out

@@ -1,4 +1,4 @@
-"""Measurements and checks of backends in child processes, or measurements in this one.
+"""Calls in child processes, and measurements in a child process or in this one.
 
 A backend that crashes, hangs or exhausts memory ends its process alone. The child is spawned, not forked, and
 makes calls until a backend crashes or blocks it. Calls and results are pickled over private pipes.
@@ -11,20 +11,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, redirect_stdout, suppress
-from functools import cache, partial
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self, TypeVar
 
-from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
-from efficient_attn.errors import AttentionError, DataError, OptionError, UnknownNameError
+from efficient_attn.errors import OptionError
 from efficient_attn.measure import worker
-from efficient_attn.measure.environment import usable_cores
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.units import show_seconds
 from efficient_attn.options import positive_number
@@ -37,11 +34,6 @@ NONE, REUSE = ISOLATIONS = ("none", "reuse")
 DEFAULT_ISOLATION = REUSE if os.name == "posix" else NONE
 # Time limit of one measurement or one check; most checks take less than a second on an idle machine.
 DEFAULT_TIMEOUT_S = 60.0
-
-# Checks that run in parallel.
-_MOST_PROCESSES = 4
-# After this many hanging checks the remaining ones are not tried.
-_MOST_HANGS = 3
 
 # Time limits to start Python and load torch, and for a killed process to end.
 _START_LIMIT_S, _END_LIMIT_S = 120.0, 2.0
@@ -251,107 +243,12 @@ class Measurer:
         try:
             record = self._process.ask(call, limit_s=self._timeout_s)
         except CrashError as ending:
-            return Record(case=case, status=ending.status, reason=_words(ending))
+            return Record(case=case, status=ending.status, reason=ending_reason(ending))
         if record.status not in ("ok", "unsupported"):
             self._process.close()
         return record
 
 
-def _words(ending: CrashError) -> str:
+def ending_reason(ending: CrashError) -> str:
+    """Message of an ending, with the option that raises the time limit."""
     return f"{ending} (raise it with --timeout)" if isinstance(ending, LateError) else str(ending)
-
-
-def check_isolated(
-    backend: str,
-    *,
-    seed: int = 0,
-    only: Iterable[str] | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    long: bool = False,
-    declared: Mapping[str, Any] | None = None,
-) -> list[CheckRecord]:
-    """Records of `efficient_attn.check` for a name or an address, computed in child processes.
-
-    The time limit holds for one check, and for the import of the backend. `declared` are arguments of
-    `testing.adapt` for a function at an address.
-    """
-    from efficient_attn import testing
-    from efficient_attn.conformance.table import CHECKS
-
-    # A check of the long form also runs if it is named.
-    names = testing.check_names(long=long or only is not None)
-    chosen = list(names if only is None else only)
-    for name in chosen:
-        if name not in names:
-            raise UnknownNameError("check", name, names)
-    if os.name != "posix":
-        # Other systems have no process groups; the backend runs in this process.
-        with redirect_stdout(sys.stderr):
-            tested = _subject(backend, declared)
-            return testing.check(tested, on_fail="collect", seed=seed, only=chosen, long=long)
-    processes: SimpleQueue[Process] = SimpleQueue()
-    hangs: list[str] = []
-
-    def record_of(name: str) -> CheckRecord:
-        lost = partial(CheckRecord, backend=backend, check=name, promise=CHECKS[name].promise)
-        if len(hangs) >= _MOST_HANGS:
-            return lost(outcome=UNKNOWN, detail=f"Not tried: {len(hangs)} earlier checks did not end.")
-        child = processes.get()
-        try:
-            return child.ask(partial(_checked, backend, declared, name, seed, long), limit_s=timeout_s)
-        except CrashError as ending:
-            hangs.extend([name] if isinstance(ending, LateError) else [])
-            return lost(outcome=BROKEN, detail=f"The check did not end: {_words(ending)}.", failed=True)
-        finally:
-            processes.put(child)
-
-    with ExitStack() as stack:
-        # Each check uses one thread.
-        count = min(usable_cores(), _MOST_PROCESSES, len(chosen))
-        children = [stack.enter_context(closing(Process())) for _ in range(count)]
-        for child in children:
-            processes.put(child)
-        try:
-            refusal = children[0].ask(partial(_refusal, backend), limit_s=timeout_s)
-        except CrashError as ending:
-            place = backend.rpartition(":")[0] or backend
-            refusal = f"{place} cannot be used: during its import {ending}."
-        if refusal is not None:
-            raise DataError(refusal)
-        pool = ThreadPoolExecutor(count)
-        try:
-            return list(pool.map(record_of, chosen))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _refusal(backend: str) -> str | None:
-    """Error message if the backend does not exist. The child makes this call and the next."""
-    try:
-        _resolved(backend)
-    except AttentionError as error:
-        return str(error)
-    return None
-
-
-def _checked(
-    backend: str, declared: Mapping[str, Any] | None, name: str, seed: int, long: bool
-) -> CheckRecord:
-    from efficient_attn import testing
-
-    tested = _subject(backend, declared)
-    (record,) = testing.check(tested, on_fail="collect", seed=seed, only=[name], long=long)
-    return record
-
-
-def _subject(backend: str, declared: Mapping[str, Any] | None) -> Any:
-    from efficient_attn import testing
-
-    return _resolved(backend) if declared is None else testing.adapt(backend, **declared)
-
-
-@cache
-def _resolved(backend: str) -> Any:
-    from efficient_attn.backends import resolve
-
-    return resolve(backend)

@@ -1,0 +1,117 @@
+"""The conformance suite in child processes: a check that hangs or crashes is one broken promise."""
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, redirect_stdout
+from functools import cache, partial
+from queue import SimpleQueue
+from typing import Any
+
+from efficient_attn import testing
+from efficient_attn.backends import resolve
+from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
+from efficient_attn.conformance.table import CHECKS
+from efficient_attn.errors import AttentionError, DataError, UnknownNameError
+from efficient_attn.measure.environment import usable_cores
+from efficient_attn.measure.isolation import (
+    DEFAULT_TIMEOUT_S,
+    CrashError,
+    LateError,
+    Process,
+    ending_reason,
+)
+
+# Checks that run beside one another.
+_MOST_PROCESSES = 4
+# After this many hanging checks the remaining ones are not tried.
+_MOST_HANGS = 3
+
+
+def check_isolated(
+    backend: str,
+    *,
+    seed: int = 0,
+    only: Iterable[str] | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    long: bool = False,
+    declared: Mapping[str, Any] | None = None,
+) -> list[CheckRecord]:
+    """Records of `efficient_attn.check` for a name or an address, computed in child processes.
+
+    The time limit holds for one check, and for the import of the backend. `declared` are arguments of
+    `testing.adapt` for a function at an address.
+    """
+    # A check of the long form also runs if it is named.
+    names = testing.check_names(long=long or only is not None)
+    chosen = list(names if only is None else only)
+    for name in chosen:
+        if name not in names:
+            raise UnknownNameError("check", name, names)
+    if os.name != "posix":
+        # Other systems have no process groups; the backend runs in this process.
+        with redirect_stdout(sys.stderr):
+            tested = _subject(backend, declared)
+            return testing.check(tested, on_fail="collect", seed=seed, only=chosen, long=long)
+    processes: SimpleQueue[Process] = SimpleQueue()
+    hangs: list[str] = []
+
+    def record_of(name: str) -> CheckRecord:
+        lost = partial(CheckRecord, backend=backend, check=name, promise=CHECKS[name].promise)
+        if len(hangs) >= _MOST_HANGS:
+            return lost(outcome=UNKNOWN, detail=f"Not tried: {len(hangs)} earlier checks did not end.")
+        child = processes.get()
+        try:
+            return child.ask(partial(_checked, backend, declared, name, seed, long), limit_s=timeout_s)
+        except CrashError as ending:
+            hangs.extend([name] if isinstance(ending, LateError) else [])
+            reason = ending_reason(ending)
+            return lost(outcome=BROKEN, detail=f"The check did not end: {reason}.", failed=True)
+        finally:
+            processes.put(child)
+
+    with ExitStack() as stack:
+        # Each check uses one thread.
+        count = min(usable_cores(), _MOST_PROCESSES, len(chosen))
+        children = [stack.enter_context(closing(Process())) for _ in range(count)]
+        for child in children:
+            processes.put(child)
+        try:
+            refusal = children[0].ask(partial(_refusal, backend), limit_s=timeout_s)
+        except CrashError as ending:
+            place = backend.rpartition(":")[0] or backend
+            refusal = f"{place} cannot be used: during its import {ending}."
+        if refusal is not None:
+            raise DataError(refusal)
+        pool = ThreadPoolExecutor(count)
+        try:
+            return list(pool.map(record_of, chosen))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _refusal(backend: str) -> str | None:
+    """Error message if the backend does not exist; the child makes this call and the next."""
+    try:
+        _resolved(backend)
+    except AttentionError as error:
+        return str(error)
+    return None
+
+
+def _checked(
+    backend: str, declared: Mapping[str, Any] | None, name: str, seed: int, long: bool
+) -> CheckRecord:
+    tested = _subject(backend, declared)
+    (record,) = testing.check(tested, on_fail="collect", seed=seed, only=[name], long=long)
+    return record
+
+
+def _subject(backend: str, declared: Mapping[str, Any] | None) -> Any:
+    return _resolved(backend) if declared is None else testing.adapt(backend, **declared)
+
+
+@cache
+def _resolved(backend: str) -> Any:
+    return resolve(backend)
