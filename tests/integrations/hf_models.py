@@ -150,4 +150,4 @@ def attended(backend: str, *tensors: Any, layer: Any = None, pattern: Any = None
     causal = pattern is not None and pattern.causal
     layer.efficient_attn = ea.build(backend, head_dim=tensors[0].shape[-1], causal=causal)
     setattr(layer.efficient_attn, ours.PATTERN, pattern)
-    return ours.attend(layer, *tensors, **arguments)[0]
+    return ours.backend_attention(layer, *tensors, **arguments)[0]

@@ -163,7 +163,7 @@ def test_attention_with_a_bias_for_each_key_is_that_of_the_definition():
     bias[0, 1, 0, 2:] = -torch.inf
     bias[1, 0] = -torch.inf
     with eager_flex():
-        out, log_sum = flex.attend(q, k, v, bias, 0.3)
+        out, log_sum = flex.flex_rows(q, k, v, bias, 0.3)
     keys, values, both = (x.repeat_interleave(2, 1) for x in (k, v, bias))
     scores = 0.3 * q @ keys.mT + both
     masked = (both == -torch.inf).all(-1)

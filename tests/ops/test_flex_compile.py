@@ -42,7 +42,7 @@ def inputs(batch=2, rows=5, keys=7, *, transposed=False, heads=4, head_dim=16, d
 
 
 def attend(*args, **options):
-    return flex.attend(*inputs(*args, **options), 0.3)
+    return flex.flex_rows(*inputs(*args, **options), 0.3)
 
 
 def assert_as_uncompiled(actual, **sizes):

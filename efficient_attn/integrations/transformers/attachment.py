@@ -33,7 +33,7 @@ from efficient_attn.integrations.transformers.attend import (
     NO_WEIGHTS,
     PATTERN,
     SUBMODULE,
-    attend,
+    backend_attention,
     make_mask,
 )
 from efficient_attn.integrations.transformers.caches import needs_state, replace_cache_layer
@@ -61,7 +61,7 @@ _PACKED = "_efficient_attn_packed"
 _log = logging.getLogger(__name__)
 
 
-AttentionInterface.register(NAME, attend)
+AttentionInterface.register(NAME, backend_attention)
 # Without a mask function of the same name transformers silently drops all masks.
 AttentionMaskInterface.register(NAME, make_mask)
 

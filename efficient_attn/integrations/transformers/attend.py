@@ -242,7 +242,7 @@ def _closure_value(function: Any, name: str) -> Any:
     return cells[name].cell_contents
 
 
-def attend(
+def backend_attention(
     module: Any,
     query: Tensor,
     key: Tensor,

@@ -24,7 +24,7 @@ from efficient_attn.ops.linear.features import Features
 from efficient_attn.ops.linear.full import whole_state
 from efficient_attn.ops.linear.inputs import FIELDS, LinearInputs, Outputs, new_outputs
 from efficient_attn.ops.linear.scaled_chunks import segments
-from efficient_attn.ops.linear.segments import attend, causal_gradients
+from efficient_attn.ops.linear.segments import attend_segment, causal_gradients
 from efficient_attn.ops.linear.state import (
     CausalGradients,
     LinearState,
@@ -57,7 +57,7 @@ def causal_rows(inputs: LinearInputs, past: LinearState | None) -> Outputs:
         return outputs
     state = _past(inputs, 0) if past is None else past
     for part in segments(inputs):
-        rows, state = attend(inputs, part, state)
+        rows, state = attend_segment(inputs, part, state)
         for whole, part_rows in zip(outputs, rows, strict=True):
             whole[..., part, :] = part_rows
     return outputs
@@ -104,7 +104,7 @@ def _extend(inputs: LinearInputs, state: LinearState) -> tuple[Tensor, LinearSta
         return outputs.out, merge(state, whole_state(inputs)) if inputs.k.shape[-2] else state
     rows = [outputs.out[..., :0, :]]
     for part in segments(inputs):
-        outs, state = attend(inputs, part, state)
+        outs, state = attend_segment(inputs, part, state)
         rows.append(outs.out)
     # The state is a view of the states of all chunks, which it would keep alive.
     return torch.cat(rows, dim=-2).to(inputs.q.dtype), LinearState(*(x.clone() for x in state))

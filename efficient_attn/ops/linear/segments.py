@@ -80,7 +80,7 @@ class Keys(NamedTuple):
     after: LinearState
 
 
-def attend(inputs: LinearInputs, part: slice, past: LinearState) -> tuple[Outputs, LinearState]:
+def attend_segment(inputs: LinearInputs, part: slice, past: LinearState) -> tuple[Outputs, LinearState]:
     """Output rows of some queries after the keys of a state, and the state after them."""
     segment = Segment.of(inputs, part)
     keys = keys_of(segment, past)

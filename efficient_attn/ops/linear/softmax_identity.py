@@ -84,7 +84,7 @@ def mean_values_of_parts(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
     if inputs.key_mask is not None:
         bias = bias.masked_fill_(~inputs.key_mask[:, None, :, None], -torch.inf)
     tensors = _split(k, parts), _split(v, parts), _split(bias, parts, -torch.inf).mT
-    outputs = flex.attend(_directions(inputs, batch * parts), *tensors, math.sqrt(abs(inputs.scale)))
+    outputs = flex.flex_rows(_directions(inputs, batch * parts), *tensors, math.sqrt(abs(inputs.scale)))
     means, log_sums = _joined_parts(*(upcast(x).unflatten(0, (batch, parts)) for x in outputs))
     if inputs.key_mask is not None:
         log_sums = log_sums.masked_fill_(~inputs.key_mask.any(dim=-1)[:, None, None], -torch.inf)
@@ -95,7 +95,7 @@ def read_fused(inputs: LinearInputs, means: Tensor, log_sums: Tensor) -> Outputs
     """Attention of the queries to the directions, with the mean values of the keys."""
     w = _directions(inputs, len(inputs.k)) * math.copysign(1.0, inputs.scale)
     factor = math.sqrt(abs(inputs.scale))
-    out, logarithm = flex.attend(inputs.q, w, means.to(w.dtype), log_sums.unsqueeze(-2), factor)
+    out, logarithm = flex.flex_rows(inputs.q, w, means.to(w.dtype), log_sums.unsqueeze(-2), factor)
     logarithm = logarithm.unsqueeze(-1)
     if inputs.key_mask is not None:
         logarithm = logarithm.masked_fill(~inputs.key_mask.any(dim=-1)[:, None, None, None], torch.inf)
@@ -160,7 +160,7 @@ def _mean_values(inputs: LinearInputs) -> tuple[Tensor, Tensor]:
         real = None if inputs.key_mask is None else inputs.key_mask[:, None, part]
         if real is not None:
             bias = bias.masked_fill_(~real, -torch.inf)
-        part_means, logarithm = cpu_flash.attend(w, k, v, bias.unsqueeze(-2), factor)
+        part_means, logarithm = cpu_flash.flash_rows(w, k, v, bias.unsqueeze(-2), factor)
         if real is not None:
             logarithm = logarithm.masked_fill(~real.any(dim=-1, keepdim=True), -torch.inf)
         if means is None or log_sums is None:
@@ -198,7 +198,7 @@ def _read_rows(inputs: LinearInputs, part: slice, w: Tensor, means: Tensor, log_
     """Outputs of a chunk of queries, grouped by key head."""
     rows = _pad_width(fold(upcast(inputs.q[..., part, :]), inputs.k.shape[1]), inputs)
     factor = math.sqrt(abs(inputs.scale))
-    out, logarithm = cpu_flash.attend(rows, w, means, log_sums.unsqueeze(-2), factor)
+    out, logarithm = cpu_flash.flash_rows(rows, w, means, log_sums.unsqueeze(-2), factor)
     logarithm = logarithm.unsqueeze(-1)
     if inputs.key_mask is not None:
         fully_masked = (log_sums == -torch.inf).all(dim=-1)[..., None, None]

@@ -28,7 +28,7 @@ def eager(*tensors: Tensor) -> bool:
 def _softmax(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp of each row [batch heads rows], by the fused kernel where it serves."""
     if eager(q, k, v) and q.shape[-1] == v.shape[-1] and cpu_flash.available(q, k, v):
-        return cpu_flash.attend(q, k, v, bias, 1.0)
+        return cpu_flash.flash_rows(q, k, v, bias, 1.0)
     scores = q @ k.mT
     if bias is not None:
         scores = scores + bias

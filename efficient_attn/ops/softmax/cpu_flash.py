@@ -22,7 +22,7 @@ def available(*tensors: Tensor) -> bool:
     return _FORWARD is not None and all(tuned_for_cpu(x) and x.numel() > 0 for x in tensors)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def flash_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale · q kᵀ + bias) v, and the log-sum-exp of each row.
 
     Args:
@@ -49,7 +49,7 @@ def gradients(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the output of `attend` with respect to q, k and v."""
+    """Gradients of `flash_rows` with respect to q, k and v; the log-sum-exps have no gradient."""
     if bias is not None:
         bias = bias.to(upcast_dtype(q.dtype)).expand(*q.shape[:-1], k.shape[-2])
     rows = [_rows(x) for x in (grad_out, q, k, v, out)]

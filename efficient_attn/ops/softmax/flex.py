@@ -48,7 +48,7 @@ def available(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "flex") -> bool:
     return supported and verdict.trusted(kernel, q.device, q.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def flex_rows(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """softmax(scale · q kᵀ + bias) v, and the log-sum-exp of each row.
 
     Args:
@@ -74,7 +74,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, factor: Tensor, everything: Any
 ) -> tuple[Tensor, Tensor]:
-    """The attention of `attend`, with a bias [batch kv_heads keys] and a block mask that masks nothing."""
+    """The attention of `flex_rows`, with a bias [batch kv_heads keys] and a block mask that masks nothing."""
     from torch.nn.attention import flex_attention as flex
 
     group = q.shape[1] // k.shape[1]

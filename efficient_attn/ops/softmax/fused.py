@@ -118,8 +118,8 @@ class _CausalBlocks(torch.autograd.Function):
         pairs = []
         for rows, end in _blocks(q, k):
             keys, values, bias = k[..., :end, :], v[..., :end, :], _bias(rows, end, q, key_mask)
-            pairs.append(cpu_flash.attend(q[..., rows, :], keys, values, bias, scale))
-            # Free the bias of a block before the next bias is allocated.
+            pairs.append(cpu_flash.flash_rows(q[..., rows, :], keys, values, bias, scale))
+            # The bias of a block is gone before that of the next is made.
             del bias
         out, log_sum = (torch.cat(parts, dim=2) for parts in zip(*pairs, strict=True))
         ctx.save_for_backward(q, k, v, key_mask, out, log_sum)

@@ -51,8 +51,8 @@ def window_attention(
     if first is not None and fused is not _tuned:
         # A global key of a window of one token may come later than its query, or not.
         alike = first.at is not None and key_mask is None and (back or ahead)
-        flexible = not (mapped or trained) and alike and flex.available(q, k, v, kernel="window-global")
-        fused = flex.attend if flexible else None
+        flexible = not (mapped or trained) and alike and flex.supports_window(q, k, v, kernel="window-global")
+        fused = flex.flex_window if flexible else None
     if fused is None:
         return unfused_window(q, k, v, key_mask, back, ahead, scale, first)
     if scale <= 0:
@@ -71,9 +71,9 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Callable
     """The fused attention that serves these tensors without global keys, or None."""
     if cpu_flash.available(q, k, v):
         return _tuned
-    if varlen.available(q, k, v, key_mask):
-        return varlen.attend
-    return flex.attend if flex.available(q, k, v) else None
+    if varlen.supports_varlen(q, k, v, key_mask):
+        return varlen.varlen_window
+    return flex.flex_window if flex.supports_window(q, k, v) else None
 
 
 def _tuned(

@@ -20,7 +20,7 @@ _Blocks = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 _BLOCK = 128
 
 
-def available(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "window-flex") -> bool:
+def supports_window(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "window-flex") -> bool:
     """Whether the kernel serves these tensors, with as many queries as keys.
 
     Args:
@@ -31,7 +31,7 @@ def available(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "window-flex") -
     return whole and flex.available(q, k, v, kernel=kernel)
 
 
-def attend(
+def flex_window(
     q: Tensor,
     k: Tensor,
     v: Tensor,

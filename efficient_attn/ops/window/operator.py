@@ -139,7 +139,9 @@ def fused_window(*fields: Any) -> tuple[Tensor, Tensor]:
             queries, keys, values, outs, sums = (heads(x) for x in (q, k, v, out, log_sum))
             for tile, bias in _steps(queries, keys, mask, back, ahead, _BLOCK, _BLOCKS):
                 k_read, v_read = (tile.slices(x, len(queries)) for x in (keys, values))
-                rows, logarithm = cpu_flash.attend(upcast(tile.queries(queries)), k_read, v_read, bias, scale)
+                rows, logarithm = cpu_flash.flash_rows(
+                    upcast(tile.queries(queries)), k_read, v_read, bias, scale
+                )
                 tile.queries(outs).copy_(rows)
                 tile.queries(sums).copy_(logarithm)
                 del rows, logarithm

@@ -32,7 +32,7 @@ def _function() -> Callable[..., Tensor] | None:
     return function if inspect.signature(function).parameters.keys() >= {"scale", "window_size"} else None
 
 
-def available(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
+def supports_varlen(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
     """Whether the kernel serves these tensors."""
     return (
         key_mask is None
@@ -43,8 +43,10 @@ def available(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> bool:
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: int, scale: float) -> Tensor:
-    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead. The queries are the last positions.
+def varlen_window(
+    q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: int, scale: float
+) -> Tensor:
+    """softmax(scale · q kᵀ) v over the keys i−back … i+ahead; the queries are the last positions.
 
     Args:
         scale: Positive factor on the scores.
@@ -53,7 +55,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, key_mask: None, back: int, ahead: in
     from torch.nn.attention.varlen import varlen_attn
 
     kernel: Callable[..., Any] = varlen_attn
-    assert key_mask is None, "callers ask `available` first"
+    assert key_mask is None, "callers ask `supports_varlen` first"
     (batch, heads), value_dim = q.shape[:2], v.shape[-1]
     lengths, grouped = (q.shape[2], k.shape[2]), heads != k.shape[1]
     width = -(-max(q.shape[-1], value_dim) // _MULTIPLE) * _MULTIPLE
