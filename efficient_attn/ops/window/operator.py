@@ -34,7 +34,7 @@ _EDGE = 128
 _SMALL = 2**18
 
 
-class Tile(NamedTuple):
+class WindowTile(NamedTuple):
     """Blocks of queries and the slices of keys that they read.
 
     Attributes:
@@ -218,7 +218,7 @@ def _add_gradients(tensors: list[Tensor], mask: Tensor | None, back: int, ahead:
         del grad_out, q, out, k, v, some_q, some_k, some_v
 
 
-def _add_band_gradients(tile: Tile, bias: Tensor, scale: float, head: tuple[Tensor, ...]) -> None:
+def _add_band_gradients(tile: WindowTile, bias: Tensor, scale: float, head: tuple[Tensor, ...]) -> None:
     """The same for one head and the queries of a tile, by products of blocks of the band.
 
     The gradient of a key sums over all blocks of queries that read it. Weights are therefore stored with
@@ -292,7 +292,7 @@ def _steps(
     ahead: int,
     block: int,
     blocks: int,
-) -> Iterator[tuple[Tile, Tensor | None]]:
+) -> Iterator[tuple[WindowTile, Tensor | None]]:
     """Tiles, each with its score bias, [rows keys] or [1 blocks rows keys].
 
     Args:
@@ -314,11 +314,11 @@ def _steps(
         yield tile, bias
 
 
-def tiles(queries: int, keys: int, back: int, ahead: int, block: int, group: int) -> Iterator[Tile]:
+def tiles(queries: int, keys: int, back: int, ahead: int, block: int, group: int) -> Iterator[WindowTile]:
     """Tiles of all queries: both ends of the sequence, and up to `group` inner blocks of `block` queries."""
     before = keys - queries
     if keys < 2 * (back + ahead) and queries * keys <= _SMALL:
-        yield Tile(0, queries, 1, 0, keys)
+        yield WindowTile(0, queries, 1, 0, keys)
         return
     reach = -(-(back + ahead) // block) * block
     # Blocks begin … end − 1 have slices inside the sequence.
@@ -328,14 +328,14 @@ def tiles(queries: int, keys: int, back: int, ahead: int, block: int, group: int
         for start in range(first, last, _EDGE):
             stop = min(start + _EDGE, last)
             low, high = max(before + start - back, 0), min(before + stop + ahead, keys)
-            yield Tile(start, stop - start, 1, low, high - low)
+            yield WindowTile(start, stop - start, 1, low, high - low)
     for number in range(begin, end, group):
         blocks, first_key = min(group, end - number), before + number * block + ahead - reach
-        yield Tile(number * block, block, blocks, first_key, reach + block)
+        yield WindowTile(number * block, block, blocks, first_key, reach + block)
 
 
-def window_bias(tile: Tile, before: int, back: int, ahead: int, like: Tensor) -> Tensor | None:
-    """Score bias that masks keys outside the window, 0 or −inf, [rows keys], or None: all are inside."""
+def window_bias(tile: WindowTile, before: int, back: int, ahead: int, like: Tensor) -> Tensor | None:
+    """Score bias that masks keys outside the window, 0 or −inf, [rows keys]; None: all keys are inside."""
     lag = before + tile.start - tile.first_key
     if lag <= back - tile.rows + 1 and lag + ahead >= tile.keys - 1:
         return None
