@@ -50,7 +50,7 @@ from efficient_attn.ops.linear.state import (
     normalised,
 )
 from efficient_attn.ops.linear.weak_chunks import (
-    Sums,
+    ScaledSums,
     chunk_rows,
     put_chunks,
     read_weak_chunks,
@@ -105,16 +105,16 @@ def keys_of(segment: Segment, past: LinearState) -> Keys:
     return Keys(rows, features, values, scaled, before, after)
 
 
-def _read_state(queries: Features, state: LinearState) -> Sums:
+def _read_state(queries: Features, state: LinearState) -> ScaledSums:
     """Sums over all keys before each chunk."""
     if queries.values is not None:
-        return Sums(queries.values @ state.sums, floor(state.log_scale))
+        return ScaledSums(queries.values @ state.sums, floor(state.log_scale))
     exponents = queries.log_scale + floor(state.log_scale)
     largest = exponents.detach().amax(dim=-1, keepdim=True).round()
-    return Sums((exponents - largest).exp() @ state.sums, largest)
+    return ScaledSums((exponents - largest).exp() @ state.sums, largest)
 
 
-def _read_chunk(queries: ScaledQueries, keys: ScaledKeys, values: Tensor) -> Sums:
+def _read_chunk(queries: ScaledQueries, keys: ScaledKeys, values: Tensor) -> ScaledSums:
     """Sums over the keys of the same chunk, up to each row's own."""
     size = values.shape[-2]
     visible = visible_scale(keys, queries.weights.shape[-2])
@@ -123,10 +123,10 @@ def _read_chunk(queries: ScaledQueries, keys: ScaledKeys, values: Tensor) -> Sum
     factors = (keys.log_scale.mT - floor(visible[..., :size, :])).clamp_max(1.0).exp()
     scores = (queries.weights @ keys.weights.mT).unflatten(-2, (-1, size))
     sums = (scores * factors.unsqueeze(-3)).tril().flatten(-3, -2) @ values
-    return Sums(sums, visible if queries.log_scale is None else visible + queries.log_scale)
+    return ScaledSums(sums, visible if queries.log_scale is None else visible + queries.log_scale)
 
 
-def _outputs(here: Sums, earlier: Sums, kind: FeatureMap) -> Outputs:
+def _outputs(here: ScaledSums, earlier: ScaledSums, kind: FeatureMap) -> Outputs:
     """Output rows from the sums over both parts of the visible keys."""
     scale = floor(torch.maximum(here.scale, earlier.scale))
     sums = (here.scale - scale).exp() * here.sums

@@ -31,7 +31,7 @@ _FEATURES, _SHARE = 2**22, 32
 _BLOCK = 8
 
 
-class Sums(NamedTuple):
+class ScaledSums(NamedTuple):
     """Sums over keys, e^scale · sums.
 
     Attributes:
@@ -48,7 +48,9 @@ def weak(log_total: Tensor) -> Tensor:
     return log_total < _WEAK[log_total.dtype]
 
 
-def read_weak_chunks(here: Sums, log_total: Tensor, queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
+def read_weak_chunks(
+    here: ScaledSums, log_total: Tensor, queries: Tensor, keys: Tensor, values: Tensor
+) -> ScaledSums:
     """Sums over the keys of a chunk, computed again for weak chunks.
 
     Args:
@@ -61,7 +63,7 @@ def read_weak_chunks(here: Sums, log_total: Tensor, queries: Tensor, keys: Tenso
         again = _read(
             chunk_rows(queries, chunks, keys.shape[2]), *(x.flatten(0, 1)[chunks] for x in (keys, values))
         )
-        here = Sums(*(put_chunks(x, chunks, y) for x, y in zip(here, again, strict=True)))
+        here = ScaledSums(*(put_chunks(x, chunks, y) for x, y in zip(here, again, strict=True)))
     return here
 
 
@@ -116,7 +118,7 @@ def spread(x: Tensor, number: int, fill: float = 0.0) -> Tensor:
     return F.pad(x.unsqueeze(-3), (0, 0, 0, 0, number, 1 - number), value=fill).flatten(-4, -2)
 
 
-def _read(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
+def _read(queries: Tensor, keys: Tensor, values: Tensor) -> ScaledSums:
     """Sums of [some group size features] over [some size features], and values [some size value_dim+1]."""
     size = queries.shape[-2]
     # Finite exponents of masked keys have finite gradients.
@@ -127,30 +129,30 @@ def _read(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
         part = _read_earlier(
             half_blocks(queries, half, 1), half_blocks(keys, half, 0), half_blocks(values, half, 0)
         )
-        parts.append(Sums(spread(part.sums, 1), spread(part.scale, 1, UNSEEN)))
+        parts.append(ScaledSums(spread(part.sums, 1), spread(part.scale, 1, UNSEEN)))
     sums, scales = (torch.stack(x) for x in zip(*parts, strict=True))
     scale = scales.amax(dim=0)
     total = ((scales - scale).exp() * sums).sum(dim=0)
-    return Sums(total[..., :size, :], scale[..., :size, :])
+    return ScaledSums(total[..., :size, :], scale[..., :size, :])
 
 
-def _read_blocks(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
+def _read_blocks(queries: Tensor, keys: Tensor, values: Tensor) -> ScaledSums:
     """Sums over the keys of the same block up to each row's own, from the exponents of every pair."""
     pairs = (queries.unsqueeze(-2) + keys.unsqueeze(-3)).logsumexp(dim=-1)
     later = torch.ones(pairs.shape[-2:], dtype=torch.bool, device=pairs.device).triu(1)
     pairs = pairs.masked_fill(later, -torch.inf)
     scale = pairs.detach().amax(dim=-1, keepdim=True)
     sums = (pairs - scale).exp() @ values
-    return Sums(sums.flatten(-3, -2), scale.flatten(-3, -2))
+    return ScaledSums(sums.flatten(-3, -2), scale.flatten(-3, -2))
 
 
-def _read_earlier(queries: Tensor, keys: Tensor, values: Tensor) -> Sums:
+def _read_earlier(queries: Tensor, keys: Tensor, values: Tensor) -> ScaledSums:
     """Sums over keys that every row sees."""
     reference = keys.detach().amax(dim=-2, keepdim=True)
     exponents = queries + reference
     scale = exponents.detach().amax(dim=-1, keepdim=True)
     scores = (exponents - scale).exp() @ (keys - reference).exp().mT
-    return Sums(scores @ values, scale)
+    return ScaledSums(scores @ values, scale)
 
 
 def weak_chunk_gradients(
