@@ -14,7 +14,7 @@ PATTERN = "its mask is no key mask and not causal"
 _HIDDEN = -1e4
 
 
-class Pattern(NamedTuple):
+class MaskPattern(NamedTuple):
     """Keys i−back … i+ahead visible to position i. None: no limit.
 
     Attributes:
@@ -47,7 +47,7 @@ class Pattern(NamedTuple):
         return f"{kind} over {self.window} keys" if self.sliding else f"{kind} over all keys"
 
 
-FULL, CAUSAL = Pattern(None, None), Pattern(None, 0)
+FULL, CAUSAL = MaskPattern(None, None), MaskPattern(None, 0)
 
 
 class ShownKeys(NamedTuple):

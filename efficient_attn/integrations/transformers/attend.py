@@ -20,7 +20,7 @@ from efficient_attn import sharding
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build_for
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern, keys_to_last_query, read_mask
+from efficient_attn.integrations.masks import CAUSAL, FULL, MaskPattern, keys_to_last_query, read_mask
 
 # attn_implementation of attached models.
 NAME = "efficient_attn"
@@ -65,7 +65,7 @@ class VisibleKeys(NamedTuple):
         ends: As in `ShownKeys`.
     """
 
-    pattern: Pattern
+    pattern: MaskPattern
     first_key: int
     keys: int
     key_mask: Tensor | None
@@ -166,7 +166,7 @@ def visible_in(mask: Any, batch: int, queries: int, keys: int, *, causal: bool) 
     shown = read_mask(mask, batch=batch, q_tokens=queries, k_tokens=keys) if fits else ""
     if isinstance(shown, str):
         return VisibleKeys(
-            Pattern(None, None, f"a mask {list(mask.shape)} of queries and keys"), 0, keys, None
+            MaskPattern(None, None, f"a mask {list(mask.shape)} of queries and keys"), 0, keys, None
         )
     triangle = shown.causal or (causal and queries == 1)
     ends = shown.ends if triangle else None
@@ -184,7 +184,7 @@ def _real_keys(attention_mask: Tensor | None, first: int, keys: int) -> Tensor |
     return None if not torch.compiler.is_compiling() and bool(real.all()) else real
 
 
-def _read_pattern(mask_function: Callable) -> Pattern:
+def _read_pattern(mask_function: Callable) -> MaskPattern:
     """The pattern of one of transformers' mask functions."""
     back = ahead = None
     for part in _intersected(mask_function):
@@ -196,12 +196,12 @@ def _read_pattern(mask_function: Callable) -> Pattern:
         elif name == "sliding_window_bidirectional_overlay":
             back = ahead = _closure_value(part, "sliding_window")
         elif part is not bidirectional_mask_function:
-            return Pattern(None, None, f"keys by the pattern {name!r}")
-    return Pattern(back, ahead)
+            return MaskPattern(None, None, f"keys by the pattern {name!r}")
+    return MaskPattern(back, ahead)
 
 
-def _compiled_pattern(mask_function: Callable, width: int | None, bidirectional: bool) -> Pattern:
-    """Like `_read_pattern`, for compiled code, where closures cannot be read.
+def _compiled_pattern(mask_function: Callable, width: int | None, bidirectional: bool) -> MaskPattern:
+    """As `_read_pattern`, in code that is compiled, where closures are not read.
 
     Args:
         width: Width of a window, from the other arguments of a mask function; None: no window is certain.
@@ -212,8 +212,8 @@ def _compiled_pattern(mask_function: Callable, width: int | None, bidirectional:
         return FULL
     # The compiler of torch 2.8 reads no `__qualname__` of an inner function, but puts it into `__name__`.
     if width is not None and mask_function.__name__.endswith("and_mask"):
-        return Pattern(width, width) if bidirectional else Pattern(width - 1, 0)
-    return Pattern(
+        return MaskPattern(width, width) if bidirectional else MaskPattern(width - 1, 0)
+    return MaskPattern(
         None, None, "a mask that compiled code does not name (without packed sequences, pass attention_mask)"
     )
 

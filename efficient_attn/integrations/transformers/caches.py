@@ -18,7 +18,7 @@ from transformers.cache_utils import (
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import UnsupportedError
-from efficient_attn.integrations.masks import Pattern
+from efficient_attn.integrations.masks import MaskPattern
 from efficient_attn.integrations.transformers.attend import NAME, PAST, PATTERN, STATE, SUBMODULE
 from efficient_attn.integrations.transformers.sites import AttentionSite, find_sites, unwrap
 from efficient_attn.ops.softmax.kv_cache import KVCache
@@ -179,7 +179,7 @@ def _check_streams(site: AttentionSite) -> None:
         raise UnsupportedError(f"The backend of {site.path} has no state; use transformers' own cache.")
 
 
-def needs_state(backend: Backend, pattern: Pattern) -> bool:
+def needs_state(backend: Backend, pattern: MaskPattern) -> bool:
     """Whether the cache of a sliding layer drops keys that the backend reads: its global tokens."""
     parts = (part for part in backend.modules() if isinstance(part, Backend))
     streaming = any(getattr(part.options, "global_tokens", 0) for part in parts)

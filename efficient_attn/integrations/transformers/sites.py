@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from efficient_attn.errors import DtypeError, UnsupportedError
-from efficient_attn.integrations.masks import CAUSAL, FULL, Pattern
+from efficient_attn.integrations.masks import CAUSAL, FULL, MaskPattern
 
 # Attributes of attention modules that no backend supports. Layers without a position bias of their own get
 # the bias of the first layer.
@@ -38,7 +38,7 @@ class AttentionSite(NamedTuple):
     module: Any
     layer: int
     kind: str
-    pattern: Pattern
+    pattern: MaskPattern
     head_dim: int
     num_heads: int | None
     scale: float | None
@@ -184,7 +184,7 @@ def _site_kind(path: str, module: Any, config: Any, layer: int) -> str:
     return "full" if width is None or not masks else "sliding"
 
 
-def _site_pattern(kind: str, module: Any, config: Any) -> Pattern:
+def _site_pattern(kind: str, module: Any, config: Any) -> MaskPattern:
     """Expected mask pattern of the module."""
     reads_back = getattr(module, "is_causal", False) or getattr(module, "is_decoder", False)
     causal = reads_back and getattr(config, "is_causal", True) and kind != "cross"
@@ -193,4 +193,4 @@ def _site_pattern(kind: str, module: Any, config: Any) -> Pattern:
     # transformers builds its masks from the configuration's width: all keys of the window if causal, the keys
     # on one side if bidirectional. Attributes of modules differ between models.
     width = config.sliding_window
-    return Pattern(width - 1, 0) if causal else Pattern(width, width)
+    return MaskPattern(width - 1, 0) if causal else MaskPattern(width, width)
