@@ -162,7 +162,7 @@ def check(name: str, *folders: str) -> dict[str, Any]:
     torch.cuda.device = nullcontext
     # Few heads, several chunks in a segment, memory that holds NaN or the largest number of its dtype.
     kernel_check._HEADS, kernel_check._KV_HEADS, causal._SEGMENTS = 2, 1, 2
-    causal.Call.new = lambda call, *shape, dtype=torch.float32: call.inputs.q.new_full(
+    causal.KernelCall.new = lambda call, *shape, dtype=torch.float32: call.inputs.q.new_full(
         shape, torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max, dtype=dtype
     )
     precision, case = CHECKED[name]

@@ -238,8 +238,8 @@ def largest(x: Tensor) -> float:
     return float(x.detach().double().abs().max()) if x.numel() else 0.0
 
 
-class Call(NamedTuple):
-    """Start of most checks: inputs, backend, output, and the bound on the rounding of each row."""
+class PlainCall(NamedTuple):
+    """A case as most checks begin: inputs, backend, output, and the bound on the rounding of each row."""
 
     inputs: Inputs
     backend: Backend
@@ -247,9 +247,9 @@ class Call(NamedTuple):
     bound: Tensor
 
 
-def plain_call(subject: Subject, case: Case, **options: Any) -> Call:
+def plain_call(subject: Subject, case: Case, **options: Any) -> PlainCall:
     inputs, backend = subject.inputs(case), subject.build(case, **options)
-    return Call(inputs, backend, run(backend, inputs), rounding(backend, inputs, case.dtype))
+    return PlainCall(inputs, backend, run(backend, inputs), rounding(backend, inputs, case.dtype))
 
 
 def gradients(

@@ -14,7 +14,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from efficient_attn.errors import DataError, OptionError
-from efficient_attn.integrations.intercept.calls import CALL_SDPA, Call, Site, SiteMode
+from efficient_attn.integrations.intercept.calls import CALL_SDPA, SdpaCall, Site, SiteMode
 from efficient_attn.integrations.masks import ShownKeys, keys_to_last_query
 from efficient_attn.measure.inputs import CAUSAL, Activations, Captured
 from efficient_attn.measure.units import show_bytes
@@ -66,7 +66,7 @@ class Capturing(SiteMode):
         self._scales: dict[Site, float] = {}
         self._chosen, self._bytes = chosen, 0
 
-    def attend(self, call: Call) -> Tensor:
+    def attend(self, call: SdpaCall) -> Tensor:
         site = self.next_site()
         check_alone()
         if site not in self.sites and self._chosen(str(site)):
@@ -80,7 +80,7 @@ class Capturing(SiteMode):
     def unreached(self, reason: str) -> None:
         self.left_out.setdefault(self.next_site(), reason)
 
-    def _store(self, site: Site, call: Call, shown: ShownKeys) -> None:
+    def _store(self, site: Site, call: SdpaCall, shown: ShownKeys) -> None:
         q, k, v = call.tensors
         k, v, key_mask = keys_to_last_query(k, v, shown.key_mask, shown.ends)
         q, k, v = (tensor[:1].detach() for tensor in (q, k, v))

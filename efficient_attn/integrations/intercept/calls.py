@@ -39,7 +39,7 @@ CALL_SDPA = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class SdpaCall:
     """Arguments of a call of `F.scaled_dot_product_attention`.
 
     Attributes:
@@ -58,8 +58,8 @@ class Call:
     same: bool | None = None
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], options: dict[str, Any]) -> "Call":
-        """The call with these arguments, positional arguments in torch's order."""
+    def of(cls, args: tuple[Any, ...], options: dict[str, Any]) -> "SdpaCall":
+        """The call with these arguments, positional ones in torch's order."""
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         # The compiler of torch 2.8 ends a zip of unequal lengths with an error, whatever `strict` says.
         return cls(**dict(zip(names[: len(args)], args, strict=True)), **options)
@@ -238,7 +238,7 @@ class AttentionMode(TorchFunctionMode):
     The fused path of torch's layers is off.
     """
 
-    def attend(self, call: Call) -> Tensor:
+    def attend(self, call: SdpaCall) -> Tensor:
         """Output of a call, computed outside of the mode."""
         return call.exact()
 
@@ -254,7 +254,7 @@ class AttentionMode(TorchFunctionMode):
     ) -> Any:
         options = options or {}
         if func is SDPA:
-            return self.attend(Call.of(args, options))
+            return self.attend(SdpaCall.of(args, options))
         if func is F.multi_head_attention_forward:
             if options.get("need_weights", True):
                 self.unreached(WEIGHTS_ASKED)
@@ -275,7 +275,7 @@ class _Again(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), options: Any = None) -> Any:
         if func is SDPA:
-            return self._mode.attend(Call.of(args, {**(options or {}), "same": self._same}))
+            return self._mode.attend(SdpaCall.of(args, {**(options or {}), "same": self._same}))
         return self._mode.__torch_function__(func, kinds, args, options)
 
 

@@ -20,7 +20,7 @@ from efficient_attn.errors import AttentionError, DtypeError, OptionError, Unsup
 from efficient_attn.integrations.intercept.calls import (
     RECOMPUTED,
     AttentionMode,
-    Call,
+    SdpaCall,
     Site,
     detour,
     evaluating,
@@ -175,8 +175,8 @@ class SiteBackends(nn.ModuleDict):
         self.owner, self.num_calls, self.strict = owner, num_calls, strict
         self.calls: dict[str, Counter[str]] = {number: Counter() for number in backends}
 
-    def attend(self, number: str, call: Call) -> Tensor:
-        """Output of the backend, or of torch's function if the call stays exact."""
+    def attend(self, number: str, call: SdpaCall) -> Tensor:
+        """Output of the backend, or else of torch's function."""
         if number not in self:
             return call.exact() if int(number) < self.num_calls else self._exact(number, call, UNSEEN)
         backend: Any = self[number]
@@ -192,7 +192,7 @@ class SiteBackends(nn.ModuleDict):
         self.calls[number]["served"] += 1
         return output
 
-    def _exact(self, number: str, call: Call, reason: str) -> Tensor:
+    def _exact(self, number: str, call: SdpaCall, reason: str) -> Tensor:
         if self.strict:
             site = Site(self.owner, int(number))
             raise UnsupportedError(f"{site} cannot be served: {reason}.")
@@ -209,7 +209,7 @@ class _Serving(AttentionMode):
         self._backends, self.number = backends, 0
         self._differentiable = torch.is_grad_enabled()
 
-    def attend(self, call: Call) -> Tensor:
+    def attend(self, call: SdpaCall) -> Tensor:
         number, self.number = str(self.number), self.number + 1
         served = self._differentiable and number in self._backends
         if served and detour(_forward_served.__code__) == RECOMPUTED:

@@ -14,7 +14,7 @@ from efficient_attn.errors import AttentionError, DataError, OptionError, Unknow
 from efficient_attn.integrations.intercept.calls import (
     CALL_SDPA,
     CROSS,
-    Call,
+    SdpaCall,
     Site,
     SiteMode,
     compiler_stance,
@@ -57,7 +57,7 @@ class SiteSearch(SiteMode):
         self.crossed: set[Site] = set()
         self.unsure: set[Site] = set()
 
-    def attend(self, call: Call) -> Tensor:
+    def attend(self, call: SdpaCall) -> Tensor:
         outside, site = self.outside, self.next_site()
         self._calls[site] += 1
         if site not in self.reasons or self._tells_more(site, call):
@@ -73,8 +73,8 @@ class SiteSearch(SiteMode):
                 self.unsure.add(site)
         return call.exact()
 
-    def _tells_more(self, site: Site, call: Call) -> bool:
-        """Whether a call is longer than all before it, or the first with several queries."""
+    def _tells_more(self, site: Site, call: SdpaCall) -> bool:
+        """Whether a call is longer than those before, or the first of several queries."""
         backend = self.built.get(site)
         if backend is not None and backend.spec.capabilities.needs_max_tokens:
             return call.key.shape[-2] > (backend.problem.max_tokens or 0)
@@ -93,7 +93,7 @@ class SiteSearch(SiteMode):
         self._calls[site] += 1
         self.reasons.setdefault(site, reason)
 
-    def _build(self, site: Site, call: Call) -> str | None:
+    def _build(self, site: Site, call: SdpaCall) -> str | None:
         """Build the backend of a site, or return why it stays exact."""
         matching = [request for key, request in self._requests.items() if fnmatchcase(str(site), key)]
         if not matching:

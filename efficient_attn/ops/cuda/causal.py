@@ -38,7 +38,7 @@ class States(NamedTuple):
     slots: tuple[Tensor, Tensor, Tensor]
 
 
-class Call:
+class KernelCall:
     """The arguments that kernels of one call share."""
 
     def __init__(self, inputs: LinearInputs, tile: Tile, chunk: int) -> None:
@@ -112,7 +112,7 @@ def forward(
         past: State of the keys before the first key, or None.
         with_state: Whether the state after all keys is computed; otherwise None.
     """
-    call = Call(inputs, tile, tile.tokens)
+    call = KernelCall(inputs, tile, tile.tokens)
     q, _, v = call.inputs[:3]
     outputs = new_outputs(q, v)
     states = _key_states(call, past)
@@ -141,7 +141,7 @@ def backward(
     to_past: bool = False,
 ) -> CausalGradients:
     """Gradients with respect to q, k, v and, if `to_past`, the sums of `past`."""
-    call = Call(inputs, tile, tile.grad_tokens)
+    call = KernelCall(inputs, tile, tile.grad_tokens)
     q, k, v = call.inputs[:3]
     g, rows = _with_rows(grad_out), q.shape[2]
     offsets, deltas = (call.new(call.batch, call.heads, rows) for _ in range(2))
@@ -194,7 +194,7 @@ def backward(
     return CausalGradients(grad_q, grad_k, grad_v, grad_past)
 
 
-def _key_states(call: Call, past: LinearState | None) -> States:
+def _key_states(call: KernelCall, past: LinearState | None) -> States:
     """The states of keys before every chunk, and after all."""
     _, k, v = call.inputs[:3]
     _, *factors = call.factors
@@ -205,7 +205,7 @@ def _key_states(call: Call, past: LinearState | None) -> States:
     return _states(call, arguments, call.chunks, past)
 
 
-def _query_states(call: Call, g: Tensor, offsets: Tensor, deltas: Tensor) -> States:
+def _query_states(call: KernelCall, g: Tensor, offsets: Tensor, deltas: Tensor) -> States:
     """The states of queries after every chunk, and of all."""
     q = call.inputs.q
     arguments: dict[str, Any] = {"x": q, "y": g, "mask": None, "bias": None, **_strides(x=q, y=g)}
@@ -215,7 +215,7 @@ def _query_states(call: Call, g: Tensor, offsets: Tensor, deltas: Tensor) -> Sta
     return _states(call, arguments, call.chunks - call.first, None)
 
 
-def _states(call: Call, arguments: dict[str, Any], steps: int, past: LinearState | None) -> States:
+def _states(call: KernelCall, arguments: dict[str, Any], steps: int, past: LinearState | None) -> States:
     per_segment = max(triton.cdiv(steps, _SEGMENTS), 1)
     segments, flat_heads = triton.cdiv(steps, per_segment), call.batch * call.kv_heads
     features, value_dim = call.features, call.value_dim
@@ -261,7 +261,7 @@ def _states(call: Call, arguments: dict[str, Any], steps: int, past: LinearState
     return states
 
 
-def _last_state(call: Call, states: States) -> LinearState:
+def _last_state(call: KernelCall, states: States) -> LinearState:
     sums, ones, references = (x[:, -1].unflatten(0, (call.batch, call.kv_heads)) for x in states.segments)
     return LinearState(torch.cat([sums, ones.unsqueeze(-1)], dim=-1), references.unsqueeze(-2) * LN_2)
 
