@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from efficient_attn.measure import kernel_check
-from efficient_attn.measure.kernel_check import Case
+from efficient_attn.measure.kernel_check import KernelCase
 from efficient_attn.ops import cuda
 from efficient_attn.ops.cuda.tiles import SMALL, tiles
 from efficient_attn.ops.linear.causal import causal_row_gradients, causal_rows
@@ -38,14 +38,14 @@ CASES = {
 }
 # Cases of `gpu-check` for the interpreter.
 CHECKED = {
-    "one token": (FLOAT32, Case(norm=1, tokens=1, masked=False, grouped=False, head_dim=16)),
-    "plain": (FLOAT32, Case(norm=1, tokens=70, masked=False, grouped=False, head_dim=16)),
-    "masked": (FLOAT32, Case(norm=5, tokens=100, masked=True, grouped=False, head_dim=16)),
-    "grouped": (FLOAT32, Case(norm=5, tokens=70, masked=False, grouped=True, head_dim=16)),
-    "large norms": (FLOAT32, Case(norm=20, tokens=100, masked=True, grouped=False, head_dim=16)),
-    "half, one token": ("bfloat16", Case(norm=5, tokens=1, masked=False, grouped=True, head_dim=16)),
-    "half": ("bfloat16", Case(norm=5, tokens=70, masked=True, grouped=True, head_dim=16)),
-    "half, large norms": ("bfloat16", Case(norm=20, tokens=40, masked=True, grouped=True, head_dim=16)),
+    "one token": (FLOAT32, KernelCase(norm=1, tokens=1, masked=False, grouped=False, head_dim=16)),
+    "plain": (FLOAT32, KernelCase(norm=1, tokens=70, masked=False, grouped=False, head_dim=16)),
+    "masked": (FLOAT32, KernelCase(norm=5, tokens=100, masked=True, grouped=False, head_dim=16)),
+    "grouped": (FLOAT32, KernelCase(norm=5, tokens=70, masked=False, grouped=True, head_dim=16)),
+    "large norms": (FLOAT32, KernelCase(norm=20, tokens=100, masked=True, grouped=False, head_dim=16)),
+    "half, one token": ("bfloat16", KernelCase(norm=5, tokens=1, masked=False, grouped=True, head_dim=16)),
+    "half": ("bfloat16", KernelCase(norm=5, tokens=70, masked=True, grouped=True, head_dim=16)),
+    "half, large norms": ("bfloat16", KernelCase(norm=20, tokens=40, masked=True, grouped=True, head_dim=16)),
 }
 
 

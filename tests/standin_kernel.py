@@ -10,12 +10,12 @@ import torch
 from twins import Positive, Softmax, with_gradient
 
 from efficient_attn.measure import kernel_check
-from efficient_attn.measure.kernel_check import Case, Subject
+from efficient_attn.measure.kernel_check import CheckedKernel, KernelCase
 from efficient_attn.ops.paths import note_kernel
 
 CHUNK = 16
 GRID = [(norm, tokens, masked) for norm, tokens in ((1, 1), (1, 70), (20, 70)) for masked in (False, True)]
-CASES = tuple(Case(norm, tokens, masked, grouped=masked, head_dim=16) for norm, tokens, masked in GRID)
+CASES = tuple(KernelCase(norm, tokens, masked, grouped=masked, head_dim=16) for norm, tokens, masked in GRID)
 PRECISIONS = {"bfloat16": 7, "float16": 10, "float32": None}
 # Memory that a kernel finds.
 SCRATCH = torch.zeros(())
@@ -101,7 +101,7 @@ class Late(Kernel):
 
 
 def subject(fault="", kernel=Kernel):
-    return Subject(
+    return CheckedKernel(
         lengths=(),
         backend="performer-positive",
         note="stand-in",

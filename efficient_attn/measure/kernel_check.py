@@ -31,7 +31,7 @@ _TOLD = 5
 _OFTEN_FROM, _OFTEN = 1000, 16
 
 
-class Case(NamedTuple):
+class KernelCase(NamedTuple):
     """Inputs: norm of scaled queries and keys, length, key mask, two query heads for each key head."""
 
     norm: float
@@ -41,14 +41,14 @@ class Case(NamedTuple):
     head_dim: int = 64
 
 
-def cases_of(lengths: Sequence[int], head_dim: int = 64) -> list[Case]:
+def cases_of(lengths: Sequence[int], head_dim: int = 64) -> list[KernelCase]:
     """Every length with every norm, with and without a key mask and grouped heads."""
     grid = itertools.product(lengths, (1, 5, 20), (False, True), (False, True))
-    return [Case(norm, tokens, masked, grouped, head_dim) for tokens, norm, masked, grouped in grid]
+    return [KernelCase(norm, tokens, masked, grouped, head_dim) for tokens, norm, masked, grouped in grid]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class CheckedKernel:
     """A fused kernel as the backend that it serves.
 
     Attributes:
@@ -71,7 +71,7 @@ class Subject:
     trained: bool = True
     module: Callable[..., Any] | None = None
 
-    def build(self, case: Case, precision: str, features: int) -> Any:
+    def build(self, case: KernelCase, precision: str, features: int) -> Any:
         """The backend, with directions that both half precisions can hold."""
         size = self.options or {"num_features": features}
         causal = case.grouped if self.causal is None else self.causal
@@ -81,12 +81,12 @@ class Subject:
         return backend
 
 
-# Kernels that visit only some blocks of the scores.
-_scores = partial(Subject, note="flex", bits=_BITS, causal=None)
+# Kernels that visit some blocks of the scores.
+_scores = partial(CheckedKernel, note="flex", bits=_BITS, causal=None)
 
 # The slowest first, since kernels are checked in parallel.
 SUBJECTS = {
-    "causal-linear": Subject(
+    "causal-linear": CheckedKernel(
         backend="performer-positive",
         note="triton causal-linear",
         # More chunks than segments of the scan in the last one.
@@ -98,7 +98,7 @@ SUBJECTS = {
         streams=True,
     ),
     # Every compiled version of FlexAttention takes ten seconds of a core, and one serves all but the first.
-    "flex": Subject(
+    "flex": CheckedKernel(
         backend="performer-positive",
         note="flex",
         lengths=(1, 63, 65, 127, 129, 1000),
@@ -115,12 +115,12 @@ SUBJECTS = {
 
 
 def check_kernel(
-    kernel: str | Subject,
+    kernel: str | CheckedKernel,
     precision: str,
     *,
     device: str,
     tile: str = "",
-    cases: Sequence[Case] | None = None,
+    cases: Sequence[KernelCase] | None = None,
     features: int = 256,
 ) -> dict[str, Any]:
     """Counts of checked, served and failed cases, worst errors as shares of their bounds, and failures."""
@@ -156,7 +156,7 @@ def check_kernel(
     }
 
 
-class _Inputs(NamedTuple):
+class _KernelInputs(NamedTuple):
     """q, k, v and the gradient of the output [batch heads tokens head_dim], and the key mask."""
 
     tensors: tuple[Tensor, Tensor, Tensor]
@@ -174,8 +174,8 @@ class _Inputs(NamedTuple):
 
 
 def _findings(
-    subject: Subject,
-    case: Case,
+    subject: CheckedKernel,
+    case: KernelCase,
     precision: str,
     device: str,
     features: int,
@@ -219,7 +219,7 @@ def _findings(
             yield "extend", *_compared(out, *sides, backward=False)
 
 
-def _draw(case: Case, dtype: torch.dtype, device: str) -> _Inputs:
+def _draw(case: KernelCase, dtype: torch.dtype, device: str) -> _KernelInputs:
     """Inputs with rows of q and k of one norm after scaling, and NaN in masked tokens of k and v."""
     generator = torch.Generator().manual_seed(case.tokens)
     batch = _BATCH if case.tokens <= _LONGEST_BATCH else 1
@@ -238,7 +238,7 @@ def _draw(case: Case, dtype: torch.dtype, device: str) -> _Inputs:
         k, v = (x.masked_fill(~mask[:, None, :, None], torch.nan) for x in (k, v))
         mask = mask.to(device)
     q, k, v, gradient = (x.to(device, dtype) for x in (q, k, v, gradient))
-    return _Inputs((q, k, v), gradient, mask)
+    return _KernelInputs((q, k, v), gradient, mask)
 
 
 def poison(device: str) -> None:
@@ -251,7 +251,7 @@ def poison(device: str) -> None:
         block.fill_(torch.nan)
 
 
-def _streamed(module: Any, inputs: _Inputs) -> Tensor:
+def _streamed(module: Any, inputs: _KernelInputs) -> Tensor:
     tokens = inputs.tensors[0].shape[2]
     parts, state = [], None
     with torch.no_grad():
@@ -264,7 +264,7 @@ def _streamed(module: Any, inputs: _Inputs) -> Tensor:
 
 
 def _references(
-    backend: Any, inputs: _Inputs, precision: str, bits: int | None
+    backend: Any, inputs: _KernelInputs, precision: str, bits: int | None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients in float64, and by the yardstick of errors."""
     dtype = inputs.tensors[0].dtype

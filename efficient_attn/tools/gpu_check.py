@@ -266,7 +266,7 @@ def judge(
     """Outcome of a kernel with the first of its tiles that passes, each tried in a process of its own.
 
     Args:
-        kernel: Name, or a `Subject` that can be pickled.
+        kernel: Name, or a `CheckedKernel` that can be pickled.
         tiles: Tiles in the order of choice; none: all of the kernel.
     """
     from efficient_attn.measure.kernel_check import check_kernel

@@ -111,7 +111,7 @@ def wrong_scale(attention, q, k, v, *, scale, **options):
 )
 def test_the_check_of_a_gpu_accepts_the_right_call_and_no_faulty_one(fault):
     attention = listed_blocks if fault is None else partial(fault, listed_blocks)
-    cases = [kernel_check.Case(5, 129, False, grouped, 16) for grouped in (False, True)]
+    cases = [kernel_check.KernelCase(5, 129, False, grouped, 16) for grouped in (False, True)]
     with on_flex_by_lists(attention):
         result = kernel_check.check_kernel("blocks-flex", "tf32", device="cpu", cases=cases)
     assert result["served"] == 2 and bool(result["failed"]) == (fault is not None)
