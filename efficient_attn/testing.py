@@ -20,7 +20,7 @@ from efficient_attn.conformance import (  # noqa: F401  (imported to register th
     streams,
     weights,
 )
-from efficient_attn.conformance.cases import Case, Inputs
+from efficient_attn.conformance.cases import CheckCase, Inputs
 from efficient_attn.conformance.records import KEPT, UNPROMISED, BrokenPromiseError, CheckRecord, Finding
 from efficient_attn.conformance.subject import subject
 from efficient_attn.conformance.table import CHECKS, record_of
@@ -104,7 +104,7 @@ def replay(
     """
     if check not in CHECKS:
         raise UnknownNameError("check", check, CHECKS)
-    tested, drawn = subject(backend, None, seed), Case(**case)
+    tested, drawn = subject(backend, None, seed), CheckCase(**case)
     with _one_thread():
         return tested.inputs(drawn), list(CHECKS[check].body(tested, drawn))
 

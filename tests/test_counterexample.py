@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 import efficient_attn as ea
-from efficient_attn.conformance.cases import Case
+from efficient_attn.conformance.cases import CheckCase
 from efficient_attn.conformance.table import snippet
 from efficient_attn.errors import UnknownNameError
 from efficient_attn.testing import adapt, replay
@@ -43,7 +43,7 @@ def broken(target, **settings):
 
 def test_the_case_of_a_broken_promise_is_the_smallest_that_breaks_it(late):
     record = broken(late)
-    case = Case(**record.case)
+    case = CheckCase(**record.case)
     assert (case.tokens, case.heads, case.batch, case.head_dim, case.value_dim) == (5, 2, 1, 1, 1)
     assert record.outcome == "broken" and record.error > record.bound
     assert "q [1, 2, 5, 1]" in record.detail

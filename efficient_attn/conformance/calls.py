@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import LONG_KEYS, Case, Inputs, both, joint
+from efficient_attn.conformance.cases import LONG_KEYS, CheckCase, Inputs, both, joint
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Named, Subject, agree, decode, learn, run, same_bits
 from efficient_attn.conformance.table import Check, cannot_check
@@ -20,11 +20,11 @@ CALLS = 100
 MANY_CALLS = 400
 # Calls before which parameters are updated in place, as an optimiser does.
 UPDATES = (0, 40, 70)
-ONE = Case(tokens=7, batch=3, heads=4, kv_heads=2, value_dim=3, masked=True, pattern=3)
+ONE = CheckCase(tokens=7, batch=3, heads=4, kv_heads=2, value_dim=3, masked=True, pattern=3)
 
 
-def _variants(case: Case) -> tuple[Case, ...]:
-    """Calls that alternate in one program: different masks, lengths and batch sizes for one backend."""
+def _variants(case: CheckCase) -> tuple[CheckCase, ...]:
+    """Calls that alternate in one program: other masks, lengths and batch sizes for the same backend."""
     return (
         case,
         case.but(pattern=4),
@@ -42,7 +42,7 @@ def _variants(case: Case) -> tuple[Case, ...]:
     cases=both(ONE),
     drawn=lambda seed: both(ONE.but(dtype="float32")),
 )
-def no_state_between_calls(subject: Subject, case: Case) -> Iterator[Finding]:
+def no_state_between_calls(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     variants = [v for v in _variants(case) if subject.serves(v)] or [case.but(masked=False)]
     if not subject.grouped:
         variants = [v.but(kv_heads=v.heads) for v in variants]
@@ -85,7 +85,7 @@ def _output(backend: Backend, inputs: Inputs, gradients: bool) -> torch.Tensor:
     "Tensors are read at every call: new contents of the same tensors change the output as a fresh copy's.",
     cases=both(ONE, ONE.but(tokens=130, batch=2, dtype="float32")),
 )
-def tensors_are_read_anew(subject: Subject, case: Case) -> Iterator[Finding]:
+def tensors_are_read_anew(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     backend, shared = subject.build(case), subject.inputs(case)
     if shared.key_mask is not None:
         # A mask without masked tokens, which a cache of masks might take for no mask.
@@ -124,7 +124,7 @@ def _results(subject: Subject, backend: Backend, inputs: Inputs) -> list[Named]:
     "Ten calls, and further lengths, leave no bytes behind, and a decoded state keeps no earlier states.",
     cases=both(ONE.but(tokens=130)),
 )
-def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Finding]:
+def no_call_leaves_bytes_behind(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     backend, inputs = subject.build(case, max_tokens=2 * case.tokens), subject.inputs(case)
 
     def calls(less: int = 0) -> None:
@@ -156,16 +156,16 @@ def no_call_leaves_bytes_behind(subject: Subject, case: Case) -> Iterator[Findin
 
 @Check(
     "Outputs do not alias: overwriting inputs changes no output, and overwriting an output no later call.",
-    cases=both(Case(tokens=1), Case(tokens=1, batch=1, heads=1, kv_heads=1), Case(tokens=7)),
+    cases=both(CheckCase(tokens=1), CheckCase(tokens=1, batch=1, heads=1, kv_heads=1), CheckCase(tokens=7)),
     drawn=lambda seed: (*joint(seed, 1, 9), *LONG_KEYS),
 )
-def outputs_are_the_callers(subject: Subject, case: Case) -> Iterator[Finding]:
+def outputs_are_the_callers(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             yield from _aliases(subject, case)
 
 
-def _aliases(subject: Subject, case: Case) -> Iterator[Finding]:
+def _aliases(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     copies = inputs.each(torch.clone)
     out = run(backend, copies)
@@ -185,7 +185,7 @@ def _aliases(subject: Subject, case: Case) -> Iterator[Finding]:
 
 
 # A multiple of every block, and long enough that scores of all pairs outweigh the scratch of a block.
-LONG = Case(tokens=1024, batch=1, heads=1, kv_heads=1, dtype="float32")
+LONG = CheckCase(tokens=1024, batch=1, heads=1, kv_heads=1, dtype="float32")
 BATCH = LONG.but(batch=2, heads=2)
 # Tolerance of the exponents: for tables besides the tensors in bytes, and for CPU caches in time.
 BYTES_POWER, TIME_POWER = 0.1, 0.2
@@ -201,7 +201,7 @@ REPEATS = 5
     cases=both(LONG),
     long=lambda seed: both(BATCH, BATCH.but(masked=True)),
 )
-def memory_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
+def memory_grows_as_declared(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     _needs_growth(subject)
     growth = subject.promises.memory_growth
     lengths = _lengths(growth, case)
@@ -224,7 +224,7 @@ def memory_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
     "Time grows no faster than declared, forward and in training.",
     long=lambda seed: both(LONG),
 )
-def time_grows_as_declared(subject: Subject, case: Case) -> Iterator[Finding]:
+def time_grows_as_declared(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     _needs_growth(subject)
     declared = subject.promises.time_growth
     shortest, *_, longest = _lengths(declared, case)
@@ -249,12 +249,12 @@ def _passes(subject: Subject) -> list[tuple[str, bool]]:
     return [("Forward", False), *([("In training", True)] if subject.promises.gradients else [])]
 
 
-def _lengths(declared: int, case: Case) -> list[int]:
-    """Lengths long enough to measure, and short enough for the declared growth."""
+def _lengths(declared: int, case: CheckCase) -> list[int]:
+    """Lengths long enough to measure, and short enough for the declared power."""
     return [case.tokens * n // (1 if declared == 1 else 4) for n in DOUBLINGS]
 
 
-def _call(subject: Subject, case: Case, backward: bool) -> Callable[[], object]:
+def _call(subject: Subject, case: CheckCase, backward: bool) -> Callable[[], object]:
     backend, inputs = subject.build(case), subject.inputs(case)
     leaves = [x.requires_grad_(backward) for x in inputs[:3]]
 
@@ -266,7 +266,7 @@ def _call(subject: Subject, case: Case, backward: bool) -> Callable[[], object]:
     return call
 
 
-def _peak_bytes(subject: Subject, case: Case, backward: bool) -> int:
+def _peak_bytes(subject: Subject, case: CheckCase, backward: bool) -> int:
     call = _call(subject, case, backward)
     # Caches that the first call fills are excluded, provided that a short call fills them.
     _call(subject, case.but(tokens=8), backward)()

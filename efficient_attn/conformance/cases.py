@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class CheckCase:
     """The sizes, dtype and settings of one input.
 
     Attributes:
@@ -48,7 +48,7 @@ class Case:
         words += [f"norm {self.norm:g}"] * (self.norm != 1)
         return ", ".join(words)
 
-    def but(self, **changes: Any) -> "Case":
+    def but(self, **changes: Any) -> "CheckCase":
         """The same case with some fields changed."""
         return replace(self, **changes)
 
@@ -96,7 +96,7 @@ class Inputs(NamedTuple):
         return Inputs(self.q.double(), self.k.double(), self.v.double(), self.key_mask)
 
 
-def draw(case: Case, seed: int) -> Inputs:
+def draw(case: CheckCase, seed: int) -> Inputs:
     """Seeded Gaussian tensors of a case, rounded to its dtype."""
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, case.dtype)
@@ -110,7 +110,7 @@ def draw(case: Case, seed: int) -> Inputs:
     return Inputs(q.to(dtype), k.to(dtype), v.to(dtype), _mask(case) if case.masked else None)
 
 
-def _mask(case: Case) -> Tensor:
+def _mask(case: CheckCase) -> Tensor:
     """Mask the last third of the first sequence, and the first key and every third after it of the second."""
     if case.pattern is not None:
         # Each sequence keeps a random share of its keys; one in eight keeps none, one in eight all.
@@ -143,23 +143,23 @@ DTYPES = ("float64", "float32", *HALF)
 BOTH = (False, True)
 
 
-def vary(*cases: Case, **values: Sequence[Any]) -> tuple[Case, ...]:
-    """Each case with every combination of the values of these fields."""
+def vary(*cases: CheckCase, **values: Sequence[Any]) -> tuple[CheckCase, ...]:
+    """Each case with each combination of the values of some fields."""
     combinations = list(itertools.product(*values.values()))
     return tuple(
         case.but(**dict(zip(values, fields, strict=True))) for case in cases for fields in combinations
     )
 
 
-def both(*cases: Case) -> tuple[Case, ...]:
+def both(*cases: CheckCase) -> tuple[CheckCase, ...]:
     """Each case with and without causality."""
     return vary(*cases, causal=BOTH)
 
 
-def everywhere(*lengths: int, **values: Sequence[Any]) -> tuple[Case, ...]:
-    """Every length, by default with and without a key mask and with and without causality."""
+def everywhere(*lengths: int, **values: Sequence[Any]) -> tuple[CheckCase, ...]:
+    """Every length, with and without a key mask and with and without causality, or with these values."""
     fields = {"dtype": ("float64",), "tokens": lengths, "masked": BOTH, "causal": BOTH}
-    return vary(Case(tokens=1), **(fields | values))
+    return vary(CheckCase(tokens=1), **(fields | values))
 
 
 # Lengths around every usual size of a block, a chunk or a cache.
@@ -167,31 +167,31 @@ BORDERS = (63, 64, 65, 127, 128, 129, 192, 200, 255, 256, 257, 511, 512, 513)
 LONG_BORDERS = (1023, 1024, 1025, 2047, 2048, 2049, 2100)
 
 # Few queries with more keys than a tile holds, and a last tile of a few keys.
-LONG_KEYS = vary(Case(tokens=3, batch=1, kv_heads=1, value_dim=3), keys=(1025, 2052), causal=BOTH)
+LONG_KEYS = vary(CheckCase(tokens=3, batch=1, kv_heads=1, value_dim=3), keys=(1025, 2052), causal=BOTH)
 # More queries than a tile holds, and few keys.
-LONG_QUERIES = Case(tokens=1100, keys=5, batch=1, kv_heads=1, value_dim=3)
+LONG_QUERIES = CheckCase(tokens=1100, keys=5, batch=1, kv_heads=1, value_dim=3)
 LARGER = (*LONG_KEYS, LONG_QUERIES)
 # More heads than a tile holds, in small and large groups, and vectors beyond 512 entries.
-MANY_HEADS = Case(tokens=3, batch=1, heads=130, kv_heads=130, norm=0.5)
-WIDE_KEYS = Case(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=521, value_dim=3, norm=0.5)
-WIDE_VALUES = Case(tokens=3, batch=1, head_dim=3, value_dim=521, norm=0.5)
+MANY_HEADS = CheckCase(tokens=3, batch=1, heads=130, kv_heads=130, norm=0.5)
+WIDE_KEYS = CheckCase(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=521, value_dim=3, norm=0.5)
+WIDE_VALUES = CheckCase(tokens=3, batch=1, head_dim=3, value_dim=521, norm=0.5)
 # A batch, heads, groups and widths beyond the vectors, warps and tiles of kernels.
-LARGE_BATCH = Case(tokens=3, batch=260, heads=8, kv_heads=2, masked=True, pattern=7)
-GROUPS = Case(tokens=3, batch=2, heads=36, kv_heads=3, norm=0.5)
-WIDE = Case(tokens=3, batch=1, head_dim=160, value_dim=136, norm=0.5)
+LARGE_BATCH = CheckCase(tokens=3, batch=260, heads=8, kv_heads=2, masked=True, pattern=7)
+GROUPS = CheckCase(tokens=3, batch=2, heads=36, kv_heads=3, norm=0.5)
+WIDE = CheckCase(tokens=3, batch=1, head_dim=160, value_dim=136, norm=0.5)
 # Beyond any table or tile, and small in all but one respect.
 LARGE = (*LARGER, MANY_HEADS, MANY_HEADS.but(kv_heads=1), WIDE_KEYS, WIDE_VALUES)
 # As wide, grouped and padded as in a model.
-MODEL = Case(tokens=70, batch=3, heads=4, kv_heads=2, head_dim=64, value_dim=64, masked=True, pattern=4)
+MODEL = CheckCase(tokens=70, batch=3, heads=4, kv_heads=2, head_dim=64, value_dim=64, masked=True, pattern=4)
 # Head sizes and lengths for which kernels are tuned.
 HEAD_SIZES, USUAL = (16, 32, 64, 80, 96, 128), (64, 128, 256, 384, 512, 768, 1024)
 TWELVE = (
-    Case(tokens=70, batch=1, heads=12, kv_heads=12, head_dim=64, value_dim=32),
+    CheckCase(tokens=70, batch=1, heads=12, kv_heads=12, head_dim=64, value_dim=32),
     MODEL.but(batch=1, heads=12, kv_heads=4, value_dim=128),
 )
-TUNED = (*(Case(tokens=70, batch=1, head_dim=size, value_dim=size) for size in HEAD_SIZES), *TWELVE)
+TUNED = (*(CheckCase(tokens=70, batch=1, head_dim=size, value_dim=size) for size in HEAD_SIZES), *TWELVE)
 # More pairs of batch and head than a grid has rows, and 2²⁰ entries of each tensor.
-MANY_PAIRS = Case(tokens=2, batch=65_537)
+MANY_PAIRS = CheckCase(tokens=2, batch=65_537)
 
 
 def spread(count: int) -> list[int]:
@@ -202,7 +202,7 @@ def spread(count: int) -> list[int]:
     return sorted({count - 1, *(index for index in borders if index < count)})
 
 
-def joint(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
+def joint(seed: int, *lengths: int, dtype: str = "float64") -> tuple[CheckCase, ...]:
     """Random combinations of all settings, seeded, the smallest first.
 
     Every combination of causality, key mask and cross attention occurs, half of them with a batch of at
@@ -222,7 +222,7 @@ def joint(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
             # Causal queries are the last positions of the keys, which requires at least as many keys.
             keys = tokens + added if causal or draws.random() < 0.5 else max(1, tokens - added)
             cases.append(
-                Case(
+                CheckCase(
                     tokens=tokens,
                     keys=keys if cross else None,
                     batch=batch,

@@ -17,7 +17,7 @@ from efficient_attn.conformance.cases import (
     LARGE_BATCH,
     TUNED,
     WIDE,
-    Case,
+    CheckCase,
     Inputs,
     both,
     joint,
@@ -40,7 +40,7 @@ from efficient_attn.conformance.table import Check, Ended
 
 # Short vectors keep signed features from cancelling; ill-conditioned rows have no good difference quotient.
 GENTLE = 0.5
-TINY = Case(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=2, value_dim=2, norm=GENTLE)
+TINY = CheckCase(tokens=3, batch=1, heads=1, kv_heads=1, head_dim=2, value_dim=2, norm=GENTLE)
 # Factors on Gaussian keys; at 50, exponents of positive features exceed the digits of float32.
 LENGTHS = {"float64": (8.0, 50.0), "float32": (8.0,)}
 # Upstream gradients under loss scaling, and of a mean over many tokens.
@@ -55,7 +55,7 @@ KINDS = both(
 
 # Step and number of directions of difference quotients.
 STEP, DIRECTIONS = 1e-5, 3
-BORDER = Case(tokens=129, batch=1, heads=2, kv_heads=1, value_dim=3, norm=GENTLE)
+BORDER = CheckCase(tokens=129, batch=1, heads=2, kv_heads=1, value_dim=3, norm=GENTLE)
 # Lengths at and beyond usual block sizes, with every setting that affects gradients.
 BEYOND = both(BORDER.but(masked=True), BORDER.but(tokens=256), BORDER.but(tokens=513, masked=True))
 
@@ -65,7 +65,7 @@ BEYOND = both(BORDER.but(masked=True), BORDER.but(tokens=256), BORDER.but(tokens
     cases=KINDS,
     capability="gradients",
 )
-def gradients_are_those_of_finite_differences(subject: Subject, case: Case) -> Iterator[Finding]:
+def gradients_are_those_of_finite_differences(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     leaves, call = _differentiable(subject, case)
     gradcheck(call, leaves, nondet_tol=0.0)
     yield Finding("Finite differences", 0.0, 0.0)
@@ -77,7 +77,7 @@ def gradients_are_those_of_finite_differences(subject: Subject, case: Case) -> I
     drawn=lambda seed: tuple(case.but(norm=0.5) for case in joint(seed, 3)),
     capability="second_derivatives",
 )
-def second_derivatives_are_right_or_refused(subject: Subject, case: Case) -> Iterator[Finding]:
+def second_derivatives_are_right_or_refused(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     leaves, call = _differentiable(subject, case)
     if subject.promises.second_derivatives:
         # Entry by entry for tiny inputs, and along a random direction for larger ones.
@@ -98,10 +98,10 @@ def second_derivatives_are_right_or_refused(subject: Subject, case: Case) -> Ite
 
 @Check(
     "An input that is changed before the backward pass raises an error, or changes no gradient.",
-    cases=both(Case(tokens=7, norm=0.5), Case(tokens=130, batch=1, norm=0.5, dtype="float32")),
+    cases=both(CheckCase(tokens=7, norm=0.5), CheckCase(tokens=130, batch=1, norm=0.5, dtype="float32")),
     needs=("gradients",),
 )
-def a_change_before_the_backward_pass_is_noticed(subject: Subject, case: Case) -> Iterator[Finding]:
+def a_change_before_the_backward_pass_is_noticed(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     expected = gradients(partial(run, backend), inputs, upstream=1.0)
     # Another address may take another path of a kernel, which rounds differently.
@@ -122,8 +122,8 @@ def a_change_before_the_backward_pass_is_noticed(subject: Subject, case: Case) -
 @Check(
     "Gradients in half precision are close to float64 on the same inputs, for any size of the upstream one.",
     cases=vary(
-        Case(tokens=7, norm=0.5),
-        Case(tokens=130, batch=1, value_dim=8, norm=0.5),
+        CheckCase(tokens=7, norm=0.5),
+        CheckCase(tokens=130, batch=1, value_dim=8, norm=0.5),
         dtype=("bfloat16", "float16", "float32"),
         causal=(False, True),
     ),
@@ -137,7 +137,7 @@ def a_change_before_the_backward_pass_is_noticed(subject: Subject, case: Case) -
     ),
     needs=("gradients",),
 )
-def gradients_in_narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[Finding]:
+def gradients_in_narrow_dtypes_lose_only_rounding(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     wide, limits = subject.build(case).double(), torch.finfo(inputs.q.dtype)
     # A gradient is a sum over tokens of products of rounded numbers, whose errors are independent.
@@ -172,10 +172,12 @@ def _jumps(backend: Backend, inputs: Inputs, expected: list[Tensor]) -> list[flo
 
 @Check(
     "No entry of a query or key is left out, at any head dimension.",
-    cases=vary(Case(tokens=4, batch=1, norm=0.5), head_dim=(3, 16, 32, 64, 71, 80, 96, 128, 160, 256, 257)),
+    cases=vary(
+        CheckCase(tokens=4, batch=1, norm=0.5), head_dim=(3, 16, 32, 64, 71, 80, 96, 128, 160, 256, 257)
+    ),
     needs=("gradients",),
 )
-def every_entry_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
+def every_entry_is_read(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     for name, gradient in zip("qk", _gradients(subject.build(case), subject.inputs(case)), strict=False):
         read = gradient.abs().amax(dim=(0, 1, 2)) > 0
         # A function may read no query or key at all.
@@ -186,15 +188,15 @@ def every_entry_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
 @Check(
     "Gradients at long keys match finite differences in float64, and float64 in float32.",
     cases=vary(
-        Case(tokens=7, batch=1, kv_heads=1),
-        Case(tokens=70, batch=1, kv_heads=1, masked=True),
+        CheckCase(tokens=7, batch=1, kv_heads=1),
+        CheckCase(tokens=70, batch=1, kv_heads=1, masked=True),
         dtype=("float64", "float32"),
         causal=(False, True),
     ),
     drawn=lambda seed: tuple(case for case in joint(seed, 9, dtype="float32") if case.head_dim > 2),
     needs=("gradients",),
 )
-def gradients_hold_at_long_keys(subject: Subject, case: Case) -> Iterator[Finding]:
+def gradients_hold_at_long_keys(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     wide = subject.build(case).double()
     for length in LENGTHS[case.dtype]:
         inputs = subject.inputs(case)
@@ -219,7 +221,7 @@ def _gradients(backend: Backend, inputs: Inputs, factor: float = 1.0) -> list[Te
     return [x for _, x in gradients(partial(run, backend), inputs, upstream=factor)]
 
 
-def _differentiable(subject: Subject, case: Case) -> tuple[list[Tensor], Callable[..., Tensor]]:
+def _differentiable(subject: Subject, case: CheckCase) -> tuple[list[Tensor], Callable[..., Tensor]]:
     inputs, backend = subject.inputs(case), subject.build(case)
     leaves = [x.requires_grad_() for x in inputs[:3]]
     return leaves, lambda q, k, v: run(backend, Inputs(q, k, v, inputs.key_mask))
@@ -238,14 +240,16 @@ def _differentiable(subject: Subject, case: Case) -> tuple[list[Tensor], Callabl
     long=lambda seed: (BORDER.but(tokens=2100, masked=True), BORDER.but(tokens=2100, causal=True)),
     needs=("gradients",),
 )
-def gradients_hold_at_every_shape(subject: Subject, case: Case) -> Iterator[Finding]:
+def gradients_hold_at_every_shape(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     if case.dtype not in subject.promises.dtypes:
         return
     backend = subject.rescaled(case) if case.masked else subject.build(case)
     yield along_directions(subject, backend.train(), case)
 
 
-def along_directions(subject: Subject, backend: Backend, case: Case, inputs: Inputs | None = None) -> Finding:
+def along_directions(
+    subject: Subject, backend: Backend, case: CheckCase, inputs: Inputs | None = None
+) -> Finding:
     """The first direction along which the derivative holds, or the last one."""
     for direction in range(DIRECTIONS):
         # A kink spoils the difference quotient of one direction; a wrong gradient is wrong along all of them.
@@ -256,7 +260,7 @@ def along_directions(subject: Subject, backend: Backend, case: Case, inputs: Inp
 
 
 def _along(
-    subject: Subject, backend: Backend, case: Case, direction: int, inputs: Inputs | None = None
+    subject: Subject, backend: Backend, case: CheckCase, direction: int, inputs: Inputs | None = None
 ) -> Finding:
     """Compare a directional derivative of a weighted sum of outputs with difference quotients."""
     inputs = subject.inputs(case, variant=2 * direction) if inputs is None else inputs
@@ -295,7 +299,7 @@ def _along(
     drawn=lambda seed: (*joint(seed, 6), *joint(seed, 6, dtype="float32")),
     needs=("gradients",),
 )
-def frozen_inputs(subject: Subject, case: Case) -> Iterator[Finding]:
+def frozen_inputs(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, _, bounds = plain_call(subject, case)
     expected, bound = _required(backend, inputs, (True,) * 4), float(bounds.max())
     # The parameters, all together, are a fourth input that may be frozen.

@@ -18,7 +18,7 @@ from efficient_attn.conformance.cases import (
     MODEL,
     TWELVE,
     WIDE,
-    Case,
+    CheckCase,
     Inputs,
     both,
     everywhere,
@@ -40,9 +40,9 @@ from efficient_attn.conformance.subject import (
 )
 from efficient_attn.conformance.table import Check
 
-SMALL = Case(tokens=5)
+SMALL = CheckCase(tokens=5)
 # An input of the long form that every backend serves; another has everything at once.
-LONG = Case(tokens=2100, batch=2, heads=2, kv_heads=2)
+LONG = CheckCase(tokens=2100, batch=2, heads=2, kv_heads=2)
 WIDTHS = (WIDE, *vary(SMALL, head_dim=[64], value_dim=(64, 80, 96, 128)))
 # Entries of a vector register: of float32 with 512 bits.
 LANES = 16
@@ -61,7 +61,7 @@ LANES = 16
         ),
     ),
 )
-def empty_inputs_give_empty_outputs(subject: Subject, case: Case) -> Iterator[Finding]:
+def empty_inputs_give_empty_outputs(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     traced = subject.inputs(case).leaves()
     out = run(subject.build(case), traced)
     expected = torch.zeros(case.batch, case.heads, case.tokens, case.value_dim, dtype=traced.q.dtype)
@@ -77,7 +77,7 @@ def empty_inputs_give_empty_outputs(subject: Subject, case: Case) -> Iterator[Fi
     drawn=lambda seed: joint(seed, 9),
 )
 @torch.no_grad()
-def layout_in_memory_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
+def layout_in_memory_does_not_matter(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, _, bound = plain_call(subject, case)
     plain = results(subject, backend, inputs)
     for where, layout in LAYOUTS.items():
@@ -110,17 +110,17 @@ def _views(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
 
 @Check(
     "Inputs are not modified in place, forward, backward or in `extend`.",
-    cases=(*everywhere(3, 65), Case(tokens=200, masked=True), *LARGE),
+    cases=(*everywhere(3, 65), CheckCase(tokens=200, masked=True), *LARGE),
     drawn=lambda seed: joint(seed, 9, 140),
 )
-def inputs_are_not_written_to(subject: Subject, case: Case) -> Iterator[Finding]:
+def inputs_are_not_written_to(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     # A backend may replace masked or non-finite entries in place.
     for filling in (None, math.nan, math.inf) if case.masked else (None,):
         yield from _written(subject, case, inputs if filling is None else inputs.padded(filling))
 
 
-def _written(subject: Subject, case: Case, inputs: Inputs) -> Iterator[Finding]:
+def _written(subject: Subject, case: CheckCase, inputs: Inputs) -> Iterator[Finding]:
     backend = subject.build(case)
     before = [None if x is None else x.clone() for x in inputs]
     versions = [None if x is None else x._version for x in inputs]
@@ -145,12 +145,12 @@ def _written(subject: Subject, case: Case, inputs: Inputs) -> Iterator[Finding]:
     cases=(
         *everywhere(7, dtype=DTYPES),
         *both(
-            Case(tokens=130, batch=1, heads=2, kv_heads=1, masked=True, dtype="float32"),
-            Case(tokens=9, heads=2, kv_heads=1, head_dim=64, value_dim=64),
+            CheckCase(tokens=130, batch=1, heads=2, kv_heads=1, masked=True, dtype="float32"),
+            CheckCase(tokens=9, heads=2, kv_heads=1, head_dim=64, value_dim=64),
         ),
     ),
 )
-def a_nan_shows_where_it_is_read(subject: Subject, case: Case) -> Iterator[Finding]:
+def a_nan_shows_where_it_is_read(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     weights = backend.attention_weights(inputs.q, inputs.k, key_mask=inputs.key_mask).detach()
     for token in sorted({0, case.tokens // 2, case.tokens - 1}):
@@ -189,7 +189,7 @@ def a_nan_shows_where_it_is_read(subject: Subject, case: Case) -> Iterator[Findi
     ),
     long=lambda seed: (LONG, *joint(seed, 2100)[:2]),
 )
-def every_sequence_is_its_single_call(subject: Subject, case: Case) -> Iterator[Finding]:
+def every_sequence_is_its_single_call(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, out, bound = plain_call(subject, case)
     for b in spread(case.batch):
         alone = inputs.each(itemgetter(slice(b, b + 1)))
@@ -219,7 +219,7 @@ def _beside(inputs: Inputs, backend: Backend, axis: int, out: Tensor, bound: Ten
     ),
     long=lambda seed: (LONG, *joint(seed, 2100)[:2]),
 )
-def every_head_is_its_single_call(subject: Subject, case: Case) -> Iterator[Finding]:
+def every_head_is_its_single_call(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, out, bound = plain_call(subject, case)
     single = _single_head(subject, case, backend)
     for head in spread(case.heads):
@@ -237,15 +237,15 @@ def every_head_is_its_single_call(subject: Subject, case: Case) -> Iterator[Find
     "A column of the values has the same output as in a call of its own, for any key and value dimensions.",
     drawn=lambda seed: (*joint(seed, 3, 9), *joint(seed, 9, dtype="float32"), *WIDTHS, *LARGE),
 )
-def columns_of_values_are_computed_alone(subject: Subject, case: Case) -> Iterator[Finding]:
+def columns_of_values_are_computed_alone(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, out, bound = plain_call(subject, case)
     for column in spread(case.value_dim):
         alone = run(backend, inputs._replace(v=inputs.v[..., column : column + 1]))
         yield close(f"Column {column} of v alone", alone, out[..., column : column + 1], bound)
 
 
-def _single_head(subject: Subject, case: Case, backend: Backend) -> Backend | None:
-    """The same backend for one head, or None if it has parameters per head."""
+def _single_head(subject: Subject, case: CheckCase, backend: Backend) -> Backend | None:
+    """The same backend for one head; None if it has parameters per head."""
     single, state = subject.build(case.but(heads=1, kv_heads=1)), backend.state_dict()
     if any(x.shape != single.state_dict()[name].shape for name, x in state.items()):
         return None

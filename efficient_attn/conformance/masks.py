@@ -15,7 +15,7 @@ from efficient_attn.conformance.cases import (
     LONG_KEYS,
     LONG_QUERIES,
     MODEL,
-    Case,
+    CheckCase,
     Inputs,
     both,
     everywhere,
@@ -42,18 +42,18 @@ from efficient_attn.conformance.table import Check
 MASK = ("key_mask",)
 # Heads as wide as in real models, and a sequence beyond usual blocks.
 WIDE = (
-    Case(tokens=3, batch=3, heads=4, kv_heads=2, head_dim=64, value_dim=64),
-    Case(tokens=130, heads=2, kv_heads=1, head_dim=64, value_dim=5),
-    Case(tokens=5, heads=2, kv_heads=2, head_dim=128, value_dim=128),
+    CheckCase(tokens=3, batch=3, heads=4, kv_heads=2, head_dim=64, value_dim=64),
+    CheckCase(tokens=130, heads=2, kv_heads=1, head_dim=64, value_dim=5),
+    CheckCase(tokens=5, heads=2, kv_heads=2, head_dim=128, value_dim=128),
 )
-SHORT = tuple(Case(tokens=n) for n in (1, 3, 65))
-SINGLE = Case(tokens=1, batch=1, heads=2, kv_heads=1)
+SHORT = tuple(CheckCase(tokens=n) for n in (1, 3, 65))
+SINGLE = CheckCase(tokens=1, batch=1, heads=2, kv_heads=1)
 # Rows of several blocks, with keys before them.
-ROWS = vary(Case(tokens=600, keys=700, batch=1, heads=1, kv_heads=1, causal=True), masked=(False, True))
+ROWS = vary(CheckCase(tokens=600, keys=700, batch=1, heads=1, kv_heads=1, causal=True), masked=(False, True))
 # Longer than in other checks of outputs.
-BEYOND = Case(tokens=3300, batch=1, heads=1, kv_heads=1, causal=True)
+BEYOND = CheckCase(tokens=3300, batch=1, heads=1, kv_heads=1, causal=True)
 # A little more than the largest of BORDERS.
-WHOLE = Case(tokens=530, batch=1, heads=2, kv_heads=1, value_dim=3)
+WHOLE = CheckCase(tokens=530, batch=1, heads=2, kv_heads=1, value_dim=3)
 MASKED = WHOLE.but(masked=True, pattern=2)
 LONGEST = WHOLE.but(tokens=2100)
 
@@ -67,7 +67,7 @@ LONGEST = WHOLE.but(tokens=2100)
     ),
     needs=MASK,
 )
-def padding_contents_change_no_bit(subject: Subject, case: Case) -> Iterator[Finding]:
+def padding_contents_change_no_bit(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     expected, spoilt = run(backend, inputs), inputs.padded(math.nan)
     for filling in (100.0, math.nan, math.inf):
@@ -88,14 +88,14 @@ def padding_contents_change_no_bit(subject: Subject, case: Case) -> Iterator[Fin
     "Any number of masked tokens before or after a sequence, even none, changes its outputs by rounding.",
     cases=(
         *everywhere(1, 7, 65, masked=[False]),
-        *both(Case(tokens=200, batch=1)),
+        *both(CheckCase(tokens=200, batch=1)),
         *vary(SINGLE, tokens=(1, 7, *BORDERS, 1023), causal=(False, True)),
         *LONG_KEYS,
     ),
     long=lambda seed: both(LONGEST),
     needs=MASK,
 )
-def padding_on_either_side_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
+def padding_on_either_side_does_not_matter(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, expected, bound = plain_call(subject, case, max_tokens=case.k_tokens + 1100)
     mask = torch.ones(case.batch, case.k_tokens, dtype=torch.bool)
     yield close("A mask of True", run(backend, inputs._replace(key_mask=mask)), expected, bound)
@@ -124,7 +124,7 @@ def _surrounded(inputs: Inputs, before: int, after: int) -> Inputs:
     cases=(*vary(*SHORT, *WIDE, dtype=DTYPES, causal=(False, True)), *LONG_KEYS),
     needs=MASK,
 )
-def blind_queries_give_zeros(subject: Subject, case: Case) -> Iterator[Finding]:
+def blind_queries_give_zeros(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     mask = torch.ones(case.batch, case.k_tokens, dtype=torch.bool)
     mask[0] = False
@@ -156,7 +156,7 @@ def _finite(where: str, x: torch.Tensor) -> Finding:
     long=lambda seed: vary(BEYOND, dtype=("float64", "float32")),
     needs=("causal",),
 )
-def later_values_move_no_output(subject: Subject, case: Case) -> Iterator[Finding]:
+def later_values_move_no_output(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     backend = subject.build(case)
     for where, inputs, leak in _sequences(subject, case):
         expected, bound = run(backend, inputs), magnified(leak[case.dtype], backend, inputs)
@@ -183,8 +183,8 @@ def later_values_move_no_output(subject: Subject, case: Case) -> Iterator[Findin
                 )
 
 
-def _sequences(subject: Subject, case: Case) -> Iterator[tuple[str, Inputs, dict[str, float]]]:
-    """Gaussian inputs, then long keys followed by short keys, then long queries and keys throughout."""
+def _sequences(subject: Subject, case: CheckCase) -> Iterator[tuple[str, Inputs, dict[str, float]]]:
+    """Gaussian inputs; long keys followed by short ones; long queries and keys throughout."""
     inputs, half = subject.inputs(case), case.tokens // 2
     yield "Gaussian", inputs, LEAK
     falling = torch.ones(case.tokens, 1, dtype=inputs.k.dtype)
@@ -200,7 +200,7 @@ def _changed_after(inputs: Inputs, cut: int, replacement: Inputs) -> Iterator[tu
         yield what, inputs.of(*(torch.cat([x[:, :, :cut], y[:, :, cut:] * factor], dim=2) for x, y in pairs))
 
 
-def _borders(case: Case) -> tuple[int, ...]:
+def _borders(case: CheckCase) -> tuple[int, ...]:
     return tuple(n for n in (*BORDERS, *LONG_BORDERS) if n < case.k_tokens)
 
 
@@ -210,7 +210,7 @@ def _borders(case: Case) -> tuple[int, ...]:
     long=lambda seed: (LONGEST.but(causal=True),),
     needs=("causal",),
 )
-def a_prefix_is_a_sequence_of_its_own(subject: Subject, case: Case) -> Iterator[Finding]:
+def a_prefix_is_a_sequence_of_its_own(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, expected, bound = plain_call(subject, case)
     for tokens in _borders(case):
         out = run(backend, inputs.part(slice(tokens)))
@@ -225,7 +225,7 @@ def a_prefix_is_a_sequence_of_its_own(subject: Subject, case: Case) -> Iterator[
     long=lambda seed: (*both(LONGEST), LONG_QUERIES.but(tokens=32_777)),
     unless=("needs_all_queries",),
 )
-def a_query_alone_is_its_row(subject: Subject, case: Case) -> Iterator[Finding]:
+def a_query_alone_is_its_row(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     if not (case.causal or subject.promises.cross):
         return
     inputs, backend, expected, bound = plain_call(subject, case)
@@ -243,7 +243,7 @@ def a_query_alone_is_its_row(subject: Subject, case: Case) -> Iterator[Finding]:
 
 @Check(
     "Masked keys leave no gap: outputs equal the outputs for the real tokens alone.",
-    cases=(*both(MASKED.but(batch=2)), Case(tokens=3, keys=40, masked=True, pattern=1)),
+    cases=(*both(MASKED.but(batch=2)), CheckCase(tokens=3, keys=40, masked=True, pattern=1)),
     drawn=lambda seed: (
         *(case.but(keys=None) if case.causal else case for case in joint(seed, 9, 70, 200) if case.masked),
         *(case.but(masked=True, pattern=2) for case in LONG_KEYS if not case.causal),
@@ -253,7 +253,7 @@ def a_query_alone_is_its_row(subject: Subject, case: Case) -> Iterator[Finding]:
     needs=("key_mask", "cross"),
     unless=("needs_max_tokens",),
 )
-def masked_keys_leave_no_gap(subject: Subject, case: Case) -> Iterator[Finding]:
+def masked_keys_leave_no_gap(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, out, bound = plain_call(subject, case)
     assert inputs.key_mask is not None
     for b, real in enumerate(inputs.key_mask):

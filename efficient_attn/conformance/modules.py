@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from efficient_attn.conformance.cases import DTYPES, LARGER, TUNED, Case, Inputs, both, everywhere, vary
+from efficient_attn.conformance.cases import DTYPES, LARGER, TUNED, CheckCase, Inputs, both, everywhere, vary
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, agree, close, learn, results, rounding, run, same_bits
 from efficient_attn.conformance.table import Check
 
-ONE = Case(tokens=7)
+ONE = CheckCase(tokens=7)
 # As many queries as keys, beyond a tile of 1024.
-LONGEST = Case(tokens=1030, batch=1, kv_heads=1, value_dim=3)
+LONGEST = CheckCase(tokens=1030, batch=1, kv_heads=1, value_dim=3)
 # Threads, and calls of each: on a busy machine few of them are interrupted.
 THREADS, CALLS = 8, 16
 UNUSUAL = 987_654_321
@@ -36,7 +36,7 @@ _FUNCTIONS = ("softmax", "matmul", "scaled_dot_product_attention", "dropout")
     "Equal calls give equal bits, in training and in evaluation, and leave the module as it was.",
     cases=(*everywhere(1, 7), *LARGER, *both(ONE.but(tokens=300, batch=1)), *TUNED[:6:2]),
 )
-def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[Finding]:
+def the_same_call_gives_the_same_bits(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     stored = {name: x.clone() for name, x in backend.state_dict().items()}
     trained = [x.requires_grad for x in backend.parameters()]
@@ -58,7 +58,7 @@ def the_same_call_gives_the_same_bits(subject: Subject, case: Case) -> Iterator[
     "state_dict and dtype determine the output: an instance that loads it and a copy give the same bits.",
     cases=both(ONE, ONE.but(dtype="float32")),
 )
-def a_saved_state_brings_the_output_back(subject: Subject, case: Case) -> Iterator[Finding]:
+def a_saved_state_brings_the_output_back(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     reference = run(backend, inputs)
     # Tensors that a training call leaves on the module may be part of a graph, which cannot be copied.
@@ -85,7 +85,7 @@ def a_saved_state_brings_the_output_back(subject: Subject, case: Case) -> Iterat
     cases=(*both(ONE), ONE.but(keys=9, masked=True, causal=True, heads=4, value_dim=3)),
     capability="compile",
 )
-def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:
+def compiled_it_is_the_same(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     if inputs.key_mask is not None:
         # The queries of the last sequence see no key.
@@ -104,7 +104,7 @@ def compiled_it_is_the_same(subject: Subject, case: Case) -> Iterator[Finding]:
     "Calls are thread-safe: eight threads at once, and a call over two threads, give the sequential outputs.",
     cases=both(ONE, ONE.but(masked=True), ONE.but(tokens=130, batch=1)),
 )
-def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[Finding]:
+def threads_do_not_disturb_each_other(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     backend = subject.build(case)
     inputs = [subject.inputs(case.but(pattern=number), variant=number) for number in range(THREADS)]
     reference = [run(backend, x) for x in inputs]
@@ -135,7 +135,7 @@ def threads_do_not_disturb_each_other(subject: Subject, case: Case) -> Iterator[
     ),
     long=lambda seed: both(LONGEST, LONGEST.but(masked=True, pattern=2)),
 )
-def nothing_global_is_touched(subject: Subject, case: Case) -> Iterator[Finding]:
+def nothing_global_is_touched(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     with _usual_settings():
         for where, mode in (("A call", torch.enable_grad), ("A call under no_grad", torch.no_grad)):
@@ -154,7 +154,7 @@ def nothing_global_is_touched(subject: Subject, case: Case) -> Iterator[Finding]
             yield from _interrupted(subject, case, inputs)
 
 
-def _interrupted(subject: Subject, case: Case, inputs: Inputs) -> Iterator[Finding]:
+def _interrupted(subject: Subject, case: CheckCase, inputs: Inputs) -> Iterator[Finding]:
     """End calls at their first, middle and last operation, as an error or Ctrl+C would."""
     backend = subject.build(case)
     expected, operations = run(backend, inputs), _Ends(None)

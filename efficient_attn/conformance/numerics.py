@@ -23,7 +23,7 @@ from efficient_attn.conformance.cases import (
     MODEL,
     TUNED,
     USUAL,
-    Case,
+    CheckCase,
     Inputs,
     both,
     everywhere,
@@ -64,7 +64,12 @@ CURVATURE, ROUNDINGS = 10, 1000 * 1e-16 / STEP
 DRAWS = 3
 # A correct implementation exceeds this many standard errors less than once in 100 000 comparisons.
 STANDARD_ERRORS = 4.5
-SIZES = (Case(tokens=1), Case(tokens=16), Case(tokens=16, masked=True), Case(tokens=129, batch=1))
+SIZES = (
+    CheckCase(tokens=1),
+    CheckCase(tokens=16),
+    CheckCase(tokens=16, masked=True),
+    CheckCase(tokens=129, batch=1),
+)
 NARROW = ("float32", *HALF)
 # Powers of two, which cause no rounding; the scale is divided by their squares, and exceeds 1.
 FACTORS = (2.0, 2.0**5, 2.0**-2, 2.0**-4)
@@ -73,9 +78,9 @@ BIG = {"float16": 2.0**12, "bfloat16": 2.0**40, "float32": 2.0**40, "float64": 2
 # Values near the smallest numbers of float16; in other dtypes they round as usual.
 SMALL = {"float16": 2.0**-20, "bfloat16": 2.0**-60, "float32": 2.0**-60, "float64": 2.0**-60}
 # Many outputs, whose roundings average out; the scale 1/√7 loses .25 % when it is rounded to bfloat16.
-BIASED = Case(tokens=30, batch=8, heads=8, kv_heads=8, head_dim=7, value_dim=32)
+BIASED = CheckCase(tokens=30, batch=8, heads=8, kv_heads=8, head_dim=7, value_dim=32)
 # More keys of weight one than half precision can count; their sum overflows float16.
-LONG_SUM = Case(tokens=1, keys=70_000, batch=1, heads=1, kv_heads=1, dtype="float16", norm=0.0)
+LONG_SUM = CheckCase(tokens=1, keys=70_000, batch=1, heads=1, kv_heads=1, dtype="float16", norm=0.0)
 
 
 def softmax_bound(inputs: Inputs, expected: Tensor, *, scale: float, causal: bool, dtype: str) -> float:
@@ -94,7 +99,7 @@ def softmax_bound(inputs: Inputs, expected: Tensor, *, scale: float, causal: boo
     return 2 * (lost if math.isfinite(lost) else 0.0) + 2 * rounding_step(summed.to(inputs.v.dtype))
 
 
-def _exactness(subject: Subject, case: Case, scale: float | None = None) -> Finding:
+def _exactness(subject: Subject, case: CheckCase, scale: float | None = None) -> Finding:
     inputs = subject.inputs(case)
     factor = case.head_dim**-0.5 if scale is None else scale
     expected = exact(inputs.double(), scale=factor, causal=case.causal)
@@ -103,15 +108,15 @@ def _exactness(subject: Subject, case: Case, scale: float | None = None) -> Find
 
 
 SHAPES = (
-    Case(tokens=5, heads=4, kv_heads=2, masked=True),
-    Case(tokens=5, heads=3, kv_heads=1, value_dim=7),
-    Case(tokens=3, keys=8, head_dim=1, value_dim=1),
-    Case(tokens=16, head_dim=59, value_dim=64, masked=True),
-    Case(tokens=3, head_dim=71, value_dim=136, batch=1),
-    Case(tokens=3, head_dim=256, value_dim=71, batch=1),
+    CheckCase(tokens=5, heads=4, kv_heads=2, masked=True),
+    CheckCase(tokens=5, heads=3, kv_heads=1, value_dim=7),
+    CheckCase(tokens=3, keys=8, head_dim=1, value_dim=1),
+    CheckCase(tokens=16, head_dim=59, value_dim=64, masked=True),
+    CheckCase(tokens=3, head_dim=71, value_dim=136, batch=1),
+    CheckCase(tokens=3, head_dim=256, value_dim=71, batch=1),
 )
 # At large norms rows are one-hot.
-EXTREME = (Case(tokens=7), Case(tokens=300, batch=1, heads=1, kv_heads=1))
+EXTREME = (CheckCase(tokens=7), CheckCase(tokens=300, batch=1, heads=1, kv_heads=1))
 
 
 @Check(
@@ -120,7 +125,9 @@ EXTREME = (Case(tokens=7), Case(tokens=300, batch=1, heads=1, kv_heads=1))
         *everywhere(*LENGTHS, 97, dtype=DTYPES),
         *vary(*SHAPES, dtype=DTYPES, causal=(False, True)),
         *vary(*TUNED, dtype=("float64", "float32"), causal=(False, True)),
-        *vary(Case(tokens=1, batch=1, heads=1, kv_heads=1), tokens=(*BORDERS, 1024), causal=(False, True)),
+        *vary(
+            CheckCase(tokens=1, batch=1, heads=1, kv_heads=1), tokens=(*BORDERS, 1024), causal=(False, True)
+        ),
         *vary(*LARGE, dtype=DTYPES),
         MANY_PAIRS.but(dtype="float32"),
         *vary(*EXTREME, dtype=("float64", "float32"), norm=(10.0, 100.0, 1000.0), causal=(False, True)),
@@ -139,16 +146,16 @@ EXTREME = (Case(tokens=7), Case(tokens=300, batch=1, heads=1, kv_heads=1))
     ),
     capability="exact",
 )
-def equals_softmax_attention(subject: Subject, case: Case) -> Iterator[Finding]:
+def equals_softmax_attention(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     yield _exactness(subject, case)
 
 
 @Check(
     "The output equals softmax attention at every scale.",
-    cases=vary(Case(tokens=7), dtype=("float64", "float32"), head_dim=(4, 128), causal=(False, True)),
+    cases=vary(CheckCase(tokens=7), dtype=("float64", "float32"), head_dim=(4, 128), causal=(False, True)),
     capability="exact",
 )
-def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Iterator[Finding]:
+def equals_softmax_attention_at_every_scale(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     if not takes_scale(subject.build(case)):
         raise cannot_check("A plain callable takes no scale.")
     for scale in (0.0, 1e-3, 1.0, 30.0, -1e3):
@@ -158,13 +165,13 @@ def equals_softmax_attention_at_every_scale(subject: Subject, case: Case) -> Ite
 @Check(
     "The scale multiplies q·k exactly once: inputs times c at scale s equal inputs at scale c²·s.",
     cases=(
-        *vary(Case(tokens=7), head_dim=(4, *HEAD_SIZES), causal=(False, True)),
-        *both(Case(tokens=200, batch=1, value_dim=3), Case(tokens=1, keys=5)),
-        *vary(Case(tokens=7), dtype=HALF),
+        *vary(CheckCase(tokens=7), head_dim=(4, *HEAD_SIZES), causal=(False, True)),
+        *both(CheckCase(tokens=200, batch=1, value_dim=3), CheckCase(tokens=1, keys=5)),
+        *vary(CheckCase(tokens=7), dtype=HALF),
     ),
     drawn=lambda seed: joint(seed, 9),
 )
-def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Finding]:
+def scale_is_a_factor_on_the_scores(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, expected, bound = plain_call(subject, case)
     if not takes_scale(backend):
         raise cannot_check("A plain callable declares no scale.")
@@ -190,7 +197,7 @@ def scale_is_a_factor_on_the_scores(subject: Subject, case: Case) -> Iterator[Fi
     ),
     drawn=lambda seed: tuple(case for dtype in NARROW for case in joint(seed, 9, dtype=dtype)),
 )
-def narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[Finding]:
+def narrow_dtypes_lose_only_rounding(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     wide = subject.build(case).double()
     expected = run(wide, inputs.double())
@@ -200,7 +207,7 @@ def narrow_dtypes_lose_only_rounding(subject: Subject, case: Case) -> Iterator[F
     yield close("Against float64", out, expected, bound)
 
 
-def _narrow_bound(wide: Backend, inputs: Inputs, expected: Tensor, case: Case) -> Tensor:
+def _narrow_bound(wide: Backend, inputs: Inputs, expected: Tensor, case: CheckCase) -> Tensor:
     bound = rounding(wide, inputs.double(), "float32") + 2 * rounding_step(expected.to(inputs.v.dtype))
     if case.dtype in HALF:
         # Rounding of long sums, for which a promise of exactness has a tighter bound.
@@ -214,7 +221,7 @@ def _narrow_bound(wide: Backend, inputs: Inputs, expected: Tensor, case: Case) -
     cases=vary(BIASED, dtype=HALF, causal=(False, True)),
 )
 @torch.no_grad()
-def half_precision_has_no_bias(subject: Subject, case: Case) -> Iterator[Finding]:
+def half_precision_has_no_bias(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     if case.batch * case.heads < 30:
         return  # too few for a standard error, where a smaller counterexample is searched
     inputs, wide = subject.inputs(case), subject.build(case).double()
@@ -234,10 +241,10 @@ def half_precision_has_no_bias(subject: Subject, case: Case) -> Iterator[Finding
 
 @Check(
     "Usual head sizes and lengths are no exception: repeated entries and tokens act as at other sizes.",
-    cases=both(Case(tokens=16, batch=1)),
+    cases=both(CheckCase(tokens=16, batch=1)),
 )
 @torch.inference_mode()
-def usual_sizes_are_no_exception(subject: Subject, case: Case) -> Iterator[Finding]:
+def usual_sizes_are_no_exception(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, _, out, bound = plain_call(subject, case)
 
     def head_dim(times: int, power: float) -> Tensor:
@@ -270,7 +277,7 @@ def usual_sizes_are_no_exception(subject: Subject, case: Case) -> Iterator[Findi
     ),
     needs=("cross",),
 )
-def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> Iterator[Finding]:
+def long_sums_do_not_stall_in_half_precision(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     inputs = inputs._replace(v=torch.ones_like(inputs.v))
     backend, wide = subject.build(case, learned=None), subject.build(case, learned=None).double()
@@ -290,7 +297,7 @@ def long_sums_do_not_stall_in_half_precision(subject: Subject, case: Case) -> It
     "Outputs are proportional to large and small values in every dtype, and large scores do not overflow.",
     cases=(*everywhere(7, dtype=DTYPES), *everywhere(130, dtype=DTYPES, head_dim=[64], batch=[1])),
 )
-def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Finding]:
+def large_values_stay_proportional(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     backend, exponents = subject.build(case), torch.finfo(getattr(torch, case.dtype))
     calls: dict[str, Callable[[Inputs], Tensor]] = {"": partial(run, backend)}
     if subject.promises.streaming and case.causal:
@@ -319,10 +326,10 @@ def large_values_stay_proportional(subject: Subject, case: Case) -> Iterator[Fin
         yield close(f"Values times {factor:g}{where}", scaled.where(fits, 0), out.where(fits, 0), bound)
 
 
-def _cases(dtype: str) -> tuple[Case, ...]:
+def _cases(dtype: str) -> tuple[CheckCase, ...]:
     return (
         *vary(*SIZES, dtype=[dtype], norm=(0.5, 1.0, 3.0), causal=(False, True)),
-        *vary(Case(tokens=513, batch=1), dtype=[dtype], causal=(False, True)),
+        *vary(CheckCase(tokens=513, batch=1), dtype=[dtype], causal=(False, True)),
         *vary(*LARGER, dtype=[dtype]),
     )
 
@@ -331,7 +338,7 @@ def _cases(dtype: str) -> tuple[Case, ...]:
     "Computations in float32 use float32 throughout: errors stay below the midpoint between it and float16.",
     cases=_cases("float32"),
 )
-def float32_is_float32_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
+def float32_is_float32_throughout(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     wide = subject.build(case).double()
     expected = run(wide, inputs.double())
@@ -358,7 +365,7 @@ def noisy(inputs: Inputs, share: float, seed: int) -> Inputs:
     "Outputs and gradients in float64 use it throughout: changes of parts in 10⁸ have proportional effects.",
     cases=(*_cases("float64"), LONG_QUERIES.but(norm=0.5)),
 )
-def float64_is_float64_throughout(subject: Subject, case: Case) -> Iterator[Finding]:
+def float64_is_float64_throughout(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     bound = magnified(BETWEEN["float64"], backend, inputs)
     yield from _proportional("Small steps", partial(run, backend), inputs, bound)

@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d
 from torch.futures import Future
 
 from efficient_attn.backend import Backend
-from efficient_attn.conformance.cases import Case, Inputs, both, joint
+from efficient_attn.conformance.cases import CheckCase, Inputs, both, joint
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, close, condition, largest, rounding, run
 from efficient_attn.conformance.table import Check
@@ -30,11 +30,11 @@ RANKS = 3
 SEGMENTS = 2 * RANKS
 # Short vectors keep signed features from cancelling.
 GENTLE = 0.5
-ONE = Case(tokens=2 * SEGMENTS, heads=4, kv_heads=2, value_dim=3, norm=GENTLE)
+ONE = CheckCase(tokens=2 * SEGMENTS, heads=4, kv_heads=2, value_dim=3, norm=GENTLE)
 LONGER = ONE.but(tokens=22 * SEGMENTS, batch=1, heads=2, kv_heads=1, masked=True)
 
 
-def _drawn(seed: int) -> tuple[Case, ...]:
+def _drawn(seed: int) -> tuple[CheckCase, ...]:
     """Random cases whose tokens are whole segments."""
     cases = (*joint(seed, 9), *joint(seed, 9, dtype="float32")[:4])
     return tuple(
@@ -53,7 +53,7 @@ def _whole(tokens: int) -> int:
     drawn=_drawn,
     needs=("sharded",),
 )
-def parts_on_several_ranks_are_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
+def parts_on_several_ranks_are_the_whole(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     alone, bound = _results(subject, backend, inputs, None), rounding(backend, inputs, case.dtype)
     # A gradient contains the square of the denominator, which magnifies rounding once more.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build
-from efficient_attn.conformance.cases import DTYPES, Case, both
+from efficient_attn.conformance.cases import DTYPES, CheckCase, both
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import Subject, run, same_bits
 from efficient_attn.conformance.table import Check
@@ -26,7 +26,7 @@ from efficient_attn.errors import (
     UnsupportedError,
 )
 
-ONE = Case(tokens=5)
+ONE = CheckCase(tokens=5)
 Wrong = tuple[str, str, type[AttentionError], Callable[[], Any]]
 
 
@@ -34,12 +34,12 @@ Wrong = tuple[str, str, type[AttentionError], Callable[[], Any]]
     "Unpromised capabilities and invalid arguments are refused with a one-line error that names them.",
     cases=(ONE,),
 )
-def what_is_not_promised_is_refused(subject: Subject, case: Case) -> Iterator[Finding]:
+def what_is_not_promised_is_refused(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     for request, word, kind, call in (*_unpromised(subject, case), *_wrong(subject, case)):
         yield _refusal(request, word, kind, call)
 
 
-def _unpromised(subject: Subject, case: Case) -> Iterator[Wrong]:
+def _unpromised(subject: Subject, case: CheckCase) -> Iterator[Wrong]:
     can, (q, k, v, _) = subject.promises, subject.inputs(case)
     backend = subject.build(case)
     mask = torch.ones(case.batch, case.k_tokens, dtype=torch.bool)
@@ -76,7 +76,7 @@ def _alone(backend: Backend, q: Tensor) -> Tensor:
         return backend(q, q, q)
 
 
-def _wrong(subject: Subject, case: Case) -> Iterator[Wrong]:
+def _wrong(subject: Subject, case: CheckCase) -> Iterator[Wrong]:
     q, k, v, _ = subject.inputs(case)
     backend = subject.build(case)
     heads = subject.inputs(case.but(heads=3, kv_heads=2))
@@ -108,7 +108,7 @@ def _wrong(subject: Subject, case: Case) -> Iterator[Wrong]:
     "Calibration is explicit: required before the first call, and changed by no other call.",
     cases=both(ONE.but(masked=True)),
 )
-def calibration_is_an_explicit_act(subject: Subject, case: Case) -> Iterator[Finding]:
+def calibration_is_an_explicit_act(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case, calibrated=False)
     q, k, v, mask = inputs
     if not subject.promises.needs_calibration:

@@ -17,7 +17,7 @@ from efficient_attn.conformance.cases import (
     HEAD_SIZES,
     LARGER,
     LAYOUTS,
-    Case,
+    CheckCase,
     Inputs,
     both,
     joint,
@@ -41,7 +41,7 @@ from efficient_attn.conformance.table import Check, cannot_check
 from efficient_attn.errors import AttentionError
 from efficient_attn.measure.memory import tensors_in
 
-ONE = Case(tokens=7, value_dim=3)
+ONE = CheckCase(tokens=7, value_dim=3)
 # Powers of two, which cause no rounding: loss scaling, and gradients of a mean over many tokens.
 FLOWING = (2.0**20, 2.0**-40)
 KINDS = both(ONE, ONE.but(masked=True), ONE.but(dtype="float32"))
@@ -51,7 +51,7 @@ KINDS = both(ONE, ONE.but(masked=True), ONE.but(dtype="float32"))
     "Default dtype and device, omitted sizes and global random state affect no result, also in training.",
     cases=(*KINDS, *LARGER, ONE.but(tokens=200), *vary(ONE, dtype=HALF, causal=(False, True))),
 )
-def global_settings_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
+def global_settings_change_nothing(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, usual, before = subject.inputs(case), subject.build(case), torch.get_default_dtype()
     expected = results(subject, usual, inputs)
     # In half precision a calibrated map differs in its last bits under another default.
@@ -90,7 +90,7 @@ def global_settings_change_nothing(subject: Subject, case: Case) -> Iterator[Fin
     ),
     drawn=lambda seed: joint(seed, 9, 70),
 )
-def modes_change_nothing(subject: Subject, case: Case) -> Iterator[Finding]:
+def modes_change_nothing(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, _, bound = plain_call(subject, case)
     expected, most = results(subject, backend, inputs), float(bound.max())
     # Torch itself joins no tensors of bfloat16 under autocast to float16.
@@ -132,7 +132,7 @@ def _filled_memory() -> Iterator[None]:
     "Without gradient mode, or without tensors that require gradients, outputs and states keep no graph.",
     cases=both(ONE, ONE.but(tokens=70, masked=True), ONE.but(dtype="float16"), ONE.but(tokens=300, batch=1)),
 )
-def no_graph_is_kept_unasked(subject: Subject, case: Case) -> Iterator[Finding]:
+def no_graph_is_kept_unasked(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     backend, plain = subject.build(case), subject.inputs(case)
     with torch.no_grad():
         asking = plain.of(*(x.clone().requires_grad_() for x in plain[:3]))
@@ -172,7 +172,7 @@ def _graphs(where: str, subject: Subject, backend: Backend, inputs: Inputs) -> I
     cases=(*KINDS, *both(ONE.but(tokens=200, batch=1), ONE.but(tokens=1, keys=5))),
     drawn=lambda seed: (*joint(seed, 9), *vary(ONE, head_dim=HEAD_SIZES)),
 )
-def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterator[Finding]:
+def a_negative_scale_turns_queries_round(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     plus = subject.build(case, scale=0.7)
     if not takes_scale(plus):
         raise cannot_check("A plain callable takes no scale.")
@@ -190,7 +190,7 @@ def a_negative_scale_turns_queries_round(subject: Subject, case: Case) -> Iterat
     drawn=lambda seed: (*joint(seed, 9, 70), *joint(seed, 9, dtype="float32")),
     needs=("gradients",),
 )
-def layout_changes_no_gradient(subject: Subject, case: Case) -> Iterator[Finding]:
+def layout_changes_no_gradient(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, out, bounds = plain_call(subject, case)
     flowing = subject.inputs(case, variant=1).q.new_ones(out.shape).cumsum(-1).sin()
     bound = float(bounds.max())

@@ -12,7 +12,7 @@ from efficient_attn.conformance.cases import (
     BORDERS,
     LONG_BORDERS,
     MODEL,
-    Case,
+    CheckCase,
     Inputs,
     everywhere,
     joint,
@@ -36,20 +36,20 @@ from efficient_attn.conformance.table import Check
 from efficient_attn.measure import memory
 
 # A little more than the largest of BORDERS.
-DECODED = Case(tokens=530, batch=1, heads=2, kv_heads=1, value_dim=3, causal=True)
+DECODED = CheckCase(tokens=530, batch=1, heads=2, kv_heads=1, value_dim=3, causal=True)
 LONGEST = DECODED.but(tokens=2100, masked=True, pattern=2)
 # More tokens than the usual capacity of a preallocated cache, in parts of at most PREFILL.
-MANY = Case(tokens=4200, batch=1, heads=1, kv_heads=1, causal=True)
+MANY = CheckCase(tokens=4200, batch=1, heads=1, kv_heads=1, causal=True)
 PREFILL = 1050
 # A state of more tokens than a tile holds.
-CHAIN = Case(tokens=1030, batch=1, heads=1, kv_heads=1, value_dim=3, causal=True)
-BATCH = Case(tokens=5, batch=40, causal=True)
+CHAIN = CheckCase(tokens=1030, batch=1, heads=1, kv_heads=1, value_dim=3, causal=True)
+BATCH = CheckCase(tokens=5, batch=40, causal=True)
 # Tokens around every border are decoded one at a time.
 AROUND = 3
 
 
-def _drawn(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]:
-    """Causal cases with as many queries as keys, as incremental decoding requires."""
+def _drawn(seed: int, *lengths: int, dtype: str = "float64") -> tuple[CheckCase, ...]:
+    """Causal cases with as many queries as keys, as increremental decoding requires."""
     return tuple(case.but(keys=None) for case in joint(seed, *lengths, dtype=dtype) if case.causal)
 
 
@@ -69,7 +69,7 @@ def _drawn(seed: int, *lengths: int, dtype: str = "float64") -> tuple[Case, ...]
     ),
     needs=("streaming",),
 )
-def parts_of_any_size_are_the_whole(subject: Subject, case: Case) -> Iterator[Finding]:
+def parts_of_any_size_are_the_whole(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     tokens = case.tokens
     # Narrow dtypes take the same steps.
     split_anywhere = tokens < 10 and case.dtype == "float64"
@@ -94,7 +94,7 @@ def _parts(tokens: int, draws: random.Random) -> list[int]:
     long=lambda seed: (LONGEST,),
     needs=("streaming",),
 )
-def long_states_are_whole(subject: Subject, case: Case) -> Iterator[Finding]:
+def long_states_are_whole(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     steps, done = [], 0
     for border in (*BORDERS, *LONG_BORDERS):
         if done < border - AROUND and border + AROUND < case.tokens:
@@ -106,7 +106,7 @@ def long_states_are_whole(subject: Subject, case: Case) -> Iterator[Finding]:
         yield from _streamed(subject, case, [1] * case.tokens)
 
 
-def _streamed(subject: Subject, case: Case, *splits: list[int]) -> Iterator[Finding]:
+def _streamed(subject: Subject, case: CheckCase, *splits: list[int]) -> Iterator[Finding]:
     """Compare each chunk of each split with the full pass, when returned and after the last call."""
     inputs, backend = subject.inputs(case), subject.rescaled(case)
     expected, bound = run(backend, inputs), rounding(backend, inputs, case.dtype)
@@ -155,7 +155,7 @@ def _in_parts(
     long=lambda seed: (MANY.but(tokens=8300),),
     needs=("streaming",),
 )
-def states_of_thousands_are_whole(subject: Subject, case: Case) -> Iterator[Finding]:
+def states_of_thousands_are_whole(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     # The last tokens outweigh the others, so that they show if they are lost.
     steps = 400 if case.dtype == "bfloat16" else 2
@@ -191,7 +191,7 @@ def states_of_thousands_are_whole(subject: Subject, case: Case) -> Iterator[Find
     ),
     needs=("streaming",),
 )
-def any_number_of_sequences_go_on_from_a_state(subject: Subject, case: Case) -> Iterator[Finding]:
+def any_number_of_sequences_go_on_from_a_state(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend = subject.inputs(case), subject.build(case)
     rival, before = subject.inputs(case, variant=1), case.tokens // 2
     with torch.no_grad():
@@ -219,7 +219,7 @@ def any_number_of_sequences_go_on_from_a_state(subject: Subject, case: Case) -> 
     drawn=lambda seed: (*_drawn(seed, 3, 9), *_drawn(seed, 70)[:2], *_drawn(seed, 260)[:2], CHAIN),
     needs=("streaming", "gradients"),
 )
-def gradients_pass_through_states(subject: Subject, case: Case) -> Iterator[Finding]:
+def gradients_pass_through_states(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, _, bounds = plain_call(subject, case)
     # A gradient contains the square of the denominator, which magnifies rounding of both passes once more.
     bound = 2 * float((bounds * condition(backend, inputs)).max())

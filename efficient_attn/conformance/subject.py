@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.backends import build, resolve
-from efficient_attn.conformance.cases import Case, Inputs, draw
+from efficient_attn.conformance.cases import CheckCase, Inputs, draw
 from efficient_attn.conformance.records import Finding
 from efficient_attn.errors import OptionError
 from efficient_attn.external import BARE
@@ -48,7 +48,7 @@ class Subject:
     seed: int
     long: bool = False
 
-    def serves(self, case: Case) -> bool:
+    def serves(self, case: CheckCase) -> bool:
         """Whether the backend promises to support the case."""
         can = self.promises
         fits = case.k_tokens == case.tokens or (not can.needs_all_queries if case.causal else can.cross)
@@ -57,13 +57,13 @@ class Subject:
         dtypes = [name for name in can.dtypes if "32" in name or "64" in name] if self.bare else can.dtypes
         return (can.causal or not case.causal) and masks and fits and case.dtype in dtypes
 
-    def inputs(self, case: Case, *, variant: int = 0) -> Inputs:
-        """Draw the tensors of a case. `variant` selects further draws of the same shapes."""
+    def inputs(self, case: CheckCase, *, variant: int = 0) -> Inputs:
+        """The tensors of a case; `variant` selects further draws of the same shapes."""
         return draw(case, 1000 * self.seed + variant)
 
     def build(
         self,
-        case: Case,
+        case: CheckCase,
         *,
         size: int | None = None,
         max_tokens: int | None = None,
@@ -110,7 +110,7 @@ class Subject:
                 return calibrate(ready, case, self.seed) if calibrated else ready
         raise AssertionError("the last size returns or raises")
 
-    def rescaled(self, case: Case) -> Backend:
+    def rescaled(self, case: CheckCase) -> Backend:
         """Build the backend with another scale than the default, if its formula has a scale."""
         backend = self.build(case)
         return self.build(case, scale=SCALE * case.head_dim**-0.5) if takes_scale(backend) else backend
@@ -118,7 +118,7 @@ class Subject:
     def has_option(self, name: str) -> bool:
         return any(field.name == name for field in fields(self.spec.options_type))
 
-    def _ready(self, backend: Backend, case: Case, learned: int | None) -> Backend:
+    def _ready(self, backend: Backend, case: CheckCase, learned: int | None) -> Backend:
         # An already built module belongs to the caller and must not be modified.
         if self.spec.options_type().__dict__ == {}:
             # Without a copy the original is checked; `a_saved_state_brings_the_output_back` reports it.
@@ -155,7 +155,7 @@ def learn(backend: Backend, seed: int) -> None:
         parameter.add_(noise.to(parameter))
 
 
-def calibrate(backend: Backend, case: Case, seed: int) -> Backend:
+def calibrate(backend: Backend, case: CheckCase, seed: int) -> Backend:
     """Calibrate the backend, if it supports calibration, on Gaussian inputs with the sizes of the case."""
     if hasattr(backend.core, "calibrate"):
         typical = case.but(tokens=CALIBRATION_TOKENS, keys=None, batch=1, masked=False)
@@ -247,7 +247,7 @@ class PlainCall(NamedTuple):
     bound: Tensor
 
 
-def plain_call(subject: Subject, case: Case, **options: Any) -> PlainCall:
+def plain_call(subject: Subject, case: CheckCase, **options: Any) -> PlainCall:
     inputs, backend = subject.inputs(case), subject.build(case, **options)
     return PlainCall(inputs, backend, run(backend, inputs), rounding(backend, inputs, case.dtype))
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from typing import Any
 
-from efficient_attn.conformance.cases import Case
+from efficient_attn.conformance.cases import CheckCase
 from efficient_attn.conformance.records import (
     BROKEN,
     KEPT,
@@ -18,9 +18,9 @@ from efficient_attn.conformance.records import (
 from efficient_attn.conformance.subject import Subject
 from efficient_attn.contained import contained, described
 
-Draw = Callable[[int], tuple[Case, ...]]
+Draw = Callable[[int], tuple[CheckCase, ...]]
 # The comparisons of a check on one input.
-Body = Callable[[Subject, Case], Iterable[Finding]]
+Body = Callable[[Subject, CheckCase], Iterable[Finding]]
 
 # Time limit of the search, far below that of a check.
 _SEARCH_S = 0.5
@@ -59,7 +59,7 @@ class Check:
 
     promise: str
     _: KW_ONLY
-    cases: Iterable[Case] = ()
+    cases: Iterable[CheckCase] = ()
     drawn: Draw = lambda seed: ()
     long: Draw = lambda seed: ()
     capability: str | None = None
@@ -83,7 +83,7 @@ class Check:
         """Whether the check belongs to the long form only."""
         return not self.cases and not self.drawn(0)
 
-    def inputs(self, subject: Subject) -> list[Case]:
+    def inputs(self, subject: Subject) -> list[CheckCase]:
         """Inputs that the subject promises to support."""
         long = self.long(subject.seed) if subject.long or self.is_long else ()
         drawn = (*self.drawn(subject.seed), *long)
@@ -142,8 +142,8 @@ def _outcome(entry: Check, subject: Subject) -> dict[str, Any]:
     return {"outcome": KEPT if promised else UNPROMISED, "error": worst.error, "bound": worst.bound}
 
 
-def smallest(body: Body, subject: Subject, case: Case, finding: Finding) -> tuple[Case, Finding]:
-    """Smallest case, its sizes and settings reduced one by one, that still breaks the promise."""
+def smallest(body: Body, subject: Subject, case: CheckCase, finding: Finding) -> tuple[CheckCase, Finding]:
+    """The case with its sizes and settings reduced one after the other while the promise stays broken."""
     end = time.perf_counter() + _SEARCH_S
     reduced = True
     while reduced:
@@ -158,8 +158,8 @@ def smallest(body: Body, subject: Subject, case: Case, finding: Finding) -> tupl
     return case, finding
 
 
-def _reductions(case: Case) -> Iterator[Case]:
-    """Cases with one size or setting reduced, the largest steps first."""
+def _reductions(case: CheckCase) -> Iterator[CheckCase]:
+    """Cases with one thing less, the largest steps first."""
     for size in _SIZES:
         if size < case.tokens:
             # Causal queries are the last positions of at least as many keys.
@@ -178,18 +178,18 @@ def _reductions(case: Case) -> Iterator[Case]:
             yield case.but(**{name: plain})
 
 
-def _broken(body: Body, subject: Subject, case: Case) -> Finding | None:
-    """The first comparison that does not hold, or None if all do or an error ends them."""
+def _broken(body: Body, subject: Subject, case: CheckCase) -> Finding | None:
+    """The first comparison that does not hold; None if all do, or an error ends them."""
     try:
         return next((finding for finding in body(subject, case) if not finding.holds), None)
     except Exception:  # another fault than the one that is made smaller
         return None
 
 
-def settings(case: Case) -> dict[str, Any]:
+def settings(case: CheckCase) -> dict[str, Any]:
     """Fields of a case that differ from the defaults."""
     # Tokens have no default.
-    return {name: value for name, value in asdict(case).items() if value != getattr(Case, name, None)}
+    return {name: value for name, value in asdict(case).items() if value != getattr(CheckCase, name, None)}
 
 
 def snippet(record: CheckRecord, backend: str, declared: Mapping[str, Any] | None, seed: int) -> str:

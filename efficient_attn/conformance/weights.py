@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from efficient_attn.conformance.cases import BORDERS, LONG_KEYS, Case, both, everywhere, vary
+from efficient_attn.conformance.cases import BORDERS, LONG_KEYS, CheckCase, both, everywhere, vary
 from efficient_attn.conformance.numerics import STANDARD_ERRORS
 from efficient_attn.conformance.records import Finding
 from efficient_attn.conformance.subject import (
@@ -28,12 +28,12 @@ LEARNED = (0, 1, 2)
 # Distance of queries and keys from zero at which many kernels are tiny.
 FAR = 20.0
 # One sequence and one head at every block border.
-SINGLE = vary(Case(tokens=1, batch=1, heads=1, kv_heads=1), tokens=BORDERS, causal=(False, True))
+SINGLE = vary(CheckCase(tokens=1, batch=1, heads=1, kv_heads=1), tokens=BORDERS, causal=(False, True))
 SEVERAL = (*everywhere(1, 2, 7, 16), *everywhere(16, norm=[3.0]))
 
 
 @Check("The implied weights are nonnegative.", cases=SEVERAL, capability="nonnegative")
-def weights_are_never_negative(subject: Subject, case: Case) -> Iterator[Finding]:
+def weights_are_never_negative(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     for learned in LEARNED:
         weights = subject.build(case, learned=learned).attention_weights(
@@ -43,7 +43,7 @@ def weights_are_never_negative(subject: Subject, case: Case) -> Iterator[Finding
 
 
 @Check("The implied weights of a row sum to one.", cases=SEVERAL, capability="averages")
-def weights_of_a_row_sum_to_one(subject: Subject, case: Case) -> Iterator[Finding]:
+def weights_of_a_row_sum_to_one(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     ones = inputs._replace(v=torch.ones_like(inputs.v))
     far = tuple(ones._replace(q=ones.q + shift, k=ones.k - FAR) for shift in (-FAR, FAR))
@@ -56,7 +56,7 @@ def weights_of_a_row_sum_to_one(subject: Subject, case: Case) -> Iterator[Findin
 
 
 @Check("The output is linear in the values.", cases=everywhere(1, 2, 7))
-def outputs_are_linear_in_the_values(subject: Subject, case: Case) -> Iterator[Finding]:
+def outputs_are_linear_in_the_values(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, out, bound = plain_call(subject, case)
     second = subject.inputs(case, variant=1).v
     mixed = run(backend, inputs._replace(v=3.0 * inputs.v - 2.0 * second))
@@ -69,14 +69,14 @@ def outputs_are_linear_in_the_values(subject: Subject, case: Case) -> Iterator[F
     # Four keys of four entries are square, and may be turned.
     cases=(*everywhere(2, 4, 7), *SINGLE, *LONG_KEYS),
     long=lambda seed: (
-        *both(Case(tokens=2100, batch=1, heads=1, kv_heads=1)),
+        *both(CheckCase(tokens=2100, batch=1, heads=1, kv_heads=1)),
         # More keys than a fixed block of 4096, and than an index of 16 bits.
-        *vary(Case(tokens=3, batch=1, heads=1, kv_heads=1), keys=(4097, 32_777)),
+        *vary(CheckCase(tokens=3, batch=1, heads=1, kv_heads=1), keys=(4097, 32_777)),
     ),
     needs=("cross",),
     unless=("needs_max_tokens",),
 )
-def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Finding]:
+def order_of_keys_does_not_matter(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     if case.k_tokens > 5000 and not subject.promises.nonnegative:
         return  # the bound of signed weights takes memory for all pairs of keys
     inputs, backend = subject.inputs(case), subject.build(case)
@@ -96,7 +96,7 @@ def order_of_keys_does_not_matter(subject: Subject, case: Case) -> Iterator[Find
     "A window of r keys is softmax over the keys i−⌊r/2⌋ … i+⌊r/2⌋, or the last r, and any global tokens.",
     cases=everywhere(1, 3, 7, 65),
 )
-def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[Finding]:
+def a_window_reads_its_neighbourhood(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     if subject.spec.size_option != "window":
         raise cannot_check("The size option is not a window.")
     inputs = subject.inputs(case)
@@ -116,18 +116,18 @@ def a_window_reads_its_neighbourhood(subject: Subject, case: Case) -> Iterator[F
         for heads in (4, 2, 3, 7, 8, 12, 16, 32)
         for kv in range(1, heads + 1)
         if heads % kv == 0
-        for variant in both(Case(tokens=tokens, heads=heads, kv_heads=kv, value_dim=3))
+        for variant in both(CheckCase(tokens=tokens, heads=heads, kv_heads=kv, value_dim=3))
     ),
     beyond="grouped queries",
 )
-def grouped_queries_are_repeated_heads(subject: Subject, case: Case) -> Iterator[Finding]:
+def grouped_queries_are_repeated_heads(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs, backend, out, bound = plain_call(subject, case)
     group = case.heads // case.kv_heads
     k, v = (x.repeat_interleave(group, dim=1) for x in (inputs.k, inputs.v))
     yield close("Against repeated heads", out, run(backend, inputs._replace(k=k, v=v)), bound)
 
 
-def reads(subject: Subject, case: Case, key_mask: Tensor | None, out: Tensor) -> Tensor:
+def reads(subject: Subject, case: CheckCase, key_mask: Tensor | None, out: Tensor) -> Tensor:
     """Queries that read at least one key, bool [batch heads q_tokens].
 
     A masked self-attention backend may be local: a zero output row counts as a query that reads no key.
@@ -145,16 +145,16 @@ def reads(subject: Subject, case: Case, key_mask: Tensor | None, out: Tensor) ->
 
 DRAWS = 150
 FEW, MANY = 64, 4096
-LITTLE = Case(tokens=7)
+LITTLE = CheckCase(tokens=7)
 # Mean square of the rounding of outputs.
 ROUNDING = 1e-24
 # Equal to 1 modulo every usual power of two.
 LARGE_SEED = 2**31 + 1
 # One query and two keys along the diagonal, where the sign convention of a QR decomposition shows most.
-DIAGONAL = Case(tokens=1, keys=2, batch=1, heads=1, kv_heads=1, head_dim=16)
+DIAGONAL = CheckCase(tokens=1, keys=2, batch=1, heads=1, kv_heads=1, head_dim=16)
 
 
-def _needs_redraw(subject: Subject, case: Case) -> None:
+def _needs_redraw(subject: Subject, case: CheckCase) -> None:
     if not hasattr(subject.build(case).core, "redraw"):
         raise cannot_check("The backend has no random features.")
 
@@ -162,9 +162,9 @@ def _needs_redraw(subject: Subject, case: Case) -> None:
 @Check(
     "The seed determines the random features: equal seeds give equal bits, different seeds do not.",
     # Enough tokens for a random choice among blocks of them.
-    cases=both(Case(tokens=66, dtype="float32")),
+    cases=both(CheckCase(tokens=66, dtype="float32")),
 )
-def a_seed_fixes_the_draw(subject: Subject, case: Case) -> Iterator[Finding]:
+def a_seed_fixes_the_draw(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     inputs = subject.inputs(case)
     yield same_bits("Built twice", run(subject.build(case), inputs), run(subject.build(case), inputs))
     if not subject.has_option("seed"):
@@ -188,7 +188,7 @@ def a_seed_fixes_the_draw(subject: Subject, case: Case) -> Iterator[Finding]:
     cases=(DIAGONAL,),
     needs=("cross",),
 )
-def the_draw_has_no_preferred_direction(subject: Subject, case: Case) -> Iterator[Finding]:
+def the_draw_has_no_preferred_direction(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     _needs_redraw(subject, case)
     along = torch.full((1, 1, 1, case.head_dim), case.head_dim**-0.5, dtype=torch.float64)
     values = torch.tensor([1.0, 0.0], dtype=torch.float64)[None, None, :, None]
@@ -215,7 +215,7 @@ def the_draw_has_no_preferred_direction(subject: Subject, case: Case) -> Iterato
     cases=both(LITTLE.but(head_dim=8, value_dim=8, norm=0.7)),
     needs=("approximates_softmax",),
 )
-def more_features_come_nearer_to_softmax(subject: Subject, case: Case) -> Iterator[Finding]:
+def more_features_come_nearer_to_softmax(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     _needs_redraw(subject, case)
     if subject.spec.size_option is None:
         raise cannot_check("The backend has no size option.")
@@ -227,7 +227,7 @@ def more_features_come_nearer_to_softmax(subject: Subject, case: Case) -> Iterat
     yield Finding(f"Mean square with {MANY} features", many, 10 * few * FEW / MANY + ROUNDING)
 
 
-def _mean_square(subject: Subject, case: Case, size: int, expected: Tensor) -> float:
+def _mean_square(subject: Subject, case: CheckCase, size: int, expected: Tensor) -> float:
     """Median over draws, which is robust to a single small denominator."""
     inputs, backend = subject.inputs(case), subject.build(case, size=size)
     squares = []
@@ -238,8 +238,8 @@ def _mean_square(subject: Subject, case: Case, size: int, expected: Tensor) -> f
 
 
 # More tokens than the window of a backend in which another size is varied.
-@Check("The size option matters: another size gives another output.", cases=(Case(tokens=160),))
-def the_size_matters(subject: Subject, case: Case) -> Iterator[Finding]:
+@Check("The size option matters: another size gives another output.", cases=(CheckCase(tokens=160),))
+def the_size_matters(subject: Subject, case: CheckCase) -> Iterator[Finding]:
     if subject.spec.size_option is None:
         raise cannot_check("The backend has no size option.")
     inputs = subject.inputs(case)
