@@ -16,7 +16,7 @@ from efficient_attn import bench
 from efficient_attn.errors import OptionError
 from efficient_attn.measure import calls
 from efficient_attn.measure.accuracy import error_of_case, sampled_queries
-from efficient_attn.measure.inputs import Activations, Subject, sample, write_given
+from efficient_attn.measure.inputs import Activations, NamedInputs, sample, write_given
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.measure.variants import CEILING
 from efficient_attn.ops.paths import VARIABLE
@@ -184,7 +184,7 @@ def test_every_backend_is_measured_on_the_same_tensors_as_its_error(isolate, tmp
 
 def test_what_is_timed_has_the_scale_of_the_inputs(tmp_path):
     q, k, v = (tensor[..., :8, :] for tensor in sample(1))
-    write_given(tmp_path / "qkv.safetensors", Subject("", Activations(q, k, v), 0.5))
+    write_given(tmp_path / "qkv.safetensors", NamedInputs("", Activations(q, k, v), 0.5))
     timed = calls.prepare(
         case("time", "exact", 8, num_heads=12, head_dim=32, inputs="encoder(layer=1)"),
         "exact",
@@ -233,7 +233,7 @@ def test_all_lengths_of_one_input_have_the_same_layers(inputs, settings, tokens,
 def test_the_error_is_that_of_the_definition_on_the_compared_queries(tmp_path, tokens, causal):
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 4, tokens, 8), *torch.randn(2, 1, 2, tokens, 8)
-    write_given(tmp_path / "qkv.safetensors", Subject("x", Activations(3 * q, k, v), 0.5))
+    write_given(tmp_path / "qkv.safetensors", NamedInputs("x", Activations(3 * q, k, v), 0.5))
     shape = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "inputs": "x", "causal": causal}
     record = error_of_case(
         case("error", "uniform attention", tokens, of="output", **shape),

@@ -16,7 +16,7 @@ from efficient_attn.contained import trial
 from efficient_attn.errors import OptionError, UnsupportedError
 from efficient_attn.measure.calls import BASELINES, answer, attention_flops
 from efficient_attn.measure.error import outputs_checked, random_positions, read_shares, relative_error
-from efficient_attn.measure.inputs import Subject, read_given
+from efficient_attn.measure.inputs import NamedInputs, read_given
 from efficient_attn.measure.record import SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import UNIFORM_ATTENTION, Variant, possible, with_size
 from efficient_attn.options import SEED
@@ -36,7 +36,7 @@ MEAN = Variant(backend=UNIFORM_ATTENTION, label=UNIFORM_ATTENTION, target=UNIFOR
 
 def measure_error(
     variant: Variant,
-    subject: Subject,
+    subject: NamedInputs,
     *,
     metric: str = "relative",
     draws: int = DRAWS,
@@ -85,7 +85,7 @@ def error_of_case(case: Case, target: Any, path: str) -> Record:
 
 # Cached: all backends at a length are compared with the same exact output.
 @functools.lru_cache(maxsize=2)
-def _given_subject(path: str, dtype: str, device: str, tokens: int, causal: bool, seed: int) -> Subject:
+def _given_subject(path: str, dtype: str, device: str, tokens: int, causal: bool, seed: int) -> NamedInputs:
     rows = sampled_queries(tokens, seed).to(device) if tokens > MOST_COMPARED else None
     subject = read_given(path, dtype, device, tokens)
     return dataclasses.replace(subject, seed=seed, causal=causal, rows=rows)
@@ -98,7 +98,7 @@ def sampled_queries(tokens: int, seed: int) -> Tensor:
 
 def measure_draws(
     variant: Variant,
-    subject: Subject,
+    subject: NamedInputs,
     of: str,
     draws: int,
     measured: Callable[[Case, Sequence[Any]], Record],
@@ -120,15 +120,15 @@ def measure_draws(
     return answer(case, answered)
 
 
-def try_options(variant: Variant, subject: Subject) -> None:
-    """Build a variant once, so that an option value that never works is refused as a wrong request."""
+def try_options(variant: Variant, subject: NamedInputs) -> None:
+    """Build a variant once to validate its options; an option value that never works is a wrong request."""
     if variant.label != variant.backend:
         with trial():
             _build(variant, subject, 0)
 
 
-def at_sizes(variant: Variant, subject: Subject, sizes: Sequence[int]) -> list[Variant]:
-    """The variant at every possible size, or the variant itself if it has no size or its size was set."""
+def at_sizes(variant: Variant, subject: NamedInputs, sizes: Sequence[int]) -> list[Variant]:
+    """The variant at every possible size; the variant itself if it has no size or its size was set."""
     option = resolve(variant.target).size_option
     if option is None or f"{option}=" in variant.label:
         try_options(variant, subject)
@@ -147,7 +147,7 @@ def at_sizes(variant: Variant, subject: Subject, sizes: Sequence[int]) -> list[V
     return variants
 
 
-def draw_backend(variant: Variant, subject: Subject, seed: int) -> Any:
+def draw_backend(variant: Variant, subject: NamedInputs, seed: int) -> Any:
     """A draw of a variant, calibrated on the inputs of the measurement if required."""
     backend = _build(variant, subject, seed)
     if backend.needs_calibration:
@@ -157,7 +157,7 @@ def draw_backend(variant: Variant, subject: Subject, seed: int) -> Any:
     return backend
 
 
-def _build(variant: Variant, subject: Subject, draw: int) -> Any:
+def _build(variant: Variant, subject: NamedInputs, draw: int) -> Any:
     q = subject.activations.q
     options = dict(variant.options)
     if SEED in options:
@@ -174,7 +174,7 @@ def _build(variant: Variant, subject: Subject, draw: int) -> Any:
     return backend.to(device=q.device, dtype=q.dtype).eval()
 
 
-def error_case(variant: Variant, subject: Subject, of: str, *, threads: int | None = None) -> Case:
+def error_case(variant: Variant, subject: NamedInputs, of: str, *, threads: int | None = None) -> Case:
     """The case of a variant on a subject."""
     q = subject.activations.q
     return variant.case(

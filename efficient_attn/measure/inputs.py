@@ -1,6 +1,6 @@
 """Sources of q, k and v: Gaussian draws, the shipped activations, or a file of captured activations.
 
-A subject is the named input of a measurement, with its exact output and its transfer to another process.
+Named inputs have an exact output, and pass to another process in a file.
 """
 
 import functools
@@ -192,7 +192,7 @@ def _activations(group: Mapping[str, Tensor], path: Path) -> Activations:
 
 
 @dataclass(frozen=True, eq=False)
-class Subject:
+class NamedInputs:
     """Named inputs.
 
     Attributes:
@@ -233,8 +233,10 @@ class Subject:
             "causal": self.causal,
         }
 
-    def converted(self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1) -> "Subject":
-        """Copies of the first tokens in a dtype on a device. Inputs are never extended."""
+    def converted(
+        self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1
+    ) -> "NamedInputs":
+        """Copies of the first tokens in a dtype on a device; inputs are never extended."""
         if tokens is not None and tokens > self.tokens:
             raise OptionError(
                 f"{tokens} tokens are more than the {self.tokens} of {self.name}, which cannot be extended."
@@ -257,8 +259,8 @@ def subjects(
     shorter: bool = False,
     seed: int = 0,
     causal: bool = False,
-) -> tuple[Subject, ...]:
-    """One float32 subject per norm of Gaussian inputs and per layer of model inputs.
+) -> tuple[NamedInputs, ...]:
+    """One subject per norm of Gaussian inputs, and per layer of model inputs; in float32.
 
     Args:
         norms, tokens, num_heads, head_dim: For Gaussian inputs only.
@@ -270,11 +272,11 @@ def subjects(
             f"inputs and norms must not be empty; inputs are {', '.join(WORDS)} or a safetensors file."
         )
     draw = functools.partial(gaussian, tokens=tokens, num_heads=num_heads, head_dim=head_dim)
-    chosen: list[Subject] = []
+    chosen: list[NamedInputs] = []
     for source in inputs:
         if source == "gaussian":
             chosen += [
-                Subject(f"gaussian(norm={norm:g})", draw(norm=norm, seed=seed), head_dim**-0.5, seed)
+                NamedInputs(f"gaussian(norm={norm:g})", draw(norm=norm, seed=seed), head_dim**-0.5, seed)
                 for norm in norms
             ]
         else:
@@ -284,7 +286,7 @@ def subjects(
 
 def _of_model(
     source: str | Path | Captured, layers: Sequence[int] | None, shorter: bool, seed: int, causal: bool
-) -> Iterator[Subject]:
+) -> Iterator[NamedInputs]:
     """Layers that read all keys in the model, or all earlier ones, as in the measurement.
 
     Causal layers are left out if other layers exist, unless layers are named or all are measured causally.
@@ -316,12 +318,12 @@ def _of_model(
                 "full attention, causal or bidirectional."
             )
         activations = Activations(*(tensor.float() for tensor in captured.layers[layer]))
-        yield Subject(
+        yield NamedInputs(
             f"{name}(layer={layer})", activations, captured.factor(layer), seed, causal or layer in past
         )
 
 
-def write_given(path: str | Path, subject: Subject) -> None:
+def write_given(path: str | Path, subject: NamedInputs) -> None:
     """Write the first sequence's q, k, v in their dtype, in the format of `read_activations`."""
     named = zip(Activations._fields, subject.activations, strict=True)
     tensors = {name: tensor[:1].cpu().contiguous() for name, tensor in named}
@@ -330,9 +332,9 @@ def write_given(path: str | Path, subject: Subject) -> None:
 
 # Cached: all backends at a length share the same inputs.
 @functools.lru_cache(maxsize=1)
-def read_given(path: str, dtype: str, device: str, tokens: int, batch: int = 1) -> Subject:
-    """Read the first tokens of q, k, v from a file of `write_given`, repeated to a batch."""
+def read_given(path: str, dtype: str, device: str, tokens: int, batch: int = 1) -> NamedInputs:
+    """A batch of copies of the first tokens of the q, k, v that `write_given` wrote."""
     captured = read_activations(path)
     ((layer, activations),) = captured.layers.items()
-    subject = Subject(f"layer {layer}", activations, captured.factor(layer))
+    subject = NamedInputs(f"layer {layer}", activations, captured.factor(layer))
     return subject.converted(dtype=dtype, device=device, tokens=tokens, batch=batch)

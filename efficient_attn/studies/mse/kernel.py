@@ -13,7 +13,7 @@ from torch import Generator
 from efficient_attn.errors import OptionError
 from efficient_attn.measure.accuracy import error_case, measure_draws
 from efficient_attn.measure.calls import attention_flops
-from efficient_attn.measure.inputs import Activations, Subject
+from efficient_attn.measure.inputs import Activations, NamedInputs
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import Variant, sized
 from efficient_attn.ops.linear.features import haar_rotations
@@ -28,7 +28,7 @@ DRAWS, PAIRS = 64, 64
 _MOST_UNCERTAIN = 0.2
 
 
-def pairs(*, norm: float, angle: float, head_dim: int, seed: int) -> Subject:
+def pairs(*, norm: float, angle: float, head_dim: int, seed: int) -> NamedInputs:
     """q and k, float64 [1 1 pairs head_dim], whose scaled vectors have this norm and angle.
 
     x = q/head_dim^¼ and y = k/head_dim^¼, so that exp(x·y) is the softmax kernel at 1/√head_dim.
@@ -46,10 +46,10 @@ def pairs(*, norm: float, angle: float, head_dim: int, seed: int) -> Subject:
     x, y = basis[:, 0], math.cos(turn) * basis[:, 0] + math.sin(turn) * basis[:, 1]
     q, k = (norm * head_dim**0.25 * rows[None, None] for rows in (x, y))
     name = f"pair(norm={norm:g}, angle={angle:g})"
-    return Subject(name, Activations(q, k, k), head_dim**-0.5, seed)
+    return NamedInputs(name, Activations(q, k, k), head_dim**-0.5, seed)
 
 
-def entry_point(variant: Variant, subject: Subject, *, draws: int, threads: int | None = None) -> Point:
+def entry_point(variant: Variant, subject: NamedInputs, *, draws: int, threads: int | None = None) -> Point:
     """Error of kernel entries at the pairs of a subject."""
     case = error_case(variant, subject, "kernel", threads=threads)
     return Point(
@@ -61,7 +61,7 @@ def entry_point(variant: Variant, subject: Subject, *, draws: int, threads: int 
     )
 
 
-def _measure(variant: Variant, subject: Subject, draws: int, threads: int | None) -> Record:
+def _measure(variant: Variant, subject: NamedInputs, draws: int, threads: int | None) -> Record:
     """Mean error over draws, or the reason why the draws are too few."""
     q, k, _ = subject.activations
 

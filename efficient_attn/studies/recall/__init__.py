@@ -107,7 +107,7 @@ class Recall(Study):
         """Exact and uniform attention, then every backend at every size up to the length of a sequence."""
         from efficient_attn.backends import compared_backends
         from efficient_attn.measure.accuracy import at_sizes
-        from efficient_attn.measure.inputs import Subject, gaussian
+        from efficient_attn.measure.inputs import NamedInputs, gaussian
         from efficient_attn.studies.recall.measure import MEAN
 
         settings, backends = dict(self.options or {}), self.backends
@@ -118,7 +118,7 @@ class Recall(Study):
             settings[_CLUSTERS] = {"window": [GAP], **settings.get(_CLUSTERS, {})}
         tokens = Course(self.pairs, self.steps).tokens
         inputs = gaussian(norm=1.0, tokens=tokens, head_dim=HEAD_DIM, num_heads=NUM_HEADS)
-        tried = Subject(name="", activations=inputs, scale=HEAD_DIM**-0.5, causal=self.causal)
+        tried = NamedInputs(name="", activations=inputs, scale=HEAD_DIM**-0.5, causal=self.causal)
         sizes = parse_sizes(self.sizes, name="sizes")
         chosen = [at for variant in select(backends, settings) for at in at_sizes(variant, tried, sizes)]
         return [*{variant.label: variant for variant in (*select([YARDSTICK]), MEAN, *chosen)}.values()]
