@@ -182,8 +182,8 @@ def _typical(rounds: Floats, shift: float) -> Typical:
     return Typical(centre, centre / factor, centre * factor, len(rounds))
 
 
-class Point(NamedTuple):
-    """Cost at a length with its interval, or None for a failed record."""
+class CurvePoint(NamedTuple):
+    """Cost at a length with its interval, or None and a failed record."""
 
     tokens: int
     value: float | None
@@ -197,10 +197,10 @@ class Curve(NamedTuple):
 
     label: str
     backend: str
-    points: tuple[Point, ...]
+    points: tuple[CurvePoint, ...]
 
     @property
-    def measured(self) -> tuple[Point, ...]:
+    def measured(self) -> tuple[CurvePoint, ...]:
         """All points with a value."""
         return tuple(point for point in self.points if point.value is not None)
 
@@ -228,14 +228,15 @@ def curves(records: Iterable[Record], quantity: str) -> tuple[Curve, ...]:
     """
     latest = {record.case.key: record for record in records if record.case.kind == QUANTITIES[quantity]}
     name = namer([record.case for record in latest.values()])
-    points: dict[str, list[Point]] = {}
+    points: dict[str, list[CurvePoint]] = {}
     for record in sorted(latest.values(), key=lambda record: record.case.tokens):
         value, low, high = None, None, None
         if record.status == "ok" and quantity != "time_s":
             value = low = high = getattr(record, quantity)
         elif record.status == "ok" and record.times_s:
             value, low, high, _ = call_time(record)
-        points.setdefault(name(record.case), []).append(Point(record.case.tokens, value, low, high, record))
+        point = CurvePoint(record.case.tokens, value, low, high, record)
+        points.setdefault(name(record.case), []).append(point)
     groups = (Curve(label, group[0].record.case.backend, tuple(group)) for label, group in points.items())
     return tuple(sorted(groups, key=_place))
 
