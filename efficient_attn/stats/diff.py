@@ -58,7 +58,7 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class RunComparison:
     """Differences between two runs.
 
     Attributes:
@@ -82,7 +82,7 @@ def names() -> tuple[str, ...]:
 
 def compare_runs(
     old: Sequence[Record], new: Sequence[Record], *, thresholds: Mapping[str, float] | None = None
-) -> Comparison:
+) -> RunComparison:
     """Compare cases present in both runs.
 
     Args:
@@ -100,7 +100,7 @@ def compare_runs(
         tuple(_words(_case(run[key]), name) for key in run if key not in compared)
         for run, compared in ((before, after), (after, before))
     )
-    return Comparison(changes=tuple(changes), missing=missing, added=added)
+    return RunComparison(changes=tuple(changes), missing=missing, added=added)
 
 
 def _by_case(records: Sequence[Record]) -> dict[str, dict[int, Record]]:

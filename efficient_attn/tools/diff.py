@@ -20,7 +20,7 @@ from efficient_attn.stats.diff import (
     UNCHANGED,
     UNCLEAR,
     Change,
-    Comparison,
+    RunComparison,
     compare_runs,
     names,
 )
@@ -52,7 +52,7 @@ class Diff:
         self.failing = tuple(names() if fail_on is None else fail_on)
         self._limits = fail_on or {}
         self._runs = old, new
-        self.comparison: Comparison = compare_runs(old.records, new.records, thresholds=fail_on)
+        self.comparison: RunComparison = compare_runs(old.records, new.records, thresholds=fail_on)
 
     def __repr__(self) -> str:
         return f"Diff({' '.join(self.sentences())} .regressions, .tables())"
