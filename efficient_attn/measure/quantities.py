@@ -1,7 +1,7 @@
 """Quantities of records as data: name, unit, meaning, type, and the comparison of two runs by them.
 
-A study declares its quantities with `register`. The fields of records, the reader, the JSON Schema, the
-reference table, `diff` and the names of `--fail-on` follow from the declarations.
+A study declares its quantities with `declare_quantities`. The fields of records, the reader, the JSON Schema,
+the reference table, `diff` and the names of `--fail-on` follow from the declarations.
 """
 
 from collections.abc import Iterator, Mapping
@@ -80,7 +80,7 @@ FIELDS: dict[str, Field] = {}
 KINDS: dict[str, str] = {}
 
 
-def register(*quantities: Quantity, kinds: Mapping[str, str] | None = None) -> None:
+def declare_quantities(*quantities: Quantity, kinds: Mapping[str, str] | None = None) -> None:
     """Declare quantities, and kinds of records with their meaning."""
     for quantity in quantities:
         (QUANTITIES if quantity.compared else CONDITIONS)[quantity.name] = quantity
@@ -112,7 +112,7 @@ def condition(name: str, unit: str, meaning: str, *, type: Type = "number") -> Q
 
 
 # Costs: `bench`.
-register(
+declare_quantities(
     *(
         Quantity(
             name,
@@ -153,7 +153,7 @@ register(
 )
 
 # Accuracy of trained models: `recall`.
-register(
+declare_quantities(
     Quantity(
         "accuracy",
         "share",
@@ -167,7 +167,7 @@ register(
 )
 
 # Approximation errors: `bench`, `mse`.
-register(
+declare_quantities(
     error("output_mse", "squared", "Mean squared error of the output, mean over draws.", rounding=2),
     error("output_relative_error", "relative", "Norm of the error of the output over that of the output."),
     error("kernel_mse", "squared", "Mean squared error of the estimated softmax kernel.", rounding=2),

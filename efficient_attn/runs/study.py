@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, get_type_hints
 import msgspec
 
 from efficient_attn.errors import OptionError
-from efficient_attn.measure.quantities import Quantity, register
+from efficient_attn.measure.quantities import Quantity, declare_quantities
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.report.figures import Plot
 from efficient_attn.report.table import Table
@@ -106,7 +106,7 @@ class Study:
     settled_type: ClassVar[type[Settled]] = Settled
 
     def __init_subclass__(cls) -> None:
-        register(*cls.quantities, kinds=dict.fromkeys(cls.kinds, cls.summary()))
+        declare_quantities(*cls.quantities, kinds=dict.fromkeys(cls.kinds, cls.summary()))
 
     @classmethod
     def name(cls) -> str:
