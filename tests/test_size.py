@@ -30,9 +30,11 @@ LIMITS = {
     "messages": {"what": 1.2, "told": 0.9, "beside": 0.2, "those": 0.5, "so many": 0.3, "Of": 0.4},
     "docs": {"what": 0.2, "told": 0.2, "beside": 0.2, "those": 0.2, "so many": 0.2, "Of": 0.2},
 }
-DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-# Folders whose first paragraphs are not yet free of semicolons.
-UNMENDED = ("efficient_attn/studies", "cli")
+# Functions that backends and studies define, each its own.
+INTERFACE = {"build", "operations", "tables", "sentences", "plots", "files"}
+# TODO(studies): delete this folder's exemption as soon as a study is a class.
+UNCHECKED_NAMES = "efficient_attn/studies"
+
 FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2", re.MULTILINE | re.DOTALL)
 NO_PROSE = re.compile(r"<!--.*?-->|`[^`\n]*`|\]\([^)\s]*\)|https?://\S+", re.DOTALL)
 WORD = re.compile(r"[^\W\d_][\w’'-]*")
@@ -84,6 +86,17 @@ def test_names_are_nouns_of_the_field() -> None:
         names = bound_names(parsed(path))
         counts[folder] += sum(name in BUDGET["names"]["words"] for name in names)
     assert dict(+counts) == BUDGET["names"]["most"], "lower a row after renaming; none is raised"
+
+
+def test_a_class_name_has_one_meaning_and_a_function_name_at_most_two() -> None:
+    classes: Counter[str] = Counter()
+    functions: Counter[str] = Counter()
+    for path in {*sources()} - {*files_of(UNCHECKED_NAMES)}:
+        names = [node for node in parsed(path).body if not getattr(node, "name", "_").startswith("_")]
+        classes.update(node.name for node in names if isinstance(node, ast.ClassDef))
+        functions.update(node.name for node in names if isinstance(node, ast.FunctionDef))
+    assert [name for name, count in classes.items() if count > 1] == []
+    assert [name for name, count in functions.items() if count > 2 and name not in INTERFACE] == []
 
 
 def pages_of(pattern: str) -> list[Path]:
