@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from efficient_attn.errors import DtypeError
 from efficient_attn.operation_counts import OperationCounts
 
 ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -101,6 +102,30 @@ class BackendSpec:
     function: Callable[..., Any] | None = None
     composed: bool = False
     compared: bool = True
+
+
+class Choice(NamedTuple):
+    """A backend, as any argument of `build`, with its options."""
+
+    backend: Any
+    options: Mapping[str, Any]
+
+
+def parse_choice(value: Any, *, named: bool = False) -> Choice:
+    """Parse a backend, or a pair of a backend and its options.
+
+    Args:
+        named: Whether only a name is a backend.
+
+    Raises:
+        DtypeError: If it is neither.
+    """
+    pair = value if isinstance(value, (tuple, list)) else (value, {})
+    if len(pair) != 2 or not isinstance(pair[1], Mapping) or (named and not isinstance(pair[0], str)):
+        raise DtypeError(
+            f"A backend is a name, or a pair such as ('window', {{'window': 65}}), not {value!r}."
+        )
+    return Choice(*pair)
 
 
 SPECS: dict[str, BackendSpec] = {}

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import DtypeError, OptionError, ShapeError
+from efficient_attn.errors import OptionError, ShapeError
 from efficient_attn.options import numbers_in_ranges, option
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.registry import Capabilities, register
+from efficient_attn.registry import Capabilities, parse_choice, register
 
 NAME = "by-head"
 
@@ -51,16 +51,10 @@ def _text(numbers: list[int]) -> str:
 
 def _entry(value: Any) -> dict[str, Any]:
     """A backend and its options as a plan writes them."""
-    if isinstance(value, str):
-        return {"backend": value, "options": {}}
     if isinstance(value, Mapping) and value.keys() == {"backend", "options"}:
         value = (value["backend"], value["options"])
-    pair = isinstance(value, (tuple, list)) and len(value) == 2
-    if not pair or not isinstance(value[0], str) or not isinstance(value[1], Mapping):
-        raise DtypeError(
-            f"A backend is a name, or a pair such as ('window', {{'window': 65}}), not {value!r}."
-        )
-    return {"backend": value[0], "options": dict(value[1])}
+    backend, options = parse_choice(value, named=True)
+    return {"backend": backend, "options": dict(options)}
 
 
 def parts_of(options: Mapping[str, Any]) -> list[dict[str, Any]]:

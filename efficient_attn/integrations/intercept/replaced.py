@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
-from efficient_attn.errors import AttentionError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
 from efficient_attn.integrations.intercept.calls import (
     RECOMPUTED,
     AttentionMode,
@@ -27,6 +27,7 @@ from efficient_attn.integrations.intercept.calls import (
 )
 from efficient_attn.integrations.intercept.search import Request, SiteSearch
 from efficient_attn.integrations.plan_files import is_plan_file, read_plan
+from efficient_attn.registry import parse_choice
 from efficient_attn.sharding import check_alone
 
 # The submodule that holds the backends of a module.
@@ -153,13 +154,8 @@ def _requests_by_pattern(
         }
     if not backend:
         raise OptionError("The mapping of backends names no site.")
-    pairs = {key: value if isinstance(value, tuple) else (value, {}) for key, value in backend.items()}
-    for pair in pairs.values():
-        if len(pair) != 2 or not isinstance(pair[1], Mapping):
-            raise DtypeError(
-                f"A backend with options is a pair such as ('window', {{'window': 65}}), not {pair!r}."
-            )
-    return {key: Request(name, dict(options), max_tokens) for key, (name, options) in pairs.items()}
+    choices = {key: parse_choice(value) for key, value in backend.items()}
+    return {key: Request(name, dict(options), max_tokens) for key, (name, options) in choices.items()}
 
 
 class SiteBackends(nn.ModuleDict):

@@ -1,7 +1,7 @@
 """Assignment of backends to attention modules, and their construction."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -9,21 +9,13 @@ from efficient_attn.backend import Backend
 from efficient_attn.backends import build_for, parse_options, resolve, seeded, spawn_seeds
 from efficient_attn.backends.by_head import NAME as BY_HEAD
 from efficient_attn.backends.by_head import parts_of
-from efficient_attn.errors import AttentionError, DataError, DtypeError, OptionError, UnsupportedError
+from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.integrations.transformers.sites import AttentionSite
 from efficient_attn.options import numbers_in_ranges
 from efficient_attn.problem import AttentionProblem
-from efficient_attn.registry import BackendSpec
-
-
-class Choice(NamedTuple):
-    """A backend, as any argument of `build`, with its options."""
-
-    backend: Any
-    options: Mapping[str, Any]
-
+from efficient_attn.registry import BackendSpec, Choice, parse_choice
 
 EXACT = Choice("exact", {})
 
@@ -36,7 +28,7 @@ def choose_backends(
     Raises:
         OptionError, DtypeError, UnknownNameError: If the request is invalid.
     """
-    by_kind = {kind: _choice(value) for kind, value in kinds.items() if value is not None}
+    by_kind = {kind: parse_choice(value) for kind, value in kinds.items() if value is not None}
     if options and (by_kind or isinstance(backend, Mapping)):
         name = next(iter(options))
         raise OptionError(
@@ -133,19 +125,8 @@ def _choices_by_layer(sites: list[AttentionSite], backends: Mapping[Any, Any]) -
         for layer in layers:
             if layer in choices:
                 raise OptionError(f"Layer {layer} is named twice; the second time by {key!r}.")
-            choices[layer] = _choice(value)
+            choices[layer] = parse_choice(value)
     return choices
-
-
-def _choice(request: Any) -> Choice:
-    """Parse a backend, or a pair of a backend and its options."""
-    if not isinstance(request, tuple):
-        return Choice(request, {})
-    if len(request) != 2 or not isinstance(request[1], Mapping):
-        raise DtypeError(
-            f"A backend with options is a pair such as ('window', {{'window': 65}}), not {request!r}."
-        )
-    return Choice(*request)
 
 
 def build_plan(

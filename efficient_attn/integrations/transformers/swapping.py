@@ -19,7 +19,7 @@ from efficient_attn.backend import Backend, calibrate
 from efficient_attn.backends import spawn_seeds
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.capture import Capturing
-from efficient_attn.integrations.transformers.assignment import EXACT, Choice, build_all
+from efficient_attn.integrations.transformers.assignment import EXACT, build_all
 from efficient_attn.integrations.transformers.attachment import observed_sites
 from efficient_attn.integrations.transformers.loading import Opened, positions, token_ids
 from efficient_attn.integrations.transformers.sites import AttentionSite
@@ -27,6 +27,7 @@ from efficient_attn.measure.inputs import Captured
 from efficient_attn.ops.dtypes import upcast
 from efficient_attn.options import SEED
 from efficient_attn.problem import positive_count
+from efficient_attn.registry import Choice
 
 # Rows of logits, each as wide as the vocabulary, that a backward pass holds at once.
 _ROWS = 128

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from efficient_attn.backends.by_head import NAME as BY_HEAD
-from efficient_attn.integrations.transformers.assignment import EXACT, Choice
+from efficient_attn.integrations.transformers.assignment import EXACT
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.sites import AttentionSite
 from efficient_attn.integrations.transformers.swapping import (
@@ -29,9 +29,10 @@ from efficient_attn.measure.calls import answer
 from efficient_attn.measure.copies import PROMPTS, copies_begin
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import OWN, PLAN, Variant
-from efficient_attn.runs.study import Point, Points
-from efficient_attn.studies.advise.names import HEADS, RANDOM_HEADS, RETRIEVAL
-from efficient_attn.studies.advise.targets import Targets
+from efficient_attn.registry import Choice
+from efficient_attn.studies.advise.outcomes import Targets
+from efficient_attn.studies.advise.plan import HEADS, RANDOM_HEADS, RETRIEVAL
+from efficient_attn.studies.study import Point, Request, Steps
 from efficient_attn.studies.swap.measure import (
     OWN_ATTENTION,
     case_of,

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
-from efficient_attn.integrations.transformers.assignment import Choice, plan_of
+from efficient_attn.integrations.transformers.assignment import plan_of
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.loading import (
     Opened,
@@ -34,9 +34,10 @@ from efficient_attn.measure import error as distances
 from efficient_attn.measure.copies import copies_begin, copy_recall, with_copies
 from efficient_attn.measure.texts import digest
 from efficient_attn.measure.variants import OWN, Variant
-from efficient_attn.runs.workload import Workload
-from efficient_attn.studies.swap.names import HELD_OUT, KL, MEAN_POOL, WINDOW
-from efficient_attn.studies.swap.subject import choices
+from efficient_attn.registry import Choice
+from efficient_attn.studies.swap.measure import HELD_OUT, WINDOW, choices
+from efficient_attn.studies.swap.plan import KL, MEAN_POOL
+from efficient_attn.studies.workload import Workload
 
 # Length of the shipped texts, at which approximations begin to differ.
 _DEFAULT_TOKENS = 512

@@ -177,7 +177,7 @@ def test_dropout_that_keeps_training_exact_is_a_remark():
 
 @pytest.mark.parametrize("pair", [("window",), ("window", 65), ("window", {}, 3)])
 def test_a_backend_with_options_is_a_pair(pair):
-    with pytest.raises(ea.DtypeError, match="is a pair such as"):
+    with pytest.raises(ea.DtypeError, match="or a pair such as"):
         ea.attach(Called(), {"*": pair}, example=lambda: None)
 
 

@@ -12,13 +12,13 @@ from integrations.hf_models import VOCABULARY, llama, mistral, opt, saved, texts
 
 import efficient_attn as ea
 from efficient_attn.integrations.transformers import attach, swapped
-from efficient_attn.integrations.transformers.assignment import Choice
 from efficient_attn.integrations.transformers.loading import Opened, open_model, token_ids
 from efficient_attn.integrations.transformers.swapping import sites_of
 from efficient_attn.measure import copies
 from efficient_attn.measure.copies import FEWEST_TOKENS, copies_begin, with_copies
 from efficient_attn.measure.record import Record
 from efficient_attn.measure.variants import UNIFORM_ATTENTION
+from efficient_attn.registry import Choice
 from efficient_attn.studies.advise.heads import head_scores, second_order_scores
 from efficient_attn.studies.swap.model import ranks_heads
 
