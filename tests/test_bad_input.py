@@ -18,7 +18,7 @@ from efficient_attn.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from efficient_attn.integrations.plan_files import read_plan
+from efficient_attn.integrations.assignment_files import read_assignment
 from efficient_attn.measure.inputs import gaussian, read_activations
 from efficient_attn.measure.isolation import Measurer
 from efficient_attn.measure.record import Record, append, read
@@ -158,8 +158,8 @@ def test_a_wrong_call_ends_in_one_line_that_says_what_would_work(error, call, me
 READERS = {
     "records.jsonl": ea.read,
     "environment.json": lambda path: ea.read(path.parent),
-    "plan.json": read_plan,
-    "text.txt": partial(read_text, name="--text"),
+    "plan.json": read_assignment,
+    "text.txt": lambda path: read_texts([path], name="--text"),
     "q.safetensors": read_activations,
 }
 

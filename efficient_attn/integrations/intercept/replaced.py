@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import AttentionError, OptionError, UnsupportedError
+from efficient_attn.integrations.assignment_files import is_assignment_file, read_assignment
 from efficient_attn.integrations.intercept.calls import (
     RECOMPUTED,
     AttentionMode,
@@ -26,7 +27,6 @@ from efficient_attn.integrations.intercept.calls import (
     evaluating,
 )
 from efficient_attn.integrations.intercept.search import Request, SiteSearch
-from efficient_attn.integrations.plan_files import is_plan_file, read_plan
 from efficient_attn.registry import parse_choice
 from efficient_attn.sharding import check_alone
 
@@ -143,14 +143,14 @@ def replace(
 def _requests_by_pattern(
     backend: Any, options: Mapping[str, Any], max_tokens: int | None
 ) -> dict[str, Request]:
-    if not is_plan_file(backend) and not isinstance(backend, Mapping):
+    if not is_assignment_file(backend) and not isinstance(backend, Mapping):
         return {"*": Request(backend, dict(options), max_tokens)}
     if options:
         raise OptionError("With a mapping of backends or the file of a plan, options belong into it.")
-    if is_plan_file(backend):
+    if is_assignment_file(backend):
         return {
             escape(site): Request(layer["backend"], layer["options"], layer["max_tokens"])
-            for site, layer in read_plan(backend).items()
+            for site, layer in read_assignment(backend).items()
         }
     if not backend:
         raise OptionError("The mapping of backends names no site.")

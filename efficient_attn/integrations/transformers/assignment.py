@@ -10,7 +10,7 @@ from efficient_attn.backends import build_for, parse_options, resolve, seeded, s
 from efficient_attn.backends.by_head import NAME as BY_HEAD
 from efficient_attn.backends.by_head import parts_of
 from efficient_attn.errors import AttentionError, DataError, OptionError, UnsupportedError
-from efficient_attn.integrations.plan_files import plan_of_backends
+from efficient_attn.integrations.assignment_files import assignment_of_backends
 from efficient_attn.integrations.transformers.loading import data_errors
 from efficient_attn.integrations.transformers.sites import AttentionSite
 from efficient_attn.options import numbers_in_ranges
@@ -129,18 +129,18 @@ def _choices_by_layer(sites: list[AttentionSite], backends: Mapping[Any, Any]) -
     return choices
 
 
-def build_plan(
+def build_assignment(
     model: PreTrainedModel,
     sites: Sequence[AttentionSite],
     layers: Mapping[str, Mapping[str, Any]],
     source: str,
 ) -> dict[str, Backend]:
-    """Build the planned backend of all attention modules.
+    """Build the assigned backend of all attention modules.
 
     Args:
-        source: Origin of the plan, for messages.
+        source: Origin of the assignment, for messages.
     """
-    by_name = {_name_in_plan(model, site.path): site for site in sites}
+    by_name = {_base_path(model, site.path): site for site in sites}
     if by_name.keys() != layers.keys():
         raise DataError(f"{source}: the layers in efficient_attn belong to another model.")
     backends: dict[str, Backend] = {}
@@ -155,10 +155,10 @@ def build_plan(
     return backends
 
 
-def plan_of(model: PreTrainedModel, backends: Mapping[str, Backend]) -> dict[str, Any] | None:
-    return plan_of_backends({_name_in_plan(model, path): backend for path, backend in backends.items()})
+def assignment_of(model: PreTrainedModel, backends: Mapping[str, Backend]) -> dict[str, Any] | None:
+    return assignment_of_backends({_base_path(model, path): backend for path, backend in backends.items()})
 
 
-def _name_in_plan(model: PreTrainedModel, path: str) -> str:
+def _base_path(model: PreTrainedModel, path: str) -> str:
     """Path in the base model, equal with and without a head."""
     return path.removeprefix(f"{model.base_model_prefix}.")

@@ -18,15 +18,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
+from efficient_attn.integrations.assignment_files import check_assignment, is_assignment_file, read_assignment
 from efficient_attn.integrations.capture import capture
 from efficient_attn.integrations.intercept.calls import evaluating
 from efficient_attn.integrations.masks import CAUSAL, FULL
-from efficient_attn.integrations.plan_files import check_plan, is_plan_file, read_plan
 from efficient_attn.integrations.transformers.assignment import (
+    assignment_of,
     build_all,
-    build_plan,
+    build_assignment,
     choose_backends,
-    plan_of,
 )
 from efficient_attn.integrations.transformers.attend import (
     NAME,
@@ -143,7 +143,7 @@ def install(
                 raise UnsupportedError(
                     f"The attention of {site.path} cannot be replaced; nothing was attached."
                 )
-        model.config.efficient_attn = plan_of(model, backends)
+        model.config.efficient_attn = assignment_of(model, backends)
         # A saved model loaded without its backends would silently compute something else.
         setattr(model.config, _FUNCTION, NAME)
         states = [site.module for site in sites if needs_state(backends[site.path], site.pattern)]
@@ -222,12 +222,12 @@ def _build_request(
             path,
             kind,
         )
-    if is_plan_file(backend):
+    if is_assignment_file(backend):
         of_plan = {**kinds, **options, "max_tokens": max_tokens, "seed": seed or None}
         passed = [name for name, value in of_plan.items() if value is not None]
         if passed:
             raise OptionError(f"{passed[0]}=…: the file {backend} sets the backend of every layer itself.")
-        return sites, build_plan(model, sites, read_plan(backend), str(backend))
+        return sites, build_assignment(model, sites, read_assignment(backend), str(backend))
     return sites, build_all(sites, choose_backends(sites, backend, kinds, options), max_tokens, seed)
 
 
@@ -294,27 +294,27 @@ def load(folder: str | Path, **arguments: Any) -> PreTrainedModel:
         arguments: For `from_pretrained`: dtype, device_map, …
 
     Raises:
-        DataError: If the folder holds no model with backends, or its tensors or backends do not match.
+        DataError: If the folder holds no such model, or tensors or assignment do not match it.
     """
     path = Path(folder)
     weight_files(path)
     config = read_config(path)
-    plan, source = getattr(config, SUBMODULE, None), path / "config.json"
-    if plan is None:
+    assignment, source = getattr(config, SUBMODULE, None), path / "config.json"
+    if assignment is None:
         raise DataError(
             f"{source} names no backends (efficient_attn): they had no registered name, or none was attached "
             "when the model was saved. Use from_pretrained and attach."
         )
-    layers = check_plan(plan, str(source))
+    layers = check_assignment(assignment, str(source))
     model, report = read_model(path, model_class(config, path), **arguments)
     rest = [name for name in report["unexpected_keys"] if f".{SUBMODULE}." not in name]
     refuse_tensors(path, "has, beyond the model,", rest)
-    _install_plan(model, layers, source)
+    _install_assignment(model, layers, source)
     return model
 
 
-def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], plan: Path) -> None:
-    sites, folder = observed_sites(model), plan.parent
+def _install_assignment(model: PreTrainedModel, layers: dict[str, dict[str, Any]], source: Path) -> None:
+    sites, folder = observed_sites(model), source.parent
     saved: dict[str, dict[str, Tensor]] = {site.path: {} for site in sites}
     with data_errors(f"Cannot read the safetensors of {folder}"):
         for file in sorted(folder.glob("model*.safetensors")):
@@ -323,7 +323,7 @@ def _install_plan(model: PreTrainedModel, layers: dict[str, dict[str, Any]], pla
                     path, part, rest = name.partition(f".{SUBMODULE}.")
                     if part and path in saved:
                         saved[path][rest] = opened.get_tensor(name)
-    backends = build_plan(model, sites, layers, str(plan))
+    backends = build_assignment(model, sites, layers, str(source))
     for path, backend in backends.items():
         state = saved[path]
         state |= {name: state[first] for name, first in second_names(backend).items() if first in state}

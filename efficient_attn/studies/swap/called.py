@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves
 from efficient_attn.contained import running
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
 from efficient_attn.external import is_address, object_at
+from efficient_attn.integrations.assignment_files import assignment_of_backends
 from efficient_attn.integrations.intercept.calls import CALL_SDPA, CROSS, AttentionMode, seed_of
 from efficient_attn.integrations.intercept.replaced import ReplacedSites, replace
 from efficient_attn.integrations.intercept.search import Request, SiteSearch
-from efficient_attn.integrations.plan_files import plan_of_backends
 from efficient_attn.measure.error import cosine_distance, relative_error
 from efficient_attn.measure.record import SAME_INPUTS
 from efficient_attn.measure.variants import OWN, YARDSTICK, Variant
@@ -258,7 +258,7 @@ class CallSubject:
     def plan(self, variant: Variant) -> dict[str, Any] | None:
         """The plan that `ea.intercept.replace` takes; None with a backend without a registered name."""
         with self._served(variant) as served:
-            return plan_of_backends(served.backends)
+            return assignment_of_backends(served.backends)
 
     def fitted(self, variant: Variant) -> Variant:
         return variant

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError
-from efficient_attn.integrations.transformers.assignment import plan_of
+from efficient_attn.integrations.transformers.assignment import assignment_of
 from efficient_attn.integrations.transformers.attachment import installed
 from efficient_attn.integrations.transformers.loading import (
     Opened,
@@ -191,7 +191,7 @@ class TextSubject:
 
     def plan(self, variant: Variant) -> dict[str, Any] | None:
         """The plan that `attach` takes; None with a backend without a registered name."""
-        return plan_of(self.model, self.build(variant))
+        return assignment_of(self.model, self.build(variant))
 
     def fitted(self, variant: Variant) -> Variant:
         """The variant with the window of sliding layers, unless one was set: they can have no other."""

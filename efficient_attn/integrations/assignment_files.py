@@ -1,4 +1,4 @@
-"""Plans: backends and options of a model's attentions, without tensors."""
+"""Assignments: backends and options of a model's attentions, without tensors."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -16,16 +16,16 @@ from efficient_attn.limits import CONFIG_BYTES, read_bytes
 from efficient_attn.options import SEED
 from efficient_attn.registry import SPECS
 
-PLAN_FORMAT = 1
+ASSIGNMENT_FORMAT = 1
 
-# Numbers among the options of a plan are no larger, unless the sequence is longer.
+# Numbers among the options are no larger, unless the sequence is longer.
 _LARGEST = 1 << 16
 
 _FIELDS: dict[str, Any] = {"backend": str, "options": dict, "max_tokens": (int, type(None))}
 
 
-def plan_of_backends(backends: Mapping[str, Backend]) -> dict[str, Any] | None:
-    """Plan of backends. None if a backend has no registered name."""
+def assignment_of_backends(backends: Mapping[str, Backend]) -> dict[str, Any] | None:
+    """Assignment of backends. None if a backend has no registered name."""
     if any(SPECS.get(x.spec.name) is not x.spec for x in backends.values()):
         return None
     layers = {
@@ -36,37 +36,37 @@ def plan_of_backends(backends: Mapping[str, Backend]) -> dict[str, Any] | None:
         }
         for name, backend in backends.items()
     }
-    return {"format": PLAN_FORMAT, "layers": layers}
+    return {"format": ASSIGNMENT_FORMAT, "layers": layers}
 
 
-def is_plan_file(backend: Any) -> bool:
-    """Whether an argument names a file of a plan rather than a backend."""
+def is_assignment_file(backend: Any) -> bool:
+    """Whether an argument names the file of an assignment rather than a backend."""
     return isinstance(backend, (str, Path)) and str(backend).endswith(".json")
 
 
-def read_plan(path: str | Path) -> dict[str, dict[str, Any]]:
-    """The layers of a plan in a file.
+def read_assignment(path: str | Path) -> dict[str, dict[str, Any]]:
+    """The layers of an assignment in a file.
 
     Raises:
-        DataError: If the file cannot be read or holds no plan.
+        DataError: If the file cannot be read or holds no assignment.
     """
     try:
-        plan = json.loads(read_bytes(Path(path), CONFIG_BYTES))
+        assignment = json.loads(read_bytes(Path(path), CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"Cannot read the plan {path}: {error}") from None
-    return check_plan(plan, str(path))
+    return check_assignment(assignment, str(path))
 
 
-def check_plan(plan: Any, place: str) -> dict[str, dict[str, Any]]:
-    """The layers of a plan, checked.
+def check_assignment(assignment: Any, place: str) -> dict[str, dict[str, Any]]:
+    """The layers of an assignment, checked.
 
     Raises:
-        DataError: If it is no plan; `place` is its origin in the message.
+        DataError: If it is no assignment; `place` is its origin in the message.
     """
-    version = plan.get("format") if isinstance(plan, Mapping) else None
-    if version != PLAN_FORMAT or isinstance(version, bool):
-        raise DataError(f"{place}: efficient_attn is not a plan of format {PLAN_FORMAT}.")
-    layers = plan.get("layers")
+    version = assignment.get("format") if isinstance(assignment, Mapping) else None
+    if version != ASSIGNMENT_FORMAT or isinstance(version, bool):
+        raise DataError(f"{place}: efficient_attn is not a plan of format {ASSIGNMENT_FORMAT}.")
+    layers = assignment.get("layers")
     if layers == {}:
         raise DataError(f"{place}: efficient_attn names no layer.")
     if not isinstance(layers, Mapping) or not all(_has_fields(layer) for layer in layers.values()):
@@ -78,7 +78,7 @@ def check_plan(plan: Any, place: str) -> dict[str, dict[str, Any]]:
 
 
 def _entries(layer: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
-    """A layer of a plan, and the backends of its key heads where they differ."""
+    """A layer of an assignment, and the backends of its key heads where they differ."""
     if layer["backend"] != BY_HEAD:
         return [layer]
     with _named_options(BY_HEAD, place):
@@ -88,7 +88,7 @@ def _entries(layer: Mapping[str, Any], place: str) -> list[Mapping[str, Any]]:
 def _check_entry(entry: Mapping[str, Any], place: str, *, most: int) -> None:
     """Refuse foreign backends and options that are wrong or huge."""
     name, options = entry["backend"], entry["options"]
-    # Only registered names, never an address such as file.py:object: a plan runs no code.
+    # Only registered names, never an address such as file.py:object: an assignment runs no code.
     if name not in (*list_backends(), BY_HEAD):
         raise DataError(
             f"{place} names the backend {name!r}, which is not registered here; "
