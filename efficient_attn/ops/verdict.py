@@ -98,15 +98,15 @@ def precision_name(kernel: str, dtype: torch.dtype) -> str:
 def entry_of(kernel: str, device: torch.device, precision: str) -> dict[str, Any] | None:
     """Entry of the verdict for a kernel in a precision, or None."""
     key = machine(device)
-    stored = read(key).get(kernel, {})
+    stored = read_verdict(key).get(kernel, {})
     if stored.get("source") != source_hash(kernel) or refusal(key["capability"], key["ptxas"]):
         return None
     entry: dict[str, Any] | None = stored.get("precisions", {}).get(precision)
     return entry
 
 
-def read(key: Mapping[str, str]) -> dict[str, Any]:
-    """Verdict on each kernel of a machine, empty without a file or with one of another machine."""
+def read_verdict(key: Mapping[str, str]) -> dict[str, Any]:
+    """Verdict on each kernel of a machine; empty without a file, or with one of another machine."""
     try:
         content = json.loads(path_of(key).read_text(encoding="utf-8"))
         valid = content["machine"] == dict(key) and isinstance(content["kernels"], dict)
