@@ -142,8 +142,8 @@ def label_of(address: str) -> str:
     return f"{Path(place).name}:{attribute}"
 
 
-def load(address: str) -> BackendSpec:
-    """The spec of the object at path/to/file.py:object or package.module:object. Runs that file.
+def load_spec(address: str) -> BackendSpec:
+    """The spec of the object at path/to/file.py:object or package.module:object; runs that file.
 
     Raises:
         DataError: If there is no such file or module, or it cannot be imported.

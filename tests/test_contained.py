@@ -9,7 +9,7 @@ import efficient_attn as ea
 from efficient_attn import mse
 from efficient_attn.contained import contained, described
 from efficient_attn.errors import DataError
-from efficient_attn.external import load
+from efficient_attn.external import load_spec
 from efficient_attn.registry import BackendSpec, Capabilities, NoOptions
 
 
@@ -55,5 +55,5 @@ def test_an_import_that_prints_and_leaves_is_a_line_that_names_the_file_and_stdo
     path = tmp_path / "mine.py"
     path.write_text("print('noise')\ndef __getattr__(name):\n    raise SystemExit(name)")
     with pytest.raises(DataError, match=r"mine\.py cannot be imported: SystemExit: attend\.$"):
-        load(f"{path}:attend")
+        load_spec(f"{path}:attend")
     assert capsys.readouterr() == ("", "noise\n")

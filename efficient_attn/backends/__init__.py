@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from efficient_attn.backend import Backend
 from efficient_attn.errors import OptionError, UnknownNameError, UnsupportedError
-from efficient_attn.external import is_address, load, load_plugin, plugins, spec_of
+from efficient_attn.external import is_address, load_plugin, load_spec, plugins, spec_of
 from efficient_attn.ops.dtypes import without_inference_mode
 from efficient_attn.options import whole_number
 from efficient_attn.problem import AttentionProblem
@@ -51,7 +51,7 @@ def resolve(backend: Any) -> BackendSpec:
     """The spec of a name, file.py:object, package.module:object, module or function."""
     if not isinstance(backend, str):
         return spec_of(backend)
-    return load(backend) if is_address(backend) else spec(backend)
+    return load_spec(backend) if is_address(backend) else spec(backend)
 
 
 def build(
