@@ -29,7 +29,7 @@ from efficient_attn.measure.error import (
     outputs_checked,
 )
 from efficient_attn.measure.inputs import read_given
-from efficient_attn.measure.memory import ITEM_BYTES
+from efficient_attn.measure.memory import ITEM_BYTES, Call
 from efficient_attn.measure.new_values import Values
 from efficient_attn.measure.record import DECODED, SAME_INPUTS, Case, Record, replace
 from efficient_attn.measure.variants import CEILING, UNIFORM_ATTENTION
@@ -43,8 +43,6 @@ from efficient_attn.transformer.stack import Encoder
 
 # Messages of torch's allocators; the CPU allocator raises a plain RuntimeError.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "not enough memory")
-
-Call = Callable[[], Any]
 
 
 class Prepared(NamedTuple):
@@ -177,8 +175,8 @@ def _backward(module: Any, inputs: list[Tensor], gradient: Tensor) -> Call:
     return call
 
 
-def _checked(module: Any, call: Callable[[], Any], case: Case) -> object:
-    """Make the call. Raises on an invalid output, or a missing or non-finite gradient."""
+def _checked(module: Any, call: Call, case: Case) -> object:
+    """Make the call; raises on an invalid output, or a missing or non-finite gradient."""
     with outputs_checked(module):
         result = call()
     # A backend may have unused parameters; baselines do not read q and k.

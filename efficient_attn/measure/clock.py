@@ -15,7 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-Call = Callable[[], object]
+from efficient_attn.measure.memory import Call
+
 Clock = Callable[[Call], float]
 
 # Warm-up ends when this many successive calls agree within this share of the fastest. Two calls would agree

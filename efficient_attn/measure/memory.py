@@ -15,7 +15,7 @@ from unittest import mock
 
 from efficient_attn.errors import UnsupportedError
 
-Call = Callable[[], object]
+Call = Callable[[], Any]
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

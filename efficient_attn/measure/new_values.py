@@ -1,7 +1,7 @@
 """New values of the inputs before each timed call, and a check of the last result on its values."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,8 @@ from efficient_attn.measure.error import (
     random_positions,
     relative_error,
 )
+from efficient_attn.measure.memory import Call
 from efficient_attn.measure.record import DECODED, Case, replace
-
-Call = Callable[[], Any]
 
 # Number of a write of new values, so that no two calls of a process have the same.
 _NUMBERS = itertools.count(1)

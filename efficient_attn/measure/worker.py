@@ -5,19 +5,17 @@ and exceptions are records too.
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from efficient_attn.measure import clock, memory
 from efficient_attn.measure.clock import QueuedCalls
+from efficient_attn.measure.memory import Call
 from efficient_attn.measure.record import Case, Record, replace
 
 # Seconds of timed calls, and most calls of a round: on a GPU each is timed twice, with slow flushes.
 CALLS_S = 0.1
 _MOST_CALLS, _MOST_CALLS_ON_CUDA = 1000, 200
-
-Call = Callable[[], object]
 
 
 def measure(case: Case, *, target: Any = None, seconds: float = CALLS_S, inputs: str | None = None) -> Record:
