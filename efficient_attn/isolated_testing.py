@@ -15,18 +15,14 @@ from efficient_attn.conformance.records import BROKEN, UNKNOWN, CheckRecord
 from efficient_attn.conformance.table import CHECKS
 from efficient_attn.errors import AttentionError, DataError, UnknownNameError
 from efficient_attn.measure.environment import usable_cores
-from efficient_attn.measure.isolation import (
-    DEFAULT_TIMEOUT_S,
-    CrashError,
-    LateError,
-    Process,
-    ending_reason,
-)
+from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S, CrashError, LateError, Process, ending_reason
 
 # Checks that run beside one another.
 _MOST_PROCESSES = 4
 # After this many hanging checks the remaining ones are not tried.
 _MOST_HANGS = 3
+
+_resolved = cache(resolve)
 
 
 def check_isolated(
@@ -110,8 +106,3 @@ def _checked(
 
 def _subject(backend: str, declared: Mapping[str, Any] | None) -> Any:
     return _resolved(backend) if declared is None else testing.adapt(backend, **declared)
-
-
-@cache
-def _resolved(backend: str) -> Any:
-    return resolve(backend)

@@ -160,10 +160,7 @@ def _take(x: Tensor, heads: list[int], size: int) -> Tensor:
 def build(problem: AttentionProblem, options: ByHeadOptions) -> ByHeadAttention:
     from efficient_attn import backends
 
-    entries, groups = (
-        parts_of(vars(options)),
-        [_numbers(key) for key in options.heads],
-    )
+    entries, groups = parts_of(vars(options)), [_numbers(key) for key in options.heads]
     if any(entry["backend"] == NAME for entry in entries):
         raise OptionError(f"heads: a part of {NAME!r} is another backend.")
     of_part = replace(problem, num_heads=None)
