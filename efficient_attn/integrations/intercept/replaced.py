@@ -26,8 +26,8 @@ from efficient_attn.integrations.intercept.calls import (
     detour,
     evaluating,
 )
-from efficient_attn.integrations.intercept.search import Request, SiteSearch
-from efficient_attn.registry import parse_choice
+from efficient_attn.integrations.intercept.search import SiteSearch
+from efficient_attn.registry import Choice, parse_choice
 from efficient_attn.sharding import check_alone
 
 # The submodule that holds the backends of a module.
@@ -112,11 +112,11 @@ def replace(
         OptionError: If options accompany a mapping or a plan, or the model has backends already.
         DataError: If the file of a plan cannot be read.
     """
-    requests = _requests_by_pattern(backend, options, max_tokens)
+    choices = _choices_by_pattern(backend, options, max_tokens)
     occupied = [name for name, module in model.named_modules() if isinstance(module, SiteBackends)]
     if occupied:
         raise OptionError(f"{occupied[0]} serves this model already: undo() it first.")
-    search = SiteSearch(model, requests, seed)
+    search = SiteSearch(model, choices, seed)
     with evaluating(model), torch.random.fork_rng(), search:
         for run in example if isinstance(example, Sequence) else [example]:
             run()
@@ -140,22 +140,21 @@ def replace(
     return replaced
 
 
-def _requests_by_pattern(
+def _choices_by_pattern(
     backend: Any, options: Mapping[str, Any], max_tokens: int | None
-) -> dict[str, Request]:
+) -> dict[str, tuple[Choice, int | None]]:
     if not is_assignment_file(backend) and not isinstance(backend, Mapping):
-        return {"*": Request(backend, dict(options), max_tokens)}
+        return {"*": (Choice(backend, options), max_tokens)}
     if options:
         raise OptionError("With a mapping of backends or the file of a plan, options belong into it.")
     if is_assignment_file(backend):
         return {
-            escape(site): Request(layer["backend"], layer["options"], layer["max_tokens"])
+            escape(site): (Choice(layer["backend"], layer["options"]), layer["max_tokens"])
             for site, layer in read_assignment(backend).items()
         }
     if not backend:
         raise OptionError("The mapping of backends names no site.")
-    choices = {key: parse_choice(value) for key, value in backend.items()}
-    return {key: Request(name, dict(options), max_tokens) for key, (name, options) in choices.items()}
+    return {key: (parse_choice(value), max_tokens) for key, value in backend.items()}
 
 
 class SiteBackends(nn.ModuleDict):

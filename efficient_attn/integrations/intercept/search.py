@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,22 +22,18 @@ from efficient_attn.integrations.intercept.calls import (
     seed_of,
     unsure_modules,
 )
+from efficient_attn.registry import Choice
 
 _OUTSIDE = "it is called outside the forward of a module of the model"
 _UNNAMED = "no pattern names it"
 _UNSURE = "if this is cross-attention, pass an example with unequal lengths"
 
 
-class Request(NamedTuple):
-    """Backend for the sites of a pattern."""
-
-    backend: Any
-    options: Mapping[str, Any]
-    max_tokens: int | None
-
-
 class SiteSearch(SiteMode):
     """Builds the backends of sites from their first calls.
+
+    Args:
+        choices: {pattern of sites: their backend, and its maximum sequence length}.
 
     Attributes:
         reasons: {site: reason why it stays exact, or None}.
@@ -47,9 +43,9 @@ class SiteSearch(SiteMode):
         unsure: Sites whose backend compares positions and whose keys may be of another sequence.
     """
 
-    def __init__(self, model: nn.Module, requests: Mapping[str, Request], seed: int) -> None:
+    def __init__(self, model: nn.Module, choices: Mapping[str, tuple[Choice, int | None]], seed: int) -> None:
         super().__init__(model)
-        self._requests, self._seed = requests, seed
+        self._choices, self._seed = choices, seed
         self._calls: Counter[Site] = Counter()
         self.reasons: dict[Site, str | None] = {}
         self.built: dict[Site, Backend] = {}
@@ -95,17 +91,17 @@ class SiteSearch(SiteMode):
 
     def _build(self, site: Site, call: SdpaCall) -> str | None:
         """Build the backend of a site, or return why it stays exact."""
-        matching = [request for key, request in self._requests.items() if fnmatchcase(str(site), key)]
+        matching = [entry for key, entry in self._choices.items() if fnmatchcase(str(site), key)]
         if not matching:
             return _UNNAMED
         shown = call.shown_keys()
         if isinstance(shown, str):
             return shown
-        request, seed = matching[0], seed_of(self._seed, [*self.reasons, site].index(site))
-        spec = resolve(request.backend)
+        (choice, max_tokens), seed = matching[0], seed_of(self._seed, [*self.reasons, site].index(site))
+        spec = resolve(choice.backend)
         try:
-            problem = call.problem(shown, request.max_tokens)
-            backend = build_for(problem, spec, seeded(spec, request.options, seed))
+            problem = call.problem(shown, max_tokens)
+            backend = build_for(problem, spec, seeded(spec, choice.options, seed))
             backend = backend.to(call.query.device)
             # Kernels of a backend may be compiled ones.
             with compiler_stance("default"):
@@ -134,7 +130,7 @@ class SiteSearch(SiteMode):
         names = [str(site) for site in self.reasons]
         if not names:
             raise UnsupportedError(f"The example calls F.scaled_dot_product_attention nowhere: {CALL_SDPA}.")
-        for pattern in self._requests:
+        for pattern in self._choices:
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise UnknownNameError("call site", pattern, names)
         exact = [(site, why) for site, why in self.reasons.items() if why not in (None, _UNNAMED)]

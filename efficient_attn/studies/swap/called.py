@@ -24,14 +24,15 @@ from efficient_attn.external import is_address, object_at
 from efficient_attn.integrations.assignment_files import assignment_of_backends
 from efficient_attn.integrations.intercept.calls import CALL_SDPA, CROSS, AttentionMode, seed_of
 from efficient_attn.integrations.intercept.replaced import ReplacedSites, replace
-from efficient_attn.integrations.intercept.search import Request, SiteSearch
+from efficient_attn.integrations.intercept.search import SiteSearch
 from efficient_attn.measure.error import cosine_distance, relative_error
 from efficient_attn.measure.record import SAME_INPUTS
 from efficient_attn.measure.variants import OWN, YARDSTICK, Variant
 from efficient_attn.options import SEED
-from efficient_attn.runs.workload import Workload
-from efficient_attn.studies.swap.names import HELD_OUT, OUTPUT_COSINE, SAME_AGAIN
-from efficient_attn.studies.swap.subject import choices
+from efficient_attn.registry import Choice
+from efficient_attn.studies.swap.measure import HELD_OUT, SAME_AGAIN, choices
+from efficient_attn.studies.swap.plan import OUTPUT_COSINE
+from efficient_attn.studies.workload import Workload
 
 # Rounding of sums in another order, relative.
 _SAME = 1e-3
@@ -172,7 +173,7 @@ class CallSubject:
     @classmethod
     def of(cls, called: CalledModel, workload: Workload) -> "CallSubject":
         """The model with the call sites that one run shows."""
-        search = SiteSearch(called.module, {"*": Request(YARDSTICK, {}, None)}, seed=0)
+        search = SiteSearch(called.module, {"*": (Choice(YARDSTICK, {}), None)}, seed=0)
         with running(called.name), search:
             output = output_vector(called.seeded())
         search.settle()
