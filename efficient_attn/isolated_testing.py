@@ -48,8 +48,7 @@ def check_isolated(
     if os.name != "posix":
         # Other systems have no process groups; the backend runs in this process.
         with redirect_stdout(sys.stderr):
-            tested = _subject(backend, declared)
-            return testing.check(tested, on_fail="collect", seed=seed, only=chosen, long=long)
+            return _checked(backend, declared, chosen, seed, long)
     processes: SimpleQueue[Process] = SimpleQueue()
     hangs: list[str] = []
 
@@ -59,7 +58,8 @@ def check_isolated(
             return lost(outcome=UNKNOWN, detail=f"Not tried: {len(hangs)} earlier checks did not end.")
         child = processes.get()
         try:
-            return child.ask(partial(_checked, backend, declared, name, seed, long), limit_s=timeout_s)
+            call = partial(_checked, backend, declared, [name], seed, long)
+            return child.ask(call, limit_s=timeout_s)[0]
         except CrashError as ending:
             hangs.extend([name] if isinstance(ending, LateError) else [])
             reason = ending_reason(ending)
@@ -97,12 +97,7 @@ def _refusal(backend: str) -> str | None:
 
 
 def _checked(
-    backend: str, declared: Mapping[str, Any] | None, name: str, seed: int, long: bool
-) -> CheckRecord:
-    tested = _subject(backend, declared)
-    (record,) = testing.check(tested, on_fail="collect", seed=seed, only=[name], long=long)
-    return record
-
-
-def _subject(backend: str, declared: Mapping[str, Any] | None) -> Any:
-    return _resolved(backend) if declared is None else testing.adapt(backend, **declared)
+    backend: str, declared: Mapping[str, Any] | None, names: list[str], seed: int, long: bool
+) -> list[CheckRecord]:
+    tested = _resolved(backend) if declared is None else testing.adapt(backend, **declared)
+    return testing.check(tested, on_fail="collect", seed=seed, only=names, long=long)

@@ -11,6 +11,7 @@ from torch import Tensor
 from efficient_attn.backend import Backend
 from efficient_attn.conformance.cases import (
     BORDERS,
+    BOTH,
     DTYPES,
     HALF,
     HEAD_SIZES,
@@ -64,12 +65,7 @@ CURVATURE, ROUNDINGS = 10, 1000 * 1e-16 / STEP
 DRAWS = 3
 # A correct implementation exceeds this many standard errors less than once in 100 000 comparisons.
 STANDARD_ERRORS = 4.5
-SIZES = (
-    CheckCase(tokens=1),
-    CheckCase(tokens=16),
-    CheckCase(tokens=16, masked=True),
-    CheckCase(tokens=129, batch=1),
-)
+SIZES = (CheckCase(tokens=1), *vary(CheckCase(tokens=16), masked=BOTH), CheckCase(tokens=129, batch=1))
 NARROW = ("float32", *HALF)
 # Powers of two, which cause no rounding; the scale is divided by their squares, and exceeds 1.
 FACTORS = (2.0, 2.0**5, 2.0**-2, 2.0**-4)
@@ -123,14 +119,12 @@ EXTREME = (CheckCase(tokens=7), CheckCase(tokens=300, batch=1, heads=1, kv_heads
     "The output equals softmax attention up to rounding, for scores of any size.",
     cases=(
         *everywhere(*LENGTHS, 97, dtype=DTYPES),
-        *vary(*SHAPES, dtype=DTYPES, causal=(False, True)),
-        *vary(*TUNED, dtype=("float64", "float32"), causal=(False, True)),
-        *vary(
-            CheckCase(tokens=1, batch=1, heads=1, kv_heads=1), tokens=(*BORDERS, 1024), causal=(False, True)
-        ),
+        *vary(*SHAPES, dtype=DTYPES, causal=BOTH),
+        *vary(*TUNED, dtype=("float64", "float32"), causal=BOTH),
+        *vary(CheckCase(tokens=1, batch=1, heads=1, kv_heads=1), tokens=(*BORDERS, 1024), causal=BOTH),
         *vary(*LARGE, dtype=DTYPES),
         MANY_PAIRS.but(dtype="float32"),
-        *vary(*EXTREME, dtype=("float64", "float32"), norm=(10.0, 100.0, 1000.0), causal=(False, True)),
+        *vary(*EXTREME, dtype=("float64", "float32"), norm=(10.0, 100.0, 1000.0), causal=BOTH),
     ),
     drawn=lambda seed: (
         *joint(seed, 5, 40, 200),
@@ -152,7 +146,7 @@ def equals_softmax_attention(subject: Subject, case: CheckCase) -> Iterator[Find
 
 @Check(
     "The output equals softmax attention at every scale.",
-    cases=vary(CheckCase(tokens=7), dtype=("float64", "float32"), head_dim=(4, 128), causal=(False, True)),
+    cases=vary(CheckCase(tokens=7), dtype=("float64", "float32"), head_dim=(4, 128), causal=BOTH),
     capability="exact",
 )
 def equals_softmax_attention_at_every_scale(subject: Subject, case: CheckCase) -> Iterator[Finding]:
@@ -165,7 +159,7 @@ def equals_softmax_attention_at_every_scale(subject: Subject, case: CheckCase) -
 @Check(
     "The scale multiplies q·k exactly once: inputs times c at scale s equal inputs at scale c²·s.",
     cases=(
-        *vary(CheckCase(tokens=7), head_dim=(4, *HEAD_SIZES), causal=(False, True)),
+        *vary(CheckCase(tokens=7), head_dim=(4, *HEAD_SIZES), causal=BOTH),
         *both(CheckCase(tokens=200, batch=1, value_dim=3), CheckCase(tokens=1, keys=5)),
         *vary(CheckCase(tokens=7), dtype=HALF),
     ),
@@ -218,7 +212,7 @@ def _narrow_bound(wide: Backend, inputs: Inputs, expected: Tensor, case: CheckCa
 
 @Check(
     "Half precision has no bias: no factor on queries, keys or values brings float64 nearer to it.",
-    cases=vary(BIASED, dtype=HALF, causal=(False, True)),
+    cases=vary(BIASED, dtype=HALF, causal=BOTH),
 )
 @torch.no_grad()
 def half_precision_has_no_bias(subject: Subject, case: CheckCase) -> Iterator[Finding]:
@@ -328,8 +322,8 @@ def large_values_stay_proportional(subject: Subject, case: CheckCase) -> Iterato
 
 def _cases(dtype: str) -> tuple[CheckCase, ...]:
     return (
-        *vary(*SIZES, dtype=[dtype], norm=(0.5, 1.0, 3.0), causal=(False, True)),
-        *vary(CheckCase(tokens=513, batch=1), dtype=[dtype], causal=(False, True)),
+        *vary(*SIZES, dtype=[dtype], norm=(0.5, 1.0, 3.0), causal=BOTH),
+        *vary(CheckCase(tokens=513, batch=1), dtype=[dtype], causal=BOTH),
         *vary(*LARGER, dtype=[dtype]),
     )
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -233,9 +233,7 @@ class NamedInputs:
             "causal": self.causal,
         }
 
-    def converted(
-        self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1
-    ) -> "NamedInputs":
+    def converted(self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1) -> Self:
         """Copies of the first tokens in a dtype on a device; inputs are never extended."""
         if tokens is not None and tokens > self.tokens:
             raise OptionError(
