@@ -14,7 +14,7 @@ INTERRUPTED = 130
 
 
 def start() -> None:
-    """Run the command line; without its packages, or with a file that is no study, exit with one line."""
+    """Run the command line. Without its packages, or with a file that is no study, exit with one line."""
     try:
         with naming_missing("The command line"):
             from .main import main

@@ -86,7 +86,7 @@ def command_of(study: type[Study]) -> Callable[..., None]:
         budget_s = None if budget is None else parse_seconds(budget, name="--budget")
 
         from efficient_attn.report.files import REPORT
-        from efficient_attn.runs.run import measure, prepare
+        from efficient_attn.runs.run import prepare, run_study
         from efficient_attn.runs.store import open_folder, run_folder
 
         # A wrong request must leave no folder behind, so the study is settled first.
@@ -106,7 +106,7 @@ def command_of(study: type[Study]) -> Callable[..., None]:
                     console.say(f"{points} points; measuring ends within {limit} (--budget).")
 
             try:
-                results = measure(
+                results = run_study(
                     requested,
                     out=folder,
                     resume=resume,
@@ -170,7 +170,7 @@ def _alarm(budget_s: float | None) -> Iterator[None]:
 
 
 def _limit(seconds: float | None) -> str | None:
-    """`90s`, `5m`; None without a default."""
+    """`90s`, `5m`, or None without a default."""
     if seconds is None:
         return None
     return f"{seconds / 60:g}m" if seconds % 60 == 0 else f"{seconds:g}s"

@@ -15,7 +15,7 @@ import typer
 
 
 def colours() -> bool | None:
-    """False if colours are switched off; None lets the stream decide."""
+    """False if colours are switched off, and None where the stream decides."""
     unable = os.environ.get("TERM", "dumb") in ("", "dumb")
     return False if unable or os.environ.get("NO_COLOR") else None
 

@@ -44,7 +44,7 @@ def diff(
 
 
 def _limits(text: str | None) -> dict[str, float] | None:
-    """`time:10%` as {"time": 0.1}; None without names."""
+    """`time:10%` as {"time": 0.1}, or None without names."""
     shares = {}
     for part in [] if text is None else text.split(","):
         name, _, share = (piece.strip() for piece in part.partition(":"))

@@ -101,7 +101,7 @@ for _name in dict.fromkeys((*COMMANDS, *studies())):
 
 @contextmanager
 def polite() -> Iterator[list[int]]:
-    """Treat a request to end (SIGTERM) like Ctrl-C while the block runs; exit codes of signals that came.
+    """Treat a request to end (SIGTERM) like Ctrl-C, and collect exit codes of signals.
 
     A signal interrupts the run, which keeps its records; a second one ends the process.
     """
@@ -125,7 +125,7 @@ def polite() -> Iterator[list[int]]:
 
 
 def _message(error: Any) -> str:
-    """Message of an error of the command line; an unknown option has the flag that takes its value."""
+    """Message of an error of the command line. An unknown option has the flag that takes its value."""
     if type(error).__name__ == "NoSuchOption":
         flags = {flag for parameter in error.ctx.command.params for flag in parameter.opts}
         word = re.split("[-_]", error.option_name)[-1]

@@ -143,7 +143,7 @@ def label_of(address: str) -> str:
 
 
 def load_spec(address: str) -> BackendSpec:
-    """The spec of the object at path/to/file.py:object or package.module:object; runs that file.
+    """The spec of the object at path/to/file.py:object or package.module:object, whose file runs.
 
     Raises:
         DataError: If there is no such file or module, or it cannot be imported.

@@ -159,7 +159,7 @@ READERS = {
     "records.jsonl": ea.read,
     "environment.json": lambda path: ea.read(path.parent),
     "plan.json": read_assignment,
-    "text.txt": lambda path: read_texts([path], name="--text"),
+    "text.txt": lambda path: read_text(path),
     "q.safetensors": read_activations,
 }
 

@@ -32,8 +32,7 @@ LIMITS = {
 }
 # Functions that backends and studies define, each its own.
 INTERFACE = {"build", "operations", "tables", "sentences", "plots", "files"}
-# TODO(studies): delete this folder's exemption as soon as a study is a class.
-UNCHECKED_NAMES = "efficient_attn/studies"
+DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2", re.MULTILINE | re.DOTALL)
 NO_PROSE = re.compile(r"<!--.*?-->|`[^`\n]*`|\]\([^)\s]*\)|https?://\S+", re.DOTALL)
@@ -91,7 +90,7 @@ def test_names_are_nouns_of_the_field() -> None:
 def test_a_class_name_has_one_meaning_and_a_function_name_at_most_two() -> None:
     classes: Counter[str] = Counter()
     functions: Counter[str] = Counter()
-    for path in {*sources()} - {*files_of(UNCHECKED_NAMES)}:
+    for path in sources():
         names = [node for node in parsed(path).body if not getattr(node, "name", "_").startswith("_")]
         classes.update(node.name for node in names if isinstance(node, ast.ClassDef))
         functions.update(node.name for node in names if isinstance(node, ast.FunctionDef))
@@ -151,8 +150,7 @@ def test_prose_keeps_within_the_limits_of_tell_tale_words() -> None:
 
 def test_first_paragraphs_of_public_docstrings_have_no_semicolon() -> None:
     for path in sources():
-        if not path.relative_to(ROOT).as_posix().startswith(UNMENDED):
-            nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, DOCUMENTED)]
-            public = [node for node in nodes if not getattr(node, "name", "").startswith("_")]
-            firsts = [(ast.get_docstring(node) or "").partition("\n\n")[0] for node in public]
-            assert [first for first in firsts if ";" in first] == [], path
+        nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, DOCUMENTED)]
+        public = [node for node in nodes if not getattr(node, "name", "").startswith("_")]
+        firsts = [(ast.get_docstring(node) or "").partition("\n\n")[0] for node in public]
+        assert [first for first in firsts if ";" in first] == [], path

@@ -58,7 +58,7 @@ class Subject:
         return (can.causal or not case.causal) and masks and fits and case.dtype in dtypes
 
     def inputs(self, case: CheckCase, *, variant: int = 0) -> Inputs:
-        """The tensors of a case; `variant` selects further draws of the same shapes."""
+        """Draw the tensors of a case. `variant` selects further draws of the same shapes."""
         return draw(case, 1000 * self.seed + variant)
 
     def build(

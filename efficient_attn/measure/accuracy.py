@@ -121,14 +121,14 @@ def measure_draws(
 
 
 def try_options(variant: Variant, subject: NamedInputs) -> None:
-    """Build a variant once to validate its options; an option value that never works is a wrong request."""
+    """Build a variant once, so that an option value that never works is refused as a wrong request."""
     if variant.label != variant.backend:
         with trial():
             _build(variant, subject, 0)
 
 
 def at_sizes(variant: Variant, subject: NamedInputs, sizes: Sequence[int]) -> list[Variant]:
-    """The variant at every possible size; the variant itself if it has no size or its size was set."""
+    """The variant at every possible size, or the variant itself if it has no size or its size was set."""
     option = resolve(variant.target).size_option
     if option is None or f"{option}=" in variant.label:
         try_options(variant, subject)

@@ -234,7 +234,7 @@ class NamedInputs:
         }
 
     def converted(self, *, dtype: str, device: str, tokens: int | None = None, batch: int = 1) -> Self:
-        """Copies of the first tokens in a dtype on a device; inputs are never extended."""
+        """Copies of the first tokens in a dtype on a device. Inputs are never extended."""
         if tokens is not None and tokens > self.tokens:
             raise OptionError(
                 f"{tokens} tokens are more than the {self.tokens} of {self.name}, which cannot be extended."
@@ -258,7 +258,7 @@ def subjects(
     seed: int = 0,
     causal: bool = False,
 ) -> tuple[NamedInputs, ...]:
-    """One subject per norm of Gaussian inputs, and per layer of model inputs; in float32.
+    """One float32 subject per norm of Gaussian inputs and per layer of model inputs.
 
     Args:
         norms, tokens, num_heads, head_dim: For Gaussian inputs only.

@@ -15,7 +15,7 @@ NAMES = ("alice", "pride", "sawyer", "opticks", "moby", "origin")
 
 
 def shipped_texts() -> dict[str, str]:
-    """{name: text}; see PROVENANCE.md in the data folder for the sources."""
+    """{name: text} of the shipped texts, whose sources are in PROVENANCE.md of the data folder."""
     folder = resources.files("efficient_attn.data")
     return {name: folder.joinpath(f"{name}.txt").read_text(encoding="utf-8") for name in NAMES}
 
@@ -37,7 +37,7 @@ def read_text(path: Path, *, name: str = "--text") -> str:
 
 
 def text_files(paths: Sequence[str] | None, *, name: str) -> list[Path] | None:
-    """Paths of texts; None if none was given."""
+    """{name of the file: text}, or None without files."""
     return [Path(path) for path in paths] if paths else None
 
 

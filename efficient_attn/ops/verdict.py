@@ -106,7 +106,7 @@ def entry_of(kernel: str, device: torch.device, precision: str) -> dict[str, Any
 
 
 def read_verdict(key: Mapping[str, str]) -> dict[str, Any]:
-    """Verdict on each kernel of a machine; empty without a file, or with one of another machine."""
+    """Verdict on each kernel of a machine, empty without a file or with one of another machine."""
     try:
         content = json.loads(path_of(key).read_text(encoding="utf-8"))
         valid = content["machine"] == dict(key) and isinstance(content["kernels"], dict)

@@ -13,7 +13,7 @@ from efficient_attn.stats.estimates import call_time, on_device, time_ratio
 def cost_cells(
     timed: Record | None, reference: Record | None, peak_bytes: int | None
 ) -> tuple[str, str, str]:
-    """Milliseconds of a call, speed-up over the reference, and peak memory in MiB; `–` if not measured."""
+    """Cells of time in ms, speed-up over the reference and peak memory in MiB, `–` if not measured."""
     time = speed = peak = NOT_MEASURED
     if timed is not None:
         time = show_spread(*call_time(timed)[:3], unit=1e-3)

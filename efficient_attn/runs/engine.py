@@ -57,12 +57,12 @@ def foreseen(points: Points, store: Store) -> dict[str, Point]:
 
 
 def _labels(cases: Iterable[Case]) -> set[str]:
-    """Names of baselines and candidates; uniform attention is neither."""
+    """Names of baselines and candidates. Uniform attention is neither."""
     return {case.label for case in cases if case.backend != UNIFORM_ATTENTION}
 
 
 class _TooShortError(Exception):
-    """The budget is too short for a comparison; the message says how long it has to be."""
+    """The budget is too short for a comparison. The message says how long it has to be."""
 
 
 class Engine:
@@ -116,7 +116,7 @@ class Engine:
         return {key: point for key, point in points.items() if not self._store.answers(point)}
 
     def run(self) -> bool:
-        """Measure until the study ends; False after Ctrl-C."""
+        """Measure until the study ends, and return False after Ctrl-C."""
         try:
             _drive(self._points(), self._measure)
         except KeyboardInterrupt:
@@ -138,7 +138,7 @@ class Engine:
         return [self._store.records.get(point.case.key) for point in points]
 
     def _measure_once(self, points: list[Point]) -> None:
-        """One record of each point that is neither stored nor skipped; an executor gets all of them."""
+        """One record of each point that is neither stored nor skipped. An executor gets all of them."""
         futures = {}
         if self._executor is not None:
             due = [point for point in points if not self._store.answers(point) and point.skip is None]
@@ -218,7 +218,7 @@ class Engine:
         return self._end_s - time.monotonic()
 
     def _add(self, point: Point, row: Record | None = None) -> None:
-        """Store a row; take a point that needs no more off the list, and show the progress."""
+        """Store a row. Take a point that needs no more off the list, and show the progress."""
         if row is not None:
             self._store.add(row)
             if row.status == "timeout":

@@ -37,7 +37,7 @@ def header(study: Study) -> dict[str, Any]:
 
 
 def stored_header(environment: Mapping[str, Any], *, source: str) -> Header | None:
-    """The header of a stored run; None of records without one.
+    """The header of a stored run, or None of records without one.
 
     Raises:
         DataError: If it is damaged; `source` names its file.
@@ -114,7 +114,7 @@ def _label(value: Any) -> Any:
 
 
 def _decoded(value: Any, name: str, folder: Path) -> Any:
-    """The value that was typed; an object has to be passed again."""
+    """The value that was typed. An object has to be passed again."""
     if isinstance(value, Mapping) and len(value) == 1:
         if _OBJECT in value:
             label = value[_OBJECT]

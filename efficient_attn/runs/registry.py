@@ -1,4 +1,4 @@
-"""Studies by name: a file or folder in `efficient_attn/studies` is one; nothing else needs editing."""
+"""Studies by name: a file or folder in `efficient_attn/studies` is one. Nothing else needs editing."""
 
 import importlib
 import pkgutil
@@ -14,7 +14,7 @@ _SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 
 @cache
 def studies() -> dict[str, type[Study]]:
-    """Every study by its name; records can hold its quantities from then on.
+    """Every study by its name. Records can hold its quantities from then on.
 
     Raises:
         DataError: If something else lies in the folder.

@@ -104,7 +104,7 @@ class Results:
         return self._shown("tables")
 
     def plot(self, name: str | None = None, *, ax: Any = None) -> Any:
-        """Draw one of `plots()`, the first if no name is given; the first axes.
+        """Draw one of `plots()`, the first if no name is given, and return its first axes.
 
         Args:
             ax: Axes for a plot of one chart; a new figure is made if left out.
@@ -122,7 +122,7 @@ class Results:
         return self._shown("sentences")
 
     def summary(self) -> list[dict[str, Any]]:
-        """Flat rows of all measurements; of several runs each row names its own."""
+        """Flat rows of all measurements. Of several runs each row names its own."""
         if not self.runs:
             return list(map(flat_row, self.records))
         pairs = zip(self.runs, self.records, strict=True)
@@ -137,7 +137,7 @@ class Results:
         return dict(self._shown("files"))
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write records, environment and all that is drawn; records that are there already are not touched.
+        """Write records, environment and all that is drawn. Records that are there already are not touched.
 
         Raises:
             DataError: If the folder cannot be written, or the records are no single run.
@@ -225,7 +225,7 @@ def read_one(path: str | Path) -> Results:
 
 
 def _conflict(runs: Mapping[str, Results]) -> str | None:
-    """Reason why these runs cannot be drawn as one; None: they can."""
+    """Reason why these runs cannot be drawn as one, or None."""
     measured: dict[str, tuple[str, Record]] = {}
     for name, run in runs.items():
         for record in run.records:
@@ -243,7 +243,7 @@ def _conflict(runs: Mapping[str, Results]) -> str | None:
 
 
 def _common(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Entries on which all runs agree; conditions during the runs are joined."""
+    """Entries on which all runs agree. Conditions during the runs are joined."""
     first, *others = environments
     common = {name: value for name, value in first.items() if all(run.get(name) == value for run in others)}
     lists = [run[DURING] for run in environments if isinstance(run.get(DURING), list)]
@@ -252,7 +252,7 @@ def _common(environments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def report(*folders: str | Path, out: str | Path | None = None, interactive: bool = False) -> list[Path]:
-    """Draw runs again from their records: into the folder of the only run, or into `out`; the files.
+    """Draw runs again from their records, into the folder of the only run or into `out`.
 
     Args:
         folders: Folders of runs; several are drawn as one run.

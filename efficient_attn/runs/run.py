@@ -1,4 +1,4 @@
-"""A run of a study: its folder, the engine and the results; the study as a Python function."""
+"""A run of a study: its folder, the engine, the results, and the study as a Python function."""
 
 import inspect
 import math
@@ -39,7 +39,7 @@ from efficient_attn.stats.noise_warnings import DURING
 def prepare(
     kind: type[Study], typed: Mapping[str, Any], *, out: str | Path | None = None, resume: bool = False
 ) -> Study:
-    """The study of typed options; one that is resumed has the stored options where none is typed.
+    """The study of typed options. One that is resumed has the stored options where none is typed.
 
     Raises:
         AttentionError: If options do not fit each other, or the stored run.
@@ -51,7 +51,7 @@ def prepare(
     return requested(kind, typed, stored, path.parent)
 
 
-def measure(
+def run_study(
     study: Study,
     *,
     out: str | Path | None = None,
@@ -63,7 +63,7 @@ def measure(
     command: Sequence[str] = (),
     started: Callable[[int, float | None], None] = lambda points, limit_s: None,
 ) -> Results:
-    """Measure the points that are missing; with `out` every record is on the disk before the next begins.
+    """Measure the points that are missing. With `out` every record is on the disk before the next begins.
 
     Args:
         start_s: Time by `time.monotonic` from which the budget counts; None: the first point's.
@@ -159,9 +159,9 @@ def python_function(kind: type[Study]) -> Callable[..., Results]:
         of_run = {name: options.pop(name) for name in _OF_A_RUN if name in options}
         typed = signature.bind_partial(*args, **options).arguments
         folder = {name: of_run[name] for name in ("out", "resume") if name in of_run}
-        return measure(prepare(kind, typed, **folder), **of_run)
+        return run_study(prepare(kind, typed, **folder), **of_run)
 
-    shared = inspect.signature(measure).parameters
+    shared = inspect.signature(run_study).parameters
     run.__signature__ = signature.replace(  # type: ignore[attr-defined]  # help() reads it
         parameters=[*signature.parameters.values(), *(shared[name] for name in _OF_A_RUN)],
         return_annotation="Results",

@@ -61,7 +61,7 @@ def run_folder(command: str) -> Path:
 def differences(
     old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], groups: Collection[str]
 ) -> str:
-    """`torch.version was 2.5, is 2.6; …` for entries of these groups that differ; empty if a side has none.
+    """Entries of these groups that differ: `torch.version was 2.5, is 2.6`. Empty if a side has none.
 
     Args:
         groups: Names of entries, and of groups of entries such as `packages`.
@@ -88,7 +88,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Hold the folder against other writers; the system releases it however this process ends."""
+    """Hold the folder against other writers. The system releases it however this process ends."""
     from filelock import FileLock, Timeout
 
     path = folder / LOCK
@@ -154,7 +154,7 @@ def continued(
 
 
 def mend(path: Path, reading: Reading) -> list[str]:
-    """Remove a last line that was cut off, set a file with damaged lines aside; notes on both."""
+    """Remove a last line that was cut off, set a file with damaged lines aside, and return notes on both."""
     notes = reading.notes(path.name)
     if reading.torn or reading.damaged:
         data = path.read_bytes()
@@ -205,7 +205,7 @@ class Store:
         return record.status != "ok" or complete
 
     def add(self, row: Record) -> None:
-        """Write and merge a row; a repeated failure is not written twice."""
+        """Write and merge a row. A repeated failure is not written twice."""
         key = row.case.key
         stored = self.records.get(key)
         self._stale.discard(key)

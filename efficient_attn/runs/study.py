@@ -52,7 +52,7 @@ Points = Generator[Point | list[Point], Any, None]
 
 
 class Settled(msgspec.Struct, frozen=True, kw_only=True):
-    """Decisions of a study before its first point, stored with the run; a study may have further ones.
+    """Decisions of a study before its first point, stored with the run. A study may have further ones.
 
     Attributes:
         candidates: Labels of the backends that are compared.
@@ -65,7 +65,7 @@ class Settled(msgspec.Struct, frozen=True, kw_only=True):
     model: Mapping[str, Any] = {}
 
     def missing(self, measured: Iterable[str]) -> str:
-        """` Not measured (2 of 5 candidates): window, linformer.`; empty if nothing is missing."""
+        """` Not measured (2 of 5 candidates): window, linformer.`. Empty if nothing is missing."""
         done = {*measured}
         left = [label for label in self.candidates if label not in done]
         counts = f"{len(left)} of {len(self.candidates)} candidates"
@@ -153,7 +153,7 @@ class Study:
         return nullcontext()
 
     def points(self) -> Points:
-        """Yield what to measure; a run asks for it more than once.
+        """Yield what to measure. A run asks for it more than once.
 
         Raises:
             NotImplementedError: If the study has no points.
@@ -161,7 +161,7 @@ class Study:
         raise NotImplementedError
 
     def tables(self, records: Sequence[Record], run: Run[Any]) -> list[Table]:
-        """Records as tables; by default one row per record, one column per quantity."""
+        """Records as tables. By default one row per record, one column per quantity."""
         from efficient_attn.runs.default_view import record_tables
 
         return record_tables(records)
@@ -187,11 +187,11 @@ class Study:
 
 
 def default_of(item: Field[Any]) -> Any:
-    """Default of a field; None of a required one."""
+    """Default of a field, or None of a required one."""
     return None if item.default is MISSING else item.default
 
 
 def interleaved(lines: Iterable[Iterable[Point]]) -> list[Point]:
-    """The first point of every line, then the second ones; each case once."""
+    """The first point of every line, then the second ones. Each case once."""
     rows = zip_longest(*lines)
     return list({point.case.key: point for row in rows for point in row if point is not None}.values())

@@ -222,7 +222,7 @@ def assembler(machine: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str
 def check_kernels(
     device: str, variables: Mapping[str, str], *, refused: str | None, say: Say
 ) -> dict[str, Any]:
-    """Outcome of each kernel by precision; `refused` is the reason why none may be checked."""
+    """Outcome of each kernel by precision. `refused` is the reason why none may be checked."""
     from efficient_attn.measure.kernel_check import SUBJECTS
     from efficient_attn.ops import verdict
 
@@ -335,7 +335,7 @@ def _measure(
 
 
 def strike_slower(kernels: Mapping[str, Any], records: Sequence[Record]) -> None:
-    """Mark kernels that lost to operators at more lengths than they won; bfloat16 speaks for float16."""
+    """Mark kernels that lost to operators at most lengths. Times in bfloat16 decide for float16."""
     from efficient_attn.ops.verdict import PASSED, SLOWER
 
     device = [(record.case, on_device(record)) for record in records if record.device_times_s]

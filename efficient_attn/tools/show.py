@@ -69,7 +69,7 @@ def show(
     options: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
     seed: int = 0,
 ) -> Shown:
-    """The attention weights of one head, for exact attention and for backends; `.plot()` draws them.
+    """The attention weights of one head, for exact attention and for backends. `.plot()` draws them.
 
     Every backend reads all tokens of the inputs; some of them stand on the axes.
 
@@ -110,7 +110,7 @@ def show(
 
 
 def _words(inputs: str | Path, tokens: int) -> tuple[str, ...]:
-    """The token strings of the inputs; their positions if the file has none."""
+    """The token strings of the inputs. Their positions if the file has none."""
     from efficient_attn.measure.inputs import SHIPPED, read_activations, shipped
 
     if inputs in SHIPPED:

@@ -49,7 +49,7 @@ def gradients(
     bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `flash_rows` with respect to q, k and v; the log-sum-exps have no gradient."""
+    """Gradients of the output of `attend` with respect to q, k and v."""
     if bias is not None:
         bias = bias.to(upcast_dtype(q.dtype)).expand(*q.shape[:-1], k.shape[-2])
     rows = [_rows(x) for x in (grad_out, q, k, v, out)]

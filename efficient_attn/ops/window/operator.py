@@ -335,7 +335,7 @@ def tiles(queries: int, keys: int, back: int, ahead: int, block: int, group: int
 
 
 def window_bias(tile: WindowTile, before: int, back: int, ahead: int, like: Tensor) -> Tensor | None:
-    """Score bias that masks keys outside the window, 0 or −inf, [rows keys]; None: all keys are inside."""
+    """Score bias that masks keys outside the window, 0 or −inf, [rows keys], or None: all are inside."""
     lag = before + tile.start - tile.first_key
     if lag <= back - tile.rows + 1 and lag + ahead >= tile.keys - 1:
         return None

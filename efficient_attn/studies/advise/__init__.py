@@ -8,18 +8,43 @@ from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from efficient_attn.measure.quantities import MATTERS, QUANTITIES, declare_quantities, setting
-from efficient_attn.studies.advise.plan import BOUND, HEADS, RETRIEVAL, plan
-from efficient_attn.studies.study import Study
+import msgspec
 
-declare_quantities(
-    kinds={
-        "prediction": "speed-up over exact attention, predicted from short calls",
-        HEADS: "rank of the key heads of a decoder",
-        RETRIEVAL: "retrieval of numbers planted in a text",
-        BOUND: "time of a model without attention, which bounds all gains",
-    }
-)
+from efficient_attn.errors import OptionError
+from efficient_attn.measure.isolation import DEFAULT_TIMEOUT_S
+from efficient_attn.measure.quantities import MATTERS, QUANTITIES, setting
+from efficient_attn.measure.record import Record
+from efficient_attn.measure.texts import Texts, long_texts, named_texts
+from efficient_attn.measure.units import parse_sizes
+from efficient_attn.measure.variants import DENSE, YARDSTICK, Variant, select
+from efficient_attn.options import option, positive_number
+from efficient_attn.problem import positive_count
+from efficient_attn.report.figures import Plot
+from efficient_attn.report.table import Table
+from efficient_attn.runs import options as shared
+from efficient_attn.runs.study import Points, Run, Study
+from efficient_attn.runs.workload import Workload, measurer_for, settle
+from efficient_attn.studies.advise.names import BOUND, HEADS, RETRIEVAL
+from efficient_attn.studies.advise.targets import AdviseSettled, Targets
+from efficient_attn.studies.bench import DEFAULT_MAX_ERROR
+from efficient_attn.studies.swap import DECIDES, OF_A_FOLDER, promising, text_option
+from efficient_attn.studies.swap.names import KL
+from efficient_attn.studies.swap.subject import ModelSubject
+
+# Seconds for the shipped activations, since the installation takes about as long; and for a model.
+_BUDGET_S, _MODEL_BUDGET_S = 60.0, 300.0
+
+_SEQ_LENS = (512, 2048, 8192)
+# Lengths of a decoder whose key heads are ranked.
+_DECODER_SEQ_LENS = (4096,)
+
+# Targets with their defaults, nats for divergence and loss; recall is a share of exact attention's.
+_OF_ATTENTION, _OF_COSINE, _OF_KL = {"max_error": DEFAULT_MAX_ERROR}, {"min_cosine": 0.99}, {"max_kl": 0.05}
+_OF_HEADS = {"max_kl": 0.01, "max_loss": 0.01, "min_recall": 0.98}
+_TARGETS = {**_OF_ATTENTION, **_OF_COSINE, **_OF_HEADS}
+
+# No target is larger; float64 has no divergence above 745 nats.
+_LARGEST = 1e3
 
 _number, _text = partial(setting, type="number", threshold=MATTERS), partial(setting, type="text")
 
@@ -237,7 +262,7 @@ class Advise(Study):
         return {**defaults, **values}
 
     def _variants(self) -> tuple[Variant, ...]:
-        """Exact attention, then the most promising variants; no score matrices in a model unasked."""
+        """Exact attention, then the most promising variants. No score matrices in a model unasked."""
         chosen = select(self.backends, self.options, also=True)
         if self.backends is None:
             # Loss hides that a window loses recall, which no target here measures.

@@ -30,9 +30,9 @@ from efficient_attn.measure.copies import PROMPTS, copies_begin
 from efficient_attn.measure.record import Case, Record
 from efficient_attn.measure.variants import OWN, PLAN, Variant
 from efficient_attn.registry import Choice
+from efficient_attn.runs.study import Point, Points
+from efficient_attn.studies.advise.names import HEADS, RANDOM_HEADS, RETRIEVAL
 from efficient_attn.studies.advise.outcomes import Targets
-from efficient_attn.studies.advise.plan import HEADS, RANDOM_HEADS, RETRIEVAL
-from efficient_attn.studies.study import Point, Request, Steps
 from efficient_attn.studies.swap.measure import (
     OWN_ATTENTION,
     case_of,
@@ -101,7 +101,7 @@ def head_steps(choosing: TextSubject, held_out: TextSubject, targets: Targets, *
 def _counted(
     subject: TextSubject, targets: Targets, choice: Choice, labels: Iterator[str]
 ) -> Generator[Point | list[Point], Any, HeadPlan | None]:
-    """Rank the heads and bisect the number that may stream; None if that was not measured to the end.
+    """Rank the heads and bisect the number that may stream. None if that was not measured to the end.
 
     Where a third of them misses a target, a second-order score ranks them anew.
     """
@@ -138,7 +138,7 @@ def _rank_point(subject: TextSubject, choice: Choice, score: str) -> Point:
 
 
 def _ranked(record: Record, subject: ModelSubject) -> list[tuple[int, int]]:
-    """(layer, key head), the least needed first; in their order where the scores are still to be measured."""
+    """(layer, key head), the least needed first, or in their order before scores are measured."""
     if record.head_scores is None:
         return [(layer, head) for layer in subject.layers for head in range(_kv_heads(subject))]
     scores = sorted(json.loads(record.head_scores), key=lambda row: row[2])
@@ -158,7 +158,7 @@ def _scored(case: Case, subject: TextSubject, choice: Choice) -> Record:
 
 
 def _variant(label: str, plan: HeadPlan, subject: ModelSubject) -> Variant:
-    """The plan as one variant; its options tell plans apart."""
+    """The plan as one variant. Its options tell plans apart."""
     target = {}
     for layer, numbers in plan.by_layer.items():
         part = {"heads": {",".join(map(str, numbers)): tuple(plan.choice)}}
@@ -168,7 +168,7 @@ def _variant(label: str, plan: HeadPlan, subject: ModelSubject) -> Variant:
 
 
 def _planned(subject: TextSubject, label: str, plan: HeadPlan) -> Point:
-    """Loss and recall of a plan; without heads the record is the decision for none."""
+    """Loss and recall of a plan. Without heads the record is the decision for none."""
     streaming = {str(layer): f"window in key heads {heads}" for layer, heads in plan.by_layer.items()}
     return plan_point(
         subject,
@@ -260,7 +260,7 @@ def second_order_scores(
 def _compared(
     model: Any, sites: AttentionSites, texts: Any, streaming: Choice, see: Any, *, gradients: bool = False
 ) -> Iterator[None]:
-    """The model with exact attention; `see` receives the difference of each call from one of a window.
+    """The model with exact attention. `see` receives the difference of each call from one of a window.
 
     With `gradients` calls with gradients are compared, not the first pass of a block that is recomputed.
     """
@@ -318,7 +318,7 @@ def _changes(difference: Tensor, out: Tensor, kv_heads: int, projection: Tensor 
 
 
 def _projected(x: Tensor, weight: Tensor | None) -> Tensor:
-    """[batch heads tokens dim] after its columns of the projection; unchanged without a projection."""
+    """[batch heads tokens dim] after its columns of the projection. Unchanged without a projection."""
     return x if weight is None else x.transpose(1, 2).flatten(2) @ weight.to(x.dtype).T
 
 

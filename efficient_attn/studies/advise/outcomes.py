@@ -135,7 +135,7 @@ def model_sentences(records: Sequence[Record], run: Run[AdviseSettled]) -> list[
 
 
 def attached_plan(outcome: Outcome) -> dict[str, Any] | None:
-    """The plan as `attach` takes it; None with a backend without a registered name, or damaged."""
+    """The plan as `attach` takes it. None with a backend without a registered name, or damaged."""
     try:
         text = "" if outcome.plan is None else outcome.plan.attached_layers or ""
         return read_object(text, "attached_layers")
@@ -144,7 +144,7 @@ def attached_plan(outcome: Outcome) -> dict[str, Any] | None:
 
 
 def parsed_layers(text: str | None) -> dict[int, str] | None:
-    """{layer: label} of the field `chosen_layers`; None if it is missing or damaged."""
+    """{layer: label} of the field `chosen_layers`. None if it is missing or damaged."""
     try:
         layers = read_object(text or "", "chosen_layers")
         return {int(layer): str(label) for layer, label in layers.items()}
@@ -171,7 +171,7 @@ def is_time(record: Record) -> bool:
 
 
 def skipped_points(records: Sequence[Record]) -> str:
-    """A remark on points that did not fit; empty if all did."""
+    """A remark on points that did not fit. Empty if all did."""
     # Of a resumed run the skipped plan may be another plan than the measured one.
     count = sum(record.status == "skipped" for record in records if record.case.backend != PLAN)
     return f" {skipped_note(count)}" if count else ""

@@ -1,4 +1,4 @@
-"""Views of an advice: of attention alone, errors, speeds and crossovers; of a model, its plans."""
+"""Views of an advice: of attention alone, errors, speeds and crossovers. Of a model, its plans."""
 
 import json
 import math
@@ -185,7 +185,7 @@ def _show_speed(row: Row, tokens: int) -> str:
 
 
 def _start(row: Row) -> str:
-    """Cell of the crossover; empty for a single length."""
+    """Cell of the crossover. Empty for a single length."""
     return crossover_cell(row.speeds) if len(row.speeds) > 1 else ""
 
 

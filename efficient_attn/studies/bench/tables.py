@@ -94,7 +94,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
 def subjects_alone(
     records: Sequence[Record], groups: Sequence[Sequence[Comparison]]
 ) -> dict[str, list[Record]]:
-    """Costs by subject; empty if a comparison at a single length shows them all."""
+    """Group costs by subject. Empty when the comparison table already shows them."""
     subjects = by_subject(records)
     queued = any(record.device_times_s for record in records)
     both = (*curves(records, "time_s"), *curves(records, "peak_bytes"))
@@ -198,7 +198,7 @@ def _comparison_table(comparison: Comparison) -> Table:
 
 
 def heading_of(comparison: Comparison) -> str:
-    """`encoder, layer 1; 512 tokens, 12 heads of 32, float32, 2 CPU threads`."""
+    """Inputs of a comparison, its length and setting."""
     return f"{inputs_words(comparison)}; {comparison.case.tokens} tokens, {setting(comparison.case)}"
 
 

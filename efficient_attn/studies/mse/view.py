@@ -25,7 +25,7 @@ WIDE, _SURE = 1.96, 4.0
 # Squared errors of kernel entries that are exact are rounding below this.
 _EXACT = 1e-20
 # Errors below this share of the baseline are rounding. From this many times the baseline on errors are off
-# the scale: a hundred or a million, both are no attention.
+# the scale.
 _ROUNDING, _WORST = 1e-4, 12.0
 
 
@@ -82,7 +82,7 @@ def quantity_in(records: Sequence[Record]) -> str:
 
 
 def panels(records: Iterable[Record], quantity: str) -> list[Panel]:
-    """One panel per input, in the order of the records; the last of equal cases counts."""
+    """One panel per input, in the order of the records. The last of equal cases counts."""
     measured = (record for record in records if record.case.kind == "error")
     groups = grouped(measured, "inputs", "tokens", "num_heads", "head_dim")
     return [_panel(group, quantity) for group in groups]
@@ -134,7 +134,7 @@ def _point(record: Record, quantity: str) -> ErrorPoint:
 
 
 def interval(points: Curve) -> str:
-    """`median of 6 draws and its 95 % interval`; empty if every error was measured once."""
+    """`median of 6 draws and its 95 % interval`. Empty if every error was measured once."""
     most = max(points, key=lambda point: point.samples, default=None)
     if most is None or most.samples < 2:
         return ""
@@ -187,7 +187,7 @@ def _cell(curve: Curve, size: int | None) -> str:
 
 
 def sentences(records: Sequence[Record]) -> list[str]:
-    """Backends that are useful; or agreement with theory."""
+    """Backends that are useful, or agreement with theory."""
     quantity = quantity_in(records)
     shown = panels(records, quantity)
     if quantity == KERNEL:
@@ -284,7 +284,7 @@ def _chart(
 
 
 def _series(label: str, curve: Curve, style: Mapping[str, Any]) -> list[Series]:
-    """A line with its band; of kernel entries points with bars, and the line of theory."""
+    """A line with its band. Of kernel entries points with bars, and the line of theory."""
     points = [point for point in curve if point.size is not None]
     if not points:
         return [Series(label, (), (curve[0].value,), {**style, "marker": ""})]

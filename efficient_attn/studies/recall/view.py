@@ -33,7 +33,7 @@ class Learned(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """Mean over seeds; −1 without any."""
+        """Mean over seeds, or −1 without any."""
         return fmean(self.accuracies) if self.accuracies else -1.0
 
     @property
@@ -100,7 +100,7 @@ def sentences(records: Sequence[Record]) -> list[str]:
 
 
 def plots(records: Sequence[Record]) -> dict[str, Plot]:
-    """One chart for each task; no figure if nothing was trained."""
+    """One chart for each task. No figure if nothing was trained."""
     shown = [contest for contest in contests(records) if any(row.accuracies for row in contest)]
     if not shown:
         return {}

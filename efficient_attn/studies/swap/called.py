@@ -30,9 +30,9 @@ from efficient_attn.measure.record import SAME_INPUTS
 from efficient_attn.measure.variants import OWN, YARDSTICK, Variant
 from efficient_attn.options import SEED
 from efficient_attn.registry import Choice
-from efficient_attn.studies.swap.measure import HELD_OUT, SAME_AGAIN, choices
-from efficient_attn.studies.swap.plan import OUTPUT_COSINE
-from efficient_attn.studies.workload import Workload
+from efficient_attn.runs.workload import Workload
+from efficient_attn.studies.swap.names import HELD_OUT, OUTPUT_COSINE, SAME_AGAIN
+from efficient_attn.studies.swap.subject import choices
 
 # Rounding of sums in another order, relative.
 _SAME = 1e-3
@@ -257,7 +257,7 @@ class CallSubject:
             yield any(hasattr(backend.core, "calibrate") for backend in served.backends.values())
 
     def plan(self, variant: Variant) -> dict[str, Any] | None:
-        """The plan that `ea.intercept.replace` takes; None with a backend without a registered name."""
+        """The plan that `ea.intercept.replace` takes, or None if a backend has no registered name."""
         with self._served(variant) as served:
             return assignment_of_backends(served.backends)
 

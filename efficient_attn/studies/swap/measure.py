@@ -76,7 +76,7 @@ def _work(case: Case, growth: int = 1) -> float:
 
 
 def plan_point(subject: ModelSubject, variant: Variant, chosen: Mapping[Any, str], **values: Any) -> Point:
-    """Distance with a plan {layer: label of its backend}; of an empty one the decision for none."""
+    """Distance with a plan {layer: label of its backend}, or the decision for no plan."""
     case = case_of(subject, "swap", variant)
     return Point(
         case=case,

@@ -35,9 +35,9 @@ from efficient_attn.measure.copies import copies_begin, copy_recall, with_copies
 from efficient_attn.measure.texts import digest
 from efficient_attn.measure.variants import OWN, Variant
 from efficient_attn.registry import Choice
-from efficient_attn.studies.swap.measure import HELD_OUT, WINDOW, choices
-from efficient_attn.studies.swap.plan import KL, MEAN_POOL
-from efficient_attn.studies.workload import Workload
+from efficient_attn.runs.workload import Workload
+from efficient_attn.studies.swap.names import HELD_OUT, KL, MEAN_POOL, WINDOW
+from efficient_attn.studies.swap.subject import choices
 
 # Length of the shipped texts, at which approximations begin to differ.
 _DEFAULT_TOKENS = 512
@@ -190,7 +190,7 @@ class TextSubject:
         return build_layers(self.sites, chosen, max_tokens=tokens, seed=seed)
 
     def plan(self, variant: Variant) -> dict[str, Any] | None:
-        """The plan that `attach` takes; None with a backend without a registered name."""
+        """The plan that `attach` takes, or None if a backend has no registered name."""
         return assignment_of(self.model, self.build(variant))
 
     def fitted(self, variant: Variant) -> Variant:

@@ -53,7 +53,7 @@ class ModelSubject(Protocol):
         """The model with the variant in all layers or one, and whether it was calibrated."""
 
     def plan(self, variant: Variant) -> dict[str, Any] | None:
-        """The plan that `attach` takes; None with a backend without a registered name."""
+        """The plan that `attach` takes, or None if a backend has no registered name."""
 
     def fitted(self, variant: Variant) -> Variant:
         """The variant with what the model prescribes."""

@@ -102,7 +102,7 @@ def _row(records: Sequence[Record], quantity: str) -> SwapRow:
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    """All layers swapped; then each layer alone, where it was measured."""
+    """All layers swapped. Then each layer alone, where it was measured."""
     return [table for swap in swaps(records) for table in (_whole(swap), *_alone(swap))]
 
 
