@@ -26,7 +26,7 @@ _REASONS = {
 _HEAD = """\
 # Hugging Face: every architecture
 
-<!-- Written by docs/hugging_face_models.py from hf_zoo.tsv; run hf_zoo.py beside it to measure again. -->
+<!-- Written by docs/hugging_face_models.py from hf_zoo.tsv; run tests/helpers/hf_zoo.py to measure again. -->
 
 Every entry of three mappings of transformers 5.23 as a tiny random model (2 or 3 layers, 4 heads, 24 tokens
 with padding on both sides), with `attach(model, "exact")`.

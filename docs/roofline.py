@@ -19,8 +19,8 @@ from torch.utils.flop_counter import flop_registry
 
 import efficient_attn as ea
 
-sys.path.append(str(Path(__file__).parent.parent / "tests"))
-from launches import Count, Counting
+sys.path.append(str(Path(__file__).parent.parent / "tests" / "helpers"))
+from kernel_launches import Count, Counting
 
 LENGTHS = tuple(1024 * 4**power for power in range(1, 6))
 HEADS, HEAD_DIM, FEATURES, WINDOW = 16, 64, 256, 257

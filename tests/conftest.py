@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from turns import turn
+from serial_lock import turn
 
 THREADS = 1
 
@@ -151,14 +151,14 @@ def shapes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def misbehaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another folder to run in, with `own.py:…` that end, block or flood their process."""
     monkeypatch.chdir(tmp_path)
-    shutil.copy(Path(__file__).parent / "misbehaving.py", "own.py")
+    shutil.copy(Path(__file__).parent / "helpers" / "misbehaving_backends.py", "own.py")
 
 
 @pytest.fixture
 def called_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another folder to run in, with `models.py:…` that make models or fail to."""
     monkeypatch.chdir(tmp_path)
-    shutil.copy(Path(__file__).parent / "integrations" / "called_models.py", "models.py")
+    shutil.copy(Path(__file__).parent / "helpers" / "called_models.py", "models.py")
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture(scope="session")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny BERT of transformers, to be left as it is."""
-    from integrations.hf_models import bert, saved
+    from hf_models import bert, saved
 
     return saved(bert(), tmp_path_factory.mktemp("encoder"))
 
@@ -188,7 +188,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny GPT-2 of transformers, to be left as it is."""
-    from integrations.hf_models import gpt2, saved
+    from hf_models import gpt2, saved
 
     return saved(gpt2(), tmp_path_factory.mktemp("decoder"))
 
@@ -196,7 +196,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def given_times(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
     """Times of models as in hf_advice.TIMES_S on an idle machine; attention alone is not timed."""
-    from integrations.hf_advice import timed
+    from hf_advice import timed
 
     monkeypatch.setattr("efficient_attn.studies.swap.measure.cost", timed)
     monkeypatch.setattr("efficient_attn.studies.advise.model.PROBE", ())
@@ -206,6 +206,6 @@ def given_times(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
 @pytest.fixture
 def advised(encoder: Path, given_times: None) -> Any:
     """The advice for the tiny BERT at a cosine of 0.9."""
-    from integrations.hf_advice import advice
+    from hf_advice import advice
 
     return advice(encoder)

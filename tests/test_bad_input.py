@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from made_records import case
+from synthetic_records import case
 
 import efficient_attn as ea
 from efficient_attn.errors import (

@@ -4,8 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from eager_flex import eager_flex
-from made_records import case
+from cpu_flex_attention import eager_flex
+from synthetic_records import case
 
 import efficient_attn as ea
 from efficient_attn.errors import CalibrationError, ShapeError, UnsupportedError

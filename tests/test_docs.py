@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import typer
-from made_records import forgotten
+from synthetic_records import forgotten
 from typer.testing import CliRunner
 
 import efficient_attn as ea

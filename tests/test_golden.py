@@ -1,7 +1,7 @@
 """Backends give the golden values, which a script without code of the package computed with 50 digits.
 
-The formulas are those of the papers, weight by weight. The script is tests/make_golden.py; a backend that
-changes on purpose or goes leaves the file.
+The formulas are those of the papers, weight by weight. The script is tests/golden/make_golden.py; a backend
+that changes on purpose or goes leaves the file.
 """
 
 import json

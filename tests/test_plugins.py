@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 from command_line import command
-from made_records import forgotten
+from synthetic_records import forgotten
 
 from efficient_attn.backends import list_backends, spec
 from efficient_attn.errors import UnknownNameError

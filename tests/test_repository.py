@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import sys
 import tomllib
 from collections import Counter
@@ -11,8 +12,7 @@ from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
-from made_records import case, folder
-from mutants import mutants
+from synthetic_records import case, folder
 
 import efficient_attn as ea
 from efficient_attn.measure.record import Record
@@ -22,7 +22,7 @@ TOML = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = TOML["project"]
 FOLDERS = {"efficient_attn": ROOT / "efficient_attn", "efficient_attn_cli": ROOT / "cli"}
 IMPORTS = (ast.Import, ast.ImportFrom)
-MUTANTS = list(mutants())
+MUTANTS = list(runpy.run_path(str(ROOT / "tests/mutants.py"))["mutants"]())
 
 
 def text_of(name: str | Path) -> str:

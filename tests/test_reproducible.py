@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from forked import output_of
+from rank_processes import output_of
 from reference import random_qkv
 
 import efficient_attn as ea
@@ -48,7 +48,7 @@ def test_two_processes_give_the_same_bits_of_outputs_gradients_errors_and_bytes(
     digests = set()
     for seed in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
-        digests.add(output_of("-c", "import test_reproducible; print(test_reproducible.digest())"))
+        digests.add(output_of("-c", f"import runpy; print(runpy.run_path({__file__!r})['digest']())"))
     assert len(digests) == 1
 
 

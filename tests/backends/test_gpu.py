@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 import torch
-from plain import LARGE, SMALL, Problem, Sizes, bounds, error, problem, results
+from plain_attention import LARGE, SMALL, Problem, Sizes, bounds, error, problem, results
 from torch import Tensor
 
 import efficient_attn as ea

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from launches import COUNTED, Count, counted, forward, forward_backward, other_device, prepared, step
+from kernel_launches import COUNTED, Count, counted, forward, forward_backward, other_device, prepared, step
 
 import efficient_attn as ea
 from efficient_attn.ops.paths import VARIABLE

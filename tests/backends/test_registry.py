@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import output_of
+from rank_processes import output_of
 from reference import random_qkv
 
 import efficient_attn as ea

@@ -5,7 +5,7 @@ from threading import BrokenBarrierError
 
 import pytest
 import torch
-from threads import assert_ranks_are_the_whole, bytes_sent, drawn
+from thread_ranks import assert_ranks_are_the_whole, bytes_sent, drawn
 
 import efficient_attn as ea
 from efficient_attn.conformance.ranks import on_threads

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from forked import output_of, rows_of
+from rank_processes import output_of, rows_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel as torchs_parallel
@@ -26,7 +26,7 @@ ROUNDING = {"torch.bfloat16": 2**-7, "torch.float32": 2e-6, "torch.float64": 1e-
 def fixture_of(script, *arguments):
     @pytest.fixture(scope="module")
     def rows(tmp_path_factory):
-        return rows_of(f"distributed/{script}.py", tmp_path_factory.mktemp(script) / "store", *arguments)
+        return rows_of(f"{script}.py", tmp_path_factory.mktemp(script) / "store", *arguments)
 
     return rows
 

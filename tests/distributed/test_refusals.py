@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from integrations.intercepted import DIM, TOKENS, written_model
+from intercepted_models import DIM, TOKENS, written_model
 
 import efficient_attn as ea
 from efficient_attn.conformance.ranks import on_threads

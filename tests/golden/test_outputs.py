@@ -48,7 +48,7 @@ RELATIVE, ROUNDING = 1e-3, 1e-5
 def measurements(command: str) -> dict[str, dict[str, Any]]:
     """{name of the measurement: {quantity: value}} of a run of the command."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        Path("models.py").write_text((FOLDER.parent / "integrations" / "called_models.py").read_text())
+        Path("models.py").write_text((FOLDER.parent / "helpers" / "called_models.py").read_text())
         silent = io.StringIO()
         with contextlib.redirect_stdout(silent), contextlib.redirect_stderr(silent):
             try:

@@ -10,8 +10,8 @@ from reference import reference_attention
 pytest.importorskip("efficient_attn_cli", reason="needs an installation, if only an editable one")
 
 from command_line import command
-from integrations.hf_advice import quality
-from planned import study
+from hf_advice import quality
+from study_points import study
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError

@@ -5,9 +5,9 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import MODELS, saved, texts
-from planned import points_of, study
+from hf_models import MODELS, saved, texts
 from safetensors.torch import save_file
+from study_points import points_of, study
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, OptionError

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from made_records import case as made_case
+from synthetic_records import case as made_case
 
 from efficient_attn.backends import build
 from efficient_attn.measure import calls, worker

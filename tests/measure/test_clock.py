@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from made_records import case
+from synthetic_records import case
 
 from efficient_attn.measure import worker
 from efficient_attn.measure.clock import QueuedCalls, clock, sample, warm_up

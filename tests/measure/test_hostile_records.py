@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from made_records import case, costs, errors, folder
-from report.pages import Page
+from parsed_pages import Page
+from synthetic_records import case, costs, errors, folder
 
 from efficient_attn.measure.quantities import FIELDS
 from efficient_attn.measure.record import Case, Record

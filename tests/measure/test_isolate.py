@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from isolated_points import case_of
-from looped import points, run
+from engine_runs import points, run
+from small_cases import case_of
 
 from efficient_attn import bench
 from efficient_attn.measure.isolation import Measurer

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from isolated_points import case_of
+from small_cases import case_of
 
 import efficient_attn as ea
 from efficient_attn.measure import worker

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
-from made_records import case
+from synthetic_records import case
 
 import efficient_attn as ea
 from efficient_attn import limits

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from isolated_points import SHARED
+from small_cases import SHARED
 
 from efficient_attn.external import spec_of
 from efficient_attn.measure.units import parse_bytes, parse_seconds, parse_sizes, show_bytes, show_seconds

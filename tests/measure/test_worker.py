@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from isolated_points import case_of
+from small_cases import case_of
 from torch import nn
 
 from efficient_attn.backends import build

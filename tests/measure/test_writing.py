@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from made_records import case
+from synthetic_records import case
 
 from efficient_attn.errors import DataError
 from efficient_attn.measure.record import Record, append, line, read

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from definitions import transformed
+from backend_definitions import transformed
 from reference import random_mask, random_qkv, reference_attention
 
 import efficient_attn as ea

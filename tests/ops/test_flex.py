@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from eager_flex import eager_flex
-from launches import counted
+from cpu_flex_attention import eager_flex
+from kernel_launches import counted
 from reference import assert_near, output_and_gradients, random_qkv
 from torch._dynamo.exc import TorchDynamoException
 

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from eager_flex import on_flex
+from cpu_flex_attention import on_flex
 from reference import random_mask, random_qkv
 from torch.nn.attention import flex_attention
 

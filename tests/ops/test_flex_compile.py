@@ -5,8 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from definitions import by_definition
-from eager_flex import eager_flex, on_flex, traced_flex
+from backend_definitions import by_definition
+from cpu_flex_attention import eager_flex, on_flex, traced_flex
 from reference import random_mask, random_qkv
 from torch.nn.attention import flex_attention
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from definitions import by_definition
+from backend_definitions import by_definition
 from reference import (
     assert_near,
     output_and_gradients,

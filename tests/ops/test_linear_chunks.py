@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from definitions import by_definition
+from backend_definitions import by_definition
 from reference import (
     assert_near,
     output_and_gradients,

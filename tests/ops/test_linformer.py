@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from definitions import by_definition
+from backend_definitions import by_definition
 from reference import assert_near, first_and_second_derivatives, random_mask, random_qkv
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from definitions import by_definition
+from backend_definitions import by_definition
 from reference import largest_difference, random_mask, random_qkv
 
 import efficient_attn as ea

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from definitions import by_definition
-from plain import LARGE, bounds, error, problem, results
+from backend_definitions import by_definition
+from plain_attention import LARGE, bounds, error, problem, results
 from reference import largest_difference, random_mask, random_qkv
 
 import efficient_attn as ea

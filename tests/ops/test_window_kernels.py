@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import jaxtyping
 import pytest
 import torch
-from definitions import by_definition
-from eager_flex import on_flex
-from launches import counted
+from backend_definitions import by_definition
+from cpu_flex_attention import on_flex
+from kernel_launches import counted
 from reference import assert_near, first_and_second_derivatives, largest_difference, random_mask, random_qkv
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import flex_attention

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from drawn import outside, overlaps, shown
+from figure_texts import outside, overlaps, shown
 
 from efficient_attn.report.drawing import SMALL, WIDTH_INCHES, draw
 from efficient_attn.report.figures import Axis, Chart, Plot, Series

@@ -7,8 +7,8 @@ import sys
 from itertools import pairwise
 
 import pytest
-from made_records import case, costs, errors, folder
-from report.pages import Page
+from parsed_pages import Page
+from synthetic_records import case, costs, errors, folder
 
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.runs import results as redraw

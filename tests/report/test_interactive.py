@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_records import case, costs, folder
-from report.browser import chromium, opened
-from report.pages import Page
+from browser import chromium, opened
+from parsed_pages import Page
+from synthetic_records import case, costs, folder
 
 from efficient_attn.errors import MissingPackageError
 from efficient_attn.measure.record import Record

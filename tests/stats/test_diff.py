@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from made_records import case
+from synthetic_records import case
 
 from efficient_attn.measure.record import Record, replace
 from efficient_attn.runs.registry import studies

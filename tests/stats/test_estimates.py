@@ -5,9 +5,9 @@ import time
 
 import numpy as np
 import pytest
-from made_records import timed
 from scipy import stats
-from stats.simulate_intervals import MODELS, of_model, time_coverage
+from simulate_intervals import MODELS, of_model, time_coverage
+from synthetic_records import timed
 
 from efficient_attn.measure.record import replace
 from efficient_attn.stats import estimates

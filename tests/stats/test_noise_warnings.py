@@ -1,7 +1,7 @@
 """Remarks: each sign that times are uncertain is said with its remedy; a quiet run has none."""
 
 import pytest
-from made_records import case
+from synthetic_records import case
 
 from efficient_attn import bench
 from efficient_attn.measure.environment import moment

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformer.modules import DIM, HEADS
+from transformer_modules import DIM, HEADS
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError

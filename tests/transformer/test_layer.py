@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformer.modules import CONTEXT, DIM, HEADS, ROUNDING, TOKENS, build, disturb, mask, sequence
+from transformer_modules import CONTEXT, DIM, HEADS, ROUNDING, TOKENS, build, disturb, mask, sequence
 
 import efficient_attn as ea
 from efficient_attn.transformer.positions import add_sinusoidal_positions

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformer.modules import CONTEXT, DIM, HEADS, STACK, TOKENS, WIDE, build, mask, sequence
+from transformer_modules import CONTEXT, DIM, HEADS, STACK, TOKENS, WIDE, build, mask, sequence
 
 import efficient_attn as ea
 from efficient_attn.errors import DtypeError, OptionError, ShapeError, UnknownNameError, UnsupportedError

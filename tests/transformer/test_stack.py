@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformer.modules import (
+from transformer_modules import (
     CONTEXT,
     DIM,
     HEADS,

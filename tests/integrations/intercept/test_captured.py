@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from integrations.intercepted import DIM, LEFT, REAL, TOKENS, TRIANGLE, Called, OwnModel, padded_encoder
+from intercepted_models import DIM, LEFT, REAL, TOKENS, TRIANGLE, Called, OwnModel, padded_encoder
 from torch import nn
 
 import efficient_attn as ea

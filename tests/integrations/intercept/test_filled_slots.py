@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from integrations.intercepted import Called
+from intercepted_models import Called
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import efficient_attn as ea

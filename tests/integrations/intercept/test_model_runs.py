@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from integrations.called_models import two_layers
+from called_models import two_layers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -5,11 +5,11 @@ import re
 from contextlib import nullcontext
 from unittest.mock import patch
 
+import hf_models
 import pytest
 import torch
 import torch.nn.functional as F
-from integrations import hf_models
-from integrations.intercepted import DIM, MODELS, REAL, TOKENS, Called, OwnModel, written_model
+from intercepted_models import DIM, MODELS, REAL, TOKENS, Called, OwnModel, written_model
 from torch import nn
 
 import efficient_attn as ea

@@ -8,7 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import (
+from hf_models import (
     MODELS,
     ROUNDING,
     bart,

@@ -6,7 +6,7 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import MODELS, ROUNDING, WINDOW, gemma3, inputs, llama, mistral, modernbert
+from hf_models import MODELS, ROUNDING, WINDOW, gemma3, inputs, llama, mistral, modernbert
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionAndSlidingWindowAttentionLayer
 

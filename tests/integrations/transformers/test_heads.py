@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_advice import TIMES_S, timed
-from integrations.hf_models import VOCABULARY, llama, mistral, opt, saved, texts
+from hf_advice import TIMES_S, timed
+from hf_models import VOCABULARY, llama, mistral, opt, saved, texts
 
 import efficient_attn as ea
 from efficient_attn.integrations.transformers import attach, swapped

@@ -8,9 +8,9 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_advice import TIMES_S, advise, plans
-from integrations.hf_models import TOKENS, gemma3, gpt2, mistral, saved, texts
-from planned import study
+from hf_advice import TIMES_S, advise, plans
+from hf_models import TOKENS, gemma3, gpt2, mistral, saved, texts
+from study_points import study
 
 from efficient_attn.errors import DataError, OptionError, UnsupportedError
 from efficient_attn.integrations.transformers import attach

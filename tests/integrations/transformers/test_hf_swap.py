@@ -12,9 +12,9 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_advice import quality, swap
-from integrations.hf_models import MODELS, TOKENS, WINDOW, bart, bert, gemma3, gpt2, mistral, saved, texts
-from planned import points_of, study
+from hf_advice import quality, swap
+from hf_models import MODELS, TOKENS, WINDOW, bart, bert, gemma3, gpt2, mistral, saved, texts
+from study_points import points_of, study
 
 import efficient_attn as ea
 from efficient_attn.errors import DataError, DtypeError, OptionError, UnsupportedError

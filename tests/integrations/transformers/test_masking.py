@@ -8,7 +8,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import MODELS, ROUNDING, attended, bert, inputs, llama, logits, mistral
+from hf_models import MODELS, ROUNDING, attended, bert, inputs, llama, logits, mistral
 from transformers import DynamicCache, StaticCache
 from transformers.masking_utils import bidirectional_mask_function
 

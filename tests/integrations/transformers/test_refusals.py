@@ -8,7 +8,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import TOKENS, attended, bart, bert, gpt2, inputs, llama, mistral, modernbert
+from hf_models import TOKENS, attended, bart, bert, gpt2, inputs, llama, mistral, modernbert
 
 from efficient_attn.distributed.calls import in_force
 from efficient_attn.distributed.layout import Layout

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.hf_models import SIZES, bert, gemma3, inputs, llama, logits, saved
+from hf_models import SIZES, bert, gemma3, inputs, llama, logits, saved
 
 import efficient_attn as ea
 from efficient_attn.backend import Backend

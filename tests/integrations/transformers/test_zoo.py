@@ -8,7 +8,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers", minversion="5.14", reason="the extra [hf] is missing")
 
-from integrations.transformers import hf_zoo
+import hf_zoo
 
 # Models warn of their tiny sizes.
 pytestmark = pytest.mark.filterwarnings("ignore")
