@@ -5,12 +5,17 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serial_lock import turn
+
+try:
+    import fcntl
+except ImportError:  # Windows, where such tests run beside the others.
+    fcntl = None
 
 THREADS = 1
 
@@ -47,6 +52,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if item.path.name == "test_reproducible.py" and OF_A_KIND & set(map(str, params.values())):
             item.add_marker("slow")
+
+
+@contextmanager
+def turn(folder: Path, *, alone: bool) -> Iterator[None]:
+    """Let a test run beside the others of this folder's processes, or alone."""
+    if fcntl is None:
+        yield
+        return
+    with open(folder / "gate", "w") as gate, open(folder / "running", "w") as running:
+        # A test that waits to run alone holds the gate, so that no other test begins before it.
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(running, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            # A process that the test left behind holds the files open.
+            fcntl.flock(running, fcntl.LOCK_UN)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -95,7 +118,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> str:
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The device of tests marked `gpu`; on request the CPU, on the path of other devices."""
     import torch
 
@@ -104,12 +127,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> str:
         from efficient_attn.ops import verdict
 
         first = {kernel: tiles[0] for kernel, tiles in verdict.TILES.items()}
-        monkeypatch.setattr(verdict, "_TRIAL", first)
-        return "cuda"
+        with verdict.on_trial(first):
+            yield "cuda"
+        return
     if os.environ.get("EFFICIENT_ATTN_GPU_TESTS") != "cpu":
         pytest.skip("torch sees no CUDA device; EFFICIENT_ATTN_GPU_TESTS=cpu runs these tests on the CPU")
     monkeypatch.setenv("EFFICIENT_ATTN_KERNELS", "torch")
-    return "cpu"
+    yield "cpu"
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 import os
 import re
 import runpy
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from rank_processes import output_of
 from synthetic_records import forgotten
 from typer.testing import CliRunner
 
@@ -205,9 +204,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in ("sphinx", "myst_parser", "furo", "latex2mathml"):
         pytest.importorskip(package, reason="the docs extra is not installed")
     built = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", str(ROOT / "docs"), str(built)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    output_of("-m", "sphinx", "-q", "-W", "--keep-going", ROOT / "docs", built)
     return built
 
 

@@ -3,14 +3,13 @@
 import importlib
 import json
 import runpy
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from rank_processes import output_of
 
 import efficient_attn as ea
 from efficient_attn.testing import check_names
@@ -27,8 +26,7 @@ def test_a_page_is_what_its_script_makes_of_backends_and_records() -> None:
     # In a process of its own: other tests put backends into the table of this one.
     code = f"""import json, runpy
 print(json.dumps([runpy.run_path(f"{DOCS}/{{script}}.py")["page"]() for script in {[*scripts.values()]}]))"""
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for (page, script), text in zip(scripts.items(), json.loads(child.stdout), strict=True):
+    for (page, script), text in zip(scripts.items(), json.loads(output_of("-c", code)), strict=True):
         assert (DOCS / f"{page}.md").read_text(encoding="utf-8") == text, f"run: python docs/{script}.py"
 
 

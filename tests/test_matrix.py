@@ -2,9 +2,8 @@
 
 import json
 import re
+import runpy
 import tomllib
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -30,11 +29,9 @@ def test_every_python_and_system_of_the_classifiers_is_a_cell() -> None:
 
 
 def test_a_cell_replaces_the_versions_of_the_constraints() -> None:
-    loader = SourceFileLoader("cell", str(ROOT / ".ci" / "cell"))
-    script = module_from_spec(spec_from_loader("cell", loader))
-    loader.exec_module(script)
+    script = runpy.run_path(str(ROOT / ".ci" / "cell"))
     text = "# Why.\nnumpy==2\npandas==3\nrich==15.0.0\ntokenizers==0.23\ntorch==2.13.0\ntransformers==5.23\n"
-    lines = script.constraints(text, CELLS["oldest"]).splitlines()
+    lines = script["constraints"](text, CELLS["oldest"]).splitlines()
     assert lines == ["# Why.", "rich==15.0.0", "torch==2.8.0+cpu", "numpy==1.26.4", "transformers==5.14.1"]
-    assert script.torch_of(CELLS["macos"]) == CELLS["macos"]["torch"]
-    assert "torch==2.8.0\n" in script.constraints(text, CELLS["oldest"], cuda=True)
+    assert script["torch_of"](CELLS["macos"]) == CELLS["macos"]["torch"]
+    assert "torch==2.8.0\n" in script["constraints"](text, CELLS["oldest"], cuda=True)

@@ -8,18 +8,12 @@ import pytest
 import torch
 from rank_processes import output_of
 from reference import random_qkv
+from small_backends import FORMS, small_backend
 
 import efficient_attn as ea
 from efficient_attn.measure.record import line, replace
 
-CASES = [
-    (name, causal)
-    for name in ea.list_backends()
-    for causal in (False, True)
-    if ea.spec(name).capabilities.causal >= causal
-]
-EVERY = pytest.mark.parametrize(("name", "causal"), CASES)
-SIZES = {"window": 5, "window-clusters": 4}
+EVERY = pytest.mark.parametrize(("name", "causal"), FORMS)
 
 
 def digest():
@@ -63,12 +57,9 @@ def test_a_point_alone_is_the_point_of_a_sweep():
 
 
 def built(name: str, causal: bool) -> tuple[ea.Backend, list[torch.Tensor]]:
-    size, inputs = ea.spec(name).size_option, list(random_qkv(1, 4, 2, 16, 16))
-    options = {} if size is None else {size: SIZES.get(name, 6)}
-    backend = ea.build(name, head_dim=8, max_tokens=16, causal=causal, **options).double()
-    if backend.needs_calibration:
-        backend.calibrate(*inputs[:2])
-    return backend.eval(), inputs
+    size = {"window": 5, "window-clusters": 4}.get(name, 6)
+    backend = small_backend(name, size, head_dim=8, max_tokens=16, causal=causal)
+    return backend.eval(), list(random_qkv(1, 4, 2, 16, 16))
 
 
 @EVERY

@@ -11,6 +11,7 @@ from statistics import median
 import pytest
 import torch
 from plain_attention import LARGE, SMALL, Problem, Sizes, bounds, error, problem, results
+from small_backends import FORMS
 from torch import Tensor
 
 import efficient_attn as ea
@@ -35,12 +36,6 @@ pytestmark = [
 
 BFLOAT16 = torch.bfloat16
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CASES = [
-    (name, causal)
-    for name in ea.list_backends()
-    for causal in (False, True)
-    if ea.spec(name).capabilities.causal or not causal
-]
 LINEAR = [name for name in ea.list_backends() if name.startswith(("linear-", "performer-"))]
 STREAMING = [name for name in ea.list_backends() if ea.spec(name).capabilities.streaming]
 # Outputs that CUDA adds by atomics, in any order: the sums over clusters (`scatter_add_`, `index_add_`).
@@ -62,7 +57,7 @@ def sizes(device: str) -> Sizes:
 # Grouped queries come with masks and other lengths of keys.
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "causal"), CASES)
+@pytest.mark.parametrize(("name", "causal"), FORMS)
 def test_errors_are_at_most_twice_those_of_a_plain_implementation(
     device, sizes, name, causal, dtype, grouped
 ):
@@ -73,7 +68,7 @@ def test_errors_are_at_most_twice_those_of_a_plain_implementation(
         assert error(x, expected) <= bound, what
 
 
-@pytest.mark.parametrize(("name", "causal"), CASES)
+@pytest.mark.parametrize(("name", "causal"), FORMS)
 def test_the_plain_implementation_is_the_formula_of_the_backend(device, name, causal):
     task = problem(name, torch.float32, device, SMALL, causal=causal, grouped=True)
     pairs = zip(results(task.plain, task.wide_inputs), task.exact(), strict=True)
@@ -82,7 +77,7 @@ def test_the_plain_implementation_is_the_formula_of_the_backend(device, name, ca
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("name", "causal"), CASES)
+@pytest.mark.parametrize(("name", "causal"), FORMS)
 def test_repeated_calls_give_the_same_bits(device, sizes, name, causal, dtype):
     task = problem(name, dtype, device, sizes, causal=causal, grouped=True)
     first, second = (list(results(task.call, task.inputs)) for _ in range(2))
@@ -110,7 +105,7 @@ def test_token_by_token_is_the_whole(device, sizes, name, dtype):
     assert error(torch.cat(parts, dim=-2), expected) <= bound
 
 
-@pytest.mark.parametrize(("name", "causal"), [x for x in CASES if ea.spec(x[0]).capabilities.compile])
+@pytest.mark.parametrize(("name", "causal"), [x for x in FORMS if ea.spec(x[0]).capabilities.compile])
 def test_compiled_without_a_graph_break_it_keeps_to_the_bounds(device, name, causal):
     if device == "cuda" and (name, causal) == ("window-clusters", False) and torch.__version__ < "2.13":
         pytest.xfail("PyTorch 2.11 does not compile torch.searchsorted in a view for GPUs")
@@ -124,7 +119,7 @@ def test_compiled_without_a_graph_break_it_keeps_to_the_bounds(device, name, cau
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(("name", "causal"), CASES)
+@pytest.mark.parametrize(("name", "causal"), FORMS)
 def test_a_captured_graph_replays_the_call_on_new_inputs(cuda, name, causal, backward):
     task = problem(name, BFLOAT16, cuda, LARGE, causal=causal)
     inputs = [x.clone().requires_grad_(backward) for x in task.inputs]
@@ -153,7 +148,7 @@ def test_a_captured_graph_replays_the_call_on_new_inputs(cuda, name, causal, bac
         assert error(x.detach(), expected.detach()) <= 2 * torch.finfo(BFLOAT16).eps
 
 
-@pytest.mark.parametrize(("name", "causal"), CASES)
+@pytest.mark.parametrize(("name", "causal"), FORMS)
 def test_no_call_waits_for_the_device(cuda, name, causal):
     task = problem(name, BFLOAT16, cuda, LARGE, causal=causal, grouped=True)
     use = partial(all_verbs, task)

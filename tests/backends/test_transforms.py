@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small_backends import FORMS, small_backend
 from torch import Tensor
 from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import functional_call, grad, jvp, stack_module_state, vmap
@@ -14,24 +15,15 @@ import efficient_attn as ea
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 
 TOKENS, HEAD_DIM, ENTRIES = 9, 4, 3
-CASES = [
-    (name, causal)
-    for name in ea.list_backends()
-    for causal in (False, True)
-    if ea.spec(name).capabilities.causal >= causal
-]
 # Forms made of operators of torch, which have forward derivatives.
 DIFFERENTIABLE = ("exact-dense", "window", "oracle-topk", "bigbird", "block-topk")
-EVERY = pytest.mark.parametrize(("name", "causal"), CASES)
+EVERY = pytest.mark.parametrize(("name", "causal"), FORMS)
 
 
 def built(name: str, causal: bool, **options: int) -> ea.Backend:
-    size = ea.spec(name).size_option
-    sizes = {} if size is None else {size: {"window": 5, "window-clusters": 2}.get(name, 6)}
-    backend = ea.build(name, head_dim=HEAD_DIM, max_tokens=12, causal=causal, **sizes, **options).double()
-    if backend.needs_calibration:
-        backend.calibrate(*(x[0] for x in inputs(seed=1)[:2]))
-    return backend
+    size = {"window": 5, "window-clusters": 2}.get(name, 6)
+    sizes = {"head_dim": HEAD_DIM, "kv_heads": 1, "max_tokens": 12}
+    return small_backend(name, size, causal=causal, **sizes, **options)
 
 
 def inputs(seed: int = 0, heads: int = 1) -> list[Tensor]:
@@ -85,7 +77,7 @@ def test_vmap_gives_the_calls_and_gradients_of_single_calls(name, causal):
 
 @pytest.mark.parametrize(
     ("name", "causal"),
-    [case for case in CASES if case[0] in ("linformer", "performer-positive", "performer-trig")],
+    [case for case in FORMS if case[0] in ("linformer", "performer-positive", "performer-trig")],
 )
 def test_an_ensemble_of_models_is_mapped_over_its_parameters_and_directions(name, causal):
     models = [

@@ -27,7 +27,7 @@ def rows_of(script: str, *arguments: object) -> dict[str, list[dict]]:
     return rows
 
 
-def output_of(*command: object, **options: object) -> str:
+def output_of(*command: object, variables: dict[str, str] | None = None, **options: object) -> str:
     """Output of Python in a process of its own, which must end well."""
     # Python may leave the folder of a script off its path.
     path = os.pathsep.join(filter(None, (str(HELPERS), os.environ.get("PYTHONPATH"))))
@@ -36,7 +36,7 @@ def output_of(*command: object, **options: object) -> str:
         capture_output=True,
         text=True,
         timeout=1200,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **(variables or {})},
         **options,
     )
     assert ended.returncode == 0, ended.stderr

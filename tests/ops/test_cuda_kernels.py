@@ -1,9 +1,6 @@
 """Triton kernels: errors under the interpreter and on a GPU, resources as compiled without one."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +8,7 @@ from typing import Any
 import cuda_kernels
 import pytest
 import torch
+from rank_processes import output_of
 
 from efficient_attn.ops import cuda
 from efficient_attn.ops.cuda.tiles import tiles
@@ -40,12 +38,7 @@ ON_GPU = [
 
 
 def child(*arguments: str, **environment: str) -> Any:
-    # Where the folder of a script is left off the path, its helpers have to be found too.
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent)} | environment
-    command = [sys.executable, SCRIPT, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
+    return json.loads(output_of(SCRIPT, *arguments, variables=environment))
 
 
 def check(measured: dict[str, list[float]], *, float32: bool) -> None:

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from reference import random_qkv
+from small_backends import small_backend
 from torch import Tensor
 
 import efficient_attn as ea
@@ -18,12 +19,7 @@ ALL = pytest.mark.parametrize("name", ["exact", "exact-dense", "window", GLOBAL]
 
 
 def built(name: str) -> ea.Backend:
-    size = ea.spec(name.split()[0]).size_option
-    options = SIZES.get(name, {} if size is None else {size: 6})
-    backend = ea.build(name.split()[0], head_dim=8, causal=True, **options).double()
-    if backend.needs_calibration:
-        backend.calibrate(*inputs(24)[:2])
-    return backend
+    return small_backend(name.split()[0], 6, head_dim=8, causal=True, **SIZES.get(name, {}))
 
 
 def inputs(tokens: int) -> list[Tensor]:

@@ -4,26 +4,18 @@ import pytest
 import torch
 from backend_definitions import by_definition
 from reference import largest_difference, random_mask, random_qkv
+from small_backends import FORMS, small_backend
 
 import efficient_attn as ea
 
-NAMES = [name for name in ea.list_backends() if name not in ("window-clusters", "block-topk")]
 PATHS = pytest.mark.usefixtures("path")
-CASES = [
-    (name, causal)
-    for name in NAMES
-    for causal in (False, True)
-    if ea.spec(name).capabilities.causal or not causal
-]
+CASES = [form for form in FORMS if form[0] not in ("window-clusters", "block-topk")]
 
 
 def built(name, *, causal=False, **options):
-    size = ea.spec(name).size_option
-    sizes = {size: {"window": 5}.get(size, 6)} if size else {}
+    size = 5 if ea.spec(name).size_option == "window" else 6
     shared = {"head_dim": 4, "num_heads": 4, "max_tokens": 9, "causal": causal}
-    backend = ea.build(name, **{**shared, **sizes, **options}).double()
-    if backend.needs_calibration:
-        backend.calibrate(*random_qkv(1, 4, 2, 32, 32, 4, seed=9)[:2])
+    backend = small_backend(name, size, **{**shared, **options})
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         # Learned maps and mixtures differ from head to head and from their start.

@@ -21,7 +21,6 @@ studies()
 KIND_OF = {"time_s": "time", "device_time_s": "time", "accuracy": "recall"}
 NOISE = np.exp(0.01 * np.random.default_rng(0).standard_normal((2, 16)))
 MEMORY = Record(case=case("memory", "b", 64), peak_bytes=1000)
-ONE_TIME = timed("b", 64, [1e-3] * 4)
 
 
 def results(*records, **environment):
