@@ -22,7 +22,7 @@ from efficient_attn.errors import DataError
 from efficient_attn.shapes import Keys, Output, Queries, Values
 
 # Scores are computed in blocks of rows, so that a long sequence never builds the whole float64 matrix.
-_ENTRIES_AT_ONCE = 1 << 23
+ENTRIES_AT_ONCE = 1 << 23
 
 # Positions of logits at once; exp of more nats leaves the range of floats.
 _ROWS, _MOST_NATS = 64, 700.0
@@ -57,7 +57,7 @@ def exact_output(
         k, v = (x.masked_fill(~key_mask[:, None, :, None], 0.0) for x in (k, v))
         key_mask = key_mask[:, None, None, :]
     parts = []
-    for part in rows.split(max(1, _ENTRIES_AT_ONCE // max(q.shape[0] * q.shape[1] * len(positions), 1))):
+    for part in rows.split(max(1, ENTRIES_AT_ONCE // max(q.shape[0] * q.shape[1] * len(positions), 1))):
         visible = key_mask
         if causal:
             past = positions <= part[:, None] + ahead
@@ -84,7 +84,7 @@ def read_shares(backend: Backend, q: Queries, k: Keys, rows: Tensor | None = Non
     rows = torch.arange(q.shape[2], device=q.device) if rows is None else rows
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     read_pairs, pairs, mass = 0, 0, 0.0
-    for part in rows.split(max(1, _ENTRIES_AT_ONCE // (q.shape[0] * q.shape[1] * tokens))):
+    for part in rows.split(max(1, ENTRIES_AT_ONCE // (q.shape[0] * q.shape[1] * tokens))):
         read = backend.keys_read(q, k, rows=part)
         scores = q[..., part, :].double() @ keys.mT * backend.problem.factor
         if backend.problem.causal:

@@ -25,7 +25,7 @@ from efficient_attn.shapes import KeyMask, Keys, Queries, Values
 
 # Numbers per step on the CPU, so that they stay in cache: in the keys and values of the heads, and in the
 # summaries of the blocks, with bounds of the number of blocks.
-_HEADS, _GROUP, _FEWEST, _MOST = 1 << 20, 1 << 19, 2, 16
+_HEADS, _GROUP, _FEWEST, MOST_BLOCKS = 1 << 20, 1 << 19, 2, 16
 
 
 def window_clusters(
@@ -91,7 +91,7 @@ def _group(numbers: int, blocks: int, k: Tensor) -> int:
     """Number of blocks per step, from the size of one block's summaries."""
     if not tuned_for_cpu(k):
         return min(blocks, step_capacity(numbers))
-    return min(blocks, _MOST, max(_FEWEST, _GROUP // numbers))
+    return min(blocks, MOST_BLOCKS, max(_FEWEST, _GROUP // numbers))
 
 
 @torch.no_grad()

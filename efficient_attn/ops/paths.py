@@ -20,7 +20,7 @@ HELD = 2**25
 # Types of devices whose products of half precision are neither faster nor summed in float32.
 UPCAST = {"cpu"}
 # Dtypes for which FlexAttention compiles.
-_FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+FLEX_DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 # Sets of all active observations, for kernels in any thread.
 _OBSERVED: list[set[str]] = []
 _T = TypeVar("_T")
@@ -58,7 +58,7 @@ def kernels(device: torch.device, dtype: torch.dtype) -> str:
         return "torch"
     if device.type == "cpu":
         return "cpu"
-    return "flex" if dtype in _FLEX_DTYPES and on_tensor_cores(dtype) and compiles(device) else "torch"
+    return "flex" if dtype in FLEX_DTYPES and on_tensor_cores(dtype) and compiles(device) else "torch"
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def note_kernel(name: str) -> None:
 
 def forgo_flex(dtype: torch.dtype) -> None:
     """Stop using FlexAttention of this dtype in this process."""
-    _FLEX_DTYPES.discard(dtype)
+    FLEX_DTYPES.discard(dtype)
 
 
 def step_capacity(numbers: int) -> int:

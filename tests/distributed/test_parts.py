@@ -51,7 +51,7 @@ def test_rows_and_gradients_of_all_ranks_are_those_of_the_whole_sequence(
     name, causal, options, masked, kind, monkeypatch
 ):
     # One group of blocks for a segment of the layout head-tail, and two for a segment of the other.
-    monkeypatch.setattr(clusters, "_MOST", 4)
+    monkeypatch.setattr(clusters, "MOST_BLOCKS", 4)
     torch.manual_seed(0)
     backend = ea.build(name, head_dim=8, causal=causal, **options).double()
     tensors, mask = drawn(TOKENS), torch.rand(2, TOKENS) > 0.3

@@ -1,8 +1,9 @@
 """The path of a GPU's fused attention on the CPU, in any dtype."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,27 +16,19 @@ from efficient_attn.ops.linear import softmax_identity
 from efficient_attn.ops.softmax import flex
 
 
-def uncompiled_by_itself() -> AbstractContextManager[Any]:
-    """A context in which FlexAttention does not compile itself."""
-    if not hasattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"):
-        pytest.skip("FlexAttention of this torch always compiles itself")
-    return patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-
-
-def _uncompiled(device: torch.device, dtype: torch.dtype, *sizes: int) -> Callable:
-    everything = flex._everything(device)
-    return lambda *inputs: flex._attention(*inputs, everything)
-
-
 @contextmanager
-def on_flex(*, multiprocessors: int = 8, least_keys: int = 8) -> Iterator[None]:
-    """FlexAttention serves the CPU, as a device of some multiprocessors, with short parts of keys."""
+def on_flex() -> Iterator[None]:
+    """FlexAttention serves the CPU, as a device of eight multiprocessors, with parts of eight keys."""
+    # PyTorch has no public switch against compiling.
+    switch, properties = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", SimpleNamespace(multi_processor_count=8)
+    if not hasattr(flex_attention, switch):
+        pytest.skip("FlexAttention of this torch always compiles itself")
     with (
-        uncompiled_by_itself(),
+        patch.object(flex_attention, switch, True),
         patch.object(paths, "kernels", lambda device, dtype: "flex"),
         patch.object(verdict, "trusted", lambda *kernel: True),
-        patch.object(softmax_identity, "_multiprocessors", lambda device: multiprocessors),
-        patch.object(softmax_identity, "_KEYS", least_keys),
+        patch.object(torch.cuda, "get_device_properties", lambda device: properties),
+        patch.object(softmax_identity, "LEAST_KEYS", 8),
     ):
         yield
 
@@ -43,7 +36,7 @@ def on_flex(*, multiprocessors: int = 8, least_keys: int = 8) -> Iterator[None]:
 @contextmanager
 def eager_flex() -> Iterator[None]:
     """FlexAttention without compilation."""
-    with on_flex(), patch.object(flex, "_compiled", _uncompiled):
+    with on_flex(), patch.object(flex, "compiled", lambda function, *key: function):
         yield
 
 

@@ -107,6 +107,7 @@ class Device:
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "device", nullcontext)
+        # PyTorch has no public function that keeps a GPU busy.
         monkeypatch.setattr(torch.cuda, "_sleep", spin)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: device.wait("synchronise"))
         monkeypatch.setattr(torch, "empty", Buffer)

@@ -54,12 +54,12 @@ def test_paths_are_cut_to_what_lies_below_the_current_folder_or_to_their_end(tmp
     assert environment.environment(command=list(shown))["command"] == list(shown.values())
 
 
-def test_available_memory_is_the_smaller_of_machine_and_container(monkeypatch, tmp_path):
-    monkeypatch.setattr(environment, "_CONTROL_GROUP", tmp_path)
-    (tmp_path / "memory.current").write_text("50")
-    for machine, container, least in ((1000, "650", 600), (1000, "max", 1000), (None, "max", None)):
-        monkeypatch.setattr(environment, "_entry", lambda path, name, machine=machine: machine)
-        (tmp_path / "memory.max").write_text(container)
+def test_available_memory_is_the_smaller_of_machine_and_container(monkeypatch):
+    texts = {"/sys/fs/cgroup/memory.current": "50"}
+    monkeypatch.setattr(Path, "read_text", lambda path: texts[path.as_posix()])
+    machine = "MemAvailable:  1 kB\n"
+    for free, limit, least in ((machine, "650", 600), (machine, "max", 1024), ("", "max", None)):
+        texts |= {"/proc/meminfo": free, "/sys/fs/cgroup/memory.max": limit}
         assert environment.available_bytes() == least
 
 

@@ -20,7 +20,7 @@ Q, K, V = random_qkv(1, 4, 2, 5, 7, 4, 3)
 def test_the_exact_output_is_the_definition_in_float64_in_blocks_of_any_size(
     monkeypatch, causal, entries, dtype
 ):
-    monkeypatch.setattr(measure, "_ENTRIES_AT_ONCE", entries)
+    monkeypatch.setattr(measure, "ENTRIES_AT_ONCE", entries)
     inputs = [x.to(dtype) for x in (Q, K, V)]
     exact = exact_output(*inputs, scale=SCALE, causal=causal)
     torch.testing.assert_close(exact, reference_attention(*inputs, scale=SCALE, causal=causal), **ROUNDING)
@@ -31,7 +31,7 @@ def test_the_exact_output_is_the_definition_in_float64_in_blocks_of_any_size(
 def test_density_and_covered_mass_are_shares_of_pairs_and_of_exact_weights(
     monkeypatch, causal, entries, rows
 ):
-    monkeypatch.setattr(measure, "_ENTRIES_AT_ONCE", entries)
+    monkeypatch.setattr(measure, "ENTRIES_AT_ONCE", entries)
     q = Q if causal else torch.cat([Q, Q[:, :, :2]], dim=2)
     # Outputs of unit vectors as values are the weights.
     weights = reference_attention(q, K, torch.eye(7).expand(1, 2, 7, 7), scale=SCALE, causal=causal)

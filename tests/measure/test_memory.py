@@ -75,6 +75,7 @@ def test_nothing_is_measured_when_the_pattern_comes_out_wrong_or_reading_it_fail
     def missing(run):
         raise AttributeError("no such part of torch")
 
+    # Torch reads its events under private names alone.
     for wrong in (doubled, missing):
         monkeypatch.setattr(memory, "_allocations", wrong)
         with pytest.raises(UnsupportedError, match="reports no allocations"):

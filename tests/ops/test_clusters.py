@@ -14,7 +14,7 @@ BLOCK = WINDOW // 2
 @pytest.fixture(autouse=True)
 def several_groups(monkeypatch):
     """A step of the CPU takes three blocks, so that short sequences have several."""
-    monkeypatch.setattr(clusters, "_MOST", 3)
+    monkeypatch.setattr(clusters, "MOST_BLOCKS", 3)
 
 
 def built(**options):

@@ -9,6 +9,7 @@ import torch
 from cpu_flex_attention import eager_flex
 from kernel_launches import counted
 from reference import assert_near, output_and_gradients, random_qkv
+from small_backends import small_backend
 from torch._dynamo.exc import TorchDynamoException
 
 import efficient_attn as ea
@@ -31,11 +32,7 @@ def inputs(keys, norm=1.0, dtype=torch.float64, queries=50):
 
 
 def performer(name, **options):
-    backend = ea.build(name, head_dim=16, num_features=64, **options)
-    if backend.needs_calibration:
-        (q, k, _), _ = inputs(80)
-        backend.calibrate(q, k)
-    return backend
+    return small_backend(name, 64, head_dim=16, **options)
 
 
 @pytest.fixture
@@ -188,13 +185,13 @@ def test_the_operator_returns_the_state_and_logarithms_of_the_cpu(parts, monkeyp
 
 @pytest.mark.parametrize(("masked", "launches"), [(False, 32), (True, 44)])
 def test_launches_depend_on_no_length_and_nothing_waits_for_the_device(masked, launches, monkeypatch):
-    def kernels(q, k, v, bias, factor):
+    def kernels(q, k, v, bias, factor, everything):
         # The attention, and its log-sum-exps as natural logarithms.
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), bias.new_zeros(q.shape[:-1])
 
     backend = performer("performer-positive")
     with eager_flex(), monkeypatch.context() as patched:
-        patched.setattr(flex, "_compiled", lambda *sizes: kernels)
+        patched.setattr(flex, "compiled", lambda function, *key: kernels)
         for keys in (80, 800):
             tensors, mask = inputs(keys, dtype=torch.bfloat16)
             count = counted(partial(backend, *tensors, key_mask=mask if masked else None))
@@ -231,7 +228,7 @@ def machine(monkeypatch):
     monkeypatch.setattr(paths.shutil, "which", lambda name: f"/bin/{name}" if name == "gcc" else None)
     for name in (paths.VARIABLE, "CC"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(paths, "_FLEX_DTYPES", set(paths._FLEX_DTYPES))
+    monkeypatch.setattr(paths, "FLEX_DTYPES", set(paths.FLEX_DTYPES))
     monkeypatch.setattr(paths, "on_tensor_cores", lambda dtype: True)
     paths.compiles.cache_clear()
     yield monkeypatch
@@ -301,10 +298,10 @@ def test_a_precision_of_the_cpu_alone_does_not_keep_other_devices_from_float32()
 @pytest.fixture
 def served(machine):
     """FlexAttention serves the CPU until it is forgone."""
-    machine.setattr(paths, "kernels", lambda _, dtype: "flex" if dtype in paths._FLEX_DTYPES else "cpu")
-    machine.setattr(softmax_identity, "_multiprocessors", lambda device: 8)
+    machine.setattr(paths, "kernels", lambda _, dtype: "flex" if dtype in paths.FLEX_DTYPES else "cpu")
+    machine.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=8))
     machine.setattr(verdict, "trusted", lambda *kernel: True)
-    machine.setattr(cpu_flash, "_FORWARD", None)
+    machine.setattr(cpu_flash, "available", lambda *tensors: False)
     flex.compiled.cache_clear()
     yield machine
     flex.compiled.cache_clear()

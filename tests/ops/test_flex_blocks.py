@@ -131,6 +131,7 @@ def test_the_kernel_of_the_cpu_reads_the_listed_blocks(monkeypatch, name, causal
     backend = ea.build(name, head_dim=16, causal=causal, block=32)
     tensors = [x.float() for x in inputs(700)]
     expected, _ = called(backend, *tensors)
+    # No public function lies between the lists and the kernel.
     monkeypatch.setattr(blocks, "_numbers", all_numbers)
     monkeypatch.setattr(blocks, "tuned_for_cpu", lambda x: False)
     with on_flex(), torch.no_grad():

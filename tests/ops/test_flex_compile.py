@@ -96,13 +96,13 @@ def test_a_backend_in_compiled_code_compiles_it_too(gradients):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 def test_operators_serve_what_the_compiler_of_pytorch_refuses(monkeypatch):
     # For the CPU it has no log-sum-exps.
-    monkeypatch.setattr(paths, "_FLEX_DTYPES", set(paths._FLEX_DTYPES))
+    monkeypatch.setattr(paths, "FLEX_DTYPES", set(paths.FLEX_DTYPES))
     q, k, v = (x.float() for x in random_qkv(2, 4, 2, 50, 76, head_dim=16, value_dim=24))
     backend = ea.build("performer-positive", head_dim=16, num_features=64)
     with on_flex(), pytest.warns(UserWarning, match="not compiled: .*`return_lse` is not supported yet"):
         out = backend(q, k, v)
     assert (out - backend(q, k, v)).abs().max() <= 1e-5
-    assert torch.float32 not in paths._FLEX_DTYPES
+    assert torch.float32 not in paths.FLEX_DTYPES
 
 
 def test_the_compiler_of_pytorch_fuses_the_bias_of_each_key(monkeypatch):
@@ -122,7 +122,7 @@ def test_the_compiler_of_pytorch_fuses_the_bias_of_each_key(monkeypatch):
 @pytest.fixture
 def window_on_cpu(monkeypatch):
     """FlexAttention serves windows on the CPU."""
-    monkeypatch.setattr(attention.cpu_flash, "_FORWARD", None)
+    monkeypatch.setattr(attention.cpu_flash, "available", lambda *tensors: False)
     with on_flex():
         yield
 

@@ -47,19 +47,19 @@ def small_chunks(monkeypatch):
 
     def set_chunks(tokens, num_features):
         # At most this many tokens, whatever a cache holds.
-        monkeypatch.setattr(linear_inputs, "_LEAST", 1)
-        monkeypatch.setattr(linear_inputs, "_MOST", tokens)
+        monkeypatch.setattr(linear_inputs, "SHORTEST_CHUNK", 1)
+        monkeypatch.setattr(linear_inputs, "LONGEST_CHUNK", tokens)
         for module in (softmax_identity, trigonometric):
-            monkeypatch.setattr(module, "_PIECE", tokens)
-        for constant in ("CHUNK", "_LARGE_CHUNK"):
+            monkeypatch.setattr(module, "PIECE", tokens)
+        for constant in ("CHUNK", "LARGE_CHUNK"):
             monkeypatch.setattr(scaled_chunks, constant, tokens)
-        monkeypatch.setattr(scaled_chunks, "_MULTIPLE", max(tokens // 2, 1))
+        monkeypatch.setattr(scaled_chunks, "MULTIPLE", max(tokens // 2, 1))
         for constant in ("CHUNK", "BACKWARD_CHUNK"):
             monkeypatch.setattr(causal_exponential, constant, tokens)
         # Four chunks in a segment of 2 times 4 heads.
-        for module, constant in ((scaled_chunks, "_CACHED"), (device_paths, "HELD")):
+        for module, constant in ((scaled_chunks, "CACHED"), (device_paths, "HELD")):
             monkeypatch.setattr(module, constant, 4 * tokens * 2 * 4 * num_features)
-        monkeypatch.setattr(weak_chunks, "_BLOCK", 2)
+        monkeypatch.setattr(weak_chunks, "BLOCK", 2)
 
     return set_chunks
 
@@ -68,7 +68,7 @@ def small_chunks(monkeypatch):
 def kernel(request, monkeypatch):
     """The fused kernel of the CPU, a PyTorch without it, or the path of other devices."""
     if request.param == "unfused":
-        monkeypatch.setattr(cpu_flash, "_FORWARD", None)
+        monkeypatch.setattr(cpu_flash, "available", lambda *tensors: False)
     if request.param == "other":
         monkeypatch.setenv(VARIABLE, "torch")
 
@@ -181,7 +181,7 @@ def test_training_keeps_no_features(name, path, causal, monkeypatch):
     monkeypatch.setenv(VARIABLE, path)
     # Other devices hold few features at a time.
     monkeypatch.setattr(device_paths, "HELD", 2**17)
-    monkeypatch.setattr(weak_chunks, "_FEATURES", 2**14)
+    monkeypatch.setattr(weak_chunks, "FEATURES", 2**14)
     backend = performer(name, head_dim=16, causal=causal, num_features=256)
     peaks = []
     for tokens in (1024, 2048):

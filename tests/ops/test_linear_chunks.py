@@ -7,14 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 from backend_definitions import by_definition
-from reference import (
-    assert_near,
-    output_and_gradients,
-    random_mask,
-    random_qkv,
-    reference_linear,
-    worst_row,
-)
+from reference import assert_near, output_and_gradients, random_mask, random_qkv, reference_linear, worst_row
+from small_backends import small_backend
 
 import efficient_attn as ea
 from efficient_attn.ops.linear import causal_exponential, scaled_chunks, weak_chunks
@@ -32,12 +26,7 @@ LINEAR = [
 
 
 def built(name, scale=None, *, head_dim=4, causal=True):
-    size = ea.spec(name).size_option
-    sizes = {size: 2 * head_dim} if size else {}
-    backend = ea.build(name, head_dim=head_dim, causal=causal, scale=scale, **sizes).double()
-    if backend.needs_calibration:
-        backend.calibrate(*random_qkv(1, 4, 2, 32, 32, head_dim, seed=9)[:2])
-    return backend
+    return small_backend(name, 2 * head_dim, head_dim=head_dim, causal=causal, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -70,7 +59,7 @@ def test_tokens_after_a_state_have_the_rows_and_gradients_of_one_call(name, path
     # The first keys of a batch entry are masked, more than the first call has.
     mask = (torch.arange(24) > torch.tensor([[-1], [9]])) & random_mask(2, 24) if masked else None
     expected = output_and_gradients(partial(backend, key_mask=mask), inputs)
-    for constant, size in {"CHUNK": 8, "_LARGE_CHUNK": 8, "_MULTIPLE": 4}.items():
+    for constant, size in {"CHUNK": 8, "LARGE_CHUNK": 8, "MULTIPLE": 4}.items():
         monkeypatch.setattr(scaled_chunks, constant, size)
 
     def in_parts(*tensors):
@@ -108,10 +97,10 @@ def test_other_devices_compute_a_fixed_number_of_weak_chunks_again(monkeypatch):
     monkeypatch.setenv(VARIABLE, "torch")
     rows = torch.zeros(2, 3, 4, 1, dtype=torch.bool)
     rows[0, 2, :2], rows[1, 1, :3] = True, True
-    monkeypatch.setattr(weak_chunks, "_FEATURES", 2 * 4 * 8)
+    monkeypatch.setattr(weak_chunks, "FEATURES", 2 * 4 * 8)
     (actual,) = weak_chunks.weak_chunks(rows, 8)
     assert actual.tolist() == [4, 2]
-    monkeypatch.setattr(weak_chunks, "_FEATURES", 1)
+    monkeypatch.setattr(weak_chunks, "FEATURES", 1)
     (actual,) = weak_chunks.weak_chunks(torch.ones(2, 64, 4, 1, dtype=torch.bool), 8)
     assert len(actual) == 2 * 64 // weak_chunks._SHARE
     monkeypatch.setenv(VARIABLE, "")
@@ -128,6 +117,7 @@ def test_gradients_are_right_and_pieces_halved_where_exponential_features_are_la
         pieces.extend(actual[1])
         return actual
 
+    # Results show no pieces.
     monkeypatch.setattr(causal_exponential, "_query_gradients", recorded)
     monkeypatch.setitem(linear_state.TINY, torch.float64, tiny or linear_state.TINY[torch.float64])
     backend, inputs = built("performer-positive", head_dim=8), [x.requires_grad_() for x in rising(norm)]

@@ -1,7 +1,7 @@
 """The window by FlexAttention and by packed sequences of FlashAttention, with stand-ins on the CPU."""
 
 import sys
-from functools import partial
+from functools import partial, wraps
 from types import SimpleNamespace
 
 import jaxtyping
@@ -68,7 +68,8 @@ def uncompiled(monkeypatch):
         return function
 
     monkeypatch.setattr(window_flex.flex, "compiled", compiled)
-    monkeypatch.setattr(attention.cpu_flash, "_FORWARD", None)
+    monkeypatch.setattr(attention.cpu_flash, "available", lambda *tensors: False)
+    # FlexAttention refuses gradients on the CPU.
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     with on_flex():
         yield keys
@@ -115,9 +116,9 @@ def stand_in(monkeypatch):
     def use(function):
         name = "torch.nn.attention.varlen"
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(varlen_attn=function))
+        # It remembers the function that this PyTorch has.
         monkeypatch.setattr(varlen, "_function", lambda: function)
 
-    monkeypatch.setattr(varlen, "_grouped", lambda: True)
     return use
 
 
@@ -126,14 +127,15 @@ def packed(monkeypatch, stand_in):
     """Arguments of the calls of a stand-in, which serves the CPU and float64 too."""
     calls = []
 
+    @wraps(packed_attention)
     def called(*tensors, **options):
         calls.append((tensors, options))
         return Kernel.apply(lambda *x: packed_attention(*x, *tensors[3:], **options), *tensors[:3])
 
     stand_in(called)
-    monkeypatch.setattr(varlen, "_DTYPES", (torch.float64, torch.bfloat16))
-    monkeypatch.setattr(varlen, "_has_flash", lambda device: True)
-    monkeypatch.setattr(attention.cpu_flash, "_FORWARD", None)
+    # The CPU has no FlashAttention, and the kernel no float64.
+    monkeypatch.setattr(varlen, "_serves", lambda device, dtype: dtype in (torch.float64, torch.bfloat16))
+    monkeypatch.setattr(attention.cpu_flash, "available", lambda *tensors: False)
     return calls
 
 
@@ -271,7 +273,7 @@ def test_the_kernel_serves_half_precision_on_cuda(monkeypatch, stand_in, device,
     varlen._has_flash.cache_clear()
 
 
-def test_what_the_kernel_cannot_do_goes_another_way(packed, monkeypatch):
+def test_what_the_kernel_cannot_do_goes_another_way(packed, stand_in):
     q, k, v = random_qkv(2, 2, 2, 20, 20)
     mask = torch.ones(2, 20, dtype=torch.bool)
     backend = ea.build("window", head_dim=8, window=5)
@@ -280,7 +282,7 @@ def test_what_the_kernel_cannot_do_goes_another_way(packed, monkeypatch):
     ea.build("window", head_dim=200, window=5)(wide, wide, wide)
     # Transforms of torch.func have no rule for the kernel.
     torch.func.vmap(lambda x: backend(x, x, x))(torch.randn(3, 1, 1, 20, 8, dtype=torch.float64))
-    monkeypatch.setattr(varlen, "_grouped", lambda: False)
+    stand_in(lambda *tensors, scale, window_size: pytest.fail("not made for grouped queries"))
     backend(*random_qkv(2, 4, 2, 20, 20))
     empty = torch.zeros(0, 2, 20, 8, dtype=torch.float64)
     assert backend(empty, empty, empty).shape == empty.shape
@@ -301,8 +303,9 @@ def test_the_real_function_is_part_of_an_exported_and_of_a_compiled_graph(monkey
     # A compiler cannot trace the checks of shapes where sizes are unknown to it.
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     monkeypatch.setenv(paths.VARIABLE, "")
+    # The CPU has no FlashAttention.
     monkeypatch.setattr(varlen, "_has_flash", lambda device: True)
-    monkeypatch.setattr(attention.cpu_flash, "_FORWARD", None)
+    monkeypatch.setattr(attention.cpu_flash, "available", lambda *tensors: False)
     q, k, v = torch.randn(3, 2, 2, 40, 8, dtype=torch.bfloat16).unbind()
     backend = ea.build("window", head_dim=8, window=5, causal=True)
     tokens = torch.export.Dim("tokens", min=8, max=4096)

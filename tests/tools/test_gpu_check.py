@@ -36,6 +36,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(paths, "compiles", lambda device: True)
     monkeypatch.setattr(verdict, "machine", lambda device: dict(description))
     monkeypatch.setattr(verdict, "newer_ptxas", lambda: None)
+    # A process warns once.
     monkeypatch.setattr(verdict, "_WARNED", set())
     verdict.entry_of.cache_clear()
     yield description
@@ -177,6 +178,7 @@ def test_a_kernel_that_serves_no_case_does_not_pass(monkeypatch):
 def test_heads_that_another_tile_serves_are_checked_too(monkeypatch):
     dims = set()
     monkeypatch.setattr(kernel_check, "cases_of", lambda lengths, head_dim=64: [head_dim] * len(lengths))
+    # A machine without a GPU finds nothing.
     monkeypatch.setattr(kernel_check, "_findings", lambda subject, dim, *rest: dims.add(dim) or ())
     kernel_check.check_kernel("causal-linear", "float32", device="cpu")
     assert dims == {64, 128}

@@ -16,7 +16,7 @@ from efficient_attn.ops.paths import parts, step_capacity, tuned_for_cpu
 
 LOG2_E, LN_2 = math.log2(math.e), math.log(2)
 # Fewer tokens per chunk cost more in calls than they save in cache misses. More only cost memory.
-_LEAST, _MOST = 112, 512
+SHORTEST_CHUNK, LONGEST_CHUNK = 112, 512
 # Features per chunk over all heads, which fill a cache of 1 MiB. Their gradients take as much again.
 _FEATURES = 2**18
 
@@ -170,7 +170,7 @@ def chunks(inputs: LinearInputs, length: int, features: int = _FEATURES) -> list
     """Parts with this number of features on the CPU, and with the capacity of a step on other devices."""
     if not tuned_for_cpu(inputs.q):
         return parts(length, held_tokens(inputs))
-    return parts(length, min(max(held_tokens(inputs, features), _LEAST), _MOST))
+    return parts(length, min(max(held_tokens(inputs, features), SHORTEST_CHUNK), LONGEST_CHUNK))
 
 
 def held_tokens(inputs: LinearInputs, numbers: int | None = None) -> int:

@@ -34,11 +34,11 @@ UNSEEN = -1e29
 # of floats, within which the supports of a query's and a key's features may differ.
 _LARGEST = {torch.float32: 40.0, torch.float64: 300.0}
 # Tokens per chunk, within which scores are computed directly: on the CPU, and on other devices.
-CHUNK, _LARGE_CHUNK = 64, 128
+CHUNK, LARGE_CHUNK = 64, 128
 # Chunks have a multiple of this number of tokens, as products on a GPU prefer.
-_MULTIPLE = 16
+MULTIPLE = 16
 # Features of the queries of a segment that stay in a CPU's cache, and chunks of a segment there at most.
-_CACHED, _FEW = 2**17, 8
+CACHED, _FEW = 2**17, 8
 # Chunks of a segment at most on other devices, since one product scans them with a factor for each pair.
 _MANY = 160
 _ALL = slice(None)
@@ -149,13 +149,13 @@ def running_states(states: LinearState, first: LinearState, *, reverse: bool = F
 
 def segments(inputs: LinearInputs) -> list[slice]:
     """Consecutive segments of the queries, in whole chunks."""
-    numbers, most = (_CACHED, _FEW) if tuned_for_cpu(inputs.q) else (None, _MANY)
+    numbers, most = (CACHED, _FEW) if tuned_for_cpu(inputs.q) else (None, _MANY)
     size = _chunk(inputs)
     return parts(inputs.q.shape[-2], max(min(held_tokens(inputs, numbers) // size, most), 1) * size)
 
 
 def _chunk(inputs: LinearInputs) -> int:
-    return CHUNK if tuned_for_cpu(inputs.q) else _LARGE_CHUNK
+    return CHUNK if tuned_for_cpu(inputs.q) else LARGE_CHUNK
 
 
 class Segment(NamedTuple):
@@ -177,7 +177,7 @@ class Segment(NamedTuple):
     def of(cls, inputs: LinearInputs, part: slice) -> "Segment":
         before, tokens = inputs.k.shape[-2] - inputs.q.shape[-2], part.stop - part.start
         chunks = -(-tokens // _chunk(inputs))
-        size = -(-tokens // (chunks * _MULTIPLE)) * _MULTIPLE if chunks > 1 else tokens
+        size = -(-tokens // (chunks * MULTIPLE)) * MULTIPLE if chunks > 1 else tokens
         positions = slice(part.start + before, part.stop + before)
         mask, missing = inputs.mask(positions), chunks * size - tokens
         if missing:

@@ -44,10 +44,10 @@ from efficient_attn.ops.softmax import cpu_flash, flex
 # Programs for each multiprocessor: with several, no multiprocessor idles long at the end.
 _PROGRAMS = 4
 # Keys of the shortest part: with fewer, loading the directions outweighs the work.
-_KEYS = 256
+LEAST_KEYS = 256
 # Tokens per kernel call if they have to be converted or masked first; otherwise one call takes all tokens.
 # From 768 rows on the kernel processes 256 rows at a time instead of 64.
-_PIECE = 768
+PIECE = 768
 
 
 def num_parts(keys: int, programs: int, multiprocessors: int) -> int:
@@ -56,7 +56,7 @@ def num_parts(keys: int, programs: int, multiprocessors: int) -> int:
     Args:
         programs: Number of programs without a split.
     """
-    most = max(min(math.ceil(_PROGRAMS * multiprocessors / programs), keys // _KEYS), 1)
+    most = max(min(math.ceil(_PROGRAMS * multiprocessors / programs), keys // LEAST_KEYS), 1)
     parts = 2 ** (most.bit_length() - 1)
     # Unequal parts are padded, which copies all keys: fewer, equal parts that occupy the device are better.
     equal = math.gcd(parts, keys)
@@ -210,7 +210,7 @@ def _pieces(x: Tensor, inputs: LinearInputs, *, masked: bool) -> list[slice]:
     length, untouched = x.shape[-2], x.dtype is upcast(x[:0]).dtype and not masked
     if untouched and inputs.q.shape[-1] == inputs.v.shape[-1]:
         return [slice(0, length)]
-    return parts(length, _PIECE)
+    return parts(length, PIECE)
 
 
 def _pad_width(x: Tensor, inputs: LinearInputs) -> Tensor:

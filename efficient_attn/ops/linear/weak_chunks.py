@@ -26,9 +26,9 @@ from efficient_attn.ops.paths import tuned_for_cpu
 # Logarithms of sums, at the scale of their chunk, below which products may have left the range of floats.
 _WEAK = {torch.float32: -60.0, torch.float64: -600.0}
 # Features of the chunks that are computed again, or the share of chunks, whichever is more.
-_FEATURES, _SHARE = 2**22, 32
+FEATURES, _SHARE = 2**22, 32
 # Tokens of the smallest blocks.
-_BLOCK = 8
+BLOCK = 8
 
 
 class ScaledSums(NamedTuple):
@@ -71,7 +71,7 @@ def weak_chunks(rows: Tensor, features: int) -> Iterator[Tensor]:
     """Batches of indices of weak chunks, among all chunks of all heads."""
     number = rows.flatten(2).sum(dim=-1).flatten()
     chunks = number.numel()
-    capacity = min(max(_FEATURES // (rows.shape[2] * features), chunks // _SHARE, 1), chunks)
+    capacity = min(max(FEATURES // (rows.shape[2] * features), chunks // _SHARE, 1), chunks)
     if tuned_for_cpu(rows):
         yield from number.nonzero().flatten().split(capacity)
     else:
@@ -97,12 +97,12 @@ def to_power_of_two(x: Tensor, fill: float) -> Tensor:
 
 def blocks(x: Tensor) -> Tensor:
     """[… size dim] as the smallest blocks [… blocks tokens dim]."""
-    return x.unflatten(-2, (-1, min(_BLOCK, x.shape[-2])))
+    return x.unflatten(-2, (-1, min(BLOCK, x.shape[-2])))
 
 
 def halves(size: int) -> Iterator[int]:
     """Sizes of the halves into which a chunk is divided, down to the smallest blocks."""
-    half = _BLOCK
+    half = BLOCK
     while 2 * half <= size:
         yield half
         half *= 2

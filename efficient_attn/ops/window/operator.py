@@ -21,11 +21,11 @@ from efficient_attn.ops.window.global_keys import GlobalKeys, add_gradients, mer
 
 # Queries per block, and blocks of all heads per kernel call. Larger blocks read more keys outside the window,
 # but their slices overlap less, so the backward pass adds up fewer gradients.
-_BLOCK, _BLOCKS = 32, 128
-_BLOCK_BACK, _BLOCKS_BACK = 64, 24
+_BLOCK, BLOCKS = 32, 128
+_BLOCK_BACK, BLOCKS_BACK = 64, 24
 # Most keys that a query reads in addition to itself for which batched products are faster. Numbers in their
 # scratch memory, and blocks of a head per tile: fewer repeat more work at the ends of a tile.
-_SHORT, _NUMBERS, _BLOCKS_SHORT = 256, 900_000, 62
+_SHORT, _NUMBERS, BLOCKS_SHORT = 256, 900_000, 62
 # PyTorch computes powers of two faster than powers of e.
 _LOG2_E = 1 / math.log(2)
 # Queries per tile near the ends of the sequence, where slices are truncated and differ.
@@ -137,7 +137,7 @@ def fused_window(*fields: Any) -> tuple[Tensor, Tensor]:
     with without_autocast(q):
         for heads, mask in _heads(q, k, v, key_mask):
             queries, keys, values, outs, sums = (heads(x) for x in (q, k, v, out, log_sum))
-            for tile, bias in _steps(queries, keys, mask, back, ahead, _BLOCK, _BLOCKS):
+            for tile, bias in _steps(queries, keys, mask, back, ahead, _BLOCK, BLOCKS):
                 k_read, v_read = (tile.slices(x, len(queries)) for x in (keys, values))
                 rows, logarithm = cpu_flash.flash_rows(
                     upcast(tile.queries(queries)), k_read, v_read, bias, scale
@@ -202,8 +202,8 @@ def _add_gradients(tensors: list[Tensor], mask: Tensor | None, back: int, ahead:
     queries, keys = tensors[1], tensors[5]
     # The products of a head take many calls, which 512 tokens and four tokens per key outweigh.
     short = back + ahead <= min(_SHORT, (queries.shape[1] - 512) // 4)
-    group = min(_BLOCKS_SHORT, _NUMBERS // (2 * _BLOCK * (back + ahead + queries.shape[2])))
-    size = (_BLOCK, group * len(queries)) if short else (_BLOCK_BACK, _BLOCKS_BACK)
+    group = min(BLOCKS_SHORT, _NUMBERS // (2 * _BLOCK * (back + ahead + queries.shape[2])))
+    size = (_BLOCK, group * len(queries)) if short else (_BLOCK_BACK, BLOCKS_BACK)
     for tile, bias in _steps(queries, keys, mask, back, ahead, *size):
         if short and tile.blocks > 1 and bias is not None:
             for head in zip(*(x.expand(len(queries), *x.shape[1:]) for x in tensors), strict=True):

@@ -30,11 +30,12 @@ def of_transformers(name):
 
 @pytest.mark.parametrize("make", [*MODELS, *map(of_transformers, ["modernbert", "opt"])])
 @torch.no_grad()
-def test_no_call_of_a_model_is_missed_and_exact_in_its_place_changes_rounding_alone(make, monkeypatch):
+def test_no_call_of_a_model_is_missed_and_exact_in_its_place_changes_rounding_alone(make, request):
     model, run = make()
     names = list(model.state_dict())
     # The fused path of torch's layers calls no attention function and rounds elsewhere.
-    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
+    request.addfinalizer(lambda: torch.backends.mha.set_fastpath_enabled(True))
+    torch.backends.mha.set_fastpath_enabled(False)
     real = F.scaled_dot_product_attention
     with patch.object(F, "scaled_dot_product_attention", wraps=real) as calls:
         alone = run()
