@@ -75,7 +75,7 @@ def rank(name: str) -> int:
     """The row of LAYERS of a module of ours."""
     part = name.split(".")[1] if name.startswith("efficient_attn.") else "cli"
     numbers = [number for number, parts in enumerate(LAYERS) if part in parts]
-    assert numbers, f"{name} belongs to no row: put {part!r} into LAYERS and into the design."
+    assert numbers, f"{name} belongs to no row: put {part!r} into LAYERS and CONTRIBUTING.md."
     return numbers[0]
 
 
@@ -90,6 +90,8 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = resolve_name("." * node.level + (node.module or ""), package)
             names |= {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names |= {text.value for text in node.args[:1] if isinstance(text, ast.Constant)}
     return names
 
 
@@ -103,6 +105,12 @@ def test_a_layer_imports_only_itself_and_layers_before_it() -> None:
         if re.match(r"(efficient_attn(_cli)?|cli)\.", name) and rank(name) > rank(module_name(path))
     }
     assert wrong == set()
+
+
+def test_the_table_of_layers_has_a_row_for_each() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Layers")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    assert [set(re.findall(r"`(\w+)/?`", row)) for row in rows] == [*LAYERS]
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
@@ -133,14 +141,13 @@ def test_no_source_runs_code_from_data() -> None:
 
 def loaded_after(code: str, folder: Path) -> set[str]:
     """Modules that are loaded after the code in a new process."""
-    script = folder / "child.py"
-    script.write_text(
+    script = (
         "import contextlib, io, json, sys\n"
         "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
         + "".join(f"    {line}\n" for line in code.splitlines())
         + "print(json.dumps([*sys.modules]))\n"
     )
-    child = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, cwd=folder)
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=folder)
     assert child.returncode == 0, child.stderr
     return set(json.loads(child.stdout))
 

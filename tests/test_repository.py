@@ -177,3 +177,9 @@ def test_the_tests_of_every_fault_exist() -> None:
         file, _, name = test.partition("::")
         assert (ROOT / file).exists(), test
         assert not name or f"def {name.partition('[')[0]}(" in text_of(file), test
+
+
+def test_the_tests_of_a_file_are_those_of_its_faults_and_of_its_importers() -> None:
+    tests = runpy.run_path(str(ROOT / "tests/for.py"))["tests_of"](ROOT / "cli/main.py")
+    faults = {mutant.tests for mutant in MUTANTS if mutant.file == "cli/main.py"}
+    assert faults and {*tests} >= faults | {"tests/golden/test_outputs.py"}
